@@ -1,0 +1,35 @@
+"""Argument checks whose messages name the argument, what was found and what would work."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises ``ValueError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises unless ``value`` is one of ``choices``; suggests the nearest one."""
+    if value in choices:
+        return
+    near = get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name}: unknown value {value!r}{hint} (known: {', '.join(sorted(choices))})")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises unless the Python number ``value`` is greater than zero."""
+    check(value > 0, f"{name} must be positive, found {value!r}")
+
+
+def check_even(name: str, value: int) -> None:
+    """Raises unless ``value`` is a positive even integer."""
+    check(value > 0 and value % 2 == 0, f"{name} must be a positive even number, found {value}")
+
+
+def check_rank(name: str, array: Any, rank: int, layout: str) -> None:
+    """Raises unless ``array`` has ``rank`` axes; ``layout`` names them, as in ``"[batch, length, heads, size]"``."""
+    check(array.ndim == rank, f"{name} must have {rank} axes {layout}, found shape {tuple(array.shape)}")
