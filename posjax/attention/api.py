@@ -1,0 +1,186 @@
+"""The one entrance to attention: checks, binds, chooses a backend, and adds what no backend needs to know."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_choice, check_rank
+from posjax.attention.blockwise import blockwise
+from posjax.attention.dense import dense
+from posjax.attention.operands import Operands, statistics_dtype
+from posjax.bias import Bias
+from posjax.masks import Mask
+from posjax.positions import Positions, Range
+
+BACKENDS = {"dense": dense, "blockwise": blockwise}
+
+# Up to here the logits of a head fill one tile at most, and the plain formula is what the tiles would compute.
+_DENSE_UP_TO = 512
+
+
+def attention(
+    q: Float[Array, "batch queries heads size"],
+    k: Float[Array, "batch keys kv_heads size"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    bias=None,
+    mask: Mask | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    softcap: float | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    implementation: str | None = None,
+    return_residuals: bool = False,
+) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
+    """Softmax attention with any relative bias and any mask.
+
+        z_h(i, j) = scale <q_i, k_j> + bias_h(p_i, p_j)
+        z = softcap * tanh(z / softcap),  z = -inf where the mask forbids
+        o_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink_h))
+
+    in this order in every backend. A query that may see no key gives exactly 0, with zero gradients. Logits and
+    statistics are float32 at least, whatever the inputs are.
+
+    Args:
+        q: queries.
+        k: keys; ``heads`` must be a multiple of ``kv_heads``, query head ``n`` uses key head
+            ``n // (heads // kv_heads)``.
+        v: values; their size may differ from that of the keys.
+        bias: a bound ``bias.Bias``, or the spec of one without parameters (``bias.ALiBi()``). Gradients reach its
+            parameters.
+        mask: a ``masks.Mask``; everything may see everything when left out.
+        scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
+            ``1 / sqrt(size)`` when left out.
+        sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
+        softcap: bound of the logits (Gemma 2), or None.
+        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out.
+        kv_positions: the same for the keys.
+        implementation: ``"dense"`` (quadratic memory), ``"blockwise"`` (linear), or None: ``"dense"`` up to 512
+            queries and keys, where one head's logits are a single tile, otherwise ``"blockwise"``.
+        return_residuals: also return the log-sum-exp of every row, sink included, float32 ``[batch, queries, heads]``;
+            minus infinity for a row that sees nothing. Its gradient is exact, so parts of a longer sequence can be
+            merged.
+
+    Returns:
+        The output in the dtype of ``v``, or the pair of output and log-sum-exp.
+
+    Raises:
+        ValueError: for shapes that do not fit, naming the argument.
+    """
+    _check_shapes(q, k, v)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    _check_options(mask, softcap, sinks, heads)
+    operands = Operands(
+        q=_group(_scaled(q, scale), kv_heads),
+        k=jnp.moveaxis(k, 1, 2),
+        v=jnp.moveaxis(v, 1, 2),
+        bias=_bound(bias, heads),
+        mask=mask,
+        q_positions=_checked_positions("q_positions", q_positions, q),
+        kv_positions=_checked_positions("kv_positions", kv_positions, k),
+        softcap=softcap,
+    )
+    out, lse = BACKENDS[_choose(implementation, q, k)](_vary_alike(operands))
+    out, lse = _ungroup(out), _ungroup(lse)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
+    return (out, lse) if return_residuals else out
+
+
+def _check_shapes(q, k, v) -> None:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_rank(name, array, 4, "[batch, length, heads, size]")
+        check(jnp.issubdtype(array.dtype, jnp.floating), f"{name} must be of a floating dtype, found {array.dtype}")
+        check(array.shape[1] > 0, f"{name} must hold at least one token, found shape {array.shape}")
+    check(q.shape[0] == k.shape[0], f"k must have the batch of q, {q.shape[0]}, found shape {k.shape}")
+    check(k.shape[:3] == v.shape[:3], f"v must have the batch, length and heads of k, {k.shape[:3]}, found {v.shape}")
+    check(q.shape[3] == k.shape[3], f"k must have the head size of q, {q.shape[3]}, found shape {k.shape}")
+    check(
+        q.shape[2] % k.shape[2] == 0,
+        f"the heads of q must be a multiple of those of k, found {q.shape[2]} and {k.shape[2]}",
+    )
+
+
+def _check_options(mask, softcap, sinks, heads: int) -> None:
+    check(mask is None or isinstance(mask, Mask), f"mask must be a posjax.masks.Mask, found {type(mask).__name__}")
+    check(softcap is None or softcap > 0, f"softcap must be positive or None, found {softcap}")
+    check(
+        sinks is None or sinks.shape == (heads,),
+        f"sinks must have shape {(heads,)}, one logit per query head, found {getattr(sinks, 'shape', None)}",
+    )
+
+
+def _scaled(q, scale):
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    if jnp.ndim(scale) == 0:
+        return (q * scale).astype(q.dtype)
+    fits = jnp.broadcast_shapes(jnp.shape(scale), q.shape[:3]) == q.shape[:3]
+    check(fits, f"scale must broadcast to [batch, queries, heads] = {q.shape[:3]}, found {jnp.shape(scale)}")
+    return (q.astype(statistics_dtype(q)) * scale[..., None]).astype(q.dtype)
+
+
+def _bound(bias, heads: int) -> Bias | None:
+    if bias is None or isinstance(bias, Bias):
+        return bias
+    check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
+    return bias.bind(num_heads=heads)
+
+
+def _checked_positions(name: str, positions: Positions | None, x) -> Positions:
+    batch, length = x.shape[:2]
+    if positions is None:
+        return Range(0, length)
+    if isinstance(positions, Range):
+        check(positions.length == length, f"{name} must cover {length} tokens, found a Range of {positions.length}")
+        return positions
+    positions = jnp.asarray(positions)
+    check(
+        positions.shape in ((length,), (1, length), (batch, length)),
+        f"{name} must have shape {(length,)} or {(batch, length)}, found {positions.shape}",
+    )
+    check(jnp.issubdtype(positions.dtype, jnp.integer), f"{name} must be integers, found {positions.dtype}")
+    return positions[0] if positions.shape[0] == 1 and positions.ndim == 2 else positions
+
+
+def _choose(implementation: str | None, q, k) -> str:
+    if implementation is None:
+        return "dense" if max(q.shape[1], k.shape[1]) <= _DENSE_UP_TO else "blockwise"
+    check_choice("implementation", implementation, tuple(BACKENDS))
+    return implementation
+
+
+def _group(q, kv_heads: int):
+    batch, queries, heads, size = q.shape
+    return jnp.transpose(q.reshape(batch, queries, kv_heads, heads // kv_heads, size), (0, 2, 3, 1, 4))
+
+
+def _ungroup(x):
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def _vary_alike(operands: Operands) -> Operands:
+    """Inside ``shard_map``: every array varies over all mesh axes that any of them varies over.
+
+    A parameter that is the same on all devices, such as a slope, then gets its gradient summed over them by the
+    transpose of this very step.
+    """
+    axes = frozenset().union(*(jax.typeof(leaf).vma for leaf in jax.tree.leaves(operands)))
+
+    def vary(leaf):
+        missing = tuple(axes - jax.typeof(leaf).vma)
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, operands) if axes else operands
+
+
+def _with_sinks(out, lse, sinks):
+    """A logit without a value only rescales the rows: ``o exp(lse - lse')`` with ``lse' = log(exp(lse) + exp(sink))``."""
+    sinks = sinks.astype(lse.dtype)
+    seen = ~jnp.isneginf(lse)
+    finite = jnp.where(seen, lse, 0)
+    with_sink = jnp.where(seen, jnp.logaddexp(finite, sinks), sinks)
+    share = jnp.where(seen, jnp.exp(finite - with_sink), 0)
+    return (out * share[..., None]).astype(out.dtype), with_sink

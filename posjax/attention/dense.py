@@ -1,0 +1,34 @@
+"""Attention with the whole matrix of logits: quadratic memory, short enough to check by eye, the oracle of the rest."""
+
+import jax.numpy as jnp
+
+from posjax._slots import with_head_axis
+from posjax.attention.operands import Operands, group_bias, group_mask, statistics_dtype
+from posjax.positions import as_array
+
+
+def dense(x: Operands) -> tuple:
+    """``softmax(softcap(q k^T + bias) where allowed) v``, and the log-sum-exp of every row.
+
+    A row that may see no key gives exactly 0, with zero gradients, and a log-sum-exp of minus infinity.
+
+    Returns:
+        Output ``[batch, kv heads, group, queries, value size]`` in the dtype of ``v``, and float32 log-sum-exp
+        ``[batch, kv heads, group, queries]`` (float64 for float64 inputs).
+    """
+    dtype = statistics_dtype(x.q)
+    positions = with_head_axis(as_array(x.q_positions)), with_head_axis(as_array(x.kv_positions))
+    logits = jnp.einsum("bkgtd,bksd->bkgts", x.q, x.k, preferred_element_type=dtype)
+    if x.bias is not None:
+        logits = logits + group_bias(x.bias.values(*positions), x.k.shape[1])
+    if x.softcap is not None:
+        logits = x.softcap * jnp.tanh(logits / x.softcap)
+    if x.mask is not None:
+        logits = jnp.where(group_mask(x.mask.allowed(*positions), x.k.shape[1]), logits, -jnp.inf)
+    highest = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(highest), highest, 0))
+    total = weights.sum(-1)
+    seen = total > 0
+    total = jnp.where(seen, total, 1)
+    out = jnp.einsum("bkgts,bksd->bkgtd", (weights / total[..., None]).astype(x.v.dtype), x.v)
+    return out, jnp.where(seen, highest[..., 0] + jnp.log(total), -jnp.inf)

@@ -1,0 +1,63 @@
+"""What every attention backend takes, in one canonical form."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from posjax.bias import Bias
+from posjax.masks import Mask
+from posjax.positions import Positions
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "k", "v", "bias", "mask", "q_positions", "kv_positions"],
+    meta_fields=["softcap"],
+)
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Checked and bound inputs of one attention call; query heads are grouped by the key head they use.
+
+    Args:
+        q: ``[batch, kv heads, group, queries, size]``, already multiplied by the scale.
+        k: ``[batch, kv heads, keys, size]``.
+        v: ``[batch, kv heads, keys, value size]``.
+        bias: a bound bias or None.
+        mask: a mask or None.
+        q_positions: ``Range``, ``[queries]`` or ``[batch, queries]``.
+        kv_positions: ``Range``, ``[keys]`` or ``[batch, keys]``.
+        softcap: ``c`` in ``c tanh(logit / c)``, or None.
+    """
+
+    q: Float[Array, "batch kv_heads group queries size"]
+    k: Float[Array, "batch kv_heads keys size"]
+    v: Float[Array, "batch kv_heads keys value_size"]
+    bias: Bias | None
+    mask: Mask | None
+    q_positions: Positions
+    kv_positions: Positions
+    softcap: float | None = None
+
+
+def statistics_dtype(x: Array) -> jnp.dtype:
+    """Dtype of logits, softmax statistics and accumulators: at least float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def group_bias(
+    tile: Float[Array, "*b heads q k"], kv_heads: int
+) -> Float[Array, "*b kv_heads group q k"]:
+    """Splits the head axis of a bias tile like that of the queries."""
+    *batch, heads, q, k = tile.shape
+    return tile.reshape(*batch, kv_heads, heads // kv_heads, q, k)
+
+
+def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int) -> Bool[Array, "*b q k"]:
+    """Splits the head axis of a mask tile, if it has one, like that of the queries."""
+    if tile.ndim == 2:
+        return tile
+    batch, heads, q, k = tile.shape
+    return tile[:, :, None] if heads == 1 else tile.reshape(batch, kv_heads, heads // kv_heads, q, k)

@@ -1,0 +1,146 @@
+"""The relative position bias of T5 (Raffel et al., arXiv 1910.10683, section 2.1)."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check, check_positive
+from posjax.bias.base import Bias, distance
+
+
+def t5_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
+    """First distance of every logarithmic bucket, exactly.
+
+    With ``e = num_buckets / 2`` and ``K = num_buckets - e``, a distance ``n >= e`` has bucket
+    ``min(num_buckets - 1, e + floor(K log(n / e) / log(max_distance / e)))``. So bucket ``e + t`` begins at the
+    smallest ``n`` with ``n^K e^t >= max_distance^t e^K``, an inequality of integers. No logarithm is rounded, on any
+    device.
+
+    Args:
+        num_buckets: buckets of one direction.
+        max_distance: distance from which on everything shares the last bucket.
+
+    Returns:
+        ``num_buckets - e - 1`` increasing integers, those of buckets ``e + 1 ... num_buckets - 1``.
+    """
+    exact = num_buckets // 2
+    steps = num_buckets - exact
+    return tuple(_first_distance(exact, steps, t, max_distance) for t in range(1, steps))
+
+
+def _first_distance(exact: int, steps: int, t: int, max_distance: int) -> int:
+    target = max_distance**t * exact**steps
+    guess = int(exact * (max_distance / exact) ** (t / steps))
+    n = max(exact, guess - 2)
+    while n**steps * exact**t < target:
+        n += 1
+    return n
+
+
+def t5_bucket(
+    distances: Int[Array, "..."], num_buckets: int = 32, max_distance: int = 128, *, bidirectional: bool = False
+) -> Int[Array, "..."]:
+    """Bucket of each distance ``i - j`` (positive for keys behind the query), int32.
+
+    Causal: keys ahead share bucket 0 with the query itself. Bidirectional: half of the buckets for each side, the keys
+    ahead in the upper half. Below ``e = buckets of a side / 2`` every distance has a bucket; above, they widen
+    logarithmically up to ``max_distance``, beyond which all share the last one.
+
+    Raises:
+        ValueError: if the buckets cannot be split so, or ``max_distance`` does not exceed the exact buckets.
+    """
+    side = _check_buckets(num_buckets, max_distance, bidirectional)
+    ahead = (distances < 0) * side if bidirectional else 0
+    n = jnp.abs(distances) if bidirectional else jnp.maximum(distances, 0)
+    bucket = jnp.minimum(n, side // 2)
+    for threshold in t5_thresholds(side, max_distance):
+        bucket = bucket + (n >= threshold)
+    return (bucket + ahead).astype(jnp.int32)
+
+
+def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> int:
+    sides = 2 if bidirectional else 1
+    check(
+        num_buckets >= 2 * sides and num_buckets % sides == 0,
+        f"num_buckets must be {'even and at least 4' if bidirectional else 'at least 2'}, found {num_buckets}",
+    )
+    side = num_buckets // sides
+    check_positive("max_distance", max_distance)
+    check(
+        max_distance > side // 2,
+        f"max_distance must exceed the {side // 2} exact buckets of a side, found {max_distance}",
+    )
+    return side
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["table"],
+    meta_fields=["max_distance", "bidirectional"],
+)
+@dataclasses.dataclass(frozen=True)
+class BucketBias(Bias):
+    """``b_h(i, j) = table[bucket(i - j), h]`` with a table of shape ``[buckets, heads]``."""
+
+    table: Float[Array, "buckets heads"]
+    max_distance: int
+    bidirectional: bool
+
+    def values(self, q_positions, kv_positions):
+        bucket = t5_bucket(
+            distance(q_positions, kv_positions),
+            self.table.shape[0],
+            self.max_distance,
+            bidirectional=self.bidirectional,
+        )
+        if bucket.ndim == 4:
+            bucket = bucket[:, 0]
+        return jnp.moveaxis(jnp.take(self.table.T, bucket, axis=1), 0, -3)
+
+
+@dataclasses.dataclass(frozen=True)
+class T5:
+    """Spec of T5's bias (Raffel et al., arXiv 1910.10683): ``b_h(i, j) = table[bucket(i - j), h]``.
+
+    One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale; that is the business of
+    ``attention(scale=1.0)``, not of the bias.
+
+    Args:
+        num_buckets: size of the table, both sides together when bidirectional.
+        max_distance: from there on all distances share one bucket. Keep it below the training length: a bucket that
+            no training pair reaches stays at its initial value, and every longer context runs into it.
+        bidirectional: half of the buckets for the keys ahead.
+        stddev: standard deviation of the normal initialisation.
+    """
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = False
+    stddev: float = 0.02
+    shared_across_layers = True
+    shift_invariant = True
+
+    def __post_init__(self):
+        _check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Array]:
+        """``{"table": [buckets, heads]}``, float32."""
+        return {"table": self.stddev * jax.random.normal(key, (self.num_buckets, num_heads))}
+
+    def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> BucketBias:
+        """The bias with its table.
+
+        Raises:
+            ValueError: if ``params`` does not hold a table of ``num_buckets`` rows.
+        """
+        check(bool(params) and "table" in params, "params must hold 'table': T5(...).init makes it")
+        table = params["table"]
+        check(
+            table.shape == (self.num_buckets, num_heads),
+            f"table must have shape {(self.num_buckets, num_heads)}, found {table.shape}",
+        )
+        return BucketBias(table, self.max_distance, self.bidirectional)
