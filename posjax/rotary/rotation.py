@@ -1,0 +1,75 @@
+"""Applying a rotary table, in both pairings, and carrying projection weights from one pairing to the other."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_choice, check_even
+from posjax.rotary.tables import RotaryTable
+
+PAIRINGS = ("half", "interleaved")
+
+
+def apply_rotary(
+    x: Float[Array, "*batch length heads size"], table: RotaryTable, *, pairing: str = "half"
+) -> Float[Array, "*batch length heads size"]:
+    """Rotates pair t of every head by its angle: (a, b) -> (a cos - b sin, a sin + b cos).
+
+    x: ``[batch, length, heads, size]`` (the batch axis is optional); any float dtype.
+    table: ``[length, w/2]`` or ``[batch, length, w/2]``. The first w features rotate, the rest pass through.
+    pairing: which features form pair t. ``"half"``: t and t + w/2 (GPT-NeoX, Hugging Face's Llama, Qwen, Gemma).
+    ``"interleaved"``: 2t and 2t + 1 (RoFormer, GPT-J, Meta's Llama, DeepSeek).
+
+    Computes in at least float32 and casts only the result, to the dtype of x. Raises ValueError if the table is wider
+    than the head or its length or batch differs. (RoFormer, arXiv:2104.09864, section 3.4.2)
+    """
+    check_choice("pairing", pairing, PAIRINGS)
+    _check_table(x, table)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    cos, sin = (part[..., None, :].astype(dtype) for part in table)
+    half = cos.shape[-1]
+    rotary, rest = x[..., : 2 * half].astype(dtype), x[..., 2 * half :]
+    if pairing == "half":
+        a, b = rotary[..., :half], rotary[..., half:]
+        rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    else:
+        a, b = rotary[..., 0::2], rotary[..., 1::2]
+        rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(rotary.shape)
+    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
+
+
+def _check_table(x: Array, table: RotaryTable) -> None:
+    """Refuses a table that would broadcast over, or fall short of, the axes of x."""
+    shape = table.cos.shape
+    check(x.ndim >= 3, f"x must be [batch, length, heads, size], found shape {x.shape}")
+    check(jnp.issubdtype(x.dtype, jnp.floating), f"x must be real, found {x.dtype}")
+    check(2 * shape[-1] <= x.shape[-1], f"table turns {2 * shape[-1]} features but x has head size {x.shape[-1]}")
+    fits = len(shape) == 2 or (len(shape) == 3 and x.ndim == 4 and shape[0] in (1, x.shape[0]))
+    check(fits and shape[-2] == x.shape[-3], f"table of shape {shape} does not fit x of shape {x.shape}")
+
+
+def permute_projection(
+    weight: Float[Array, "..."], source: str, target: str, *, rotary_dim: int | None = None, axis: int = -1
+) -> Float[Array, "..."]:
+    """Reorders the head axis so that ``target`` pairing does to the result what ``source`` pairing did to ``weight``.
+
+    Apply it to everything that lives on the head axis of queries and keys: projection weights ``[model, heads, size]``
+    (any number of heads: grouped queries need nothing more), biases ``[heads, size]``, and the weights ``[size]`` of
+    query and key norms. Scores are then the same; values are left alone. ``axis`` names the head axis: a PyTorch weight
+    ``[heads * size, model]`` is reshaped to ``[heads, size, model]`` and permuted with ``axis=1``.
+
+    rotary_dim: how many leading features rotate (partial rotary); the others stay in place. None means all, which is
+    also right for p-RoPE. half -> interleaved takes feature 2t from t and 2t + 1 from t + w/2; the other way is its
+    inverse, (0, 2, 4, ..., 1, 3, 5, ...). Raises ValueError for an odd or too large ``rotary_dim``.
+    """
+    check_choice("source", source, PAIRINGS)
+    check_choice("target", target, PAIRINGS)
+    size = weight.shape[axis]
+    width = size if rotary_dim is None else rotary_dim
+    check_even("rotary_dim", width)
+    check(width <= size, f"rotary_dim {width} is larger than the head size {size} on axis {axis}")
+    order = np.arange(size)
+    if source != target:
+        pairs = (2, -1) if source == "half" else (-1, 2)
+        order[:width] = order[:width].reshape(pairs).T.ravel()
+    return jnp.take(weight, order, axis=axis)

@@ -1,0 +1,163 @@
+"""The frequency rule: from a head size to the inverse frequencies of its rotary pairs; plain RoPE and p-RoPE.
+
+A rule is a frozen, hashable dataclass, so that it can be a static argument of ``jit``. The scaling rules are in
+``scalings.py``. Everything known on the host is computed in float64 and made exact (see :mod:`posjax.angles`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check, check_even, check_positive
+from posjax.angles import Frequencies, exact
+
+Length = int | Int[Array, ""] | Int[Array, "batch"] | Int[Array, "batch length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequencyRule:
+    """What every rule shares.
+
+    base: b of theta_t = b^(-2t/w).
+    head_dim: d, the size of a head; may be left to ``frequencies(head_dim=...)``.
+    partial_rotary_factor: the share of the head that is rotated, w = int(d * factor), as GPT-NeoX counts it.
+    """
+
+    base: float = 10_000.0
+    head_dim: int | None = None
+    partial_rotary_factor: float = 1.0
+
+    reads_length: ClassVar[bool] = False
+    """Whether the rule reads the current length (dynamic NTK, LongRoPE)."""
+    hf_type: ClassVar[str]
+    """The ``rope_type`` of Hugging Face."""
+    hf_keys: ClassVar[dict[str, str]] = {}
+    """Field of the rule -> key of Hugging Face's dictionary, beside rope_theta and partial_rotary_factor."""
+
+    def __post_init__(self):
+        check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
+        check(
+            0 < self.partial_rotary_factor <= 1,
+            f"partial_rotary_factor must be in (0, 1], found {self.partial_rotary_factor!r}",
+        )
+        if self.head_dim is not None:
+            check_positive("head_dim", self.head_dim)
+            self.rotary_dim()
+
+    def _head_dim(self, head_dim: int | None) -> int:
+        size = head_dim if self.head_dim is None else self.head_dim
+        check(size is not None, f"{type(self).__name__} needs a head_dim: set its field or pass head_dim=")
+        check(head_dim in (None, size), f"head_dim={head_dim} but the rule was made for head_dim={size}")
+        return size
+
+    def rotary_dim(self, head_dim: int | None = None) -> int:
+        """w, how many features of a head are rotated: int(head_dim * partial_rotary_factor), which must be even."""
+        size = self._head_dim(head_dim)
+        width = int(size * self.partial_rotary_factor)
+        named = f"rotary width int({size} * {self.partial_rotary_factor}) of head_dim={size}"
+        check_even(named if self.partial_rotary_factor != 1 else "head_dim", width)
+        return width
+
+    def inverse_frequencies(self, head_dim: int | None = None) -> Float[np.ndarray, "w/2"]:
+        """theta_t in float64 on the host, radians per position, t = 0 .. w/2 - 1."""
+        return self._scaled(inverse_powers(self.base, self.rotary_dim(head_dim)))
+
+    def _scaled(self, inverse_frequencies: Float[np.ndarray, "half"]) -> Float[np.ndarray, "half"]:
+        """The rule's change of the plain frequencies."""
+        return inverse_frequencies
+
+    @property
+    def table_factor(self) -> float:
+        """The factor of cos and sin (Hugging Face's attention_factor or attention_scaling)."""
+        return 1.0
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of the logits that belongs to the rule beside ``table_factor`` (DeepSeek's YaRN)."""
+        return 1.0
+
+    def frequencies(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
+        """(inverse frequencies, attention factor): the second multiplies cos and sin.
+
+        ``length`` is read only by rules with ``reads_length``; None means their training length. A Python int or a
+        NumPy array gives exact frequencies, a traced one float32. Lengths ``[batch]`` give ``[batch, w/2]``.
+        ``head_dim`` is needed when the rule itself has none; raises ValueError without either, or if they disagree.
+        """
+        return exact(self.inverse_frequencies(head_dim)), self.table_factor
+
+    def to_hf(self) -> dict[str, Any]:
+        """The rule as Hugging Face's ``rope_parameters`` (transformers 5). ``from_hf`` reads it back."""
+        values = {"rope_type": self.hf_type, "rope_theta": self.base}
+        if self.partial_rotary_factor != 1:
+            values["partial_rotary_factor"] = self.partial_rotary_factor
+        for name, key in self.hf_keys.items():
+            value = getattr(self, name)
+            if value is not None:
+                values[key] = list(value) if isinstance(value, tuple) else value
+        return values
+
+
+def inverse_powers(base: float, width: int) -> Float[np.ndarray, "width/2"]:
+    """theta_t = base^(-2t/width) for t = 0 .. width/2 - 1, in float64."""
+    return base ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+
+
+@dataclass(frozen=True)
+class Plain(FrequencyRule):
+    """RoPE: theta_t = base^(-2t/w), w the rotary width (RoFormer, arXiv:2104.09864, section 3.2.2).
+
+    With ``partial_rotary_factor`` below 1 only the first w = int(d * factor) features rotate, and the exponents are
+    over w (GPT-NeoX, GPT-J).
+    """
+
+    base: float = 10_000.0
+
+    hf_type: ClassVar[str] = "default"
+
+
+@dataclass(frozen=True)
+class Proportional(FrequencyRule):
+    """p-RoPE: keep the int(p * d // 2) highest frequencies of the full head, set the rest to zero (arXiv:2410.06205).
+
+    theta_t = base^(-2t/d) / factor for t < int(p d // 2), else 0, with p = ``partial_rotary_factor``: unlike partial
+    rotary the exponents are over the full head size d. p = 1 is RoPE and p = 0 is NoPE. Gemma 4's global layers use
+    p = 0.25; Hugging Face calls it "proportional".
+    """
+
+    partial_rotary_factor: float = field(default=0.75, kw_only=False)
+    factor: float = field(default=1.0, kw_only=True)
+
+    hf_type: ClassVar[str] = "proportional"
+    hf_keys: ClassVar[dict[str, str]] = {"factor": "factor"}
+
+    def __post_init__(self):
+        check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
+        check(
+            0 <= self.partial_rotary_factor <= 1,
+            f"partial_rotary_factor must be in [0, 1], found {self.partial_rotary_factor!r}",
+        )
+        check(self.factor >= 1, f"factor must be at least 1, found {self.factor!r}")
+        if self.head_dim is not None:
+            check_even("head_dim", self.head_dim)
+
+    def rotary_dim(self, head_dim: int | None = None) -> int:
+        """The whole head: the pairs that do not turn have frequency zero."""
+        size = self._head_dim(head_dim)
+        check_even("head_dim", size)
+        return size
+
+    def _scaled(self, inverse_frequencies):
+        half = inverse_frequencies.size
+        rotating = int(self.partial_rotary_factor * 2 * half // 2)
+        return np.where(np.arange(half) < rotating, inverse_frequencies, 0.0) / self.factor
+
+
+def frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary_factor: float = 1.0) -> Frequencies:
+    """RoPE's inverse frequencies theta_t = base^(-2t/w), t = 0 .. w/2 - 1, w = int(head_dim * partial_rotary_factor).
+
+    Radians per position; behaves as a float32 array ``[w/2]`` and carries the exact fixed-point form beside it.
+    Raises ValueError for an odd width. (RoFormer, arXiv:2104.09864, section 3.2.2)
+    """
+    return Plain(base, head_dim=head_dim, partial_rotary_factor=partial_rotary_factor).frequencies()[0]
