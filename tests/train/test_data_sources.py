@@ -1,0 +1,122 @@
+"""Documents: found, named, read and split; every missing or unreadable text is one line."""
+
+import pytest
+
+from train.config import DataConfig
+from train.data import documents
+
+
+def from_files(*paths, **options):
+    return DataConfig(source="files", paths=tuple(str(path) for path in paths), **options)
+
+
+def everything(config):
+    return {name: text for split in ("train", "held_out") for name, text in documents(config, split)}
+
+
+@pytest.fixture
+def books(tmp_path):
+    for index in range(20):
+        file = tmp_path / "books" / f"shelf{index % 2}" / f"{index}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"book {index}")
+    return tmp_path / "books"
+
+
+def test_standard_library_leaves_out_packages_and_tests():
+    train, held_out = documents(DataConfig(), "train"), documents(DataConfig(), "held_out")
+    names = [name for name, _ in train + held_out]
+    assert len(names) == len(set(names)) > 300
+    assert {"json/decoder.py", "argparse.py", "sysconfig.py"} <= set(names)
+    unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    assert all(unwanted.isdisjoint(name.split("/")) for name in names)
+    assert 0.02 < len(held_out) / len(names) < 0.1
+    assert all(text for _, text in train)
+
+
+def test_globs_and_names_do_not_depend_on_where_the_data_lies(books, tmp_path):
+    found = everything(from_files(books / "**" / "*.txt"))
+    assert len(found) == 20
+    assert found["shelf1/3.txt"] == b"book 3"
+    assert everything(from_files(books / "shelf1" / "3.txt", books / "shelf0" / "*.txt")).keys() >= {"3.txt", "4.txt"}
+    split = [name for name, _ in documents(from_files(books / "**" / "*.txt", held_out=0.3), "held_out")]
+    books.rename(tmp_path / "moved")
+    moved = from_files(tmp_path / "moved" / "**" / "*.txt", held_out=0.3)
+    assert [name for name, _ in documents(moved, "held_out")] == split
+
+
+def test_splits_are_disjoint_and_a_new_document_moves_no_other(books):
+    config = from_files(books / "**" / "*.txt", held_out=0.3)
+    train, held_out = ({name for name, _ in documents(config, split)} for split in ("train", "held_out"))
+    assert train.isdisjoint(held_out)
+    assert len(train | held_out) == 20
+    (books / "new.txt").write_text("new")
+    assert {name for name, _ in documents(config, "held_out")} - {"new.txt"} == held_out
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.999999])
+def test_each_side_gets_a_document(books, share):
+    config = from_files(books / "**" / "*.txt", held_out=share)
+    sizes = [len(documents(config, split)) for split in ("train", "held_out")]
+    assert sorted(sizes) == [1, 19]
+
+
+def test_nothing_held_out(books):
+    config = from_files(books / "shelf0" / "0.txt", held_out=0.0)
+    assert documents(config, "train") == [("0.txt", b"book 0")]
+    with pytest.raises(ValueError, match=r"data.held_out is 0"):
+        documents(config, "held_out")
+
+
+def test_jsonl_has_a_document_on_each_line(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"body": "één"}\n\n{"body": "two\\nlines"}\n{"body": ""}\n')
+    found = everything(from_files(file, text_key="body"))
+    assert found == {"a.jsonl:1": "één".encode(), "a.jsonl:3": b"two\nlines"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "a.jsonl, line 2: not valid JSON"),
+        (
+            json.dumps({"texts": "x"}),
+            "line 2: no text under 'text', found keys .'texts'.; did you mean data.text_key=texts",
+        ),
+        ('{"text": 3}', "line 2: no text under 'text'"),
+        ("[1]", "line 2: no text under 'text'"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(ValueError, match=message) as error:
+        documents(from_files(file), "train")
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_unreadable_paths(tmp_path, books):
+    with pytest.raises(FileNotFoundError, match=r"data.paths: no file matches '.*none.txt'"):
+        documents(from_files(tmp_path / "none.txt"), "train")
+    with pytest.raises(FileNotFoundError, match=r"for all of a folder write .*books/\*\*/\*.txt"):
+        documents(from_files(books), "train")
+    (tmp_path / "a.pdf").write_text("x")
+    with pytest.raises(ValueError, match=r"a.pdf is neither .txt nor .jsonl"):
+        documents(from_files(tmp_path / "a.pdf"), "train")
+
+
+def test_empty_text_a_lone_document_and_name_clashes(tmp_path, books):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match=r"no text in .*empty.txt; every document is empty"):
+        documents(from_files(tmp_path / "empty.txt"), "train")
+    with pytest.raises(ValueError, match=r"'0.txt' is the only document, so none can be held out"):
+        documents(from_files(books / "shelf0" / "0.txt"), "train")
+    (books / "shelf1" / "0.txt").write_text("other")
+    with pytest.raises(ValueError, match=r"are both called '0.txt'"):
+        documents(from_files(books / "shelf0" / "*.txt", books / "shelf1" / "*.txt"), "train")
+
+
+def test_a_library_without_sources_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"data.source=stdlib: no .py files under"):
+        documents(DataConfig(), "train")
