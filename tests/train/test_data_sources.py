@@ -79,10 +79,7 @@ def test_jsonl_has_a_document_on_each_line(tmp_path):
     ("line", "message"),
     [
         ("{", "a.jsonl, line 2: not valid JSON"),
-        (
-            json.dumps({"texts": "x"}),
-            "line 2: no text under 'text', found keys .'texts'.; did you mean data.text_key=texts",
-        ),
+        ('{"texts": "x"}', "line 2: no text under 'text', found keys .'texts'.; did you mean data.text_key=texts"),
         ('{"text": 3}', "line 2: no text under 'text'"),
         ("[1]", "line 2: no text under 'text'"),
     ],
