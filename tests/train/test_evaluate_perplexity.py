@@ -1,0 +1,159 @@
+"""Perplexity against models whose probabilities are known in closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.evaluate.perplexity import measure
+from train.evaluate.windows import full_pieces, last_windows, pieces, whole_windows
+
+VOCABULARY = 11
+
+
+def uniform(parameters, tokens, length):
+    return jnp.zeros((*tokens.shape, VOCABULARY))
+
+
+def bigram(parameters, tokens, length):
+    """Logits that are the rows of a table of log-probabilities: the oracle knows each token's cost."""
+    return parameters[tokens]
+
+
+def by_position(parameters, tokens, length):
+    """Certain of token 0 with probability 1/(2 + position): the cost of a target is log(2 + position)."""
+    probability = 1 / (2 + jnp.arange(tokens.shape[1]))
+    others = jnp.log((1 - probability) / (VOCABULARY - 1))
+    logits = jnp.concatenate([jnp.log(probability)[:, None], jnp.repeat(others[:, None], VOCABULARY - 1, 1)], 1)
+    return jnp.broadcast_to(logits, (tokens.shape[0], *logits.shape))
+
+
+def run(apply, documents, parameters=None, **changes):
+    options = {"lengths": (4, 8, 16), "train_length": 4, "tokens": 10_000, "batch_tokens": 32}
+    return list(measure(apply, parameters, documents, **{**options, **changes}))
+
+
+@pytest.fixture
+def documents():
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, VOCABULARY, size).astype(np.uint16) for size in (100, 7, 33, 17)]
+
+
+def test_a_uniform_model_has_the_vocabulary_size_as_perplexity(documents):
+    for found in run(uniform, documents):
+        assert found.window_perplexity == pytest.approx(VOCABULARY, rel=1e-6)
+        assert found.last_perplexity == pytest.approx(VOCABULARY, rel=1e-6)
+        assert found.error is None
+
+
+def test_every_target_is_scored_once_at_every_length(documents):
+    table = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (VOCABULARY, VOCABULARY)))
+    cost = -np.asarray(table, np.float64)
+    wanted = np.concatenate([cost[document[:-1], document[1:]] for document in documents])
+    for found in run(bigram, documents, table):
+        assert found.window_tokens == wanted.size == 153
+        assert found.window_nll == pytest.approx(wanted.mean(), rel=1e-6)
+
+
+def test_nll_is_weighted_by_tokens_not_by_windows():
+    # 10 targets in windows of 8: costs log 2 .. log 9 in the first, log 2 and log 3 in the second.
+    document = np.zeros(11, np.uint16)
+    found = run(by_position, [document], lengths=(8,))[0]
+    costs = [np.log(np.arange(2, 10)), np.log(np.arange(2, 4))]
+    assert found.window_nll == pytest.approx(np.concatenate(costs).mean(), rel=1e-6)
+    assert abs(found.window_nll - np.mean([cost.mean() for cost in costs])) > 0.2
+
+
+def test_the_last_tokens_are_the_same_at_every_length_and_see_the_full_context(documents):
+    table = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (VOCABULARY, VOCABULARY)))
+    found = run(bigram, documents, table)
+    ends = full_pieces(documents, 16, 10_000)
+    targets = [piece[-4:] for piece in ends]
+    before = [piece[-5:-1] for piece in ends]
+    wanted = -np.asarray(table, np.float64)[np.concatenate(before), np.concatenate(targets)].mean()
+    assert [measurement.last_tokens for measurement in found] == [36, 36, 36]
+    np.testing.assert_allclose([measurement.last_nll for measurement in found], wanted, rtol=1e-6)
+
+
+def test_the_last_tokens_stand_at_the_end_of_the_window():
+    found = run(by_position, [np.zeros(17, np.uint16)])
+    wanted = [np.log(np.arange(2, 2 + length)[-4:]).mean() for length in (4, 8, 16)]
+    np.testing.assert_allclose([measurement.last_nll for measurement in found], wanted, rtol=1e-6)
+
+
+def test_last_windows_differ_by_context_alone(documents):
+    ends = full_pieces(documents, 16, 10_000)
+    longest = last_windows(ends, 16, 4)
+    for length in (4, 8):
+        shorter = last_windows(ends, length, 4)
+        np.testing.assert_array_equal(shorter.tokens, longest.tokens[:, -length - 1 :])
+        np.testing.assert_array_equal(shorter.weights, longest.weights[:, -length:])
+        assert shorter.scored == longest.scored
+
+
+def test_documents_shorter_than_the_longest_length_have_no_part_in_the_last_tokens():
+    ends = full_pieces([np.full(size, size, np.uint16) for size in (16, 17, 5, 40)], 16, 10_000)
+    assert [piece[0] for piece in ends] == [17, 40, 40]
+
+
+def test_windows_stay_inside_their_document():
+    chosen = pieces([np.full(size, size, np.uint16) for size in (9, 20)], 16, 10_000)
+    windows = whole_windows(chosen, 8)
+    for tokens, weights in zip(*windows, strict=True):
+        assert len(set(tokens[: int(weights.sum()) + 1].tolist())) == 1
+
+
+def test_the_budget_is_kept_and_spread_over_the_documents():
+    documents = [np.full(1601, name, np.uint16) for name in range(10)]
+    chosen = pieces(documents, 16, 320)
+    assert sum(len(piece) - 1 for piece in chosen) == 320
+    assert [piece[0] for piece in chosen] == [name for name in range(10) for _ in range(2)]
+    assert len(full_pieces(documents, 16, 320)) == 20
+
+
+def test_a_document_shorter_than_the_longest_length_is_refused_when_there_is_no_other():
+    with pytest.raises(ValueError, match=r"length 16 needs a held-out document of 17 tokens, the longest has 12"):
+        run(uniform, [np.zeros(12, np.uint16)])
+
+
+def test_a_length_below_the_training_length_is_refused(documents):
+    with pytest.raises(ValueError, match=r"evaluate\.lengths: 2 is below train\.length, 4"):
+        run(uniform, documents, lengths=(2, 4))
+
+
+def test_a_refused_length_is_reported_and_the_others_are_measured(documents):
+    def refuses(parameters, tokens, length):
+        if length > 8:
+            raise ValueError(f"positions: 8 rows,\n  found {length}")
+        return uniform(parameters, tokens, length)
+
+    found = run(refuses, documents)
+    assert [measurement.error for measurement in found] == [None, None, "positions: 8 rows, found 16"]
+    assert found[2].window_perplexity is None
+    assert found[2].as_row()["last_perplexity"] is None
+
+
+def test_a_refusal_at_the_training_length_is_an_error(documents):
+    def refuses(parameters, tokens, length):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run(refuses, documents)
+
+
+def test_a_loss_that_is_not_finite_is_reported(documents):
+    def broken(parameters, tokens, length):
+        return jnp.full((*tokens.shape, VOCABULARY), jnp.nan)
+
+    assert all("not finite" in measurement.error for measurement in run(broken, documents))
+
+
+def test_each_length_is_compiled_once_with_its_own_length(documents):
+    traced = []
+
+    def remembers(parameters, tokens, length):
+        traced.append((length, tokens.shape[1]))
+        return uniform(parameters, tokens, length)
+
+    run(remembers, documents)
+    assert traced == [(4, 4), (8, 8), (16, 16)]

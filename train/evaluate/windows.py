@@ -1,0 +1,93 @@
+"""Which tokens of the held-out documents are scored, and in what context.
+
+Both measurements look at *pieces*: runs of at most `span + 1` tokens of one document, where `span` is the longest
+evaluation length. The pieces are the same at every length, so the curves differ by the context alone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+Tokens = Int[np.ndarray, "n"]
+
+
+class Windows(NamedTuple):
+    """Windows of one length: inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]`, each scored `weights` times."""
+
+    tokens: Int[np.ndarray, "windows length+1"]
+    weights: Float[np.ndarray, "windows length"]
+
+    @property
+    def scored(self) -> int:
+        """The number of tokens scored."""
+        return int(self.weights.sum())
+
+
+def pieces(documents: Sequence[Tokens], span: int, tokens: int) -> list[Tokens]:
+    """Cuts every document into pieces of at most `span + 1` tokens and keeps about `tokens` targets of them.
+
+    Neighbouring pieces share one token, the last target of one and the first input of the next, so that every token
+    but a document's first is a target once. The kept ones lie evenly over all documents, in order.
+    """
+    starts = [(document, start) for document in documents for start in range(0, len(document) - 1, span)]
+    cut = [document[start : start + span + 1] for document, start in starts]
+    return _evenly(cut, _share(tokens, sum(len(piece) - 1 for piece in cut), len(cut)))
+
+
+def full_pieces(documents: Sequence[Tokens], span: int, tokens: int) -> list[Tokens]:
+    """The pieces of exactly `span + 1` tokens, at most `tokens // span` of them, evenly over all documents.
+
+    Raises ValueError when no document is that long.
+    """
+    full = [piece for piece in pieces(documents, span, _everything(documents)) if len(piece) == span + 1]
+    if not full:
+        longest = max((len(document) for document in documents), default=0)
+        raise ValueError(
+            f"evaluate.lengths: length {span} needs a held-out document of {span + 1} tokens, "
+            f"the longest has {longest}; use shorter lengths or longer documents"
+        )
+    return _evenly(full, max(1, tokens // span))
+
+
+def whole_windows(chosen: Sequence[Tokens], length: int) -> Windows:
+    """Non-overlapping windows of `length` over every piece; a piece's last one may be shorter. Every target counts."""
+    cut = [piece[start : start + length + 1] for piece in chosen for start in range(0, len(piece) - 1, length)]
+    return _padded(cut, length)
+
+
+def last_windows(chosen: Sequence[Tokens], length: int, scored: int) -> Windows:
+    """One window of `length` at the end of every piece, of which only the last `scored` targets count.
+
+    The targets are the same at every length; only the context before them grows.
+    """
+    windows = _padded([piece[-length - 1 :] for piece in chosen], length)
+    windows.weights[:, : length - scored] = 0
+    return windows
+
+
+def _padded(cut: Sequence[Tokens], length: int) -> Windows:
+    """Stacks windows of up to `length + 1` tokens; those too short end in zeros that do not count."""
+    tokens = np.zeros((len(cut), length + 1), np.int32)
+    weights = np.zeros((len(cut), length), np.float32)
+    for row, window in enumerate(cut):
+        tokens[row, : len(window)] = window
+        weights[row, : len(window) - 1] = 1
+    return Windows(tokens, weights)
+
+
+def _evenly(values: Sequence, count: int) -> list:
+    """`count` of `values`, or all of them, evenly spread, in order."""
+    count = min(count, len(values))
+    return [values[(2 * index + 1) * len(values) // (2 * count)] for index in range(count)]
+
+
+def _share(wanted: int, total: int, count: int) -> int:
+    """How many of `count` things that hold `total` together hold about `wanted`; at least one."""
+    return count if wanted >= total else max(1, math.floor(wanted / total * count))
+
+
+def _everything(documents: Sequence[Tokens]) -> int:
+    return sum(len(document) for document in documents)
