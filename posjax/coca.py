@@ -1,0 +1,241 @@
+"""Collinear constrained attention, CoCA (Zhu et al., arXiv 2309.08646), as a feature map.
+
+Per head of size ``d``, plane ``j`` of the query is ``(x, y)``, the key is one number ``t_j >= 0`` for each of the
+``d / 2`` planes, and ``theta_j`` is the frequency of the plane. The collinear constraint multiplies the key by the
+query, ``k_{m,n} = q_m * t_n``, so that no angle stands between them at distance zero:
+
+    strict(m, n) = sum_j t_{n,j} (x_{m,j}^2 + y_{m,j}^2) cos((m - n) theta_j)
+
+The paper takes this for a three-way product that costs ``O(n^2 d)`` memory, and its code uses another score for that
+reason. But it is a plain inner product ``phi(q, m) . psi(t, n)`` of ``d`` features, and so are all its relatives: any
+attention kernel runs them at the usual cost. With ``c_p = cos(p theta_j)``, ``s_p = sin(p theta_j)``, in each plane
+
+    psi           t (c_n, s_n)                                     for every variant
+    phi strict    (x^2 + y^2) (c_m, s_m)                           equations 4 to 9, 17: free queries
+    phi tied      2 x^2 (c_m, s_m)                                 the same with y = x: the paper's own constraint
+    phi slack     ((x^2 + y^2) c_m, 2 x y s_m + (y^2 - x^2) c_m)   what the released code computes
+    phi relative  (u^2 c_m - u w s_m, u^2 s_m + u w c_m)           slack without its absolute part
+
+where ``u = (x + y) / sqrt(2)`` and ``w = (y - x) / sqrt(2)``. Strict, tied and relative depend on ``m - n`` alone.
+Slack also carries ``t (w^2 cos((m + n) theta) + u w sin((m + n) theta))``, so shifting all positions changes it.
+
+Features are quadratic in the query: they are built in float32 and cast last; keep them out of float16. A cache should
+hold ``half_width(t)``, half as wide as an ordinary key and free of positions, and rotate on read.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_choice, check_even, check_rank
+from posjax.positions import Positions
+from posjax.rotary import FrequencyRule, Plain, RotaryTable, rotary_table
+from posjax.rotary.rotation import PAIRINGS
+from posjax.rotary.rules import Length
+
+VARIANTS = ("strict", "tied", "slack", "relative")
+
+Variant = Literal["strict", "tied", "slack", "relative"]
+Pairing = Literal["half", "interleaved"]
+
+
+def features(
+    q: Float[Array, "batch length heads size"],
+    t: Float[Array, "batch kv_length kv_heads half"],
+    table: RotaryTable,
+    *,
+    kv_table: RotaryTable | None = None,
+    variant: Variant,
+    pairing: Pairing = "half",
+) -> tuple[Float[Array, "batch length heads d"], Float[Array, "batch kv_length kv_heads d"]]:
+    """Features whose inner product is the CoCA score: ``score(m, n) = phi_m . psi_n``, before ``1 / sqrt(d)``.
+
+    Args:
+        q: queries before rotation, ``d`` wide; ``d / 2`` wide for ``"tied"``, one number per plane.
+        t: the key projection, ``d / 2`` wide, raw or already through ``half_width``. May have fewer heads (GQA).
+        table: rotation at the positions of the queries, all ``d / 2`` planes of it.
+        kv_table: rotation at the positions of the keys; ``table`` if absent.
+        variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``.
+        pairing: which channels of ``q`` form a plane, ``(j, j + d/2)`` for ``"half"`` or ``(2j, 2j + 1)`` for
+            ``"interleaved"``. It matters for ``q`` alone: ``t`` and the features are indexed by plane.
+
+    Returns:
+        ``(phi, psi)``, each ``d`` wide (first components of all planes, then second), in the dtypes of ``q`` and ``t``.
+
+    Raises:
+        ValueError: for an unknown variant or pairing, for widths that do not fit each other, and for a partial rotary
+            table: without its rotation a plane has no score to fall back on.
+    """
+    phi = query_feature(q, table, variant=variant, pairing=pairing)
+    psi = key_feature(t, table if kv_table is None else kv_table)
+    check(
+        phi.shape[-1] == psi.shape[-1],
+        f"t must be {phi.shape[-1] // 2} wide, half of a head, found shape {tuple(t.shape)} beside q {tuple(q.shape)}",
+    )
+    return phi, psi
+
+
+def query_feature(
+    q: Float[Array, "batch length heads size"], table: RotaryTable, *, variant: Variant, pairing: Pairing = "half"
+) -> Float[Array, "batch length heads d"]:
+    """``phi`` of ``features``, in the dtype of ``q``."""
+    check_choice("variant", variant, VARIANTS)
+    check_choice("pairing", pairing, PAIRINGS)
+    check_rank("q", q, 4, "[batch, length, heads, size]")
+    x, y = (q, q) if variant == "tied" else _planes("q", q, pairing)
+    cos, sin = _rotation("q", x.shape, table)
+    first, second = _QUERY[variant](_widen(x), _widen(y), cos, sin)
+    return jnp.concatenate([first, second], axis=-1).astype(q.dtype)
+
+
+def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) -> Float[Array, "batch length heads d"]:
+    """``psi = relu(t) (cos, sin)`` of ``features``, the same for every variant, in the dtype of ``t``."""
+    check_rank("t", t, 4, "[batch, length, heads, size / 2]")
+    cos, sin = _rotation("t", t.shape, table)
+    wide = half_width(_widen(t))
+    return jnp.concatenate([wide * cos, wide * sin], axis=-1).astype(t.dtype)
+
+
+def half_width(t: Float[Array, "*b half"]) -> Float[Array, "*b half"]:
+    """``relu(t)``: the non-negative key of each plane, what a cache holds. Applying it twice changes nothing."""
+    return jax.nn.relu(t)
+
+
+def merge_projection(weights: Float[Array, "*b size"], pairing: Pairing = "half") -> Float[Array, "*b half"]:
+    """Half-width projection of ``t`` from one of full width: the mean over the two channels of each plane.
+
+    The released code projects ``d`` channels and computes ``relu((first half + second half) / 2)``. Averaging the
+    weights and biases first is the same function with half the parameters.
+
+    Args:
+        weights: kernel ``[model, heads, d]`` or bias ``[heads, d]``; the last axis is one head.
+        pairing: ``"half"`` for the released checkpoints.
+    """
+    check_choice("pairing", pairing, PAIRINGS)
+    first, second = _planes("weights", weights, pairing)
+    return (first + second) / 2
+
+
+def _planes(name: str, a: Array, pairing: str) -> tuple[Array, Array]:
+    """The two components of every plane."""
+    check_even(f"the last axis of {name}", a.shape[-1])
+    if pairing == "interleaved":
+        return a[..., 0::2], a[..., 1::2]
+    return tuple(jnp.split(a, 2, axis=-1))
+
+
+def _widen(a: Array) -> Array:
+    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+
+
+def _rotation(name: str, shape: tuple[int, ...], table: RotaryTable) -> tuple[Array, Array]:
+    """Cosines and sines, with a head axis, for ``shape = [batch, length, heads, planes]``."""
+    *batch, length, width = table.cos.shape
+    check(
+        width == shape[-1],
+        f"the table rotates {width} planes and {name} has {shape[-1]}: CoCA scores rotated planes only, so the table "
+        "must cover the whole head (no partial rotation); t, and the q of 'tied', are half as wide as a head",
+    )
+    fits = length == shape[1] and batch in ([], [1], [shape[0]])
+    check(fits, f"table of shape {table.cos.shape} does not fit {name}, with {shape[1]} tokens in {shape[0]} rows")
+    return table.cos[..., None, :], table.sin[..., None, :]
+
+
+def _strict(x, y, cos, sin):
+    squared = x * x + y * y
+    return squared * cos, squared * sin
+
+
+def _slack(x, y, cos, sin):
+    return (x * x + y * y) * cos, 2 * x * y * sin + (y - x) * (y + x) * cos
+
+
+def _relative(x, y, cos, sin):
+    uu, uw = (x + y) * (x + y) / 2, (y - x) * (y + x) / 2
+    return uu * cos - uw * sin, uu * sin + uw * cos
+
+
+_QUERY = {"strict": _strict, "tied": _strict, "slack": _slack, "relative": _relative}
+
+
+@dataclasses.dataclass(frozen=True)
+class Coca:
+    """CoCA as the feature slot of a scheme, with the angles of any frequency rule.
+
+    Args:
+        variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``; see the table of this module.
+        frequencies: the rule. It must rotate the whole head. Its attention factor (YaRN) multiplies both tables, as in
+            RoPE, and its ``softmax_scale`` the logits.
+        pairing: which channels of the query form a plane.
+        precision: see ``posjax.rotary_table``.
+    """
+
+    variant: Variant
+    frequencies: FrequencyRule = dataclasses.field(default=Plain())
+    pairing: Pairing = "half"
+    precision: str = "exact"
+
+    def __post_init__(self):
+        check_choice("variant", self.variant, VARIANTS)
+        check(
+            isinstance(self.frequencies, FrequencyRule),
+            f"frequencies must be a frequency rule such as Plain(), found {self.frequencies!r}",
+        )
+        check_choice("pairing", self.pairing, PAIRINGS)
+        check_choice("precision", self.precision, ("exact", "hf"))
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether shifting all positions changes nothing: not for slack, which has a term in ``m + n``."""
+        return self.variant != "slack"
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether a call needs ``length``."""
+        return self.frequencies.reads_length
+
+    def query_size(self, head_dim: int) -> int:
+        """Width of the raw query projection of a head: ``head_dim``, or half of it for ``"tied"``."""
+        return self.key_size(head_dim) if self.variant == "tied" else head_dim
+
+    def key_size(self, head_dim: int) -> int:
+        """Width of ``t``: half of ``head_dim``.
+
+        Raises:
+            ValueError: if ``head_dim`` is odd, or the rule rotates only a part of it.
+        """
+        rotated = self.frequencies.rotary_dim(head_dim)
+        check(
+            rotated == head_dim,
+            f"CoCA needs a rule that rotates the whole head of {head_dim}, {self.frequencies!r} rotates {rotated}",
+        )
+        return head_dim // 2
+
+    def __call__(
+        self,
+        q: Float[Array, "batch queries heads size"],
+        k: Float[Array, "batch keys kv_heads half"],
+        *,
+        q_positions: Positions,
+        kv_positions: Positions,
+        head_dim: int,
+        length: Length | None = None,
+    ) -> tuple[Float[Array, "batch queries heads d"], Float[Array, "batch keys kv_heads d"]]:
+        """``features`` of the raw projections; ``k`` is ``t``, before or after ``half_width``.
+
+        ``length``, the current length, is required by rules that read it and ignored by the others.
+        """
+        check(
+            length is not None or not self.reads_length,
+            f"{type(self.frequencies).__name__} reads the current length: pass length=",
+        )
+        self.key_size(head_dim)
+        theta, factor = self.frequencies.frequencies(length, head_dim=head_dim)
+        # phi is linear in its table, which can therefore carry a factor of the logits.
+        scale = self.frequencies.softmax_scale
+        table = rotary_table(q_positions, theta, attention_factor=scale * factor, precision=self.precision)
+        kv_table = rotary_table(kv_positions, theta, attention_factor=factor, precision=self.precision)
+        return features(q, k, table, kv_table=kv_table, variant=self.variant, pairing=self.pairing)

@@ -1,0 +1,381 @@
+"""Scales of the logits that depend on the query, and norms of queries and keys.
+
+A scale is the factor ``c_h(i)`` in ``z_h(i, j) = c_h(i) <phi_i, psi_j> / sqrt(d) + b_h(i, j)``: one number for each
+query (and head). It multiplies the *features* ``phi``, after their map: that is the same as multiplying the query for
+RoPE, but not for CoCA, whose ``phi`` is quadratic in the query. It never touches keys, so caches need nothing. Scales
+multiply each other, and leave the bias alone.
+
+The functions return one factor per query, float32. The specs put them behind one protocol:
+
+* ``spec.init(key, num_heads)`` makes the learned parameters, ``{}`` where there are none;
+* ``spec.factor(params, positions=, visible=, num_heads=)`` returns float32 that broadcasts to
+  ``[batch, length, heads]``;
+* ``spec.shift_invariant`` says whether shifting all positions by a constant leaves the factor as it is.
+
+``visible`` is the number of keys that the mask lets each query see, itself included: a count, whatever the positions
+are. Under a causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
+
+The norms act on queries and keys alone, before their rotation: ``spec.init(key, head_dim)`` and
+``spec.apply(params, q, k)``.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check, check_positive
+from posjax.positions import Positions, as_array
+
+SSMAX_INITIAL = 0.168
+"""The initial ``s`` reported for SSMax's learned scale, equal to ``ssmax_initial(1024)`` to its three figures."""
+
+
+def log_n(visible: Int[Array, "*b length"], length: int, *, minimum: int = 16) -> Float[Array, "*b length"]:
+    """Log-n scale, ``log(max(n, minimum)) / log(L)``, for a model trained with it from scratch.
+
+    It keeps the entropy of attention nearly the same at every number of keys, and equals 1 at ``n = L``
+    (Su, kexue.fm/archives/8823).
+
+    Args:
+        visible: ``n``, keys that each query may see.
+        length: ``L``, at which the factor is 1: the training length (512 in bert4keras).
+        minimum: the smallest ``n`` that counts; 16 as in bert4keras. With 1 the factor of a lone key is 0, which a
+            softmax over one key cannot notice, and two keys get ``log 2 / log L``.
+
+    Raises:
+        ValueError: if ``length`` is below 2 or ``minimum`` below 1.
+    """
+    _check_length(length)
+    check_positive("minimum", minimum)
+    return _log(jnp.maximum(visible, minimum)) / np.float32(math.log(length))
+
+
+def clipped_log_n(visible: Int[Array, "*b length"], length: int) -> Float[Array, "*b length"]:
+    """Log-n scale for a model trained without it, ``max(1, log(n) / log(L))`` (Su, kexue.fm/archives/9706).
+
+    Exactly 1 up to the training length ``L``, so nothing changes there.
+
+    Raises:
+        ValueError: if ``length`` is below 2.
+    """
+    _check_length(length)
+    # The comparison is one of integers: a logarithm rounded up at n = L would not give exactly 1.
+    return jnp.where(visible > length, _log(jnp.maximum(visible, 1)) / np.float32(math.log(length)), 1.0)
+
+
+def ssmax(
+    visible: Int[Array, "*b length"], s: Float[Array, "heads"], b: Float[Array, "heads"] | None = None
+) -> Float[Array, "*b length heads"]:
+    """Scale of Scalable-Softmax, ``s_h log(n) + b_h``, where ``p_j ~ n^(s z_j)`` (Nakanishi, arXiv 2501.19399).
+
+    The largest weight stays near 1 at any number of keys when ``s`` times the gap to the other logits exceeds 1, where
+    that of softmax fades. ``s = 1 / log L`` is the log-n scale with ``minimum=1``.
+
+    Args:
+        visible: ``n``, keys that each query may see; 0 counts as 1.
+        s: learned slope of each head.
+        b: learned offset of each head, zero if absent (the paper trains both forms).
+    """
+    factor = _log(jnp.maximum(visible, 1))[..., None] * s.astype(jnp.float32)
+    return factor if b is None else factor + b.astype(jnp.float32)
+
+
+def ssmax_initial(length: int) -> float:
+    """The ``s`` whose factor averages 1 over a training row: ``1 / mean_{n = 1..L} log n``.
+
+    0.16847 at 1024, 0.19061 at 512, 0.15090 at 2048.
+
+    Raises:
+        ValueError: if ``length`` is below 2.
+    """
+    _check_length(length)
+    return length / math.lgamma(length + 1)
+
+
+def llama4_temperature(
+    positions: Int[Array, "*b length"], *, floor_scale: int = 8192, attn_scale: float = 0.1
+) -> Float[Array, "*b length"]:
+    """Temperature of Llama 4's layers without rotation, ``1 + a ln(floor((p + 1) / f) + 1)``.
+
+    The floor is one of integers: 1 for ``p < f - 1``, and ``1 + a ln 2`` (1.0693) from ``p = f - 1`` exactly.
+    Negative positions (padding) get 1. Defaults and names are those of the released configuration.
+
+    Raises:
+        ValueError: if ``floor_scale`` is not positive.
+    """
+    check_positive("floor_scale", floor_scale)
+    p = jnp.maximum(positions, 0)
+    # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
+    steps = p // floor_scale + (p % floor_scale == floor_scale - 1)
+    return _step_temperature(steps, attn_scale)
+
+
+def ministral_temperature(
+    positions: Int[Array, "*b length"], length: int, *, beta: float = 0.1
+) -> Float[Array, "*b length"]:
+    """Temperature of Ministral 3 and Mistral 4, ``1 + beta ln(1 + floor(p / L))``: Llama 4's without the shift by one.
+
+    ``length`` and ``beta`` are ``original_max_position_embeddings`` and ``llama_4_scaling_beta`` in Hugging Face's
+    configurations. Negative positions (padding) get 1.
+
+    Raises:
+        ValueError: if ``length`` is not positive.
+    """
+    check_positive("length", length)
+    return _step_temperature(jnp.maximum(positions, 0) // length, beta)
+
+
+def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature on the logits, ``(0.1 m ln(s) + 1)^2``, and 1 for ``s <= 1`` (Peng et al., arXiv 2309.00071).
+
+    YaRN multiplies both rotary tables by the root of it. Here it is a scale instead, which also reaches the features
+    that a partial rotary table leaves alone; use one or the other. ``mscale`` is DeepSeek's ``mscale_all_dim``.
+
+    Raises:
+        ValueError: if ``factor`` is not positive.
+    """
+    check_positive("factor", factor)
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+
+def _check_length(length: int) -> None:
+    check(length >= 2, f"length must be at least 2, for its logarithm divides; found {length!r}")
+
+
+def _log(n: Int[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.log(n.astype(jnp.float32))
+
+
+def _step_temperature(steps: Int[Array, "..."], slope: float) -> Float[Array, "..."]:
+    return 1.0 + np.float32(slope) * jnp.log1p(steps.astype(jnp.float32))
+
+
+class _Fixed:
+    """A scale without learned parameters."""
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Array]:
+        """``{}``: nothing is learned."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class LogN(_Fixed):
+    """Spec of ``log_n``, trained with the model. The factor is ``[..., length, 1]``.
+
+    Shift invariant, because it reads the number of visible keys and no position.
+    """
+
+    length: int
+    minimum: int = 16
+    shift_invariant = True
+
+    def __post_init__(self):
+        _check_length(self.length)
+        check_positive("minimum", self.minimum)
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``log_n(visible)`` with a head axis of one."""
+        return log_n(visible, self.length, minimum=self.minimum)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedLogN(_Fixed):
+    """Spec of ``clipped_log_n``, put on a trained model. The factor is ``[..., length, 1]``.
+
+    Shift invariant, because it reads the number of visible keys and no position.
+    """
+
+    length: int
+    shift_invariant = True
+
+    def __post_init__(self):
+        _check_length(self.length)
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``clipped_log_n(visible)`` with a head axis of one."""
+        return clipped_log_n(visible, self.length)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class SSMax:
+    """Spec of ``ssmax``: a learned slope per head, per layer. The factor is ``[..., length, heads]``.
+
+    Args:
+        initial: initial ``s``. 0.168 is what the method is reported to start from, at length 1024;
+            ``ssmax_initial(L)`` is the same rule for another training length.
+        bias: learn ``b`` too, from zero.
+    """
+
+    initial: float = SSMAX_INITIAL
+    bias: bool = False
+    shift_invariant = True
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Float[Array, "heads"]]:
+        """``{"s": [heads]}``, and ``"b": [heads]`` with ``bias``; float32, the same for every ``key``."""
+        params = {"s": jnp.full(num_heads, self.initial, jnp.float32)}
+        return params | {"b": jnp.zeros(num_heads, jnp.float32)} if self.bias else params
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length heads"]:
+        """``ssmax(visible, s, b)``.
+
+        Raises:
+            ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
+        """
+        names = {"s", "b"} if self.bias else {"s"}
+        found = {name: value.shape for name, value in (params or {}).items()}
+        check(
+            found == dict.fromkeys(names, (num_heads,)),
+            f"params must hold {sorted(names)} of shape ({num_heads},), found {found}: SSMax(...).init makes them",
+        )
+        return ssmax(visible, params["s"], params.get("b"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama4Temperature(_Fixed):
+    """Spec of ``llama4_temperature``, for layers without rotation. The factor is ``[..., length, 1]``.
+
+    Not shift invariant: it reads the position itself.
+    """
+
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+    shift_invariant = False
+
+    def __post_init__(self):
+        check_positive("floor_scale", self.floor_scale)
+
+    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``llama4_temperature(positions)`` with a head axis of one."""
+        p = as_array(positions)
+        return llama4_temperature(p, floor_scale=self.floor_scale, attn_scale=self.attn_scale)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class MinistralTemperature(_Fixed):
+    """Spec of ``ministral_temperature``. The factor is ``[..., length, 1]``.
+
+    Not shift invariant: it reads the position itself.
+    """
+
+    length: int
+    beta: float = 0.1
+    shift_invariant = False
+
+    def __post_init__(self):
+        check_positive("length", self.length)
+
+    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``ministral_temperature(positions)`` with a head axis of one."""
+        return ministral_temperature(as_array(positions), self.length, beta=self.beta)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class YaRNTemperature(_Fixed):
+    """Spec of ``yarn_temperature``: one constant for a target length. The factor is ``[1, 1]``.
+
+    Args:
+        extension: ``s``, target length over training length.
+        mscale: DeepSeek's ``mscale_all_dim``.
+    """
+
+    extension: float
+    mscale: float = 1.0
+    shift_invariant = True
+
+    def __post_init__(self):
+        check_positive("extension", self.extension)
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "1 1"]:
+        """The constant ``(0.1 mscale ln(extension) + 1)^2``."""
+        return jnp.full((1, 1), yarn_temperature(self.extension, self.mscale), jnp.float32)
+
+
+def rms_norm(
+    x: Float[Array, "*b heads size"], gain: Float[Array, "size"] | None = None, *, eps: float = 1e-6
+) -> Float[Array, "*b heads size"]:
+    """``x / sqrt(mean(x^2) + eps)``, times ``gain`` per channel if given; in float32, cast back to ``x.dtype`` last."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (normed if gain is None else normed * gain).astype(x.dtype)
+
+
+def key_norm(k: Float[Array, "*b heads size"], *, eps: float = 1e-6) -> Float[Array, "*b heads size"]:
+    """KeyNorm: keys of norm ``sqrt(d)``, so that the usual ``q . k / sqrt(d)`` is ``q . k / |k|``.
+
+    (Su, kexue.fm/archives/9859.)
+
+    There is no gain, which would give keys different norms again. A rotation keeps norms, so this may come before or
+    after it; but after a rotation whose table carries an attention factor (YaRN) it would undo the factor.
+    """
+    return rms_norm(k, eps=eps)
+
+
+def qk_norm(
+    q: Float[Array, "*b heads size"],
+    k: Float[Array, "*b kv_heads size"],
+    q_gain: Float[Array, "size"] | None = None,
+    k_gain: Float[Array, "size"] | None = None,
+    *,
+    eps: float = 1e-6,
+) -> tuple[Float[Array, "*b heads size"], Float[Array, "*b kv_heads size"]]:
+    """Root-mean-square norm of queries and keys over each head, with a gain per channel or none.
+
+    With gains it is that of Qwen 3 and Gemma 3 and goes before the rotation; without, that of Llama 4, on either side
+    of it, and logits are ``sqrt(d) cos(q, k)`` under the usual ``1 / sqrt(d)``.
+    """
+    return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyNorm:
+    """Spec of ``key_norm``; queries pass through. It commutes with a rotation."""
+
+    eps: float = 1e-6
+    commutes_with_rotation = True
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
+        """``{}``: nothing is learned."""
+        return {}
+
+    def apply(self, params, q, k):
+        """``(q, key_norm(k))``, shapes and dtypes kept."""
+        return q, key_norm(k, eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """Spec of ``qk_norm``.
+
+    Args:
+        gain: learn a gain per channel for the queries and one for the keys, shared by the heads, from one.
+        eps: added to the mean square.
+    """
+
+    gain: bool = True
+    eps: float = 1e-6
+
+    @property
+    def commutes_with_rotation(self) -> bool:
+        """False with a gain per channel: it must then come before the rotation."""
+        return not self.gain
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Float[Array, "size"]]:
+        """``{"q": [size], "k": [size]}`` of ones, float32, or ``{}`` without gain."""
+        return {name: jnp.ones(head_dim, jnp.float32) for name in ("q", "k")} if self.gain else {}
+
+    def apply(self, params, q, k):
+        """``qk_norm(q, k, gains)``, shapes and dtypes kept.
+
+        Raises:
+            ValueError: if a gain is missing, or is not as wide as what it multiplies.
+        """
+        if not self.gain:
+            return qk_norm(q, k, eps=self.eps)
+        found = {name: value.shape for name, value in (params or {}).items()}
+        wanted = {"q": q.shape[-1:], "k": k.shape[-1:]}
+        check(found == wanted, f"params must have the shapes {wanted}, found {found}: QKNorm(...).init makes them")
+        return qk_norm(q, k, params["q"], params["k"], eps=self.eps)
