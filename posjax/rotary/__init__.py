@@ -2,9 +2,10 @@
 
 from posjax.angles import Frequencies
 from posjax.rotary.feature import Rotary
+from posjax.rotary.huggingface import from_hf
 from posjax.rotary.rotation import apply_rotary, permute_projection
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional, frequencies
-from posjax.rotary.scalings import DynamicNTK, Linear, NTKAware
+from posjax.rotary.scalings import DynamicNTK, Linear, Llama3, LongRoPE, NTKAware, NTKByParts, YaRN
 from posjax.rotary.tables import RotaryTable, rotary_table
 
 SCALINGS: dict[str, type[FrequencyRule]] = {
@@ -12,7 +13,11 @@ SCALINGS: dict[str, type[FrequencyRule]] = {
     "proportional": Proportional,
     "linear": Linear,
     "ntk": NTKAware,
+    "ntk-by-parts": NTKByParts,
     "dynamic-ntk": DynamicNTK,
+    "yarn": YaRN,
+    "longrope": LongRoPE,
+    "llama3": Llama3,
 }
 """Frequency rules by the name that configurations use."""
 
@@ -22,13 +27,18 @@ __all__ = [
     "Frequencies",
     "FrequencyRule",
     "Linear",
+    "Llama3",
+    "LongRoPE",
     "NTKAware",
+    "NTKByParts",
     "Plain",
     "Proportional",
     "Rotary",
     "RotaryTable",
+    "YaRN",
     "apply_rotary",
     "frequencies",
+    "from_hf",
     "permute_projection",
     "rotary_table",
 ]

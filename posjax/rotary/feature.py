@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice
@@ -59,8 +58,7 @@ class Rotary:
     ) -> tuple[Float[Array, "batch queries heads size"], Float[Array, "batch keys kv_heads size"]]:
         """(phi, psi) of the raw projections, with the dtypes of q and k.
 
-        ``length``, the current length, is required by rules that read it and ignored by the others. A rule's
-        ``softmax_scale`` (DeepSeek's YaRN) multiplies phi, and with it the logits.
+        ``length``, the current length, is required by rules that read it and ignored by the others.
         """
         check(
             length is not None or not self.reads_length,
@@ -70,6 +68,4 @@ class Rotary:
         options = {"attention_factor": factor, "precision": self.precision}
         phi = apply_rotary(q, rotary_table(q_positions, inverse_frequencies, **options), pairing=self.pairing)
         psi = apply_rotary(k, rotary_table(kv_positions, inverse_frequencies, **options), pairing=self.pairing)
-        if self.frequencies.softmax_scale != 1:
-            phi = (phi.astype(jnp.float32) * self.frequencies.softmax_scale).astype(q.dtype)
         return phi, psi

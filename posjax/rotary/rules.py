@@ -4,14 +4,24 @@ A rule is a frozen, hashable dataclass, so that it can be a static argument of `
 ``scalings.py``. Everything known on the host is computed in float64 and made exact (see :mod:`posjax.angles`).
 """
 
+import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_even, check_positive
+from posjax._checks import check, check_even
 from posjax.angles import Frequencies, exact
+
+
+def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
+    """Raises unless ``value`` is a finite Python or NumPy number of at least ``at_least``."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    bound = "" if at_least == -math.inf else f" of at least {at_least}"
+    check(number and value >= at_least, f"{name} must be a number{bound}, found {value!r}")
+
 
 Length = int | Int[Array, ""] | Int[Array, "batch"] | Int[Array, "batch length"]
 
@@ -37,13 +47,15 @@ class FrequencyRule:
     """Field of the rule -> key of Hugging Face's dictionary, beside rope_theta and partial_rotary_factor."""
 
     def __post_init__(self):
+        check_number("base", self.base)
         check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
-        check(
-            0 < self.partial_rotary_factor <= 1,
-            f"partial_rotary_factor must be in (0, 1], found {self.partial_rotary_factor!r}",
-        )
+        check_number("partial_rotary_factor", self.partial_rotary_factor)
+        self._check_width()
+
+    def _check_width(self) -> None:
+        share = self.partial_rotary_factor
+        check(0 < share <= 1, f"partial_rotary_factor must be in (0, 1], found {share!r}")
         if self.head_dim is not None:
-            check_positive("head_dim", self.head_dim)
             self.rotary_dim()
 
     def _head_dim(self, head_dim: int | None) -> int:
@@ -75,7 +87,7 @@ class FrequencyRule:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor of the logits that belongs to the rule beside ``table_factor`` (DeepSeek's YaRN)."""
+        """A factor of the logits beside ``table_factor``, which some models apply (see YaRN); 1 for other rules."""
         return 1.0
 
     def frequencies(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
@@ -133,14 +145,14 @@ class Proportional(FrequencyRule):
     hf_keys: ClassVar[dict[str, str]] = {"factor": "factor"}
 
     def __post_init__(self):
-        check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
-        check(
-            0 <= self.partial_rotary_factor <= 1,
-            f"partial_rotary_factor must be in [0, 1], found {self.partial_rotary_factor!r}",
-        )
-        check(self.factor >= 1, f"factor must be at least 1, found {self.factor!r}")
+        super().__post_init__()
+        check_number("factor", self.factor, at_least=1)
+
+    def _check_width(self) -> None:
+        share = self.partial_rotary_factor
+        check(0 <= share <= 1, f"partial_rotary_factor must be in [0, 1], found {share!r}")
         if self.head_dim is not None:
-            check_even("head_dim", self.head_dim)
+            self.rotary_dim()
 
     def rotary_dim(self, head_dim: int | None = None) -> int:
         """The whole head: the pairs that do not turn have frequency zero."""
