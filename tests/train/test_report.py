@@ -1,0 +1,182 @@
+"""The report is made from rows of numbers alone; the page is parsed, not searched."""
+
+import base64
+import io
+import struct
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from train import report
+
+LENGTHS = (32, 64, 256)
+
+
+def row(label, length, window, last, *, base=None, seed=0, error=None):
+    trained = base is None
+    return {
+        "label": label, "base": base, "seed": seed, "length": length, "train_length": 32,
+        "window_perplexity": window, "window_tokens": 4096 if window else 0,
+        "last_perplexity": last, "last_tokens": 512 if last else 0,
+        "tokens_per_second": 50_000.0 if window else None, "error": error,
+        "train_tokens_per_second": 30_000.0 if trained else None,
+        "peak_memory_bytes": 700 * 2**20 if trained else None,
+    }  # fmt: skip
+
+
+def rows_of(label, windows, **options):
+    return [row(label, length, value, value and value - 0.5, **options) for length, value in zip(LENGTHS, windows)]  # noqa: B905
+
+
+ROWS = [
+    *rows_of("rope <b>", (5.0, 9.25, 31.0)),
+    *rows_of("alibi", (5.1, 4.75, 4.5)),
+    *rows_of("rope + dynamic NTK", (5.0, 5.25, 6.0), base="rope <b>"),
+    row("learned", 32, 5.2, 4.9),
+    row("learned", 64, None, None, error="no row for length 64"),
+    row("learned", 256, None, None, error="no row for length 256"),
+]
+ABOUT = report.About(
+    title="Beyond & above 32",
+    text="Text of <tests>",
+    model="Decoder of 2 layers",
+    config="name: quickstart\ntext: '<script>alert(1)</script>'\n",
+    versions={"jax": "0.10.2", "cpu": "Some <CPU>"},
+)
+
+
+class Page(HTMLParser):
+    """Collects tables as lists of rows, the text of <pre>, and every attribute that could load something."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.tags, self.loads, self.text, self.open = [], [], [], {}, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        inside = self.open[-1] if self.open else ""
+        self.text[inside] = self.text.get(inside, "") + data
+        if inside in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("report")
+    report.write(directory, ROWS, ABOUT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return Page((written / "index.html").read_text(encoding="utf-8"))
+
+
+def test_the_figure_is_a_png_of_the_promised_size(written):
+    data = (written / "figure.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", data[16:24]) == (1800, 900)
+
+
+def test_the_page_carries_the_figure_and_loads_nothing(page, written):
+    assert len(page.loads) == 1
+    kind, _, data = page.loads[0].partition(",")
+    assert kind == "data:image/png;base64"
+    assert base64.b64decode(data) == (written / "figure.png").read_bytes()
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert page.open == []
+
+
+def test_the_page_has_every_perplexity(page):
+    window, last, costs, _ = page.tables
+    assert window[0] == ["scheme", "32 (1x)", "64 (2x)", "256 (8x)"]
+    assert window[1:] == [
+        ["rope <b>", "5.00", "9.25", "31.00"],
+        ["alibi", "5.10", "4.75", "4.50"],
+        ["rope + dynamic NTK", "5.00", "5.25", "6.00"],
+        ["learned", "5.20", "-", "-"],
+    ]
+    assert last[2] == ["alibi", "4.60", "4.25", "4.00"]
+    assert costs[1] == ["rope <b>", "30,000", "700", "50,000", "50,000"]
+    assert costs[3] == ["rope + dynamic NTK", "-", "-", "50,000", "50,000"]
+
+
+def test_the_page_has_config_versions_and_the_number_of_tokens(page):
+    assert page.text["pre"] == ABOUT.config
+    assert page.tables[-1] == [["part", "version"], ["jax", "0.10.2"], ["cpu", "Some <CPU>"]]
+    assert "4,096 tokens scored at each length" in page.text["h2"]
+    assert "the same 512 at each length" in page.text["h2"]
+    assert "Beyond & above 32" in page.text["h1"]
+
+
+def test_what_was_not_measured_is_named_with_its_reason(page):
+    assert page.text["li"] == "learned at 64, 256: no row for length 64"
+
+
+def test_several_seeds_give_mean_and_standard_deviation():
+    rows = [*rows_of("rope", (4.0, 8.0, 16.0)), *rows_of("rope", (6.0, 8.0, 18.0), seed=1)]
+    window = report.tables(rows)[0]
+    assert window.rows == (("rope", "5.00 ±1.41", "8.00 ±0.00", "17.00 ±1.41"),)
+    assert "over 2 seeds" in report.render(rows, b"", ABOUT)
+
+
+def test_a_seed_without_a_number_leaves_no_mean():
+    assert report.estimate([4.0, None]) is None
+    assert report.estimate([4.0]) == report.Estimate(4.0)
+
+
+def test_an_explosion_does_not_set_the_scale_and_is_named(tmp_path):
+    rows = [*rows_of("alibi", (5.0, 4.75, 4.5)), *rows_of("sinusoidal", (5.0, 40.0, 2.5e6))]
+    low, top = report._limits(rows)
+    assert low < 4.0 < 160 == top
+    assert report._clipped(rows) == ["Above the top of the figure: sinusoidal 2.5e+06 at 256."]
+    report.draw(rows, tmp_path / "figure.png", ABOUT)
+
+
+def test_nothing_is_said_to_be_clipped_when_all_fits():
+    assert report._clipped(ROWS) == []
+
+
+def test_an_extension_shares_the_colour_of_what_was_trained_and_is_dashed():
+    styles = report._lines(ROWS)
+    assert styles["rope + dynamic NTK"].colour == styles["rope <b>"].colour
+    assert styles["rope + dynamic NTK"].dashes
+    assert styles["rope <b>"].dashes is None
+    assert len({styles[label].colour for label in ("rope <b>", "alibi", "learned")}) == 3
+
+
+def test_many_schemes_keep_distinct_looks():
+    rows = [line for index in range(20) for line in rows_of(f"scheme {index}", (5.0, 6.0, 7.0))]
+    assert len(set(report._lines(rows).values())) == 20
+
+
+def test_the_terminal_shows_every_table_and_note():
+    console = Console(file=io.StringIO(), width=120)
+    report.show([*ROWS, row("[red]", 32, 123456.0, 250.0)], console)
+    text = console.file.getvalue()
+    for expected in (
+        "rope + dynamic NTK",
+        "9.25",
+        "last 32 tokens",
+        "30,000",
+        "no row for length 64",
+        "[red]",
+        "1.2e+05",
+    ):
+        assert expected in text
