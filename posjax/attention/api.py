@@ -116,8 +116,9 @@ def _scaled(q, scale):
         scale = q.shape[-1] ** -0.5
     if jnp.ndim(scale) == 0:
         return (q * scale).astype(q.dtype)
-    fits = jnp.broadcast_shapes(jnp.shape(scale), q.shape[:3]) == q.shape[:3]
-    check(fits, f"scale must broadcast to [batch, queries, heads] = {q.shape[:3]}, found {jnp.shape(scale)}")
+    sizes = zip(reversed(scale.shape), reversed(q.shape[:3]), strict=False)
+    fits = scale.ndim <= 3 and all(size in (1, wanted) for size, wanted in sizes)
+    check(fits, f"scale must broadcast to [batch, queries, heads] = {q.shape[:3]}, found {scale.shape}")
     return (q.astype(statistics_dtype(q)) * scale[..., None]).astype(q.dtype)
 
 
@@ -167,13 +168,17 @@ def _vary_alike(operands: Operands) -> Operands:
     A parameter that is the same on all devices, such as a slope, then gets its gradient summed over them by the
     transpose of this very step.
     """
-    axes = frozenset().union(*(jax.typeof(leaf).vma for leaf in jax.tree.leaves(operands)))
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(operands)))
 
     def vary(leaf):
-        missing = tuple(axes - jax.typeof(leaf).vma)
+        missing = tuple(axes - _varying(leaf))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, operands) if axes else operands
+
+
+def _varying(leaf) -> frozenset:
+    return jax.typeof(leaf).manual_axis_type.varying
 
 
 def _with_sinks(out, lse, sinks):

@@ -172,7 +172,7 @@ def _visit(visits: Visits, block, tile, carry):
 
 def _zeros(shape, dtype, like, fill=0.0):
     """A constant that varies over the same mesh axes as ``like``, as a loop's carry must inside ``shard_map``."""
-    axes = tuple(jax.typeof(like).vma)
+    axes = tuple(jax.typeof(like).manual_axis_type.varying)
     constant = jnp.full(shape, fill, dtype)
     return jax.lax.pcast(constant, axes, to="varying") if axes else constant
 
@@ -280,9 +280,11 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     d_out, d_lse = cotangents
     dtype = statistics_dtype(x.q)
     visits = _visits(_kinds(x, blocks).T)
+    # A row that sees nothing is constant. Any finite log-sum-exp keeps its weights at exp(-inf) = 0, and what reaches
+    # its own log-sum-exp, perhaps NaN, must not be multiplied by them.
+    blind = jnp.isneginf(lse)
+    lse, d_lse = jnp.where(blind, 0, lse), jnp.where(blind, 0, d_lse)
     correction = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse
-    # A row that sees nothing has no weights; any finite number in place of its log-sum-exp keeps them at exp(-inf).
-    lse = jnp.where(jnp.isneginf(lse), 0, lse)
 
     def tile(j, masked, i, carry):
         d_k, d_v, d_q, d_bias = carry

@@ -1,0 +1,447 @@
+"""Every backend over one grid: forward and every gradient, in float64, against NumPy and against each other."""
+
+import dataclasses
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import posjax
+from posjax import masks
+from posjax.attention import attention
+from posjax.attention.api import BACKENDS
+from posjax.attention.blockwise import Blocks, blockwise
+from posjax.bias import T5, ALiBi, Kerple
+from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
+from posjax.positions import Range, as_array, from_segments
+
+BATCH, SIZE, VALUE_SIZE = 2, 8, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: lengths, heads, slots; the blocks make several uneven tiles along both axes."""
+
+    name: str
+    queries: int = 13
+    keys: int = 13
+    heads: int = 4
+    kv_heads: int = 2
+    bias: object = None
+    mask: object = None
+    softcap: float | None = None
+    sinks: bool = False
+    q_positions: object = None
+    kv_positions: object = None
+    blocks: tuple = (4, 6)
+
+
+IDS = jnp.asarray([[0] * 3 + [1] * 7 + [-1] * 3, [-1] * 2 + [4] * 6 + [5] * 5], jnp.int32)
+SHUFFLED = jnp.asarray(np.random.default_rng(0).permutation(13), jnp.int32)
+PACKED = from_segments(IDS)
+
+CASES = [
+    Case("plain"),
+    Case("one tile", blocks=(13, 13)),
+    Case("even tiles", queries=12, keys=12, blocks=(4, 4)),
+    Case("one head per key", heads=2, mask=Causal()),
+    Case("one key head", kv_heads=1, mask=Causal()),
+    Case("cross", queries=5, keys=11),
+    Case("long queries", queries=11, keys=3, mask=Causal()),
+    Case("causal", mask=Causal()),
+    Case("window", mask=Causal() & Window(3)),
+    Case("band", mask=Window(4)),
+    Case("lambda", mask=Causal() & (Window(3) | Sinks(2))),
+    Case("chunked", mask=Causal() & Chunked(5)),
+    Case("prefix", mask=Causal() | Prefix(6)),
+    Case("alibi", bias=ALiBi(), mask=Causal()),
+    Case("learned alibi", bias=ALiBi(learned=True), mask=Causal()),
+    Case("symmetric alibi", bias=ALiBi(symmetric=True, learned=True)),
+    Case("t5", bias=T5(num_buckets=6, max_distance=9), mask=Causal()),
+    Case("two-sided t5", bias=T5(num_buckets=8, max_distance=9, bidirectional=True)),
+    Case("kerple log", bias=Kerple("log"), mask=Causal()),
+    Case("kerple power", bias=Kerple("power"), mask=Causal()),
+    Case("soft cap", softcap=0.8, mask=Causal(), bias=T5(num_buckets=6, max_distance=9)),
+    Case("sinks", sinks=True, mask=Causal()),
+    Case("segments", mask=Segments(IDS), bias=ALiBi(learned=True)),
+    Case("packed", mask=Causal() & Segments(IDS), bias=T5(6, 9), q_positions=PACKED, kv_positions=PACKED, sinks=True),
+    Case("nothing seen", mask=Causal() & Segments(IDS), kv_positions=Range(6, 13), sinks=True, softcap=2.0),
+    Case("decode", queries=2, keys=13, q_positions=Range(11, 2), mask=Causal(), bias=ALiBi()),
+    Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
+    Case("far away", q_positions=Range(2**30, 13), kv_positions=Range(2**30, 13), mask=Causal(), bias=ALiBi()),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def inputs(case: Case, dtype=jnp.float64) -> dict:
+    """Everything that has a gradient, by name."""
+    keys = iter(jax.random.split(jax.random.key(7), 5))
+    normal = partial(jax.random.normal, dtype=dtype)
+    values = {
+        "q": normal(next(keys), (BATCH, case.queries, case.heads, SIZE)),
+        "k": normal(next(keys), (BATCH, case.keys, case.kv_heads, SIZE)),
+        "v": normal(next(keys), (BATCH, case.keys, case.kv_heads, VALUE_SIZE)),
+    }
+    if case.sinks:
+        values["sinks"] = normal(next(keys), (case.heads,))
+    if case.bias is not None and (params := case.bias.init(next(keys), case.heads)):
+        values["bias"] = jax.tree.map(lambda x: 30 * x if case.bias == T5 else x.astype(dtype), params)
+    return values
+
+
+def call(case: Case, values: dict, implementation: str, **options):
+    """``attention`` with the case's slots; the small tiles are put in by ``small_tiles``."""
+    bias = case.bias.bind(values.get("bias"), num_heads=case.heads) if case.bias else None
+    return attention(
+        values["q"],
+        values["k"],
+        values["v"],
+        bias=bias,
+        mask=case.mask,
+        sinks=values.get("sinks"),
+        softcap=case.softcap,
+        q_positions=case.q_positions,
+        kv_positions=case.kv_positions,
+        implementation=implementation,
+        return_residuals=True,
+        **options,
+    )
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Makes the blockwise backend use the tiles of a case."""
+
+    def use(case: Case):
+        monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(*case.blocks)))
+
+    return use
+
+
+def oracle(case: Case, values: dict):
+    q_positions = Range(0, case.queries) if case.q_positions is None else case.q_positions
+    kv_positions = Range(0, case.keys) if case.kv_positions is None else case.kv_positions
+    at = [p if p.ndim == 1 else p[:, None] for p in (as_array(q_positions), as_array(kv_positions))]
+    bias = case.bias.bind(values.get("bias"), num_heads=case.heads).values(*at) if case.bias else None
+    allowed = None if case.mask is None else np.asarray(masks.materialise(case.mask, q_positions, kv_positions))
+    return oracles.attention(
+        values["q"],
+        values["k"],
+        values["v"],
+        bias=bias,
+        allowed=allowed,
+        softcap=case.softcap,
+        sinks=None if "sinks" not in values else np.asarray(values["sinks"]),
+    )
+
+
+def loss(case: Case, implementation: str, values: dict):
+    """A number that every output and every finite log-sum-exp takes part in."""
+    out, lse = call(case, values, implementation)
+    weights = jax.random.normal(jax.random.key(3), out.shape, out.dtype)
+    return (out * weights).sum() + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum()
+
+
+@cases
+@backends
+def test_forward_is_the_oracle(case, backend, small_tiles):
+    small_tiles(case)
+    values = inputs(case)
+    out, lse = jax.jit(partial(call, case, implementation=backend))(values)
+    chex.assert_shape(out, (BATCH, case.queries, case.heads, VALUE_SIZE))
+    chex.assert_shape(lse, (BATCH, case.queries, case.heads))
+    chex.assert_type([out, lse], jnp.float64)
+    want_out, want_lse = oracle(case, values)
+    np.testing.assert_allclose(out, want_out, atol=1e-12)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-12)
+
+
+@cases
+def test_blockwise_gradients_are_those_of_dense(case, small_tiles):
+    small_tiles(case)
+    values = inputs(case)
+    want, got = (jax.jit(jax.grad(partial(loss, case, b)))(values) for b in ("dense", "blockwise"))
+    chex.assert_trees_all_close(got, want, atol=1e-12, rtol=1e-10)
+    chex.assert_tree_all_finite(got)
+    assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(want)), "a gradient that is zero shows nothing"
+
+
+@pytest.mark.parametrize("name", ["packed", "soft cap", "symmetric alibi"])
+def test_dense_gradients_are_finite_differences_of_the_oracle(name):
+    case = next(c for c in CASES if c.name == name)
+    values = inputs(case)
+    gradient = jax.grad(partial(loss, case, "dense"))(values)
+
+    def numpy_loss(values):
+        out, lse = oracle(case, values)
+        weights = np.asarray(jax.random.normal(jax.random.key(3), out.shape, jnp.float64))
+        return (out * weights).sum() + np.sin(lse[np.isfinite(lse)]).sum()
+
+    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(5), x.shape, x.dtype), values)
+    step = 1e-5
+    ahead, behind = (jax.tree.map(lambda x, d, s=s: x + s * d, values, direction) for s in (step, -step))
+    slope = (numpy_loss(ahead) - numpy_loss(behind)) / (2 * step)
+    inner = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), gradient, direction)))
+    np.testing.assert_allclose(inner, slope, rtol=1e-6)
+
+
+@backends
+def test_rows_that_see_nothing_give_zero_and_zero_gradients(backend, small_tiles):
+    case = next(c for c in CASES if c.name == "packed")
+    case = dataclasses.replace(case, sinks=False)
+    small_tiles(case)
+    values = inputs(case)
+    out, lse = call(case, values, backend)
+    blind = np.asarray(IDS) < 0
+    assert blind.any()
+    np.testing.assert_array_equal(out[blind], 0)
+    assert np.isneginf(lse[blind]).all()
+    gradient = jax.grad(partial(loss, case, backend))(values)
+    chex.assert_tree_all_finite(gradient)
+    np.testing.assert_array_equal(gradient["q"][blind], 0)
+    np.testing.assert_array_equal(gradient["k"][blind], 0)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_lower_precisions(backend, dtype, small_tiles):
+    case = next(c for c in CASES if c.name == "alibi")
+    small_tiles(case)
+    values = jax.tree.map(lambda x: x.astype(dtype), inputs(case))
+    out, lse = call(case, values, backend)
+    chex.assert_type([out, lse], [dtype, jnp.float32])
+    want, _ = oracle(case, jax.tree.map(lambda x: x.astype(jnp.float64), values))
+    np.testing.assert_allclose(out.astype(jnp.float64), want, atol=2e-6 if dtype == jnp.float32 else 2e-2)
+    chex.assert_trees_all_equal_dtypes(jax.grad(partial(loss, case, backend))(values), values)
+
+
+@pytest.mark.parametrize("name", ["plain", "learned alibi", "packed", "kerple log"])
+def test_under_vmap(name, small_tiles):
+    case = next(c for c in CASES if c.name == name)
+    small_tiles(case)
+    many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, 2 * x]), inputs(case))
+    got = jax.jit(jax.vmap(jax.grad(partial(loss, case, "blockwise"))))(many)
+    want = [jax.grad(partial(loss, case, "dense"))(jax.tree.map(lambda x, n=n: x[n], many)) for n in range(3)]
+    chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want), atol=1e-12, rtol=1e-10)
+
+
+def sharded_loss(case: Case, backend: str, values: dict):
+    """The loss over a batch split over 8 devices, with the parameters of the bias the same on all."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    placed = {name: P("data") if name in "qkv" else P() for name in values}
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(placed,), out_specs=P())
+    def local(values):
+        return jax.lax.psum(loss(case, backend, values), "data")
+
+    return local(values)
+
+
+@backends
+@pytest.mark.parametrize("bias", [ALiBi(learned=True), T5(6, 9), Kerple()], ids=["alibi", "t5", "kerple"])
+def test_bias_gradients_inside_shard_map_with_its_checks(backend, bias, small_tiles):
+    case = Case("sharded", bias=bias, mask=Causal(), sinks=True)
+    small_tiles(case)
+    values = inputs(case)
+    values |= {name: jnp.concatenate([values[name] * (1 + n) for n in range(4)]) for name in "qkv"}
+    got = jax.jit(jax.grad(partial(sharded_loss, case, backend)))(values)
+    parts = [values | {name: values[name][n : n + 1] for name in "qkv"} for n in range(8)]
+    want = jax.grad(lambda parts: sum(loss(case, "dense", part) for part in parts))(parts)
+    for name in "qkv":
+        chex.assert_trees_all_close(got[name], jnp.concatenate([w[name] for w in want]), atol=1e-12, rtol=1e-10)
+    for name in ("bias", "sinks"):
+        total = jax.tree.map(lambda *x: sum(x), *[w[name] for w in want])
+        chex.assert_trees_all_close(got[name], total, atol=1e-11, rtol=1e-10)
+
+
+@backends
+def test_segments_that_differ_per_device_inside_shard_map(backend, small_tiles):
+    case = next(c for c in CASES if c.name == "packed")
+    small_tiles(case)
+    values = inputs(case)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    placed = {name: P("data") if name in "qkv" else P() for name in values}
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(placed, P("data")), out_specs=P("data"))
+    def local(values, ids):
+        where = from_segments(ids)
+        mine = dataclasses.replace(case, mask=Causal() & Segments(ids), q_positions=where, kv_positions=where)
+        return call(mine, values, backend)[0]
+
+    gradient = jax.jit(jax.grad(lambda v: (local(v, IDS) ** 2).sum()))(values)
+    want = jax.grad(lambda v: (call(case, v, "dense")[0] ** 2).sum())(values)
+    chex.assert_trees_all_close(gradient, want, atol=1e-12, rtol=1e-10)
+
+
+@backends
+def test_under_pmap(backend, small_tiles):
+    case = Case("pmap", bias=ALiBi(learned=True), mask=Causal())
+    small_tiles(case)
+    values = inputs(case)
+    many = jax.tree.map(lambda x: jnp.stack([x * (1 + n) for n in range(8)]), values)
+    got = jax.pmap(jax.grad(partial(loss, case, backend)))(many)
+    want = jax.grad(partial(loss, case, "dense"))(jax.tree.map(lambda x: x[3], many))
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x[3], got), want, atol=1e-11, rtol=1e-9)
+
+
+def test_parts_of_a_longer_sequence_merge_with_exact_gradients():
+    """Keys in two halves, merged by their log-sum-exps: the gradient through the residuals must be exact."""
+    case = Case("halves", queries=12, keys=12, bias=ALiBi(learned=True), mask=Causal())
+    values = inputs(case)
+
+    def merged(values):
+        bias = case.bias.bind(values["bias"], num_heads=4)
+        parts = [
+            attention(
+                values["q"],
+                values["k"][:, start : start + 6],
+                values["v"][:, start : start + 6],
+                bias=bias,
+                mask=Causal(),
+                kv_positions=Range(start, 6),
+                implementation="blockwise",
+                return_residuals=True,
+            )
+            for start in (0, 6)
+        ]
+        total = jnp.logaddexp(parts[0][1], parts[1][1])
+        return sum((out * jnp.exp(lse - total)[..., None]) for out, lse in parts)
+
+    whole = jax.grad(lambda v: (call(case, v, "dense")[0] ** 3).sum())(values)
+    chex.assert_trees_all_close(jax.grad(lambda v: (merged(v) ** 3).sum())(values), whole, atol=1e-12, rtol=1e-10)
+
+
+def test_a_traced_offset_is_one_program_for_all_steps():
+    case = Case("decode", queries=1, keys=13, bias=ALiBi(), mask=Causal())
+    values = inputs(case)
+
+    @jax.jit
+    def step(start):
+        moved = dataclasses.replace(case, q_positions=Range(start, 1))
+        return call(moved, values, "blockwise")[0]
+
+    for start in (0, 5, 12):
+        moved = dataclasses.replace(case, q_positions=Range(start, 1))
+        chex.assert_trees_all_close(step(jnp.int32(start)), call(moved, values, "dense")[0], atol=1e-12)
+
+
+def test_empty_tiles_are_not_visited():
+    """A forbidden tile full of NaN leaves no trace: it was never multiplied by anything."""
+    case = Case("window", queries=64, keys=64, mask=Causal() & Window(8))
+    values = inputs(case)
+    values["k"] = values["k"].at[:, :16].set(jnp.nan)
+    values["v"] = values["v"].at[:, :16].set(jnp.nan)
+    q, k, v = values["q"], values["k"], values["v"]
+    from posjax.attention.api import _group
+    from posjax.attention.operands import Operands
+
+    operands = Operands(
+        _group(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2), None, case.mask, Range(0, 64), Range(0, 64)
+    )
+    out, _ = blockwise(operands, Blocks(8, 8))
+    assert np.isfinite(out[..., 24:, :]).all()
+
+
+def test_gqa_is_repeated_keys():
+    values = inputs(Case("gqa", mask=Causal()))
+    repeated = values | {name: jnp.repeat(values[name], 2, axis=2) for name in "kv"}
+    chex.assert_trees_all_close(
+        attention(values["q"], values["k"], values["v"], mask=Causal()),
+        attention(repeated["q"], repeated["k"], repeated["v"], mask=Causal()),
+        atol=1e-12,
+    )
+
+
+def test_scale_per_query_and_head():
+    values = inputs(Case("scale"))
+    q, k, v = values["q"], values["k"], values["v"]
+    scale = jax.random.uniform(jax.random.key(0), (13, 4), dtype=jnp.float64)
+    got = attention(q, k, v, scale=scale)
+    want, _ = oracles.attention(q * scale[..., None], k, v, scale=1.0)
+    np.testing.assert_allclose(got, want, atol=1e-12)
+    np.testing.assert_allclose(attention(q, k, v, scale=0.3), oracles.attention(q, k, v, scale=0.3)[0], atol=1e-12)
+
+
+def test_a_sink_is_a_zero_key_and_value_with_its_logit():
+    """SoftMax-plus-one: a sink logit of 0 is one more key with logit 0 and value 0."""
+    values = inputs(Case("plus one"))
+    q, k, v = values["q"], values["k"], values["v"]
+    got = attention(q, k, v, sinks=jnp.zeros(4))
+    zero = jnp.zeros_like(k[:, :1])
+    want = attention(q, jnp.concatenate([k, zero], 1), jnp.concatenate([v, zero[..., :VALUE_SIZE]], 1))
+    chex.assert_trees_all_close(got, want, atol=1e-12)
+
+
+def test_softmax_rows_of_equal_values_return_the_value():
+    """Any relative position in the logits alone gives v back when every token has the same value."""
+    values = inputs(Case("same"))
+    v = jnp.broadcast_to(values["v"][:, :1], values["v"].shape)
+    out = attention(values["q"], values["k"], v, bias=ALiBi(), mask=Causal())
+    chex.assert_trees_all_close(out, jnp.repeat(v, 2, axis=2), atol=1e-12)
+
+
+def test_agrees_with_jax_nn():
+    values = inputs(Case("jax"), jnp.float32)
+    q, k, v = values["q"], values["k"], values["v"][..., :VALUE_SIZE]
+    v = jnp.pad(v, ((0, 0),) * 3 + ((0, SIZE - VALUE_SIZE),))
+    bias = ALiBi().bind(num_heads=4).values(jnp.arange(13), jnp.arange(13))[None]
+    want = jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+    for backend in BACKENDS:
+        got = attention(q, k, v, bias=ALiBi(), mask=Causal(), implementation=backend)
+        chex.assert_trees_all_close(got, want, atol=1e-6)
+
+
+def bad(**changes):
+    values = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 8)}
+    values |= {name: shape for name, shape in changes.items() if name in values}
+    options = {name: value for name, value in changes.items() if name not in values}
+    return lambda: attention(*(jnp.zeros(shape, jnp.float32) for shape in values.values()), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (bad(q=(5, 4, 8)), r"q must have 4 axes \[batch, length, heads, size\], found shape \(5, 4, 8\)"),
+        (bad(k=(3, 7, 2, 8), v=(3, 7, 2, 8)), r"k must have the batch of q, 2"),
+        (bad(v=(2, 6, 2, 8)), r"v must have the batch, length and heads of k, \(2, 7, 2\)"),
+        (bad(k=(2, 7, 2, 9)), "k must have the head size of q, 8"),
+        (bad(k=(2, 7, 3, 8), v=(2, 7, 3, 8)), "multiple of those of k, found 4 and 3"),
+        (bad(k=(2, 0, 2, 8), v=(2, 0, 2, 8)), "k must hold at least one token"),
+        (bad(mask=True), "mask must be a posjax.masks.Mask, found bool"),
+        (bad(bias=3.0), "bias must be a posjax bias or the spec of one, found float"),
+        (bad(bias=T5()), "params must hold 'table'"),
+        (bad(softcap=-1.0), "softcap must be positive or None, found -1.0"),
+        (bad(sinks=jnp.zeros(2)), r"sinks must have shape \(4,\)"),
+        (bad(scale=jnp.zeros(3)), r"scale must broadcast to \[batch, queries, heads\]"),
+        (bad(q_positions=jnp.arange(7)), r"q_positions must have shape \(5,\) or \(2, 5\), found \(7,\)"),
+        (bad(kv_positions=Range(0, 5)), "kv_positions must cover 7 tokens, found a Range of 5"),
+        (bad(q_positions=jnp.zeros(5)), "q_positions must be integers"),
+        (bad(implementation="blokwise"), "did you mean 'blockwise'"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_integers_are_refused():
+    x = jnp.zeros((1, 2, 1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="q must be of a floating dtype, found int32"):
+        attention(x, x, x)
+
+
+def test_public_name():
+    assert posjax.attention is attention
