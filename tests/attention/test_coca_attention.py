@@ -1,0 +1,190 @@
+"""CoCA attention end to end against the three-way product in float64."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from posjax import coca, masks
+from posjax.attention.coca import coca_attention
+from posjax.bias import ALiBi
+from posjax.positions import Range
+from posjax.rotary import Linear, frequencies, rotary_table
+
+BATCH, LENGTH, HEADS, SIZE = 2, 12, 4, 16
+THETA = 10_000.0 ** (-np.arange(0, SIZE, 2) / SIZE)
+
+
+def inputs(kv_heads=2, *, tied=False, length=LENGTH):
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((BATCH, length, HEADS, SIZE // 2 if tied else SIZE))
+    t = rng.standard_normal((BATCH, length, kv_heads, SIZE // 2))
+    v = rng.standard_normal((BATCH, length, kv_heads, 6))
+    return tuple(jnp.asarray(a, jnp.float32) for a in (q, t, v))
+
+
+def oracle(q, t, v, variant, pairing="half", theta=THETA):
+    """Causal softmax over the naive scores, float64; the three-way product is written out."""
+    q, t, v = (np.asarray(a, np.float64) for a in (q, t, v))
+    t, v = (np.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (np.maximum(t, 0), v))
+    x, y = (q[..., 0::2], q[..., 1::2]) if pairing == "interleaved" else np.split(q, 2, -1)
+    turn = np.exp(1j * np.arange(q.shape[1])[:, None, None] * theta)
+    if variant == "strict":
+        score = np.einsum("bmhj,bmhj,bnhj->bhmn", (x + 1j * y) * turn, x - 1j * y, t * turn.conj()).real
+    else:
+        rotated, key = (x + 1j * y) * turn, (1 + 1j) * t * turn
+        score = np.einsum("bmhj,bmhj,bnhj->bhmn", x, rotated.real, key.real)
+        score += np.einsum("bmhj,bmhj,bnhj->bhmn", y, rotated.imag, key.imag)
+    score = np.where(np.tri(q.shape[1], dtype=bool), score / np.sqrt(SIZE), -np.inf)
+    weights = np.exp(score - score.max(-1, keepdims=True))
+    return np.einsum("bhmn,bnhd->bmhd", weights / weights.sum(-1, keepdims=True), v)
+
+
+def table(length=LENGTH, start=0):
+    return rotary_table(Range(start, length), frequencies(SIZE))
+
+
+causal = partial(coca_attention, mask=masks.Causal())
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("variant", ["strict", "slack"])
+def test_against_the_naive_product(variant, pairing, kv_heads, implementation):
+    q, t, v = inputs(kv_heads)
+    out = causal(q, t, v, table=table(), variant=variant, pairing=pairing, implementation=implementation)
+    chex.assert_shape(out, (BATCH, LENGTH, HEADS, 6))
+    chex.assert_type(out, jnp.float32)
+    np.testing.assert_allclose(out, oracle(q, t, v, variant, pairing), atol=1e-5)
+
+
+def test_tied_is_strict_on_doubled_queries():
+    q, t, v = inputs(tied=True)
+    doubled = jnp.concatenate([q, q], -1)
+    tied = causal(q, t, v, table=table(), variant="tied")
+    np.testing.assert_allclose(tied, oracle(doubled, t, v, "strict"), atol=1e-5)
+    np.testing.assert_allclose(tied, causal(doubled, t, v, table=table(), variant="slack"), atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", coca.VARIANTS)
+def test_fused_attention_of_jax_runs_the_features(variant):
+    q, t, v = inputs(tied=variant == "tied")
+    v = jnp.concatenate([v, v, v], -1)[..., :SIZE]
+    phi, psi = coca.features(q, t, table(), variant=variant)
+    fused = jax.nn.dot_product_attention(phi, psi, v, is_causal=True)
+    chex.assert_trees_all_close(causal(q, t, v, table=table(), variant=variant), fused, atol=2e-6)
+
+
+def test_scaled_frequencies():
+    q, t, v = inputs()
+    theta, factor = Linear(factor=4.0).frequencies(head_dim=SIZE)
+    scaled = rotary_table(Range(0, LENGTH), theta, attention_factor=factor)
+    np.testing.assert_allclose(causal(q, t, v, table=scaled), oracle(q, t, v, "strict", theta=THETA / 4), atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", coca.VARIANTS)
+def test_t10_decoding_from_cached_half_width_keys(variant):
+    """Token by token with a cache of unrotated relu(t), rotated on read, equals the full forward."""
+    q, t, v = inputs(tied=variant == "tied")
+    full = causal(q, t, v, table=table(), variant=variant)
+    cache = jnp.zeros_like(t)
+
+    @jax.jit
+    def step(cache, q, t, i):
+        cache = jax.lax.dynamic_update_slice_in_dim(cache, coca.half_width(t), i, axis=1)
+        here = Range(i, 1)
+        out = causal(
+            q,
+            cache,
+            v,
+            table=rotary_table(here, frequencies(SIZE)),
+            kv_table=table(),
+            variant=variant,
+            q_positions=here,
+        )
+        return cache, out
+
+    for i in range(LENGTH):
+        cache, out = step(cache, q[:, i : i + 1], t[:, i : i + 1], jnp.int32(i))
+        chex.assert_trees_all_close(out[:, 0], full[:, i], atol=2e-6)
+    assert np.all(np.asarray(cache) >= 0)
+
+
+@pytest.mark.parametrize("variant", ["strict", "slack"])
+def test_gradients_against_central_differences_of_the_oracle(variant):
+    inputs_ = inputs()
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((BATCH, LENGTH, HEADS, 6))
+    along = [rng.standard_normal(a.shape) for a in inputs_]
+
+    def loss(q, t, v):
+        return jnp.sum(causal(q, t, v, table=table(), variant=variant) * weight.astype(np.float32))
+
+    step = 1e-6
+    ends = [
+        (
+            weight * oracle(*(np.asarray(a, np.float64) + e * d for a, d in zip(inputs_, along, strict=True)), variant)
+        ).sum()
+        for e in (step, -step)
+    ]
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs_)
+    slope = sum(np.vdot(np.asarray(g, np.float64), d) for g, d in zip(gradients, along, strict=True))
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-4)
+
+
+def test_options_reach_attention():
+    q, t, v = inputs()
+    out, lse = causal(q, t, v, table=table(), bias=ALiBi(), scale=0.1, sinks=jnp.ones(HEADS), return_residuals=True)
+    chex.assert_shape(lse, (BATCH, LENGTH, HEADS))
+    assert np.abs(np.asarray(out - causal(q, t, v, table=table()))).max() > 0.01
+
+
+def test_vmap():
+    q, t, v = inputs()
+    rows = jax.vmap(lambda *row: causal(*(a[None] for a in row), table=table(), variant="slack")[0])(q, t, v)
+    chex.assert_trees_all_close(rows, causal(q, t, v, table=table(), variant="slack"), atol=1e-6)
+
+
+def test_shard_map_over_batch_and_heads():
+    q, t, v = inputs(kv_heads=4)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "heads"))
+    spec = PartitionSpec("data", None, "heads")
+    f = partial(causal, table=table(), variant="slack")
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
+    values = [jax.jit(jax.value_and_grad(lambda *a, g=g: jnp.sum(g(*a) ** 2), argnums=(0, 1, 2))) for g in (sharded, f)]
+    chex.assert_trees_all_close(*(value(q, t, v) for value in values), atol=1e-4, rtol=1e-5)
+
+
+def test_pmap():
+    stacked = tuple(jnp.stack([a * (1 + i / 8) for i in range(8)]) for a in inputs())
+    f = partial(causal, table=table(), variant="slack")
+    chex.assert_trees_all_close(jax.pmap(f)(*stacked), jax.vmap(f)(*stacked), atol=1e-5)
+
+
+def test_bfloat16_against_float32():
+    q, t, v = (a.astype(jnp.bfloat16) for a in inputs())
+    low = causal(q, t, v, table=table(start=1_000_003), variant="slack")
+    chex.assert_type(low, jnp.bfloat16)
+    wide = causal(*(a.astype(jnp.float32) for a in (q, t, v)), table=table(start=1_000_003), variant="slack")
+    chex.assert_trees_all_close(low.astype(jnp.float32), wide, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [("multiple of those of k", {"t": 3, "v": 3}), ("v must have the batch, length and heads", {"v": 1})],
+)
+def test_refuses_heads_that_do_not_fit(message, change):
+    q, t, v = inputs(kv_heads=4)
+    t, v = t[:, :, : change.get("t", 4)], v[:, :, : change["v"]]
+    with pytest.raises(ValueError, match=message):
+        causal(q, t, v, table=table())
+
+
+def test_refuses_a_partial_table():
+    with pytest.raises(ValueError, match="no partial rotation"):
+        causal(*inputs(), table=rotary_table(Range(0, LENGTH), frequencies(SIZE // 2)))
