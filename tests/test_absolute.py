@@ -1,0 +1,137 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact_angles import POSITIONS, cos_sin
+
+from posjax import absolute
+from posjax.absolute import Learned, Sinusoidal, learned, sinusoidal
+from posjax.positions import Range
+
+SIZE = 12
+
+
+def reference(positions, convention, base=10_000.0):
+    half = SIZE // 2
+    denominator = half - 1 if convention == "tensor2tensor" else half
+    cos, sin = cos_sin(positions, base ** -(np.arange(half) / denominator))
+    if convention == "interleaved":
+        return np.stack([sin, cos], -1).reshape(-1, SIZE)
+    return np.concatenate([sin, cos], -1)
+
+
+@pytest.mark.parametrize("convention", absolute.CONVENTIONS)
+def test_sinusoidal_is_exact_at_every_position(convention):
+    compiled = jax.jit(sinusoidal, static_argnames=("model_dim", "convention"))
+    found = compiled(np.array(POSITIONS), model_dim=SIZE, convention=convention)
+    chex.assert_shape(found, (len(POSITIONS), SIZE))
+    chex.assert_type(found, jnp.float32)
+    np.testing.assert_allclose(found, reference(POSITIONS, convention), atol=2e-6)
+
+
+def test_sinusoidal_prints_the_paper():
+    """Position 1 of size 4: sin 1, cos 1, sin .01, cos .01; tensor2tensor ends at frequency 1/base."""
+    one = np.array([1])
+    np.testing.assert_allclose(sinusoidal(one, 4)[0], [0.84147098, 0.54030231, 0.00999983, 0.99995000], atol=1e-7)
+    concatenated = sinusoidal(one, 4, convention="concatenated")[0]
+    np.testing.assert_allclose(concatenated, [0.84147098, 0.00999983, 0.54030231, 0.99995000], atol=1e-7)
+    tensor2tensor = sinusoidal(one, 4, convention="tensor2tensor")[0]
+    np.testing.assert_allclose(tensor2tensor, [0.84147098, 1e-4, 0.54030231, 1.0], atol=1e-7)
+
+
+@pytest.mark.parametrize("convention", absolute.CONVENTIONS)
+def test_sinusoidal_inner_product_depends_on_the_difference(convention):
+    p = sinusoidal(np.array([0, 5, 1_000_000, 1_000_005]), 64, convention=convention)
+    products = np.asarray(p) @ np.asarray(p).T
+    np.testing.assert_allclose(np.diag(products), 32.0, atol=1e-4)
+    np.testing.assert_allclose(products[0, 1], products[2, 3], atol=1e-4)
+
+
+def test_sinusoidal_refuses():
+    for message, size, options in [
+        ("model_dim must be a positive even number, found 7", 7, {}),
+        ("convention: unknown value 'interleave'; did you mean 'interleaved'", 8, {"convention": "interleave"}),
+        ("model_dim must be at least 4", 2, {"convention": "tensor2tensor"}),
+        ("base must be greater than 1", 8, {"base": 1.0}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sinusoidal(Range(0, 3), size, **options)
+    with pytest.raises(ValueError, match="convention"):
+        Sinusoidal("paper")
+
+
+def test_learned_looks_up_rows():
+    table = jnp.arange(12.0).reshape(4, 3)
+    np.testing.assert_array_equal(learned(table, Range(1, 3)), table[1:])
+    rows = jax.jit(learned)(table, jnp.array([[0, 3], [2, 2]]))
+    chex.assert_shape(rows, (2, 2, 3))
+    np.testing.assert_array_equal(rows, np.asarray(table)[[[0, 3], [2, 2]]])
+    chex.assert_type(learned(table.astype(jnp.bfloat16), Range(0, 2)), jnp.float32)
+
+
+def test_learned_gives_nan_where_indexing_would_clamp():
+    table = jnp.ones((4, 3))
+    found = np.asarray(jax.jit(learned)(table, jnp.array([3, 4, 1000, -1, -9])))
+    assert np.isnan(found).all(axis=1).tolist() == [False, True, True, True, True]
+    late = jax.jit(learned)(table, Range(jnp.int32(2), 4))
+    assert np.isnan(late).all(axis=1).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("positions", [Range(2, 3), Range(-1, 2)])
+def test_learned_refuses_static_positions_outside_the_table(positions):
+    with pytest.raises(ValueError, match="outside the learned table of max_length 4"):
+        learned(jnp.ones((4, 3)), positions)
+
+
+def test_learned_gradient_reaches_the_rows_in_use():
+    gradient = jax.grad(lambda table: learned(table, jnp.array([1, 1, 3])).sum())(jnp.zeros((4, 2)))
+    np.testing.assert_array_equal(gradient, [[0, 0], [2, 2], [0, 0], [1, 1]])
+
+
+@pytest.mark.parametrize("spec", [Sinusoidal(), Sinusoidal("tensor2tensor", base=500.0), Learned(40)])
+def test_specs_fill_the_embedding_slot(spec):
+    params = spec.init(jax.random.key(0), SIZE)
+    embed = jax.jit(spec.embed, static_argnums=2)
+    flat = embed(params, Range(0, 8), SIZE)
+    rows = embed(params, jnp.arange(16, dtype=jnp.int32).reshape(2, 8), SIZE)
+    chex.assert_shape([flat, rows], [(8, SIZE), (2, 8, SIZE)])
+    chex.assert_type([flat, rows], jnp.float32)
+    chex.assert_trees_all_close(rows[0], flat)
+    chex.assert_trees_all_close(jax.vmap(lambda p: spec.embed(params, p, SIZE))(jnp.arange(16).reshape(2, 8)), rows)
+    assert not spec.shift_invariant
+    assert not np.allclose(flat[0], flat[1])
+    hash(spec)
+
+
+def test_learned_spec_init_and_checks():
+    spec = Learned(4000, stddev=0.5)
+    table = spec.init(jax.random.key(0), 16)["embedding"]
+    np.testing.assert_allclose(np.std(table), 0.5, rtol=0.02)
+    with pytest.raises(ValueError, match="embedding must have shape \\(4000, 8\\), found \\(4000, 16\\)"):
+        spec.embed({"embedding": table}, Range(0, 3), 8)
+    with pytest.raises(ValueError, match="max_length must be positive"):
+        Learned(0)
+
+
+def test_embeddings_on_a_mesh():
+    mesh = jax.make_mesh((8,), ("length",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("length")
+    positions = jnp.arange(32, dtype=jnp.int32)
+    table = jax.random.normal(jax.random.key(0), (32, SIZE))
+    both = lambda p, t: (sinusoidal(p, SIZE), learned(t, p))  # noqa: E731
+    sharded = jax.shard_map(both, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec)
+    chex.assert_trees_all_close(sharded(positions, table), both(positions, table), atol=1e-6)
+
+
+@pytest.mark.parity
+def test_parity_with_transformers():
+    pytest.importorskip("transformers")
+    from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
+    from transformers.models.whisper.modeling_whisper import sinusoids
+
+    positions = Range(0, 64)
+    found = sinusoidal(positions, 32, convention="concatenated")
+    np.testing.assert_allclose(found, create_sinusoidal_positions(64, 32).numpy(), atol=1e-5)
+    found = sinusoidal(positions, 32, convention="tensor2tensor")
+    np.testing.assert_allclose(found, sinusoids(64, 32).numpy(), atol=1e-5)
