@@ -1,0 +1,332 @@
+"""Query scales and norms against closed forms and the numbers of the papers."""
+
+import math
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from posjax import scales
+from posjax.positions import Range
+from posjax.rotary import apply_rotary, frequencies, rotary_table
+
+close = partial(np.testing.assert_allclose, rtol=1e-6)
+
+
+def ints(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def test_log_n_values():
+    close(scales.log_n(ints(512, 4096), 512), [1, 4 / 3])
+    close(scales.log_n(ints(16384), 4096), [7 / 6])
+    n = np.arange(16, 5000, 37)
+    close(scales.log_n(jnp.asarray(n), 512), np.log(n) / np.log(512))
+
+
+def test_log_n_counts_fewer_keys_than_its_minimum_as_the_minimum():
+    close(scales.log_n(ints(0, 1, 15, 16, 17), 512), np.log([16, 16, 16, 16, 17]) / np.log(512))
+    close(scales.log_n(ints(1, 2, 3), 512, minimum=1), np.log([1, 2, 3]) / np.log(512))
+
+
+@pytest.mark.parametrize("length", [2, 3, 32, 512, 1000, 4096, 131_072])
+def test_clipped_log_n_is_exactly_one_up_to_the_training_length(length):
+    n = np.unique(np.append(np.arange(1, min(length, 300)), [0, length - 1, length]))
+    chex.assert_trees_all_equal(scales.clipped_log_n(jnp.asarray(n), length), jnp.ones(len(n)))
+    beyond = length + np.array([1, 100, 1_000_000])
+    found = scales.clipped_log_n(jnp.asarray(beyond), length)
+    close(found, np.log(beyond) / np.log(length))
+    assert np.all(np.asarray(found)[1:] > 1)
+
+
+def test_ssmax_with_one_over_log_length_is_log_n():
+    n = jnp.arange(1, 3000, 7)
+    found = scales.ssmax(n, jnp.asarray([1 / math.log(512)], jnp.float32))[:, 0]
+    close(found, scales.log_n(n, 512, minimum=1), rtol=1e-6, atol=1e-7)
+
+
+def test_ssmax_does_not_fade():
+    """One logit 5 above the n - 1 others: the weight of the largest under softmax, and under SSMax with s = 0.43."""
+    n = np.array([10, 100, 1000, 100_000])
+    factor = np.asarray(scales.ssmax(jnp.asarray(n), jnp.asarray([0.43], jnp.float32)), np.float64)[:, 0]
+
+    def largest(gap):
+        return 1 / (1 + (n - 1) * np.exp(-gap))
+
+    np.testing.assert_allclose(largest(5.0), [0.943, 0.600, 0.129, 0.0015], atol=5e-4)
+    np.testing.assert_allclose(largest(5 * factor), [0.940, 0.995, 0.9996, 0.999998], atol=5e-4)
+    assert largest(5 * factor)[-1] == pytest.approx(0.999998, abs=5e-7)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(512, 0.19061), (1024, 0.16847), (2048, 0.15090)])
+def test_ssmax_initial(length, expected):
+    assert scales.ssmax_initial(length) == pytest.approx(expected, abs=5e-6)
+    n = jnp.arange(1, length + 1)
+    assert float(scales.ssmax(n, jnp.asarray([scales.ssmax_initial(length)])).mean()) == pytest.approx(1, abs=1e-5)
+
+
+def test_ssmax_default_is_the_rule_at_1024():
+    assert round(scales.ssmax_initial(1024), 3) == scales.SSMAX_INITIAL
+
+
+def test_ssmax_heads_bias_and_gradient():
+    n, s, b = ints(1, 10, 50), jnp.asarray([0.1, 0.5]), jnp.asarray([1.0, -2.0])
+    found = scales.ssmax(n, s, b)
+    close(found, np.log([[1], [10], [50]]) * [[0.1, 0.5]] + [[1.0, -2.0]])
+    ds, db = jax.grad(lambda s, b: scales.ssmax(n, s, b).sum(), argnums=(0, 1))(s, b)
+    close(ds, np.full(2, np.log(500.0)))
+    close(db, np.full(2, 3.0))
+
+
+def llama4(p, floor_scale=8192):
+    return 1 + 0.1 * math.log((p + 1) // floor_scale + 1)
+
+
+def test_llama4_steps_fall_on_the_exact_position():
+    steps = [k * 8192 + offset for k in (1, 2, 3, 100, 2**17, 2**18 - 1) for offset in (-2, -1, 0, 1)]
+    positions = [0, 1, 8190, *steps, 2**31 - 2, 2**31 - 1]
+    found = scales.llama4_temperature(jnp.asarray(positions, jnp.int32))
+    close(found, [llama4(p) for p in positions], rtol=2e-7)
+    chex.assert_trees_all_equal(scales.llama4_temperature(jnp.arange(8191)), jnp.ones(8191))
+    assert float(found[positions.index(8191)]) == pytest.approx(1.0693, abs=5e-5)
+
+
+def test_llama4_padding_and_other_constants():
+    close(scales.llama4_temperature(ints(-1, -5000)), [1, 1])
+    close(scales.llama4_temperature(ints(2, 3, 7), floor_scale=4, attn_scale=0.5), 1 + 0.5 * np.log([1, 2, 3]))
+
+
+def test_ministral_has_no_shift_by_one():
+    close(scales.ministral_temperature(ints(-3, 8191, 8192, 16383, 16384), 8192), 1 + 0.1 * np.log([1, 1, 2, 2, 3]))
+
+
+YARN = {2: 1.06931, 4: 1.13863, 8: 1.20794, 16: 1.27726, 32: 1.34657, 40: 1.36889}
+YARN_LOGITS = {2: 1.1434, 4: 1.2965, 8: 1.4591, 16: 1.6314, 32: 1.8133, 40: 1.8739}
+
+
+@pytest.mark.parametrize("factor", YARN)
+def test_yarn_temperature_table(factor):
+    assert math.sqrt(scales.yarn_temperature(factor)) == pytest.approx(YARN[factor], abs=6e-6)
+    assert scales.yarn_temperature(factor) == pytest.approx(YARN_LOGITS[factor], abs=6e-5)
+
+
+def test_yarn_temperature_without_extension_and_with_mscale():
+    assert scales.yarn_temperature(1.0) == scales.yarn_temperature(0.5) == 1.0
+    assert scales.yarn_temperature(40.0, 0.707) == pytest.approx((0.0707 * math.log(40) + 1) ** 2)
+
+
+@pytest.mark.parametrize("factor", [4.0, 32.0])
+def test_yarn_temperature_on_the_logits_is_its_root_on_both_tables(factor):
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((1, 6, 1, 8)), jnp.float32) for _ in range(2))
+
+    def logits(attention_factor):
+        table = rotary_table(Range(0, 6), frequencies(8), attention_factor=attention_factor)
+        return np.einsum("bmhd,bnhd->mn", apply_rotary(q, table), apply_rotary(k, table))
+
+    root = 0.1 * math.log(factor) + 1
+    np.testing.assert_allclose(scales.yarn_temperature(factor) * logits(1.0), logits(root), rtol=1e-5, atol=1e-5)
+
+
+SPECS = [
+    (scales.LogN(512), lambda p, n: np.log(np.maximum(n, 16)) / np.log(512)),
+    (scales.LogN(512, minimum=2), lambda p, n: np.log(n) / np.log(512)),
+    (scales.ClippedLogN(8), lambda p, n: np.maximum(1, np.log(n) / np.log(8))),
+    (scales.SSMax(), lambda p, n: 0.168 * np.log(n)),
+    (scales.SSMax(0.5, bias=True), lambda p, n: 0.5 * np.log(n)),
+    (scales.Llama4Temperature(floor_scale=8, attn_scale=0.2), lambda p, n: 1 + 0.2 * np.log((p + 1) // 8 + 1)),
+    (scales.MinistralTemperature(8), lambda p, n: 1 + 0.1 * np.log(1 + p // 8)),
+    (scales.YaRNTemperature(4.0), lambda p, n: np.full(p.shape, (0.1 * np.log(4) + 1) ** 2)),
+]
+POSITIONS = np.stack([np.arange(3, 27), np.arange(100, 124)]).astype(np.int32)
+VISIBLE = POSITIONS % 50 + 2
+
+
+@pytest.mark.parametrize("shape", ["length", "batch length"])
+@pytest.mark.parametrize(("spec", "expected"), SPECS, ids=lambda s: type(s).__name__)
+def test_specs(spec, expected, shape):
+    p, n = (POSITIONS, VISIBLE) if shape == "batch length" else (POSITIONS[0], VISIBLE[0])
+    params = spec.init(jax.random.key(0), 4)
+    call = partial(spec.factor, num_heads=4)
+    found = call(params, positions=jnp.asarray(p), visible=jnp.asarray(n))
+    chex.assert_type(found, jnp.float32)
+    assert found.shape[-1] == (4 if params else 1)
+    np.testing.assert_allclose(
+        np.broadcast_to(found, (2, 24, 4)), np.broadcast_to(expected(p, n)[..., None], (2, 24, 4)), rtol=1e-6
+    )
+    jitted = jax.jit(call)(params, positions=jnp.asarray(p), visible=jnp.asarray(n))
+    chex.assert_trees_all_close(jitted, found, rtol=1e-6)
+    chex.assert_type(jax.tree.leaves(params), jnp.float32)
+    assert spec == type(spec)(**vars(spec))
+    assert isinstance(hash(spec), int)
+
+
+@pytest.mark.parametrize(("spec", "expected"), SPECS, ids=lambda s: type(s).__name__)
+def test_shift_invariance_is_as_declared(spec, expected):
+    """Shifting positions leaves what the mask lets each query see as it is."""
+    params = spec.init(jax.random.key(0), 4)
+    call = partial(spec.factor, params, visible=jnp.asarray(VISIBLE), num_heads=4)
+    same = np.array_equal(call(positions=jnp.asarray(POSITIONS)), call(positions=jnp.asarray(POSITIONS + 20)))
+    assert same == spec.shift_invariant
+
+
+def test_positions_may_be_a_range():
+    for spec in (scales.Llama4Temperature(4), scales.MinistralTemperature(4)):
+        pair = [spec.factor({}, positions=p, visible=None, num_heads=1) for p in (Range(3, 9), jnp.arange(3, 12))]
+        chex.assert_trees_all_equal(*pair)
+
+
+def test_init_shapes():
+    assert scales.LogN(512).init(jax.random.key(0), 4) == {}
+    params = scales.SSMax(bias=True).init(jax.random.key(0), 4)
+    chex.assert_trees_all_equal(params, {"s": jnp.full(4, 0.168), "b": jnp.zeros(4)})
+
+
+def test_vmap_shard_map_and_pmap():
+    spec = scales.SSMax(bias=True)
+    params = {"s": jnp.linspace(0.1, 0.8, 4), "b": jnp.linspace(-1, 1, 4)}
+    visible = jnp.arange(1, 33).reshape(8, 4)
+
+    def factor(params, visible):
+        heads = params["s"].shape[0]
+        return spec.factor(params, positions=None, visible=visible, num_heads=heads)
+
+    whole = factor(params, visible)
+    chex.assert_trees_all_close(jax.vmap(factor, (None, 0))(params, visible), whole, rtol=1e-6)
+    chex.assert_trees_all_close(jax.pmap(factor, in_axes=(None, 0))(params, visible), whole, rtol=1e-6)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "heads"))
+    specs = (PartitionSpec("heads"), PartitionSpec("data"))
+    sharded = jax.shard_map(factor, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data", None, "heads"))
+    chex.assert_trees_all_close(jax.jit(sharded)(params, visible), whole, rtol=1e-6)
+    gradients = [jax.jit(jax.grad(lambda p, f=f: (f(p, visible) ** 2).sum()))(params) for f in (sharded, factor)]
+    chex.assert_trees_all_close(*gradients, rtol=1e-5)
+
+
+def heads(seed=0, heads=3, size=8, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(3 * rng.standard_normal((2, 5, heads, size)), dtype)
+
+
+def test_rms_norm_against_numpy():
+    x, gain = heads(), jnp.linspace(0.5, 2, 8)
+    wide = np.asarray(x, np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    close(scales.rms_norm(x), expected, rtol=1e-5)
+    close(scales.rms_norm(x, gain), expected * np.asarray(gain), rtol=1e-5)
+    close(scales.rms_norm(x, eps=10.0), wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 10), rtol=1e-5)
+
+
+def test_key_norm_with_the_usual_scale_gives_q_dot_unit_key():
+    """Equation of the article, q . k / |k|, without 1 / sqrt(d)."""
+    q, k = heads(0), heads(1)
+    _, normed = scales.KeyNorm().apply({}, q, k)
+    logits = jnp.einsum("bmhd,bnhd->bhmn", q, normed) / math.sqrt(8)
+    unit = np.float64(k) / np.linalg.norm(np.float64(k), axis=-1, keepdims=True)
+    np.testing.assert_allclose(logits, np.einsum("bmhd,bnhd->bhmn", np.float64(q), unit), rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_equal(normed, scales.qk_norm(q, k)[1], scales.key_norm(k))
+
+
+def test_cosine_attention_of_the_article():
+    """CosA, lambda cos(q, k) with lambda = 4 ln(512 / 2) = 22.18, is QK-norm under the scale lambda / d."""
+    temperature = 4 * math.log(512 / 2)
+    assert temperature == pytest.approx(22.18, abs=5e-3)
+    q, k = scales.QKNorm(gain=False).apply({}, heads(0), heads(1))
+    logits = temperature / 8 * jnp.einsum("bmhd,bnhd->bhmn", q, k)
+    units = (np.float64(a) / np.linalg.norm(np.float64(a), axis=-1, keepdims=True) for a in (heads(0), heads(1)))
+    np.testing.assert_allclose(logits, temperature * np.einsum("bmhd,bnhd->bhmn", *units), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "commutes"), [(scales.KeyNorm(), True), (scales.QKNorm(gain=False), True), (scales.QKNorm(), False)]
+)
+def test_norm_and_rotation_commute_as_declared(spec, commutes):
+    params = {name: jnp.linspace(0.5, 2, 8) for name in spec.init(jax.random.key(0), 8)}
+    rotate = partial(apply_rotary, table=rotary_table(Range(7, 5), frequencies(8)))
+    q, k = heads(0), heads(1)
+    before, after = jax.tree.map(rotate, spec.apply(params, q, k)), spec.apply(params, rotate(q), rotate(k))
+    moved = max(float(jnp.abs(a - b).max()) for a, b in zip(before, after, strict=True))
+    assert spec.commutes_with_rotation == commutes
+    assert (moved < 1e-5) == commutes
+
+
+def test_learned_gains_start_at_one_and_get_gradients():
+    spec = scales.QKNorm()
+    params = spec.init(jax.random.key(0), 8)
+    chex.assert_trees_all_equal(params, {"q": jnp.ones(8), "k": jnp.ones(8)})
+    q, k = heads(0), heads(1, heads=1)
+    chex.assert_trees_all_equal(spec.apply(params, q, k), scales.qk_norm(q, k))
+    gradient = jax.grad(lambda params: sum(a.sum() for a in spec.apply(params, q, k)))(params)
+    close(gradient["k"], np.asarray(scales.rms_norm(k)).sum((0, 1, 2)), rtol=1e-4)
+    close(gradient["q"], np.asarray(scales.rms_norm(q)).sum((0, 1, 2)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [scales.KeyNorm(), scales.QKNorm(), scales.QKNorm(gain=False)])
+def test_norms_keep_dtype_and_compute_in_float32(spec):
+    q, k = heads(0, dtype=jnp.bfloat16), heads(1, heads=1, dtype=jnp.bfloat16)
+    params = spec.init(jax.random.key(0), 8)
+    low = spec.apply(params, q, k)
+    chex.assert_type(list(low), jnp.bfloat16)
+    chex.assert_equal_shape([low[0], q])
+    chex.assert_equal_shape([low[1], k])
+    wide = spec.apply(params, q.astype(jnp.float32), k.astype(jnp.float32))
+    chex.assert_trees_all_equal(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), wide))
+
+
+def test_zero_keys_stay_zero_with_finite_gradients():
+    zero = jnp.zeros((1, 1, 1, 8))
+    value, gradient = jax.value_and_grad(lambda k: scales.key_norm(k).sum())(zero)
+    assert value == 0
+    assert np.all(np.isfinite(gradient))
+
+
+def test_refusals():
+    key, q = jax.random.key(0), heads()
+    at = {"positions": jnp.arange(5), "visible": jnp.arange(1, 6), "num_heads": 3}
+    cases = [
+        ("length must be at least 2", lambda: scales.log_n(ints(3), 1)),
+        ("minimum must be positive", lambda: scales.log_n(ints(3), 8, minimum=0)),
+        ("length must be at least 2", lambda: scales.clipped_log_n(ints(3), 0)),
+        ("length must be at least 2", lambda: scales.ssmax_initial(1)),
+        ("floor_scale must be positive", lambda: scales.llama4_temperature(ints(3), floor_scale=0)),
+        ("length must be positive", lambda: scales.ministral_temperature(ints(3), 0)),
+        ("factor must be positive", lambda: scales.yarn_temperature(0.0)),
+        ("length must be at least 2", lambda: scales.LogN(1)),
+        ("minimum must be positive", lambda: scales.LogN(512, 0)),
+        ("length must be at least 2", lambda: scales.ClippedLogN(1)),
+        ("floor_scale must be positive", lambda: scales.Llama4Temperature(0)),
+        ("length must be positive", lambda: scales.MinistralTemperature(-1)),
+        ("extension must be positive", lambda: scales.YaRNTemperature(-2.0)),
+        (r"hold \['s'\] of shape \(3,\)", lambda: scales.SSMax().factor({}, **at)),
+        (r"hold \['b', 's'\]", lambda: scales.SSMax(bias=True).factor(scales.SSMax().init(key, 3), **at)),
+        (r"shape \(3,\), found .*\(4,\)", lambda: scales.SSMax().factor(scales.SSMax().init(key, 4), **at)),
+        ("params must have the shapes", lambda: scales.QKNorm().apply({}, q, q)),
+        ("params must have the shapes", lambda: scales.QKNorm().apply(scales.QKNorm().init(key, 4), q, q)),
+    ]
+    for message, call in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parity
+def test_ministral_temperature_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.ministral3.modeling_ministral3")
+    p = np.array([0, 1, 100, 16383, 16384, 40_000, 262_143])
+    expected = modeling.get_llama_4_attn_scale(torch.tensor(p[None]), 0.1, 16384).numpy().ravel()
+    close(scales.ministral_temperature(jnp.asarray(p), 16384), expected)
+
+
+@pytest.mark.parity
+def test_norms_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    llama4_model = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    x = torch.tensor(np.asarray(heads()))
+    gained = qwen3.Qwen3RMSNorm(8, eps=1e-6)
+    gained.weight.data = torch.linspace(0.5, 2, 8)
+    close(scales.rms_norm(heads(), jnp.linspace(0.5, 2, 8)), gained(x).detach().numpy(), rtol=1e-5)
+    close(scales.rms_norm(heads(), eps=1e-5), llama4_model.Llama4TextL2Norm(1e-5)(x).numpy(), rtol=1e-5)
