@@ -47,9 +47,7 @@ def statistics_dtype(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def group_bias(
-    tile: Float[Array, "*b heads q k"], kv_heads: int
-) -> Float[Array, "*b kv_heads group q k"]:
+def group_bias(tile: Float[Array, "*b heads q k"], kv_heads: int) -> Float[Array, "*b kv_heads group q k"]:
     """Splits the head axis of a bias tile like that of the queries."""
     *batch, heads, q, k = tile.shape
     return tile.reshape(*batch, kv_heads, heads // kv_heads, q, k)

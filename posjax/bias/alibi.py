@@ -97,5 +97,7 @@ class ALiBi:
         """
         if not self.learned:
             return LinearBias(alibi_slopes(num_heads), self.symmetric)
-        check(bool(params) and "slopes" in params, "params must hold 'slopes': ALiBi(learned=True).init(...) makes them")
+        check(
+            bool(params) and "slopes" in params, "params must hold 'slopes': ALiBi(learned=True).init(...) makes them"
+        )
         return LinearBias(params["slopes"], self.symmetric)

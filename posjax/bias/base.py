@@ -11,9 +11,7 @@ class Bias(Blockwise):
     Gradients reach the leaves through every attention backend.
     """
 
-    def values(
-        self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]
-    ) -> Float[Array, "*b heads q k"]:
+    def values(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Float[Array, "*b heads q k"]:
         """The tile, ``[heads, q, k]`` for positions ``[n]`` and ``[batch, heads, q, k]`` for ``[batch, 1, n]``."""
         raise TypeError(f"{type(self).__name__} does not say its values")
 
@@ -26,5 +24,3 @@ def distance(q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) 
 def heads_first(per_head: Float[Array, "heads"]) -> Float[Array, "heads 1 1"]:
     """A value per head, shaped to broadcast against a tile."""
     return per_head[:, None, None]
-
-

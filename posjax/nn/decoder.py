@@ -1,0 +1,183 @@
+"""A pre-norm Transformer for any scheme: causal language model, or bidirectional encoder."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check, check_rank
+from posjax.masks import Segments
+from posjax.nn.config import DecoderConfig
+from posjax.nn.modules import Block, Context, RMSNorm, parameter, plain, scheme_parameters
+from posjax.positions import Positions, Range, as_array, from_segments
+from posjax.scheme import Layers, Scheme
+
+_POLICIES = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Decoder(nnx.Module):
+    """Token embedding, blocks, final norm, logits.
+
+    Blocks are stacked by pattern of ``config.layers``: every parameter of ``stacks[p][n]`` has a leading axis of the
+    pattern's repeats. The parameter tree does not depend on ``scan_layers`` or ``remat``.
+
+    Args:
+        config: the shape.
+        rngs: random streams, ``nnx.Rngs(seed)``.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, vocabulary = config.model_dim, config.vocab_size
+        self.embed = parameter(rngs.params(), (vocabulary, width), ("vocab", "embed"), width**-0.5)
+        embedding = config.layers.embedding
+        made = {} if embedding is None else embedding.init(rngs.params(), width)
+        self.embedding = scheme_parameters({"embedding": made} if made else {})
+        self.shared = nnx.List([scheme_parameters(made) for made in _init_shared(config, rngs)])
+        self.stacks = nnx.List([_stack(config, schemes, n, rngs) for schemes, n in config.layers.patterns])
+        self.norm = RMSNorm(width)
+        head = (
+            None if config.tied_head else parameter(rngs.params(), (width, vocabulary), ("embed", "vocab"), width**-0.5)
+        )
+        self.head = head
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        *,
+        positions: Positions | None = None,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        length: int | Int[Array, "..."] | None = None,
+    ) -> Float[Array, "batch length vocab"]:
+        """Logits of every token, float32.
+
+        Args:
+            tokens: int32 ids.
+            positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
+            segment_ids: documents packed into a row; tokens of different documents do not see each other. Negative
+                ids are padding.
+            length: the current length for schemes that read it (dynamic NTK); the row's when left out.
+
+        Raises:
+            ValueError: for shapes that do not fit.
+        """
+        check_rank("tokens", tokens, 2, "[batch, length]")
+        context = self._context(tokens, positions, segment_ids, length)
+        x = self.embed[...][tokens] * self.config.model_dim**0.5
+        x = (x + self._embedded(context.positions)).astype(self.config.dtype)
+        for stack in self.stacks:
+            x = self._run(stack, x, context)
+        x = self.norm(x)
+        head = self.embed[...].T if self.head is None else self.head[...]
+        return jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    def with_scheme(self, scheme: Scheme | Layers) -> "Decoder":
+        """A decoder over the same parameters with another scheme; see ``Scheme.extend``.
+
+        Raises:
+            ValueError: if the scheme needs parameters of other names or shapes.
+        """
+        config = dataclasses.replace(self.config, scheme=scheme)
+        graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+        state = nnx.state(self)
+        shapes = [jax.tree.map(jnp.shape, nnx.to_pure_dict(s)) for s in (state, wanted)]
+        check(shapes[0] == shapes[1], f"scheme: {scheme!r} does not fit the parameters of {self.config.scheme!r}")
+        return nnx.merge(graph, state)
+
+    def _context(self, tokens, positions, segment_ids, length) -> Context:
+        rows, columns = tokens.shape
+        where = Range(0, columns)
+        if segment_ids is not None:
+            check(
+                segment_ids.shape == tokens.shape,
+                f"segment_ids must have the shape of tokens, {tokens.shape}, found {segment_ids.shape}",
+            )
+            where = from_segments(segment_ids)
+        counted = as_array(where) + 1
+        if not self.config.causal:
+            counted = jnp.full_like(counted, columns) if segment_ids is None else _segment_sizes(segment_ids)
+        shared = {}
+        for spec, params in zip(_shared_schemes(self.config), self.shared, strict=True):
+            shared |= {scheme: plain(params) for scheme in self.config.layers.schemes if scheme.bias == spec.bias}
+        return Context(
+            positions=where if positions is None else positions,
+            mask=None if segment_ids is None else Segments(segment_ids),
+            visible=counted,
+            length=columns if length is None else length,
+            shared=shared,
+        )
+
+    def _embedded(self, positions):
+        spec = self.config.layers.embedding
+        if spec is None:
+            return 0.0
+        return spec.embed(plain(self.embedding).get("embedding", {}), positions, self.config.model_dim)
+
+    def _run(self, stack: nnx.List, x, context: Context):
+        """The blocks of one pattern, repeated: a scan over its repeats, or the same in a Python loop."""
+        graph, state = nnx.split(stack)
+
+        def period(x, layer):
+            for block in nnx.merge(graph, layer):
+                x = block(x, context)
+            return x, None
+
+        if self.config.remat != "none":
+            period = jax.checkpoint(period, policy=_POLICIES[self.config.remat])
+        if self.config.scan_layers:
+            return jax.lax.scan(period, x, state)[0]
+        for n in range(jax.tree.leaves(state)[0].shape[0]):
+            x, _ = period(x, jax.tree.map(lambda leaf, n=n: leaf[n], state))
+        return x
+
+
+def logical_axes(model: nnx.Module) -> dict:
+    """The logical names of the axes of every parameter, in the nested dict of ``nnx.to_pure_dict(nnx.state(model))``.
+
+    A stacked parameter has ``"layers"`` first. Axes without a name are ``None``.
+    """
+
+    def name(leaf: nnx.Variable):
+        axes = leaf.get_metadata("logical_axes")
+        extra = leaf.get_value().ndim - len(axes)
+        return (("layers",) if extra and axes else (None,) * extra) + axes
+
+    return nnx.to_pure_dict(
+        jax.tree.map(name, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    )
+
+
+def _stack(config: DecoderConfig, schemes: tuple[Scheme, ...], repeats: int, rngs: nnx.Rngs) -> nnx.List:
+    """The blocks of one pattern with their parameters stacked over its repeats."""
+
+    @nnx.split_rngs(splits=repeats)
+    @nnx.vmap
+    def build(rngs):
+        return nnx.List([Block(config, scheme, rngs=rngs) for scheme in schemes])
+
+    return build(rngs)
+
+
+def _shared_schemes(config: DecoderConfig) -> list[Scheme]:
+    """One scheme for each distinct bias whose parameters all layers share."""
+    found = {}
+    for scheme in config.layers.schemes:
+        if scheme.bias is not None and scheme.bias.shared_across_layers:
+            found.setdefault(scheme.bias, scheme)
+    return list(found.values())
+
+
+def _init_shared(config: DecoderConfig, rngs: nnx.Rngs) -> list[dict]:
+    return [s.init_shared(rngs.params(), config.num_heads, config.head_dim) for s in _shared_schemes(config)]
+
+
+def _segment_sizes(segment_ids):
+    """Tokens in each token's segment: those before it, itself, and those after it."""
+    after = jnp.flip(from_segments(jnp.flip(segment_ids, -1)), -1)
+    return from_segments(segment_ids) + 1 + after

@@ -1,0 +1,168 @@
+"""The parts of a decoder as Flax NNX modules: thin layers over the pure functions.
+
+Parameters are float32 and carry the logical names of their axes (``"embed"``, ``"heads"``, ``"mlp"``, ...), which a
+trainer maps to mesh axes; see ``logical_axes``.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from posjax.masks import Mask
+from posjax.nn.config import DecoderConfig
+from posjax.positions import Positions
+from posjax.scheme import Scheme
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions", "mask", "visible", "length", "shared"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer reads beside the activations.
+
+    Args:
+        positions: of the tokens.
+        mask: what the model allows beside causality, such as segments; or None.
+        visible: how many keys each token may see.
+        length: the current length, for schemes that read it.
+        shared: parameters of the schemes that all layers share, by scheme number.
+    """
+
+    positions: Positions
+    mask: Mask | None
+    visible: Int[Array, "*b length"]
+    length: int | Int[Array, "..."]
+    shared: dict
+
+
+def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
+    """A normal float32 parameter whose axes have logical names."""
+    return nnx.Param(stddev * jax.random.normal(key, shape), logical_axes=axes)
+
+
+def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
+    """A scheme's learned parameters as a module tree; the axis of the heads, if any, keeps its name."""
+    wrap = partial(nnx.Param, logical_axes=())
+    return nnx.Dict(
+        {slot: nnx.Dict({name: wrap(value) for name, value in made.items()}) for slot, made in params.items()}
+    )
+
+
+def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
+    """The arrays of ``scheme_parameters`` again."""
+    return {slot: {name: leaf[...] for name, leaf in made.items()} for slot, made in params.items()}
+
+
+class RMSNorm(nnx.Module):
+    """``x / rms(x) * gain`` over the last axis, in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, axis: str = "embed"):
+        self.gain = nnx.Param(jnp.ones(size), logical_axes=(axis,))
+
+    def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
+        wide = x.astype(jnp.float32)
+        rms = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
+        return (wide * rms * self.gain[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with any scheme: four projections around ``Scheme.attend``.
+
+    Args:
+        config: the decoder's shape; ``scheme`` in it is not read.
+        scheme: the scheme of this layer.
+        rngs: random streams.
+    """
+
+    def __init__(self, config: DecoderConfig, scheme: Scheme, *, rngs: nnx.Rngs):
+        self.config, self.scheme = config, scheme
+        width, size, heads, kv_heads = config.model_dim, config.head_dim, config.num_heads, config.num_kv_heads
+        into = partial(parameter, stddev=width**-0.5)
+        shapes = {
+            "q": (width, heads, scheme.query_size(size)),
+            "k": (width, kv_heads, scheme.key_size(size)),
+            "v": (width, kv_heads, size),
+        }
+        self.q = into(rngs.params(), shapes["q"], ("embed", "heads", "head_dim"))
+        self.k = into(rngs.params(), shapes["k"], ("embed", "kv_heads", "head_dim"))
+        self.v = into(rngs.params(), shapes["v"], ("embed", "kv_heads", "head_dim"))
+        stddev = (heads * size * 2 * config.num_layers) ** -0.5
+        self.o = parameter(rngs.params(), (heads, size, width), ("heads", "head_dim", "embed"), stddev)
+        self.learned = scheme_parameters(scheme.init(rngs.params(), heads, size))
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length embed"],
+        *,
+        positions: Positions | None = None,
+        mask: Mask | None = None,
+        visible: Int[Array, "*b length"] | None = None,
+        length: int | Int[Array, "..."] | None = None,
+        shared: dict[str, dict[str, Array]] | None = None,
+    ) -> Float[Array, "batch length embed"]:
+        """Self-attention of ``x``; the other arguments are those of ``Scheme.attend``.
+
+        ``shared`` holds the parameters that all layers share (``Scheme.init_shared``).
+        """
+        dtype = x.dtype
+        q, k, v = (jnp.einsum("bte,ehd->bthd", x, w[...].astype(dtype)) for w in (self.q, self.k, self.v))
+        out = self.scheme.attend(
+            q,
+            k,
+            v,
+            params=plain(self.learned) | (shared or {}),
+            causal=self.config.causal,
+            mask=mask,
+            q_positions=positions,
+            kv_positions=positions,
+            visible=visible,
+            length=length,
+            implementation=self.config.implementation,
+        )
+        return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(dtype))
+
+
+class MLP(nnx.Module):
+    """``down(silu(gate x) * up x)`` for SwiGLU (Shazeer, arXiv 2002.05202), ``down(gelu(up x))`` for GELU."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        width, hidden = config.model_dim, config.mlp_dim
+        into = partial(parameter, shape=(width, hidden), axes=("embed", "mlp"), stddev=width**-0.5)
+        self.up = into(rngs.params())
+        self.gate = into(rngs.params()) if config.activation == "swiglu" else None
+        stddev = (hidden * 2 * config.num_layers) ** -0.5
+        self.down = parameter(rngs.params(), (hidden, width), ("mlp", "embed"), stddev)
+
+    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        up = x @ self.up[...].astype(x.dtype)
+        hidden = jax.nn.gelu(up) if self.gate is None else jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * up
+        return hidden @ self.down[...].astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """Pre-norm block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, config: DecoderConfig, scheme: Scheme, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.model_dim)
+        self.attention = Attention(config, scheme, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.model_dim)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch length embed"], context: Context) -> Float[Array, "batch length embed"]:
+        """One layer; ``context`` is the same for all."""
+        x = x + self.attention(
+            self.attention_norm(x),
+            positions=context.positions,
+            mask=context.mask,
+            visible=context.visible,
+            length=context.length,
+            shared=context.shared.get(self.attention.scheme, {}),
+        )
+        return x + self.mlp(self.mlp_norm(x))

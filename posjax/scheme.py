@@ -1,0 +1,444 @@
+"""A position scheme: one choice for each slot of the logit, and the presets of the field by name.
+
+For query i, key j and head h every method of this library computes
+
+    z_h(i, j) = c_h(i) <phi(q_i, p_i), psi(k_j, p_j)> / sqrt(d) + b_h(p_i, p_j)      where allowed(i, j)
+
+and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
+``embedding`` is what is added to the token embeddings. Slots compose freely. What does not compose is refused when the
+scheme is built, with the reason.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from posjax import absolute, bias, coca, masks, rotary, scales
+from posjax._checks import check
+from posjax.attention import attention
+from posjax.positions import Positions, Range, as_array
+
+SLOTS: dict[str, dict[str, type]] = {
+    "embedding": {"sinusoidal": absolute.Sinusoidal, "learned": absolute.Learned},
+    "frequencies": rotary.SCALINGS,
+    "norm": {"key-norm": scales.KeyNorm, "qk-norm": scales.QKNorm},
+    "scale": {
+        "log-n": scales.LogN,
+        "clipped-log-n": scales.ClippedLogN,
+        "ssmax": scales.SSMax,
+        "llama4": scales.Llama4Temperature,
+        "ministral": scales.MinistralTemperature,
+        "yarn": scales.YaRNTemperature,
+    },
+    "bias": {"alibi": bias.ALiBi, "t5": bias.T5, "kerple": bias.Kerple},
+    "mask": {"window": masks.Window, "chunked": masks.Chunked},
+}
+"""What can stand in each slot, by the names that configurations use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """One choice for each slot; frozen and hashable, so it is a static argument of ``jit``.
+
+    Args:
+        embedding: added to the token embeddings: ``absolute.Sinusoidal`` or ``absolute.Learned``.
+        norm: of queries and keys, before the features: ``scales.KeyNorm`` or ``scales.QKNorm``.
+        features: the maps phi and psi: ``rotary.Rotary`` or ``coca.Coca``; the plain projections when left out.
+        scale: a factor of every query: ``scales.LogN``, ``scales.SSMax``, ...
+        bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.Kerple``.
+        mask: narrows what the model allows anyway: ``masks.Window``, ``masks.Chunked``, ``masks.Sinks``, composed.
+
+    Raises:
+        ValueError: for slots that do not compose, with the reason.
+    """
+
+    embedding: Any = None
+    norm: Any = None
+    features: Any = None
+    scale: Any = None
+    bias: Any = None
+    mask: masks.Mask | None = None
+
+    def __post_init__(self):
+        _check_slot("embedding", self.embedding, "embed")
+        _check_slot("norm", self.norm, "apply")
+        _check_slot("features", self.features, "query_size")
+        _check_slot("scale", self.scale, "factor")
+        _check_slot("bias", self.bias, "bind")
+        _check_mask(self.mask)
+        check(
+            self.norm is None or not isinstance(self.features, coca.Coca),
+            "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
+            "and a norm of it would take that away; leave norm out",
+        )
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether the scheme depends on the current length (dynamic NTK, LongRoPE's switch)."""
+        return self.features is not None and self.features.reads_length
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether shifting all positions by one constant changes nothing."""
+        slots = (self.embedding, self.features, self.scale, self.bias, self.mask)
+        return all(slot is None or slot.shift_invariant for slot in slots)
+
+    def extend(self, **changes) -> "Scheme":
+        """Another scheme over the same parameters, for use beyond the training length without retraining.
+
+        Args:
+            changes: slots to replace, by a spec or by ``{"name": ..., option: value}``. ``frequencies`` replaces the
+                frequency rule of the features; by name it keeps the rule's base, head size and rotated share.
+
+        Raises:
+            ValueError: for an unknown slot, or a change that would need other parameters.
+        """
+        known = ("frequencies", *(field.name for field in dataclasses.fields(Scheme)))
+        for name in changes:
+            _check_known("slot", name, known)
+        changes = {name: self._resolve(name, value) for name, value in changes.items()}
+        if "frequencies" in changes:
+            changes["features"] = dataclasses.replace(self.features, frequencies=changes.pop("frequencies"))
+        extended = dataclasses.replace(self, **changes)
+        for name in ("embedding", "norm", "scale", "bias"):
+            _check_same_parameters(name, getattr(self, name), getattr(extended, name))
+        _check_same_projections(self.features, extended.features)
+        return extended
+
+    def _resolve(self, slot_name: str, value):
+        """A spec from ``{"name": ...}``; a frequency rule keeps what it does not change."""
+        if slot_name == "frequencies":
+            check(self.features is not None, "frequencies: this scheme rotates nothing, so it has no frequencies")
+        if not isinstance(value, Mapping):
+            return value
+        options = dict(value)
+        check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {value!r}")
+        if slot_name == "frequencies":
+            before = self.features.frequencies
+            options = {key: getattr(before, key) for key in ("base", "head_dim", "partial_rotary_factor")} | options
+        return slot(slot_name, options.pop("name"), **options)
+
+    def check_direction(self, causal: bool) -> None:
+        """Refuses biases that are meant for the other direction.
+
+        Raises:
+            ValueError: for a one-sided bias in bidirectional attention.
+        """
+        if causal:
+            return
+        one_sided = (isinstance(self.bias, bias.ALiBi) and not self.bias.symmetric) or (
+            isinstance(self.bias, bias.T5) and not self.bias.bidirectional
+        )
+        option = "symmetric" if isinstance(self.bias, bias.ALiBi) else "bidirectional"
+        check(
+            not one_sided,
+            f"bias: {type(self.bias).__name__}() is for causal attention; use "
+            f"{type(self.bias).__name__}({option}=True) when every token sees both sides",
+        )
+
+    def init(self, key: Array, num_heads: int, head_dim: int) -> dict[str, dict[str, Array]]:
+        """Learned parameters of one layer, ``{slot: {name: array}}``, without the slots that learn nothing."""
+        return {name: value for name, value in self._init_all(key, num_heads, head_dim) if not self._is_shared(name)}
+
+    def init_shared(self, key: Array, num_heads: int, head_dim: int) -> dict[str, dict[str, Array]]:
+        """Learned parameters that all layers share (T5's table, KERPLE's scalars), in the same form."""
+        return {name: value for name, value in self._init_all(key, num_heads, head_dim) if self._is_shared(name)}
+
+    def _is_shared(self, slot_name: str) -> bool:
+        return slot_name == "bias" and self.bias.shared_across_layers
+
+    def _init_all(self, key, num_heads: int, head_dim: int):
+        sizes = {"norm": head_dim, "scale": num_heads, "bias": num_heads}
+        for name, part in zip(sizes, jax.random.split(key, len(sizes)), strict=True):
+            spec = getattr(self, name)
+            if spec is not None and (params := spec.init(part, sizes[name])):
+                yield name, params
+
+    def query_size(self, head_dim: int) -> int:
+        """Width of a head's query projection."""
+        return head_dim if self.features is None else self.features.query_size(head_dim)
+
+    def key_size(self, head_dim: int) -> int:
+        """Width of a head's key projection."""
+        return head_dim if self.features is None else self.features.key_size(head_dim)
+
+    def attend(
+        self,
+        q: Float[Array, "batch queries heads query_size"],
+        k: Float[Array, "batch keys kv_heads key_size"],
+        v: Float[Array, "batch keys kv_heads value_size"],
+        *,
+        params: Mapping[str, Mapping[str, Array]] | None = None,
+        causal: bool = True,
+        mask: masks.Mask | None = None,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
+        visible: Int[Array, "*b queries"] | None = None,
+        length: int | Int[Array, ""] | None = None,
+        **options,
+    ) -> Float[Array, "batch queries heads value_size"]:
+        """Attention with this scheme: norm, features, scale, bias and mask around one call of ``attention``.
+
+        Args:
+            q: raw query projections, of width ``query_size(head_dim)``.
+            k: raw key projections, of width ``key_size(head_dim)``.
+            v: values.
+            params: what ``init`` and ``init_shared`` made, merged.
+            causal: whether a query sees only the keys at or before its position.
+            mask: what else the model allows, for instance the segments of packed documents.
+            q_positions: see ``attention``.
+            kv_positions: see ``attention``.
+            visible: how many keys each query may see, for scales that count them. When left out: position + 1 if
+                causal, otherwise the number of keys.
+            length: the current length, for schemes that read it; the number of keys when left out.
+            options: passed on to ``attention`` (``implementation``, ``sinks``, ``softcap``, ...).
+
+        Raises:
+            ValueError: for a bias of the other direction, missing parameters, or shapes that do not fit.
+        """
+        self.check_direction(causal)
+        params = params or {}
+        heads, head_dim = q.shape[2], self._head_dim(k)
+        q_positions = Range(0, q.shape[1]) if q_positions is None else q_positions
+        kv_positions = Range(0, k.shape[1]) if kv_positions is None else kv_positions
+        if self.norm is not None:
+            q, k = self.norm.apply(params.get("norm", {}), q, k)
+        if self.features is not None:
+            where = {"q_positions": q_positions, "kv_positions": kv_positions, "head_dim": head_dim}
+            q, k = self.features(q, k, **where, length=k.shape[1] if length is None else length)
+        return attention(
+            q,
+            k,
+            v,
+            bias=None if self.bias is None else self.bias.bind(params.get("bias"), num_heads=heads),
+            mask=_all_of(masks.Causal() if causal else None, self.mask, mask),
+            scale=self._scale(params, q_positions, visible, k.shape[1], causal, heads, head_dim),
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            **options,
+        )
+
+    def _head_dim(self, k) -> int:
+        """Head size from a key projection: CoCA's ``t`` has half of it."""
+        return 2 * k.shape[-1] if isinstance(self.features, coca.Coca) else k.shape[-1]
+
+    def _scale(self, params, q_positions, visible, keys: int, causal: bool, heads: int, head_dim: int):
+        """``c_h(i) / sqrt(d)``, with the softmax factor that some frequency rules (YaRN) ask for."""
+        rule = None if self.features is None else self.features.frequencies
+        fixed = head_dim**-0.5 * getattr(rule, "softmax_scale", 1.0)
+        if self.scale is None:
+            return fixed
+        positions = as_array(q_positions)
+        if visible is None:
+            visible = positions + 1 if causal else jnp.full_like(positions, keys)
+        return fixed * self.scale.factor(params.get("scale", {}), positions=positions, visible=visible, num_heads=heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Schemes that differ from layer to layer: patterns of schemes, each repeated, one after the other.
+
+    ``Layers((((local, local, globe), 7), ((local,), 2)))`` are 23 layers. A model scans over each pattern.
+
+    Args:
+        patterns: ``((schemes of one period, repeats), ...)``.
+
+    Raises:
+        ValueError: for empty patterns, or layers that disagree on the embedding, which the model has once.
+    """
+
+    patterns: tuple[tuple[tuple[Scheme, ...], int], ...]
+
+    def __post_init__(self):
+        check(bool(self.patterns), "patterns is empty: name at least one ((scheme, ...), repeats)")
+        for schemes, repeats in self.patterns:
+            check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
+        embeddings = {scheme.embedding for scheme in self.schemes}
+        check(len(embeddings) == 1, f"patterns: all layers must name the same embedding, found {embeddings}")
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The scheme of every layer, in order."""
+        return tuple(scheme for schemes, repeats in self.patterns for _ in range(repeats) for scheme in schemes)
+
+    @property
+    def embedding(self):
+        """What is added to the token embeddings."""
+        return self.schemes[0].embedding
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether shifting all positions by one constant changes nothing in any layer."""
+        return all(scheme.shift_invariant for scheme in self.schemes)
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether some layer depends on the current length."""
+        return any(scheme.reads_length for scheme in self.schemes)
+
+    def extend(self, **changes) -> "Layers":
+        """The same layers with every scheme extended alike; see ``Scheme.extend``."""
+        extended = (((*(s.extend(**changes) for s in schemes),), repeats) for schemes, repeats in self.patterns)
+        return Layers(tuple(extended))
+
+
+def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
+    """One scheme for all layers as ``Layers``; ``Layers`` are checked to be that many.
+
+    Raises:
+        ValueError: if the layers do not add up.
+    """
+    layers = scheme if isinstance(scheme, Layers) else Layers((((scheme,), num_layers),))
+    check(
+        len(layers.schemes) == num_layers,
+        f"scheme names {len(layers.schemes)} layers, but num_layers is {num_layers}",
+    )
+    return layers
+
+
+def slot(slot_name: str, name: str, **options):
+    """A spec by name, for configurations: ``slot("frequencies", "dynamic-ntk", original_length=2048)``.
+
+    Raises:
+        ValueError: for an unknown slot, name or option, with the nearest known one.
+    """
+    _check_known("slot", slot_name, SLOTS)
+    _check_known(slot_name, name, SLOTS[slot_name])
+    return _build(f"{slot_name} {name!r}", SLOTS[slot_name][name], options)
+
+
+def _rope(**options) -> Scheme:
+    return Scheme(features=rotary.Rotary(rotary.Plain(**options)))
+
+
+def _p_rope(**options) -> Scheme:
+    return Scheme(features=rotary.Rotary(rotary.Proportional(**options)))
+
+
+def _coca(variant: str) -> Callable[..., Scheme]:
+    def build(**options) -> Scheme:
+        return Scheme(features=coca.Coca(variant, rotary.Plain(**options)))
+
+    return build
+
+
+def _kerple(kind: str) -> Callable[[], Scheme]:
+    return lambda: Scheme(bias=bias.Kerple(kind))
+
+
+def _embedding(spec: type) -> Callable[..., Scheme]:
+    return lambda **options: Scheme(embedding=_build("embedding", spec, options))
+
+
+def _bias(spec: type) -> Callable[..., Scheme]:
+    return lambda **options: Scheme(bias=_build("bias", spec, options))
+
+
+PRESETS: dict[str, Callable[..., Scheme]] = {
+    "nope": lambda: Scheme(),
+    "sinusoidal": _embedding(absolute.Sinusoidal),
+    "learned": _embedding(absolute.Learned),
+    "rope": _rope,
+    "p-rope": _p_rope,
+    "alibi": _bias(bias.ALiBi),
+    "t5": _bias(bias.T5),
+    "kerple-log": _kerple("log"),
+    "kerple-power": _kerple("power"),
+    "coca-strict": _coca("strict"),
+    "coca-tied": _coca("tied"),
+    "coca-slack": _coca("slack"),
+    "coca-relative": _coca("relative"),
+}
+"""Named schemes: the registry that a new method adds one line to."""
+
+
+def scheme_names() -> tuple[str, ...]:
+    """The names that ``scheme`` knows."""
+    return tuple(PRESETS)
+
+
+def scheme(name: str, /, **options) -> Scheme:
+    """A preset by name, with the hyper-parameters of its method as options.
+
+    ``scheme("rope", base=500_000.0)``, ``scheme("alibi")``, ``scheme("t5", max_distance=24)``. The options
+    ``norm``, ``scale``, ``mask``, ``bias``, ``embedding`` and ``frequencies`` fill further slots, with a spec or with
+    ``{"name": ..., option: value}``: ``scheme("rope", scale={"name": "log-n", "length": 512})``.
+
+    Raises:
+        ValueError: for an unknown name or option, with the nearest known one.
+    """
+    _check_known("scheme", name, PRESETS)
+    # An option that the preset itself knows is its own; the slots it leaves open are filled afterwards.
+    slots = {key: options.pop(key) for key in ("frequencies", *_open_slots()) if key in options}
+    built = _build(f"scheme {name!r}", PRESETS[name], options)
+    resolved = {key: built._resolve(key, value) for key, value in slots.items()}
+    if "frequencies" in resolved:
+        resolved["features"] = dataclasses.replace(built.features, frequencies=resolved.pop("frequencies"))
+    return dataclasses.replace(built, **resolved)
+
+
+def _open_slots() -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(Scheme) if field.name != "features")
+
+
+def _build(what: str, make: Callable, options: Mapping[str, Any]):
+    """``make(**options)``; an option it does not know, or one that is missing, becomes a one-line error."""
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise ValueError(f"{what}: {str(error).partition(') ')[2] or error}") from None
+
+
+def _check_known(what: str, name: Any, known) -> None:
+    if name in known:
+        return
+    near = get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown {what} {name!r}{hint} (known: {', '.join(known)})")
+
+
+def _check_slot(name: str, spec, method: str) -> None:
+    fits = spec is None or (hasattr(spec, method) and not isinstance(spec, type))
+    check(fits, f"{name}: expected one of the specs of this slot or None, found {spec!r}")
+
+
+def _check_mask(mask) -> None:
+    check(mask is None or isinstance(mask, masks.Mask), f"mask: expected a posjax.masks mask or None, found {mask!r}")
+    check(
+        mask is None or not jax.tree.leaves(mask),
+        "mask: a scheme holds position masks only; pass masks that carry arrays, such as Segments, to attend(mask=)",
+    )
+
+
+def _check_same_parameters(name: str, before, after) -> None:
+    """Both specs must learn arrays of the same names and shapes."""
+
+    def shapes(spec):
+        made = {} if spec is None else jax.eval_shape(lambda: spec.init(jax.random.key(0), 8))
+        return jax.tree.map(lambda leaf: leaf.shape, made)
+
+    check(
+        shapes(before) == shapes(after),
+        f"{name}: {after!r} needs parameters {shapes(after)}, but the model has {shapes(before)}; train it instead",
+    )
+
+
+def _check_same_projections(before, after) -> None:
+    head_dim = next((f.frequencies.head_dim for f in (before, after) if f and f.frequencies.head_dim), 64)
+    sizes = [(f.query_size(head_dim), f.key_size(head_dim)) if f else (head_dim, head_dim) for f in (before, after)]
+    check(sizes[0] == sizes[1], f"features: {after!r} needs other projections than {before!r}; train it instead")
+
+
+def _all_of(*parts: masks.Mask | None) -> masks.Mask | None:
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    combined = found[0]
+    for part in found[1:]:
+        combined = combined & part
+    return combined
