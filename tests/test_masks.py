@@ -10,21 +10,21 @@ from posjax import masks, positions
 from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
 
 N = 24
-I, J = np.mgrid[:N, :N]
+ROW, COLUMN = np.mgrid[:N, :N]
 IDS = np.array([[0] * 5 + [1] * 12 + [2] * 4 + [-1] * 3, [-1] * 2 + [7] * 22])
 SAME = (IDS[:, :, None] == IDS[:, None, :]) & (IDS[:, :, None] >= 0)
 
 CASES = {
-    "causal": (Causal(), J <= I),
-    "window": (Window(5), abs(I - J) < 5),
-    "causal window": (Causal() & Window(5), (J <= I) & (I - J < 5)),
-    "sinks": (Sinks(3), J < 3),
-    "lambda": (Causal() & (Window(4) | Sinks(2)), (J <= I) & ((I - J < 4) | (J < 2))),
-    "chunked": (Causal() & Chunked(7), (J <= I) & (I // 7 == J // 7)),
-    "prefix": (Causal() | Prefix(6), (J <= I) | ((I < 6) & (J < 6))),
+    "causal": (Causal(), COLUMN <= ROW),
+    "window": (Window(5), abs(ROW - COLUMN) < 5),
+    "causal window": (Causal() & Window(5), (COLUMN <= ROW) & (ROW - COLUMN < 5)),
+    "sinks": (Sinks(3), COLUMN < 3),
+    "lambda": (Causal() & (Window(4) | Sinks(2)), (COLUMN <= ROW) & ((ROW - COLUMN < 4) | (COLUMN < 2))),
+    "chunked": (Causal() & Chunked(7), (COLUMN <= ROW) & (ROW // 7 == COLUMN // 7)),
+    "prefix": (Causal() | Prefix(6), (COLUMN <= ROW) | ((ROW < 6) & (COLUMN < 6))),
     "segments": (Segments(jnp.asarray(IDS)), SAME[:, None]),
-    "packed": (Causal() & Segments(jnp.asarray(IDS)), SAME[:, None] & (J <= I)),
-    "either": (Segments(jnp.asarray(IDS)) | Sinks(1), SAME[:, None] | (J < 1)),
+    "packed": (Causal() & Segments(jnp.asarray(IDS)), SAME[:, None] & (COLUMN <= ROW)),
+    "either": (Segments(jnp.asarray(IDS)) | Sinks(1), SAME[:, None] | (COLUMN < 1)),
 }
 cases = pytest.mark.parametrize("name", CASES)
 

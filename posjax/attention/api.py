@@ -182,7 +182,7 @@ def _varying(leaf) -> frozenset:
 
 
 def _with_sinks(out, lse, sinks):
-    """A logit without a value only rescales the rows: ``o exp(lse - lse')`` with ``lse' = log(exp(lse) + exp(sink))``."""
+    """A logit without a value only rescales: ``o exp(lse - lse')`` with ``lse' = log(exp(lse) + exp(sink))``."""
     sinks = sinks.astype(lse.dtype)
     seen = ~jnp.isneginf(lse)
     finite = jnp.where(seen, lse, 0)

@@ -1,7 +1,8 @@
 """Additive biases: functions of the two positions, added to the logits after the scale.
 
-A spec (``ALiBi``, ``T5``, ``Kerple``) is a frozen, hashable dataclass of hyper-parameters. ``spec.init(key, num_heads)``
-makes its parameters, if it has any; ``spec.bind(params, num_heads=...)`` makes the pytree that attention takes.
+A spec (``ALiBi``, ``T5``, ``Kerple``) is a frozen, hashable dataclass of hyper-parameters.
+``spec.init(key, num_heads)`` makes its parameters, if it has any; ``spec.bind(params, num_heads=...)`` makes the pytree
+that attention takes.
 """
 
 from posjax.bias.alibi import ALiBi, LinearBias, alibi_bias, alibi_slopes

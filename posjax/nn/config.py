@@ -45,7 +45,7 @@ class DecoderConfig:
     activation: str = "swiglu"
     tied_head: bool = True
     causal: bool = True
-    scheme: Scheme | Layers = Scheme()
+    scheme: Scheme | Layers = dataclasses.field(default=Scheme())
     compute_dtype: str = "float32"
     remat: str = "none"
     scan_layers: bool = True

@@ -1,7 +1,6 @@
 """A pre-norm Transformer for any scheme: causal language model, or bidirectional encoder."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +90,7 @@ class Decoder(nnx.Module):
         return nnx.merge(graph, state)
 
     def _context(self, tokens, positions, segment_ids, length) -> Context:
-        rows, columns = tokens.shape
+        columns = tokens.shape[1]
         where = Range(0, columns)
         if segment_ids is not None:
             check(
