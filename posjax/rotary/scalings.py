@@ -77,7 +77,7 @@ class DynamicNTK(FrequencyRule):
         s(l) = factor * max(l, L) / L - (factor - 1),    theta_t * s^(-2t/(w-2)),    L = original_length
 
     factor = 1 gives s = l/L. Up to L it is plain RoPE. Frequencies of a traced length are float32: they err by up to
-    3e-7 of themselves, the same for all positions. Keys must be cached before rotation, or the length frozen.
+    1e-6 of themselves, the same for all positions. Keys must be cached before rotation, or the length frozen.
     """
 
     original_length: int

@@ -1,0 +1,215 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from posjax.rotary import (
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    NTKAware,
+    NTKByParts,
+    Plain,
+    Proportional,
+    YaRN,
+    from_hf,
+)
+
+LISTS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE = LongRoPE((1.0,) * 8, (4.0,) * 8, 4096, factor=32.0)
+MODEL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, Plain(5e5)),
+        ({"type": "linear", "factor": 2.0}, Linear(2.0, base=5e5)),
+        ({"rope_type": "dynamic", "factor": 2.0}, DynamicNTK(4096, 2.0, base=5e5)),
+        ({"type": "yarn", "factor": 4.0}, YaRN(4.0, 4096, base=5e5)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "finetuned": True},
+            YaRN(4.0, 32, base=5e5),
+        ),
+        (
+            {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 2048},
+            Llama3(32.0, 2048, base=5e5),
+        ),
+        (
+            {"type": "longrope", "factor": 2.0, **LISTS},
+            LongRoPE(LISTS["short_factor"], LISTS["long_factor"], 4096, factor=2.0, base=5e5),
+        ),
+        ({"type": "mrope", "mrope_section": [4, 2, 2]}, Plain(5e5)),
+    ],
+)  # fmt: skip
+def test_version_4(scaling, expected):
+    found = from_hf({**MODEL, "rope_theta": 5e5, "rope_scaling": scaling})
+    assert found == dataclasses.replace(expected, head_dim=16)
+
+
+def test_version_5_flat():
+    parameters = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False, "beta_fast": None,
+                  "beta_slow": 1.0, "original_max_position_embeddings": 4096}  # fmt: skip
+    found = from_hf({"model_type": "gpt_oss", "head_dim": 64, "hidden_size": 2880, "rope_parameters": parameters})
+    assert found == YaRN(32.0, 4096, truncate=False, base=150_000.0, head_dim=64)
+
+
+def test_version_5_per_layer_type():
+    """Each layer type reads truncate from its own dictionary; None is a layer type without rope."""
+    found = from_hf(
+        {
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "truncate": False},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+                "chunked_attention": None,
+            },
+        }
+    )
+    assert found == {
+        "full_attention": YaRN(4.0, 64, truncate=False, base=1e6, head_dim=512, partial_rotary_factor=0.5),
+        "sliding_attention": Plain(1e4, head_dim=256),
+        "chunked_attention": None,
+    }
+
+
+def test_gemma():
+    old = from_hf({"model_type": "gemma3_text", "head_dim": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+                   "rope_scaling": {"rope_type": "linear", "factor": 8.0}})  # fmt: skip
+    assert old == {"full_attention": Linear(8.0, base=1e6, head_dim=256), "sliding_attention": Plain(head_dim=256)}
+    bare = from_hf({"model_type": "gemma3_text", "head_dim": 256})
+    assert bare == {"full_attention": Plain(1e6, head_dim=256), "sliding_attention": Plain(1e4, head_dim=256)}
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    four = from_hf({"head_dim": 256, "global_head_dim": 512, "rope_parameters": {"full_attention": full}})
+    assert four == {"full_attention": Proportional(0.25, base=1e6, head_dim=512)}
+    sizes_differ = {"head_dim": 256, "per_layer_config": {"5": {"head_dim": 512}}, "rope_parameters": {"a": full}}
+    assert from_hf(sizes_differ) == {"a": Proportional(0.25, base=1e6)}
+
+
+def test_modernbert():
+    assert from_hf({"model_type": "modernbert", "hidden_size": 64, "num_attention_heads": 4}) == {
+        "full_attention": Plain(160_000.0, head_dim=16),
+        "sliding_attention": Plain(head_dim=16),
+    }
+
+
+@pytest.mark.parametrize("name", ["su", "longrope", "yarn"])
+def test_phi3(name):
+    """The outer original length overrides the inner one; the factor follows from the two lengths."""
+    config = {**MODEL, "model_type": "phi3", "max_position_embeddings": 131_072, "rope_theta": 10_000.0,
+              "original_max_position_embeddings": 4096}  # fmt: skip
+    scaling = {"type": name, "original_max_position_embeddings": 77, **LISTS}
+    found = from_hf({**config, "rope_scaling": scaling})
+    assert found == dataclasses.replace(LONGROPE, head_dim=16)
+    np.testing.assert_allclose(found.table_factor, 1.1902381, atol=5e-8)
+
+
+def test_deepseek():
+    config = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "qk_rope_head_dim": 64,
+              "max_position_embeddings": 163_840, "rope_theta": 10_000,
+              "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                               "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}  # fmt: skip
+    found = from_hf(config)
+    assert found == YaRN(40, 4096, mscale=1.0, mscale_all_dim=1.0, head_dim=64)
+    assert found.frequencies()[1] == 1.0
+    np.testing.assert_allclose(found.softmax_scale, 1.8738542, atol=5e-8)
+
+
+def test_older_partial_rotary_keys():
+    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 1}
+    assert from_hf(neox) == Plain(head_dim=64, partial_rotary_factor=0.25)
+    assert from_hf({**neox, "rotary_pct": 0.5, "rotary_emb_base": 500}) == Plain(
+        500, head_dim=64, partial_rotary_factor=0.5
+    )
+    gptj = from_hf({"model_type": "gptj", "n_embd": 4096, "n_head": 16, "rotary_dim": 64})
+    assert gptj.rotary_dim() == 64
+
+
+def test_precedence_of_the_base():
+    inner = {"rope_type": "default", "rope_theta": 1.5}
+    assert from_hf({"rope_theta": 2.5, "rope_parameters": inner}).base == 1.5
+    assert from_hf({"rope_theta": 2.5, "rope_parameters": {"rope_type": "default"}}).base == 2.5
+    assert from_hf({"model_type": "llama4_text"}).base == 5e5
+    assert from_hf({"model_type": "gpt_oss"}).base == 1.5e5
+    assert from_hf({"model_type": "llama"}).base == 1e4
+    assert from_hf(
+        {"rope_parameters": {**inner, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25}
+    ) == Plain(1.5, partial_rotary_factor=0.5)
+
+
+def test_explicit_factor_wins_over_the_lengths():
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    config = {"max_position_embeddings": 128}
+    assert from_hf({**config, "rope_scaling": scaling}).factor == 2.0
+    assert from_hf({**config, "rope_scaling": {**scaling, "factor": None}}).factor == 4.0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Plain(5e5),
+        Plain(partial_rotary_factor=0.5),
+        Proportional(0.25, base=1e6),
+        Proportional(1.0, factor=2.0),
+        Linear(2.0),
+        DynamicNTK(4096, 2.0),
+        YaRN(4.0, 4096, mscale=0.7, mscale_all_dim=1.0, truncate=False, beta_fast=16.0),
+        YaRN(4.0, 4096, attention_factor=1.1),
+        LONGROPE,
+        Llama3(base=5e5),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_round_trip(rule):
+    assert from_hf(rule.to_hf()) == rule
+    assert from_hf({"rope_parameters": rule.to_hf(), "head_dim": 16}) == dataclasses.replace(rule, head_dim=16)
+    assert from_hf({"rope_parameters": {"a": rule.to_hf(), "b": None}}) == {"a": rule, "b": None}
+
+
+def test_rules_without_a_type_round_trip_in_value():
+    for rule in (NTKAware(4.0, head_dim=16), NTKByParts(4.0, 32, head_dim=16)):
+        back = from_hf({"rope_parameters": rule.to_hf(), "head_dim": 16})
+        np.testing.assert_array_equal(back.frequencies()[0], rule.frequencies()[0])
+        assert back.table_factor == rule.table_factor
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_type": "yarm"}, "rope_type: unknown value 'yarm'; did you mean 'yarn'"),
+        ({"rope_type": "axial"}, "rope_type: unknown value 'axial'"),
+        ({"rope_type": ["yarn"]}, "rope_type: unknown value"),
+        ({"rope_type": "linear"}, "'linear' needs the key 'factor', found"),
+        ({"rope_type": "linear", "factor": None}, "'linear' needs the key 'factor'"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8}, "'yarn' needs the key 'factor'"),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}, "needs the key .low_freq_f"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 8}, "needs the key 'short_factor'"),
+        ({"rope_type": "yarn", "factor": 4.0}, "'yarn' needs 'original_max_position_embeddings'"),
+        ({"rope_type": "dynamic", "factor": 4.0}, "'dynamic' needs 'original_max_position_embeddings'"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor must be a number of at least 1, found 0.5"),
+        ({"rope_type": "linear", "factor": "8"}, "factor must be a number of at least 1, found '8'"),
+        ({"rope_type": "default", "rope_theta": None}, "rope_theta is None: give the base"),
+        ({**MODEL, "rope_theta": None}, "rope_theta is None: give the base"),
+        ({"rope_type": "linear", "factor": 2.0, "facto": 3.0}, "key: unknown value 'facto'; did you mean 'factor'"),
+        ({"rope_type": "default", "factor": 2.0}, "'default': key: unknown value 'factor'"),
+        ({**MODEL, "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, "must have 8 numbers"),
+        ({**MODEL, "rope_scaling": {"type": "su", **LISTS, "factor": 0.1}}, "factor must be a number of at least 1"),
+        ({"rope_type": "longrope", **LISTS, "original_max_position_embeddings": 8}, "LongRoPE needs factor"),
+        ({"rope_scaling": 3}, "rope parameters must be a dictionary, found 3"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarm"}}}, "^full_attention: rope_type: unknown value"),
+        ({"rope_parameters": {"a": {"rope_type": "default"}, "factor": 2.0}}, "mixes layer types with settings"),
+        ({"text_config": MODEL}, r"pass config\['text_config'\]"),
+        ({"model_type": "gptj", "rotary_dim": 64}, "rotary_dim needs the head size"),
+        ({**MODEL, "rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}},
+         "original_max_position_embeddings 8 contradicts max_position_embeddings 4096"),
+    ],
+)  # fmt: skip
+def test_bad_configurations_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(config)
