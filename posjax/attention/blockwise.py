@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax._slots import with_head_axis
-from posjax.attention.operands import Operands, group_bias, group_mask, statistics_dtype
+from posjax.attention.operands import (
+    Operands,
+    group_bias,
+    group_mask,
+    mix,
+    mix_transposed,
+    scores,
+    statistics_dtype,
+)
 from posjax.masks import EMPTY, FULL, MIXED, Extent, Mask, extent
 from posjax.positions import Range
 
@@ -215,7 +223,7 @@ def _tile_bias(tile: Operands):
 
 def _tile_logits(tile: Operands, masked: bool):
     """Logits of a tile after bias, soft cap and, where the tile is mixed, the mask."""
-    logits = jnp.einsum("bkgtd,bksd->bkgts", tile.q, tile.k, preferred_element_type=statistics_dtype(tile.q))
+    logits = scores(tile.q, tile.k)
     if tile.bias is not None:
         logits = logits + _tile_bias(tile).astype(logits.dtype)
     if tile.softcap is not None:
@@ -245,8 +253,8 @@ def _forward(blocks: Blocks, x: Operands):
         new_highest = jnp.maximum(highest, logits.max(-1))
         weights = jnp.exp(logits - new_highest[..., None])
         shrink = jnp.exp(highest - new_highest)
-        update = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(x.v.dtype), part.v, preferred_element_type=dtype)
-        return total * shrink + weights.sum(-1), new_highest, out * shrink[..., None] + update
+        out = out * shrink[..., None] + mix(weights, part.v, dtype)
+        return total * shrink + weights.sum(-1), new_highest, out
 
     def row(i, results):
         start = (
@@ -292,17 +300,15 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
         d_out_i, lse_i, correction_i = (_slice(a, i, blocks.q, 3) for a in (d_out, lse, correction))
         logits = _tile_logits(part, masked)
         weights = jnp.exp(logits - lse_i[..., None])
-        d_weights = jnp.einsum("bkgtd,bksd->bkgts", d_out_i, part.v, preferred_element_type=dtype)
-        d_logits = weights * (d_weights - correction_i[..., None])
+        d_logits = weights * (scores(d_out_i, part.v) - correction_i[..., None])
         if x.softcap is not None:
             capped = jnp.where(jnp.isneginf(logits), 0, logits)
             d_logits = d_logits * (1 - jnp.square(capped / x.softcap))
-        rounded = d_logits.astype(x.q.dtype)
-        d_v += jnp.einsum("bkgts,bkgtd->bksd", weights.astype(x.v.dtype), d_out_i, preferred_element_type=dtype)
-        d_k += jnp.einsum("bkgts,bkgtd->bksd", rounded, part.q, preferred_element_type=dtype)
-        d_q_i = jnp.einsum("bkgts,bksd->bkgtd", rounded, part.k, preferred_element_type=dtype)
+        d_v += mix_transposed(weights, d_out_i, dtype)
+        d_k += mix_transposed(d_logits, part.q, dtype)
+        d_q = _add_slice(d_q, mix(d_logits, part.k, dtype), i, blocks.q, 3)
         d_bias = [a + b for a, b in zip(d_bias, _bias_gradient(x, blocks, i, j, d_logits), strict=True)]
-        return d_k, d_v, _add_slice(d_q, d_q_i, i, blocks.q, 3), d_bias
+        return d_k, d_v, d_q, d_bias
 
     def column(j, carry):
         d_k, d_v, d_q, d_bias = carry

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from posjax._slots import with_head_axis
-from posjax.attention.operands import Operands, group_bias, group_mask, statistics_dtype
+from posjax.attention.operands import Operands, group_bias, group_mask, mix, scores, statistics_dtype
 from posjax.positions import as_array
 
 
@@ -18,7 +18,7 @@ def dense(x: Operands) -> tuple:
     """
     dtype = statistics_dtype(x.q)
     positions = with_head_axis(as_array(x.q_positions)), with_head_axis(as_array(x.kv_positions))
-    logits = jnp.einsum("bkgtd,bksd->bkgts", x.q, x.k, preferred_element_type=dtype)
+    logits = scores(x.q, x.k)
     if x.bias is not None:
         logits = logits + group_bias(x.bias.values(*positions), x.k.shape[1])
     if x.softcap is not None:
@@ -30,5 +30,5 @@ def dense(x: Operands) -> tuple:
     total = weights.sum(-1)
     seen = total > 0
     total = jnp.where(seen, total, 1)
-    out = jnp.einsum("bkgts,bksd->bkgtd", (weights / total[..., None]).astype(x.v.dtype), x.v)
+    out = mix(weights / total[..., None], x.v, dtype).astype(x.v.dtype)
     return out, jnp.where(seen, highest[..., 0] + jnp.log(total), -jnp.inf)

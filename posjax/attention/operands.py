@@ -59,3 +59,35 @@ def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int) -> Bool[Array, "*b q 
         return tile
     batch, heads, q, k = tile.shape
     return tile[:, :, None] if heads == 1 else tile.reshape(batch, kv_heads, heads // kv_heads, q, k)
+
+
+def scores(
+    q: Float[Array, "batch kv_heads group q size"], k: Float[Array, "batch kv_heads k size"]
+) -> Float[Array, "batch kv_heads group q k"]:
+    """``q k^T`` for every head, accumulated in the dtype of the statistics.
+
+    The group is folded into the rows, here and below, so that each is one plain matrix product per key head, which
+    every compiler runs without a transposed copy.
+    """
+    out = jnp.einsum("bkrd,bksd->bkrs", _fold(q), k, preferred_element_type=statistics_dtype(q))
+    return out.reshape(*q.shape[:-1], k.shape[2])
+
+
+def mix(
+    weights: Float[Array, "batch kv_heads group q k"], v: Float[Array, "batch kv_heads k size"], dtype: jnp.dtype
+) -> Float[Array, "batch kv_heads group q size"]:
+    """``weights v`` for every head, in ``dtype``."""
+    out = jnp.einsum("bkrs,bksd->bkrd", _fold(weights.astype(v.dtype)), v, preferred_element_type=dtype)
+    return out.reshape(*weights.shape[:-1], v.shape[-1])
+
+
+def mix_transposed(
+    weights: Float[Array, "batch kv_heads group q k"], x: Float[Array, "batch kv_heads group q size"], dtype: jnp.dtype
+) -> Float[Array, "batch kv_heads k size"]:
+    """``weights^T x``, summed over the query heads of each key head, in ``dtype``."""
+    return jnp.einsum("bkrs,bkrd->bksd", _fold(weights.astype(x.dtype)), _fold(x), preferred_element_type=dtype)
+
+
+def _fold(x: Array) -> Array:
+    batch, kv_heads, group, rows, columns = x.shape
+    return x.reshape(batch, kv_heads, group * rows, columns)
