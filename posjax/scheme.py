@@ -10,8 +10,10 @@ scheme is built, with the reason.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import jax
@@ -103,7 +105,8 @@ class Scheme:
             _check_known("slot", name, known)
         changes = {name: self._resolve(name, value) for name, value in changes.items()}
         if "frequencies" in changes:
-            changes["features"] = dataclasses.replace(self.features, frequencies=changes.pop("frequencies"))
+            features = changes.get("features", self.features)
+            changes["features"] = dataclasses.replace(features, frequencies=changes.pop("frequencies"))
         extended = dataclasses.replace(self, **changes)
         for name in ("embedding", "norm", "scale", "bias"):
             _check_same_parameters(name, getattr(self, name), getattr(extended, name))
@@ -120,6 +123,12 @@ class Scheme:
         check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {value!r}")
         if slot_name == "frequencies":
             before = self.features.frequencies
+            check(
+                before.partial_rotary_factor == 1
+                or isinstance(before, rotary.Proportional) == (options["name"] == "proportional"),
+                f"frequencies: {options['name']!r} would not rotate the pairs that {before!r} does, for the share of "
+                "p-RoPE and that of partial rotary are different things; give the rule itself if that is meant",
+            )
             options = {key: getattr(before, key) for key in ("base", "head_dim", "partial_rotary_factor")} | options
         return slot(slot_name, options.pop("name"), **options)
 
@@ -229,8 +238,9 @@ class Scheme:
 
     def _scale(self, params, q_positions, visible, keys: int, causal: bool, heads: int, head_dim: int):
         """``c_h(i) / sqrt(d)``, with the softmax factor that some frequency rules (YaRN) ask for."""
-        rule = None if self.features is None else self.features.frequencies
-        fixed = head_dim**-0.5 * getattr(rule, "softmax_scale", 1.0)
+        # CoCA's features carry the factor of their rule themselves.
+        rotary_rule = self.features.frequencies if isinstance(self.features, rotary.Rotary) else rotary.Plain()
+        fixed = head_dim**-0.5 * rotary_rule.softmax_scale
         if self.scale is None:
             return fixed
         positions = as_array(q_positions)
@@ -258,6 +268,8 @@ class Layers:
         check(bool(self.patterns), "patterns is empty: name at least one ((scheme, ...), repeats)")
         for schemes, repeats in self.patterns:
             check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
+        for scheme in self.schemes:
+            check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {scheme!r}")
         embeddings = {scheme.embedding for scheme in self.schemes}
         check(len(embeddings) == 1, f"patterns: all layers must name the same embedding, found {embeddings}")
 
@@ -312,49 +324,34 @@ def slot(slot_name: str, name: str, **options):
     return _build(f"{slot_name} {name!r}", SLOTS[slot_name][name], options)
 
 
-def _rope(**options) -> Scheme:
-    return Scheme(features=rotary.Rotary(rotary.Plain(**options)))
+def _features(feature: Callable[[rotary.FrequencyRule], Any]) -> Callable[[rotary.FrequencyRule], Scheme]:
+    return lambda rule: Scheme(features=feature(rule))
 
 
-def _p_rope(**options) -> Scheme:
-    return Scheme(features=rotary.Rotary(rotary.Proportional(**options)))
+def _embedding(spec) -> Scheme:
+    return Scheme(embedding=spec)
 
 
-def _coca(variant: str) -> Callable[..., Scheme]:
-    def build(**options) -> Scheme:
-        return Scheme(features=coca.Coca(variant, rotary.Plain(**options)))
-
-    return build
+def _bias(spec) -> Scheme:
+    return Scheme(bias=spec)
 
 
-def _kerple(kind: str) -> Callable[[], Scheme]:
-    return lambda: Scheme(bias=bias.Kerple(kind))
-
-
-def _embedding(spec: type) -> Callable[..., Scheme]:
-    return lambda **options: Scheme(embedding=_build("embedding", spec, options))
-
-
-def _bias(spec: type) -> Callable[..., Scheme]:
-    return lambda **options: Scheme(bias=_build("bias", spec, options))
-
-
-PRESETS: dict[str, Callable[..., Scheme]] = {
-    "nope": lambda: Scheme(),
-    "sinusoidal": _embedding(absolute.Sinusoidal),
-    "learned": _embedding(absolute.Learned),
-    "rope": _rope,
-    "p-rope": _p_rope,
-    "alibi": _bias(bias.ALiBi),
-    "t5": _bias(bias.T5),
-    "kerple-log": _kerple("log"),
-    "kerple-power": _kerple("power"),
-    "coca-strict": _coca("strict"),
-    "coca-tied": _coca("tied"),
-    "coca-slack": _coca("slack"),
-    "coca-relative": _coca("relative"),
+PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme]]] = {
+    "nope": (lambda: None, lambda _: Scheme()),
+    "sinusoidal": (absolute.Sinusoidal, _embedding),
+    "learned": (absolute.Learned, _embedding),
+    "rope": (rotary.Plain, _features(rotary.Rotary)),
+    "p-rope": (rotary.Proportional, _features(rotary.Rotary)),
+    "alibi": (bias.ALiBi, _bias),
+    "t5": (bias.T5, _bias),
+    "kerple-log": (lambda: bias.Kerple("log"), _bias),
+    "kerple-power": (lambda: bias.Kerple("power"), _bias),
+    "coca-strict": (rotary.Plain, _features(partial(coca.Coca, "strict"))),
+    "coca-tied": (rotary.Plain, _features(partial(coca.Coca, "tied"))),
+    "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
+    "coca-relative": (rotary.Plain, _features(partial(coca.Coca, "relative"))),
 }
-"""Named schemes: the registry that a new method adds one line to."""
+"""Named schemes, the registry that a new method adds one line to: what the options build, and its place in a scheme."""
 
 
 def scheme_names() -> tuple[str, ...]:
@@ -373,21 +370,22 @@ def scheme(name: str, /, **options) -> Scheme:
         ValueError: for an unknown name or option, with the nearest known one.
     """
     _check_known("scheme", name, PRESETS)
-    # An option that the preset itself knows is its own; the slots it leaves open are filled afterwards.
-    slots = {key: options.pop(key) for key in ("frequencies", *_open_slots()) if key in options}
-    built = _build(f"scheme {name!r}", PRESETS[name], options)
+    slots = {key: options.pop(key) for key in _OPEN_SLOTS if key in options}
+    make, place = PRESETS[name]
+    built = place(_build(f"scheme {name!r}", make, options, also=_OPEN_SLOTS))
     resolved = {key: built._resolve(key, value) for key, value in slots.items()}
     if "frequencies" in resolved:
         resolved["features"] = dataclasses.replace(built.features, frequencies=resolved.pop("frequencies"))
     return dataclasses.replace(built, **resolved)
 
 
-def _open_slots() -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(Scheme) if field.name != "features")
+_OPEN_SLOTS = ("frequencies", "embedding", "norm", "scale", "bias", "mask")
 
 
-def _build(what: str, make: Callable, options: Mapping[str, Any]):
-    """``make(**options)``; an option it does not know, or one that is missing, becomes a one-line error."""
+def _build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str, ...] = ()):
+    """``make(**options)``; an option it does not know (``also`` is known), or one that is missing, is a clear error."""
+    for option in options:
+        _check_known(f"{what} option", option, (*inspect.signature(make).parameters, *also))
     try:
         return make(**options)
     except TypeError as error:
@@ -429,9 +427,15 @@ def _check_same_parameters(name: str, before, after) -> None:
 
 
 def _check_same_projections(before, after) -> None:
-    head_dim = next((f.frequencies.head_dim for f in (before, after) if f and f.frequencies.head_dim), 64)
-    sizes = [(f.query_size(head_dim), f.key_size(head_dim)) if f else (head_dim, head_dim) for f in (before, after)]
-    check(sizes[0] == sizes[1], f"features: {after!r} needs other projections than {before!r}; train it instead")
+    def sizes(features):
+        # Any head size that every kind of features takes; which rule turns it does not matter here.
+        kind = Scheme(features=features and dataclasses.replace(features, frequencies=rotary.Plain()))
+        return kind.query_size(64), kind.key_size(64)
+
+    check(
+        sizes(before) == sizes(after),
+        f"features: {after!r} needs other projections than {before!r}; train it instead",
+    )
 
 
 def _all_of(*parts: masks.Mask | None) -> masks.Mask | None:

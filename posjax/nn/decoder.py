@@ -59,8 +59,8 @@ class Decoder(nnx.Module):
         Args:
             tokens: int32 ids.
             positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
-            segment_ids: documents packed into a row; tokens of different documents do not see each other. Negative
-                ids are padding.
+            segment_ids: documents packed into a row, each with an id of its own and in one piece; tokens of different
+                documents do not see each other. Negative ids are padding.
             length: the current length for schemes that read it (dynamic NTK); the row's when left out.
 
         Raises:
@@ -144,8 +144,7 @@ def logical_axes(model: nnx.Module) -> dict:
 
     def name(leaf: nnx.Variable):
         axes = leaf.get_metadata("logical_axes")
-        extra = leaf.get_value().ndim - len(axes)
-        return (("layers",) if extra and axes else (None,) * extra) + axes
+        return ("layers",) * (leaf.get_value().ndim - len(axes)) + axes
 
     return nnx.to_pure_dict(
         jax.tree.map(name, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))

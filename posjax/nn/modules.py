@@ -18,11 +18,6 @@ from posjax.positions import Positions
 from posjax.scheme import Scheme
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["positions", "mask", "visible", "length", "shared"],
-    meta_fields=[],
-)
 @dataclasses.dataclass(frozen=True)
 class Context:
     """What every layer reads beside the activations.
@@ -32,14 +27,14 @@ class Context:
         mask: what the model allows beside causality, such as segments; or None.
         visible: how many keys each token may see.
         length: the current length, for schemes that read it.
-        shared: parameters of the schemes that all layers share, by scheme number.
+        shared: the parameters that all layers share, by scheme.
     """
 
     positions: Positions
     mask: Mask | None
     visible: Int[Array, "*b length"]
     length: int | Int[Array, "..."]
-    shared: dict
+    shared: dict[Scheme, dict[str, dict[str, Array]]]
 
 
 def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
@@ -48,8 +43,11 @@ def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev:
 
 
 def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
-    """A scheme's learned parameters as a module tree; the axis of the heads, if any, keeps its name."""
-    wrap = partial(nnx.Param, logical_axes=())
+    """A scheme's learned parameters as a module tree; they are small, and their axes have no names."""
+
+    def wrap(value):
+        return nnx.Param(value, logical_axes=(None,) * value.ndim)
+
     return nnx.Dict(
         {slot: nnx.Dict({name: wrap(value) for name, value in made.items()}) for slot, made in params.items()}
     )

@@ -39,7 +39,8 @@ class Rotary:
         return self.frequencies.reads_length
 
     def query_size(self, head_dim: int) -> int:
-        """The width of the raw query projection of a head."""
+        """The width of the raw query projection of a head: all of it, which the rule must be able to rotate."""
+        self.frequencies.rotary_dim(head_dim)
         return head_dim
 
     def key_size(self, head_dim: int) -> int:
