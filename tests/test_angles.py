@@ -77,6 +77,15 @@ def test_fixed_point_of_traced_frequencies_is_linear_in_the_position():
     np.testing.assert_allclose(angle(jnp.array([1]), values)[0], values, atol=2e-9, rtol=3e-7)
 
 
+def test_fixed_point_words_hold_the_float32_turns_exactly():
+    values = np.float32([1.0, 0.7, 3e-5, 1e-9, 40.0, -0.3, 0.0])
+    frequencies = subject.fixed_point(jnp.asarray(values))
+    words = np.asarray(frequencies.high).astype(object) * 2**32 + np.asarray(frequencies.low).astype(object)
+    turns = values * np.float32(1 / (2 * np.pi))
+    fraction = turns - np.floor(turns)
+    assert words.tolist() == [int(Fraction(float(f)) * 2**64) for f in fraction]
+
+
 def test_frequencies_behave_as_an_array_and_pass_through_jit():
     frequencies = subject.exact(np.array([1.0, 0.5]))
     assert (frequencies.shape, frequencies.ndim, frequencies.is_exact) == ((2,), 1, True)

@@ -4,6 +4,7 @@ Where that library warns or guesses, this module refuses: an unknown type or key
 other direction is each rule's ``to_hf``.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,9 @@ _DEFAULT_BASE = {
     "qwen3_vl_text": 5e5,
     "smollm3": 2e6,
 }
+
+# Models that write DeepSeek's mscales but use only their ratio, on cos and sin.
+_NO_SOFTMAX_SCALE = ("ministral3",)
 
 Config = Mapping[str, Any]
 
@@ -160,12 +164,15 @@ def _rule(parameters: Config, config: Config, layer_type: str | None = None) -> 
     for key in _REQUIRED.get(name, ()):
         check(key in given, f"rope_type {name!r} needs the key {key!r}, found {sorted(parameters)}")
     options = {field: given[key] for field, key in cls.hf_keys.items() if key in given}
-    return cls(
+    rule = cls(
         base=_base(parameters, config),
         partial_rotary_factor=_partial_rotary_factor(given, config),
         head_dim=_head_dim(config, layer_type),
         **options,
     )
+    if rule.softmax_scale != 1 and config.get("model_type") in _NO_SOFTMAX_SCALE:
+        return dataclasses.replace(rule, attention_factor=rule.table_factor, mscale=None, mscale_all_dim=None)
+    return rule
 
 
 def _original_length(name: str, given: Config, config: Config) -> int:

@@ -197,10 +197,10 @@ class YaRN(NTKByParts):
 
     attention_factor: that multiplier, if given.
     mscale, mscale_all_dim: DeepSeek's. With both (and no attention_factor) the multiplier of cos and sin is
-        m(factor, mscale) / m(factor, mscale_all_dim), with m = :func:`yarn_magnitude`. Models with multi-head latent
-        attention, whose heads are only partly rotary, then also multiply the logits by ``softmax_scale`` =
-        m(factor, mscale_all_dim)^2; others with the same keys (Ministral 3) do not, so it is left to the caller:
-        ``attention(..., scale=rule.softmax_scale / sqrt(d))``.
+        m(factor, mscale) / m(factor, mscale_all_dim), with m = :func:`yarn_magnitude`, and the logits are also
+        multiplied by ``softmax_scale`` = m(factor, mscale_all_dim)^2: in latent attention only a part of each head is
+        rotary, and a factor of cos and sin would miss the rest. A table does not hold that factor: pass
+        ``attention(..., scale=rule.softmax_scale / sqrt(d))``, as a scheme does.
     """
 
     attention_factor: float | None = None

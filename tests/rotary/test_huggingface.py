@@ -121,6 +121,14 @@ def test_deepseek():
     np.testing.assert_allclose(found.softmax_scale, 1.8738542, atol=5e-8)
 
 
+def test_ministral3_has_mscales_but_no_softmax_factor():
+    scaling = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0,
+               "mscale_all_dim": 1.0, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}  # fmt: skip
+    found = from_hf({"model_type": "ministral3", "head_dim": 128, "rope_parameters": scaling})
+    assert (found.table_factor, found.softmax_scale) == (1.0, 1.0)
+    assert from_hf({"model_type": "mistral4", "head_dim": 128, "rope_parameters": scaling}).softmax_scale > 1.5
+
+
 def test_older_partial_rotary_keys():
     neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 1}
     assert from_hf(neox) == Plain(head_dim=64, partial_rotary_factor=0.25)

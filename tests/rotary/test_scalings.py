@@ -161,6 +161,7 @@ def test_yarn_mscales_of_deepseek():
     np.testing.assert_allclose([v3.softmax_scale, lite.softmax_scale], [1.8738542, 1.5896262], atol=5e-8)
     uneven = YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=0.707)
     np.testing.assert_allclose(uneven.table_factor, 1.3688879 / 1.2608038, rtol=1e-6)
+    np.testing.assert_allclose(uneven.softmax_scale, 1.5896262, atol=5e-8)
     only_one = YaRN(40.0, 4096, mscale=0.5)
     np.testing.assert_allclose(only_one.table_factor, yarn_magnitude(40.0))
     assert only_one.softmax_scale == Plain().softmax_scale == 1.0
