@@ -1,0 +1,155 @@
+"""``python -m train bench``: attention against named peers, time and peak memory, side by side in one run.
+
+Every measurement is a process of its own, so that its peak memory is its own: the most the process ever held, its
+interpreter, libraries and compiler included. Time is the best of several calls after one that compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from train.contenders import BACKWARD, CONTENDERS, FORWARD, Shape, refuses
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured: causal ALiBi attention, batch 1, every contender at every length in every direction."""
+
+    name: str = "bench"
+    output: str = "runs"
+    lengths: tuple[int, ...] = (4096, 8192, 16384)
+    heads: int = 8
+    head_dim: int = 64
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    directions: tuple[Literal["forward", "forward + backward"], ...] = (FORWARD, BACKWARD)
+    contenders: tuple[Literal["posjax", "jax.nn", "torch flex", "torch sdpa"], ...] = tuple(CONTENDERS)
+    repeats: int = 3
+    timeout: int = 600  # seconds for one measurement, compilation included
+
+    @property
+    def shapes(self) -> Iterator[Shape]:
+        """Every shape to measure."""
+        for direction in self.directions:
+            for length in self.lengths:
+                yield Shape(length, self.heads, self.head_dim, self.dtype, direction)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One process's result; `problem` says why there are no numbers."""
+
+    contender: str
+    shape: Shape
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    problem: str | None = None
+
+
+def bench(config: BenchConfig) -> list[Measurement]:
+    """Runs every measurement, prints the table, and writes ``bench.jsonl`` into the run's directory."""
+    console = Console()
+    directory = Path(config.output) / config.name
+    directory.mkdir(parents=True, exist_ok=True)
+    results = []
+    with (directory / "bench.jsonl").open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"machine": machine(), "versions": versions()}) + "\n")
+        for shape in config.shapes:
+            for name in config.contenders:
+                console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
+                results.append(measure(name, shape, config.repeats, config.timeout))
+                file.write(json.dumps(dataclasses.asdict(results[-1])) + "\n")
+                file.flush()
+    console.print(table(config, results))
+    console.print(f"{machine()} · " + " · ".join(f"{name} {version}" for name, version in versions().items()))
+    console.print(f"numbers: {directory / 'bench.jsonl'}")
+    return results
+
+
+def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Measurement:
+    """One measurement in a process of its own."""
+    problem = refuses(name, shape)
+    if problem:
+        return Measurement(name, shape, problem=problem)
+    order = json.dumps({"contender": name, "shape": dataclasses.asdict(shape), "repeats": repeats})
+    command = [sys.executable, "-m", "train.bench", order]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return Measurement(name, shape, problem=f"longer than {timeout} s")
+    if done.returncode < 0 or "RESOURCE_EXHAUSTED" in done.stderr:
+        return Measurement(name, shape, problem="out of memory")
+    if done.returncode:
+        return Measurement(name, shape, problem=(done.stderr.strip().splitlines() or ["failed"])[-1][:200])
+    return Measurement(name, shape, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
+    """The measurements, one row a direction and length, one column a contender."""
+    title = f"Causal ALiBi attention, {config.heads} heads x {config.head_dim}, {config.dtype}: seconds, peak memory"
+    grid = Table("direction", "tokens", *config.contenders, title=title)
+    for shape in config.shapes:
+        row = {result.contender: _cell(result) for result in results if result.shape == shape}
+        grid.add_row(shape.direction, f"{shape.length:,}", *(row[name] for name in config.contenders))
+    return grid
+
+
+def _cell(result: Measurement) -> str:
+    return result.problem or f"{result.seconds:.3f} s, {result.peak_bytes / 2**20:,.0f} MiB"
+
+
+def machine() -> str:
+    """The processor and the number of cores this process may use."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is measured, of those that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import posjax
+
+    found = {"python": platform.python_version(), "posjax": posjax.__version__}
+    for name in ("jax", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _child(order: str) -> None:
+    """Measures one contender and prints the numbers as the last line."""
+    order = json.loads(order)
+    if Path("/proc/self/oom_score_adj").exists():
+        # Should memory run out, this process is to go, not the one that waits for it.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    run = CONTENDERS[order["contender"]](Shape(**order["shape"]))
+    run()
+    times = []
+    for _ in range(order["repeats"]):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    print(json.dumps({"seconds": min(times), "peak_bytes": peak}))
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1])

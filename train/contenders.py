@@ -1,0 +1,145 @@
+"""ALiBi attention by different libraries, each as a function of nothing that can be timed.
+
+Every contender takes the length and the shape and returns a call that runs once and waits for the result: the forward
+pass, or forward and backward with respect to q, k and v. All draw the same kind of normal inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+FORWARD, BACKWARD = "forward", "forward + backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One measurement: batch 1, causal ALiBi attention."""
+
+    length: int
+    heads: int
+    head_dim: int
+    dtype: str
+    direction: str
+
+
+def posjax_blockwise(shape: Shape) -> Callable[[], Any]:
+    """posjax, linear memory."""
+    import posjax as pj
+
+    def attend(q, k, v):
+        return pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal(), implementation="blockwise")
+
+    return _jax_call(attend, shape)
+
+
+def jax_nn(shape: Shape) -> Callable[[], Any]:
+    """jax.nn.dot_product_attention with the bias as an array."""
+    import jax
+    import jax.numpy as jnp
+
+    import posjax as pj
+
+    positions = jnp.arange(shape.length)
+    bias = jax.jit(lambda: pj.alibi_bias(shape.heads, positions, positions)[None].astype(shape.dtype))()
+
+    def attend(q, k, v, bias):
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+    return _jax_call(attend, shape, bias)
+
+
+def torch_flex(shape: Shape) -> Callable[[], Any]:
+    """torch.nn.attention.flex_attention, compiled."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    slopes = _torch_slopes(shape.heads)
+    block_mask = create_block_mask(
+        lambda b, h, i, j: j <= i, None, None, shape.length, shape.length, device="cpu", _compile=True
+    )
+    compiled = torch.compile(flex_attention)
+
+    def attend(q, k, v):
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j), block_mask=block_mask)
+
+    return _torch_call(attend, shape)
+
+
+def torch_sdpa(shape: Shape) -> Callable[[], Any]:
+    """torch.nn.functional.scaled_dot_product_attention with the bias as a mask."""
+    import torch
+
+    i = torch.arange(shape.length)
+    r = i[:, None] - i[None, :]
+    bias = (-_torch_slopes(shape.heads)[:, None, None] * r).masked_fill(r < 0, float("-inf"))[None]
+    bias = bias.to(getattr(torch, shape.dtype))
+
+    def attend(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    return _torch_call(attend, shape)
+
+
+def _jax_call(attend, shape: Shape, *rest) -> Callable[[], Any]:
+    import jax
+
+    q, k, v, d_out = (
+        jax.random.normal(key, (1, shape.length, shape.heads, shape.head_dim), shape.dtype)
+        for key in jax.random.split(jax.random.key(0), 4)
+    )
+
+    def both(q, k, v, d_out, *rest):
+        out, transpose = jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)
+        return out, transpose(d_out)
+
+    if shape.direction == FORWARD:
+        run, arguments = jax.jit(attend), (q, k, v, *rest)
+    else:
+        run, arguments = jax.jit(both), (q, k, v, d_out, *rest)
+    return lambda: jax.block_until_ready(run(*arguments))
+
+
+def _torch_slopes(heads: int):
+    import torch
+
+    import posjax as pj
+
+    return torch.from_numpy(pj.alibi_slopes(heads).__array__().copy())
+
+
+def _torch_call(attend, shape: Shape) -> Callable[[], Any]:
+    import torch
+
+    torch.manual_seed(0)
+    backward = shape.direction == BACKWARD
+    size = (1, shape.heads, shape.length, shape.head_dim)
+    q, k, v, d_out = (torch.randn(size, dtype=getattr(torch, shape.dtype)) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_(backward)
+
+    def run():
+        with torch.set_grad_enabled(backward):
+            out = attend(q, k, v)
+        return torch.autograd.grad(out, (q, k, v), d_out) if backward else out
+
+    return run
+
+
+CONTENDERS: dict[str, Callable[[Shape], Callable[[], Any]]] = {
+    "posjax": posjax_blockwise,
+    "jax.nn": jax_nn,
+    "torch flex": torch_flex,
+    "torch sdpa": torch_sdpa,
+}
+
+
+def refuses(name: str, shape: Shape) -> str | None:
+    """Why a contender cannot run a measurement at all, or None."""
+    if name.startswith("torch") and importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if name == "torch flex" and shape.direction == BACKWARD:
+        return "has no backward on CPU"
+    return None
