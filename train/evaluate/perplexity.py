@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,8 @@ def measure(
 
     Raises ValueError, before anything compiles, for a length below `train_length` or above every document's.
     """
-    shortest, span = min(lengths), max(lengths)
-    if shortest < train_length:
-        raise ValueError(f"evaluate.lengths: {shortest} is below train.length, {train_length}; leave it out")
+    check_lengths(documents, lengths, train_length)
+    span = max(lengths)
     ends = full_pieces(documents, span, tokens)
     chosen = pieces(documents, span, tokens)
 
@@ -96,6 +95,19 @@ def measure(
             return Measurement(length, error=_one_line(error))
 
     return map(at, lengths)
+
+
+def check_lengths(documents: Sequence[Sized], lengths: Sequence[int], train_length: int) -> None:
+    """Raises ValueError for a length below the training length, or above what the longest document can fill."""
+    shortest, span = min(lengths), max(lengths)
+    if shortest < train_length:
+        raise ValueError(f"evaluate.lengths: {shortest} is below train.length, {train_length}; leave it out")
+    longest = max((len(document) for document in documents), default=0)
+    if longest <= span:
+        raise ValueError(
+            f"evaluate.lengths: length {span} needs a held-out document of {span + 1} tokens, "
+            f"the longest has {longest}; use shorter lengths or longer documents"
+        )
 
 
 def _measure_length(apply: Apply, parameters: Any, window: Windows, last: Windows, rows: int) -> Measurement:

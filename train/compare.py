@@ -1,0 +1,212 @@
+"""Schemes side by side: one config but for the position scheme and the seed, trained, measured and reported.
+
+Each (scheme, seed) trains in a process of its own (`train.member`), one after the other, so that its speed and its
+peak memory are its own. Entries that extend a scheme without retraining are measured by the process that trained it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from train import report
+from train.checkpoint import read_config, write_file
+from train.config import CompareConfig, Config, SchemeConfig, differences, dump
+from train.evaluate.saved import check_causal, evaluated_scheme, held_out_tokens, read_rows, write_rows
+from train.member import ERROR, MEMBER, RESULTS
+
+
+def compare(config: Config, console: Console | None = None) -> Path:
+    """Trains and measures every scheme of ``config.compare`` with every seed, and writes the report.
+
+    The run's directory, which is returned, gets one directory for each training, ``config.yaml``, ``results.jsonl``,
+    ``figure.png`` and ``index.html``. What is finished there already is not trained or measured again.
+
+    Raises ValueError, before anything is trained, for a list of schemes that cannot be compared; and in one line when
+    some trainings failed, after the report of the others is written.
+    """
+    console = console or Console(highlight=False)
+    planned, held_out = members(config), held_out_tokens(config)
+    for member in planned:
+        _refuse_another(member)
+    config.directory.mkdir(parents=True, exist_ok=True)
+    failures: dict[str, str] = {}
+    for number, member in enumerate(planned, start=1):
+        done = finished(member)
+        state = " (finished before)" if done else ""
+        console.print(f"[{number}/{len(planned)}] {member.name}{state}", style="bold", markup=False)
+        error = None if done else run_member(member)
+        if error:
+            failures[member.name] = error
+            console.print(error, style="red", markup=False)
+    _report(config, planned, failures, held_out, console)
+    if failures:
+        told = "; ".join(f"{name}: {why}" for name, why in failures.items())
+        raise ValueError(f"{len(failures)} of {len(planned)} trainings failed: {told}")
+    return config.directory
+
+
+def members(config: Config) -> list[Config]:
+    """The config of every training that a comparison needs, scheme by scheme, seed by seed.
+
+    Each has a directory inside the comparison's, and a ``compare`` section of its own seed and of the entries that are
+    measured with its parameters: the one trained, first, and its extensions.
+
+    Raises ValueError without schemes, for a scheme that cannot be built, for an extension of one that is not trained
+    here, and for models without a perplexity.
+    """
+    check_causal(config)
+    entries = config.compare.schemes
+    if not entries:
+        raise ValueError("compare.schemes is empty: list the schemes to compare, as in [rope, alibi]")
+    bases = [entry for entry in entries if not entry.extend]
+    for entry in entries:
+        evaluated_scheme(entry)
+        trained = [base.label for base in bases if _same_training(entry, base)]
+        if not trained:
+            raise ValueError(
+                f"compare.schemes: {entry.label!r} extends a {entry.name!r} that is not trained here; "
+                f"list {entry.name!r} with the same options, without extend"
+            )
+        if len(trained) > 1:
+            raise ValueError(f"compare.schemes: {trained[0]!r} and {trained[1]!r} are the same; leave one out")
+    planned = [_member(config, base, seed) for base in bases for seed in config.compare.seeds]
+    if len({member.name for member in planned}) < len(planned):
+        raise ValueError("compare.schemes: labels name directories, so they must differ by more than spaces and signs")
+    return planned
+
+
+def _same_training(one: SchemeConfig, other: SchemeConfig) -> bool:
+    return one.trained() == other.trained()
+
+
+def _member(config: Config, base: SchemeConfig, seed: int) -> Config:
+    extensions = tuple(entry for entry in config.compare.schemes if entry.extend and _same_training(entry, base))
+    return replace(
+        config,
+        name=f"{_file_name(base.label)}-seed{seed}",
+        output=str(config.directory),
+        seed=seed,
+        scheme=base,
+        compare=CompareConfig(seeds=(seed,), schemes=(base, *extensions)),
+    )
+
+
+def _file_name(label: str) -> str:
+    """A label as the name of a directory."""
+    return re.sub(r"[^\w.=-]+", "-", label).strip("-.") or "scheme"
+
+
+def _refuse_another(member: Config) -> None:
+    """Raises ValueError if the member's directory holds a training of another config."""
+    if not (member.directory / "config.yaml").exists():
+        return
+    changed = differences(read_config(member.directory), member)
+    if changed:
+        raise ValueError(
+            f"{member.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
+            "another name to keep both"
+        )
+
+
+def finished(member: Config) -> bool:
+    """Whether the member's directory holds the results of exactly this config."""
+    asked = member.directory / MEMBER
+    results = member.directory / RESULTS
+    return results.is_file() and asked.is_file() and asked.read_text(encoding="utf-8") == dump(member)
+
+
+def run_member(member: Config) -> str | None:
+    """Trains and measures a member in a process of its own; what went wrong, in one line, or None.
+
+    Its progress goes to this process's standard output. Its standard error goes to a file beside its directory, which
+    is kept when it failed. An interrupt reaches both processes; the member saves a checkpoint before this one goes on.
+    """
+    log = member.directory.with_name(f"{member.name}.log")
+    root = str(Path(__file__).resolve().parents[1])
+    paths = [root, os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else [root]
+    command = [sys.executable, "-m", "train.member"]
+    with log.open("w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=stderr, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+        try:
+            process.communicate(dump(member))
+        finally:
+            process.wait()
+    if process.returncode == 0:
+        log.unlink()
+        return None
+    return f"{_cause(log.read_text(encoding='utf-8', errors='replace'))} (status {process.returncode}, see {log})"
+
+
+def _cause(stderr: str) -> str:
+    """The line that says what went wrong: the member's own, else the last one."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    told = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    return (told or lines or ["no message"])[-1]
+
+
+def _report(
+    config: Config,
+    planned: Sequence[Config],
+    failures: Mapping[str, str],
+    held_out: Sequence[np.ndarray],
+    console: Console,
+) -> None:
+    """Writes and shows what the members found, in the order of ``compare.schemes``; nothing if all of them failed."""
+    rows = [row for member in planned if member.name not in failures for row in read_rows(member.directory / RESULTS)]
+    if not rows:
+        return
+    rows += [row for member in planned if member.name in failures for row in _failed(member, failures[member.name])]
+    order = [entry.label for entry in config.compare.schemes]
+    rows.sort(key=lambda row: (order.index(row["label"]), row["seed"], row["length"]))
+    done = next(member for member in planned if member.name not in failures)
+    versions = json.loads((done.directory / "versions.json").read_text(encoding="utf-8"))
+    write_file(config.directory / "config.yaml", dump(config))
+    write_rows(config.directory / RESULTS, rows)
+    report.write(config.directory, rows, about(config, held_out, versions))
+    report.show(rows, console)
+    console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")
+
+
+def _failed(member: Config, why: str) -> list[report.Row]:
+    """The rows of a member that failed: no numbers, and the reason."""
+    numbers = ("window_perplexity", "last_perplexity", "tokens_per_second", "train_tokens_per_second")
+    return [
+        {
+            "label": entry.label,
+            "base": member.scheme.label if entry.extend else None,
+            "seed": member.seed,
+            "length": length,
+            "train_length": member.train.length,
+            **dict.fromkeys((*numbers, "window_nll", "last_nll", "peak_memory_bytes")),
+            **dict.fromkeys(("window_tokens", "last_tokens"), 0),
+            "error": why,
+        }
+        for entry in member.compare.schemes
+        for length in member.evaluate.lengths
+    ]
+
+
+def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str, str]) -> report.About:
+    """What the report says of a comparison: text and model in words, the config, the versions."""
+    size = sum(len(document) for document in held_out)
+    source = "Python's standard library" if config.data.source == "stdlib" else ", ".join(config.data.paths)
+    model, train = config.model, config.train
+    return report.About(
+        title=f"{config.name}: perplexity beyond the training length of {train.length} tokens",
+        text=f"Text: {source}, as bytes; {len(held_out):,} documents of {size:,} tokens held out",
+        model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, trained for "
+        f"{train.steps:,} steps of {train.batch_tokens:,} tokens",
+        config=dump(config),
+        versions=versions,
+    )

@@ -1,0 +1,46 @@
+"""One training of a comparison, in a process of its own: ``python -m train.member < CONFIG``.
+
+The config's ``compare`` section holds the schemes to measure with the trained parameters.
+"""
+
+import sys
+
+import yaml
+
+from train.checkpoint import write_file
+from train.config import Config, dump, parse
+from train.evaluate.saved import measure_entries, write_rows
+from train.loop import fit
+
+RESULTS = "results.jsonl"
+MEMBER = "member.yaml"  # the config that the results belong to
+ERROR = "error: "  # begins the line on standard error that says what went wrong
+
+
+def run(config: Config) -> None:
+    """Trains the config, measures every scheme of ``config.compare``, and writes the rows and their config.
+
+    Raises ValueError when the training was interrupted; what it did is saved, and running again goes on.
+    """
+    fitted = fit(config, progress=config.scheme.label)
+    if not fitted.finished:
+        raise ValueError(f"interrupted after {fitted.steps} of {config.train.steps} steps; run again to go on")
+    trained = {"train_tokens_per_second": fitted.tokens_per_second, "peak_memory_bytes": fitted.peak_memory_bytes}
+    rows = measure_entries(config.directory, config, config.compare.schemes, told=lambda line: print(line, flush=True))
+    rows = [row if row["base"] else {**row, **trained} for row in rows]
+    write_rows(config.directory / RESULTS, rows)
+    write_file(config.directory / MEMBER, dump(config))
+
+
+def main() -> int:
+    """Reads a config from standard input and runs it; a bad input is one line on standard error and status 1."""
+    try:
+        run(parse(yaml.safe_load(sys.stdin.read())))
+    except (ValueError, OSError) as error:
+        print(ERROR + " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
