@@ -22,6 +22,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from posjax._checks import check
 from train.contenders import BACKWARD, CONTENDERS, FORWARD, Shape, refuses
 
 
@@ -39,6 +40,12 @@ class BenchConfig:
     contenders: tuple[Literal["posjax", "jax.nn", "torch flex", "torch sdpa"], ...] = tuple(CONTENDERS)
     repeats: int = 3
     timeout: int = 600  # seconds for one measurement, compilation included
+
+    def __post_init__(self):
+        for name in ("lengths", "directions", "contenders"):
+            check(bool(getattr(self, name)), f"{name} is empty: name at least one")
+        for name, values in {**vars(self), "lengths": min(self.lengths)}.items():
+            check(not isinstance(values, int) or values > 0, f"{name} must be positive, found {values}")
 
     @property
     def shapes(self) -> Iterator[Shape]:

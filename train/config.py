@@ -231,9 +231,10 @@ _FREE_SECTIONS = ("name", "output", "evaluate", "compare", "scheme.label", "sche
 _FREE_TRAIN = ("train.mesh", "train.checkpoint_every", "train.keep", "train.log_every")
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
     """Reads a YAML file, applies ``key.path=value`` overrides (values are YAML), and checks everything.
 
+    `kind` is the dataclass to make: a `Config`, or that of another command.
     Raises FileNotFoundError without the file and ValueError for anything wrong inside it, in one line.
     A config without a name takes the file's.
     """
@@ -246,12 +247,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(values, override)
     values.setdefault("name", path.stem)
-    return parse(values)
+    return parse(values, kind)
 
 
-def parse(values: Mapping[str, Any]) -> Config:
-    """A `Config` from the plain mapping that YAML gives; unknown keys, wrong types and bad values are refused."""
-    return _section(values, Config, "")
+def parse(values: Mapping[str, Any], kind: type = Config) -> Any:
+    """A config from the plain mapping that YAML gives; unknown keys, wrong types and bad values are refused."""
+    return _section(values, kind, "")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
