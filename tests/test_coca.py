@@ -14,9 +14,13 @@ from posjax import coca
 from posjax.rotary import (
     DynamicNTK,
     Linear,
+    Llama3,
+    LongRoPE,
     NTKAware,
+    NTKByParts,
     Plain,
     Proportional,
+    YaRN,
     apply_rotary,
     frequencies,
     rotary_table,
@@ -387,14 +391,20 @@ RULES = [
     (Proportional(0.5), None),
     (Linear(factor=4.0), None),
     (NTKAware(factor=4.0), None),
+    (NTKByParts(factor=4.0, original_length=32), None),
+    (YaRN(factor=4.0, original_length=32), None),
+    (Llama3(), None),
     (DynamicNTK(original_length=32), 128),
+    (LongRoPE(short_factor=(1.0,) * 8, long_factor=(4.0,) * 8, original_length=32, factor=4.0), 128),
 ]
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("variant", coca.VARIANTS)
-@pytest.mark.parametrize(("rule", "length"), RULES)
-def test_slot_is_the_function(rule, length, variant, pairing):
+SLOTS = [(variant, pairing, *RULES[0]) for variant in coca.VARIANTS for pairing in PAIRINGS]
+SLOTS += [("slack", "interleaved", *rule) for rule in RULES[1:]]
+
+
+@pytest.mark.parametrize(("variant", "pairing", "rule", "length"), SLOTS)
+def test_slot_is_the_function(variant, pairing, rule, length):
     q, t = (jnp.asarray(a) for a in inputs(2, tied=variant == "tied"))
     slot = coca.Coca(variant, rule, pairing)
     m, n = jnp.asarray(M), jnp.asarray(N)
