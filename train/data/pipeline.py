@@ -15,7 +15,7 @@ def training_rows(config: Config) -> PackedRows:
 
 
 def batches(
-    rows: PackedRows, batch_rows: int, seed: int, *, process: int = 0, processes: int = 1
+    rows: PackedRows, batch_rows: int, seed: int, process: int = 0, processes: int = 1
 ) -> grain.DatasetIterator[Batch]:
     """An endless iterator over batches of `batch_rows` rows, of which this process gets its own part.
 

@@ -1,0 +1,167 @@
+"""One update: its loss, its optimizer, and what it does to a state."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from train.config import TrainConfig, parse
+from train.data import EOS, MASK, PADDING, Batch, encode, pack
+from train.mesh import make_mesh
+from train.sharding import global_batch
+from train.step import build_program, learning_rate, make_optimizer, mask_tokens, token_loss
+
+SMALL = {
+    "model": {"num_layers": 2, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+    "train": {"length": 8, "batch_tokens": 64, "steps": 20, "warmup_steps": 2, "learning_rate": 0.01},
+}
+
+
+def small(**model):
+    return parse({**SMALL, "model": {**SMALL["model"], **model}})
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    rows = pack([encode(b"to be, or not to be"), encode(b"that is the question"), encode(b"whether nobler")], 8)
+    return rows.batch(np.arange(8))
+
+
+def test_token_loss_is_a_mean_over_predicted_tokens():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 3, 5))
+    labels = np.array([[1, -1, 4], [-1, -1, 0]])
+    total, count = token_loss(jnp.float32(logits), jnp.asarray(labels))
+    by_hand = sum(
+        np.log(np.exp(logits[place]).sum()) - logits[place][labels[place]]
+        for place in np.ndindex(2, 3)
+        if labels[place] >= 0
+    )
+    np.testing.assert_allclose(total, by_hand, rtol=1e-6)
+    assert count == 3
+
+
+def test_masked_tokens_are_bytes_of_documents_only():
+    tokens = jnp.tile(jnp.array([256, 65, 66, EOS, PADDING], jnp.int32), (200, 20))
+    segments = jnp.where(tokens == PADDING, -1, 0)
+    masked, labels = mask_tokens(jax.random.key(0), tokens, segments, 0.25)
+    chosen = np.asarray(labels >= 0)
+    assert 0.22 < chosen[np.asarray(tokens < 256)].mean() < 0.28
+    assert not chosen[np.asarray(tokens >= 256)].any()
+    np.testing.assert_array_equal(np.asarray(masked == MASK), chosen)
+    np.testing.assert_array_equal(np.where(chosen, labels, masked), tokens)
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_learning_rate_is_a_line_and_then_half_a_cosine(warmup):
+    config = TrainConfig(steps=110, warmup_steps=warmup, learning_rate=2.0, final_learning_rate=0.1)
+    rate = learning_rate(config)
+    cosine = [0.2 + 1.8 * (1 + np.cos(np.pi * step / (110 - warmup))) / 2 for step in range(111 - warmup)]
+    expected = [*(0.2 * step for step in range(warmup)), *cosine][1:]
+    np.testing.assert_allclose([rate(step) for step in range(110)], expected, rtol=1e-5)
+    assert expected[0] > 0
+    np.testing.assert_allclose(expected[-1], 0.2)
+
+
+def test_only_matrices_decay_and_gradients_are_clipped():
+    shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": ()}
+    axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "table": (None, None), "scalar": ()}
+    parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    config = TrainConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.1, clip_norm=1.0)
+    optimizer = make_optimizer(config, axes)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    updates, _ = optimizer.update(zeros, optimizer.init(parameters), parameters)
+    decayed = {name: -0.05 if name == "w" else 0.0 for name in shapes}
+    chex.assert_trees_all_close(updates, {name: jnp.full(shapes[name], decayed[name]) for name in shapes}, rtol=1e-4)
+    gradients = jax.tree.map(lambda x: 100 * jnp.ones_like(x), parameters)
+    _, state = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    first_moment = optax.tree_utils.tree_get(state, "mu")
+    np.testing.assert_allclose(optax.tree.norm(first_moment), 0.1, rtol=1e-5)  # (1 - beta1) times a norm of 1
+
+
+def build(config, devices):
+    mesh = make_mesh(parse({"train": {"mesh": {"data": devices}}}).train.mesh, config.train.rows)
+    return build_program(config, mesh), mesh
+
+
+def run(program, mesh, batch, steps=3):
+    """The last state and all losses."""
+    state, losses = program.initialize(), []
+    with jax.set_mesh(mesh):
+        for _ in range(steps):
+            before = jax.tree.leaves(state.parameters)
+            state, metrics = program.update(state, global_batch(mesh, batch))
+            assert all(leaf.is_deleted() for leaf in before), "the update takes the buffers it is given"
+            losses.append(float(metrics.loss))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return build(small(), 1)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(one_device, batch):
+    return run(*one_device, batch)
+
+
+def test_eight_devices_give_the_loss_of_one(batch, on_one_device):
+    program, mesh = build(small(), 8)
+    state, losses = run(program, mesh, batch)
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+    assert losses[-1] < losses[0]
+    chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract)
+    assert all(leaf.sharding.num_devices == 8 for leaf in jax.tree.leaves(state))
+
+
+def test_batches_are_split_over_the_data_axis(batch):
+    placed = global_batch(make_mesh(TrainConfig().mesh, 8), batch)
+    chex.assert_trees_all_equal(placed, batch)
+    assert all(array.sharding.spec == PartitionSpec("data", None) for array in placed)
+
+
+def test_padding_does_not_matter(batch, one_device, on_one_device):
+    padding = batch.segment_ids < 0
+    assert padding.any()
+    other = batch._replace(tokens=np.where(padding, 7, batch.tokens))
+    assert run(*one_device, other)[1] == on_one_device[1]
+
+
+def test_bfloat16_keeps_float32_parameters(batch, on_one_device):
+    state, losses = run(*build(small(compute_dtype="bfloat16"), 1), batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.parameters)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=2e-2)
+    assert losses != on_one_device[1]
+
+
+def test_remat_and_unrolled_layers_give_the_same_losses(batch, on_one_device):
+    losses = run(*build(small(remat="full", scan_layers=False), 1), batch)[1]
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+
+
+def test_masked_token_training_learns_and_draws_new_masks_at_each_step(batch):
+    losses = run(*build(small(causal=False), 1), batch, steps=20)[1]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.3
+    assert len(set(losses)) == 20
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows", "message"),
+    [
+        (9, 8, r"train.mesh.data=9, but there are 8 devices; -1 takes them all"),
+        (
+            -1,
+            6,
+            r"6 rows, which 8 devices cannot share evenly; train.mesh.data=6 would work, or a batch of 8 rows",
+        ),
+        (4, 9, r"train.mesh.data=3 would work, or a batch of 12 rows"),
+    ],
+)
+def test_impossible_meshes_are_refused(devices, rows, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(parse({"train": {"mesh": {"data": devices}}}).train.mesh, rows)

@@ -1,0 +1,91 @@
+"""The command line: ``python -m train COMMAND CONFIG [key.path=value ...]``.
+
+A command imports what it needs when it runs, so that help and mistakes in a config are told at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from train.config import load
+
+INTERRUPTED = 130  # the exit status of a program that was stopped by Ctrl-C
+WRONG_INPUT = 2
+
+
+def fit(path: str, overrides: Sequence[str]) -> int:
+    """train one config, or go on with it"""
+    config = load(path, overrides)
+    from train.loop import fit
+
+    result = fit(config, progress=config.name)
+    if not result.finished:
+        print(f"stopped after {result.steps} of {config.train.steps} steps; the same command goes on from there")
+        return INTERRUPTED
+    speed = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else "speed not measured"
+    memory = f"{result.peak_memory_bytes / 2**20:,.0f} MiB at most"
+    print(f"{result.directory}: {result.steps} steps · loss {result.final_loss:.4f} · {speed} · {memory}")
+    return 0
+
+
+def compare(path: str, overrides: Sequence[str]) -> int:
+    """train and evaluate several schemes over one config, and report them side by side"""
+    config = load(path, overrides)
+    from train.compare import compare
+
+    compare(config)
+    return 0
+
+
+def evaluate(path: str, overrides: Sequence[str]) -> int:
+    """measure a trained run: its directory, or the config it was trained from"""
+    directory = path if Path(path).is_dir() else load(path, overrides).directory
+    from train.evaluate.saved import evaluate
+
+    evaluate(directory, overrides)
+    return 0
+
+
+def bench(path: str, overrides: Sequence[str]) -> int:
+    """time attention and its memory against other libraries, side by side"""
+    from train.bench import BenchConfig, bench
+
+    bench(load(path, overrides, BenchConfig))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[str, Sequence[str]], int]] = {
+    "fit": fit,
+    "compare": compare,
+    "evaluate": evaluate,
+    "bench": bench,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 0, 2 for a mistake in what it was given, 130 when interrupted.
+
+    A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return COMMANDS[options.command](options.config, options.overrides)
+    except (ValueError, FileNotFoundError) as error:
+        if options.traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m train", description="Train and compare position schemes.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
+        sub.add_argument("config", metavar="CONFIG", help="a YAML file")
+        sub.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config")
+        sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    return parser
