@@ -100,7 +100,7 @@ class DynamicNTK(FrequencyRule):
         if _is_host(length):
             ratio = self.factor * np.maximum(length, self.original_length) / self.original_length - (self.factor - 1)
             return exact(plain * np.asarray(ratio, np.float64)[..., None] ** exponents), self.table_factor
-        excess = jnp.maximum(length - self.original_length, 0).astype(jnp.float32)
+        excess = (jnp.maximum(length, self.original_length) - self.original_length).astype(jnp.float32)
         ratio = 1 + excess * np.float32(self.factor / self.original_length)
         scaled = jnp.exp(exponents.astype(np.float32) * jnp.log(ratio)[..., None])
         return fixed_point(plain.astype(np.float32) * scaled), self.table_factor

@@ -111,8 +111,8 @@ def test_phi3(name):
 
 
 def test_deepseek():
-    config = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128, "qk_rope_head_dim": 64,
-              "max_position_embeddings": 163_840, "rope_theta": 10_000,
+    config = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 128,
+              "qk_rope_head_dim": 64, "head_dim": 192, "max_position_embeddings": 163_840, "rope_theta": 10_000,
               "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
                                "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}  # fmt: skip
     found = from_hf(config)

@@ -50,7 +50,7 @@ def test_dynamic_ntk_is_plain_up_to_the_training_length(length):
     found, factor = DynamicNTK(32, factor=2.0).frequencies(length, head_dim=16)
     np.testing.assert_array_equal(found, rotary.frequencies(16))
     assert factor == 1.0
-    traced = jax.jit(lambda n: DynamicNTK(32, factor=2.0).frequencies(n, head_dim=16)[0])(length)
+    traced = jax.jit(lambda n: DynamicNTK(32, factor=2.0).frequencies(n, head_dim=16)[0])(np.uint32(length))
     np.testing.assert_array_equal(traced, rotary.frequencies(16))
 
 
