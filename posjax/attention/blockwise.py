@@ -22,10 +22,10 @@ import numpy as np
 from posjax._slots import with_head_axis
 from posjax.attention.operands import (
     Operands,
+    gather,
     group_bias,
     group_mask,
     mix,
-    mix_transposed,
     scores,
     statistics_dtype,
 )
@@ -304,8 +304,8 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
         if x.softcap is not None:
             capped = jnp.where(jnp.isneginf(logits), 0, logits)
             d_logits = d_logits * (1 - jnp.square(capped / x.softcap))
-        d_v += mix_transposed(weights, d_out_i, dtype)
-        d_k += mix_transposed(d_logits, part.q, dtype)
+        d_v += gather(d_out_i, weights, dtype)
+        d_k += gather(part.q, d_logits, dtype)
         d_q = _add_slice(d_q, mix(d_logits, part.k, dtype), i, blocks.q, 3)
         d_bias = [a + b for a, b in zip(d_bias, _bias_gradient(x, blocks, i, j, d_logits), strict=True)]
         return d_k, d_v, d_q, d_bias
@@ -313,14 +313,18 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     def column(j, carry):
         d_k, d_v, d_q, d_bias = carry
         start = (
-            _zeros((*x.k.shape[:2], blocks.k, x.k.shape[-1]), dtype, x.q),
-            _zeros((*x.v.shape[:2], blocks.k, x.v.shape[-1]), dtype, x.q),
+            _zeros((*x.k.shape[:2], x.k.shape[-1], blocks.k), dtype, x.q),
+            _zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q),
             d_q,
             d_bias,
         )
         d_k_j, d_v_j, d_q, d_bias = _visit(visits, j, partial(tile, j), start)
-        store = partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * blocks.k, axis=2)
-        return store(d_k, d_k_j.astype(x.k.dtype)), store(d_v, d_v_j.astype(x.v.dtype)), d_q, d_bias
+
+        def store(whole, part):
+            part = jnp.swapaxes(part, -1, -2).astype(whole.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(whole, part, j * blocks.k, axis=2)
+
+        return store(d_k, d_k_j), store(d_v, d_v_j), d_q, d_bias
 
     start = (
         _zeros(x.k.shape, x.k.dtype, x.q),

@@ -81,11 +81,15 @@ def mix(
     return out.reshape(*weights.shape[:-1], v.shape[-1])
 
 
-def mix_transposed(
-    weights: Float[Array, "batch kv_heads group q k"], x: Float[Array, "batch kv_heads group q size"], dtype: jnp.dtype
-) -> Float[Array, "batch kv_heads k size"]:
-    """``weights^T x``, summed over the query heads of each key head, in ``dtype``."""
-    return jnp.einsum("bkrs,bkrd->bksd", _fold(weights.astype(x.dtype)), _fold(x), preferred_element_type=dtype)
+def gather(
+    x: Float[Array, "batch kv_heads group q size"], weights: Float[Array, "batch kv_heads group q k"], dtype: jnp.dtype
+) -> Float[Array, "batch kv_heads size k"]:
+    """``x^T weights``, summed over the query heads of each key head, in ``dtype``.
+
+    The transpose of ``weights^T x``: of the two factors only the small one is ever transposed.
+    """
+    narrow = jnp.swapaxes(_fold(x), -1, -2)
+    return jnp.einsum("bkdr,bkrs->bkds", narrow, _fold(weights.astype(x.dtype)), preferred_element_type=dtype)
 
 
 def _fold(x: Array) -> Array:
