@@ -54,19 +54,19 @@ def test_norms_are_preserved(pairing):
     chex.assert_trees_all_equal(apply_rotary(x, rotary_table(np.zeros(4, int), rotary.frequencies(16))), x)
 
 
-@pytest.mark.parametrize("shift", [-8, 1_000_003, 2**31 - 9, -(2**31)])
 @pytest.mark.parametrize("rule", [Plain(), Plain(partial_rotary_factor=0.5), Proportional(0.75)])
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_scores_do_not_change_when_all_positions_shift(pairing, rule, shift):
+def test_scores_do_not_change_when_all_positions_shift(pairing, rule):
     q, k = normal(2, 1, 8, 2, 16), normal(3, 1, 8, 2, 16)
     frequencies = rule.frequencies(head_dim=16)[0]
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jax.jit
     def scores(start):
         table = rotary_table(Range(start, 8), frequencies)
         return jnp.einsum("btnd,bsnd->bnts", *(apply_rotary(x, table, pairing=pairing) for x in (q, k)))
 
-    np.testing.assert_allclose(scores(shift), scores(0), atol=2e-5)
+    for shift in (-8, 1_000_003, 2**31 - 9, -(2**31)):
+        np.testing.assert_allclose(scores(jnp.int32(shift)), scores(jnp.int32(0)), atol=2e-5)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
