@@ -1,0 +1,110 @@
+"""The command line: mistakes are one line and status 2, an interrupt is saved, the same command goes on."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train import cli
+
+CHECKOUT = Path(cli.__file__).parents[1]
+CONFIG = """
+data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
+model: {num_layers: 1, model_dim: 16, num_heads: 2, mlp_dim: 16}
+train: {length: 16, batch_tokens: 128, steps: 400, warmup_steps: 2, log_every: 10, learning_rate: 0.01}
+evaluate: {lengths: [16, 32], tokens: 32, batch_tokens: 32}
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for index in range(6):
+        (tmp_path / f"{index}.txt").write_text(f"the {index}th of the texts, and not the longest of them. " * 8)
+    file = tmp_path / "mine.yaml"
+    file.write_text(CONFIG.replace("TEXT", str(tmp_path)))
+    return file
+
+
+@pytest.mark.parametrize("command", ["fit", "compare", "evaluate"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.yaml"], "error: no config file 'none.yaml'\n"),
+        (["mine.yaml", "train.stepz=3"], "error: train: unknown key 'stepz'; did you mean 'steps'?"),
+        (["mine.yaml", "train.batch_tokens=100"], "error: train.batch_tokens must be a multiple of train.length (16)"),
+    ],
+)
+def test_mistakes_in_a_config_are_one_line(config, capsys, command, arguments, message):
+    assert cli.main([command, *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(message)
+    assert told.err.count("\n") == 1
+    assert not told.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "mine.yaml", "data.paths=[nothing.txt]"], "error: data.paths: no file matches 'nothing.txt'"),
+        (["fit", "mine.yaml", "scheme=ropes"], "error: unknown scheme 'ropes'; did you mean 'rope'?"),
+        (["fit", "mine.yaml", "train.length=8192", "train.batch_tokens=65536"], "error: data: the corpus has"),
+        (["compare", "mine.yaml"], "error: compare.schemes is empty"),
+        (["evaluate", "mine.yaml"], "error: runs/mine is no run directory"),
+    ],
+)
+def test_mistakes_found_later_are_one_line_too(config, capsys, arguments, message):
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(message)
+    assert told.count("\n") == 1
+    assert not (config.parent / "runs").exists()
+
+
+def test_traceback_on_request(config):
+    with pytest.raises(ValueError, match="stepz"):
+        cli.main(["fit", "mine.yaml", "train.stepz=3", "--traceback"])
+
+
+def test_unknown_commands_are_named(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["fitt", "mine.yaml"])
+    assert error.value.code == 2
+    assert "fitt" in capsys.readouterr().err
+
+
+def test_help_does_not_start_jax():
+    code = "import sys, train.cli; train.cli._parser().format_help(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def run_fit(config, *, interrupt_at=None):
+    """Runs ``fit`` in a process of its own, and interrupts it when it prints that step."""
+    command = [sys.executable, "-m", "train", "fit", str(config), f"output={config.parent}/runs"]
+    process = subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if interrupt_at and f"step {interrupt_at}/" in line:
+            process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    return process.wait(), lines
+
+
+def test_an_interrupt_saves_and_the_same_command_goes_on(config):
+    status, lines = run_fit(config, interrupt_at=20)
+    directory = config.parent / "runs" / "mine"
+    assert status == 130
+    assert lines[-1].startswith("stopped after ")
+    saved = sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
+    assert 20 <= saved[-1] < 400
+    status, lines = run_fit(config)
+    assert status == 0
+    assert f"{directory}: 400 steps · loss" in lines[-1]
+    shown = [int(line.split("step ")[1].split("/")[0]) for line in lines[:-1]]
+    assert shown[0] > saved[-1]
+    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(10, 401, 10))
