@@ -168,7 +168,7 @@ class Coca:
     Args:
         variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``; see the table of this module.
         frequencies: the rule. It must rotate the whole head. Its attention factor (YaRN) multiplies both tables, as in
-            RoPE, and its ``softmax_scale`` the logits.
+            RoPE; its ``softmax_scale`` is left to whoever scales the logits.
         pairing: which channels of the query form a plane.
         precision: see ``posjax.rotary_table``.
     """
@@ -234,8 +234,6 @@ class Coca:
         )
         self.key_size(head_dim)
         theta, factor = self.frequencies.frequencies(length, head_dim=head_dim)
-        # phi is linear in its table, which can therefore carry a factor of the logits.
-        scale = self.frequencies.softmax_scale
-        table = rotary_table(q_positions, theta, attention_factor=scale * factor, precision=self.precision)
+        table = rotary_table(q_positions, theta, attention_factor=factor, precision=self.precision)
         kv_table = rotary_table(kv_positions, theta, attention_factor=factor, precision=self.precision)
         return features(q, k, table, kv_table=kv_table, variant=self.variant, pairing=self.pairing)

@@ -202,8 +202,8 @@ class Scheme:
             mask: what else the model allows, for instance the segments of packed documents.
             q_positions: see ``attention``.
             kv_positions: see ``attention``.
-            visible: how many keys each query may see, for scales that count them. When left out: position + 1 if
-                causal, otherwise the number of keys.
+            visible: how many keys each query may see, for scales that count them. When left out: if causal, those
+                from the first key to the query's own position, otherwise all. Packed rows need their own counts.
             length: the current length, for schemes that read it; the number of keys when left out.
             options: passed on to ``attention`` (``implementation``, ``sinks``, ``softcap``, ...).
 
@@ -215,6 +215,8 @@ class Scheme:
         heads, head_dim = q.shape[2], self._head_dim(k)
         q_positions = Range(0, q.shape[1]) if q_positions is None else q_positions
         kv_positions = Range(0, k.shape[1]) if kv_positions is None else kv_positions
+        if visible is None:
+            visible = _count_visible(q_positions, kv_positions, causal)
         if self.norm is not None:
             q, k = self.norm.apply(params.get("norm", {}), q, k)
         if self.features is not None:
@@ -226,7 +228,7 @@ class Scheme:
             v,
             bias=None if self.bias is None else self.bias.bind(params.get("bias"), num_heads=heads),
             mask=_all_of(masks.Causal() if causal else None, self.mask, mask),
-            scale=self._scale(params, q_positions, visible, k.shape[1], causal, heads, head_dim),
+            scale=self._scale(params, q_positions, visible, heads, head_dim),
             q_positions=q_positions,
             kv_positions=kv_positions,
             **options,
@@ -236,16 +238,13 @@ class Scheme:
         """Head size from a key projection: CoCA's ``t`` has half of it."""
         return 2 * k.shape[-1] if isinstance(self.features, coca.Coca) else k.shape[-1]
 
-    def _scale(self, params, q_positions, visible, keys: int, causal: bool, heads: int, head_dim: int):
+    def _scale(self, params, q_positions, visible, heads: int, head_dim: int):
         """``c_h(i) / sqrt(d)``, with the softmax factor that some frequency rules (YaRN) ask for."""
-        # CoCA's features carry the factor of their rule themselves.
-        rotary_rule = self.features.frequencies if isinstance(self.features, rotary.Rotary) else rotary.Plain()
-        fixed = head_dim**-0.5 * rotary_rule.softmax_scale
+        rule = rotary.Plain() if self.features is None else self.features.frequencies
+        fixed = head_dim**-0.5 * rule.softmax_scale
         if self.scale is None:
             return fixed
         positions = as_array(q_positions)
-        if visible is None:
-            visible = positions + 1 if causal else jnp.full_like(positions, keys)
         return fixed * self.scale.factor(params.get("scale", {}), positions=positions, visible=visible, num_heads=heads)
 
 
@@ -436,6 +435,14 @@ def _check_same_projections(before, after) -> None:
         sizes(before) == sizes(after),
         f"features: {after!r} needs other projections than {before!r}; train it instead",
     )
+
+
+def _count_visible(q_positions: Positions, kv_positions: Positions, causal: bool) -> Int[Array, "*b queries"]:
+    """Keys at or before each query, for contiguous keys; all keys when not causal. Unchanged by a common shift."""
+    q, k = as_array(q_positions), as_array(kv_positions)
+    if not causal:
+        return jnp.full_like(q, k.shape[-1])
+    return q - k.min(-1, keepdims=True) + 1
 
 
 def _all_of(*parts: masks.Mask | None) -> masks.Mask | None:
