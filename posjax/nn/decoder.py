@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: for shapes that do not fit.
         """
-        check_rank("tokens", tokens, 2, "[batch, length]")
+        _check_shapes(tokens, positions, segment_ids)
         context = self._context(tokens, positions, segment_ids, length)
         x = self.embed[...][tokens] * self.config.model_dim**0.5
         x = (x + self._embedded(context.positions)).astype(self.config.dtype)
@@ -91,13 +91,7 @@ class Decoder(nnx.Module):
 
     def _context(self, tokens, positions, segment_ids, length) -> Context:
         columns = tokens.shape[1]
-        where = Range(0, columns)
-        if segment_ids is not None:
-            check(
-                segment_ids.shape == tokens.shape,
-                f"segment_ids must have the shape of tokens, {tokens.shape}, found {segment_ids.shape}",
-            )
-            where = from_segments(segment_ids)
+        where = Range(0, columns) if segment_ids is None else from_segments(segment_ids)
         counted = as_array(where) + 1
         if not self.config.causal:
             counted = jnp.full_like(counted, columns) if segment_ids is None else _segment_sizes(segment_ids)
@@ -173,6 +167,18 @@ def _shared_schemes(config: DecoderConfig) -> list[Scheme]:
 
 def _init_shared(config: DecoderConfig, rngs: nnx.Rngs) -> list[dict]:
     return [s.init_shared(rngs.params(), config.num_heads, config.head_dim) for s in _shared_schemes(config)]
+
+
+def _check_shapes(tokens, positions, segment_ids) -> None:
+    check_rank("tokens", tokens, 2, "[batch, length]")
+    columns = tokens.shape[1]
+    if segment_ids is not None:
+        found = segment_ids.shape
+        check(found == tokens.shape, f"segment_ids must have the shape of tokens, {tokens.shape}, found {found}")
+    if positions is not None:
+        found = (positions.length,) if isinstance(positions, Range) else jnp.shape(positions)
+        fits = found in ((columns,), (1, columns), tokens.shape)
+        check(fits, f"positions must have shape {(columns,)} or {tokens.shape}, found {found}")
 
 
 def _segment_sizes(segment_ids):

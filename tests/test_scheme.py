@@ -1,0 +1,318 @@
+"""Schemes: what composes, what is refused and why, extension over the same parameters, and the call against NumPy."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+import posjax as pj
+from posjax import absolute, bias, coca, masks, rotary, scales
+from posjax.positions import Range
+from posjax.scheme import SLOTS, Layers, Scheme, slot, uniform
+
+ROPE = pj.scheme("rope")
+
+
+def draw(shape, seed):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def as_float32(*arrays):
+    return tuple(jnp.asarray(a, jnp.float32) for a in arrays)
+
+
+# --- presets and options ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("built", "wanted"),
+    [
+        (pj.scheme("nope"), Scheme()),
+        (pj.scheme("rope", base=500.0), Scheme(features=rotary.Rotary(rotary.Plain(500.0)))),
+        (pj.scheme("p-rope", partial_rotary_factor=0.25), Scheme(features=rotary.Rotary(rotary.Proportional(0.25)))),
+        (pj.scheme("alibi", learned=True), Scheme(bias=bias.ALiBi(learned=True))),
+        (pj.scheme("t5", max_distance=24), Scheme(bias=bias.T5(max_distance=24))),
+        (pj.scheme("kerple-power"), Scheme(bias=bias.Kerple("power"))),
+        (pj.scheme("learned", max_length=7), Scheme(embedding=absolute.Learned(7))),
+        (pj.scheme("sinusoidal", base=100.0), Scheme(embedding=absolute.Sinusoidal(base=100.0))),
+        (pj.scheme("coca-tied", base=500.0), Scheme(features=coca.Coca("tied", rotary.Plain(500.0)))),
+        (pj.scheme("nope", scale={"name": "log-n", "length": 64}), Scheme(scale=scales.LogN(64))),
+        (pj.scheme("rope", mask=masks.Window(3)), Scheme(features=rotary.Rotary(), mask=masks.Window(3))),
+        (
+            pj.scheme("rope", base=500.0, frequencies={"name": "linear", "factor": 2.0}),
+            Scheme(features=rotary.Rotary(rotary.Linear(2.0, base=500.0))),
+        ),
+    ],
+    ids=str,
+)
+def test_presets_and_their_options(built, wanted):
+    assert built == wanted
+    assert hash(built) == hash(wanted)
+
+
+def test_every_preset_is_named_and_there_is_no_bare_coca():
+    assert {"nope", "rope", "alibi", "t5", "coca-strict", "coca-slack", "coca-tied"} <= set(pj.scheme_names())
+    assert "coca" not in pj.scheme_names()
+
+
+def test_every_slot_makes_its_specs_by_name():
+    assert slot("norm", "qk-norm", gain=False) == scales.QKNorm(gain=False)
+    assert slot("mask", "window", size=5) == masks.Window(5)
+    for slot_name, kinds in SLOTS.items():
+        for kind in kinds.values():
+            assert isinstance(kind, type), (slot_name, kind)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pj.scheme("alibii"), r"unknown scheme 'alibii'; did you mean 'alibi'\?"),
+        (lambda: pj.scheme("coca"), r"unknown scheme 'coca'; did you mean 'coca-"),
+        (lambda: pj.scheme("rope", bse=1.0), r"unknown scheme 'rope' option 'bse'; did you mean 'base'\?"),
+        (lambda: pj.scheme("rope", scales=None), r"option 'scales'; did you mean 'scale'\?"),
+        (lambda: pj.scheme("nope", base=1.0), r"unknown scheme 'nope' option 'base'"),
+        (lambda: pj.scheme("kerple-log", kind="power"), r"unknown scheme 'kerple-log' option 'kind'"),
+        (lambda: pj.scheme("learned"), r"scheme 'learned': missing 1 required .* 'max_length'"),
+        (lambda: pj.scheme("rope", scale={"name": "log"}), r"unknown scale 'log'; did you mean 'log-n'\?"),
+        (lambda: pj.scheme("rope", scale={"length": 3}), r"scale: expected a spec or \{'name': \.\.\.\}"),
+        (lambda: pj.scheme("rope", scale={"name": "log-n"}), r"scale 'log-n': missing 1 required .* 'length'"),
+        (lambda: pj.scheme("rope", scale="log-n"), r"scale: expected one of the specs of this slot or None"),
+        (lambda: pj.scheme("rope", bias=bias.ALiBi), r"bias: expected one of the specs"),
+        (lambda: pj.scheme("rope", norm=scales.LogN(4)), r"norm: expected one of the specs"),
+        (lambda: pj.scheme("rope", mask="causal"), r"mask: expected a posjax\.masks mask or None"),
+        (lambda: pj.scheme("alibi", frequencies={"name": "linear"}), r"this scheme rotates nothing"),
+        (lambda: pj.scheme("coca-slack", norm=scales.KeyNorm()), r"norm does not compose with CoCA: .* half-width t"),
+        (lambda: Scheme(mask=masks.Causal() & masks.Segments(jnp.zeros((1, 2), jnp.int32))), r"such as Segments, to"),
+        (lambda: slot("feature", "rope"), r"unknown slot 'feature'"),
+        (lambda: Layers(()), r"patterns is empty"),
+        (lambda: Layers((((ROPE,), 0),)), r"every period needs schemes and repeats, found 0"),
+    ],
+)
+def test_what_is_refused_and_why(call, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scheme_is_a_static_argument():
+    @jax.jit
+    def identity(x):
+        return x
+
+    stack = Layers((((ROPE, pj.scheme("nope")), 2), ((ROPE,), 1)))
+    doubled = jax.jit(lambda x, scheme: 2 * x, static_argnums=1)
+    assert doubled(1.0, ROPE) == doubled(1.0, dataclasses.replace(ROPE)) == doubled(1.0, stack) == 2 * identity(1.0)
+    assert stack.schemes == (ROPE, pj.scheme("nope"), ROPE, pj.scheme("nope"), ROPE)
+    assert uniform(ROPE, 3).schemes == (ROPE,) * 3
+
+
+# --- what a scheme declares -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheme", "invariant"),
+    [
+        (pj.scheme("rope", mask=masks.Window(3), scale=scales.LogN(8)), True),
+        (pj.scheme("rope", mask=masks.Window(3) | masks.Sinks(1)), False),
+        (pj.scheme("rope", mask=masks.Chunked(4)), False),
+        (pj.scheme("nope", scale=scales.Llama4Temperature()), False),
+        (pj.scheme("alibi", embedding=absolute.Sinusoidal()), False),
+        (pj.scheme("coca-relative", scale=scales.SSMax()), True),
+        (pj.scheme("coca-slack"), False),
+    ],
+    ids=str,
+)
+def test_shift_invariance_follows_from_the_slots(scheme, invariant):
+    assert scheme.shift_invariant is invariant
+    assert Layers((((pj.scheme("nope", embedding=scheme.embedding), scheme), 1),)).shift_invariant is invariant
+
+
+def test_reading_the_length_follows_from_the_features():
+    dynamic = ROPE.extend(frequencies=rotary.DynamicNTK(8))
+    assert (ROPE.reads_length, dynamic.reads_length, pj.scheme("alibi").reads_length) == (False, True, False)
+    assert Layers((((ROPE, dynamic), 1),)).reads_length
+
+
+def test_parameters_of_a_layer_and_of_all_layers():
+    scheme = pj.scheme("t5", num_buckets=8, norm=scales.QKNorm(), scale=scales.SSMax())
+    key = jax.random.key(0)
+    own, shared = scheme.init(key, 4, 16), scheme.init_shared(key, 4, 16)
+    assert jax.tree.map(jnp.shape, own) == {"norm": {"q": (16,), "k": (16,)}, "scale": {"s": (4,)}}
+    assert jax.tree.map(jnp.shape, shared) == {"bias": {"table": (8, 4)}}
+    assert ROPE.init(key, 4, 16) == ROPE.init_shared(key, 4, 16) == {}
+    assert pj.scheme("alibi", learned=True).init(key, 4, 16)["bias"]["slopes"].shape == (4,)
+
+
+# --- extension --------------------------------------------------------------------------------------------------------
+
+
+def test_extension_by_name_keeps_base_head_size_and_share():
+    before = pj.scheme("rope", base=500.0, head_dim=16, partial_rotary_factor=0.5)
+    after = before.extend(frequencies={"name": "dynamic-ntk", "original_length": 32})
+    rule = rotary.DynamicNTK(32, base=500.0, head_dim=16, partial_rotary_factor=0.5)
+    assert after == Scheme(features=rotary.Rotary(rule))
+    assert before.extend(frequencies={"name": "linear", "factor": 2.0, "base": 7.0}).features.frequencies.base == 7.0
+    assert before.extend() == before
+
+
+def test_extension_keeps_the_other_slots_and_the_kind_of_features():
+    before = Scheme(features=coca.Coca("slack", pairing="interleaved"), mask=masks.Window(9))
+    after = before.extend(frequencies=rotary.Linear(2.0), scale={"name": "clipped-log-n", "length": 8})
+    features = coca.Coca("slack", rotary.Linear(2.0), pairing="interleaved")
+    assert after == Scheme(features=features, mask=masks.Window(9), scale=scales.ClippedLogN(8))
+    both = before.extend(features=coca.Coca("strict"), frequencies=rotary.Linear(2.0))
+    assert both.features == coca.Coca("strict", rotary.Linear(2.0))
+
+
+def test_extension_takes_a_rule_that_fits_one_head_size_only():
+    for scheme in (ROPE, pj.scheme("coca-strict")):
+        rule = rotary.LongRoPE((1.0,) * 3, (2.0,) * 3, original_length=8, factor=2.0)
+        assert scheme.extend(frequencies=rule).features.frequencies == rule
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        (ROPE, {"scale": scales.SSMax()}, r"scale: .*SSMax.* needs parameters .*train it instead"),
+        (ROPE, {"norm": {"name": "qk-norm"}}, r"norm: .*QKNorm.* needs parameters"),
+        (ROPE, {"bias": bias.T5()}, r"bias: .*T5.* needs parameters"),
+        (pj.scheme("t5"), {"bias": None}, r"but the model has \{'table'"),
+        (pj.scheme("t5"), {"bias": bias.T5(num_buckets=16)}, r"bias: .*needs parameters .*\(16, 8\)"),
+        (ROPE, {"features": coca.Coca("strict")}, r"features: .* needs other projections"),
+        (pj.scheme("coca-strict"), {"features": coca.Coca("tied")}, r"features: .* needs other projections"),
+        (pj.scheme("coca-strict"), {"features": None}, r"features: None needs other projections"),
+        (ROPE, {"frequency": None}, r"unknown slot 'frequency'; did you mean 'frequencies'\?"),
+        (ROPE, {"frequencies": "dynamic-ntk"}, r"frequencies must be a frequency rule"),
+        (ROPE, {"frequencies": {"name": "dynamic"}}, r"unknown frequencies 'dynamic'; did you mean 'dynamic-ntk'\?"),
+        (ROPE, {"frequencies": {"name": "linear", "facto": 2}}, r"option 'facto'; did you mean 'factor'\?"),
+        (pj.scheme("nope"), {"frequencies": rotary.Linear(2.0)}, r"this scheme rotates nothing"),
+        (
+            pj.scheme("p-rope"),
+            {"frequencies": {"name": "dynamic-ntk", "original_length": 8}},
+            r"would not rotate the pairs that Proportional",
+        ),
+        (
+            pj.scheme("rope", partial_rotary_factor=0.5),
+            {"frequencies": {"name": "proportional"}},
+            r"would not rotate the pairs that Plain",
+        ),
+    ],
+)
+def test_extensions_that_need_another_model_are_refused(scheme, changes, message):
+    with pytest.raises(ValueError, match=message):
+        scheme.extend(**changes)
+
+
+def test_layers_extend_every_scheme():
+    windowed = pj.scheme("rope", mask=masks.Window(3))
+    layers = Layers((((windowed, ROPE), 2), ((windowed,), 1))).extend(scale=scales.ClippedLogN(4))
+    assert [(s.mask, s.scale) for s in layers.schemes] == [
+        (mask, scales.ClippedLogN(4)) for mask in (masks.Window(3), None, masks.Window(3), None, masks.Window(3))
+    ]
+
+
+# --- attend -----------------------------------------------------------------------------------------------------------
+
+BATCH, TOKENS, HEADS, KV, SIZE = 2, 11, 4, 2, 8
+
+
+def projections(query_size=SIZE, key_size=SIZE):
+    sizes = ((HEADS, query_size), (KV, key_size), (KV, SIZE))
+    return tuple(draw((BATCH, TOKENS, *size), seed) for seed, size in enumerate(sizes))
+
+
+def strict_coca_logits(q, t, theta):
+    """``sum_j t_j |q_j|^2 cos((m - n) theta_j)`` with the keys of every query head, float64 ``[B, H, T, T]``."""
+    half = q.shape[-1] // 2
+    squared = q[..., :half] ** 2 + q[..., half:] ** 2
+    t = np.repeat(np.maximum(t, 0), HEADS // KV, axis=2)
+    n = np.arange(TOKENS)
+    turn = np.cos((n[:, None] - n)[..., None] * theta)
+    return np.einsum("bmhj,bnhj,mnj->bhmn", squared, t, turn)
+
+
+@pytest.mark.parametrize("temperature", [{}, {"mscale": 0.7, "mscale_all_dim": 1.0}], ids=["yarn", "deepseek"])
+def test_coca_yarn_log_n_and_a_window_are_one_scheme(temperature):
+    rule = rotary.YaRN(4.0, 8, base=100.0, **temperature)
+    scheme = Scheme(
+        features=coca.Coca("strict", rule), scale=scales.LogN(5, minimum=1), bias=bias.ALiBi(), mask=masks.Window(4)
+    )
+    q, t, v = projections(key_size=SIZE // 2)
+    found = jax.jit(lambda *arrays: scheme.attend(*arrays))(*as_float32(q, t, v))
+
+    n = np.arange(TOKENS)
+    distance = n[:, None] - n
+    plain = 100.0 ** (-np.arange(4) / 4)
+    kept = 1 - np.clip((np.arange(4) - 0) / 1, 0, 1)  # The ramp's range over eight positions: pairs 0 to 1.
+    logits = strict_coca_logits(q, t, plain * ((1 - kept) / 4 + kept))
+    extra = 0.1 * np.log(4) + 1
+    temper = ((0.07 * np.log(4) + 1) / extra) ** 2 * extra**2 if temperature else extra**2
+    logits *= temper * (np.log(n + 1) / np.log(5))[:, None] / np.sqrt(SIZE)
+    slopes = 2.0 ** -np.array([2, 4, 6, 8])
+    # The oracle takes logits as a bias on features that are zero.
+    bias_values = logits - slopes[:, None, None] * distance
+    wanted, _ = oracles.attention(
+        0 * q, 0 * q, np.repeat(v, 2, 2), bias=bias_values, allowed=(distance >= 0) & (distance < 4)
+    )
+    chex.assert_shape(found, (BATCH, TOKENS, HEADS, SIZE))
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_rope_with_learned_norm_and_scale_is_their_formula():
+    rule = rotary.YaRN(4.0, 8, base=100.0, mscale=1.0, mscale_all_dim=1.0)
+    scheme = Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rule), scale=scales.SSMax(bias=True))
+    q, k, v = projections()
+    gains, s, b = {"q": draw(SIZE, 5), "k": draw(SIZE, 6)}, draw(HEADS, 7), draw(HEADS, 8)
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), {"norm": gains, "scale": {"s": s, "b": b}})
+    found = scheme.attend(*as_float32(q, k, v), params=params, causal=False)
+
+    def normed(x, gain):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gain
+
+    def rotated(x):
+        kept = 1 - np.clip(np.arange(4), 0, 1)
+        theta = 100.0 ** (-np.arange(4) / 4) * ((1 - kept) / 4 + kept)
+        turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * np.arange(TOKENS)[:, None, None] * theta)
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    factor = (s * np.log(TOKENS) + b)[:, None] * (0.1 * np.log(4) + 1) ** 2
+    wanted, _ = oracles.attention(rotated(normed(q, gains["q"])) * factor, rotated(normed(k, gains["k"])), v)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_the_causal_default_counts_keys_by_position_and_a_given_count_wins():
+    scheme = pj.scheme("nope", scale=scales.LogN(4, minimum=1))
+    q, k, v = as_float32(*projections())
+    causal = scheme.attend(q, k, v)
+    by_hand = scheme.attend(q, k, v, visible=jnp.arange(TOKENS) + 1)
+    chex.assert_trees_all_equal(causal, by_hand)
+    last = scheme.attend(q[:, -1:], k, v, q_positions=Range(TOKENS - 1, 1))
+    np.testing.assert_allclose(last, causal[:, -1:], atol=1e-6)
+
+
+def test_options_reach_attention_and_length_decides_the_rule():
+    scheme = ROPE.extend(frequencies=rotary.DynamicNTK(4))
+    q, k, v = as_float32(*projections())
+    _, lse = scheme.attend(q, k, v, return_residuals=True, implementation="blockwise", sinks=jnp.zeros(HEADS))
+    chex.assert_shape(lse, (BATCH, TOKENS, HEADS))
+    chex.assert_trees_all_equal(scheme.attend(q, k, v, length=4), ROPE.attend(q, k, v))
+    chex.assert_trees_all_equal(scheme.attend(q, k, v), scheme.attend(q, k, v, length=TOKENS))
+    traced = jax.jit(lambda length: scheme.attend(q, k, v, length=length))(jnp.int32(9))
+    np.testing.assert_allclose(traced, scheme.attend(q, k, v, length=9), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "option"), [(pj.scheme("alibi"), "symmetric"), (pj.scheme("t5"), "bidirectional")], ids=str
+)
+def test_attend_refuses_the_other_direction(scheme, option):
+    with pytest.raises(ValueError, match=f"is for causal attention; use .*{option}=True"):
+        scheme.attend(*as_float32(*projections()), causal=False)
+
+
+def test_attend_says_which_parameters_are_missing():
+    with pytest.raises(ValueError, match="params must hold 'table'"):
+        pj.scheme("t5").attend(*as_float32(*projections()))
