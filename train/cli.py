@@ -71,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return COMMANDS[options.command](options.config, options.overrides)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         if options.traceback:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import threading
 
@@ -13,7 +14,7 @@ from flax import nnx
 
 from train import loop
 from train.checkpoint import restore_model
-from train.config import dump, parse, to_dict
+from train.config import MeshConfig, dump, parse, to_dict
 from train.data import documents
 from train.loop import fit, read_result
 
@@ -150,6 +151,25 @@ def test_a_killed_run_repeats_the_uninterrupted_one_bit_for_bit(config, straight
     assert fit(config, directory).finished
     chex.assert_trees_all_equal(parameters(directory), parameters(straight.directory))
     assert metrics(directory) == metrics(straight.directory)
+
+
+def test_a_run_killed_before_its_result_was_written_is_finished(config, straight, tmp_path):
+    directory = shutil.copytree(straight.directory, tmp_path / "copy")
+    (directory / "fit.json").unlink()
+    again = fit(config, directory)
+    assert (again.steps, again.final_loss) == (straight.steps, straight.final_loss)
+    assert read_result(directory) == again
+
+
+def test_a_run_goes_on_over_another_number_of_devices(config, straight, tmp_path, monkeypatch):
+    directory = tmp_path / "moved"
+    with monkeypatch.context() as patch:
+        kill_after(patch, 4)
+        with pytest.raises(Killed):
+            fit(config, directory)
+    two = dataclasses.replace(config, train=dataclasses.replace(config.train, mesh=MeshConfig(data=2)))
+    assert fit(two, directory).finished
+    chex.assert_trees_all_close(parameters(directory), parameters(straight.directory), atol=1e-4)
 
 
 def test_a_torn_line_of_metrics_is_written_again(config, straight, tmp_path, monkeypatch):
