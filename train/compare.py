@@ -6,6 +6,7 @@ peak memory are its own. Entries that extend a scheme without retraining are mea
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def _report(
     versions = json.loads((done.directory / "versions.json").read_text(encoding="utf-8"))
     write_file(config.directory / "config.yaml", dump(config))
     write_rows(config.directory / RESULTS, rows)
-    report.write(config.directory, rows, about(config, held_out, versions))
+    report.write(config.directory, rows, about(config, held_out, {**versions, "cpu": processor()}))
     report.show(rows, console)
     console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")
 
@@ -210,3 +211,13 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
         config=dump(config),
         versions=versions,
     )
+
+
+def processor() -> str:
+    """The name of this machine's processor, as far as the system tells it, and how many cores it has."""
+    name = platform.processor() or platform.machine()
+    details = Path("/proc/cpuinfo")
+    if details.exists():
+        lines = details.read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {os.cpu_count()} cores"

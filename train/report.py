@@ -321,8 +321,8 @@ def _around(figure: Any, panels: Sequence[Any], rows: Sequence[Row], about: Abou
     figure.text(0.01, 0.935, "\n".join(above), fontsize=9, color="#444444", va="top")
     figure.text(0.01, 0.015, "\n".join(below), fontsize=8, color="#444444", va="bottom")
     _legend(figure, panels[0], any(row["base"] for row in rows))
-    top, bottom = 0.935 - 0.03 * len(above), 0.01 + 0.026 * len(below)
-    figure.set_layout_engine("constrained", rect=(0, bottom, 1, top - bottom), wspace=0.04)
+    top, bottom = 0.915 - 0.03 * len(above), 0.02 + 0.026 * len(below)
+    figure.set_layout_engine("constrained", rect=(0.006, bottom, 0.99, top - bottom), wspace=0.04)
 
 
 def _legend(figure: Any, panel: Any, extended: bool) -> None:
