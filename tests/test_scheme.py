@@ -99,13 +99,9 @@ def test_what_is_refused_and_why(call, message):
 
 
 def test_a_scheme_is_a_static_argument():
-    @jax.jit
-    def identity(x):
-        return x
-
     stack = Layers((((ROPE, pj.scheme("nope")), 2), ((ROPE,), 1)))
     doubled = jax.jit(lambda x, scheme: 2 * x, static_argnums=1)
-    assert doubled(1.0, ROPE) == doubled(1.0, dataclasses.replace(ROPE)) == doubled(1.0, stack) == 2 * identity(1.0)
+    assert doubled(1.0, ROPE) == doubled(1.0, dataclasses.replace(ROPE)) == doubled(1.0, stack) == 2.0
     assert stack.schemes == (ROPE, pj.scheme("nope"), ROPE, pj.scheme("nope"), ROPE)
     assert uniform(ROPE, 3).schemes == (ROPE,) * 3
 

@@ -1,0 +1,84 @@
+"""Decoders of two layers of 32 for the tests: shapes, parameters, rows of documents, one compilation for each."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import posjax as pj
+from posjax.nn import Decoder, DecoderConfig
+from posjax.positions import from_segments
+
+VOCAB, LENGTH = 24, 16
+OPTIONS = {"learned": {"max_length": LENGTH}, "t5": {"num_buckets": 8, "max_distance": 12}}
+NAMES = pj.scheme_names()
+
+
+def preset(name):
+    return pj.scheme(name, **OPTIONS.get(name, {}))
+
+
+def config(scheme, **options):
+    sizes = {"vocab_size": VOCAB, "num_layers": 2, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24}
+    return DecoderConfig(**(sizes | options), scheme=scheme)
+
+
+@functools.cache
+def made(settings):
+    """Graph and parameters of a decoder; every shape has one set of parameters, whatever else differs."""
+    return nnx.split(Decoder(settings, rngs=nnx.Rngs(1)))
+
+
+@functools.cache
+def compiled(graph):
+    """``run(parameters, tokens, positions, segments, length)`` -> ((loss, logits), gradients), compiled once."""
+
+    def loss(state, tokens, positions, segments, length):
+        logits = nnx.merge(graph, state)(tokens, positions=positions, segment_ids=segments, length=length)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), (tokens * 7 % VOCAB)[..., None], axis=-1)[..., 0]
+        valid = segments >= 0
+        return -jnp.sum(jnp.where(valid, chosen, 0.0)) / valid.sum(), logits
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def run(settings, rows, length=LENGTH):
+    graph, state = made(settings)
+    (_, logits), gradients = compiled(graph)(state, *rows, length)
+    return np.asarray(logits), nnx.to_pure_dict(gradients)
+
+
+def documents():
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 32)
+    return tokens[:10], tokens[10:16], tokens[16:]
+
+
+def layout(*rows, left=False):
+    """Tokens, positions and segment ids of rows of documents, filled with junk that nothing may see."""
+    tokens = np.random.default_rng(len(rows) + left).integers(0, VOCAB, (len(rows), LENGTH))
+    segments = np.full((len(rows), LENGTH), -1)
+    for index, row in enumerate(rows):
+        at = LENGTH - sum(map(len, row)) if left else 0
+        for number, document in enumerate(row):
+            tokens[index, at : at + len(document)] = document
+            segments[index, at : at + len(document)] = number
+            at += len(document)
+    tokens, segments = jnp.asarray(tokens, jnp.int32), jnp.asarray(segments, jnp.int32)
+    return tokens, from_segments(segments), segments
+
+
+def separate():
+    a, b, c = documents()
+    return layout([a], [b], [c])
+
+
+def assert_same(found, wanted, tolerance=2e-5):
+    chex.assert_trees_all_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+def logits_of(model, tokens, **options):
+    graph, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda s: nnx.merge(graph, s)(tokens, **options))(state))
