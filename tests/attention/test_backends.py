@@ -150,33 +150,43 @@ def oracle(case: Case, values: dict):
 
 def loss(case: Case, implementation: str, values: dict):
     """A number that every output and every finite log-sum-exp takes part in."""
-    out, lse = call(case, values, implementation)
+    return _loss_of(call(case, values, implementation))[0]
+
+
+def _loss_of(result):
+    out, lse = result
     weights = jax.random.normal(jax.random.key(3), out.shape, out.dtype)
-    return (out * weights).sum() + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum()
+    return (out * weights).sum() + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum(), result
+
+
+def outputs_and_gradients(case: Case, backend: str, values: dict):
+    """Output, log-sum-exp and the gradients of every input, from one compiled program."""
+
+    def run(values):
+        out, transpose, lse = jax.vjp(lambda v: _loss_of(call(case, v, backend)), values, has_aux=True)
+        return *lse, transpose(jnp.ones_like(out))[0]
+
+    return jax.jit(run)(values)
 
 
 @cases
-@backends
-def test_forward_is_the_oracle(case, backend, small_tiles):
+def test_every_backend_is_the_oracle_forward_and_backward(case, small_tiles):
     small_tiles(case)
     values = inputs(case)
-    out, lse = jax.jit(partial(call, case, implementation=backend))(values)
-    chex.assert_shape(out, (BATCH, case.queries, case.heads, VALUE_SIZE))
-    chex.assert_shape(lse, (BATCH, case.queries, case.heads))
-    chex.assert_type([out, lse], jnp.float64)
     want_out, want_lse = oracle(case, values)
-    np.testing.assert_allclose(out, want_out, atol=1e-12)
-    np.testing.assert_allclose(lse, want_lse, atol=1e-12)
-
-
-@cases
-def test_blockwise_gradients_are_those_of_dense(case, small_tiles):
-    small_tiles(case)
-    values = inputs(case)
-    want, got = (jax.jit(jax.grad(partial(loss, case, b)))(values) for b in ("dense", "blockwise"))
-    chex.assert_trees_all_close(got, want, atol=1e-12, rtol=1e-10)
-    chex.assert_tree_all_finite(got)
+    gradients = {}
+    for backend in BACKENDS:
+        out, lse, gradients[backend] = outputs_and_gradients(case, backend, values)
+        chex.assert_shape(out, (BATCH, case.queries, case.heads, VALUE_SIZE))
+        chex.assert_shape(lse, (BATCH, case.queries, case.heads))
+        chex.assert_type([out, lse], jnp.float64)
+        np.testing.assert_allclose(out, want_out, atol=1e-12)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-12)
+    want = gradients.pop("dense")
+    chex.assert_tree_all_finite(want)
     assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(want)), "a gradient that is zero shows nothing"
+    for got in gradients.values():
+        chex.assert_trees_all_close(got, want, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["packed", "soft cap", "symmetric alibi"])
