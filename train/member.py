@@ -25,9 +25,7 @@ def run(config: Config) -> None:
     fitted = fit(config, progress=config.scheme.label)
     if not fitted.finished:
         raise ValueError(f"interrupted after {fitted.steps} of {config.train.steps} steps; run again to go on")
-    trained = {"train_tokens_per_second": fitted.tokens_per_second, "peak_memory_bytes": fitted.peak_memory_bytes}
     rows = measure_entries(config.directory, config, config.compare.schemes, told=lambda line: print(line, flush=True))
-    rows = [row if row["base"] else {**row, **trained} for row in rows]
     write_rows(config.directory / RESULTS, rows)
     write_file(config.directory / MEMBER, dump(config))
 

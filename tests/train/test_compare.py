@@ -286,6 +286,7 @@ def test_a_comparison_from_text_to_page(values, capfd):
     rows = evaluate(directory / "rope-seed0", ["evaluate.lengths=[8, 16, 32]"], silent())
     wanted = [by["rope", length]["window_nll"] for length in LENGTHS]
     assert [row["window_nll"] for row in rows] == pytest.approx(wanted, rel=1e-5)
+    assert rows[0]["train_tokens_per_second"] == trained["train_tokens_per_second"]
     assert read_rows(directory / "rope-seed0" / EVALUATION) == rows
     with pytest.raises(ValueError, match=r"is trained, so this cannot change: train\.steps was 4, now 5"):
         evaluate(directory / "rope-seed0", ["train.steps=5"], silent())

@@ -15,6 +15,7 @@ from train.checkpoint import read_config, restore_model, write_file
 from train.config import Config, SchemeConfig, differences, load
 from train.data import documents, encode
 from train.evaluate.perplexity import Measurement, check_lengths, measure
+from train.loop import read_result
 from train.model import build_scheme
 
 EVALUATION = "evaluation.jsonl"
@@ -46,10 +47,11 @@ def measure_entries(
 ) -> list[report.Row]:
     """Measures the trained parameters in `directory` under each scheme of `entries`; `told` gets a line for each row.
 
-    The columns about training are None.
+    The columns about training are None for extensions and for a run that is not finished.
     """
     held_out = held_out_tokens(config)
     _, model = restore_model(directory)
+    fitted = read_result(directory)
     rows = []
     for entry in entries:
         about = {
@@ -57,8 +59,8 @@ def measure_entries(
             "base": config.scheme.label if entry.extend else None,
             "seed": config.seed,
             "train_length": config.train.length,
-            "train_tokens_per_second": None,
-            "peak_memory_bytes": None,
+            "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.extend else None,
+            "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.extend else None,
         }
         for found in measure_model(model, entry, config, held_out):
             rows.append({**about, **found.as_row()})
