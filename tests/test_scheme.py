@@ -286,6 +286,8 @@ def test_the_causal_default_counts_keys_by_position_and_a_given_count_wins():
     causal = scheme.attend(q, k, v)
     by_hand = scheme.attend(q, k, v, visible=jnp.arange(TOKENS) + 1)
     chex.assert_trees_all_equal(causal, by_hand)
+    there = Range(1_000_003, TOKENS)
+    np.testing.assert_allclose(scheme.attend(q, k, v, q_positions=there, kv_positions=there), causal, atol=1e-6)
     last = scheme.attend(q[:, -1:], k, v, q_positions=Range(TOKENS - 1, 1))
     np.testing.assert_allclose(last, causal[:, -1:], atol=1e-6)
 

@@ -136,6 +136,14 @@ def test_bidirectional_packed_equals_separate_and_sees_both_sides(name):
     assert (np.abs(after[2, :6] - wanted[2, :6]).max(-1) > 1e-5).all()
 
 
+def test_bidirectional_scale_counts_the_whole_document():
+    settings = config(BOTH_WAYS["rope + log n"], causal=False)
+    model = nnx.merge(*made(settings))
+    tokens = separate()[0]
+    assert_same(logits_of(model, tokens[2:]), run(settings, separate())[0][2:])
+    assert_same(logits_of(model, tokens[:1, :10]), run(settings, separate())[0][:1, :10])
+
+
 @pytest.mark.parametrize(("name", "option"), [("alibi", "symmetric=True"), ("t5", "bidirectional=True")])
 def test_one_sided_biases_are_refused_in_both_directions(name, option):
     with pytest.raises(ValueError, match=f"causal attention; use .*{option}"):
@@ -172,6 +180,7 @@ def test_dynamic_ntk_takes_a_length_for_every_packed_document():
     packed, gradients = run(settings, layout([a, b], [c], []), jnp.stack([size, whole, whole]))
     sizes = jnp.broadcast_to(jnp.asarray([[10], [6], [16]], jnp.int32), (3, LENGTH))
     wanted, wanted_gradients = run(settings, separate(), sizes)
+    assert np.abs(wanted[0, :10] - run(settings, separate(), jnp.full_like(sizes, LENGTH))[0][0, :10]).max() > 1e-3
     assert_same(packed[0], np.concatenate([wanted[0, :10], wanted[1, :6]]))
     assert_same(gradients, wanted_gradients)
 
