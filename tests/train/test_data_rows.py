@@ -107,3 +107,10 @@ def test_training_rows_leave_held_out_text_alone(tmp_path):
     tokens = training_rows(config).tokens
     assert tokens.size == 3 * 42
     assert len(set(decode(tokens))) == 3
+
+
+def test_a_batch_may_be_one_row():
+    rows = rows_of(4)
+    stream = batches(rows, 1, seed=0)
+    seen = {next(stream).tokens.tobytes() for _ in range(len(rows))}
+    assert len(seen) == len(rows)

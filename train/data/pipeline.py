@@ -8,6 +8,8 @@ from train.data.packing import Batch, PackedRows, pack
 from train.data.sources import documents
 from train.data.tokenizer import encode
 
+_MANY_ROWS = 2**48
+
 
 def training_rows(config: Config) -> PackedRows:
     """The packed rows of the training documents. Raises ValueError for missing, empty or too little text."""
@@ -26,7 +28,9 @@ def batches(
     if batch_rows % processes:
         raise ValueError(f"a batch of {batch_rows} rows cannot be shared by {processes} processes evenly")
     part = slice(process * batch_rows // processes, (process + 1) * batch_rows // processes)
-    numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat().batch(batch_rows)
+    # Endless in name: Grain's own endless repetition has a length that no batch of one row can count.
+    passes = _MANY_ROWS // len(rows) + 1
+    numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(passes).batch(batch_rows)
     # Rows are cut in memory for a whole batch at once, so one thread, ahead by a few batches, is enough.
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(numbers.map(lambda batch: rows.batch(np.asarray(batch)[part])).to_iter_dataset(ahead))
