@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
-import resource
 import subprocess
 import sys
 import time
@@ -24,6 +21,7 @@ from rich.table import Table
 
 from posjax._checks import check
 from train.contenders import BACKWARD, CONTENDERS, FORWARD, Shape, refuses
+from train.machine import processor, resident_peak_bytes, versions
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class BenchConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     directions: tuple[Literal["forward", "forward + backward"], ...] = (FORWARD, BACKWARD)
     contenders: tuple[Literal["posjax", "jax.nn", "torch flex", "torch sdpa"], ...] = tuple(CONTENDERS)
-    repeats: int = 3
+    repeats: int = 5
     timeout: int = 600  # seconds for one measurement, compilation included
 
     def __post_init__(self):
@@ -71,9 +69,10 @@ def bench(config: BenchConfig) -> list[Measurement]:
     console = Console()
     directory = Path(config.output) / config.name
     directory.mkdir(parents=True, exist_ok=True)
+    found = versions(("jax", "jaxlib", "torch"))
     results = []
     with (directory / "bench.jsonl").open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"machine": machine(), "versions": versions()}) + "\n")
+        file.write(json.dumps({"machine": processor(), "versions": found}) + "\n")
         for shape in config.shapes:
             for name in config.contenders:
                 console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
@@ -81,7 +80,7 @@ def bench(config: BenchConfig) -> list[Measurement]:
                 file.write(json.dumps(dataclasses.asdict(results[-1])) + "\n")
                 file.flush()
     console.print(table(config, results))
-    console.print(f"{machine()} · " + " · ".join(f"{name} {version}" for name, version in versions().items()))
+    console.print(f"{processor()} · " + " · ".join(f"{name} {version}" for name, version in found.items()))
     console.print(f"numbers: {directory / 'bench.jsonl'}")
     return results
 
@@ -118,28 +117,6 @@ def _cell(result: Measurement) -> str:
     return result.problem or f"{result.seconds:.3f} s, {result.peak_bytes / 2**20:,.0f} MiB"
 
 
-def machine() -> str:
-    """The processor and the number of cores this process may use."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def versions() -> dict[str, str]:
-    """Versions of what is measured, of those that are installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import posjax
-
-    found = {"python": platform.python_version(), "posjax": posjax.__version__}
-    for name in ("jax", "torch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _child(order: str) -> None:
     """Measures one contender and prints the numbers as the last line."""
     order = json.loads(order)
@@ -153,9 +130,7 @@ def _child(order: str) -> None:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    print(json.dumps({"seconds": min(times), "peak_bytes": peak}))
+    print(json.dumps({"seconds": min(times), "peak_bytes": resident_peak_bytes()}))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ training is finished, and ``checkpoints/STEP``. A checkpoint has three items: ``
 ``optimizer`` (optax's state) and ``run`` (JSON: the place in the data, the config, the corpus's digest).
 """
 
-import importlib.metadata
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 from train.config import Config, differences, dump, parse, to_dict
+from train.machine import versions
 from train.model import build_model
 from train.step import TrainState
 
@@ -43,7 +42,12 @@ def create_run(config: Config, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if not _started(directory):
         write_file(directory / "config.yaml", dump(config))
-        write_file(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
+        write_file(directory / "versions.json", json.dumps(_versions(), indent=2) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    """The versions of everything that decides a number, and the device's name."""
+    return {"device": jax.devices()[0].device_kind, **versions(_PACKAGES)}
 
 
 def _started(directory: Path) -> bool:
@@ -63,13 +67,6 @@ def read_config(directory: Path) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is no run directory: it has no config.yaml")
     return parse(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def versions() -> dict[str, str]:
-    """The versions of everything that decides a number, and the device's name."""
-    found = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    here = {"python": platform.python_version(), "platform": platform.platform()}
-    return {**here, "device": jax.devices()[0].device_kind, **found}
 
 
 def write_file(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@ peak memory are its own. Entries that extend a scheme without retraining are mea
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from train import report
 from train.checkpoint import read_config, write_file
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump
 from train.evaluate.saved import check_causal, evaluated_scheme, held_out_tokens, read_rows, write_rows
+from train.machine import processor
 from train.member import ERROR, MEMBER, RESULTS
 
 
@@ -211,13 +211,3 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
         config=dump(config),
         versions=versions,
     )
-
-
-def processor() -> str:
-    """The name of this machine's processor, as far as the system tells it, and how many cores it has."""
-    name = platform.processor() or platform.machine()
-    details = Path("/proc/cpuinfo")
-    if details.exists():
-        lines = details.read_text(encoding="utf-8", errors="replace").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name}, {os.cpu_count()} cores"

@@ -1,8 +1,6 @@
 """What a run tells while it runs: throughput, memory, JSON lines, and a progress bar or plain lines."""
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,24 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from train.config import TrainConfig
+from train.machine import resident_peak_bytes
 
 Report = Callable[[int, float, float | None], None]
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held: on accelerators, of the first device; on a CPU, resident in RAM.
-
-    On Linux the resident peak is VmHWM, because ru_maxrss also counts the process that started this one.
-    """
+    """The most memory this process has held: on accelerators, of the first device; on a CPU, resident in RAM."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
         return statistics["peak_bytes_in_use"]
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resident_peak_bytes()
 
 
 class Throughput:

@@ -8,6 +8,7 @@ from posjax import nn
 from posjax.scheme import Scheme, scheme
 from train.config import Config, SchemeConfig
 from train.data import VOCABULARY_SIZE
+from train.sharding import RULES
 
 
 def build_scheme(entry: SchemeConfig) -> Scheme:
@@ -24,5 +25,6 @@ def build_model(config: Config) -> nn.Decoder:
     Raises ValueError for what cannot be built.
     """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    options = nn.DecoderConfig(vocab_size=VOCABULARY_SIZE, scheme=build_scheme(config.scheme), **fields)
+    fields |= {"vocab_size": VOCABULARY_SIZE, "scheme": build_scheme(config.scheme), "batch_axis": RULES["batch"]}
+    options = nn.DecoderConfig(**fields)
     return nn.Decoder(options, rngs=nnx.Rngs(config.seed))

@@ -33,6 +33,7 @@ class DecoderConfig:
             (everything but matrix products with parameters).
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
+        batch_axis: the mesh axis over which the batch is split, if it is; attention then runs under ``shard_map``.
     """
 
     vocab_size: int
@@ -50,6 +51,7 @@ class DecoderConfig:
     remat: str = "none"
     scan_layers: bool = True
     implementation: str | None = None
+    batch_axis: str | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):

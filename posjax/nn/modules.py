@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from posjax.attention.sharded import over_batch
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.positions import Positions
@@ -56,6 +57,19 @@ def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
 def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
     """The arrays of ``scheme_parameters`` again."""
     return {slot: {name: leaf[...] for name, leaf in made.items()} for slot, made in params.items()}
+
+
+def _split_by_batch(values: dict, rows: int) -> tuple[dict, dict]:
+    """The values without a batch axis, and those whose arrays all have one; Python numbers are in neither."""
+
+    def has_rows(name: str) -> bool:
+        arrays = jax.tree.leaves(values[name])
+        least = 1 if name == "length" else 2
+        return bool(arrays) and all(jnp.ndim(a) >= least and a.shape[0] == rows for a in arrays)
+
+    per_row = {name: value for name, value in values.items() if not isinstance(value, int) and has_rows(name)}
+    same = {name: value for name, value in values.items() if not isinstance(value, int) and name not in per_row}
+    return same, per_row
 
 
 class RMSNorm(nnx.Module):
@@ -110,21 +124,25 @@ class Attention(nnx.Module):
         ``shared`` holds the parameters that all layers share (``Scheme.init_shared``).
         """
         dtype = x.dtype
-        q, k, v = (jnp.einsum("bte,ehd->bthd", x, w[...].astype(dtype)) for w in (self.q, self.k, self.v))
-        out = self.scheme.attend(
-            q,
-            k,
-            v,
-            params=plain(self.learned) | (shared or {}),
+        projected = [jnp.einsum("bte,ehd->bthd", x, w[...].astype(dtype)) for w in (self.q, self.k, self.v)]
+        settings = {"positions": positions, "mask": mask, "visible": visible, "length": length}
+        same, per_row = _split_by_batch(settings, x.shape[0])
+        same |= {"params": plain(self.learned) | (shared or {})}
+        out = over_batch(partial(self._attend, length), self.config.batch_axis, same, projected, per_row)
+        return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(dtype))
+
+    def _attend(self, length, same: dict, projected: list, per_row: dict):
+        """``Scheme.attend`` on the rows of one device; a ``length`` that is a Python number stays one."""
+        given = {"length": length} | same | per_row
+        positions = given.pop("positions")
+        return self.scheme.attend(
+            *projected,
+            **given,
             causal=self.config.causal,
-            mask=mask,
             q_positions=positions,
             kv_positions=positions,
-            visible=visible,
-            length=length,
             implementation=self.config.implementation,
         )
-        return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(dtype))
 
 
 class MLP(nnx.Module):

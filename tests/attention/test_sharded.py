@@ -1,0 +1,93 @@
+"""Attention on a mesh: every device attends to its own rows, and nothing is gathered."""
+
+import dataclasses
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+from posjax import nn
+from posjax.attention.sharded import over_batch
+
+ROWS, LENGTH = 8, 24
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    scheme = pj.scheme("t5", num_buckets=8, max_distance=12, scale={"name": "ssmax"})
+    config = nn.DecoderConfig(
+        vocab_size=32, num_layers=2, model_dim=16, num_heads=2, scheme=scheme, implementation="blockwise"
+    )
+    return nn.Decoder(config, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    tokens = jax.random.randint(jax.random.key(0), (ROWS, LENGTH), 0, 32)
+    ids = jnp.sort(jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, 4), axis=-1)
+    return tokens, ids
+
+
+def loss(graph, state, tokens, ids):
+    logits = nnx.merge(graph, state)(tokens, segment_ids=ids)
+    return jnp.square(logits).mean()
+
+
+def on_axis(decoder, axis):
+    config = dataclasses.replace(decoder.config, batch_axis=axis)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
+    return graph
+
+
+def compiled(graph, state, batch, mesh):
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+        step = jax.jit(jax.value_and_grad(lambda state, *batch: loss(graph, state, *batch)))
+        return step.lower(state, *placed).compile(), (state, *placed)
+
+
+def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_gathered(decoder, batch, mesh):
+    graph, state = nnx.split(decoder)
+    want = jax.jit(jax.value_and_grad(lambda state, *batch: loss(graph, state, *batch)))(state, *batch)
+    program, arguments = compiled(on_axis(decoder, "data"), state, batch, mesh)
+    chex.assert_trees_all_close(jax.device_get(program(*arguments)), jax.device_get(want), rtol=2e-4, atol=1e-6)
+    assert re.search(r"all-reduce", program.as_text()), "gradients are summed over the devices"
+    assert not re.search(r"all-gather|all-to-all", program.as_text())
+
+
+def test_without_the_axis_the_compiler_gathers(decoder, batch, mesh):
+    """What the module is for: the same program partitioned by the compiler alone."""
+    graph, state = nnx.split(decoder)
+    program, _ = compiled(graph, state, batch, mesh)
+    assert re.search(r"all-gather|all-to-all|collective-permute", program.as_text())
+
+
+def test_without_a_mesh_it_is_a_plain_call(decoder, batch):
+    graph, state = nnx.split(decoder)
+    chex.assert_trees_all_close(loss(on_axis(decoder, "data"), state, *batch), loss(graph, state, *batch), atol=1e-6)
+
+
+def test_inside_a_shard_map_over_the_axis_it_is_a_plain_call(mesh):
+    def double(factor, x):
+        return factor * x
+
+    def local(x):
+        return over_batch(double, "data", jnp.float32(2), x)
+
+    with jax.set_mesh(mesh):
+        x = jnp.arange(8.0)
+        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(x)
+    chex.assert_trees_all_close(got, 2 * x)
