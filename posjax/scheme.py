@@ -203,7 +203,8 @@ class Scheme:
             q_positions: see ``attention``.
             kv_positions: see ``attention``.
             visible: how many keys each query may see, for scales that count them. When left out: if causal, those
-                from the first key to the query's own position, otherwise all. Packed rows need their own counts.
+                from the first key to the query's own position, otherwise all. Packed rows need their own counts,
+                and so do schemes that narrow what is visible by their own mask.
             length: the current length, for schemes that read it; the number of keys when left out.
             options: passed on to ``attention`` (``implementation``, ``sinks``, ``softcap``, ...).
 
