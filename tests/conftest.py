@@ -4,9 +4,20 @@ Most of the suite's time is compilation of small programs, and with fewer of LLV
 Not without any: at level 0 XLA of jax 0.10.2 miscompiles a gradient through log1p in float64.
 """
 
+import importlib.util
 import os
+
+import pytest
 
 FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
+
+
+def pytest_configure():
+    """Where parity is asked for, a missing oracle is an error, not a skipped test."""
+    if os.environ.get("POSJAX_REQUIRE_PARITY"):
+        missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise pytest.UsageError(f"POSJAX_REQUIRE_PARITY is set, but {' and '.join(missing)} cannot be imported")
