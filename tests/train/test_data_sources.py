@@ -27,7 +27,7 @@ def test_standard_library_leaves_out_packages_and_tests():
     train, held_out = documents(DataConfig(), "train"), documents(DataConfig(), "held_out")
     names = [name for name, _ in train + held_out]
     assert len(names) == len(set(names)) > 300
-    assert {"json/decoder.py", "argparse.py", "sysconfig.py"} <= set(names)
+    assert {"json/decoder.py", "argparse.py", "textwrap.py"} <= set(names)
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     assert all(unwanted.isdisjoint(name.split("/")) for name in names)
     assert 0.02 < len(held_out) / len(names) < 0.1
