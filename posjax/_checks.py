@@ -1,5 +1,6 @@
 """Argument checks whose messages name the argument, what was found and what would work."""
 
+import numbers
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -21,8 +22,15 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises unless the Python number ``value`` is greater than zero."""
-    check(value > 0, f"{name} must be positive, found {value!r}")
+    """Raises unless ``value`` is a number greater than zero."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    check(number and value > 0, f"{name} must be positive, found {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises unless ``value`` is a whole number greater than zero."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    check(whole and value > 0, f"{name} must be positive and whole, found {value!r}")
 
 
 def check_even(name: str, value: int) -> None:

@@ -28,6 +28,9 @@ class Blockwise:
         """The same value with its arrays lengthened to ``queries`` and ``keys`` tokens."""
         return self
 
+    def check(self, batch: int, queries: int, keys: int) -> None:
+        """Raises ValueError unless the arrays it carries fit an attention call of these sizes."""
+
     @property
     def batched(self) -> bool:
         """Whether it carries arrays that differ between the rows of a batch."""

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_even, check_rank
 from posjax.positions import Positions
-from posjax.rotary import FrequencyRule, Plain, RotaryTable, rotary_table
+from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable, rotary_table
 from posjax.rotary.rotation import PAIRINGS
 from posjax.rotary.rules import Length
 
@@ -186,6 +186,9 @@ class Coca:
         )
         check_choice("pairing", self.pairing, PAIRINGS)
         check_choice("precision", self.precision, ("exact", "hf"))
+        if not isinstance(self.frequencies, Proportional):
+            share = self.frequencies.partial_rotary_factor
+            check(share == 1, f"CoCA needs a rule that rotates the whole head, partial_rotary_factor is {share}")
 
     @property
     def shift_invariant(self) -> bool:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int8
 
-from posjax._checks import check, check_positive, check_rank
+from posjax._checks import check, check_count, check_rank
 from posjax._slots import Blockwise, with_head_axis
 from posjax.positions import Positions, Range, as_array
 
@@ -66,6 +66,14 @@ class Mask(Blockwise):
         """Allowed pairs for query positions ``i`` and key positions ``j`` that broadcast against each other."""
         raise TypeError(f"{type(self).__name__} is not a function of positions")
 
+    def visible(self, count: Int[Array, "*b q"], positions: Int[Array, "*b q"], causal: bool) -> Int[Array, "*b q"]:
+        """How many of ``count`` contiguous keys the mask leaves to each query, for scales that count them.
+
+        The keys are those up to the query's position if ``causal``. Where masks are joined by ``|`` keys that both
+        allow are counted twice, though never beyond ``count``.
+        """
+        return count
+
     def bounds(self, i_low, i_high, j_low, j_high):
         """``(some, all)`` for positions anywhere in ``[i_low, i_high]`` and ``[j_low, j_high]``."""
         raise TypeError(f"{type(self).__name__} is not a function of positions")
@@ -102,7 +110,7 @@ class Window(Mask):
     size: int
 
     def __post_init__(self):
-        check_positive("Window size", self.size)
+        check_count("Window size", self.size)
 
     def pairs(self, i, j):
         return (i - j < self.size) & (j - i < self.size)
@@ -110,6 +118,9 @@ class Window(Mask):
     def bounds(self, i_low, i_high, j_low, j_high):
         some = (i_low - j_high < self.size) & (j_low - i_high < self.size)
         return some, (i_high - j_low < self.size) & (j_high - i_low < self.size)
+
+    def visible(self, count, positions, causal):
+        return jnp.minimum(count, self.size if causal else 2 * self.size - 1)
 
 
 @partial(_static, meta_fields=["count"])
@@ -123,13 +134,17 @@ class Sinks(Mask):
     count: int
 
     def __post_init__(self):
-        check_positive("Sinks count", self.count)
+        check_count("Sinks count", self.count)
 
     def pairs(self, i, j):
+        # ``i == i`` gives the tile its queries' shape.
         return (j < self.count) & (i == i)
 
     def bounds(self, i_low, i_high, j_low, j_high):
         return (j_low < self.count) & (i_low == i_low), (j_high < self.count) & (i_low == i_low)
+
+    def visible(self, count, positions, causal):
+        return jnp.minimum(count, self.count)
 
     @property
     def shift_invariant(self) -> bool:
@@ -147,7 +162,7 @@ class Prefix(Mask):
     length: int
 
     def __post_init__(self):
-        check_positive("Prefix length", self.length)
+        check_count("Prefix length", self.length)
 
     def pairs(self, i, j):
         return (i < self.length) & (j < self.length)
@@ -168,7 +183,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self):
-        check_positive("Chunked size", self.size)
+        check_count("Chunked size", self.size)
 
     def pairs(self, i, j):
         return i // self.size == j // self.size
@@ -177,6 +192,9 @@ class Chunked(Mask):
         i_first, i_last, j_first, j_last = (x // self.size for x in (i_low, i_high, j_low, j_high))
         one = (i_first == i_last) & (j_first == j_last) & (i_first == j_first)
         return (i_first <= j_last) & (j_first <= i_last), one
+
+    def visible(self, count, positions, causal):
+        return jnp.minimum(count, positions % self.size + 1 if causal else self.size)
 
     @property
     def shift_invariant(self) -> bool:
@@ -227,6 +245,13 @@ class Segments(Mask):
     def pad(self, queries, keys):
         return Segments(_pad_ids(self.q_ids, queries), _pad_ids(self.kv_ids, keys))
 
+    def check(self, batch, queries, keys):
+        for name, ids, length in (("q_ids", self.q_ids, queries), ("kv_ids", self.kv_ids, keys)):
+            found = jnp.shape(ids)
+            check(found == (batch, length), f"Segments {name} must have shape {(batch, length)}, found {found}")
+            integers = jnp.issubdtype(ids.dtype, jnp.integer)
+            check(integers, f"Segments {name} must be integers, found {ids.dtype}")
+
     @property
     def batched(self):
         return True
@@ -264,6 +289,10 @@ class _Pair(Mask):
     def pad(self, queries, keys):
         return self._map("pad", queries, keys)
 
+    def check(self, batch, queries, keys):
+        self.left.check(batch, queries, keys)
+        self.right.check(batch, queries, keys)
+
     @property
     def batched(self):
         return self.left.batched or self.right.batched
@@ -284,6 +313,9 @@ class And(_Pair):
     left: Mask
     right: Mask
 
+    def visible(self, count, positions, causal):
+        return jnp.minimum(*(part.visible(count, positions, causal) for part in (self.left, self.right)))
+
     def allowed(self, q_positions, kv_positions):
         return self.left.allowed(q_positions, kv_positions) & self.right.allowed(q_positions, kv_positions)
 
@@ -299,6 +331,9 @@ class Or(_Pair):
 
     left: Mask
     right: Mask
+
+    def visible(self, count, positions, causal):
+        return jnp.minimum(count, sum(part.visible(count, positions, causal) for part in (self.left, self.right)))
 
     def allowed(self, q_positions, kv_positions):
         return self.left.allowed(q_positions, kv_positions) | self.right.allowed(q_positions, kv_positions)

@@ -78,7 +78,7 @@ def as_array(positions: Positions) -> Int[Array, "*batch length"]:
     Raises ValueError for another rank, for positions that are not integers, and for NumPy integers outside int32.
     """
     if isinstance(positions, Range):
-        return positions.start + jnp.arange(positions.length, dtype=jnp.int32)
+        return jnp.asarray(positions.start, jnp.int32) + jnp.arange(positions.length, dtype=jnp.int32)
     if not isinstance(positions, jax.Array):
         positions = np.asarray(positions)
     check(positions.ndim in (1, 2), f"positions must be [length] or [batch, length], found shape {positions.shape}")

@@ -73,6 +73,11 @@ class Scheme:
         _check_slot("scale", self.scale, "factor")
         _check_slot("bias", self.bias, "bind")
         _check_mask(self.mask)
+        rule = getattr(self.features, "frequencies", None)
+        check(
+            not (isinstance(rule, rotary.YaRN) and isinstance(self.scale, scales.YaRNTemperature)),
+            "scale: YaRN's frequencies bring its temperature already; leave YaRNTemperature out, or use NTKByParts",
+        )
         check(
             self.norm is None or not isinstance(self.features, coca.Coca),
             "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
@@ -203,8 +208,8 @@ class Scheme:
             q_positions: see ``attention``.
             kv_positions: see ``attention``.
             visible: how many keys each query may see, for scales that count them. When left out: if causal, those
-                from the first key to the query's own position, otherwise all. Packed rows need their own counts,
-                and so do schemes that narrow what is visible by their own mask.
+                from the first key to the query's own position, otherwise all. Packed rows need their own counts.
+                What the scheme's own mask leaves of them is worked out here.
             length: the current length, for schemes that read it; the number of keys when left out.
             options: passed on to ``attention`` (``implementation``, ``sinks``, ``softcap``, ...).
 
@@ -218,6 +223,8 @@ class Scheme:
         kv_positions = Range(0, k.shape[1]) if kv_positions is None else kv_positions
         if visible is None:
             visible = _count_visible(q_positions, kv_positions, causal)
+        if self.mask is not None:
+            visible = self.mask.visible(visible, as_array(q_positions), causal)
         if self.norm is not None:
             q, k = self.norm.apply(params.get("norm", {}), q, k)
         if self.features is not None:

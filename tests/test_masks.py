@@ -101,7 +101,17 @@ def test_masks_are_pytrees_and_position_masks_are_hashable():
     assert len(jax.tree.leaves(mask & Segments(jnp.asarray(IDS)))) == 2
 
 
-@pytest.mark.parametrize("make", [lambda: Window(0), lambda: Chunked(-1), lambda: Sinks(0), lambda: Prefix(0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Window(0),
+        lambda: Window("8"),
+        lambda: Window(2.5),
+        lambda: Chunked(-1),
+        lambda: Sinks(0),
+        lambda: Prefix(None),
+    ],
+)
 def test_sizes_must_be_positive(make):
     with pytest.raises(ValueError, match="must be positive"):
         make()
@@ -115,3 +125,23 @@ def test_a_mask_composes_with_masks_only():
 def test_tile_kinds_wants_whole_tiles():
     with pytest.raises(ValueError, match="q_positions has length 10, not a multiple of its block 4"):
         masks.tile_kinds(Causal(), positions.Range(0, 10), positions.Range(0, 8), 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [*((name, True) for name in ("causal", "window", "causal window", "sinks", "chunked")), ("window", False)],
+)
+def test_counts_of_visible_keys_are_the_rows_of_the_mask(name, causal):
+    mask, want = CASES[name]
+    allowed = np.broadcast_to(want & (COLUMN <= ROW) if causal else want, (N, N))
+    there = jnp.arange(N)
+    got = mask.visible(there + 1 if causal else jnp.full(N, N), there, causal)
+    inner = slice(None) if causal else slice(4, -4)
+    np.testing.assert_array_equal(got[inner], allowed.sum(-1)[inner])
+
+
+def test_counts_of_a_union_are_exact_where_its_parts_do_not_overlap():
+    mask = Window(4) | Sinks(2)
+    got = mask.visible(jnp.arange(N) + 1, jnp.arange(N), True)
+    np.testing.assert_array_equal(got[6:], 6)
+    np.testing.assert_array_equal(got[:4], jnp.arange(1, 5))

@@ -247,7 +247,7 @@ def test_coca_yarn_log_n_and_a_window_are_one_scheme(temperature):
     logits = strict_coca_logits(q, t, plain * ((1 - kept) / 4 + kept))
     extra = 0.1 * np.log(4) + 1
     temper = ((0.07 * np.log(4) + 1) / extra) ** 2 * extra**2 if temperature else extra**2
-    logits *= temper * (np.log(n + 1) / np.log(5))[:, None] / np.sqrt(SIZE)
+    logits *= temper * (np.log(np.minimum(n + 1, 4)) / np.log(5))[:, None] / np.sqrt(SIZE)
     slopes = 2.0 ** -np.array([2, 4, 6, 8])
     # The oracle takes logits as a bias on features that are zero.
     bias_values = logits - slopes[:, None, None] * distance

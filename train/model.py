@@ -25,6 +25,6 @@ def build_model(config: Config) -> nn.Decoder:
     Raises ValueError for what cannot be built.
     """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    fields |= {"vocab_size": VOCABULARY_SIZE, "scheme": build_scheme(config.scheme), "batch_axis": RULES["batch"]}
+    fields |= {"vocab_size": VOCABULARY_SIZE, "scheme": build_scheme(config.scheme), "batch_axes": (RULES["batch"],)}
     options = nn.DecoderConfig(**fields)
     return nn.Decoder(options, rngs=nnx.Rngs(config.seed))

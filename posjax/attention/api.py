@@ -2,20 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_rank
+from posjax._checks import check, check_choice, check_positive, check_rank
+from posjax._slots import Blockwise
 from posjax.attention.blockwise import blockwise
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, statistics_dtype
 from posjax.bias import Bias
 from posjax.masks import Mask
-from posjax.positions import Positions, Range
+from posjax.positions import Positions, Range, as_array
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
 
-# Up to here the logits of a head fill one tile at most, and the plain formula is what the tiles would compute.
-_DENSE_UP_TO = 512
+# Up to here a head's logits are no more than one tile of theirs, and the plain formula is what the tiles would compute.
+_DENSE_UP_TO = 512 * 512
 
 
 def attention(
@@ -56,11 +58,11 @@ def attention(
         softcap: bound of the logits (Gemma 2), or None.
         q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out.
         kv_positions: the same for the keys.
-        implementation: ``"dense"`` (quadratic memory), ``"blockwise"`` (linear), or None: ``"dense"`` up to 512
-            queries and keys, where one head's logits are a single tile, otherwise ``"blockwise"``.
+        implementation: ``"dense"`` (quadratic memory), ``"blockwise"`` (linear), or None: ``"dense"`` while one
+            head's logits are no more than a tile (512 x 512, or one query and many keys), otherwise ``"blockwise"``.
         return_residuals: also return the log-sum-exp of every row, sink included, float32 ``[batch, queries, heads]``;
-            minus infinity for a row that sees nothing. Its gradient is exact, so parts of a longer sequence can be
-            merged.
+            the sink alone, or minus infinity without one, for a row that sees nothing. Its gradient is exact, so parts
+            of a longer sequence can be merged; give the sinks to one part only.
 
     Returns:
         The output in the dtype of ``v``, or the pair of output and log-sum-exp.
@@ -71,6 +73,9 @@ def attention(
     _check_shapes(q, k, v)
     heads, kv_heads = q.shape[2], k.shape[2]
     _check_options(mask, softcap, sinks, heads)
+    for slot in (mask, bias):
+        if isinstance(slot, Blockwise):
+            slot.check(q.shape[0], q.shape[1], k.shape[1])
     operands = Operands(
         q=_group(_scaled(q, scale), kv_heads),
         k=jnp.moveaxis(k, 1, 2),
@@ -104,7 +109,8 @@ def _check_shapes(q, k, v) -> None:
 
 def _check_options(mask, softcap, sinks, heads: int) -> None:
     check(mask is None or isinstance(mask, Mask), f"mask must be a posjax.masks.Mask, found {type(mask).__name__}")
-    check(softcap is None or softcap > 0, f"softcap must be positive or None, found {softcap}")
+    if softcap is not None:
+        check_positive("softcap", softcap)
     check(
         sinks is None or sinks.shape == (heads,),
         f"sinks must have shape {(heads,)}, one logit per query head, found {getattr(sinks, 'shape', None)}",
@@ -136,18 +142,19 @@ def _checked_positions(name: str, positions: Positions | None, x) -> Positions:
     if isinstance(positions, Range):
         check(positions.length == length, f"{name} must cover {length} tokens, found a Range of {positions.length}")
         return positions
-    positions = jnp.asarray(positions)
+    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    check(jnp.issubdtype(positions.dtype, jnp.integer), f"{name} must be integers, found {positions.dtype}")
+    positions = as_array(positions)
     check(
         positions.shape in ((length,), (1, length), (batch, length)),
         f"{name} must have shape {(length,)} or {(batch, length)}, found {positions.shape}",
     )
-    check(jnp.issubdtype(positions.dtype, jnp.integer), f"{name} must be integers, found {positions.dtype}")
     return positions[0] if positions.shape[0] == 1 and positions.ndim == 2 else positions
 
 
 def _choose(implementation: str | None, q, k) -> str:
     if implementation is None:
-        return "dense" if max(q.shape[1], k.shape[1]) <= _DENSE_UP_TO else "blockwise"
+        return "dense" if q.shape[1] * k.shape[1] <= _DENSE_UP_TO else "blockwise"
     check_choice("implementation", implementation, tuple(BACKENDS))
     return implementation
 

@@ -30,10 +30,11 @@ from posjax.attention.operands import (
     statistics_dtype,
 )
 from posjax.masks import EMPTY, FULL, MIXED, Extent, Mask, extent
-from posjax.positions import Range
+from posjax.positions import Range, as_array
 
 _TILE_ELEMENTS = 2**21
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
+_LARGEST_POSITION = 2**31 - 1
 
 
 class Blocks(NamedTuple):
@@ -122,7 +123,9 @@ def _lengthen(x, more: int, axis: int, mode: str = "constant"):
 
 def _lengthen_positions(positions, more: int):
     if isinstance(positions, Range):
-        return Range(positions.start, positions.length + more)
+        if not positions.is_static or positions.start + positions.length + more - 1 <= _LARGEST_POSITION:
+            return Range(positions.start, positions.length + more)
+        positions = as_array(positions)
     return _lengthen(positions, more, axis=positions.ndim - 1, mode="edge")
 
 
@@ -218,7 +221,7 @@ def _tile(x: Operands, blocks: Blocks, i, j) -> Operands:
 
 
 def _tile_bias(tile: Operands):
-    return group_bias(tile.bias.values(tile.q_positions, tile.kv_positions), tile.k.shape[1])
+    return group_bias(tile.bias.values(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
 
 
 def _tile_logits(tile: Operands, masked: bool):
@@ -330,7 +333,7 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
         _zeros(x.k.shape, x.k.dtype, x.q),
         _zeros(x.v.shape, x.v.dtype, x.q),
         _zeros(x.q.shape, dtype, x.q),
-        [_zeros(leaf.shape, leaf.dtype, x.q) for leaf in _inexact_leaves(x.bias)[0]],
+        [_zeros(leaf.shape, jnp.promote_types(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(x.bias)[0]],
     )
     d_k, d_v, d_q, d_bias = jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start)
     return (_cotangent(x, d_q.astype(x.q.dtype), d_k, d_v, d_bias),)
@@ -366,7 +369,8 @@ def _bias_gradient(x: Operands, blocks: Blocks, i, j, d_logits) -> list:
 def _cotangent(x: Operands, d_q, d_k, d_v, d_bias) -> Operands:
     """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
     zeros = jax.tree.map(_no_gradient, x)
-    bias = _inexact_leaves(zeros.bias)[1](d_bias) if x.bias is not None else None
+    leaves, rebuild = _inexact_leaves(zeros.bias)
+    bias = rebuild([a.astype(leaf.dtype) for a, leaf in zip(d_bias, leaves, strict=True)])
     return dataclasses.replace(zeros, q=d_q, k=d_k, v=d_v, bias=bias)
 
 

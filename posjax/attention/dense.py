@@ -20,7 +20,7 @@ def dense(x: Operands) -> tuple:
     positions = with_head_axis(as_array(x.q_positions)), with_head_axis(as_array(x.kv_positions))
     logits = scores(x.q, x.k)
     if x.bias is not None:
-        logits = logits + group_bias(x.bias.values(*positions), x.k.shape[1])
+        logits = logits + group_bias(x.bias.values(*positions), *x.q.shape[1:3])
     if x.softcap is not None:
         logits = x.softcap * jnp.tanh(logits / x.softcap)
     if x.mask is not None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from posjax._checks import check
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions
@@ -47,10 +48,15 @@ def statistics_dtype(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def group_bias(tile: Float[Array, "*b heads q k"], kv_heads: int) -> Float[Array, "*b kv_heads group q k"]:
-    """Splits the head axis of a bias tile like that of the queries."""
+def group_bias(tile: Float[Array, "*b heads q k"], kv_heads: int, group: int) -> Float[Array, "*b kv_heads group q k"]:
+    """Splits the head axis of a bias tile like that of the queries.
+
+    Raises:
+        ValueError: if the bias was bound for another number of heads.
+    """
     *batch, heads, q, k = tile.shape
-    return tile.reshape(*batch, kv_heads, heads // kv_heads, q, k)
+    check(heads == kv_heads * group, f"bias is bound for {heads} heads, but q has {kv_heads * group}")
+    return tile.reshape(*batch, kv_heads, group, q, k)
 
 
 def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int) -> Bool[Array, "*b q k"]:

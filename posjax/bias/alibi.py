@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_positive
+from posjax._checks import check, check_count
 from posjax._slots import with_head_axis
 from posjax.bias.base import Bias, distance, heads_first
 from posjax.positions import Positions, as_array
@@ -25,8 +25,8 @@ def alibi_slopes(num_heads: int) -> Float[Array, "heads"]:
     Raises:
         ValueError: if ``num_heads`` is not positive.
     """
-    check_positive("num_heads", num_heads)
-    power = 1 << (num_heads.bit_length() - 1)
+    check_count("num_heads", num_heads)
+    power = 1 << (int(num_heads).bit_length() - 1)
     slopes = _geometric(power)
     extra = _geometric(2 * power)[::2][: num_heads - power]
     return jnp.asarray(np.concatenate([slopes, extra]), jnp.float32)
@@ -37,7 +37,7 @@ def _geometric(num_heads: int) -> np.ndarray:
 
 
 def alibi_bias(
-    num_heads: int, q_positions: Positions, kv_positions: Positions, *, symmetric: bool = False
+    num_heads: int, q_positions: Positions, k_positions: Positions, *, symmetric: bool = False
 ) -> Float[Array, "*b heads q k"]:
     """The whole ALiBi bias as an array, quadratic; ``attention(..., bias=ALiBi())`` never makes it.
 
@@ -46,14 +46,14 @@ def alibi_bias(
     Args:
         num_heads: number of query heads.
         q_positions: ``[q]`` or ``[batch, q]``.
-        kv_positions: ``[k]`` or ``[batch, k]``.
+        k_positions: ``[k]`` or ``[batch, k]``.
         symmetric: for bidirectional attention.
 
     Returns:
         float32 ``[heads, q, k]`` or ``[batch, heads, q, k]``.
     """
     bound = ALiBi(symmetric=symmetric).bind(num_heads=num_heads)
-    return bound.values(with_head_axis(as_array(q_positions)), with_head_axis(as_array(kv_positions)))
+    return bound.values(with_head_axis(as_array(q_positions)), with_head_axis(as_array(k_positions)))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["slopes"], meta_fields=["symmetric"])
@@ -68,7 +68,8 @@ class LinearBias(Bias):
         # The distance is an exact integer before it meets the slope, so the bias keeps its bits at any position.
         r = distance(q_positions, kv_positions)
         r = jnp.abs(r) if self.symmetric else r
-        return -heads_first(self.slopes) * r.astype(self.slopes.dtype)
+        slopes = self.slopes.astype(jnp.promote_types(self.slopes.dtype, jnp.float32))
+        return -heads_first(slopes) * r.astype(slopes.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,4 +101,6 @@ class ALiBi:
         check(
             bool(params) and "slopes" in params, "params must hold 'slopes': ALiBi(learned=True).init(...) makes them"
         )
-        return LinearBias(params["slopes"], self.symmetric)
+        slopes = params["slopes"]
+        check(slopes.shape == (num_heads,), f"slopes must have shape {(num_heads,)}, found {slopes.shape}")
+        return LinearBias(slopes, self.symmetric)

@@ -23,7 +23,7 @@ class LogBias(Bias):
     p: Float[Array, "heads"]
 
     def values(self, q_positions, kv_positions):
-        a, p = (heads_first(jnp.maximum(x, _SMALLEST)) for x in (self.a, self.p))
+        a, p = (heads_first(jnp.maximum(_widened(x), _SMALLEST)) for x in (self.a, self.p))
         r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
         return -p * jnp.log1p(a * r)
 
@@ -37,11 +37,15 @@ class PowerBias(Bias):
     p: Float[Array, "heads"]
 
     def values(self, q_positions, kv_positions):
-        a = heads_first(jnp.maximum(self.a, _SMALLEST))
-        p = heads_first(jnp.clip(self.p, _SMALLEST, _LARGEST_POWER))
+        a = heads_first(jnp.maximum(_widened(self.a), _SMALLEST))
+        p = heads_first(jnp.clip(_widened(self.p), _SMALLEST, _LARGEST_POWER))
         r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
         # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped.
         return jnp.where(r > 0, -a * jnp.maximum(r, 1) ** p, 0.0)
+
+
+def _widened(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 _KINDS = {"log": LogBias, "power": PowerBias}
@@ -68,8 +72,8 @@ class Kerple:
         """``{"a": [heads], "p": [heads]}``, float32."""
         key_a, key_p = jax.random.split(key)
         return {
-            "a": jax.random.uniform(key_a, (num_heads,), maxval=1.0),
-            "p": jax.random.uniform(key_p, (num_heads,), maxval=2.0),
+            "a": jax.random.uniform(key_a, (num_heads,), jnp.float32, maxval=1.0),
+            "p": jax.random.uniform(key_p, (num_heads,), jnp.float32, maxval=2.0),
         }
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> LogBias | PowerBias:
@@ -79,4 +83,7 @@ class Kerple:
             ValueError: if ``params`` does not hold ``a`` and ``p``.
         """
         check(bool(params) and {"a", "p"} <= set(params), "params must hold 'a' and 'p': Kerple(...).init makes them")
+        for name in ("a", "p"):
+            found = params[name].shape
+            check(found == (num_heads,), f"{name} must have shape {(num_heads,)}, found {found}")
         return _KINDS[self.kind](params["a"], params["p"])

@@ -128,7 +128,7 @@ class T5:
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
         """``{"table": [buckets, heads]}``, float32."""
-        return {"table": self.stddev * jax.random.normal(key, (self.num_buckets, num_heads))}
+        return {"table": self.stddev * jax.random.normal(key, (self.num_buckets, num_heads), jnp.float32)}
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> BucketBias:
         """The bias with its table.

@@ -33,7 +33,8 @@ class DecoderConfig:
             (everything but matrix products with parameters).
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
-        batch_axis: the mesh axis over which the batch is split, if it is; attention then runs under ``shard_map``.
+        batch_axes: the mesh axes over which the batch is split, if any; attention then runs under ``shard_map``. The
+            mesh in use (``jax.set_mesh``) must have them, with ``AxisType.Auto``.
     """
 
     vocab_size: int
@@ -51,7 +52,7 @@ class DecoderConfig:
     remat: str = "none"
     scan_layers: bool = True
     implementation: str | None = None
-    batch_axis: str | None = None
+    batch_axes: tuple[str, ...] = ()
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):

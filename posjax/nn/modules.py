@@ -40,7 +40,7 @@ class Context:
 
 def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
     """A normal float32 parameter whose axes have logical names."""
-    return nnx.Param(stddev * jax.random.normal(key, shape), logical_axes=axes)
+    return nnx.Param(stddev * jax.random.normal(key, shape, jnp.float32), logical_axes=axes)
 
 
 def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
@@ -76,7 +76,7 @@ class RMSNorm(nnx.Module):
     """``x / rms(x) * gain`` over the last axis, in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
 
     def __init__(self, size: int, axis: str = "embed"):
-        self.gain = nnx.Param(jnp.ones(size), logical_axes=(axis,))
+        self.gain = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=(axis,))
 
     def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
         wide = x.astype(jnp.float32)
@@ -128,7 +128,7 @@ class Attention(nnx.Module):
         settings = {"positions": positions, "mask": mask, "visible": visible, "length": length}
         same, per_row = _split_by_batch(settings, x.shape[0])
         same |= {"params": plain(self.learned) | (shared or {})}
-        out = over_batch(partial(self._attend, length), self.config.batch_axis, same, projected, per_row)
+        out = over_batch(partial(self._attend, length), self.config.batch_axes, same, projected, per_row)
         return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(dtype))
 
     def _attend(self, length, same: dict, projected: list, per_row: dict):

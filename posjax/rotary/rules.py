@@ -169,7 +169,8 @@ class Proportional(FrequencyRule):
 def frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary_factor: float = 1.0) -> Frequencies:
     """RoPE's inverse frequencies theta_t = base^(-2t/w), t = 0 .. w/2 - 1, w = int(head_dim * partial_rotary_factor).
 
-    Radians per position; behaves as a float32 array ``[w/2]`` and carries the exact fixed-point form beside it.
+    Radians per position; ``.value`` is the float32 array ``[w/2]``, which
+    NumPy and jnp functions take it for, and the exact fixed-point form stands beside it.
     Raises ValueError for an odd width. (RoFormer, arXiv:2104.09864, section 3.2.2)
     """
     return Plain(base, head_dim=head_dim, partial_rotary_factor=partial_rotary_factor).frequencies()[0]

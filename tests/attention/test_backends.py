@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 import posjax
 from posjax import masks
 from posjax.attention import attention
-from posjax.attention.api import BACKENDS
+from posjax.attention.api import BACKENDS, _group
 from posjax.attention.blockwise import Blocks, blockwise
+from posjax.attention.operands import Operands
 from posjax.bias import T5, ALiBi, Kerple
 from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
 from posjax.positions import Range, as_array, from_segments
@@ -98,7 +99,7 @@ def inputs(case: Case, dtype=jnp.float64) -> dict:
     if case.sinks:
         values["sinks"] = normal(next(keys), (case.heads,))
     if case.bias is not None and (params := case.bias.init(next(keys), case.heads)):
-        values["bias"] = jax.tree.map(lambda x: 30 * x if case.bias == T5 else x.astype(dtype), params)
+        values["bias"] = jax.tree.map(lambda x: (30 if isinstance(case.bias, T5) else 1) * x.astype(dtype), params)
     return values
 
 
@@ -349,20 +350,73 @@ def test_a_traced_offset_is_one_program_for_all_steps():
 
 
 def test_empty_tiles_are_not_visited():
-    """A forbidden tile full of NaN leaves no trace: it was never multiplied by anything."""
-    case = Case("window", queries=64, keys=64, mask=Causal() & Window(8))
-    values = inputs(case)
-    values["k"] = values["k"].at[:, :16].set(jnp.nan)
-    values["v"] = values["v"].at[:, :16].set(jnp.nan)
-    q, k, v = values["q"], values["k"], values["v"]
-    from posjax.attention.api import _group
-    from posjax.attention.operands import Operands
+    """Forbidden tiles full of NaN leave no trace, forward or backward: nothing was multiplied by them."""
+    values = inputs(Case("window", queries=64, keys=64))
+    poison = {name: values[name].at[:, :16].set(jnp.nan) for name in "kv"}
+    sees_none = slice(24, None)
 
-    operands = Operands(
-        _group(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2), None, case.mask, Range(0, 64), Range(0, 64)
-    )
-    out, _ = blockwise(operands, Blocks(8, 8))
-    assert np.isfinite(out[..., 24:, :]).all()
+    def run(q, k, v):
+        operands = Operands(
+            _group(q, 2),
+            jnp.moveaxis(k, 1, 2),
+            jnp.moveaxis(v, 1, 2),
+            None,
+            Causal() & Window(8),
+            Range(0, 64),
+            Range(0, 64),
+        )
+        return blockwise(operands, Blocks(8, 8))[0][..., sees_none, :]
+
+    out, transpose = jax.vjp(run, values["q"], poison["k"], poison["v"])
+    d_q, d_k, d_v = transpose(jnp.ones_like(out))
+    chex.assert_tree_all_finite([out, d_q[:, sees_none], d_k[:, 32:], d_v[:, 32:]])
+
+
+def test_by_itself_attention_takes_memory_linear_in_the_length():
+    """The compiler's own plan for forward and backward at 4096 tokens: far below one n x n array of 64 MiB."""
+    shapes = [jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)] * 3
+
+    def run(q, k, v):
+        return attention(q, k, v, bias=ALiBi(), mask=Causal()).sum()
+
+    plan = jax.jit(jax.grad(run, (0, 1, 2))).lower(*shapes).compile().memory_analysis()
+    assert plan.temp_size_in_bytes < 16 * 2**20
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_with_its_own_tiles_beyond_one_tile(packed):
+    length = 600
+    values = inputs(Case("long", queries=length, keys=length, heads=2, kv_heads=1), jnp.float32)
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (BATCH, length))), jnp.int32)
+    mask = Causal() & Segments(ids) if packed else Causal() & (Window(200) | Sinks(4))
+
+    def run(values, implementation=None):
+        return attention(*values, bias=ALiBi(), mask=mask, implementation=implementation)
+
+    arguments = values["q"], values["k"], values["v"]
+    (want, want_t), (got, got_t) = (jax.vjp(partial(run, implementation=i), arguments) for i in ("dense", None))
+    chex.assert_trees_all_close(got, want, atol=1e-5)
+    chex.assert_trees_all_close(got_t(jnp.ones_like(got)), want_t(jnp.ones_like(want)), atol=1e-4)
+    assert not np.array_equal(got, want), "the two were computed differently"
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint32, np.int64])
+def test_positions_of_any_integer_dtype(dtype):
+    case = Case("narrow", queries=100, keys=100, bias=ALiBi(symmetric=True), mask=Window(9), blocks=(16, 32))
+    where = np.arange(100).astype(dtype)
+    case, plain = dataclasses.replace(case, q_positions=where, kv_positions=where), case
+    values = inputs(case)
+    want = call(plain, values, "dense")
+    for backend in BACKENDS:
+        chex.assert_trees_all_close(call(case, values, backend), want, atol=1e-12)
+
+
+def test_the_last_positions_of_int32_need_no_room_beyond_them(small_tiles):
+    end = Range(2**31 - 13, 13)
+    case = Case("end", bias=ALiBi(), mask=Causal() & Window(5), q_positions=end, kv_positions=end)
+    small_tiles(case)
+    values = inputs(case)
+    chex.assert_trees_all_close(call(case, values, "blockwise"), call(case, values, "dense"), atol=1e-12)
 
 
 def test_gqa_is_repeated_keys():
@@ -395,14 +449,6 @@ def test_a_sink_is_a_zero_key_and_value_with_its_logit():
     chex.assert_trees_all_close(got, want, atol=1e-12)
 
 
-def test_softmax_rows_of_equal_values_return_the_value():
-    """Any relative position in the logits alone gives v back when every token has the same value."""
-    values = inputs(Case("same"))
-    v = jnp.broadcast_to(values["v"][:, :1], values["v"].shape)
-    out = attention(values["q"], values["k"], v, bias=ALiBi(), mask=Causal())
-    chex.assert_trees_all_close(out, jnp.repeat(v, 2, axis=2), atol=1e-12)
-
-
 def test_agrees_with_jax_nn():
     values = inputs(Case("jax"), jnp.float32)
     q, k, v = values["q"], values["k"], values["v"][..., :VALUE_SIZE]
@@ -433,7 +479,11 @@ def bad(**changes):
         (bad(mask=True), "mask must be a posjax.masks.Mask, found bool"),
         (bad(bias=3.0), "bias must be a posjax bias or the spec of one, found float"),
         (bad(bias=T5()), "params must hold 'table'"),
-        (bad(softcap=-1.0), "softcap must be positive or None, found -1.0"),
+        (bad(bias=ALiBi().bind(num_heads=2)), "bias is bound for 2 heads, but q has 4"),
+        (bad(softcap="30"), "softcap must be positive, found '30'"),
+        (bad(mask=Segments(IDS)), r"Segments q_ids must have shape \(2, 5\), found \(2, 13\)"),
+        (bad(mask=Causal() & Segments(jnp.zeros((2, 5)), jnp.zeros((2, 7)))), "Segments q_ids must be integers"),
+        (bad(softcap=-1.0), "softcap must be positive, found -1.0"),
         (bad(sinks=jnp.zeros(2)), r"sinks must have shape \(4,\)"),
         (bad(scale=jnp.zeros(3)), r"scale must broadcast to \[batch, queries, heads\]"),
         (bad(q_positions=jnp.arange(7)), r"q_positions must have shape \(5,\) or \(2, 5\), found \(7,\)"),

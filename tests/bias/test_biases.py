@@ -59,6 +59,25 @@ def test_alibi_keeps_its_bits_at_long_range():
     np.testing.assert_array_equal(bias, alibi_bias(8, far + 1_000_003, far + 1_000_003))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_parameters_of_low_precision_meet_distances_in_float32(dtype):
+    far = jnp.asarray([0, 70_001])
+    low = [jnp.asarray([0.25, 0.5], dtype)] * 2
+    spec = ALiBi(learned=True)
+    for bound in (spec.bind({"slopes": low[0]}, num_heads=2), LogBias(*low), PowerBias(*low)):
+        want = jax.tree.map(lambda x: x.astype(jnp.float32), bound).values(far, far)
+        got = bound.values(far, far)
+        chex.assert_type(got, jnp.float32)
+        chex.assert_trees_all_close(got, want)
+
+
+def test_parameters_for_other_heads_are_named():
+    with pytest.raises(ValueError, match=r"slopes must have shape \(4,\), found \(2,\)"):
+        ALiBi(learned=True).bind({"slopes": jnp.ones(2)}, num_heads=4)
+    with pytest.raises(ValueError, match=r"p must have shape \(4,\), found \(2,\)"):
+        Kerple().bind({"a": jnp.ones(4), "p": jnp.ones(2)}, num_heads=4)
+
+
 def test_alibi_is_a_vector_of_keys_under_a_causal_softmax():
     scores = jax.random.normal(jax.random.key(0), (4, 6, 6))
     causal = Q[None] <= Q[:, None]
@@ -77,7 +96,7 @@ def test_alibi_learned_slopes():
         spec.bind(num_heads=4)
 
 
-@pytest.mark.parametrize("heads", [0, -3])
+@pytest.mark.parametrize("heads", [0, -3, 8.0, True])
 def test_alibi_refuses_no_heads(heads):
     with pytest.raises(ValueError, match="num_heads must be positive"):
         alibi_slopes(heads)
