@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from posjax._checks import check
 from train.contenders import BACKWARD, CONTENDERS, FORWARD, Shape, refuses
-from train.machine import processor, resident_peak_bytes, versions
+from train.machine import processor, resident_peak_bytes, versions, write_file
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,12 @@ def bench(config: BenchConfig) -> list[Measurement]:
     directory.mkdir(parents=True, exist_ok=True)
     found = versions(("jax", "jaxlib", "torch"))
     results = []
-    with (directory / "bench.jsonl").open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"machine": processor(), "versions": found}) + "\n")
-        for shape in config.shapes:
-            for name in config.contenders:
-                console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
-                results.append(measure(name, shape, config.repeats, config.timeout))
-                file.write(json.dumps(dataclasses.asdict(results[-1])) + "\n")
-                file.flush()
+    for shape in config.shapes:
+        for name in config.contenders:
+            console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
+            results.append(measure(name, shape, config.repeats, config.timeout))
+    lines = [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)]
+    write_file(directory / "bench.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     console.print(table(config, results))
     console.print(f"{processor()} · " + " · ".join(f"{name} {version}" for name, version in found.items()))
     console.print(f"numbers: {directory / 'bench.jsonl'}")
@@ -96,8 +95,10 @@ def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Measurement:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return Measurement(name, shape, problem=f"longer than {timeout} s")
-    if done.returncode < 0 or "RESOURCE_EXHAUSTED" in done.stderr:
+    if done.returncode == -signal.SIGKILL or "RESOURCE_EXHAUSTED" in done.stderr:
         return Measurement(name, shape, problem="out of memory")
+    if done.returncode < 0:
+        return Measurement(name, shape, problem=f"died of signal {-done.returncode}")
     if done.returncode:
         return Measurement(name, shape, problem=(done.stderr.strip().splitlines() or ["failed"])[-1][:200])
     return Measurement(name, shape, **json.loads(done.stdout.splitlines()[-1]))

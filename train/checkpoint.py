@@ -6,35 +6,40 @@ training is finished, and ``checkpoints/STEP``. A checkpoint has three items: ``
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-import yaml
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from train.config import Config, differences, dump, parse, to_dict
-from train.machine import versions
+from train.config import Config, differences, dump, parse, parse_text, to_dict
+from train.machine import versions, write_file
 from train.model import build_model
 from train.step import TrainState
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+RUN_FILES = frozenset(
+    ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", "results.jsonl")
+) | {"member.yaml"}
+"""What a run directory may hold; one with anything else in it is not ours to write into."""
+
+_PACKAGES = ("posjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def check_run(config: Config, directory: Path) -> None:
     """Raises ValueError for a directory that holds another config's run, naming what differs, or other things."""
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; choose another name for the run")
+    strange = sorted(path.name for path in directory.glob("*") if path.name not in RUN_FILES)
+    if strange and directory.is_dir():
+        raise ValueError(f"{directory} holds other things than a run ({strange[0]}); choose another name")
     if (directory / "config.yaml").exists():
+        saved = read_config(directory)
         if _started(directory):
-            _refuse_another(read_config(directory), config, str(directory))
-        return
-    visible = directory.iterdir() if directory.is_dir() else ()
-    if directory.is_file() or any(not path.name.startswith(".") for path in visible):
-        raise ValueError(f"{directory} is there already and is no run directory (no config.yaml); choose another name")
+            _refuse_another(saved, config, str(directory))
 
 
 def create_run(config: Config, directory: Path) -> None:
@@ -66,14 +71,7 @@ def read_config(directory: Path) -> Config:
     path = directory / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} is no run directory: it has no config.yaml")
-    return parse(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def write_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    return parse_text(path.read_text(encoding="utf-8"), str(path))
 
 
 class Checkpoints:

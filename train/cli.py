@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
+        print("stopped; the same command goes on from there", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -7,9 +7,12 @@ peak memory are its own. Entries that extend a scheme without retraining are mea
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +20,10 @@ import numpy as np
 from rich.console import Console
 
 from train import report
-from train.checkpoint import read_config, write_file
+from train.checkpoint import read_config
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump
 from train.evaluate.saved import check_causal, evaluated_scheme, held_out_tokens, read_rows, write_rows
-from train.machine import processor
+from train.machine import processor, write_file
 from train.member import ERROR, MEMBER, RESULTS
 
 
@@ -35,6 +38,7 @@ def compare(config: Config, console: Console | None = None) -> Path:
     """
     console = console or Console(highlight=False)
     planned, held_out = members(config), held_out_tokens(config)
+    _refuse_other_things(config.directory)
     for member in planned:
         _refuse_another(member)
     config.directory.mkdir(parents=True, exist_ok=True)
@@ -105,6 +109,20 @@ def _file_name(label: str) -> str:
     return re.sub(r"[^\w.=-]+", "-", label).strip("-.") or "scheme"
 
 
+def _refuse_other_things(directory: Path) -> None:
+    """Raises ValueError for a directory that holds more than comparisons leave: a run, or somebody's own files."""
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; choose another name for the comparison")
+    for path in sorted(directory.glob("*")):
+        ours = path.name in ("config.yaml", RESULTS, "figure.png", "index.html") or path.suffix == ".log"
+        member = path.is_dir() and (path / "config.yaml").exists()
+        empty = path.is_dir() and not any(path.iterdir())
+        if not (ours or member or empty):
+            raise ValueError(f"{directory} holds other things than a comparison ({path.name}); choose another name")
+    if (directory / "config.yaml").exists():
+        read_config(directory)
+
+
 def _refuse_another(member: Config) -> None:
     """Raises ValueError if the member's directory holds a training of another config."""
     if not (member.directory / "config.yaml").exists():
@@ -139,14 +157,28 @@ def run_member(member: Config) -> str | None:
             command, stdin=subprocess.PIPE, stderr=stderr, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
-        try:
-            process.communicate(dump(member))
-        finally:
-            process.wait()
+        with _passing_on(signal.SIGTERM, process):
+            try:
+                process.communicate(dump(member))
+            finally:
+                process.wait()
     if process.returncode == 0:
         log.unlink()
         return None
     return f"{_cause(log.read_text(encoding='utf-8', errors='replace'))} (status {process.returncode}, see {log})"
+
+
+@contextmanager
+def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
+    """Sends a signal that this process gets to another one instead, so that no training is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.signal(number, lambda *_: process.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, usual)
 
 
 def _cause(stderr: str) -> str:

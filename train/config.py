@@ -218,6 +218,7 @@ class Config:
 
     def __post_init__(self):
         _check(bool(self.name), "name is empty: it names the run's directory")
+        _check("://" not in self.output, f"output must be a local folder, found {self.output!r}")
         _check_seed("seed", self.seed)
 
     @property
@@ -247,6 +248,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -
     for override in overrides:
         _override(values, override)
     values.setdefault("name", path.stem)
+    return parse(values, kind)
+
+
+def parse_text(text: str, where: str, kind: type = Config) -> Any:
+    """A config from YAML text that `dump` wrote; `where` names it in errors."""
+    values = _read_yaml(text, where)
+    _check(isinstance(values, dict), f"{where}: a config is a mapping of keys to values, found {values!r}")
     return parse(values, kind)
 
 
@@ -309,7 +317,8 @@ def _override(values: dict[str, Any], override: str) -> None:
     _check(bool(equals and key), f"override {override!r}: write key.path=value, as in train.steps=100")
     *sections, last = key.split(".")
     for depth, name in enumerate(sections):
-        values = values.setdefault(name, {})
+        values[name] = {} if values.get(name) is None else values[name]
+        values = values[name]
         where = ".".join(sections[: depth + 1])
         _check(isinstance(values, dict), f"override {override!r}: {where} is a value, not a section")
     values[last] = _read_yaml(text, f"override {override!r}")
@@ -337,6 +346,8 @@ def _scheme(values: Any, path: str) -> SchemeConfig:
     known = {key: _convert(values[key], str, f"{path}.{key}") for key in ("name", "label") if key in values}
     extend = _convert(values.get("extend", {}), Mapping, f"{path}.extend")
     options = {key: value for key, value in values.items() if key not in ("name", "label", "extend")}
+    for key in (*options, *extend):
+        _check(isinstance(key, str), f"{path}: expected the name of an option, found {key!r}")
     return SchemeConfig(**known, options=options, extend=extend)
 
 
@@ -350,6 +361,7 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
     if origin is types.UnionType:
         return None if value is None else _convert(value, arguments[0], path)
     if origin is tuple:
+        value = [value] if isinstance(value, str) and arguments[0] is str else value
         _check(isinstance(value, list | tuple), f"{path}: expected a list, found {value!r}")
         return tuple(_convert(item, arguments[0], f"{path}[{index}]") for index, item in enumerate(value))
     if origin is Literal:

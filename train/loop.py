@@ -1,6 +1,7 @@
 """Training from a config to a finished run directory."""
 
 import json
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from train.checkpoint import Checkpoints, check_run, create_run, write_file
+from train.checkpoint import Checkpoints, check_run, create_run
 from train.config import Config
 from train.data import PackedRows, batches, training_rows
+from train.machine import write_file
 from train.mesh import make_mesh
 from train.metrics import MetricsLog, Report, Throughput, peak_memory_bytes, show_progress
 from train.sharding import global_batch
@@ -58,6 +60,8 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     that the devices cannot share, or a directory that belongs to another config.
     """
     directory = Path(directory or config.directory)
+    if jax.process_count() > 1:
+        raise ValueError(f"this version trains in one process, found {jax.process_count()}; run it on one host")
     check_run(config, directory)
     finished = read_result(directory)
     if finished:
@@ -152,6 +156,7 @@ class _Run:
             if step == train.steps or step % train.log_every == 0:
                 self._log(step, metrics, throughput)
             if last or step % train.checkpoint_every == 0:
+                _refuse_divergence(step, metrics)
                 self.checkpoints.save(step, state, stream.get_state())
             if last:
                 break
@@ -166,9 +171,20 @@ class _Run:
         return state, int(state.step)
 
     def _log(self, step: int, metrics: StepMetrics, throughput: Throughput) -> None:
+        _refuse_divergence(step, metrics)
         loss, gradient_norm, rate = (float(value) for value in metrics)
         tokens, speed = step * self.config.train.batch_tokens, throughput.rate()
         self.log.write(
             step, loss=loss, gradient_norm=gradient_norm, learning_rate=rate, tokens=tokens, tokens_per_second=speed
         )
         self.report(step, loss, speed)
+
+
+def _refuse_divergence(step: int, metrics: StepMetrics) -> None:
+    """Raises ValueError when training diverged, before anything of it is written or saved."""
+    loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise ValueError(
+            f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}. What was saved "
+            "before is kept; lower train.learning_rate, or look at what the scheme does with these positions"
+        )

@@ -1,4 +1,4 @@
-"""What a number was measured on: the processor, the versions, and how much memory the process held."""
+"""What a number was measured on (processor, versions, memory held), and files that are written whole or not at all."""
 
 import importlib.metadata
 import os
@@ -42,3 +42,10 @@ def resident_peak_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -5,12 +5,10 @@ The config's ``compare`` section holds the schemes to measure with the trained p
 
 import sys
 
-import yaml
-
-from train.checkpoint import write_file
-from train.config import Config, dump, parse
+from train.config import Config, dump, parse_text
 from train.evaluate.saved import measure_entries, write_rows
 from train.loop import fit
+from train.machine import write_file
 
 RESULTS = "results.jsonl"
 MEMBER = "member.yaml"  # the config that the results belong to
@@ -33,7 +31,7 @@ def run(config: Config) -> None:
 def main() -> int:
     """Reads a config from standard input and runs it; a bad input is one line on standard error and status 1."""
     try:
-        run(parse(yaml.safe_load(sys.stdin.read())))
+        run(parse_text(sys.stdin.read(), "standard input"))
     except (ValueError, OSError) as error:
         print(ERROR + " ".join(str(error).split()), file=sys.stderr)
         return 1

@@ -96,7 +96,7 @@ def show_progress(label: str | None, config: TrainConfig) -> Iterator[Report]:
 
 
 def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     return Progress(*columns, TextColumn("{task.fields[status]}"), console=console)
 
 

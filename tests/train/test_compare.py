@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -38,6 +39,7 @@ WORDS = (
 @pytest.fixture
 def values(tmp_path, monkeypatch):
     # One device in each process that a test starts, and quick compilation.
+    jax.devices()  # this process's own devices are settled before the flags of its children are set
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     for number in range(12):
         text = " ".join(WORDS[(number + 3 * index + index // 7) % len(WORDS)] for index in range(150))
@@ -211,6 +213,20 @@ def test_trainings_of_another_config_are_refused_before_anything_runs(values, st
         compare(parse(values), silent())
     assert len(started) == 4
     assert (parse(values).directory / RESULTS).read_bytes() == before
+
+
+def test_directories_of_other_things_are_left_alone(values, started, tmp_path):
+    directory = tmp_path / "runs" / "small"
+    directory.mkdir(parents=True)
+    for name in ("metrics.jsonl", "thesis.tex"):
+        (directory / name).write_text("mine")
+        with pytest.raises(ValueError, match=rf"holds other things than a comparison \({name}\)"):
+            compare(parse(values), silent())
+        (directory / name).unlink()
+    (directory / "config.yaml").write_text("mine: true")
+    with pytest.raises(ValueError, match="unknown key 'mine'"):
+        compare(parse(values), silent())
+    assert (directory / "config.yaml").read_text() == "mine: true"
 
 
 def test_one_failure_is_told_in_one_line_and_the_others_are_reported(values, monkeypatch):

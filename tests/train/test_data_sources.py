@@ -117,3 +117,13 @@ def test_a_library_without_sources_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match=r"data.source=stdlib: no .py files under"):
         documents(DataConfig(), "train")
+
+
+def test_one_file_under_two_names_is_one_document(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"text {number}")
+    twice = DataConfig(source="files", paths=(f"{tmp_path}/**/*.txt", f"{folder}/*.txt"))
+    found = [*documents(twice, "train"), *documents(twice, "held_out")]
+    assert sorted(document.text for document in found) == [b"text 0", b"text 1", b"text 2"]

@@ -270,10 +270,26 @@ def test_changed_text_is_refused(config, text, tmp_path, monkeypatch):
 
 def test_a_directory_of_other_things_is_refused(config, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"is no run directory \(no config.yaml\); choose another name"):
+    with pytest.raises(ValueError, match=r"holds other things than a run \(thesis\.tex\); choose another name"):
         fit(config, tmp_path)
-    with pytest.raises(ValueError, match="is no run directory"):
+    with pytest.raises(ValueError, match=r"thesis\.tex is a file; choose another name"):
         fit(config, tmp_path / "thesis.tex")
+    (tmp_path / "config.yaml").write_text("mine: true")
+    with pytest.raises(ValueError, match="holds other things than a run"):
+        fit(config, tmp_path)
+    (tmp_path / "thesis.tex").unlink()
+    with pytest.raises(ValueError, match="unknown key 'mine'"):
+        fit(config, tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == "mine: true"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(config, tmp_path):
+    values = to_dict(config)
+    values["train"] |= {"learning_rate": 1e30, "clip_norm": 1e30, "warmup_steps": 0, "checkpoint_every": 1}
+    with pytest.raises(ValueError, match=r"training diverged: at step \d+ the loss is"):
+        fit(parse(values), tmp_path / "run")
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert not (tmp_path / "run" / "fit.json").exists()
 
 
 @pytest.mark.parametrize(

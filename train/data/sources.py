@@ -67,9 +67,13 @@ def _read(config: DataConfig) -> Iterator[Document]:
 
 
 def standard_library() -> Iterator[Document]:
-    """The .py files of Python's own standard library; third-party packages and test directories are left out."""
+    """The .py files of Python's own standard library.
+
+    Left out are third-party packages, test directories, and two that are not code: the help texts of ``pydoc_data``
+    and the tables of ``encodings``, which repeat each other nearly line by line.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings"}
     paths = [path for path in root.rglob("*.py") if left_out.isdisjoint(path.relative_to(root).parts)]
     if not paths:
         raise ValueError(f"data.source=stdlib: no .py files under {root}; use data.source=files and data.paths")
@@ -80,6 +84,7 @@ def standard_library() -> Iterator[Document]:
 def _files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """The files that the patterns name, under the part of the path that a pattern leaves open (or the file's name)."""
     files: dict[str, Path] = {}
+    seen: set[Path] = set()
     for pattern in patterns:
         found = [Path(path) for path in glob.glob(pattern, recursive=True)]
         found = [path for path in found if path.is_file()]
@@ -87,8 +92,11 @@ def _files(patterns: tuple[str, ...]) -> dict[str, Path]:
             folder = f"; for all of a folder write {pattern.rstrip('/')}/**/*.txt" if Path(pattern).is_dir() else ""
             raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{folder}")
         for path in found:
+            if path.resolve() in seen:  # under another name it could be trained on and held out too
+                continue
+            seen.add(path.resolve())
             name = path.relative_to(_fixed_part(pattern)).as_posix()
-            if files.setdefault(name, path).resolve() != path.resolve():
+            if files.setdefault(name, path) is not path:
                 raise ValueError(f"data.paths: {files[name]} and {path} are both called {name!r}; use one common glob")
     return files
 
@@ -114,7 +122,7 @@ def _read_file(name: str, path: Path, text_key: str) -> Iterator[Document]:
 def _read_line(line: bytes, where: str, text_key: str) -> bytes:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
         keys = list(record) if isinstance(record, dict) else []

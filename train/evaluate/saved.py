@@ -11,11 +11,12 @@ from rich.console import Console
 
 import posjax as pj
 from train import report
-from train.checkpoint import read_config, restore_model, write_file
+from train.checkpoint import read_config, restore_model
 from train.config import Config, SchemeConfig, differences, load
 from train.data import documents, encode
 from train.evaluate.perplexity import Measurement, check_lengths, measure
 from train.loop import read_result
+from train.machine import write_file
 from train.model import build_scheme
 
 EVALUATION = "evaluation.jsonl"
