@@ -286,6 +286,33 @@ def _attend_forward(blocks: Blocks, x: Operands):
     return (out, lse), (x, out, lse)
 
 
+class _Saved(NamedTuple):
+    """What the backward pass reads of each row: its gradient, its log-sum-exp, and ``D = rowsum(dO * O) - dL``."""
+
+    d_out: jax.Array
+    lse: jax.Array
+    correction: jax.Array
+
+
+def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, masked: bool, i, carry):
+    """Adds what the tile of query block ``i`` and key block ``j`` gives to every gradient."""
+    d_k, d_v, d_q, d_bias = carry
+    dtype = statistics_dtype(x.q)
+    part = _tile(x, blocks, i, j)
+    rows = _Saved(*(_slice(a, i, blocks.q, 3) for a in saved))
+    logits = _tile_logits(part, masked)
+    weights = jnp.exp(logits - rows.lse[..., None])
+    d_logits = weights * (scores(rows.d_out, part.v) - rows.correction[..., None])
+    if x.softcap is not None:
+        capped = jnp.where(jnp.isneginf(logits), 0, logits)
+        d_logits = d_logits * (1 - jnp.square(capped / x.softcap))
+    d_v += gather(rows.d_out, weights, dtype)
+    d_k += gather(part.q, d_logits, dtype)
+    d_q = _add_slice(d_q, mix(d_logits, part.k, dtype), i, blocks.q, 3)
+    d_bias = [a + b for a, b in zip(d_bias, _bias_gradient(x, blocks, i, j, d_logits), strict=True)]
+    return d_k, d_v, d_q, d_bias
+
+
 def _attend_backward(blocks: Blocks, residuals, cotangents):
     x, out, lse = residuals
     d_out, d_lse = cotangents
@@ -296,22 +323,7 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     blind = jnp.isneginf(lse)
     lse, d_lse = jnp.where(blind, 0, lse), jnp.where(blind, 0, d_lse)
     correction = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse
-
-    def tile(j, masked, i, carry):
-        d_k, d_v, d_q, d_bias = carry
-        part = _tile(x, blocks, i, j)
-        d_out_i, lse_i, correction_i = (_slice(a, i, blocks.q, 3) for a in (d_out, lse, correction))
-        logits = _tile_logits(part, masked)
-        weights = jnp.exp(logits - lse_i[..., None])
-        d_logits = weights * (scores(d_out_i, part.v) - correction_i[..., None])
-        if x.softcap is not None:
-            capped = jnp.where(jnp.isneginf(logits), 0, logits)
-            d_logits = d_logits * (1 - jnp.square(capped / x.softcap))
-        d_v += gather(d_out_i, weights, dtype)
-        d_k += gather(part.q, d_logits, dtype)
-        d_q = _add_slice(d_q, mix(d_logits, part.k, dtype), i, blocks.q, 3)
-        d_bias = [a + b for a, b in zip(d_bias, _bias_gradient(x, blocks, i, j, d_logits), strict=True)]
-        return d_k, d_v, d_q, d_bias
+    saved = _Saved(d_out, lse, correction)
 
     def column(j, carry):
         d_k, d_v, d_q, d_bias = carry
@@ -321,7 +333,7 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
             d_q,
             d_bias,
         )
-        d_k_j, d_v_j, d_q, d_bias = _visit(visits, j, partial(tile, j), start)
+        d_k_j, d_v_j, d_q, d_bias = _visit(visits, j, partial(_backward_tile, x, blocks, saved, j), start)
 
         def store(whole, part):
             part = jnp.swapaxes(part, -1, -2).astype(whole.dtype)
