@@ -170,15 +170,26 @@ def run_member(member: Config) -> str | None:
 
 @contextmanager
 def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
-    """Sends a signal that this process gets to another one instead, so that no training is left behind."""
+    """Sends a signal that this process gets on to another one, so that no training is left behind.
+
+    Raises KeyboardInterrupt at the end if there was one: nothing more is to be started.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    usual = signal.signal(number, lambda *_: process.send_signal(number))
+    received = []
+
+    def pass_on(*_) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    usual = signal.signal(number, pass_on)
     try:
         yield
     finally:
         signal.signal(number, usual)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _cause(stderr: str) -> str:

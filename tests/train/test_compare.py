@@ -3,6 +3,9 @@
 import dataclasses
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from train import compare as module
-from train.compare import compare, finished, members, run_member
+from train.compare import _passing_on, compare, finished, members, run_member
 from train.config import dump, load, parse
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
 from train.member import MEMBER, RESULTS
@@ -306,3 +309,15 @@ def test_a_comparison_from_text_to_page(values, capfd):
     assert read_rows(directory / "rope-seed0" / EVALUATION) == rows
     with pytest.raises(ValueError, match=r"is trained, so this cannot change: train\.steps was 4, now 5"):
         evaluate(directory / "rope-seed0", ["train.steps=5"], silent())
+
+
+def test_a_request_to_stop_reaches_the_member_and_ends_the_comparison():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    def ask_to_stop():
+        with _passing_on(signal.SIGTERM, process):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert process.wait(timeout=30) == -signal.SIGTERM
+
+    with pytest.raises(KeyboardInterrupt):
+        ask_to_stop()
