@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import posjax as pj
 from train import bench as module
 from train.bench import BenchConfig, Measurement, bench, measure, table
 from train.config import load, parse
@@ -25,17 +26,12 @@ def test_posjax_and_jax_compute_the_same(direction):
 
 
 @pytest.mark.parity
-def test_torch_contenders_compute_the_same():
+def test_torch_sdpa_computes_the_same():
     torch = pytest.importorskip("torch")
-    q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
-    import posjax as pj
-    from train.contenders import _torch_slopes
-
-    i = torch.arange(64)
-    r = i[:, None] - i[None, :]
-    bias = (-_torch_slopes(2)[:, None, None] * r).masked_fill(r < 0, float("-inf"))
-    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
-    ours = pj.attention(*(x.numpy().swapaxes(1, 2) for x in (q, k, v)), bias=pj.bias.ALiBi(), mask=pj.masks.Causal())
+    theirs = CONTENDERS["torch sdpa"](SMALL)()
+    torch.manual_seed(0)  # the contender's own inputs, drawn once more
+    q, k, v = (torch.randn(1, 2, 64, 8).numpy().swapaxes(1, 2) for _ in range(3))
+    ours = pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal())
     np.testing.assert_allclose(ours, theirs.numpy().swapaxes(1, 2), atol=2e-6)
 
 
