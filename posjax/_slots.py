@@ -1,8 +1,8 @@
-"""What masks and biases have in common: values that an attention loop takes block by block."""
+"""What the slots of a scheme have in common: values taken block by block, and maps of queries, keys and values."""
 
-from typing import Self
+from typing import Any, Self
 
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 class Blockwise:
@@ -45,3 +45,71 @@ class Blockwise:
 def with_head_axis(positions: Int[Array, "*b n"]) -> Int[Array, "*b n"]:
     """``[n]`` as it is, ``[batch, n]`` as ``[batch, 1, n]``: the form in which masks and biases take positions."""
     return positions if positions.ndim == 1 else positions[:, None, :]
+
+
+class Features:
+    """The feature slot: a map of every query, key and, rarely, value and output, by its own position alone.
+
+    ``score(i, j) = phi(q_i, p_i) . psi(k_j, p_j)``. A subclass is a frozen, hashable dataclass. ``positions`` are
+    integers ``[length]`` or ``[batch, length]``, a ``Range``, or coordinates with a further axis for methods that have
+    several; ``length`` is the current length, for methods that read it; ``head_dim`` is the size of a head of the
+    model, which the width of a projection need not be.
+    """
+
+    frequencies: Any = None
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether a call needs ``length``."""
+        return False
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether shifting all positions by one constant changes nothing."""
+        return True
+
+    @property
+    def softmax_scale(self) -> float:
+        """A factor of the logits that the method brings along."""
+        return 1.0
+
+    def decay(self, head_dim: int) -> Float[Array, "size"] | None:
+        """Rates ``a`` of the features if the score is ``sum_c phi_c psi_c exp(-a_c (i - j))`` (xPos), or None."""
+        return None
+
+    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
+        """Learned parameters of one layer, ``{}`` where there are none."""
+        return {}
+
+    def query_size(self, head_dim: int) -> int:
+        """Width of a head's query projection."""
+        return head_dim
+
+    def key_size(self, head_dim: int) -> int:
+        """Width of a head's key projection."""
+        return head_dim
+
+    def head_dim(self, key_size: int) -> int:
+        """The size of a head whose key projection is ``key_size`` wide."""
+        return key_size
+
+    def query(self, params, q, positions, *, head_dim: int, length=None):
+        """``phi``: the features of the queries ``[batch, length, heads, query_size]``."""
+        return q
+
+    def key(self, params, k, positions, *, head_dim: int, length=None):
+        """``psi``: the features of the keys ``[batch, length, kv_heads, key_size]``."""
+        return k
+
+    def __call__(self, q, k, *, q_positions, kv_positions, head_dim: int, length=None, params=None):
+        """``(phi, psi)`` of the raw projections."""
+        where = {"head_dim": head_dim, "length": length}
+        return self.query(params, q, q_positions, **where), self.key(params, k, kv_positions, **where)
+
+    def value(self, params, v, positions, *, head_dim: int, length=None):
+        """A map of the values ``[batch, length, kv_heads, value_size]``; most methods have none."""
+        return v
+
+    def output(self, params, out, positions, *, head_dim: int, length=None):
+        """A map of what attention gives for each query ``[batch, length, heads, value_size]``; most have none."""
+        return out

@@ -31,10 +31,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_even, check_rank
-from posjax.positions import Positions
-from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable, rotary_table
+from posjax._slots import Features
+from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS
-from posjax.rotary.rules import Length
 
 VARIANTS = ("strict", "tied", "slack", "relative")
 
@@ -162,7 +161,7 @@ _QUERY = {"strict": _strict, "tied": _strict, "slack": _slack, "relative": _rela
 
 
 @dataclasses.dataclass(frozen=True)
-class Coca:
+class Coca(Features):
     """CoCA as the feature slot of a scheme, with the angles of any frequency rule.
 
     Args:
@@ -193,7 +192,12 @@ class Coca:
     @property
     def shift_invariant(self) -> bool:
         """Whether shifting all positions changes nothing: not for slack, which has a term in ``m + n``."""
-        return self.variant != "slack"
+        return self.variant != "slack" and self.frequencies.shift_invariant
+
+    @property
+    def softmax_scale(self) -> float:
+        """The rule's factor of the logits (YaRN as DeepSeek applies it)."""
+        return self.frequencies.softmax_scale
 
     @property
     def reads_length(self) -> bool:
@@ -217,26 +221,26 @@ class Coca:
         )
         return head_dim // 2
 
-    def __call__(
-        self,
-        q: Float[Array, "batch queries heads size"],
-        k: Float[Array, "batch keys kv_heads half"],
-        *,
-        q_positions: Positions,
-        kv_positions: Positions,
-        head_dim: int,
-        length: Length | None = None,
-    ) -> tuple[Float[Array, "batch queries heads d"], Float[Array, "batch keys kv_heads d"]]:
-        """``features`` of the raw projections; ``k`` is ``t``, before or after ``half_width``.
+    def head_dim(self, key_size: int) -> int:
+        """Twice the width of ``t``."""
+        return 2 * key_size
 
-        ``length``, the current length, is required by rules that read it and ignored by the others.
-        """
-        check(
-            length is not None or not self.reads_length,
-            f"{type(self.frequencies).__name__} reads the current length: pass length=",
+    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
+        """The rule's learned parameters, if it has any."""
+        return self.frequencies.init(key, head_dim)
+
+    def query(self, params, q, positions, *, head_dim: int, length=None):
+        """``phi`` of the raw query projection; see ``query_feature``."""
+        return query_feature(
+            q, self._table(params, positions, head_dim, length), variant=self.variant, pairing=self.pairing
         )
+
+    def key(self, params, k, positions, *, head_dim: int, length=None):
+        """``psi`` of ``t``, before or after ``half_width``; see ``key_feature``."""
+        return key_feature(k, self._table(params, positions, head_dim, length))
+
+    def _table(self, params, positions, head_dim: int, length) -> RotaryTable:
         self.key_size(head_dim)
-        theta, factor = self.frequencies.frequencies(length, head_dim=head_dim)
-        table = rotary_table(q_positions, theta, attention_factor=factor, precision=self.precision)
-        kv_table = rotary_table(kv_positions, theta, attention_factor=factor, precision=self.precision)
-        return features(q, k, table, kv_table=kv_table, variant=self.variant, pairing=self.pairing)
+        return self.frequencies.table(
+            positions, head_dim=head_dim, length=length, params=params, precision=self.precision
+        )

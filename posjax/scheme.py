@@ -228,8 +228,10 @@ class Scheme:
         if self.norm is not None:
             q, k = self.norm.apply(params.get("norm", {}), q, k)
         if self.features is not None:
-            where = {"q_positions": q_positions, "kv_positions": kv_positions, "head_dim": head_dim}
-            q, k = self.features(q, k, **where, length=k.shape[1] if length is None else length)
+            learned = params.get("features", {})
+            where = {"head_dim": head_dim, "length": k.shape[1] if length is None else length}
+            q = self.features.query(learned, q, q_positions, **where)
+            k = self.features.key(learned, k, kv_positions, **where)
         return attention(
             q,
             k,
@@ -244,12 +246,11 @@ class Scheme:
 
     def _head_dim(self, k) -> int:
         """Head size from a key projection: CoCA's ``t`` has half of it."""
-        return 2 * k.shape[-1] if isinstance(self.features, coca.Coca) else k.shape[-1]
+        return k.shape[-1] if self.features is None else self.features.head_dim(k.shape[-1])
 
     def _scale(self, params, q_positions, visible, heads: int, head_dim: int):
         """``c_h(i) / sqrt(d)``, with the softmax factor that some frequency rules (YaRN) ask for."""
-        rule = rotary.Plain() if self.features is None else self.features.frequencies
-        fixed = head_dim**-0.5 * rule.softmax_scale
+        fixed = head_dim**-0.5 * (1.0 if self.features is None else self.features.softmax_scale)
         if self.scale is None:
             return fixed
         positions = as_array(q_positions)

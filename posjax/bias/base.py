@@ -15,6 +15,15 @@ class Bias(Blockwise):
         """The tile, ``[heads, q, k]`` for positions ``[n]`` and ``[batch, heads, q, k]`` for ``[batch, 1, n]``."""
         raise TypeError(f"{type(self).__name__} does not say its values")
 
+    def apply(
+        self,
+        scores: Float[Array, "*b heads q k"],
+        q_positions: Int[Array, "*b q"],
+        kv_positions: Int[Array, "*b k"],
+    ) -> Float[Array, "*b heads q k"]:
+        """The tile of logits from a tile of scaled scores: ``scores + values``, unless the bias is also a factor."""
+        return scores + self.values(q_positions, kv_positions).astype(scores.dtype)
+
 
 def distance(q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Int[Array, "*b q k"]:
     """Integer distance ``i - j`` of every pair, positive for keys behind the query."""

@@ -1,19 +1,18 @@
 """Rotary position embedding as the feature slot of a scheme."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from posjax._checks import check, check_choice
-from posjax.positions import Positions
+from posjax._slots import Features
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
-from posjax.rotary.rules import FrequencyRule, Length, Plain
-from posjax.rotary.tables import rotary_table
+from posjax.rotary.rules import FrequencyRule, Plain
+from posjax.rotary.tables import RotaryTable
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Features):
     """phi(q) = R(p_q) q and psi(k) = R(p_k) k, with the angles of a frequency rule.
 
     frequencies: the rule. pairing: see :func:`apply_rotary`. precision: see :func:`rotary_table`.
@@ -22,8 +21,6 @@ class Rotary:
     frequencies: FrequencyRule = field(default=Plain())
     pairing: str = "half"
     precision: str = "exact"
-
-    shift_invariant: ClassVar[bool] = True
 
     def __post_init__(self):
         check(
@@ -38,35 +35,36 @@ class Rotary:
         """Whether a call needs ``length``."""
         return self.frequencies.reads_length
 
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether the rule's angles depend on differences of positions alone."""
+        return self.frequencies.shift_invariant
+
+    @property
+    def softmax_scale(self) -> float:
+        """The rule's factor of the logits (YaRN as DeepSeek applies it)."""
+        return self.frequencies.softmax_scale
+
+    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
+        """The rule's learned parameters, if it has any."""
+        return self.frequencies.init(key, head_dim)
+
     def query_size(self, head_dim: int) -> int:
         """The width of the raw query projection of a head: all of it, which the rule must be able to rotate."""
         self.frequencies.rotary_dim(head_dim)
         return head_dim
 
-    def key_size(self, head_dim: int) -> int:
-        """The width of the raw key projection of a head."""
-        return head_dim
-
-    def __call__(
-        self,
-        q: Float[Array, "batch queries heads size"],
-        k: Float[Array, "batch keys kv_heads size"],
-        *,
-        q_positions: Positions,
-        kv_positions: Positions,
-        head_dim: int,
-        length: Length | None = None,
-    ) -> tuple[Float[Array, "batch queries heads size"], Float[Array, "batch keys kv_heads size"]]:
-        """(phi, psi) of the raw projections, with the dtypes of q and k.
-
-        ``length``, the current length, is required by rules that read it and ignored by the others.
-        """
-        check(
-            length is not None or not self.reads_length,
-            f"{type(self.frequencies).__name__} reads the current length: pass length=",
+    def table(self, params, positions, *, head_dim: int, length=None) -> RotaryTable:
+        """The rule's table at these positions."""
+        return self.frequencies.table(
+            positions, head_dim=head_dim, length=length, params=params, precision=self.precision
         )
-        inverse_frequencies, factor = self.frequencies.frequencies(length, head_dim=head_dim)
-        options = {"attention_factor": factor, "precision": self.precision}
-        phi = apply_rotary(q, rotary_table(q_positions, inverse_frequencies, **options), pairing=self.pairing)
-        psi = apply_rotary(k, rotary_table(kv_positions, inverse_frequencies, **options), pairing=self.pairing)
-        return phi, psi
+
+    def query(self, params, q, positions, *, head_dim: int, length=None):
+        """``R(p) q``, with the dtype of ``q``."""
+        table = self.table(params, positions, head_dim=head_dim, length=length)
+        return apply_rotary(q, table, pairing=self.pairing)
+
+    def key(self, params, k, positions, *, head_dim: int, length=None):
+        """``R(p) k``, with the dtype of ``k``."""
+        return self.query(params, k, positions, head_dim=head_dim, length=length)

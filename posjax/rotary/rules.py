@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_even
 from posjax.angles import Frequencies, exact
+from posjax.positions import Positions
+from posjax.rotary.tables import RotaryTable, rotary_table
 
 
 def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
@@ -41,6 +43,8 @@ class FrequencyRule:
 
     reads_length: ClassVar[bool] = False
     """Whether the rule reads the current length (dynamic NTK, LongRoPE)."""
+    shift_invariant: ClassVar[bool] = True
+    """Whether the angle between two tokens depends on the difference of their positions alone."""
     hf_type: ClassVar[str]
     """The ``rope_type`` of Hugging Face."""
     hf_keys: ClassVar[dict[str, str]] = {}
@@ -98,6 +102,31 @@ class FrequencyRule:
         ``head_dim`` is needed when the rule itself has none; raises ValueError without either, or if they disagree.
         """
         return exact(self.inverse_frequencies(head_dim)), self.table_factor
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
+        """Learned parameters of the rule, ``{}`` where there are none."""
+        return {}
+
+    def table(
+        self,
+        positions: Positions,
+        *,
+        head_dim: int | None = None,
+        length: Length | None = None,
+        params: dict[str, Array] | None = None,
+        precision: str = "exact",
+    ) -> RotaryTable:
+        """The cosines and sines of every position, times the attention factor; see ``posjax.rotary_table``.
+
+        Rules whose angles are more than a position times a frequency (several axes, unscaled first tokens, learned
+        frequencies) define this.
+        """
+        check(
+            length is not None or not self.reads_length,
+            f"{type(self).__name__} reads the current length: pass length=",
+        )
+        inverse_frequencies, factor = self.frequencies(length, head_dim=head_dim)
+        return rotary_table(positions, inverse_frequencies, attention_factor=factor, precision=precision)
 
     def to_hf(self) -> dict[str, Any]:
         """The rule as Hugging Face's ``rope_parameters`` (transformers 5). ``from_hf`` reads it back."""
