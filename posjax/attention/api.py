@@ -1,5 +1,7 @@
 """The one entrance to attention: checks, binds, chooses a backend, and adds what no backend needs to know."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from posjax.attention.blockwise import blockwise
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, statistics_dtype
 from posjax.bias import Bias
+from posjax.far import Branch
 from posjax.masks import Mask
 from posjax.positions import Positions, Range, as_array
 
@@ -30,6 +33,8 @@ def attention(
     scale: float | Float[Array, "..."] | None = None,
     sinks: Float[Array, "heads"] | None = None,
     softcap: float | None = None,
+    far: Branch | Sequence[Branch] = (),
+    decay: Float[Array, "size"] | None = None,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
     implementation: str | None = None,
@@ -56,6 +61,10 @@ def attention(
             ``1 / sqrt(size)`` when left out.
         sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
         softcap: bound of the logits (Gemma 2), or None.
+        far: ``posjax.far.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE). ``scale``
+            multiplies their queries too.
+        decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
+            overflow at any length as long as a query sees no key ahead of it. Constants: no gradient reaches them.
         q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out.
         kv_positions: the same for the keys.
         implementation: ``"dense"`` (quadratic memory), ``"blockwise"`` (linear), or None: ``"dense"`` while one
@@ -76,6 +85,8 @@ def attention(
     for slot in (mask, bias):
         if isinstance(slot, Blockwise):
             slot.check(q.shape[0], q.shape[1], k.shape[1])
+    far = (far,) if isinstance(far, Branch) else tuple(far)
+    _check_far(far, decay, q, k)
     operands = Operands(
         q=_group(_scaled(q, scale), kv_heads),
         k=jnp.moveaxis(k, 1, 2),
@@ -84,6 +95,8 @@ def attention(
         mask=mask,
         q_positions=_checked_positions("q_positions", q_positions, q),
         kv_positions=_checked_positions("kv_positions", kv_positions, k),
+        far=tuple(Branch(_group(_scaled(b.q, scale), kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
+        decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, jnp.float32)),
         softcap=softcap,
     )
     out, lse = BACKENDS[_choose(implementation, q, k)](_vary_alike(operands))
@@ -105,6 +118,17 @@ def _check_shapes(q, k, v) -> None:
         q.shape[2] % k.shape[2] == 0,
         f"the heads of q must be a multiple of those of k, found {q.shape[2]} and {k.shape[2]}",
     )
+
+
+def _check_far(far: tuple[Branch, ...], decay, q, k) -> None:
+    for branch in far:
+        found, wanted = (branch.q.shape, branch.k.shape), (q.shape, k.shape)
+        check(found == wanted, f"far: queries and keys must have the shapes of q and k, {wanted}, found {found}")
+        branch.where.check(q.shape[0], q.shape[1], k.shape[1])
+    if decay is not None:
+        found = jnp.shape(decay)
+        check(found == q.shape[-1:], f"decay must have shape {q.shape[-1:]}, one rate per feature, found {found}")
+        check(not far, "decay: the decay of xPos reads true distances, which far branches replace; leave one out")
 
 
 def _check_options(mask, softcap, sinks, heads: int) -> None:
@@ -129,10 +153,15 @@ def _scaled(q, scale):
 
 
 def _bound(bias, heads: int) -> Bias | None:
-    if bias is None or isinstance(bias, Bias):
-        return bias
-    check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
-    return bias.bind(num_heads=heads)
+    if bias is None:
+        return None
+    if not isinstance(bias, Bias):
+        check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
+        return bias.bind(num_heads=heads)
+    here = jnp.zeros(1, jnp.int32)
+    found = jax.eval_shape(lambda: bias.queries(0, 1).keys(0, 1).values(here, here)).shape[-3]
+    check(found == heads, f"bias is bound for {found} heads, but q has {heads}")
+    return bias
 
 
 def _checked_positions(name: str, positions: Positions | None, x) -> Positions:

@@ -7,12 +7,12 @@ The forward pass keeps, for each block of queries, a running maximum ``m``, a ru
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = dS K,   dK = dS^T Q,   d(bias) = the bias' own transpose of dS
 
 (Dao et al., arXiv 2205.14135, appendix B; ``dL`` is the gradient that reaches the log-sum-exp itself). Tiles that the
-mask empties are never visited, tiles that it leaves whole are never masked: for every block the tiles are listed
-beforehand, the full ones first.
+mask empties are never visited, tiles that it leaves whole are never masked, and of several pairs of features (see
+``posjax.far``) a tile computes those that it needs: for every block the tiles are listed beforehand by kind.
 """
 
 import dataclasses
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -22,14 +22,16 @@ import numpy as np
 from posjax._slots import with_head_axis
 from posjax.attention.operands import (
     Operands,
+    decay_factors,
     gather,
-    group_bias,
     group_mask,
     mix,
     scores,
     statistics_dtype,
+    with_bias,
 )
-from posjax.masks import EMPTY, FULL, MIXED, Extent, Mask, extent
+from posjax.far import Branch
+from posjax.masks import Extent, Mask, extent
 from posjax.positions import Range, as_array
 
 _TILE_ELEMENTS = 2**21
@@ -47,14 +49,15 @@ class Blocks(NamedTuple):
 def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     """The same function as ``dense`` in memory linear in the length, forward and backward.
 
-    Where the mask or the positions differ between the rows of a batch, the rows are taken one after the other, so that
+    Where the masks or the positions differ between the rows of a batch, the rows are taken one after the other, so that
     each skips its own empty tiles.
 
     Args:
         x: the operands.
         blocks: tile sizes; chosen from the shapes when left out.
     """
-    batched = any(part is not None and part.batched for part in (x.mask, x.bias)) or any(
+    masks = (x.mask, *(branch.where for branch in x.far))
+    batched = any(mask is not None and mask.batched for mask in masks) or any(
         not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions)
     )
     rows = x.q.shape[0]
@@ -73,7 +76,8 @@ def _row(x: Operands, index) -> Operands:
     for name in ("q_positions", "kv_positions"):
         part = getattr(x, name)
         narrow[name] = pick(part) if not isinstance(part, Range) and part.ndim == 2 else part
-    return dataclasses.replace(x, **narrow)
+    far = tuple(Branch(pick(branch.q), pick(branch.k), branch.where.row(index)) for branch in x.far)
+    return dataclasses.replace(x, **narrow, far=far)
 
 
 def _one_plan(x: Operands, blocks: Blocks | None) -> tuple:
@@ -103,7 +107,8 @@ def _pad(x: Operands, blocks: Blocks) -> Operands:
     if more_k:
         present = _Present(jnp.arange(total_k) < keys)
         mask = present if mask is None else mask & present
-    return Operands(
+    return dataclasses.replace(
+        x,
         q=_lengthen(x.q, more_q, axis=3),
         k=_lengthen(x.k, more_k, axis=2),
         v=_lengthen(x.v, more_k, axis=2),
@@ -111,7 +116,14 @@ def _pad(x: Operands, blocks: Blocks) -> Operands:
         mask=mask,
         q_positions=_lengthen_positions(x.q_positions, more_q),
         kv_positions=_lengthen_positions(x.kv_positions, more_k),
-        softcap=x.softcap,
+        far=tuple(
+            Branch(
+                _lengthen(branch.q, more_q, axis=3),
+                _lengthen(branch.k, more_k, axis=2),
+                branch.where.pad(total_q, total_k),
+            )
+            for branch in x.far
+        ),
     )
 
 
@@ -147,38 +159,68 @@ class _Present(Mask):
         return _Present(jax.lax.dynamic_slice_in_dim(self.present, start, size))
 
 
-class Visits(NamedTuple):
-    """For every block along one axis, the tiles to visit: first ``full`` whole ones, up to ``some`` in all."""
+class Kind(NamedTuple):
+    """What the logits of a tile need: the pairs of features that score some of it, and whether it must be masked."""
 
-    order: jax.Array
-    full: jax.Array
-    some: jax.Array
+    pairs: tuple[int, ...]
+    masked: bool
 
 
-def _kinds(x: Operands, blocks: Blocks):
-    """EMPTY, MIXED or FULL for every tile ``[query blocks, key blocks]``, in NumPy where it is known when tracing."""
+def _kinds_of(x: Operands) -> tuple[Kind, ...]:
+    """The kinds of tiles of a call. One pair of features, or all of them: boundaries are rare, so two will do."""
+    each = [(n,) for n in range(len(x.pairs))]
+    choices = [*each, tuple(range(len(x.pairs)))] if x.far else each
+    return tuple(Kind(pairs, masked) for masked in (False, True) for pairs in choices)
+
+
+def _grid_of(x: Operands, blocks: Blocks):
+    """For every tile ``[query blocks, key blocks]`` the index of its kind plus one, or 0 where it is empty.
+
+    In NumPy where it is known when tracing.
+    """
     q, k = extent(x.q_positions, blocks.q), extent(x.kv_positions, blocks.k)
     grid = (q.low.shape[-1], k.low.shape[-1])
-    if x.mask is None:
-        return np.full(grid, FULL, np.int32)
-    some, every = x.mask.tiles(q, k)
-    xp = np if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp
-    some, every = (xp.broadcast_to(a, (*a.shape[:-2], *grid)).reshape(-1, *grid) for a in (some, every))
-    return xp.where(every.all(0), FULL, xp.where(some.any(0), MIXED, EMPTY)).astype(np.int32)
+
+    def bounds(mask: Mask | None):
+        if mask is None:
+            return np.ones(grid, bool), np.ones(grid, bool)
+        some, every = mask.tiles(q, k)
+        xp = np if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp
+        some, every = (xp.broadcast_to(a, (*a.shape[:-2], *grid)).reshape(-1, *grid) for a in (some, every))
+        return some.any(0), every.all(0)
+
+    some, every = bounds(x.mask)
+    pair, whole = 0, np.ones((), bool)
+    for n, branch in enumerate(x.far, start=1):
+        some_far, every_far = bounds(branch.where)
+        pair, whole = pair + n * every_far, whole & (every_far | ~some_far)
+    choice = pair * whole + len(x.pairs) * ~whole
+    return (some * (1 + choice + ~every * len(_kinds_of(x)) // 2)).astype(np.int32)
 
 
-def _visits(kinds) -> Visits:
-    xp = np if isinstance(kinds, np.ndarray) else jnp
-    order = xp.argsort(-kinds, axis=-1).astype(np.int32)
-    counts = (kinds == FULL).sum(-1), (kinds != EMPTY).sum(-1)
-    return Visits(*(jnp.asarray(part, jnp.int32) for part in (order, *counts)))
+class Visits(NamedTuple):
+    """For every block along one axis the tiles to visit, kind after kind; ``ends[block, n]`` ends kind ``n``."""
+
+    order: jax.Array
+    ends: jax.Array
 
 
-def _visit(visits: Visits, block, tile, carry):
-    """Folds ``tile(masked, other_block, carry)`` over the tiles listed for ``block``."""
-    order, full, some = visits.order[block], visits.full[block], visits.some[block]
-    carry = jax.lax.fori_loop(0, full, lambda n, c: tile(False, order[n], c), carry)
-    return jax.lax.fori_loop(full, some, lambda n, c: tile(True, order[n], c), carry)
+def _visits(grid, kinds: int) -> Visits:
+    xp = np if isinstance(grid, np.ndarray) else jnp
+    # Empty tiles, whose kind is 0, go last.
+    order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1).astype(np.int32)
+    counts = (grid[..., None] == np.arange(1, kinds + 1)).sum(-2)
+    return Visits(jnp.asarray(order, jnp.int32), jnp.asarray(counts.cumsum(-1), jnp.int32))
+
+
+def _visit(visits: Visits, kinds: tuple[Kind, ...], block, tile, carry):
+    """Folds ``tile(kind, other_block, carry)`` over the tiles listed for ``block``."""
+    order, start = visits.order[block], 0
+    for n, kind in enumerate(kinds):
+        end = visits.ends[block, n]
+        carry = jax.lax.fori_loop(start, end, lambda m, c, kind=kind: tile(kind, order[m], c), carry)
+        start = end
+    return carry
 
 
 def _zeros(shape, dtype, like, fill=0.0):
@@ -208,33 +250,64 @@ def _tile(x: Operands, blocks: Blocks, i, j) -> Operands:
     def narrow(part):
         return part if part is None else part.queries(i * blocks.q, blocks.q).keys(j * blocks.k, blocks.k)
 
-    return Operands(
-        q=_slice(x.q, i, blocks.q, 3),
-        k=_slice(x.k, j, blocks.k, 2),
+    def pair(q, k):
+        return _slice(q, i, blocks.q, 3), _slice(k, j, blocks.k, 2)
+
+    q, k = pair(x.q, x.k)
+    return dataclasses.replace(
+        x,
+        q=q,
+        k=k,
         v=_slice(x.v, j, blocks.k, 2),
         bias=narrow(x.bias),
         mask=narrow(x.mask),
         q_positions=_tile_positions(x.q_positions, i, blocks.q),
         kv_positions=_tile_positions(x.kv_positions, j, blocks.k),
-        softcap=x.softcap,
+        far=tuple(Branch(*pair(branch.q, branch.k), narrow(branch.where)) for branch in x.far),
     )
 
 
-def _tile_bias(tile: Operands):
-    return group_bias(tile.bias.values(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
+def _decayed(tile: Operands) -> tuple[Operands, tuple]:
+    """The tile with the decay put into its queries and keys, and the factors that did it."""
+    if tile.decay is None:
+        return tile, (None, None)
+    factors = decay_factors(tile.decay, tile.q_positions, tile.kv_positions)
+    q, k = ((a * factor).astype(a.dtype) for a, factor in zip((tile.q, tile.k), factors, strict=True))
+    return dataclasses.replace(tile, q=q, k=k), factors
 
 
-def _tile_logits(tile: Operands, masked: bool):
-    """Logits of a tile after bias, soft cap and, where the tile is mixed, the mask."""
-    logits = scores(tile.q, tile.k)
-    if tile.bias is not None:
-        logits = logits + _tile_bias(tile).astype(logits.dtype)
+def _takes(tile: Operands, kind: Kind) -> list:
+    """For each pair of features of the kind, which scores of the tile are its own; None for all."""
+    if len(kind.pairs) == 1:
+        return [None]
+    far = [
+        group_mask(branch.where.allowed(tile.q_positions, tile.kv_positions), tile.k.shape[1]) for branch in tile.far
+    ]
+    return [~reduce(jnp.logical_or, far), *far]
+
+
+def _tile_scores(tile: Operands, kind: Kind, takes: list):
+    """Scores of a tile; where several pairs of features share it, each gives its own."""
+    found = [scores(*tile.pairs[n]) for n in kind.pairs]
+    return reduce(
+        lambda so_far, more: jnp.where(more[1], more[0], so_far), zip(found[1:], takes[1:], strict=True), found[0]
+    )
+
+
+def _finish(tile: Operands, kind: Kind, logits):
+    """Soft cap and, where the tile needs it, mask."""
     if tile.softcap is not None:
         logits = tile.softcap * jnp.tanh(logits / tile.softcap)
-    if masked and tile.mask is not None:
+    if kind.masked and tile.mask is not None:
         allowed = group_mask(tile.mask.allowed(tile.q_positions, tile.kv_positions), tile.k.shape[1])
         logits = jnp.where(allowed, logits, -jnp.inf)
     return logits
+
+
+def _tile_logits(tile: Operands, kind: Kind):
+    """Logits of a tile, in the order of every backend: bias, soft cap, mask."""
+    biased = with_bias(tile.bias, _tile_scores(tile, kind, _takes(tile, kind)), tile.q_positions, tile.kv_positions)
+    return _finish(tile, kind, biased)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -244,15 +317,16 @@ def _attend(blocks: Blocks, x: Operands):
 
 def _forward(blocks: Blocks, x: Operands):
     dtype = statistics_dtype(x.q)
-    visits = _visits(_kinds(x, blocks))
+    kinds = _kinds_of(x)
+    visits = _visits(_grid_of(x, blocks), len(kinds))
     batch = x.q.shape[:3]
     # Below every real logit but finite, so that a tile without an allowed key needs no special case.
     lowest = float(jnp.finfo(dtype).min) / 4
 
-    def tile(i, masked, j, carry):
-        part = _tile(x, blocks, i, j)
+    def tile(i, kind, j, carry):
+        part, _ = _decayed(_tile(x, blocks, i, j))
         total, highest, out = carry
-        logits = _tile_logits(part, masked)
+        logits = _tile_logits(part, kind)
         new_highest = jnp.maximum(highest, logits.max(-1))
         weights = jnp.exp(logits - new_highest[..., None])
         shrink = jnp.exp(highest - new_highest)
@@ -265,7 +339,7 @@ def _forward(blocks: Blocks, x: Operands):
             _zeros((*batch, blocks.q), dtype, x.q, lowest),
             _zeros((*batch, blocks.q, x.v.shape[-1]), dtype, x.q),
         )
-        total, highest, out = _visit(visits, i, partial(tile, i), start)
+        total, highest, out = _visit(visits, kinds, i, partial(tile, i), start)
         seen = total > 0
         total = jnp.where(seen, total, 1)
         out = (out / total[..., None]).astype(x.v.dtype)
@@ -294,30 +368,47 @@ class _Saved(NamedTuple):
     correction: jax.Array
 
 
-def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, masked: bool, i, carry):
+class _Gradients(NamedTuple):
+    """Gradients of the queries and keys of every pair of features, of the values, and of the bias' parameters."""
+
+    q: list
+    k: list
+    v: jax.Array
+    bias: list
+
+
+def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, kind: Kind, i, found: _Gradients) -> _Gradients:
     """Adds what the tile of query block ``i`` and key block ``j`` gives to every gradient."""
-    d_k, d_v, d_q, d_bias = carry
     dtype = statistics_dtype(x.q)
-    part = _tile(x, blocks, i, j)
+    part, factors = _decayed(_tile(x, blocks, i, j))
     rows = _Saved(*(_slice(a, i, blocks.q, 3) for a in saved))
-    logits = _tile_logits(part, masked)
+    takes = _takes(part, kind)
+    biased, transpose = _bias_transpose(x, blocks, i, j, _tile_scores(part, kind, takes))
+    logits = _finish(part, kind, biased)
     weights = jnp.exp(logits - rows.lse[..., None])
     d_logits = weights * (scores(rows.d_out, part.v) - rows.correction[..., None])
     if x.softcap is not None:
         capped = jnp.where(jnp.isneginf(logits), 0, logits)
         d_logits = d_logits * (1 - jnp.square(capped / x.softcap))
-    d_v += gather(rows.d_out, weights, dtype)
-    d_k += gather(part.q, d_logits, dtype)
-    d_q = _add_slice(d_q, mix(d_logits, part.k, dtype), i, blocks.q, 3)
-    d_bias = [a + b for a, b in zip(d_bias, _bias_gradient(x, blocks, i, j, d_logits), strict=True)]
-    return d_k, d_v, d_q, d_bias
+    d_scores, d_bias = transpose(d_logits)
+    d_q, d_k = list(found.q), list(found.k)
+    for n, own in zip(kind.pairs, takes, strict=True):
+        q, k = part.pairs[n]
+        d = d_scores if own is None else jnp.where(own, d_scores, 0)
+        more_q, more_k = mix(d, k, dtype), gather(q, d, dtype)
+        if x.decay is not None:
+            more_q, more_k = more_q * factors[0], more_k * jnp.swapaxes(factors[1], -1, -2)
+        d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
+    d_v = found.v + gather(rows.d_out, weights, dtype)
+    return _Gradients(d_q, d_k, d_v, [a + b for a, b in zip(found.bias, d_bias, strict=True)])
 
 
 def _attend_backward(blocks: Blocks, residuals, cotangents):
     x, out, lse = residuals
     d_out, d_lse = cotangents
     dtype = statistics_dtype(x.q)
-    visits = _visits(_kinds(x, blocks).T)
+    kinds = _kinds_of(x)
+    visits = _visits(_grid_of(x, blocks).T, len(kinds))
     # A row that sees nothing is constant. Any finite log-sum-exp keeps its weights at exp(-inf) = 0, and what reaches
     # its own log-sum-exp, perhaps NaN, must not be multiplied by them.
     blind = jnp.isneginf(lse)
@@ -325,30 +416,24 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     correction = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse
     saved = _Saved(d_out, lse, correction)
 
-    def column(j, carry):
-        d_k, d_v, d_q, d_bias = carry
-        start = (
-            _zeros((*x.k.shape[:2], x.k.shape[-1], blocks.k), dtype, x.q),
-            _zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q),
-            d_q,
-            d_bias,
-        )
-        d_k_j, d_v_j, d_q, d_bias = _visit(visits, j, partial(_backward_tile, x, blocks, saved, j), start)
+    def column(j, whole: _Gradients) -> _Gradients:
+        blank = [_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
+        start = whole._replace(k=blank, v=_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
+        part = _visit(visits, kinds, j, partial(_backward_tile, x, blocks, saved, j), start)
 
         def store(whole, part):
             part = jnp.swapaxes(part, -1, -2).astype(whole.dtype)
             return jax.lax.dynamic_update_slice_in_dim(whole, part, j * blocks.k, axis=2)
 
-        return store(d_k, d_k_j), store(d_v, d_v_j), d_q, d_bias
+        return part._replace(k=[store(*pair) for pair in zip(whole.k, part.k, strict=True)], v=store(whole.v, part.v))
 
-    start = (
-        _zeros(x.k.shape, x.k.dtype, x.q),
+    start = _Gradients(
+        [_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
+        [_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
         _zeros(x.v.shape, x.v.dtype, x.q),
-        _zeros(x.q.shape, dtype, x.q),
         [_zeros(leaf.shape, jnp.promote_types(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(x.bias)[0]],
     )
-    d_k, d_v, d_q, d_bias = jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start)
-    return (_cotangent(x, d_q.astype(x.q.dtype), d_k, d_v, d_bias),)
+    return (_cotangent(x, jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start)),)
 
 
 def _inexact_leaves(tree):
@@ -363,27 +448,29 @@ def _inexact_leaves(tree):
     return [leaf for w, leaf in zip(which, leaves, strict=True) if w], rebuild
 
 
-def _bias_gradient(x: Operands, blocks: Blocks, i, j, d_logits) -> list:
-    """Transpose of the bias' tile: what a gradient of the logits means for the parameters of the bias."""
+def _bias_transpose(x: Operands, blocks: Blocks, i, j, tile_scores):
+    """Logits of a tile under the bias, and what their gradient means for the scores and the bias' parameters."""
     if x.bias is None:
-        return []
+        return tile_scores, lambda d_logits: (d_logits, [])
     leaves, rebuild = _inexact_leaves(x.bias)
 
-    def values(leaves):
-        return _tile_bias(_tile(dataclasses.replace(x, bias=rebuild(leaves)), blocks, i, j))
+    def biased(tile_scores, leaves):
+        tile = _tile(dataclasses.replace(x, bias=rebuild(leaves)), blocks, i, j)
+        return with_bias(tile.bias, tile_scores, tile.q_positions, tile.kv_positions)
 
-    tile, transpose = jax.vjp(values, leaves)
-    extra = d_logits.ndim - tile.ndim
-    gradient = d_logits.sum(tuple(range(extra))) if extra else d_logits
-    return transpose(gradient.astype(tile.dtype))[0]
+    return jax.vjp(biased, tile_scores, leaves)
 
 
-def _cotangent(x: Operands, d_q, d_k, d_v, d_bias) -> Operands:
+def _cotangent(x: Operands, found: _Gradients) -> Operands:
     """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
     zeros = jax.tree.map(_no_gradient, x)
     leaves, rebuild = _inexact_leaves(zeros.bias)
-    bias = rebuild([a.astype(leaf.dtype) for a, leaf in zip(d_bias, leaves, strict=True)])
-    return dataclasses.replace(zeros, q=d_q, k=d_k, v=d_v, bias=bias)
+    bias = rebuild([a.astype(leaf.dtype) for a, leaf in zip(found.bias, leaves, strict=True)])
+    d_q = [d.astype(q.dtype) for d, (q, _) in zip(found.q, x.pairs, strict=True)]
+    far = tuple(
+        dataclasses.replace(branch, q=q, k=k) for branch, q, k in zip(zeros.far, d_q[1:], found.k[1:], strict=True)
+    )
+    return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, far=far)
 
 
 def _no_gradient(leaf):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from posjax._slots import with_head_axis
-from posjax.attention.operands import Operands, group_bias, group_mask, mix, scores, statistics_dtype
+from posjax.attention.operands import Operands, decay_factors, group_mask, mix, scores, statistics_dtype, with_bias
 from posjax.positions import as_array
 
 
@@ -18,9 +18,7 @@ def dense(x: Operands) -> tuple:
     """
     dtype = statistics_dtype(x.q)
     positions = with_head_axis(as_array(x.q_positions)), with_head_axis(as_array(x.kv_positions))
-    logits = scores(x.q, x.k)
-    if x.bias is not None:
-        logits = logits + group_bias(x.bias.values(*positions), *x.q.shape[1:3])
+    logits = with_bias(x.bias, _scores(x, *positions), *positions)
     if x.softcap is not None:
         logits = x.softcap * jnp.tanh(logits / x.softcap)
     if x.mask is not None:
@@ -32,3 +30,16 @@ def dense(x: Operands) -> tuple:
     total = jnp.where(seen, total, 1)
     out = mix(weights / total[..., None], x.v, dtype).astype(x.v.dtype)
     return out, jnp.where(seen, highest[..., 0] + jnp.log(total), -jnp.inf)
+
+
+def _scores(x: Operands, q_positions, kv_positions):
+    """Scores of the first pair of features, and of the branches where they hold."""
+    q, k = x.q, x.k
+    if x.decay is not None:
+        q_factor, k_factor = decay_factors(x.decay, q_positions, kv_positions)
+        q, k = (q * q_factor).astype(q.dtype), (k * k_factor).astype(k.dtype)
+    logits = scores(q, k)
+    for branch in x.far:
+        where = group_mask(branch.where.allowed(q_positions, kv_positions), k.shape[1])
+        logits = jnp.where(where, scores(branch.q, branch.k), logits)
+    return logits

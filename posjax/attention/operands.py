@@ -5,17 +5,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from posjax._checks import check
 from posjax.bias import Bias
+from posjax.far import Branch
 from posjax.masks import Mask
 from posjax.positions import Positions
+
+_LARGEST_EXPONENT = 40.0
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q", "k", "v", "bias", "mask", "q_positions", "kv_positions"],
+    data_fields=["q", "k", "v", "bias", "mask", "q_positions", "kv_positions", "far", "decay"],
     meta_fields=["softcap"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Operands:
         mask: a mask or None.
         q_positions: ``Range``, ``[queries]`` or ``[batch, queries]``.
         kv_positions: ``Range``, ``[keys]`` or ``[batch, keys]``.
+        far: branches, with queries and keys grouped like the first ones.
+        decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None.
     """
 
@@ -40,7 +44,14 @@ class Operands:
     mask: Mask | None
     q_positions: Positions
     kv_positions: Positions
+    far: tuple[Branch, ...] = ()
+    decay: Float[Array, "size"] | None = None
     softcap: float | None = None
+
+    @property
+    def pairs(self) -> tuple[tuple[Array, Array], ...]:
+        """The queries and keys of the first pair of features and of every branch."""
+        return ((self.q, self.k), *((branch.q, branch.k) for branch in self.far))
 
 
 def statistics_dtype(x: Array) -> jnp.dtype:
@@ -48,15 +59,29 @@ def statistics_dtype(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def group_bias(tile: Float[Array, "*b heads q k"], kv_heads: int, group: int) -> Float[Array, "*b kv_heads group q k"]:
-    """Splits the head axis of a bias tile like that of the queries.
+def with_bias(
+    bias: Bias | None, tile: Float[Array, "batch kv_heads group q k"], q_positions, kv_positions
+) -> Float[Array, "batch kv_heads group q k"]:
+    """The logits of a tile of scaled scores under a bias, which sees one head axis."""
+    if bias is None:
+        return tile
+    batch, kv_heads, group, q, k = tile.shape
+    return bias.apply(tile.reshape(batch, kv_heads * group, q, k), q_positions, kv_positions).reshape(tile.shape)
 
-    Raises:
-        ValueError: if the bias was bound for another number of heads.
+
+def decay_factors(
+    decay: Float[Array, "size"], q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]
+) -> tuple[Float[Array, "*b q size"], Float[Array, "*b k size"]]:
+    """Factors of the queries and keys of a tile, in their layouts, whose product is ``exp(-a (i - j))``.
+
+    The centre is the tile's last key, so those of the keys are at most 1. Those of the queries exceed 1 only for keys
+    ahead of them; the bound on their exponent is never reached for a key behind that is less than
+    ``_LARGEST_EXPONENT / max(a)`` from the last one (16,000 positions in xPos).
     """
-    *batch, heads, q, k = tile.shape
-    check(heads == kv_heads * group, f"bias is bound for {heads} heads, but q has {kv_heads * group}")
-    return tile.reshape(*batch, kv_heads, group, q, k)
+    centre = kv_positions.max(-1, keepdims=True)
+    behind, ahead = (centre - kv_positions)[..., None], (centre - q_positions)[..., None]
+    q_factor = jnp.exp(jnp.minimum(ahead * decay, _LARGEST_EXPONENT))
+    return (q_factor if q_factor.ndim == 2 else q_factor[:, None]), jnp.exp(-behind * decay)
 
 
 def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int) -> Bool[Array, "*b q k"]:
