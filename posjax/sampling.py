@@ -1,0 +1,252 @@
+"""Rules that draw positions for training, each with its rule for use: randomised, equal-mean, CLEX and PoSE.
+
+A model that has seen only the positions 0 .. N - 1 has not learned what lies beyond them. These rules show it longer
+positions on rows of N tokens. They change no parameter and no method: what they draw goes into a model as its
+``positions``, ``coordinates`` and ``length`` arguments.
+
+Every rule is a frozen dataclass with two methods, ``draw(key, batch, length)`` for training and ``evaluate(length)``
+for use. Both are pure functions of their arguments, under ``jit`` too, with ``batch`` and ``length`` static.
+
+Ids are distinct and rise along a row, so a causal mask over ids is the causal mask over tokens. Windows and biases
+measure in ids; scales that count visible keys count tokens. Real-valued coordinates are for what computes its encoding
+from them (rotary, sinusoidal), while masks and biases go on reading the token index.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Int32, Key
+
+from posjax._checks import check, check_choice, check_count, check_positive
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+class Drawn(NamedTuple):
+    """What a rule says of a batch of rows; None where a model's own default stands.
+
+    Args:
+        positions: ids, int32 ``[batch, length]``, or ``[length]`` where all rows share them; default 0, 1, 2, ...
+        coordinates: real-valued positions, float32 ``[batch, length, 1]``, that features and embeddings read instead.
+        length: the current length for schemes that read it, an int32 scalar; default the number of tokens.
+    """
+
+    positions: Int32[Array, "*batch length"] | None = None
+    coordinates: Float[Array, "batch length 1"] | None = None
+    length: Int32[Array, ""] | None = None
+
+
+class Sampling(Protocol):
+    """What every rule offers."""
+
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+        """Positions of ``batch`` rows of ``length`` tokens for one step of training."""
+
+    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
+        """Positions of rows of ``length`` tokens in use; ``key`` and ``batch`` are read by rules that draw then too."""
+
+
+def sorted_subset(
+    key: Key[Array, ""], batch: int, count: int, size: int, limit: int | Int[Array, ""] | None = None
+) -> Int32[Array, "batch count"]:
+    """A uniform subset of ``count`` of the ids 0 .. size - 1 for every row, sorted, without replacement.
+
+    ``limit``, which may be traced and must be at least ``count``, narrows the ids to those below it. The rows hold the
+    ``count`` largest of ``size`` random words; time and memory are O(batch * size). ValueError if count > size.
+    """
+    check(0 <= count <= size, f"count must be from 0 to size={size}, found {count}")
+    words = jax.random.bits(key, (batch, size), jnp.uint32) | jnp.uint32(1)
+    if limit is not None:
+        words = jnp.where(jnp.arange(size) < limit, words, jnp.uint32(0))
+    return jnp.sort(jax.lax.top_k(words, count)[1].astype(jnp.int32), axis=-1)
+
+
+def _check_rows(batch: int, length: int, at_least: int = 1) -> None:
+    check_count("batch", batch)
+    check_count("length", length)
+    check(length >= at_least, f"length must be at least {at_least} for this rule, found {length}")
+
+
+@dataclass(frozen=True)
+class Randomised:
+    """Ids drawn from 0 .. max_length - 1 without replacement and sorted (Ruoss et al., arXiv 2305.16843, section 3).
+
+    The k-th of N ids is k (max_length + 1)/(N + 1) - 1 on average, k = 1 .. N. The paper draws once per batch; here
+    every row has ids of its own.
+
+    Args:
+        max_length: above every length in use; the paper trains on 40 tokens or fewer, tests up to 500 and has 2048.
+        test: ``"even"``, those averages rounded down, for kexue.fm/archives/9444 finds evenly spaced ids better; or
+            ``"random"``, drawn as in training, as the paper has it.
+    """
+
+    max_length: int = 2048
+    test: str = "even"
+
+    def __post_init__(self):
+        check_count("max_length", self.max_length)
+        check(self.max_length <= _INT32_MAX, f"max_length must fit in int32, found {self.max_length}")
+        check_choice("test", self.test, ("even", "random"))
+
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+        """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length``."""
+        self._check(batch, length)
+        return Drawn(sorted_subset(key, batch, length, self.max_length))
+
+    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
+        """Even ids ``[length]``, or with ``test="random"`` fresh ones ``[batch, length]``, which need ``key``."""
+        self._check(batch, length)
+        if self.test == "even":
+            means = np.arange(1, length + 1) * ((self.max_length + 1) / (length + 1)) - 1
+            # Means are at least 1 apart and at most max_length - 1, so what is rounded down is distinct and in range.
+            return Drawn(jnp.asarray(np.floor(means + 1e-9), jnp.int32))
+        check(key is not None, 'test="random" draws positions in use too: pass key=')
+        return self.draw(key, batch, length)
+
+    def _check(self, batch: int, length: int) -> None:
+        _check_rows(batch, length)
+        check(
+            length <= self.max_length,
+            f"length {length} is above max_length={self.max_length}: there are fewer ids than tokens",
+        )
+
+
+@dataclass(frozen=True)
+class EqualMean:
+    """Real-valued grids 0, s, 2s, ... with a random step s of mean 1 for every row (kexue.fm/archives/9444).
+
+    The article stretches linspace(0, 1, N) by a random n of mean N, so that the mean grid in training is the start of
+    the grid 0, 1, 2, ... of any longer test. Its mean step is N/(N - 1); stretching by n (N - 1)/N instead makes it 1
+    exactly, for rows of any length, and s = n/N:
+
+        exponential:  s ~ Exp(1)                               n ~ Exp of mean N, the article's best
+        beta:         s ~ factor Beta(alpha, alpha (factor - 1))      n ~ M Beta of mean N, M = factor N
+
+    The article gives no alpha; with 1 the beta tends to the exponential as the factor grows. Only for encodings that
+    are functions of a real position (rotary, sinusoidal), and meant for encoders: tables, biases and masks read the
+    token index.
+
+    Args:
+        distribution: ``"exponential"`` or ``"beta"``.
+        factor: M/N, above 1, the longest test length over that of training; read for beta only.
+        alpha: the beta's first parameter.
+    """
+
+    distribution: str = "exponential"
+    factor: float = 8.0
+    alpha: float = 1.0
+
+    def __post_init__(self):
+        check_choice("distribution", self.distribution, ("exponential", "beta"))
+        check_positive("alpha", self.alpha)
+        check_positive("factor", self.factor)
+        check(1 < self.factor < math.inf, f"factor must be above 1: it is M/N; found {self.factor!r}")
+
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+        """Coordinates ``[batch, length, 1]``, float32."""
+        _check_rows(batch, length)
+        if self.distribution == "exponential":
+            step = jax.random.exponential(key, (batch, 1, 1), jnp.float32)
+        else:
+            other = self.alpha * (self.factor - 1)
+            step = self.factor * jax.random.beta(key, self.alpha, other, (batch, 1, 1), jnp.float32)
+        return Drawn(coordinates=step * jnp.arange(length, dtype=jnp.float32)[:, None])
+
+    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
+        """The plain positions 0, 1, 2, ..."""
+        _check_rows(batch, length)
+        return Drawn()
+
+
+@dataclass(frozen=True)
+class ClexPositions:
+    """Ids of a text t times as long as its rows, for training CLEX (Chen et al., arXiv 2310.16450).
+
+    One factor t is drawn for a batch, uniform over 1 .. max_factor, and for each row of N tokens a sorted subset of
+    0 .. t N - 1 that has both ends. The current length is t original_length: CLEX's frequencies are those of factor t.
+    Rows of N >= 2 original_length get these ids over c = N // original_length, hence real-valued ones.
+
+    The published code has the last id at t N // c - 1, which for c > 2 may lie before the one drawn ahead of it; here
+    it is (t N - 1)/c, the same for c = 1. Memory while drawing is O(batch max_factor N).
+
+    Args:
+        original_length: the length the model was trained at before.
+        max_factor: the largest t.
+    """
+
+    original_length: int
+    max_factor: int = 16
+
+    def __post_init__(self):
+        check_count("original_length", self.original_length)
+        check_count("max_factor", self.max_factor)
+        reach = self.original_length * self.max_factor
+        check(reach <= _INT32_MAX, f"original_length * max_factor must fit in int32, found {reach}")
+
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+        """Ids ``[batch, length]`` (or coordinates, see above) and the current length; rows need two tokens or more."""
+        _check_rows(batch, length, at_least=2)
+        for_factor, for_ids = jax.random.split(key)
+        factor = jax.random.randint(for_factor, (), 1, self.max_factor + 1, jnp.int32)
+        inside = sorted_subset(for_ids, batch, length - 2, self.max_factor * length - 2, factor * length - 2) + 1
+        ends = [jnp.full((batch, 1), end, jnp.int32) for end in (0, factor * length - 1)]
+        ids = jnp.concatenate([ends[0], inside, ends[1]], axis=1)
+        current = factor * self.original_length
+        shrink = length // self.original_length
+        return Drawn(ids, None, current) if shrink < 2 else Drawn(None, (ids / jnp.float32(shrink))[..., None], current)
+
+    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
+        """The plain positions, and the rows' own length."""
+        _check_rows(batch, length)
+        return Drawn()
+
+
+@dataclass(frozen=True)
+class PoSE:
+    """Rows cut into chunks whose ids skip ahead at random (Zhu et al., arXiv 2309.10400).
+
+    Every row is cut at random into ``chunks`` runs of consecutive ids. Run i is moved ahead by u_i, with u_0 = 0 and
+    u_i uniform over u_{i-1} .. max_length - N, so that N tokens reach every distance below ``max_length``. Cuts are
+    uniform over the row; the published code makes the first of its two chunks the shorter one.
+
+    Args:
+        max_length: the length to reach.
+        chunks: how many runs, 2 in the paper.
+    """
+
+    max_length: int
+    chunks: int = 2
+
+    def __post_init__(self):
+        check_count("max_length", self.max_length)
+        check_count("chunks", self.chunks)
+        check(self.chunks > 1, "chunks must be 2 or more: one chunk is the plain positions")
+        check(self.max_length < _INT32_MAX, f"max_length must fit in int32, found {self.max_length}")
+
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+        """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length`` or below ``chunks``."""
+        _check_rows(batch, length, at_least=self.chunks)
+        check(length <= self.max_length, f"length {length} is above max_length={self.max_length}")
+        for_cuts, *keys = jax.random.split(key, self.chunks)
+        cuts = sorted_subset(for_cuts, batch, self.chunks - 1, length - 1) + 1
+        index = jnp.arange(length, dtype=jnp.int32)
+        moved = jnp.zeros((batch, 1), jnp.int32)
+        ids = index + moved
+        for n, for_skip in enumerate(keys):
+            further = jax.random.randint(for_skip, (batch, 1), moved, self.max_length - length + 1, jnp.int32)
+            ids = jnp.where(index >= cuts[:, n : n + 1], index + further, ids)
+            moved = further
+        return Drawn(ids)
+
+    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
+        """The plain positions 0, 1, 2, ..."""
+        _check_rows(batch, length)
+        return Drawn()
+
+
+RULES: dict[str, type] = {"randomised": Randomised, "equal-mean": EqualMean, "clex": ClexPositions, "pose": PoSE}
+"""The rules by the names that configurations use."""
