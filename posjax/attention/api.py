@@ -96,7 +96,7 @@ def attention(
         q_positions=_checked_positions("q_positions", q_positions, q),
         kv_positions=_checked_positions("kv_positions", kv_positions, k),
         far=tuple(Branch(_group(_scaled(b.q, scale), kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
-        decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, jnp.float32)),
+        decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, statistics_dtype(q))),
         softcap=softcap,
     )
     out, lse = BACKENDS[_choose(implementation, q, k)](_vary_alike(operands))

@@ -19,10 +19,26 @@ from posjax.attention.api import BACKENDS, _group
 from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.operands import Operands
 from posjax.bias import T5, ALiBi, Kerple
+from posjax.far import Branch
 from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
 from posjax.positions import Range, as_array, from_segments
 
 BATCH, SIZE, VALUE_SIZE = 2, 8, 6
+RATES = np.linspace(0.01, 0.3, SIZE)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["distance"])
+@dataclasses.dataclass(frozen=True)
+class Beyond(masks.Mask):
+    """Pairs whose key is at least ``distance`` behind the query."""
+
+    distance: int
+
+    def pairs(self, i, j):
+        return i - j >= self.distance
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        return i_high - j_low >= self.distance, i_low - j_high >= self.distance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +54,8 @@ class Case:
     mask: object = None
     softcap: float | None = None
     sinks: bool = False
+    far: tuple = ()
+    decay: bool = False
     q_positions: object = None
     kv_positions: object = None
     blocks: tuple = (4, 6)
@@ -75,6 +93,14 @@ CASES = [
     Case("nothing seen", mask=Causal() & Segments(IDS), kv_positions=Range(6, 13), sinks=True, softcap=2.0),
     Case("decode", queries=2, keys=13, q_positions=Range(11, 2), mask=Causal(), bias=ALiBi()),
     Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
+    Case("far", far=(Beyond(4),), mask=Causal(), bias=ALiBi(learned=True), softcap=3.0),
+    Case("far of both sides", far=(Beyond(4),), sinks=True),
+    Case("two branches", far=(Beyond(4) & Window(8), Beyond(8)), mask=Causal() & (Window(10) | Sinks(2))),
+    Case(
+        "far in packed rows", far=(Beyond(3),), mask=Causal() & Segments(IDS), q_positions=PACKED, kv_positions=PACKED
+    ),
+    Case("decay", decay=True, mask=Causal(), bias=T5(6, 9)),
+    Case("decay in packed rows", decay=True, mask=Causal() & Segments(IDS), q_positions=PACKED, kv_positions=PACKED),
     Case("far away", q_positions=Range(2**30, 13), kv_positions=Range(2**30, 13), mask=Causal(), bias=ALiBi()),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -96,6 +122,8 @@ def inputs(case: Case, dtype=jnp.float64) -> dict:
         "k": normal(next(keys), (BATCH, case.keys, case.kv_heads, SIZE)),
         "v": normal(next(keys), (BATCH, case.keys, case.kv_heads, VALUE_SIZE)),
     }
+    for n in range(len(case.far)):
+        values[f"q{n}"], values[f"k{n}"] = (1.3 + n) * values["q"][..., ::-1], 0.7 * values["k"] ** 2
     if case.sinks:
         values["sinks"] = normal(next(keys), (case.heads,))
     if case.bias is not None and (params := case.bias.init(next(keys), case.heads)):
@@ -114,6 +142,8 @@ def call(case: Case, values: dict, implementation: str, **options):
         mask=case.mask,
         sinks=values.get("sinks"),
         softcap=case.softcap,
+        far=[Branch(values[f"q{n}"], values[f"k{n}"], where) for n, where in enumerate(case.far)],
+        decay=RATES if case.decay else None,
         q_positions=case.q_positions,
         kv_positions=case.kv_positions,
         implementation=implementation,
@@ -146,7 +176,24 @@ def oracle(case: Case, values: dict):
         allowed=allowed,
         softcap=case.softcap,
         sinks=None if "sinks" not in values else np.asarray(values["sinks"]),
+        far=[
+            (values[f"q{n}"], values[f"k{n}"], pairs(where, q_positions, kv_positions))
+            for n, where in enumerate(case.far)
+        ],
+        decay=decays(*at) if case.decay else None,
     )
+
+
+def pairs(where, q_positions, kv_positions):
+    """A branch's pairs as ``[batch or 1, 1, q, k]``."""
+    found = np.asarray(masks.materialise(where, q_positions, kv_positions))
+    return found if found.ndim == 4 else found[None, None]
+
+
+def decays(q_positions, kv_positions):
+    """``exp(-a (i - j))`` as ``[batch or 1, 1, q, k, size]``; every row of a batch in packed rows has its own."""
+    distance = np.asarray(q_positions)[..., :, None] - np.asarray(kv_positions)[..., None, :]
+    return np.exp(-RATES * distance[..., None]).reshape(-1, 1, *distance.shape[-2:], SIZE)
 
 
 def loss(case: Case, implementation: str, values: dict):
