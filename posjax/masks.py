@@ -2,17 +2,18 @@
 
 A mask is a value, never an ``n x n`` array, until a tile of it is asked for. Two kinds exist:
 
-* position masks (``Causal``, ``Window``, ``Sinks``, ``Chunked``, ``Prefix``) are pure functions of the two integer
-  positions;
-* ``Segments`` carries the segment ids of the tokens.
+* position masks are pure functions of the two integer positions: ``Causal``, ``Window``, ``Band``, ``Dilated``,
+  ``Sinks``, ``GlobalFirst``, ``Chunked``, ``Prefix``, and those that select the far pairs of ``posjax.far``, ``Beyond``
+  and ``ChunksApart``;
+* ``Segments`` carries the segment ids of the tokens, ``Globals`` their flags.
 
 They compose with ``&`` and ``|``. Every mask is a registered pytree: hyper-parameters are static metadata, arrays are
 leaves. Every mask can also say for a tile, from the extent of its positions alone, whether it is empty, full or mixed,
 so that an attention loop never visits an empty tile and never masks a full one.
 
 Shapes. Positions arrive as ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile is ``[queries, keys]`` or
-``[batch, heads or 1, queries, keys]``. Positions are those of the tokens, not of the buffer, so left padding, packing,
-decoding and reordered sequences need nothing special.
+``[batch or 1, heads or 1, queries, keys]``. Positions are those of the tokens, not of the buffer, so left padding,
+packing, decoding and reordered sequences need nothing special.
 """
 
 import dataclasses
@@ -70,7 +71,7 @@ class Mask(Blockwise):
         """How many of ``count`` contiguous keys the mask leaves to each query, for scales that count them.
 
         The keys are those up to the query's position if ``causal``. Where masks are joined by ``|`` keys that both
-        allow are counted twice, though never beyond ``count``.
+        allow are counted twice, though never beyond ``count``: exact for ``Window(w) | Sinks(n)`` if ``causal``.
         """
         return count
 
@@ -99,12 +100,45 @@ class Causal(Mask):
         return j_low <= i_high, j_high <= i_low
 
 
+class _Distances(Mask):
+    """``least <= i - j <= most`` for the pair ``limits``; ``most`` is None where there is no end."""
+
+    limits: tuple[int, int | None]
+
+    def _units(self, positions):
+        """What the distance is counted in."""
+        return positions
+
+    def pairs(self, i, j):
+        distance, (least, most) = self._units(i) - self._units(j), self.limits
+        return distance >= least if most is None else (distance >= least) & (distance <= most)
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        shortest, longest = self._units(i_low) - self._units(j_high), self._units(i_high) - self._units(j_low)
+        least, most = self.limits
+        if most is None:
+            return longest >= least, shortest >= least
+        return (longest >= least) & (shortest <= most), (shortest >= least) & (longest <= most)
+
+
+class _Chunks(_Distances):
+    """The same with positions counted in chunks of ``size``."""
+
+    size: int
+    shift_invariant = False
+
+    def _units(self, positions):
+        return positions // self.size
+
+
 @partial(_static, meta_fields=["size"])
 @dataclasses.dataclass(frozen=True)
-class Window(Mask):
+class Window(_Distances):
     """``|i - j| < size``: with ``Causal`` the last ``size`` keys, the query's own included.
 
-    Without ``Causal`` it is the symmetric band of ``2 * size - 1`` keys that encoders use.
+    Without ``Causal`` it is the symmetric band of ``2 * size - 1`` keys that encoders use. ``Window(L)``, for a decoder
+    trained at length ``L``, is the baseline of kexue.fm/archives/9431, where each token sees no more keys than in
+    training; language models also need their first tokens, ``Window(L) | Sinks(n)`` (kexue.fm/archives/9948).
     """
 
     size: int
@@ -112,15 +146,125 @@ class Window(Mask):
     def __post_init__(self):
         check_count("Window size", self.size)
 
-    def pairs(self, i, j):
-        return (i - j < self.size) & (j - i < self.size)
-
-    def bounds(self, i_low, i_high, j_low, j_high):
-        some = (i_low - j_high < self.size) & (j_low - i_high < self.size)
-        return some, (i_high - j_low < self.size) & (j_high - i_low < self.size)
+    @property
+    def limits(self):
+        return 1 - self.size, self.size - 1
 
     def visible(self, count, positions, causal):
         return jnp.minimum(count, self.size if causal else 2 * self.size - 1)
+
+
+@partial(_static, meta_fields=["size"])
+@dataclasses.dataclass(frozen=True)
+class Band(_Distances):
+    """``-floor((size - 1) / 2) <= i - j <= floor(size / 2)``: ``size`` keys around the query, its own included.
+
+    ``Band(L)`` is the bidirectional form of the baseline where each token sees ``L`` keys, the training length
+    (kexue.fm/archives/9431, which leaves open where the band lies; here it is centred). Near both ends of a sequence
+    there are fewer, also in one no longer than ``L``.
+    """
+
+    size: int
+
+    def __post_init__(self):
+        check_count("Band size", self.size)
+
+    @property
+    def limits(self):
+        return -((self.size - 1) // 2), self.size // 2
+
+    def visible(self, count, positions, causal):
+        return jnp.minimum(count, self.size // 2 + 1 if causal else self.size)
+
+
+@partial(_static, meta_fields=["size"])
+@dataclasses.dataclass(frozen=True)
+class Beyond(_Distances):
+    """``i - j >= size``: the keys that ``Causal() & Window(size)`` leaves out, the far pairs of ReRoPE."""
+
+    size: int
+
+    def __post_init__(self):
+        check_count("Beyond size", self.size)
+
+    @property
+    def limits(self):
+        return self.size, None
+
+    def visible(self, count, positions, causal):
+        return jnp.maximum(count - self.size, 0) if causal else count
+
+
+@partial(_static, meta_fields=["size", "least", "most"])
+@dataclasses.dataclass(frozen=True)
+class ChunksApart(_Chunks):
+    """``least <= floor(i / size) - floor(j / size) <= most``: the key is so many chunks of ``size`` before the query.
+
+    Args:
+        size: tokens of a chunk.
+        least: fewest chunks, 0 being the query's own.
+        most: most chunks, or None for all that are further back.
+    """
+
+    size: int
+    least: int
+    most: int | None = None
+
+    def __post_init__(self):
+        check_count("ChunksApart size", self.size)
+        ends = f"least <= most, found {self.least!r} and {self.most!r}"
+        check(self.most is None or self.least <= self.most, f"ChunksApart wants {ends}")
+
+    @property
+    def limits(self):
+        return self.least, self.most
+
+
+@partial(_static, meta_fields=["size", "dilation"])
+@dataclasses.dataclass(frozen=True)
+class Dilated(Mask):
+    """``i - j = d m`` for a whole ``|m| < size``: a window that looks at every ``d``-th key (Longformer, 2004.05150).
+
+    Longformer's window of ``w`` keys in total with dilation ``d`` is ``Dilated(w // 2 + 1, d)``; with ``d = 1`` this is
+    ``Window``. A tuple of dilations, one for each query head, gives the mask a head axis; Longformer dilates two heads
+    of the upper layers.
+
+    Args:
+        size: keys on each side, the query's own included.
+        dilation: ``d``, or one for each head.
+    """
+
+    size: int
+    dilation: int | tuple[int, ...]
+
+    def __post_init__(self):
+        check_count("Dilated size", self.size)
+        check(self._each != (), "Dilated dilation is empty: give one for each query head, or one number for all")
+        for dilation in self._each:
+            check_count("Dilated dilation", dilation)
+
+    @property
+    def _each(self) -> tuple[int, ...]:
+        return self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
+
+    @property
+    def _steps(self):
+        """The dilations, with axes for batch, heads, queries and keys if they differ."""
+        return np.reshape(self._each, (1, -1, 1, 1)) if isinstance(self.dilation, tuple) else self.dilation
+
+    def pairs(self, i, j):
+        distance = i - j
+        return (distance % self._steps == 0) & (abs(distance) < self.size * self._steps)
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        reach = (self.size - 1) * self._steps
+        shortest, longest = i_low - j_high, i_high - j_low
+        every = (shortest >= -reach) & (longest <= reach) & (self._steps == 1)
+        return (longest >= -reach) & (shortest <= reach), every
+
+    def visible(self, count, positions, causal):
+        """As of the least dilated head: one count serves all heads, and from the widest reach on all agree."""
+        return jnp.minimum(-(-count // min(self._each)), self.size if causal else 2 * self.size - 1)
 
 
 @partial(_static, meta_fields=["count"])
@@ -132,6 +276,8 @@ class Sinks(Mask):
     """
 
     count: int
+
+    shift_invariant = False
 
     def __post_init__(self):
         check_count("Sinks count", self.count)
@@ -146,9 +292,31 @@ class Sinks(Mask):
     def visible(self, count, positions, causal):
         return jnp.minimum(count, self.count)
 
-    @property
-    def shift_invariant(self) -> bool:
-        return False
+
+@partial(_static, meta_fields=["count"])
+@dataclasses.dataclass(frozen=True)
+class GlobalFirst(Mask):
+    """``i < count or j < count``: the first ``count`` positions see all and are seen by all (Longformer, BigBird).
+
+    ``Window(w // 2 + 1) | GlobalFirst(n)`` is Longformer's attention with its first ``n`` tokens global, by one set of
+    projections (Longformer itself has a second one for global tokens). For global tokens anywhere see ``Globals``.
+    """
+
+    count: int
+
+    shift_invariant = False
+
+    def __post_init__(self):
+        check_count("GlobalFirst count", self.count)
+
+    def pairs(self, i, j):
+        return (i < self.count) | (j < self.count)
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        return (i_low < self.count) | (j_low < self.count), (i_high < self.count) | (j_high < self.count)
+
+    def visible(self, count, positions, causal):
+        return jnp.where(positions < self.count, count, jnp.minimum(count, self.count))
 
 
 @partial(_static, meta_fields=["length"])
@@ -161,6 +329,8 @@ class Prefix(Mask):
 
     length: int
 
+    shift_invariant = False
+
     def __post_init__(self):
         check_count("Prefix length", self.length)
 
@@ -170,40 +340,85 @@ class Prefix(Mask):
     def bounds(self, i_low, i_high, j_low, j_high):
         return (i_low < self.length) & (j_low < self.length), (i_high < self.length) & (j_high < self.length)
 
-    @property
-    def shift_invariant(self) -> bool:
-        return False
-
 
 @partial(_static, meta_fields=["size"])
 @dataclasses.dataclass(frozen=True)
-class Chunked(Mask):
+class Chunked(_Chunks):
     """``floor(i / size) == floor(j / size)``: attention inside chunks of ``size`` positions (Llama 4)."""
 
     size: int
 
+    limits = (0, 0)
+
     def __post_init__(self):
         check_count("Chunked size", self.size)
-
-    def pairs(self, i, j):
-        return i // self.size == j // self.size
-
-    def bounds(self, i_low, i_high, j_low, j_high):
-        i_first, i_last, j_first, j_last = (x // self.size for x in (i_low, i_high, j_low, j_high))
-        one = (i_first == i_last) & (j_first == j_last) & (i_first == j_first)
-        return (i_first <= j_last) & (j_first <= i_last), one
 
     def visible(self, count, positions, causal):
         return jnp.minimum(count, positions % self.size + 1 if causal else self.size)
 
+
+class _OfTokens(Mask):
+    """A mask that carries ``[batch, q]`` of the queries and ``[batch, k]`` of the keys, that of the queries if None."""
+
+    _filler: int
+    """What a token that padding adds gets."""
+
     @property
-    def shift_invariant(self) -> bool:
-        return False
+    def _arrays(self) -> tuple[Array, Array]:
+        q, k = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return q, k
+
+    def __post_init__(self):
+        q, k = dataclasses.fields(self)
+        if getattr(self, k.name) is None:
+            object.__setattr__(self, k.name, getattr(self, q.name))
+
+    def _columns(self):
+        """Both arrays, as ``[batch, 1, q, 1]`` and ``[batch, 1, 1, k]``."""
+        q, k = self._arrays
+        return q[:, None, :, None], k[:, None, None, :]
+
+    def _extents(self, q: Extent, k: Extent):
+        """The masks of the smallest and of the largest value in every block."""
+        blocks = (_block_extent(x, size) for x, size in zip(self._arrays, (q.size, k.size), strict=True))
+        return (type(self)(*ends) for ends in zip(*blocks, strict=True))
+
+    def queries(self, start, size):
+        q, k = self._arrays
+        return type(self)(jax.lax.dynamic_slice_in_dim(q, start, size, axis=1), k)
+
+    def keys(self, start, size):
+        q, k = self._arrays
+        return type(self)(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1))
+
+    def row(self, index):
+        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
+        return type(self)(*map(pick, self._arrays))
+
+    def pad(self, queries, keys):
+        missing = (queries - self._arrays[0].shape[1], keys - self._arrays[1].shape[1])
+        pairs = zip(self._arrays, missing, strict=True)
+        return type(self)(*(jnp.pad(x, ((0, 0), (0, more)), constant_values=self._filler) for x, more in pairs))
+
+    def check(self, batch, queries, keys):
+        kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
+        for field, array, length in zip(dataclasses.fields(self), self._arrays, (queries, keys), strict=True):
+            name, found = field.name, jnp.shape(array)
+            check(found == (batch, length), f"{kind} {name} must have shape {(batch, length)}, found {found}")
+            fits = jnp.issubdtype(array.dtype, self._dtype)
+            check(fits, f"{kind} {name} must be {wanted}, found {array.dtype}")
+
+    @property
+    def batched(self):
+        return True
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=[])
+_of_tokens = partial(jax.tree_util.register_dataclass, meta_fields=[])
+
+
+@partial(_of_tokens, data_fields=["q_ids", "kv_ids"])
 @dataclasses.dataclass(frozen=True)
-class Segments(Mask):
+class Segments(_OfTokens):
     """Query and key belong to one segment, and neither is padding: ``q_ids[i] == kv_ids[j] >= 0``.
 
     Negative ids are padding and match nothing, not even each other.
@@ -216,49 +431,42 @@ class Segments(Mask):
     q_ids: Int[Array, "batch q"]
     kv_ids: Int[Array, "batch k"] | None = None
 
-    def __post_init__(self):
-        if self.kv_ids is None:
-            object.__setattr__(self, "kv_ids", self.q_ids)
+    _filler, _dtype = -1, jnp.integer
 
     def allowed(self, q_positions, kv_positions):
-        q, k = self.q_ids[:, None, :, None], self.kv_ids[:, None, None, :]
+        q, k = self._columns()
         return (q == k) & (q >= 0)
 
     def tiles(self, q: Extent, k: Extent):
-        q_low, q_high = _block_extent(self.q_ids, q.size)
-        k_low, k_high = _block_extent(self.kv_ids, k.size)
-        q_low, q_high = q_low[:, None, :, None], q_high[:, None, :, None]
-        k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
+        (q_low, k_low), (q_high, k_high) = (ends._columns() for ends in self._extents(q, k))
         some = (q_high >= 0) & (k_high >= 0) & (q_low <= k_high) & (k_low <= q_high)
         return some, (q_low >= 0) & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
 
-    def queries(self, start, size):
-        return Segments(jax.lax.dynamic_slice_in_dim(self.q_ids, start, size, axis=1), self.kv_ids)
 
-    def keys(self, start, size):
-        return Segments(self.q_ids, jax.lax.dynamic_slice_in_dim(self.kv_ids, start, size, axis=1))
+@partial(_of_tokens, data_fields=["q_flags", "kv_flags"])
+@dataclasses.dataclass(frozen=True)
+class Globals(_OfTokens):
+    """``q_flags[i] or kv_flags[j]``: tokens with a flag see all and are seen by all (Longformer, 2004.05150).
 
-    def row(self, index):
-        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
-        return Segments(pick(self.q_ids), pick(self.kv_ids))
+    ``(Window(w // 2 + 1) | Globals(flags)) & padding(valid)`` is Longformer's attention.
 
-    def pad(self, queries, keys):
-        return Segments(_pad_ids(self.q_ids, queries), _pad_ids(self.kv_ids, keys))
+    Args:
+        q_flags: bool ``[batch, q]``, whether a query is global.
+        kv_flags: bool ``[batch, k]``, whether a key is; those of the queries when left out.
+    """
 
-    def check(self, batch, queries, keys):
-        for name, ids, length in (("q_ids", self.q_ids, queries), ("kv_ids", self.kv_ids, keys)):
-            found = jnp.shape(ids)
-            check(found == (batch, length), f"Segments {name} must have shape {(batch, length)}, found {found}")
-            integers = jnp.issubdtype(ids.dtype, jnp.integer)
-            check(integers, f"Segments {name} must be integers, found {ids.dtype}")
+    q_flags: Bool[Array, "batch q"]
+    kv_flags: Bool[Array, "batch k"] | None = None
 
-    @property
-    def batched(self):
-        return True
+    _filler, _dtype = False, jnp.bool_
 
+    def allowed(self, q_positions, kv_positions):
+        q, k = self._columns()
+        return q | k
 
-def _pad_ids(ids, length: int):
-    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), constant_values=-1)
+    def tiles(self, q: Extent, k: Extent):
+        every, some = (ends.allowed(None, None) for ends in self._extents(q, k))
+        return some, every
 
 
 def padding(valid: Bool[Array, "batch length"]) -> Segments:

@@ -7,12 +7,33 @@ import numpy as np
 import pytest
 
 from posjax import masks, positions
-from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
+from posjax.masks import (
+    Band,
+    Beyond,
+    Causal,
+    Chunked,
+    ChunksApart,
+    Dilated,
+    GlobalFirst,
+    Globals,
+    Prefix,
+    Segments,
+    Sinks,
+    Window,
+)
 
 N = 24
 ROW, COLUMN = np.mgrid[:N, :N]
 IDS = np.array([[0] * 5 + [1] * 12 + [2] * 4 + [-1] * 3, [-1] * 2 + [7] * 22])
 SAME = (IDS[:, :, None] == IDS[:, None, :]) & (IDS[:, :, None] >= 0)
+FLAGS = np.array([np.isin(np.arange(N), [3, 17]), np.arange(N) < 2])
+DISTANCE, CHUNKS = ROW - COLUMN, ROW // 7 - COLUMN // 7
+EITHER = FLAGS[:, :, None] | FLAGS[:, None, :]
+
+
+def dilated(size, *steps):
+    return np.stack([(DISTANCE % d == 0) & (abs(DISTANCE) // d < size) for d in steps])
+
 
 CASES = {
     "causal": (Causal(), COLUMN <= ROW),
@@ -21,6 +42,20 @@ CASES = {
     "sinks": (Sinks(3), COLUMN < 3),
     "lambda": (Causal() & (Window(4) | Sinks(2)), (COLUMN <= ROW) & ((ROW - COLUMN < 4) | (COLUMN < 2))),
     "chunked": (Causal() & Chunked(7), (COLUMN <= ROW) & (ROW // 7 == COLUMN // 7)),
+    "odd band": (Band(5), abs(DISTANCE) <= 2),
+    "even band": (Band(6), (DISTANCE <= 3) & (DISTANCE >= -2)),
+    "beyond": (Beyond(5), DISTANCE >= 5),
+    "previous chunk": (ChunksApart(7, 1, 1), CHUNKS == 1),
+    "older chunks": (ChunksApart(7, 2), CHUNKS >= 2),
+    "dilated": (Dilated(3, 4), dilated(3, 4)[0]),
+    "dilated heads": (Dilated(4, (1, 2, 5)), dilated(4, 1, 2, 5)[None]),
+    "global first": (GlobalFirst(2), (ROW < 2) | (COLUMN < 2)),
+    "window and global": (Window(3) | GlobalFirst(2), (abs(DISTANCE) < 3) | (ROW < 2) | (COLUMN < 2)),
+    "globals": (Globals(jnp.asarray(FLAGS)), EITHER[:, None]),
+    "longformer": (
+        Segments(jnp.asarray(IDS)) & (Dilated(3, (1, 2)) | Globals(jnp.asarray(FLAGS))),
+        SAME[:, None] & (dilated(3, 1, 2)[None] | EITHER[:, None]),
+    ),
     "prefix": (Causal() | Prefix(6), (COLUMN <= ROW) | ((ROW < 6) & (COLUMN < 6))),
     "segments": (Segments(jnp.asarray(IDS)), SAME[:, None]),
     "packed": (Causal() & Segments(jnp.asarray(IDS)), SAME[:, None] & (COLUMN <= ROW)),
@@ -52,12 +87,37 @@ def test_tiles_never_lie(name, block):
     assert not (~every & (kinds == masks.FULL)).any()
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "sinks", "chunked", "segments"])
+SINGLE = ["causal", "window", "odd band", "even band", "beyond", "sinks", "chunked", "previous chunk", "older chunks"]
+
+
+@pytest.mark.parametrize("name", [*SINGLE, "globals", "global first", "segments"])
 def test_single_masks_classify_every_tile_exactly(name):
     mask, want = CASES[name]
     kinds = masks.tile_kinds(mask, positions.Range(0, N), positions.Range(0, N), 1, 1)
     np.testing.assert_array_equal(kinds == masks.FULL, np.broadcast_to(want, kinds.shape))
     np.testing.assert_array_equal(kinds == masks.EMPTY, ~np.broadcast_to(want, kinds.shape))
+
+
+@pytest.mark.parametrize("name", [*SINGLE, "globals", "global first"])
+def test_only_tiles_on_a_boundary_are_mixed(name):
+    mask, want = CASES[name]
+    kinds = masks.tile_kinds(mask, positions.Range(0, N), positions.Range(0, N), 4, 3)
+    tiles = want.reshape(*want.shape[:-2], N // 4, 4, N // 3, 3).swapaxes(-3, -2)
+    exact = np.where(tiles.all((-2, -1)), masks.FULL, np.where(tiles.any((-2, -1)), masks.MIXED, masks.EMPTY))
+    np.testing.assert_array_equal(kinds, np.broadcast_to(exact, kinds.shape))
+
+
+def test_dilated_heads_visit_their_own_band():
+    kinds = masks.tile_kinds(Dilated(16, (1, 4)), positions.Range(0, 512), positions.Range(0, 512), 16, 16)
+    chex.assert_shape(kinds, (1, 2, 32, 32))
+    tiles = (np.asarray(kinds) != masks.EMPTY).sum((0, 2, 3))
+    np.testing.assert_array_equal(tiles, [32 * 3 - 2, 32 * 9 - 2 * (1 + 2 + 3 + 4)])
+
+
+def test_dilation_of_one_is_a_window():
+    there = positions.Range(0, N)
+    one, window = (masks.materialise(mask, there, there) for mask in (Dilated(5, 1), Window(5)))
+    np.testing.assert_array_equal(one, window)
 
 
 def test_causal_window_visits_a_band_only():
@@ -110,11 +170,42 @@ def test_masks_are_pytrees_and_position_masks_are_hashable():
         lambda: Chunked(-1),
         lambda: Sinks(0),
         lambda: Prefix(None),
+        lambda: Band(0),
+        lambda: Beyond(0),
+        lambda: ChunksApart(0, 1),
+        lambda: Dilated(0, 1),
+        lambda: Dilated(4, (1, 0)),
+        lambda: GlobalFirst(-1),
     ],
 )
 def test_sizes_must_be_positive(make):
     with pytest.raises(ValueError, match="must be positive"):
         make()
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="dilation is empty"):
+        Dilated(4, ())
+    with pytest.raises(ValueError, match="least <= most, found 2 and 1"):
+        ChunksApart(4, 2, 1)
+    with pytest.raises(ValueError, match=r"Globals q_flags must have shape \(2, 8\), found \(2, 24\)"):
+        Globals(jnp.asarray(FLAGS)).check(2, 8, 8)
+    with pytest.raises(ValueError, match="Globals q_flags must be boolean, found int32"):
+        Globals(jnp.asarray(FLAGS, jnp.int32)).check(2, N, N)
+
+
+@pytest.mark.parametrize("make", [lambda: Segments(jnp.asarray(IDS)), lambda: Globals(jnp.asarray(FLAGS))])
+def test_masks_of_tokens_are_taken_apart(make):
+    mask, there = make(), positions.Range(0, N)
+    whole = masks.materialise(mask, there, there)
+    part = jax.jit(lambda mask: mask.queries(4, 8).keys(3, 5).row(1))(mask)
+    got = masks.materialise(part, positions.Range(4, 8), positions.Range(3, 5))
+    np.testing.assert_array_equal(got, whole[1:, :, 4:12, 3:8])
+    longer = mask.pad(N + 2, N + 3)
+    got = masks.materialise(longer, positions.Range(0, N + 2), positions.Range(0, N + 3))
+    np.testing.assert_array_equal(got[..., :N, :N], whole)
+    assert not got[..., N:, N:].any()
+    assert mask.batched
 
 
 def test_a_mask_composes_with_masks_only():
@@ -127,9 +218,16 @@ def test_tile_kinds_wants_whole_tiles():
         masks.tile_kinds(Causal(), positions.Range(0, 10), positions.Range(0, 8), 4, 4)
 
 
+BOTH_WAYS = ["window", "odd band", "even band"]
+
+
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [*((name, True) for name in ("causal", "window", "causal window", "sinks", "chunked")), ("window", False)],
+    [
+        *((name, True) for name in ("causal", "window", "causal window", "sinks", "chunked", "beyond", "dilated")),
+        *((name, True) for name in ("odd band", "even band", "lambda")),
+        *((name, False) for name in BOTH_WAYS),
+    ],
 )
 def test_counts_of_visible_keys_are_the_rows_of_the_mask(name, causal):
     mask, want = CASES[name]
@@ -140,8 +238,16 @@ def test_counts_of_visible_keys_are_the_rows_of_the_mask(name, causal):
     np.testing.assert_array_equal(got[inner], allowed.sum(-1)[inner])
 
 
+def test_counts_of_global_tokens_and_dilated_heads():
+    there = jnp.arange(N)
+    np.testing.assert_array_equal(GlobalFirst(3).visible(jnp.full(N, N), there, False), [N] * 3 + [3] * (N - 3))
+    mask, want = CASES["dilated heads"]
+    counts = (want & (COLUMN <= ROW)).sum(-1)[0]
+    np.testing.assert_array_equal(mask.visible(there + 1, there, True), counts[0])
+    np.testing.assert_array_equal(counts[:, 15:], 4)
+
+
 def test_counts_of_a_union_are_exact_where_its_parts_do_not_overlap():
     mask = Window(4) | Sinks(2)
     got = mask.visible(jnp.arange(N) + 1, jnp.arange(N), True)
-    np.testing.assert_array_equal(got[6:], 6)
-    np.testing.assert_array_equal(got[:4], jnp.arange(1, 5))
+    np.testing.assert_array_equal(got, np.minimum(np.arange(N) + 1, 6))
