@@ -1,0 +1,420 @@
+"""Linear attention in forms that agree: quadratic, chunked, recurrent, and in both directions.
+
+    o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi_i . psi_j exp(c_j)    over the keys j that i may see
+
+Queries and keys are features (``posjax.linear.kernels``), ``c`` the logarithm of what has been taken out of a key. The
+sums over j are products of ``phi_i`` with a state, ``S = sum_j exp(c_j) psi_j v_j^T`` and ``z = sum_j exp(c_j) psi_j``:
+linear time, and one state of fixed size when decoding (Katharopoulos et al., arXiv 2006.16236, section 3). Sums are
+kept divided by ``exp(M)``, ``M`` the largest ``c`` of what has been seen so far, which cancels: nothing overflows, and
+no key ahead is looked at.
+
+With ``q_numerator`` and ``k_numerator`` the numerator has features of its own, those with RoPE applied.
+
+Segments: ids ``[batch, length]`` of packed documents. A document is contiguous, that is, its id does not return after
+another one; negative ids are padding: they see nothing, are seen by nothing and leave a state as it is. A row that sees
+nothing, or has no weight on what it sees, gives exactly 0 with zero gradients.
+"""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from posjax._checks import check, check_count, check_rank
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class LinearState:
+    """What a causal form has seen of the document that is open at the end of every row: all that decoding needs.
+
+    Args:
+        s: ``exp(-M) sum_j exp(c_j) psi_j v_j^T``, with the numerator's ``psi``; at least float32.
+        z: ``exp(-M) sum_j exp(c_j) psi_j``.
+        log_scale: ``M``.
+        segment: int32, the id of the document; -1 if there is none yet.
+    """
+
+    s: Float[Array, "batch kv_heads m value_size"]
+    z: Float[Array, "batch kv_heads m"]
+    log_scale: Float[Array, "batch kv_heads"]
+    segment: Int[Array, "batch"]
+
+
+def empty_state(
+    batch: int, num_kv_heads: int, size: int, value_size: int, *, numerator_size: int | None = None, dtype=jnp.float32
+) -> LinearState:
+    """The state before the first token, for features ``size`` wide (those of the numerator may differ)."""
+    sizes = (batch, num_kv_heads)
+    return LinearState(
+        jnp.zeros((*sizes, size if numerator_size is None else numerator_size, value_size), dtype),
+        jnp.zeros((*sizes, size), dtype),
+        jnp.full(sizes, _lowest(dtype), dtype),
+        jnp.full(batch, -1, jnp.int32),
+    )
+
+
+class _Tokens(NamedTuple):
+    """Checked inputs, heads before tokens, query heads grouped by the key head they use."""
+
+    phi: Float[Array, "batch kv_heads group q m"]
+    psi: Float[Array, "batch kv_heads k m"]
+    v: Float[Array, "batch kv_heads k value_size"]
+    log_scale: Float[Array, "batch kv_heads k"]
+    ids: Int[Array, "batch q"]
+    phi_numerator: Float[Array, "batch kv_heads group q n"] | None
+    psi_numerator: Float[Array, "batch kv_heads k n"] | None
+
+    @property
+    def dtype(self):
+        """Dtype of sums: at least float32."""
+        return jnp.promote_types(jnp.result_type(self.phi, self.psi, self.log_scale), jnp.float32)
+
+    @property
+    def numerator(self):
+        """The features of the numerator, in the dtype of sums."""
+        pair = self.denominator if self.phi_numerator is None else (self.phi_numerator, self.psi_numerator)
+        return tuple(a.astype(self.dtype) for a in pair)
+
+    @property
+    def denominator(self):
+        """The features of the denominator, in the dtype of sums."""
+        return self.phi.astype(self.dtype), self.psi.astype(self.dtype)
+
+
+_TOKEN_AXES = _Tokens(phi=3, psi=2, v=2, log_scale=2, ids=1, phi_numerator=3, psi_numerator=2)
+
+
+class _Sums(NamedTuple):
+    """Numerator and denominator of every query, both divided by ``exp(log_scale)``."""
+
+    numerator: Float[Array, "batch kv_heads group q value_size"]
+    denominator: Float[Array, "batch kv_heads group q"]
+    log_scale: Float[Array, "batch kv_heads q"]
+
+
+_SUM_AXES = _Sums(numerator=3, denominator=3, log_scale=2)
+
+
+def quadratic(
+    phi: Float[Array, "batch length heads m"],
+    psi: Float[Array, "batch kv_length kv_heads m"],
+    v: Float[Array, "batch kv_length kv_heads value_size"],
+    *,
+    causal: bool = True,
+    log_scale: Float[Array, "batch kv_length kv_heads"] | None = None,
+    q_numerator: Float[Array, "batch length heads n"] | None = None,
+    k_numerator: Float[Array, "batch kv_length kv_heads n"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+) -> Float[Array, "batch length heads value_size"]:
+    """Linear attention with the whole matrix of weights: quadratic, for tests and for the eye. In the dtype of ``v``.
+
+    Args:
+        phi, psi: features of queries and keys; ``heads`` a multiple of ``kv_heads``.
+        v: values.
+        causal: ``j <= i``; needs as many keys as queries, as segments do.
+        log_scale: ``c``, what ``LinearKernel.key`` has taken out of the keys; zero if absent.
+        q_numerator, k_numerator: features of the numerator where they differ, both or neither.
+        segment_ids: see this module.
+
+    Raises:
+        ValueError: for shapes that do not fit each other.
+    """
+    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, square=causal)
+    allowed = _same(x.ids) if phi.shape[1] == psi.shape[1] else jnp.ones((1, phi.shape[1], psi.shape[1]), bool)
+    sums = _within(x, jnp.tril(allowed) if causal else allowed)
+    return _heads_last(_divide(sums, v.dtype))
+
+
+def chunked(
+    phi: Float[Array, "batch length heads m"],
+    psi: Float[Array, "batch length kv_heads m"],
+    v: Float[Array, "batch length kv_heads value_size"],
+    *,
+    log_scale: Float[Array, "batch length kv_heads"] | None = None,
+    q_numerator: Float[Array, "batch length heads n"] | None = None,
+    k_numerator: Float[Array, "batch length kv_heads n"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    state: LinearState | None = None,
+    chunk_size: int = 128,
+) -> tuple[Float[Array, "batch length heads value_size"], LinearState]:
+    """Causal linear attention, chunk by chunk: within a chunk as a matrix, before it through the state.
+
+    Time ``O(n (m value_size + chunk_size (m + value_size)))`` and memory ``O(n)`` forward and backward, where each
+    chunk is recomputed from the state before it.
+
+    Args:
+        state: what came before, as returned by an earlier call; nothing if absent. Without ``segment_ids`` the tokens
+            continue its document.
+        chunk_size: tokens per chunk. The backward pass keeps one state for each.
+
+    Others as in :func:`quadratic`.
+
+    Returns:
+        The output, and the state after the last token for the next chunk of a prompt or for :func:`recurrent`.
+
+    Raises:
+        ValueError: for shapes that do not fit each other, and a ``chunk_size`` that is not positive.
+    """
+    check_count("chunk_size", chunk_size)
+    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state)
+    state, out = _scan(x, _start(x, state), chunk_size, partial(_divide, dtype=v.dtype))
+    return _heads_last(_join(out, phi.shape[1], 3)), state
+
+
+def recurrent(
+    phi: Float[Array, "batch length heads m"],
+    psi: Float[Array, "batch length kv_heads m"],
+    v: Float[Array, "batch length kv_heads value_size"],
+    *,
+    log_scale: Float[Array, "batch length kv_heads"] | None = None,
+    q_numerator: Float[Array, "batch length heads n"] | None = None,
+    k_numerator: Float[Array, "batch length kv_heads n"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    state: LinearState | None = None,
+) -> tuple[Float[Array, "batch length heads value_size"], LinearState]:
+    """Causal linear attention one token at a time, ``S_i = S_{i-1} + psi_i v_i^T``: for decoding, often with length 1.
+
+    Arguments and results as in :func:`chunked`.
+    """
+    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state)
+
+    def step(before: LinearState, token: _Tokens):
+        after = _absorb(before, token)
+        return after, _divide(_read(after, token), v.dtype)
+
+    state, out = jax.lax.scan(step, _start(x, state), _split(x, 1))
+    return _heads_last(_join(out, phi.shape[1], 3)), state
+
+
+def bidirectional(
+    phi: Float[Array, "batch length heads m"],
+    psi: Float[Array, "batch kv_length kv_heads m"],
+    v: Float[Array, "batch kv_length kv_heads value_size"],
+    *,
+    log_scale: Float[Array, "batch kv_length kv_heads"] | None = None,
+    q_numerator: Float[Array, "batch length heads n"] | None = None,
+    k_numerator: Float[Array, "batch kv_length kv_heads n"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    chunk_size: int = 128,
+) -> Float[Array, "batch length heads value_size"]:
+    """Linear attention over all keys, in ``O(n)``: one state for all queries, which may be those of another sequence.
+
+    With ``segment_ids``, two causal passes: the keys up to each query, and from the other end those after it.
+    Arguments as in :func:`chunked`.
+    """
+    check_count("chunk_size", chunk_size)
+    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, square=segment_ids is not None)
+    if segment_ids is None:
+        whole = _absorb(_start(x, None), x._replace(ids=jnp.zeros((psi.shape[0], psi.shape[1]), jnp.int32)))
+        return _heads_last(_divide(_read(whole, x), v.dtype))
+    return _heads_last(_divide(_both_ways(x, chunk_size), v.dtype))
+
+
+def _lowest(dtype) -> float:
+    """Below every logarithm of a scale but finite, so that an empty state needs no special case."""
+    return float(jnp.finfo(dtype).min) / 4
+
+
+def _same(ids: Int[Array, "batch n"]) -> Bool[Array, "batch n n"]:
+    return (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+
+
+def _within(x: _Tokens, allowed: Bool[Array, "#batch q k"]) -> _Sums:
+    """Sums over the allowed keys of ``x`` itself, divided by the exponential of their largest scale."""
+    allowed = allowed[:, None]
+    scale = x.log_scale[:, :, None, :]
+    highest = jax.lax.stop_gradient(jnp.where(allowed, scale, _lowest(x.dtype)).max(-1))
+    factor = _exp(allowed, scale - highest[..., None])[:, :, None]
+    weights = _scores(*x.denominator) * factor
+    above = weights if x.phi_numerator is None else _scores(*x.numerator) * factor
+    return _Sums(jnp.einsum("bkgij,bkjv->bkgiv", above, x.v.astype(x.dtype)), weights.sum(-1), highest)
+
+
+def _scores(phi, psi):
+    return jnp.einsum("bkgim,bkjm->bkgij", phi, psi)
+
+
+def _exp(where, x):
+    """``exp(x)``, and 0 with no gradient elsewhere."""
+    return jnp.exp(jnp.where(where, x, -jnp.inf))
+
+
+def _read(state: LinearState, x: _Tokens) -> _Sums:
+    """Sums over what the state has seen, for the queries of the same document; divided by the state's scale."""
+    seen = ((x.ids == state.segment[:, None]) & (x.ids >= 0))[:, None]
+    above = jnp.einsum("bkgim,bkmv->bkgiv", x.numerator[0], state.s)
+    below = jnp.einsum("bkgim,bkm->bkgi", x.denominator[0], state.z)
+    scale = jnp.where(seen, state.log_scale[..., None], _lowest(x.dtype))
+    return _Sums(jnp.where(seen[:, :, None, :, None], above, 0), jnp.where(seen[:, :, None], below, 0), scale)
+
+
+def _add(a: _Sums, b: _Sums) -> _Sums:
+    """Both sums, each multiplied by what its scale is below the higher one."""
+    highest = jax.lax.stop_gradient(jnp.maximum(a.log_scale, b.log_scale))
+    factors = [jnp.exp(part.log_scale - highest)[:, :, None] for part in (a, b)]
+    above = sum(part.numerator * factor[..., None] for part, factor in zip((a, b), factors, strict=True))
+    below = sum(part.denominator * factor for part, factor in zip((a, b), factors, strict=True))
+    return _Sums(above, below, highest)
+
+
+def _absorb(state: LinearState, x: _Tokens) -> LinearState:
+    """The state after the keys of ``x``: what belongs to the last document in it, or to the state's own."""
+    valid = x.ids >= 0
+    order = jnp.where(valid, jnp.arange(x.ids.shape[1]), -1)
+    last = jnp.take_along_axis(x.ids, jnp.maximum(order.max(1, keepdims=True), 0), axis=1)[:, 0]
+    segment = jnp.where(valid.any(1), last, state.segment)
+    goes_on, member = segment == state.segment, (x.ids == segment[:, None]) & valid
+    lowest = _lowest(x.dtype)
+    highest = jnp.where(member[:, None], x.log_scale, lowest).max(-1)
+    highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.where(goes_on[:, None], state.log_scale, lowest)))
+    kept = _exp(goes_on[:, None], state.log_scale - highest)
+    factor = _exp(member[:, None], x.log_scale - highest[..., None])[..., None]
+    psi, psi_numerator = (pair[1] * factor for pair in (x.denominator, x.numerator))
+    more = jnp.einsum("bkjm,bkjv->bkmv", psi_numerator, x.v.astype(x.dtype))
+    s, z = state.s * kept[..., None, None] + more, state.z * kept[..., None] + psi.sum(2)
+    return LinearState(s, z, highest, segment)
+
+
+def _divide(sums: _Sums, dtype) -> Float[Array, "batch kv_heads group q value_size"]:
+    """Numerator over denominator, exactly 0 where nothing has weight."""
+    seen = sums.denominator > 0
+    out = sums.numerator / jnp.where(seen, sums.denominator, 1)[..., None]
+    return jnp.where(seen[..., None], out, 0).astype(dtype)
+
+
+def _scan(x: _Tokens, state: LinearState, size: int, finish, *, diagonal: bool = True):
+    """The state after all tokens, and ``finish`` of every chunk's sums over the keys before each query.
+
+    With ``diagonal``, the query's own key too.
+    """
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def step(before: LinearState, chunk: _Tokens):
+        own = _within(chunk, jnp.tril(_same(chunk.ids), 0 if diagonal else -1))
+        return _absorb(before, chunk), finish(_add(own, _read(before, chunk)))
+
+    return jax.lax.scan(step, state, _split(x, size))
+
+
+def _both_ways(x: _Tokens, size: int) -> _Sums:
+    """Sums over all keys of the document of each query: those up to it, and those after it."""
+
+    def sums(x, diagonal):
+        chunks = _scan(x, _start(x, None), size, lambda found: found, diagonal=diagonal)[1]
+        return [_join(a, x.ids.shape[1], axis) for a, axis in zip(chunks, _SUM_AXES, strict=True)]
+
+    ahead = map(jnp.flip, sums(_each(jnp.flip, x), False), _SUM_AXES)
+    return _add(_Sums(*sums(x, True)), _Sums(*ahead))
+
+
+def _split(x: _Tokens, size: int) -> _Tokens:
+    """Chunks of ``size`` tokens along a new first axis; the last one is filled up with padding."""
+    size = min(size, x.ids.shape[1])
+
+    def split(a, axis):
+        widths = [(0, 0)] * a.ndim
+        widths[axis] = (0, -a.shape[axis] % size)
+        a = jnp.pad(a, widths, constant_values=-1 if a is x.ids else 0)
+        return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, size, *a.shape[axis + 1 :]), axis, 0)
+
+    return _each(split, x)
+
+
+def _join(chunks, length: int, axis: int):
+    """The first ``length`` tokens of what comes chunk by chunk, along ``axis``."""
+    a = jnp.moveaxis(chunks, 0, axis)
+    a = a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(a, 0, length, axis=axis)
+
+
+def _each(function, x: _Tokens) -> _Tokens:
+    """``function(array, token axis)`` of every array."""
+    return _Tokens(*(a if a is None else function(a, axis) for a, axis in zip(x, _TOKEN_AXES, strict=True)))
+
+
+def _heads_last(out: Float[Array, "batch kv_heads group n size"]) -> Float[Array, "batch n heads size"]:
+    batch, kv_heads, group, length, size = out.shape
+    return out.reshape(batch, kv_heads * group, length, size).swapaxes(1, 2)
+
+
+def _start(x: _Tokens, state: LinearState | None) -> LinearState:
+    """The state to begin with, which varies over the same mesh axes as the tokens, as a loop's carry must."""
+    if state is None:
+        width = None if x.psi_numerator is None else x.psi_numerator.shape[-1]
+        batch, kv_heads, _, size = x.psi.shape
+        state = empty_state(batch, kv_heads, size, x.v.shape[-1], numerator_size=width, dtype=x.dtype)
+    axes = frozenset().union(*map(_varying, jax.tree.leaves((x, state))))
+
+    def vary(leaf):
+        missing = tuple(axes - _varying(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, state)
+
+
+def _varying(leaf) -> frozenset:
+    return jax.typeof(leaf).manual_axis_type.varying
+
+
+def _tokens(
+    phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state: LinearState | None = None, *, square=True
+) -> _Tokens:
+    """Checks the arguments of a form and lays them out; ``square`` asks for as many keys as queries."""
+    _check_arrays(phi, psi, v, q_numerator, k_numerator, square)
+    (batch, queries, heads, _), kv_heads = phi.shape, psi.shape[2]
+    if log_scale is None:
+        log_scale = jnp.zeros(psi.shape[:3], jnp.promote_types(psi.dtype, jnp.float32))
+    check(log_scale.shape == psi.shape[:3], f"log_scale must have shape {psi.shape[:3]}, found {log_scale.shape}")
+    if segment_ids is None:
+        document = jnp.zeros(batch, jnp.int32) if state is None else jnp.maximum(state.segment, 0)
+        segment_ids = jnp.broadcast_to(document[:, None], (batch, queries))
+    integer = jnp.issubdtype(segment_ids.dtype, jnp.integer)
+    found = f"found {segment_ids.dtype} {segment_ids.shape}"
+    check(
+        integer and segment_ids.shape == (batch, queries), f"segment_ids must be integers {(batch, queries)}, {found}"
+    )
+
+    def grouped(a):
+        return None if a is None else a.swapaxes(1, 2).reshape(batch, kv_heads, heads // kv_heads, queries, -1)
+
+    def heads_first(a):
+        return None if a is None else a.swapaxes(1, 2)
+
+    return _Tokens(
+        grouped(phi),
+        heads_first(psi),
+        heads_first(v),
+        heads_first(log_scale),
+        segment_ids.astype(jnp.int32),
+        grouped(q_numerator),
+        heads_first(k_numerator),
+    )
+
+
+def _check_arrays(phi, psi, v, q_numerator, k_numerator, square: bool) -> None:
+    for name, a in (("phi", phi), ("psi", psi), ("v", v)):
+        check_rank(name, a, 4, "[batch, length, heads, size]")
+    check(phi.shape[::3] == psi.shape[::3], f"phi {phi.shape} and psi {psi.shape} must agree in batch and size")
+    check(
+        phi.shape[2] % psi.shape[2] == 0, f"phi has {phi.shape[2]} heads, not a multiple of the {psi.shape[2]} of psi"
+    )
+    check(v.shape[:3] == psi.shape[:3], f"v {v.shape} must have the batch, length and heads of psi {psi.shape}")
+    one_length = phi.shape[1] == psi.shape[1]
+    check(
+        one_length or not square,
+        f"causal attention and segments need as many keys as queries, found {phi.shape[1]} "
+        f"queries and {psi.shape[1]} keys",
+    )
+    check((q_numerator is None) == (k_numerator is None), "q_numerator and k_numerator must be given together")
+    if q_numerator is not None:
+        fit = q_numerator.shape[:3] == phi.shape[:3] and k_numerator.shape[:3] == psi.shape[:3]
+        fit &= q_numerator.shape[3] == k_numerator.shape[3]
+        check(
+            fit,
+            f"q_numerator {q_numerator.shape} and k_numerator {k_numerator.shape} must be of one size, with the "
+            f"other axes of phi {phi.shape} and psi {psi.shape}",
+        )

@@ -1,0 +1,265 @@
+"""Kernels of linear attention: feature maps whose inner product takes the place of ``exp(q . k / sqrt(d))``.
+
+Features are at least float32. Two kinds differ in where position goes (:func:`features` does the right one):
+
+* elementwise maps (:class:`Elu`, :class:`Exponential`). A rotation has to come after the map, and then an inner
+  product may be negative. So it acts in the numerator alone, and the denominator, which must not vanish, stays as it
+  is: ``sum_j (R_i phi_i) . (R_j psi_j) v_j / sum_j phi_i . psi_j`` (RoFormer, arXiv 2104.09864, equation 19; Su,
+  kexue.fm 8265). The weights then no longer sum to one, but they do depend on position through ``i - j`` alone.
+* functions of ``q . k`` (:class:`Taylor`, :class:`Limit`, :class:`Cosine` and, in expectation, ``Performer``). They are
+  non-negative whatever the inner product is, so ``q`` and ``k`` are rotated first and the same weights stand above and
+  below: they sum to one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_count, check_positive
+
+
+def widen(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """``x`` in float32, or in float64 if that is what it is."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """A kernel ``phi(q) . psi(k) >= 0``. A subclass is a frozen, hashable dataclass and holds no array.
+
+    Its products, not always its features, are non-negative. Where the 1 / sqrt(d) of softmax attention goes is said by
+    each: elementwise maps have none.
+    """
+
+    of_inner_product: ClassVar[bool] = False
+    """Whether ``phi . psi`` is a function of ``q . k``, so that a rotation of ``q`` and ``k`` goes before the map."""
+    random: ClassVar[bool] = False
+    """Whether ``init`` draws random features: not for the optimizer, saved with a model, redrawn at will."""
+
+    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
+        """Parameters or random features of one layer, ``{}`` where there are none. They are passed back to the maps."""
+        return {}
+
+    def size(self, head_dim: int) -> int:
+        """The width m of the features of a head of size ``head_dim``."""
+        return head_dim
+
+    def query(
+        self, params: dict[str, Array] | None, q: Float[Array, "batch length heads size"]
+    ) -> Float[Array, "batch length heads m"]:
+        """``phi``, up to a positive factor of each query, which cancels."""
+        raise TypeError(f"{type(self).__name__} does not map queries")
+
+    def key(
+        self, params: dict[str, Array] | None, k: Float[Array, "batch length kv_heads size"]
+    ) -> tuple[Float[Array, "batch length kv_heads m"], Float[Array, "batch length kv_heads"] | None]:
+        """``(psi, c)``: the features are ``exp(c) psi``, one ``c`` per token and head; None stands for 0.
+
+        Factors of keys do not cancel, and one maximum over the sequence, as is usual where sequences are seen whole,
+        would let keys ahead change what is behind. So ``c`` stays apart, and the forms of attention take a maximum over
+        what each query sees.
+        """
+        raise TypeError(f"{type(self).__name__} does not map keys")
+
+
+@dataclass(frozen=True)
+class Elu(LinearKernel):
+    """``phi(x) = psi(x) = elu(x) + 1``: ``x + 1`` above zero, ``exp(x)`` below; m = d, no 1 / sqrt(d).
+
+    (Katharopoulos et al., arXiv 2006.16236, equation 7.)
+    """
+
+    def query(self, params, q):
+        """``elu(q) + 1``, without the rounding of ``1 + expm1``: positive down to -87."""
+        x = widen(q)
+        return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+    def key(self, params, k):
+        """``elu(k) + 1``."""
+        return self.query(params, k), None
+
+
+@dataclass(frozen=True)
+class Exponential(LinearKernel):
+    """``phi(q) = softmax(q)`` over the features of a query, ``psi(k) = exp(k)``; m = d, no 1 / sqrt(d).
+
+    Since a factor of a query cancels, it is also ``phi(q) = exp(q)``. A projection wider than a head (m = 4d) gives the
+    weights the rank they lack; Performer's random matrix is then a part of the projection (Su, kexue.fm 8338).
+
+    Efficient attention (Shen et al., arXiv 1812.01243) divides each channel of ``exp(k)`` by its sum over the sequence,
+    that is ``sum_c softmax(q)_c (sum_j exp(k_jc) v_j / sum_j exp(k_jc))``; here, as kexue.fm 7546 has it, all channels
+    share one denominator, as in every other kernel.
+    """
+
+    def query(self, params, q):
+        """``softmax(q)``."""
+        return jax.nn.softmax(widen(q), axis=-1)
+
+    def key(self, params, k):
+        """``(exp(k - c), c)`` with c the largest channel of each key."""
+        return stabilised(widen(k))
+
+
+def stabilised(
+    logarithm: Float[Array, "batch length heads m"],
+) -> tuple[Float[Array, "batch length heads m"], Float[Array, "batch length heads"]]:
+    """``(exp(x - c), c)`` with ``c`` the largest of each row, through which no gradient needs to pass."""
+    highest = jax.lax.stop_gradient(logarithm.max(-1))
+    return jnp.exp(logarithm - highest[..., None]), highest
+
+
+def taylor_features(x: Float[Array, "*b d"], order: int) -> Float[Array, "*b m"]:
+    """``[1, x, x (x) x / sqrt(2!), ..., (x)^n x / sqrt(n!)]``, of width ``sum_{k=0}^n d^k``.
+
+    Inner products are ``sum_k (x . y)^k / k!``. Any order; an odd one may be negative. (Su, kexue.fm 8601.)
+    """
+    check_count("order", order)
+    terms = [jnp.ones((*x.shape[:-1], 1), x.dtype)]
+    for k in range(1, order + 1):
+        terms.append(_outer(terms[-1], x) * k**-0.5)
+    return jnp.concatenate(terms, axis=-1)
+
+
+def limit_features(x: Float[Array, "*b d"], order: int) -> Float[Array, "*b m"]:
+    """``(x)^n [1, x / sqrt(n)]``, of width ``(1 + d)^n``.
+
+    Inner products are ``(1 + x . y / n)^n``, whose limit is the exponential. Any order; an odd one may be negative.
+    (Su, kexue.fm 8601.)
+    """
+    check_count("order", order)
+    base = jnp.concatenate([jnp.ones((*x.shape[:-1], 1), x.dtype), x * order**-0.5], axis=-1)
+    power = base
+    for _ in range(order - 1):
+        power = _outer(power, base)
+    return power
+
+
+def _outer(a, b):
+    return (a[..., :, None] * b[..., None, :]).reshape(*a.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class ScaledKernel(LinearKernel):
+    """What the approximations of ``exp(scale q . k)`` share: each side gets ``sqrt(scale)``.
+
+    scale: None for ``1 / sqrt(d)``.
+    """
+
+    scale: float | None = None
+
+    of_inner_product: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.scale is not None:
+            check_positive("scale", self.scale)
+
+    def scaled(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        """``x sqrt(scale)``, that is ``x d^(-1/4)`` unless another scale is set."""
+        scale = x.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return widen(x) * math.sqrt(scale)
+
+
+@dataclass(frozen=True)
+class Expansion(ScaledKernel):
+    """What the two expansions of the exponential share. Only even orders: odd ones turn negative.
+
+    Exact in the limit, and a proof that the rank of softmax attention is not bounded by ``d``; of practical use at
+    order 2 with small heads, because of the width.
+    """
+
+    order: int = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_count("order", self.order)
+        check(self.order % 2 == 0, f"order must be even, for an odd one has negative weights, found {self.order}")
+
+    def key(self, params, k):
+        """The same map as for queries."""
+        return self.query(params, k), None
+
+
+@dataclass(frozen=True)
+class Taylor(Expansion):
+    """``sum_{k=0}^n (scale q . k)^k / k!``, m = ``sum_k d^k`` (:func:`taylor_features`); above zero as n is even."""
+
+    def size(self, head_dim: int) -> int:
+        """``1 + d + ... + d^n``."""
+        return sum(head_dim**k for k in range(self.order + 1))
+
+    def query(self, params, q):
+        """``taylor_features`` of the scaled queries."""
+        return taylor_features(self.scaled(q), self.order)
+
+
+@dataclass(frozen=True)
+class Limit(Expansion):
+    """``(1 + scale q . k / n)^n``, m = ``(1 + d)^n`` (:func:`limit_features`); zero at ``scale q . k = -n``."""
+
+    def size(self, head_dim: int) -> int:
+        """``(1 + d)^n``."""
+        return (1 + head_dim) ** self.order
+
+    def query(self, params, q):
+        """``limit_features`` of the scaled queries."""
+        return limit_features(self.scaled(q), self.order)
+
+
+@dataclass(frozen=True)
+class Cosine(LinearKernel):
+    """``1 + q_hat . k_hat``, the first order of the exponential made non-negative; m = d + 1, no 1 / sqrt(d).
+
+    (Su, kexue.fm 7546.) A vector of zeros has the cosine 0 with everything.
+    """
+
+    of_inner_product: ClassVar[bool] = True
+
+    def size(self, head_dim: int) -> int:
+        """``d + 1``."""
+        return head_dim + 1
+
+    def query(self, params, q):
+        """``[1, q / |q|]``."""
+        x = widen(q)
+        squared = jnp.square(x).sum(-1, keepdims=True)
+        unit = x * jax.lax.rsqrt(jnp.where(squared > 0, squared, 1))
+        return jnp.concatenate([jnp.ones_like(squared), unit], axis=-1)
+
+    def key(self, params, k):
+        """``[1, k / |k|]``."""
+        return self.query(params, k), None
+
+
+def features(
+    kernel: LinearKernel,
+    q: Float[Array, "batch length heads size"],
+    k: Float[Array, "batch kv_length kv_heads size"],
+    *,
+    params: dict[str, Array] | None = None,
+    rotate_q: Callable[[Array], Array] | None = None,
+    rotate_k: Callable[[Array], Array] | None = None,
+) -> dict[str, Array | None]:
+    """The arguments ``phi, psi, log_scale, q_numerator, k_numerator`` of the forms of attention.
+
+    ``rotate_q`` and ``rotate_k`` apply RoPE, or another map of position that keeps norms, to ``[batch, length, heads,
+    width]``. They act on ``q`` and ``k`` for a kernel that is a function of ``q . k``, else on the ``m`` features, in
+    the numerator alone: see this module for the reasons.
+
+    Raises ValueError if only one of the two is given.
+    """
+    check((rotate_q is None) == (rotate_k is None), "rotate_q and rotate_k must be given together")
+    if kernel.of_inner_product and rotate_q is not None:
+        q, k, rotate_q, rotate_k = rotate_q(q), rotate_k(k), None, None
+    phi, (psi, log_scale) = kernel.query(params, q), kernel.key(params, k)
+    return {
+        "phi": phi,
+        "psi": psi,
+        "log_scale": log_scale,
+        "q_numerator": None if rotate_q is None else rotate_q(phi),
+        "k_numerator": None if rotate_k is None else rotate_k(psi),
+    }

@@ -1,0 +1,98 @@
+"""FAVOR+: random features whose inner product is softmax's exponential on average (Choromanski et al., 2009.14794)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_choice, check_count
+from posjax.linear.kernels import ScaledKernel, stabilised
+from posjax.rotary.rules import check_number
+
+
+@dataclass(frozen=True)
+class Performer(ScaledKernel):
+    """``exp(q . k) = E[exp(w . q - |q|^2 / 2) exp(w . k - |k|^2 / 2)]`` for ``w ~ N(0, I)``, here with m draws of w.
+
+        psi(k) = m^(-1/2) exp(w_l . k - |k|^2 / 2),  l = 1 .. m,    and phi the same of q
+
+    with ``q`` and ``k`` multiplied by ``sqrt(scale)``, that is ``d^(-1/4)``, first. Stabilised without a bias and
+    without a look ahead: each query is divided by its largest feature, which cancels; each key by its own, whose
+    logarithm the forms of attention take into account (``LinearKernel.key``). ``eps`` is then added to every feature,
+    relative to the largest one of its token, so that no denominator vanishes.
+
+    The released code subtracts one maximum over all keys instead, which shows a causal model a little of the future
+    through ``eps``. Its factory sets ``eps`` to 1e-6; the paper's own and the PyTorch port's is 1e-4. The port's
+    ``num_features`` is ``int(d ln d)``. Longer queries and keys need more features: the relative variance of one
+    feature is ``exp(|q + k|^2) - 1``.
+
+    num_features: m.
+    orthogonal: rows of each block of d are orthogonal, which lowers the variance; otherwise independent.
+    norms: of orthogonal rows. ``"chi"``, those of Gaussian vectors, keeps the estimate unbiased; ``"constant"``,
+        ``sqrt(d)``, does not, and varies less.
+    scale: see ``ScaledKernel``.
+    """
+
+    num_features: int = 256
+    orthogonal: bool = True
+    norms: Literal["chi", "constant"] = "chi"
+    eps: float = 1e-6
+
+    random: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_count("num_features", self.num_features)
+        check_choice("norms", self.norms, ("chi", "constant"))
+        check(
+            self.orthogonal or self.norms == "chi", "norms='constant' is for orthogonal=True: Gaussian rows have theirs"
+        )
+        check_number("eps", self.eps, at_least=0)
+
+    def init(self, key, *, num_heads, num_kv_heads, head_dim):
+        """``{"projection": [m, d]}``, drawn, shared by all heads; not to be trained: no gradient reaches it."""
+        return {"projection": self.draw(key, head_dim)}
+
+    def draw(self, key: Array, head_dim: int) -> Float[Array, "m d"]:
+        """A new projection, float32; put it in place of ``params["projection"]`` to redraw.
+
+        Orthogonal blocks are uniform over all rotations and reflections. (The released code keeps the signs of a QR
+        factorisation, so that row l of a block has a component l of one sign only, and its estimate is biased.)
+        """
+        check_count("head_dim", head_dim)
+        rows_key, blocks_key = jax.random.split(key)
+        rows = jax.random.normal(rows_key, (self.num_features, head_dim), jnp.float32)
+        if not self.orthogonal:
+            return rows
+        blocks = jax.random.orthogonal(blocks_key, head_dim, (-(-self.num_features // head_dim),), jnp.float32)
+        norms = jnp.linalg.norm(rows, axis=-1, keepdims=True) if self.norms == "chi" else head_dim**0.5
+        return blocks.reshape(-1, head_dim)[: self.num_features] * norms
+
+    def size(self, head_dim: int) -> int:
+        """m."""
+        return self.num_features
+
+    def query(self, params, q):
+        """``m^(-1/2) (exp(w . q - max_l w_l . q) + eps)``; the norm is one of the factors that cancel."""
+        x = self.scaled(q)
+        return self._positive(stabilised(self._project(params, x))[0])
+
+    def key(self, params, k):
+        """``(psi, c)``, ``psi = m^(-1/2) (exp(w . k - |k|^2 / 2 - c) + eps)`` with ``c`` the maximum over l."""
+        x = self.scaled(k)
+        psi, highest = stabilised(self._project(params, x) - jnp.square(x).sum(-1, keepdims=True) / 2)
+        return self._positive(psi), highest
+
+    def _positive(self, exponential):
+        return (exponential + self.eps) * self.num_features**-0.5
+
+    def _project(self, params, x):
+        """``w . x`` in full precision: what is rounded here stands in an exponent."""
+        check(bool(params) and "projection" in params, "params must hold 'projection': Performer(...).init draws it")
+        projection = params["projection"]
+        wanted = (self.num_features, x.shape[-1])
+        check(projection.shape == wanted, f"projection must have shape {wanted}, found {projection.shape}")
+        projection = jax.lax.stop_gradient(projection).astype(x.dtype)
+        return jnp.einsum("...d,md->...m", x, projection, precision=jax.lax.Precision.HIGHEST)
