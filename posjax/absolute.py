@@ -1,26 +1,30 @@
-"""Absolute position embeddings, added to the token embeddings: sinusoidal and learned.
+"""Absolute position embeddings, added to the token embeddings: sinusoidal, learned, and learned hierarchically.
 
 Both specs fill the embedding slot of a scheme: ``spec.init(key, model_dim) -> params`` and
 ``spec.embed(params, positions, model_dim) -> [*batch, length, model_dim]`` in float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_choice, check_even, check_positive
-from posjax.angles import angles, exact
+from posjax.angles import Frequencies, angles, exact
 from posjax.positions import Positions, Range, as_array
 
 CONVENTIONS = ("interleaved", "concatenated", "tensor2tensor")
 
 
 def sinusoidal(
-    positions: Positions, model_dim: int, *, base: float = 10_000.0, convention: str = "interleaved"
+    positions: Positions | Float[Array, "*batch length"],
+    model_dim: int,
+    *,
+    base: float = 10_000.0,
+    convention: str = "interleaved",
 ) -> Float[Array, "*batch length model_dim"]:
     """Sines and cosines of ``position * frequency_t``, t = 0 .. model_dim/2 - 1; float32, values in [-1, 1].
 
@@ -31,8 +35,11 @@ def sinusoidal(
         ``"tensor2tensor"``: all sines, then all cosines, frequency base^(-t/(D/2 - 1)), so that the last one is exactly
         1/base (Tensor2Tensor, fairseq, Whisper, MaxText).
 
-    Within 2e-6 of float64 at any int32 position. The inner product of two positions depends on their difference only,
-    and of a position with itself is D/2. Raises ValueError for an odd ``model_dim`` or an unknown convention.
+    Within 2e-6 of float64 at any int32 position. Real-valued positions (a grid between the tokens) are taken in float32
+    and so are their angles, which then err by 6e-8 of themselves: 6e-5 radians at position 1,000.
+
+    The inner product of two positions depends on their difference only, and of a position with itself is D/2. Raises
+    ValueError for an odd ``model_dim``, an unknown convention, or real positions narrower than float32.
     """
     check_choice("convention", convention, CONVENTIONS)
     check_even("model_dim", model_dim)
@@ -43,11 +50,23 @@ def sinusoidal(
         f"model_dim must be at least 4 for tensor2tensor, whose exponents are over model_dim/2 - 1; found {model_dim}",
     )
     steps = half - 1 if convention == "tensor2tensor" else half
-    angle = angles(as_array(positions), exact(base ** -(np.arange(half) / steps)))
+    angle = _angles(positions, exact(base ** -(np.arange(half) / steps)))
     sines, cosines = jnp.sin(angle), jnp.cos(angle)
     if convention == "interleaved":
         return jnp.stack([sines, cosines], axis=-1).reshape(*angle.shape[:-1], model_dim)
     return jnp.concatenate([sines, cosines], axis=-1)
+
+
+def _angles(positions, frequencies: Frequencies) -> Float[Array, "*batch length half"]:
+    if not isinstance(positions, Range | jax.Array):
+        positions = np.asarray(positions)
+    if isinstance(positions, Range) or not jnp.issubdtype(positions.dtype, jnp.floating):
+        return angles(as_array(positions), frequencies)
+    check(
+        positions.dtype in (np.float32, np.float64),
+        f"real positions must be float32, found {positions.dtype}: it does not hold every integer above 2048",
+    )
+    return jnp.asarray(positions, jnp.float32)[..., None] * frequencies.value
 
 
 def learned(
@@ -58,16 +77,48 @@ def learned(
     A position the table does not have gives NaN, never the nearest row as plain indexing does. Where the positions are
     known before tracing (a ``Range`` with a static start) they raise ValueError instead.
     """
-    max_length = table.shape[0]
+    return _rows(table, _within(positions, table.shape[0], f"the learned table of max_length {table.shape[0]}"))
+
+
+def hierarchical(
+    table: Float[Array, "max_length model_dim"], positions: Positions, *, alpha: float = 0.4
+) -> Float[Array, "*batch length model_dim"]:
+    """A learned table of ``n`` rows ``p`` as a code for ``n^2`` positions, in float32 (Su, kexue.fm/archives/7947).
+
+        u_k = (p_k - alpha p_0) / (1 - alpha),     position a n + c gets alpha u_a + (1 - alpha) u_c
+
+    which is ``p_c + alpha / (1 - alpha) (p_a - p_0)``, as it is computed here: for a position below ``n`` (``a = 0``)
+    exactly the row that was learned. So it extends a model trained with ``learned``, to be tuned further. Two positions
+    that swap ``a`` and ``c`` differ unless alpha is a half.
+
+    Positions at or past ``n^2``, and negative ones, give NaN, or ValueError where they are known before tracing.
+
+    Raises:
+        ValueError: if ``alpha`` is not between 0 and 1, or is 0.5.
+    """
+    _check_alpha(alpha)
+    n = table.shape[0]
+    end = min(n * n, np.iinfo(np.int32).max)
+    array = _within(positions, end, f"the {n}^2 positions that a table of max_length {n} encodes")
+    first, fine = _rows(table, jnp.where(array < end, array // n, n)), _rows(table, array % n)
+    return fine + np.float32(alpha / (1 - alpha)) * (first - table[0].astype(jnp.float32))
+
+
+def _check_alpha(alpha: float) -> None:
+    fits = 0 < alpha < 1 and alpha != 0.5
+    check(fits, f"alpha must be between 0 and 1 and not a half (a n + c and c n + a would be one), found {alpha}")
+
+
+def _within(positions: Positions, end: int, what: str) -> Int[Array, "*batch length"]:
+    """The positions as an array; those outside 0 .. end - 1 become ``end``, or an error if they are static."""
     if isinstance(positions, Range) and positions.is_static:
-        end = positions.start + positions.length
-        check(
-            positions.start >= 0 and end <= max_length,
-            f"positions {positions.start} .. {end - 1} are outside the learned table of max_length {max_length}",
-        )
+        last = positions.start + positions.length - 1
+        check(positions.start >= 0 and last < end, f"positions {positions.start} .. {last} are outside {what}")
     array = as_array(positions)
-    # take counts negative indices from the end; a learned table has no such rows.
-    index = jnp.where(array < 0, max_length, array)
+    return jnp.where((array < 0) | (array >= end), end, array)
+
+
+def _rows(table, index) -> Float[Array, "*batch length model_dim"]:
     return jnp.take(table.astype(jnp.float32), index, axis=0, mode="fill", fill_value=jnp.nan)
 
 
@@ -90,9 +141,9 @@ class Sinusoidal:
         return {}
 
     def embed(
-        self, params: dict[str, Array], positions: Positions, model_dim: int
+        self, params: dict[str, Array], positions: Positions | Float[Array, "*batch length"], model_dim: int
     ) -> Float[Array, "*batch length model_dim"]:
-        """The embedding of each position, float32."""
+        """The embedding of each position, float32; positions may be real-valued."""
         return sinusoidal(positions, model_dim, base=self.base, convention=self.convention)
 
 
@@ -119,8 +170,28 @@ class Learned:
     def embed(
         self, params: dict[str, Float[Array, "max_length model_dim"]], positions: Positions, model_dim: int
     ) -> Float[Array, "*batch length model_dim"]:
-        """The embedding of each position, float32; NaN (or ValueError) past the table."""
+        """The embedding of each position, float32; NaN (or ValueError) past the last one it can tell."""
         table = params["embedding"]
         expected = (self.max_length, model_dim)
         check(table.shape == expected, f"embedding must have shape {expected}, found {table.shape}")
+        return self._lookup(table, positions)
+
+    def _lookup(self, table, positions):
         return learned(table, positions)
+
+
+@dataclass(frozen=True)
+class Hierarchical(Learned):
+    """``hierarchical``: the same parameters as ``Learned``, for ``max_length^2`` positions.
+
+    alpha: of the formula; 0.4 is the article's and bert4keras's.
+    """
+
+    alpha: float = field(default=0.4, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_alpha(self.alpha)
+
+    def _lookup(self, table, positions):
+        return hierarchical(table, positions, alpha=self.alpha)

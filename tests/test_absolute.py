@@ -6,7 +6,7 @@ import pytest
 from exact_angles import POSITIONS, cos_sin
 
 from posjax import absolute
-from posjax.absolute import Learned, Sinusoidal, learned, sinusoidal
+from posjax.absolute import Hierarchical, Learned, Sinusoidal, hierarchical, learned, sinusoidal
 from posjax.positions import Range
 
 SIZE = 12
@@ -61,6 +61,29 @@ def test_sinusoidal_refuses():
         Sinusoidal("paper")
 
 
+@pytest.mark.parametrize("convention", absolute.CONVENTIONS)
+def test_sinusoidal_at_real_positions(convention):
+    positions = np.array([[0.0, 0.25, 3.5], [-1.75, 63.999, 1000.5]])
+    frequencies = 10_000.0 ** -(np.arange(SIZE // 2) / (SIZE // 2 - (convention == "tensor2tensor")))
+    angle = positions[..., None] * frequencies
+    want = np.concatenate([np.sin(angle), np.cos(angle)], -1)
+    if convention == "interleaved":
+        want = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(2, 3, SIZE)
+    for dtype in (np.float32, np.float64):
+        found = jax.jit(sinusoidal, static_argnums=1, static_argnames="convention")(
+            positions.astype(dtype), SIZE, convention=convention
+        )
+        chex.assert_type(found, jnp.float32)
+        np.testing.assert_allclose(found, want, atol=1e-4)
+        np.testing.assert_allclose(found[0], want[0], atol=1e-6)
+    whole = sinusoidal(jnp.arange(5.0), SIZE, convention=convention)
+    np.testing.assert_allclose(whole, sinusoidal(Range(0, 5), SIZE, convention=convention), atol=1e-6)
+    slope = jax.grad(lambda p: sinusoidal(p, SIZE, convention="concatenated")[0, 0])(jnp.array([0.3]))
+    np.testing.assert_allclose(slope, np.cos([0.3]), rtol=1e-6)
+    with pytest.raises(ValueError, match="real positions must be float32, found bfloat16"):
+        sinusoidal(jnp.zeros(3, jnp.bfloat16), SIZE)
+
+
 def test_learned_looks_up_rows():
     table = jnp.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(learned(table, Range(1, 3)), table[1:])
@@ -89,7 +112,53 @@ def test_learned_gradient_reaches_the_rows_in_use():
     np.testing.assert_array_equal(gradient, [[0, 0], [2, 2], [0, 0], [1, 1]])
 
 
-@pytest.mark.parametrize("spec", [Sinusoidal(), Sinusoidal("tensor2tensor", base=500.0), Learned(40)])
+def hierarchical_oracle(table, position, alpha):
+    """alpha u_a + (1 - alpha) u_c with position = a n + c and u = (p - alpha p_0) / (1 - alpha), in float64."""
+    p = np.asarray(table, np.float64)
+    u = (p - alpha * p[0]) / (1 - alpha)
+    a, c = divmod(position, len(p))
+    return alpha * u[a] + (1 - alpha) * u[c]
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.1, 0.7])
+def test_hierarchical_is_its_formula_and_the_learned_rows_at_first(alpha):
+    table = jax.random.normal(jax.random.key(0), (6, 5))
+    found = jax.jit(lambda t: hierarchical(t, Range(0, 36), alpha=alpha))(table)
+    chex.assert_shape(found, (36, 5))
+    np.testing.assert_allclose(found, [hierarchical_oracle(table, p, alpha) for p in range(36)], atol=2e-6)
+    np.testing.assert_array_equal(found[:6], table)
+    assert len({tuple(row) for row in np.asarray(found).round(4)}) == 36
+
+
+def test_hierarchical_ends_at_the_square():
+    table = jnp.ones((4, 3))
+    found = np.asarray(jax.jit(hierarchical)(table, jnp.array([[0, 15, 16], [-1, 2**31 - 1, 7]])))
+    assert np.isnan(found).all(-1).tolist() == [[False, False, True], [True, True, False]]
+    assert not np.isnan(found[0, 1]).any()
+    for positions in (Range(14, 3), Range(-1, 2)):
+        with pytest.raises(ValueError, match=r"outside the 4\^2 positions that a table of max_length 4 encodes"):
+            hierarchical(table, positions)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0, -0.4])
+def test_hierarchical_refuses_alpha(alpha):
+    with pytest.raises(ValueError, match="alpha must be between 0 and 1 and not a half"):
+        hierarchical(jnp.ones((4, 3)), Range(0, 2), alpha=alpha)
+    with pytest.raises(ValueError, match="alpha must be"):
+        Hierarchical(4, alpha=alpha)
+
+
+def test_hierarchical_takes_the_parameters_of_learned():
+    params = Learned(6).init(jax.random.key(1), 4)
+    chex.assert_trees_all_equal(Hierarchical(6).init(jax.random.key(1), 4), params)
+    long = Hierarchical(6).embed(params, Range(0, 12), 4)
+    chex.assert_trees_all_equal(long[:6], Learned(6).embed(params, Range(0, 6), 4))
+    np.testing.assert_allclose(long[9], hierarchical_oracle(params["embedding"], 9, 0.4), atol=1e-7)
+    gradient = jax.grad(lambda p: Hierarchical(6).embed(p, Range(9, 1), 4).sum())(params)["embedding"][:, 0]
+    np.testing.assert_allclose(gradient, [-2 / 3, 2 / 3, 0, 1, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [Sinusoidal(), Sinusoidal("tensor2tensor", base=500.0), Learned(40), Hierarchical(5)])
 def test_specs_fill_the_embedding_slot(spec):
     params = spec.init(jax.random.key(0), SIZE)
     embed = jax.jit(spec.embed, static_argnums=2)
@@ -98,7 +167,8 @@ def test_specs_fill_the_embedding_slot(spec):
     chex.assert_shape([flat, rows], [(8, SIZE), (2, 8, SIZE)])
     chex.assert_type([flat, rows], jnp.float32)
     chex.assert_trees_all_close(rows[0], flat)
-    chex.assert_trees_all_close(jax.vmap(lambda p: spec.embed(params, p, SIZE))(jnp.arange(16).reshape(2, 8)), rows)
+    mapped = jax.vmap(lambda p: spec.embed(params, p, SIZE))(jnp.arange(16).reshape(2, 8))
+    chex.assert_trees_all_close(mapped, rows, atol=1e-6)
     assert not spec.shift_invariant
     assert not np.allclose(flat[0], flat[1])
     hash(spec)
