@@ -16,7 +16,8 @@ def apply_rotary(
     """Rotates pair t of every head by its angle: (a, b) -> (a cos - b sin, a sin + b cos).
 
     x: ``[batch, length, heads, size]`` (the batch axis is optional); any float dtype.
-    table: ``[length, w/2]`` or ``[batch, length, w/2]``. The first w features rotate, the rest pass through.
+    table: ``[length, w/2]`` or ``[batch, length, w/2]``. The first w features rotate, the rest pass through. Where K
+        key heads have angles of their own ``[batch or 1, length, K, w/2]``: head n of N takes those of n // (N / K).
     pairing: which features form pair t. ``"half"``: t and t + w/2 (GPT-NeoX, Hugging Face's Llama, Qwen, Gemma).
     ``"interleaved"``: 2t and 2t + 1 (RoFormer, GPT-J, Meta's Llama, DeepSeek).
 
@@ -26,7 +27,7 @@ def apply_rotary(
     check_choice("pairing", pairing, PAIRINGS)
     _check_table(x, table)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    cos, sin = (part[..., None, :].astype(dtype) for part in table)
+    cos, sin = (_with_heads(part.astype(dtype), x.shape[-2]) for part in table)
     half = cos.shape[-1]
     rotary, rest = x[..., : 2 * half].astype(dtype), x[..., 2 * half :]
     if pairing == "half":
@@ -38,14 +39,23 @@ def apply_rotary(
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
 
 
+def _with_heads(part: Array, heads: int) -> Array:
+    """A table with a head axis, which each group of query heads shares."""
+    return part[..., None, :] if part.ndim < 4 else jnp.repeat(part, heads // part.shape[2], axis=2)
+
+
 def _check_table(x: Array, table: RotaryTable) -> None:
     """Refuses a table that would broadcast over, or fall short of, the axes of x."""
     shape = table.cos.shape
     check(x.ndim >= 3, f"x must be [batch, length, heads, size], found shape {x.shape}")
     check(jnp.issubdtype(x.dtype, jnp.floating), f"x must be real, found {x.dtype}")
     check(2 * shape[-1] <= x.shape[-1], f"table turns {2 * shape[-1]} features but x has head size {x.shape[-1]}")
-    fits = len(shape) == 2 or (len(shape) == 3 and x.ndim == 4 and shape[0] in (1, x.shape[0]))
-    check(fits and shape[-2] == x.shape[-3], f"table of shape {shape} does not fit x of shape {x.shape}")
+    fits = len(shape) == 2 or (len(shape) in (3, 4) and x.ndim == 4 and shape[0] in (1, x.shape[0]))
+    fits = fits and (len(shape) < 4 or x.shape[2] % shape[2] == 0)
+    check(
+        fits and shape[min(len(shape) - 2, 1)] == x.shape[-3],
+        f"table of shape {shape} does not fit x of shape {x.shape}",
+    )
 
 
 def permute_projection(

@@ -2,24 +2,65 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
-from posjax.angles import Frequencies, angles, as_frequencies
-from posjax.positions import Positions, as_array
+from posjax.angles import Frequencies, angles, as_frequencies, fixed_point
+from posjax.positions import Positions, Range, as_array
 
 
 class RotaryTable(NamedTuple):
-    """cos and sin of ``position * theta_t``, float32 ``[length, w/2]`` or ``[batch, length, w/2]``; a pytree."""
+    """cos and sin of ``position * theta_t``, float32 ``[length, w/2]`` or ``[batch, length, w/2]``; a pytree.
+
+    Where heads have angles of their own it is ``[batch or 1, length, heads, w/2]``.
+    """
 
     cos: Float[Array, "*batch length half"]
     sin: Float[Array, "*batch length half"]
 
 
+def as_places(positions: Positions | Float[Array, "*batch length"]) -> Int[Array, "*b n"] | Float[Array, "*b n"]:
+    """Positions as an array, int32, or float32 for the methods whose positions are real.
+
+    Raises ValueError for a rank other than 1 and 2, and for 16-bit floats, which do not hold every integer above 256
+    (bfloat16) or 2048 (float16).
+    """
+    array = positions if isinstance(positions, Range | jax.Array) else np.asarray(positions)
+    if isinstance(array, Range) or not jnp.issubdtype(array.dtype, jnp.floating):
+        return as_array(array)
+    check(array.ndim in (1, 2), f"positions must be [length] or [batch, length], found shape {array.shape}")
+    check(array.dtype.itemsize >= 4, f"positions must be integers or float32, found {array.dtype}")
+    return jnp.asarray(array, jnp.float32)
+
+
+def place_angles(
+    places: Int[Array, "*b n"] | Float[Array, "*b n"], frequencies: Frequencies, precision: str = "exact"
+) -> Float[Array, "*b n half"]:
+    """:func:`posjax.angles.angles` for real positions too: whole parts exactly, fractions as a float32 product."""
+    if jnp.issubdtype(places.dtype, jnp.integer) or precision == "hf" or not frequencies.is_exact:
+        return angles(places, frequencies, precision)
+    whole = jnp.floor(places)
+    return angles(whole.astype(jnp.int32), frequencies) + angles(places - whole, frequencies, "hf")
+
+
+def learned_angles(
+    places: Int[Array, "*b n"] | Float[Array, "*b n"], values: Float[Array, "half"]
+) -> Float[Array, "*b n half"]:
+    """``place * value`` modulo whole turns for learned float32 frequencies, with the product's derivatives.
+
+    The value is that of :func:`posjax.angles.fixed_point`, so that two angles differ by the angle of their distance
+    however far away both are; the product, which has lost 0.03 rad at one million, gives the gradient alone.
+    """
+    exact = place_angles(places, fixed_point(jax.lax.stop_gradient(values)))
+    product = places.astype(jnp.float32)[..., None] * values.astype(jnp.float32)
+    return jax.lax.stop_gradient(exact) + (product - jax.lax.stop_gradient(product))
+
+
 def rotary_table(
-    positions: Positions,
+    positions: Positions | Float[Array, "*batch length"],
     inverse_frequencies: Frequencies | np.ndarray | Float[Array, "*batch half"],
     *,
     attention_factor: float | Float[Array, ""] = 1.0,
@@ -27,17 +68,18 @@ def rotary_table(
 ) -> RotaryTable:
     """``attention_factor * cos(p theta_t)`` and ``attention_factor * sin(p theta_t)``, float32.
 
-    positions: int32 ``[length]`` or ``[batch, length]``, or a ``Range``; any value of int32, negative ones too.
+    positions: int32 ``[length]`` or ``[batch, length]``, or a ``Range``; any value of int32, negative ones too. Or
+        float32 of the same shapes, for methods that define real positions; they stay within 2^31.
     inverse_frequencies: what ``frequencies`` or a rule's ``frequencies`` returned, radians per position: ``[w/2]``, or
         ``[batch, w/2]`` for one set per row, or ``[batch, length, w/2]`` for one set per token. A NumPy array is made
         exact on the host. A JAX array (learned, or traced) uses the float32 product and is differentiable.
     precision: ``"exact"``, within 2e-6 of float64 at every int32 position for frequencies known on the host; or
         ``"hf"``, the float32 product of PyTorch code (see :func:`posjax.angles.angles` for its error).
 
-    Raises ValueError for positions that are not integers and frequencies of another rank or batch.
+    Raises ValueError for positions in 16-bit floats and frequencies of another rank or batch.
     """
     frequencies = as_frequencies(inverse_frequencies)
-    array = as_array(positions)
+    array = as_places(positions)
     check(1 <= frequencies.ndim <= 3, f"inverse_frequencies must have 1 to 3 axes, found shape {frequencies.shape}")
     leading = frequencies.shape[:-1] if frequencies.ndim == 3 else (*frequencies.shape[:-1], 1)
     try:
@@ -46,6 +88,6 @@ def rotary_table(
         raise ValueError(
             f"inverse_frequencies of shape {frequencies.shape} do not fit positions of shape {array.shape}"
         ) from None
-    angle = angles(array, frequencies, precision)
+    angle = place_angles(array, frequencies, precision)
     factor = jnp.asarray(attention_factor, jnp.float32)
     return RotaryTable(jnp.cos(angle) * factor, jnp.sin(angle) * factor)

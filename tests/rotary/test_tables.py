@@ -112,7 +112,7 @@ def test_tables_stay_float32_under_x64():
 @pytest.mark.parametrize(
     ("positions", "frequencies", "message"),
     [
-        (np.array([0.5]), rotary.frequencies(8), "positions must be integers, found float64"),
+        (np.array([0.5], np.float16), rotary.frequencies(8), "must be integers or float32, found float16"),
         (np.zeros((2, 2, 2), int), rotary.frequencies(8), "positions must be"),
         (np.arange(3), np.float64(1.0), "must have 1 to 3 axes"),
         (np.zeros((2, 3), int), np.ones((4, 8)), r"shape \(4, 8\) do not fit positions of shape \(2, 3\)"),

@@ -1,0 +1,115 @@
+"""PoPE, polar coordinate position embedding (Gopalakrishnan et al., arXiv:2509.10534)."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_choice
+from posjax._slots import Features
+from posjax.rotary import FrequencyRule, Plain, RotaryTable
+
+INITS = ("zeros", "uniform")
+
+
+@dataclass(frozen=True)
+class PoPE(Features):
+    """What a token is in magnitudes, where it stands in phases; with theta_c = base^(-(c-1)/d), c = 1 .. d,
+
+        score(i, j) = sum_c softplus(q_c) softplus(k_c) cos((j - i) theta_c + delta_c)
+
+    delta in [-2 pi, 0] is learned for each layer, key head and channel. Both features are 2d wide, so attention costs
+    about twice the scores of RoPE; a cache may hold k, d wide, and rotate on read. It is the modern relative of CoCA
+    (:mod:`posjax.coca`), without its halved key.
+
+    The paper does not state its softmax scale; a scheme gives 1 / sqrt(d), d the head size, not the width 2d.
+
+    frequencies: the rule; it is asked for a head of 2d, whose d frequencies are base^(-t/d), and must rotate all of it.
+        If it names a ``head_dim``, that is 2d.
+    init_delta: ``"zeros"`` (the paper's choice for language and extrapolation) or ``"uniform"`` on [-2 pi, 0].
+    precision: see :func:`posjax.rotary_table`.
+    """
+
+    frequencies: FrequencyRule = field(default=Plain())
+    init_delta: str = "zeros"
+    precision: str = "exact"
+
+    def __post_init__(self):
+        check(
+            isinstance(self.frequencies, FrequencyRule),
+            f"frequencies must be a frequency rule such as Plain(), found {self.frequencies!r}",
+        )
+        check_choice("init_delta", self.init_delta, INITS)
+        check_choice("precision", self.precision, ("exact", "hf"))
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether a call needs ``length``."""
+        return self.frequencies.reads_length
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether the rule's angles depend on differences of positions alone."""
+        return self.frequencies.shift_invariant
+
+    @property
+    def softmax_scale(self) -> float:
+        """The rule's factor of the logits."""
+        return self.frequencies.softmax_scale
+
+    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
+        """``{"delta": [kv_heads, head_dim]}``, float32 radians, beside what the rule learns."""
+        shape = (num_kv_heads, self.query_size(head_dim))
+        low = -2 * np.pi if self.init_delta == "uniform" else 0.0
+        delta_key, rule_key = jax.random.split(key)
+        delta = jax.random.uniform(delta_key, shape, jnp.float32, low, 0.0) if low else jnp.zeros(shape, jnp.float32)
+        return {"delta": delta} | self.frequencies.init(rule_key, 2 * head_dim)
+
+    def query_size(self, head_dim: int) -> int:
+        """``head_dim``; raises ValueError if the rule leaves channels without a phase."""
+        width = self.frequencies.rotary_dim(2 * head_dim)
+        check(width == 2 * head_dim, f"PoPE needs a rule that rotates every channel: {width // 2} of {head_dim} rotate")
+        return head_dim
+
+    def query(self, params, q, positions, *, head_dim: int, length=None):
+        """``softplus(q) (cos(p theta), sin(p theta))``, ``2 head_dim`` wide, with the dtype of ``q``."""
+        cos, sin = self._table(params, positions, head_dim, length)
+        return _polar(q, cos[..., None, :], sin[..., None, :])
+
+    def key(self, params, k, positions, *, head_dim: int, length=None):
+        """``softplus(k) (cos(p theta + delta), sin(p theta + delta))``, with the dtype of ``k``."""
+        cos, sin = (part[..., None, :] for part in self._table(params, positions, head_dim, length))
+        delta = _check_delta(params, k.shape[-2:])
+        return _polar(k, cos * jnp.cos(delta) - sin * jnp.sin(delta), sin * jnp.cos(delta) + cos * jnp.sin(delta))
+
+    def _table(self, params, positions, head_dim: int, length) -> RotaryTable:
+        self.query_size(head_dim)
+        return self.frequencies.table(
+            positions, head_dim=2 * head_dim, length=length, params=params, precision=self.precision
+        )
+
+
+def clip_delta(delta: Float[Array, "kv_heads head_dim"]) -> Float[Array, "kv_heads head_dim"]:
+    """``delta`` clipped to [-2 pi, 0], with a derivative of 1 everywhere.
+
+    Zero, where training starts, is the end of the interval: with the derivative of a clip, every channel whose first
+    step points out of it would never move again. So the parameter itself may leave the interval, and the gradient that
+    would bring it back always reaches it; what is applied never leaves. An optimiser may clip the parameter after each
+    update instead: values and gradients of that are the same.
+    """
+    return delta + jax.lax.stop_gradient(jnp.clip(delta, -2 * np.pi, 0.0) - delta)
+
+
+def _check_delta(params: dict[str, Array] | None, shape: tuple[int, int]) -> Float[Array, "kv_heads head_dim"]:
+    check(bool(params) and "delta" in params, "params must hold 'delta': PoPE(...).init makes it")
+    delta = params["delta"]
+    check(delta.shape == shape, f"delta must have shape {shape}, found {delta.shape}")
+    return clip_delta(delta)
+
+
+def _polar(x: Array, cos: Array, sin: Array) -> Array:
+    """Non-negative magnitudes at given phases: first all cosines, then all sines; built in at least float32."""
+    magnitude = jax.nn.softplus(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    return jnp.concatenate([magnitude * cos, magnitude * sin], axis=-1).astype(x.dtype)

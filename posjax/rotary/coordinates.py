@@ -1,0 +1,127 @@
+"""Positions with several axes: image grids, and the ids of sequences of text and images (M-RoPE, RoPE-Tie).
+
+All of it runs on the host, in NumPy: a data pipeline computes coordinates ``[n, axes]`` once and passes them along.
+They are int32 wherever the method's are whole, so that their angles are exact; float32 holds half-integers up to 2^23.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check, check_choice, check_count
+from posjax.positions import Positions, Range
+
+TIE_SPACINGS = ("tie", "equal-tokens", "centred")
+
+Span = int | tuple[int, ...]
+Coordinates = Int[np.ndarray, "n axes"] | Float[np.ndarray, "n axes"]
+
+
+class SpanPositions(NamedTuple):
+    """Coordinates of every token ``[n, axes]``, and ``end``, the position of a text token that would come next."""
+
+    coordinates: Coordinates
+    end: int
+
+
+def by_axis(positions: Positions | Array, axes: int) -> list[Any]:
+    """The positions on each axis, in the form ``[n]`` or ``[batch, n]``; a list of one if all axes share them.
+
+    positions: coordinates ``[n, axes]`` or ``[batch, n, axes]``; or the ids of text, the same on every axis, as a
+        ``Range``, ``[n]``, ``[batch, n]`` or ``[batch, n, 1]``. Two axes of which the last is ``axes`` long are
+        coordinates: rows of exactly that many text tokens need the last form.
+
+    Raises ValueError for a last axis of another length.
+    """
+    if isinstance(positions, Range):
+        return [positions]
+    array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    if array.ndim < 2 or (array.ndim == 2 and array.shape[-1] != axes):
+        return [array]
+    check(
+        array.ndim <= 3 and array.shape[-1] in (1, axes),
+        f"positions of {axes} axes must be [n, {axes}] or [batch, n, {axes}], found shape {array.shape}",
+    )
+    return [array[..., a] for a in range(array.shape[-1])]
+
+
+def grid_coordinates(*sizes: int) -> Int[np.ndarray, "n axes"]:
+    """Index of every cell of a grid, row-major: ``(row, column)`` for ``(h, w)``, ``(time, row, column)`` for three.
+
+    Raises ValueError for a size that is not positive.
+    """
+    for size in sizes:
+        check_count("grid size", size)
+    return np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1).T
+
+
+def patch_centres(*sizes: int) -> Float[np.ndarray, "n axes"]:
+    """Centres of the cells of a grid that fills [-1, 1] on every axis: ``2 (i + 1/2) / size - 1``, float32 (DINOv3)."""
+    return ((2 * grid_coordinates(*sizes) + 1) / np.array(sizes) - 1).astype(np.float32)
+
+
+def mrope_positions(spans: Sequence[Span], start: int = 0) -> SpanPositions:
+    """(time, row, column) ids of text and images for M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1), int32.
+
+    spans: what follows what: a number of text tokens, ``(h, w)`` for an image, ``(t, h, w)`` for a video, as the
+        language model sees them (after merging patches).
+
+    Text has the same id on all axes. A grid starts where text would go on, and text after it at its largest id + 1,
+    time included. (transformers 5.23 leaves time out of that maximum, so that text after a video with more frames than
+    rows and columns repeats ids of the video.) ``end - n`` is what Qwen's code calls the rope delta.
+    """
+
+    def place(sizes):
+        sizes = (1, *sizes) if len(sizes) == 2 else sizes
+        return grid_coordinates(*sizes) + 1, max(sizes) + 1
+
+    return _lay_out(spans, 3, place, start, np.int32)
+
+
+def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2, start: int = 0) -> SpanPositions:
+    """Ids of text and images that treat the two symmetrically: RoPE-Tie (kexue.fm 10040; 10352 for "centred").
+
+    spans: as in :func:`mrope_positions`, each grid with ``axes`` sizes n_a. L is the position of the last text token
+        before it, N = prod n_a its cells, K the position of the next text token. Cell i_a = 1 .. n_a stands at
+    spacing:
+        ``"tie"``            L + i_a prod_{b != a} (n_b + 1),   K = L + prod_b (n_b + 1); int32. For an image of h rows
+                             and w columns: steps of w + 1 down and h + 1 across.
+        ``"equal-tokens"``   L + i_a (N + 1) / (n_a + 1),       K = L + N + 1: an image counts for N tokens; float32.
+        ``"centred"``        L + i_a + (N - n_a) / 2,           K = L + N + 1: steps of 1; half-integers, float32 (RoPE-
+                             Tie-v2, and with three axes RoPE-TV; the offsets are derived from symmetry).
+
+    In all three the first cell is as far from the last text token as the next text token is from the last cell.
+    """
+    check_choice("spacing", spacing, TIE_SPACINGS)
+
+    def place(sizes):
+        check(len(sizes) == axes, f"spans: a grid of {axes} axes has {axes} sizes, found {sizes}")
+        cells, number, sizes = grid_coordinates(*sizes) + 1, math.prod(sizes), np.array(sizes)
+        if spacing == "tie":
+            area = int(np.prod(sizes + 1))
+            return cells * (area // (sizes + 1)), area
+        if spacing == "equal-tokens":
+            return cells * ((number + 1) / (sizes + 1)), number + 1
+        return cells + (number - sizes) / 2, number + 1
+
+    return _lay_out(spans, axes, place, start, np.int32 if spacing == "tie" else np.float32)
+
+
+def _lay_out(spans: Sequence[Span], axes: int, place: Callable, start: int, dtype: Any) -> SpanPositions:
+    """Lays spans one after another; ``place(sizes)`` gives a grid's offsets from the token before it, and K - L."""
+    parts, last = [np.zeros((0, axes))], start - 1
+    for span in spans:
+        if isinstance(span, numbers.Integral):
+            check_count("spans: a number of text tokens", span)
+            offsets, advance = np.repeat(np.arange(1, span + 1)[:, None], axes, axis=1), span + 1
+        else:
+            check(1 < len(span) < 4, f"spans: a number of tokens, (h, w) or (t, h, w), found {span!r}")
+            offsets, advance = place(tuple(span))
+        parts.append(last + offsets)
+        last += int(advance) - 1
+    return SpanPositions(np.concatenate(parts).astype(dtype), last + 1)

@@ -1,0 +1,86 @@
+"""RoPE-mixed: every pair turns with a learned mixture of the coordinates (rope-vit, arXiv:2403.13298)."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_choice, check_count, check_even
+from posjax._slots import Features
+from posjax.rotary.coordinates import by_axis
+from posjax.rotary.rotation import PAIRINGS, apply_rotary
+from posjax.rotary.rules import check_number
+from posjax.rotary.tables import RotaryTable, as_places, learned_angles
+
+
+@dataclass(frozen=True)
+class MixedRotary(Features):
+    """phi(q) = R(p) q and psi(k) = R(p) k with angles sum_a p_a f_{h,a,t}, learned for each layer and key head h.
+
+    Positions are coordinates of ``axes`` axes, real ones too, as :func:`posjax.rotary.coordinates.by_axis` takes them;
+    plain ones count for every axis. Query heads share the frequencies of their key head.
+
+    At the start the pairs fall into one group per axis, group g of m pairs with magnitudes base^(-t/m) along direction
+    g of a random rotation of the axes, one per head: for two axes base^(-4t/d) at orientations phi and phi + pi/2.
+    """
+
+    axes: int = 2
+    base: float = 10.0
+    pairing: str = "interleaved"
+
+    def __post_init__(self):
+        check_count("axes", self.axes)
+        check(self.axes > 1, f"axes must be at least 2, found {self.axes}")
+        check_number("base", self.base)
+        check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
+        check_choice("pairing", self.pairing, PAIRINGS)
+
+    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
+        """``{"frequencies": [kv_heads, axes, head_dim / 2]}``, float32 radians per unit of a coordinate."""
+        pairs = self.query_size(head_dim) // 2
+        groups = np.array_split(np.arange(pairs), self.axes)
+        magnitude = np.concatenate([self.base ** -(np.arange(len(group)) / len(group)) for group in groups])
+        direction = np.repeat(np.arange(self.axes), [len(group) for group in groups])
+        frames = _rotations(key, num_kv_heads, self.axes)
+        return {"frequencies": frames[:, :, direction] * magnitude.astype(np.float32)}
+
+    def query_size(self, head_dim: int) -> int:
+        """``head_dim``, which must be even and hold a pair for every axis."""
+        check_even("head_dim", head_dim)
+        check(head_dim >= 2 * self.axes, f"{self.axes} axes need a head_dim of at least {2 * self.axes}: {head_dim}")
+        return head_dim
+
+    def table(self, params, positions, *, head_dim: int) -> RotaryTable:
+        """cos and sin, float32 ``[batch or 1, length, kv_heads, head_dim / 2]``."""
+        frequencies = _check_frequencies(params, self.axes, self.query_size(head_dim) // 2)
+        places = [as_places(axis) for axis in by_axis(positions, self.axes)]
+        places = places * self.axes if len(places) == 1 else places
+        heads, _, pairs = frequencies.shape
+        angle = sum(learned_angles(place, frequencies[:, a].ravel()) for a, place in enumerate(places))
+        angle = angle.reshape(-1, angle.shape[-2], heads, pairs)
+        return RotaryTable(jnp.cos(angle), jnp.sin(angle))
+
+    def query(self, params, q, positions, *, head_dim: int, length=None):
+        """``R(p) q``, with the dtype of ``q``."""
+        return apply_rotary(q, self.table(params, positions, head_dim=head_dim), pairing=self.pairing)
+
+    def key(self, params, k, positions, *, head_dim: int, length=None):
+        """``R(p) k``, with the dtype of ``k``."""
+        return self.query(params, k, positions, head_dim=head_dim)
+
+
+def _rotations(key: Array, number: int, size: int) -> Float[Array, "number size size"]:
+    """Uniform random rotations: QR of normal matrices, signs chosen so that the result is unique and det = 1."""
+    q, r = jnp.linalg.qr(jax.random.normal(key, (number, size, size), jnp.float32))
+    q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[:, None, :]
+    return q.at[:, :, -1].multiply(jnp.linalg.det(q)[:, None])
+
+
+def _check_frequencies(params: dict[str, Array] | None, axes: int, pairs: int) -> Float[Array, "kv_heads axes pairs"]:
+    check(bool(params) and "frequencies" in params, "params must hold 'frequencies': MixedRotary(...).init makes it")
+    found = params["frequencies"]
+    fits = found.ndim == 3 and found.shape[1:] == (axes, pairs)
+    check(fits, f"frequencies must have shape (kv_heads, {axes}, {pairs}), found {found.shape}")
+    return found
