@@ -1,24 +1,43 @@
 """Additive biases: functions of the two positions, added to the logits after the scale.
 
-A spec (``ALiBi``, ``T5``, ``Kerple``) is a frozen, hashable dataclass of hyper-parameters.
+A spec (``ALiBi``, ``T5``, ``Kerple``, ...) is a frozen, hashable dataclass of hyper-parameters.
 ``spec.init(key, num_heads)`` makes its parameters, if it has any; ``spec.bind(params, num_heads=...)`` makes the pytree
-that attention takes.
+that attention takes. A few also multiply the scores (``ScaleInvariant``), read the tokens (``FoX``) or the scores
+(``CoPE``); what every spec says of itself stands in ``BiasSpec``.
 """
 
 from posjax.bias.alibi import ALiBi, LinearBias, alibi_bias, alibi_slopes
-from posjax.bias.base import Bias
-from posjax.bias.kerple import Kerple, LogBias, PowerBias
+from posjax.bias.base import Bias, BiasSpec
+from posjax.bias.cope import ContextualBias, CoPE
+from posjax.bias.fire import FIRE, InterpolatedBias
+from posjax.bias.fox import ForgetBias, FoX, accumulate
+from posjax.bias.kerple import Kerple, LogBias, PowerBias, WeightedPowerBias
+from posjax.bias.sandwich import Sandwich, SinusoidBias
+from posjax.bias.scale_invariant import ScaleInvariant, ScaleInvariantBias
 from posjax.bias.t5 import T5, BucketBias, t5_bucket, t5_thresholds
 
 __all__ = [
+    "FIRE",
     "T5",
     "ALiBi",
     "Bias",
+    "BiasSpec",
     "BucketBias",
+    "CoPE",
+    "ContextualBias",
+    "FoX",
+    "ForgetBias",
+    "InterpolatedBias",
     "Kerple",
     "LinearBias",
     "LogBias",
     "PowerBias",
+    "Sandwich",
+    "ScaleInvariant",
+    "ScaleInvariantBias",
+    "SinusoidBias",
+    "WeightedPowerBias",
+    "accumulate",
     "alibi_bias",
     "alibi_slopes",
     "t5_bucket",

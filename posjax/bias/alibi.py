@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_count
+from posjax._checks import check, check_choice, check_count, check_positive
 from posjax._slots import with_head_axis
-from posjax.bias.base import Bias, distance, heads_first
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
 from posjax.positions import Positions, as_array
 
 
@@ -56,39 +56,66 @@ def alibi_bias(
     return bound.values(with_head_axis(as_array(q_positions)), with_head_axis(as_array(k_positions)))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["slopes"], meta_fields=["symmetric"])
+@partial(jax.tree_util.register_dataclass, data_fields=["slopes", "ahead"], meta_fields=["symmetric", "offset"])
 @dataclasses.dataclass(frozen=True)
 class LinearBias(Bias):
-    """``b_h(i, j) = -m_h (i - j)``, or ``-m_h |i - j|`` when symmetric, with slopes ``m`` of shape ``[heads]``."""
+    """``b_h(i, j) = -m_h (i - j)``, or ``-m_h |i - j|`` when symmetric, with slopes ``m`` of shape ``[heads]``.
+
+    A symmetric bias may tell left from right: ``ahead`` holds other slopes for keys ahead of the query, and ``offset``
+    brings keys behind it nearer, ``-m_h (|i - j| - offset)``.
+    """
 
     slopes: Float[Array, "heads"]
     symmetric: bool = False
+    ahead: Float[Array, "heads"] | None = None
+    offset: float = 0.0
 
     def values(self, q_positions, kv_positions):
         # The distance is an exact integer before it meets the slope, so the bias keeps its bits at any position.
         r = distance(q_positions, kv_positions)
-        r = jnp.abs(r) if self.symmetric else r
-        slopes = self.slopes.astype(jnp.promote_types(self.slopes.dtype, jnp.float32))
-        return -heads_first(slopes) * r.astype(slopes.dtype)
+        slopes = heads_first(widened(self.slopes))
+        if not self.symmetric:
+            return -slopes * r.astype(slopes.dtype)
+        if self.ahead is not None:
+            slopes = jnp.where(r < 0, heads_first(widened(self.ahead)), slopes)
+        return -slopes * (jnp.abs(r).astype(slopes.dtype) - self.offset * (r > 0))
 
 
 @dataclasses.dataclass(frozen=True)
-class ALiBi:
+class ALiBi(BiasSpec):
     """Spec of ALiBi (Press et al., arXiv 2108.12409): ``b_h(i, j) = -m_h (i - j)``.
 
     Args:
         symmetric: ``-m_h |i - j|``, for bidirectional attention. Such a model cannot tell left from right.
         learned: the slopes are parameters, initialised to Press et al.'s.
+        direction: lets a symmetric bias tell left from right. ``"offset"``: keys behind the query count as half a
+            position nearer, ``-m_h (|i - j| - 1/2)``, as in the encoders of Ruoss et al. (arXiv 2305.16843).
+            ``"slopes"``: keys ahead have learned slopes of their own, which start equal.
+        factor: ``s >= 1`` divides the slopes, which interpolates positions for a context ``s`` times as long
+            (Al-Khateeb et al., arXiv 2310.13017).
     """
 
     symmetric: bool = False
     learned: bool = False
-    shared_across_layers = False
-    shift_invariant = True
+    direction: str | None = None
+    factor: float = 1.0
+
+    def __post_init__(self):
+        check_positive("factor", self.factor)
+        check(self.factor >= 1, f"factor must be at least 1, found {self.factor!r}")
+        if self.direction is not None:
+            check_choice("direction", self.direction, ("offset", "slopes"))
+            check(self.symmetric, f"direction={self.direction!r} is for a symmetric bias; use symmetric=True with it")
+            fixed = self.direction == "slopes" and not self.learned
+            check(not fixed, "direction='slopes' learns the slopes; use learned=True with it")
+
+    @property
+    def one_sided(self) -> str | None:
+        return None if self.symmetric else "symmetric=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
-        """``{"slopes": [heads]}`` when learned, otherwise nothing."""
-        return {"slopes": alibi_slopes(num_heads)} if self.learned else {}
+        """``{"slopes": [heads]}`` when learned, with ``"ahead"`` if each direction has its own; otherwise nothing."""
+        return {name: alibi_slopes(num_heads) for name in self._learned}
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> LinearBias:
         """The bias with its slopes.
@@ -96,11 +123,10 @@ class ALiBi:
         Raises:
             ValueError: if the slopes are learned and ``params`` does not hold them.
         """
-        if not self.learned:
-            return LinearBias(alibi_slopes(num_heads), self.symmetric)
-        check(
-            bool(params) and "slopes" in params, "params must hold 'slopes': ALiBi(learned=True).init(...) makes them"
-        )
-        slopes = params["slopes"]
-        check(slopes.shape == (num_heads,), f"slopes must have shape {(num_heads,)}, found {slopes.shape}")
-        return LinearBias(slopes, self.symmetric)
+        slopes = take(params, self, **dict.fromkeys(self._learned, (num_heads,))) or (alibi_slopes(num_heads),)
+        slopes, ahead = ([m / self.factor for m in slopes] + [None])[:2]
+        return LinearBias(slopes, self.symmetric, ahead, 0.5 if self.direction == "offset" else 0.0)
+
+    @property
+    def _learned(self) -> tuple[str, ...]:
+        return ("slopes", "ahead")[: self.learned + (self.direction == "slopes")]

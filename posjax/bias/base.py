@@ -1,7 +1,11 @@
-"""The protocol of additive biases."""
+"""The protocol of additive biases, and what their specs have in common."""
 
+from typing import ClassVar
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from posjax._checks import check
 from posjax._slots import Blockwise
 
 
@@ -25,6 +29,44 @@ class Bias(Blockwise):
         return scores + self.values(q_positions, kv_positions).astype(scores.dtype)
 
 
+class BiasSpec:
+    """What may be asked of the hyper-parameters of every bias, with the commonest answers.
+
+    A subclass is a frozen, hashable dataclass with ``bind(params=None, *, num_heads)``, which returns a ``Bias``.
+    """
+
+    reads_tokens: ClassVar[bool] = False
+    """Whether it is a function of the tokens: ``prepare`` makes from them what ``bind`` then needs (FoX)."""
+    contextual: ClassVar[bool] = False
+    """Whether it is a function of the scores themselves, and bound as a ``ContextualBias`` (CoPE)."""
+    shared_across_layers: bool = False
+    """Whether all layers use one set of parameters."""
+    shift_invariant: bool = True
+    """Whether shifting all positions by one constant changes nothing."""
+
+    @property
+    def one_sided(self) -> str | None:
+        """The option that fits it to bidirectional attention, ``""`` if none does; None when it fits as it is."""
+        return None
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Array]:
+        """Learned parameters, ``{}`` where there are none."""
+        return {}
+
+
+def take(params: dict[str, Array] | None, spec: BiasSpec, **shapes: tuple[int, ...]) -> tuple[Array, ...]:
+    """The named parameters in the order of ``shapes``.
+
+    Raises:
+        ValueError: if one is missing or has another shape.
+    """
+    names = ", ".join(map(repr, shapes))
+    check(set(shapes) <= set(params or {}), f"params must hold {names}: {type(spec).__name__}(...).init makes them")
+    for name, shape in shapes.items():
+        check(params[name].shape == shape, f"{name} must have shape {shape}, found {params[name].shape}")
+    return tuple(params[name] for name in shapes)
+
+
 def distance(q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Int[Array, "*b q k"]:
     """Integer distance ``i - j`` of every pair, positive for keys behind the query."""
     return q_positions[..., :, None] - kv_positions[..., None, :]
@@ -33,3 +75,8 @@ def distance(q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) 
 def heads_first(per_head: Float[Array, "heads"]) -> Float[Array, "heads 1 1"]:
     """A value per head, shaped to broadcast against a tile."""
     return per_head[:, None, None]
+
+
+def widened(x: Array) -> Array:
+    """At least float32: parameters of low precision meet positions, which would not survive it."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice
-from posjax.bias.base import Bias, distance, heads_first
+from posjax._checks import check_choice
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
 
 _SMALLEST = 1e-2
 _LARGEST_POWER = 2.0
@@ -23,9 +23,18 @@ class LogBias(Bias):
     p: Float[Array, "heads"]
 
     def values(self, q_positions, kv_positions):
-        a, p = (heads_first(jnp.maximum(_widened(x), _SMALLEST)) for x in (self.a, self.p))
+        a, p = (heads_first(jnp.maximum(widened(x), _SMALLEST)) for x in (self.a, self.p))
         r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
         return -p * jnp.log1p(a * r)
+
+
+def _power(a, p, q_positions, kv_positions):
+    """``a_h |i - j|^p_h`` with ``a >= 0.01`` and ``0.01 <= p <= 2``; 0 at distance 0."""
+    a = heads_first(jnp.maximum(widened(a), _SMALLEST))
+    p = heads_first(jnp.clip(widened(p), _SMALLEST, _LARGEST_POWER))
+    r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
+    # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped.
+    return jnp.where(r > 0, a * jnp.maximum(r, 1) ** p, 0.0)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["a", "p"], meta_fields=[])
@@ -37,53 +46,62 @@ class PowerBias(Bias):
     p: Float[Array, "heads"]
 
     def values(self, q_positions, kv_positions):
-        a = heads_first(jnp.maximum(_widened(self.a), _SMALLEST))
-        p = heads_first(jnp.clip(_widened(self.p), _SMALLEST, _LARGEST_POWER))
-        r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
-        # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped.
-        return jnp.where(r > 0, -a * jnp.maximum(r, 1) ** p, 0.0)
+        return -_power(self.a, self.p, q_positions, kv_positions)
 
 
-def _widened(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+@partial(jax.tree_util.register_dataclass, data_fields=["a", "p", "weight_a", "weight_p"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class WeightedPowerBias(PowerBias):
+    """A ``PowerBias`` whose scores also fade: ``z exp(-a'_h |i - j|^p'_h) + b_h``, ``a'`` and ``p'`` bounded alike.
+
+    ``values`` is the additive part alone.
+    """
+
+    weight_a: Float[Array, "heads"]
+    weight_p: Float[Array, "heads"]
+
+    def apply(self, scores, q_positions, kv_positions):
+        weight = jnp.exp(-_power(self.weight_a, self.weight_p, q_positions, kv_positions))
+        return super().apply(scores * weight.astype(scores.dtype), q_positions, kv_positions)
 
 
-_KINDS = {"log": LogBias, "power": PowerBias}
+_KINDS = {"log": LogBias, "power": PowerBias, "weighted-power": WeightedPowerBias}
 
 
 @dataclasses.dataclass(frozen=True)
-class Kerple:
-    """Spec of KERPLE (Chi et al., arXiv 2205.09921), two learned scalars per head, one module for all layers.
+class Kerple(BiasSpec):
+    """Spec of KERPLE (Chi et al., arXiv 2205.09921), learned scalars per head, one module for all layers.
 
     ``kind="log"``, the variant its authors recommend: ``b_h = -p_h log(1 + a_h |i - j|)``.
     ``kind="power"``: ``b_h = -a_h |i - j|^p_h``, which is ALiBi for ``p = 1``.
+    ``kind="weighted-power"``: the second also as a factor, ``z exp(-a'_h |i - j|^p'_h) - a_h |i - j|^p_h``, an option
+    of the authors' code (``kerple_power_ap_ap`` in their fork of GPT-NeoX).
 
-    At the start ``p`` is uniform in [0, 2] and ``a`` in [0, 1].
+    At the start every ``p`` is uniform in [0, 2] and every ``a`` in [0, 1].
     """
 
     kind: str = "log"
     shared_across_layers = True
-    shift_invariant = True
 
     def __post_init__(self):
         check_choice("Kerple kind", self.kind, tuple(_KINDS))
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
-        """``{"a": [heads], "p": [heads]}``, float32."""
-        key_a, key_p = jax.random.split(key)
+        """``{"a": [heads], "p": [heads]}``, float32, and the same for ``weight_a`` and ``weight_p`` of the third."""
+        keys = jax.random.split(key, len(self._names))
         return {
-            "a": jax.random.uniform(key_a, (num_heads,), jnp.float32, maxval=1.0),
-            "p": jax.random.uniform(key_p, (num_heads,), jnp.float32, maxval=2.0),
+            name: jax.random.uniform(k, (num_heads,), jnp.float32, maxval=2.0 if name.endswith("p") else 1.0)
+            for name, k in zip(self._names, keys, strict=True)
         }
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> LogBias | PowerBias:
         """The bias with its parameters.
 
         Raises:
-            ValueError: if ``params`` does not hold ``a`` and ``p``.
+            ValueError: if ``params`` does not hold them, or for other heads.
         """
-        check(bool(params) and {"a", "p"} <= set(params), "params must hold 'a' and 'p': Kerple(...).init makes them")
-        for name in ("a", "p"):
-            found = params[name].shape
-            check(found == (num_heads,), f"{name} must have shape {(num_heads,)}, found {found}")
-        return _KINDS[self.kind](params["a"], params["p"])
+        return _KINDS[self.kind](*take(params, self, **dict.fromkeys(self._names, (num_heads,))))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(_KINDS[self.kind]))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_positive
-from posjax.bias.base import Bias, distance
+from posjax.bias.base import Bias, BiasSpec, distance, take
 
 
 def t5_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class BucketBias(Bias):
 
 
 @dataclasses.dataclass(frozen=True)
-class T5:
+class T5(BiasSpec):
     """Spec of T5's bias (Raffel et al., arXiv 1910.10683): ``b_h(i, j) = table[bucket(i - j), h]``.
 
     One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale; that is the business of
@@ -121,10 +121,13 @@ class T5:
     bidirectional: bool = False
     stddev: float = 0.02
     shared_across_layers = True
-    shift_invariant = True
 
     def __post_init__(self):
         _check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
+
+    @property
+    def one_sided(self) -> str | None:
+        return None if self.bidirectional else "bidirectional=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
         """``{"table": [buckets, heads]}``, float32."""
@@ -136,10 +139,5 @@ class T5:
         Raises:
             ValueError: if ``params`` does not hold a table of ``num_buckets`` rows.
         """
-        check(bool(params) and "table" in params, "params must hold 'table': T5(...).init makes it")
-        table = params["table"]
-        check(
-            table.shape == (self.num_buckets, num_heads),
-            f"table must have shape {(self.num_buckets, num_heads)}, found {table.shape}",
-        )
+        (table,) = take(params, self, table=(self.num_buckets, num_heads))
         return BucketBias(table, self.max_distance, self.bidirectional)

@@ -1,0 +1,97 @@
+"""CoPE: contextual position encoding, a bias that is a function of the scores (Golovneva et al., arXiv 2405.18719)."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from posjax._checks import check, check_count
+from posjax.bias.base import Bias, BiasSpec, take, widened
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class ContextualBias(Bias):
+    """``z_ij + interpolate(q_i . table, p_ij)``, where ``p_ij = sum_{k=j..i} sigmoid(z_ik)`` counts by content.
+
+    The sum runs over the keys that ``i`` may see, itself included: with all gates open ``p_ij = i - j + 1``. It has no
+    ``values``, as it reads the scores; ``posjax.attention.contextual`` computes it.
+    """
+
+    table: Float[Array, "max_position head_dim"]
+
+    def levels(self, q: Float[Array, "*b q head_dim"]) -> Float[Array, "*b q max_position"]:
+        """``q_i . e[p]`` at every whole position. ``q`` is the query as projected, *not* divided by ``sqrt(d)``."""
+        table = widened(self.table)
+        return jnp.einsum("...qd,pd->...qp", q.astype(table.dtype), table, precision="highest")
+
+    def add(
+        self,
+        scores: Float[Array, "*b q k"],
+        allowed: Bool[Array, "*#b q k"],
+        levels: Float[Array, "*b q max_position"],
+        carried: Float[Array, "*b q"],
+    ) -> tuple[Float[Array, "*b q k"], Float[Array, "*b q"]]:
+        """Logits of a tile of scaled scores, and the count at its first key.
+
+        ``carried`` is the count at the first key of the tile to the right, 0 where there is none: tiles are taken from
+        the last key to the first, and keys must stand in the order of their positions.
+        """
+        gates = jnp.where(allowed, jax.nn.sigmoid(scores), 0)
+        count = carried[..., None] + jax.lax.cumsum(gates, gates.ndim - 1, reverse=True)
+        return scores + interpolate(levels, count).astype(scores.dtype), count[..., 0]
+
+
+def interpolate(levels: Float[Array, "*b q n"], positions: Float[Array, "*b q k"]) -> Float[Array, "*b q k"]:
+    """``levels`` read at real positions >= 0, linearly between whole ones; from ``n - 1`` on the last level."""
+    last = levels.shape[-1] - 1
+    positions = jnp.minimum(positions, last)
+    lower = jax.lax.stop_gradient(jnp.minimum(jnp.floor(positions), last - 1))
+    index = lower.astype(jnp.int32)
+    start, end = (jnp.take_along_axis(levels, index + step, axis=-1, mode="clip") for step in (0, 1))
+    return start + (positions - lower) * (end - start)
+
+
+@dataclasses.dataclass(frozen=True)
+class CoPE(BiasSpec):
+    """Spec of CoPE (Golovneva et al., arXiv 2405.18719): positions that count tokens by a gate of the score.
+
+    ``g_ij = sigmoid(z_ij)``, ``p_ij = min(sum_{k=j..i} g_ik, max_position - 1)``, and
+    ``logit_ij = z_ij + q_i . e[p_ij]``, with ``e`` interpolated linearly between whole positions. ``z`` is the scaled
+    score, ``q`` the query before the scale. One table of one layer serves all its heads.
+
+    It needs the scores of a whole row before any logit, from the query backwards: attention visits the tiles of keys
+    one after the other from the last to the first. For causal attention only; with keys ahead the count would start at
+    the last of them.
+
+    Args:
+        max_position: rows of the table. Counts from ``max_position - 1`` on share the last row.
+    """
+
+    max_position: int = 64
+    contextual: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_count("max_position", self.max_position)
+        check(self.max_position >= 2, f"max_position must be at least 2 to interpolate, found {self.max_position}")
+
+    @property
+    def one_sided(self) -> str | None:
+        return ""
+
+    def init(self, key: Array, num_heads: int, head_dim: int) -> dict[str, Array]:
+        """``{"table": [max_position, head_dim]}``, float32 zeros: at the start it adds nothing."""
+        return {"table": jnp.zeros((self.max_position, head_dim))}
+
+    def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> ContextualBias:
+        """The bias with its table.
+
+        Raises:
+            ValueError: if ``params`` does not hold one of ``max_position`` rows.
+        """
+        table = (params or {}).get("table")
+        (table,) = take(params, self, table=(self.max_position, 0 if table is None else table.shape[-1]))
+        return ContextualBias(table)

@@ -1,0 +1,161 @@
+"""FoX: forget gates, a bias that is a function of the tokens (Lin et al., arXiv 2503.02130)."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from posjax._checks import check, check_count, check_positive, check_rank
+from posjax.bias.base import Bias, BiasSpec, take, widened
+
+_LAYOUT = "[batch, heads, length]"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["q_gates", "kv_gates"], meta_fields=["symmetric"])
+@dataclasses.dataclass(frozen=True)
+class ForgetBias(Bias):
+    """``b_h(i, j) = c_i - c_j`` with ``c`` the cumulative sums of the log forget gates, ``[batch, heads, length]``.
+
+    ``-|c_i - c_j|`` when symmetric. The difference of two sums loses what their size costs: 6e-8 of ``c``, or 0.004
+    once 100,000 gates of 1/2 have been summed.
+    """
+
+    q_gates: Float[Array, "batch heads q"]
+    kv_gates: Float[Array, "batch heads k"]
+    symmetric: bool = False
+
+    def values(self, q_positions, kv_positions):
+        difference = self.q_gates[..., :, None] - self.kv_gates[..., None, :]
+        return -jnp.abs(difference) if self.symmetric else difference
+
+    def queries(self, start, size):
+        return dataclasses.replace(self, q_gates=jax.lax.dynamic_slice_in_dim(self.q_gates, start, size, axis=2))
+
+    def keys(self, start, size):
+        return dataclasses.replace(self, kv_gates=jax.lax.dynamic_slice_in_dim(self.kv_gates, start, size, axis=2))
+
+    def row(self, index):
+        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
+        return ForgetBias(pick(self.q_gates), pick(self.kv_gates), self.symmetric)
+
+    def pad(self, queries, keys):
+        def lengthen(gates, length):
+            return jnp.pad(gates, ((0, 0), (0, 0), (0, length - gates.shape[2])), mode="edge")
+
+        return ForgetBias(lengthen(self.q_gates, queries), lengthen(self.kv_gates, keys), self.symmetric)
+
+    def check(self, batch, queries, keys):
+        for name, gates, length in (("q_gates", self.q_gates, queries), ("kv_gates", self.kv_gates, keys)):
+            found = gates.shape
+            fits = (found[0], found[2]) == (batch, length)
+            check(fits, f"{name} must have shape [{batch}, heads, {length}], found {found}")
+
+    @property
+    def batched(self):
+        return True
+
+
+def accumulate(
+    log_gates: Float[Array, "batch length heads"],
+    start: Float[Array, "batch heads"] | None = None,
+    valid: Bool[Array, "batch length"] | None = None,
+) -> Float[Array, "batch heads length"]:
+    """Cumulative sums ``c_t = sum_{l <= t} log f_l`` of a chunk, float32, as ``FoX.bind`` takes them.
+
+    Args:
+        log_gates: from ``FoX.prepare``.
+        start: total of the chunks before, the last column ``c[:, :, -1]`` of theirs; 0 when left out.
+        valid: False at padding, which forgets nothing.
+    """
+    if valid is not None:
+        log_gates = jnp.where(valid[..., None], log_gates, 0)
+    total = jnp.cumsum(jnp.moveaxis(widened(log_gates), 1, 2), axis=2)
+    return total if start is None else total + start[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoX(BiasSpec):
+    """Spec of the forgetting transformer (Lin et al., arXiv 2503.02130), usually without any other position.
+
+    Each token has a forget gate per head, ``f_t = sigmoid(w_h . x_t + b_h)``, and
+    ``b_h(i, j) = sum_{l=j+1..i} log f_l = c_i - c_j`` with ``c`` the cumulative sum of ``log f``. A constant gate
+    ``f = e^-m`` is ALiBi with slope ``m``. Used in three steps:
+
+        log_gates = spec.prepare(params, x)          x: the tokens that queries and keys are projected from
+        c = accumulate(log_gates)                    with a cache: its total as ``start``, ``c`` kept beside the keys
+        bias = spec.bind(num_heads=..., q_gates=c, kv_gates=c)
+
+    Only order counts, not the numbers of the positions. Packed documents need nothing: sums before a document cancel.
+
+    Args:
+        symmetric: ``-|c_i - c_j|``, for bidirectional attention.
+        data_dependent: without it the gates are learned constants of the heads.
+        decay_times: ``(shortest, longest)`` number of tokens ``T`` over which a head at first forgets to ``1/e``,
+            spaced geometrically over the heads: ``b = -log(expm1(1 / T))``. ``b = 0``, half a token, when left out.
+    """
+
+    symmetric: bool = False
+    data_dependent: bool = True
+    decay_times: tuple[float, float] | None = None
+    reads_tokens: ClassVar[bool] = True
+
+    def __post_init__(self):
+        needed = self.data_dependent or self.decay_times is not None
+        check(needed, "decay_times must be given when data_dependent is False, or all heads are one")
+        if self.decay_times is not None:
+            shortest, longest = self.decay_times
+            check_positive("decay_times", shortest)
+            check(shortest <= longest, f"decay_times must be (shortest, longest), found {self.decay_times}")
+
+    @property
+    def one_sided(self) -> str | None:
+        return None if self.symmetric else "symmetric=True"
+
+    def init(self, key: Array, num_heads: int, model_dim: int) -> dict[str, Array]:
+        """``{"w": [model_dim, heads], "b": [heads]}``, float32, ``w`` normal with 0.02; ``b`` alone for constants."""
+        check_count("num_heads", num_heads)
+        b = jnp.zeros(num_heads)
+        if self.decay_times is not None:
+            times = np.geomspace(*self.decay_times, num_heads)
+            b = jnp.asarray(-np.log(np.expm1(1 / times)), jnp.float32)
+        w = {"w": 0.02 * jax.random.normal(key, (model_dim, num_heads), jnp.float32)} if self.data_dependent else {}
+        return {**w, "b": b.astype(jnp.float32)}
+
+    def prepare(
+        self, params: dict[str, Array], x: Float[Array, "batch length model_dim"]
+    ) -> Float[Array, "batch length heads"]:
+        """``log sigmoid(x w + b)``, float32: the logarithms of the forget gates of every token.
+
+        Raises:
+            ValueError: if ``params`` does not hold ``w`` and ``b``, or for tokens of another size.
+        """
+        check_rank("x", x, 3, "[batch, length, model_dim]")
+        heads = params["b"].shape[0] if params and "b" in params else 0
+        if not self.data_dependent:
+            (b,) = take(params, self, b=(heads,))
+            return jnp.broadcast_to(jax.nn.log_sigmoid(widened(b)), (*x.shape[:2], heads))
+        w, b = map(widened, take(params, self, w=(x.shape[2], heads), b=(heads,)))
+        return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", widened(x), w, precision="highest") + b)
+
+    def bind(
+        self,
+        params: dict[str, Array] | None = None,
+        *,
+        num_heads: int,
+        q_gates: Float[Array, "batch heads q"],
+        kv_gates: Float[Array, "batch heads k"],
+    ) -> ForgetBias:
+        """The bias of cumulative sums from ``accumulate``; ``params`` has done its work in ``prepare``.
+
+        Raises:
+            ValueError: if the sums are not ``[batch, heads, length]``.
+        """
+        for name, gates in (("q_gates", q_gates), ("kv_gates", kv_gates)):
+            check_rank(name, gates, 3, _LAYOUT)
+            fits = gates.shape[1] == num_heads
+            check(fits, f"{name} must be {_LAYOUT} with {num_heads} heads, found shape {gates.shape}")
+        return ForgetBias(widened(q_gates), widened(kv_gates), self.symmetric)

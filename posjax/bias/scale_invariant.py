@@ -1,0 +1,77 @@
+"""Scale-invariant attention: a factor and an offset of each logit by its distance (arXiv 2505.17083)."""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_positive
+from posjax.bias.base import Bias, BiasSpec, distance
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec", "num_heads"])
+@dataclasses.dataclass(frozen=True)
+class ScaleInvariantBias(Bias):
+    """``z a_t + m_t`` with ``t = |i - j|``; see ``ScaleInvariant``. ``values`` is the offset ``m_t`` alone."""
+
+    spec: "ScaleInvariant"
+    num_heads: int
+
+    def values(self, q_positions, kv_positions):
+        offset = self._parts(q_positions, kv_positions)[1]
+        *batch, q, k = offset.shape
+        return jnp.broadcast_to(offset, (*batch[:1], self.num_heads, q, k))
+
+    def apply(self, scores, q_positions, kv_positions):
+        factor, offset = self._parts(q_positions, kv_positions)
+        return scores * factor.astype(scores.dtype) + offset.astype(scores.dtype)
+
+    def _parts(self, q_positions, kv_positions) -> tuple[Float[Array, "*b q k"], Float[Array, "*b q k"]]:
+        """``a_t`` and ``m_t``, the same for all heads."""
+        t = jnp.abs(distance(q_positions, kv_positions)).astype(jnp.float32)
+        square = 2 * jnp.log1p(t / self.spec.tau) + self.spec.start
+        return jnp.sqrt(square), self.spec.beta / self.spec.alpha - square
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleInvariant(BiasSpec):
+    """Spec of scale-invariant attention (arXiv 2505.17083), without parameters, for one direction and for both.
+
+    The logit at distance ``t`` becomes ``a_t z + m_t`` with
+
+        a_t^2 = 2 (log(t / tau + 1) - log alpha + beta / alpha),   m_t = beta / alpha - a_t^2
+
+    By default ``alpha = beta = sqrt(e)``: ``a_t = sqrt(1 + 2 log(t / tau + 1))``, ``m_t = -2 log(t / tau + 1)``, so a
+    token's own logit is unchanged. For ``z ~ N(0, 1)`` then ``E[exp(a_t z + m_t)] = alpha / (t / tau + 1)``, so that
+    every range of distances ``[n, c n]`` keeps its total weight as ``n`` grows. Its authors use it on top of RoPE
+    without its lowest frequencies, at an effective base of 1024.
+
+    Args:
+        tau: the distance, in positions, at which it sets in.
+        alpha: weight of the token itself.
+        beta: constant of its entropy.
+    """
+
+    tau: float = 10.0
+    alpha: float = math.exp(0.5)
+    beta: float = math.exp(0.5)
+
+    def __post_init__(self):
+        for name in ("tau", "alpha", "beta"):
+            check_positive(name, getattr(self, name))
+        check(
+            self.start >= 0,
+            f"beta must be at least alpha log alpha = {self.alpha * math.log(self.alpha):.4g}, found {self.beta}",
+        )
+
+    @property
+    def start(self) -> float:
+        """``a_0^2 = 2 (beta / alpha - log alpha)``."""
+        return 2 * (self.beta / self.alpha - math.log(self.alpha))
+
+    def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> ScaleInvariantBias:
+        """The factor and the offset for ``num_heads`` heads."""
+        return ScaleInvariantBias(self, num_heads)
