@@ -1,0 +1,163 @@
+"""Plots of the numbers of this package: each takes them, and the axes to draw into, and returns the axes.
+
+Axes that are left out are made on a figure of their own, ``axes.figure``, without touching pyplot's state.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from posjax._checks import check, check_choice
+from posjax.diagnostics.anomaly import Anomaly
+from posjax.diagnostics.rotation import Exactness
+from posjax.diagnostics.weights import Curve
+
+Axes = Any
+"""``matplotlib.axes.Axes``; matplotlib is imported when something is drawn."""
+
+
+def plot_decay(
+    distances: Int[np.ndarray, "n"],
+    curves: Mapping[str, Float[np.ndarray, "n"]],
+    axes: Axes | None = None,
+    *,
+    ylabel: str = "mean score, as a share of distance 0",
+) -> Axes:
+    """Lines against distance, by label: of ``mean_score`` or ``decay_indicator``."""
+    axes = _axes(axes)
+    for color, (label, values) in zip(_colors(len(curves)), curves.items(), strict=True):
+        axes.plot(distances, values, label=label, color=color, linewidth=1.4)
+    if min(np.min(values) for values in curves.values()) < 0:
+        axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+    return _finish(axes, "distance (tokens)", ylabel, legend=len(curves) > 1)
+
+
+def plot_weights(curve: Curve, axes: Axes | None = None, *, logits: bool = False) -> Axes:
+    """The attention weight of every head against distance, on a logarithmic axis; or its logits, 0 at the highest.
+
+    Heads that are all alike are drawn as one.
+    """
+    axes = _axes(axes)
+    order = np.argsort(curve.distances)
+    distances, values = curve.distances[order], (curve.logits if logits else curve.weights)[:, order]
+    same = np.allclose(values, values[:1], rtol=1e-4, atol=1e-7)
+    shown = values[:1] if same else values
+    for head, (color, row) in enumerate(zip(_colors(len(shown)), shown, strict=True), start=1):
+        row = row - row.max() if logits else np.where(row > 0, row, np.nan)
+        axes.plot(distances, row, label=f"head {head}", color=color, linewidth=1.4)
+    if not logits:
+        axes.set_yscale("log")
+        axes.set_ylim(max(1e-9, values[values > 0].min() / 2), 2 * values.max())
+    axes.set_xlim(distances[0], distances[-1])
+    ylabel = "logit, relative to the highest" if logits else "attention weight"
+    return _finish(axes, "distance (tokens)", ylabel, legend=not same)
+
+
+_STATISTICS = {
+    "fraction": "share of pairs in the anomaly",
+    "weighted": "share of score strength in the anomaly",
+    "in_zone": "share of pairs inside the zone",
+    "in_zone_weighted": "share of score strength inside the zone",
+    "zone": "mean zone (tokens)",
+    "strength": "mean strength of a pair, |z|",
+}
+
+
+def plot_anomaly(
+    found: Anomaly,
+    axes: Axes | None = None,
+    *,
+    statistic: str = "in_zone_weighted",
+    turns: Float[np.ndarray, "planes"] | None = None,
+) -> Axes:
+    """Heat map of one statistic of the anomaly: a row for each layer, a column for each plane, fastest first.
+
+    Args:
+        found: statistics ``[layers, planes]``, such as ``pooled(measured, axis=-2)`` of ``[layers, heads, planes]``.
+        axes: where to draw.
+        statistic: the field of ``Anomaly``.
+        turns: how often each plane turns in training (``turns``); a line then parts those that complete none.
+    """
+    check_choice("statistic", statistic, tuple(_STATISTICS))
+    values = getattr(found, statistic)
+    check(values.ndim == 2, f"found must be [layers, planes]; pool the heads first, found shape {values.shape}")
+    axes = _axes(axes)
+    layers, planes = values.shape
+    image = axes.pcolormesh(np.arange(planes + 1) - 0.5, np.arange(layers + 1) + 0.5, values, cmap="viridis", vmin=0)
+    axes.figure.colorbar(image, ax=axes, label=_STATISTICS[statistic])
+    axes.invert_yaxis()
+    axes.set_yticks(_whole(1, layers))
+    axes.set_xticks(_whole(0, planes - 1))
+    if turns is not None and 0 < (first := int((np.asarray(turns) >= 1).sum())) < planes:
+        axes.axvline(first - 0.5, color="white", linestyle="--", linewidth=1.5)
+        text = {"textcoords": "offset points", "fontsize": 8, "va": "bottom", "color": "0.3"}
+        axes.annotate("no full turn in training →", (first - 0.5, 0.5), (2, 3), **text)
+    axes.set_xlabel("plane (fastest first)")
+    axes.set_ylabel("layer")
+    return axes
+
+
+def plot_entropy(
+    lengths: Int[np.ndarray, "n"], curves: Mapping[str, Float[np.ndarray, "n"]], axes: Axes | None = None
+) -> Axes:
+    """Entropy against the number of visible keys, by label, under the bound ``log n`` of uniform attention."""
+    axes = _axes(axes)
+    lengths = np.asarray(lengths)
+    axes.plot(lengths, np.log(lengths), color="0.4", linestyle=":", linewidth=1.2, label="log n (uniform)")
+    for color, (label, values) in zip(_colors(len(curves)), curves.items(), strict=True):
+        axes.plot(lengths, values, label=label, color=color, marker=".", linewidth=1.4)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    return _finish(axes, "visible keys", "entropy of attention (nats)", legend=True)
+
+
+def plot_exactness(found: Exactness, axes: Axes | None = None) -> Axes:
+    """The largest error of an angle against position, both axes logarithmic, for the three arithmetics."""
+    axes = _axes(axes)
+    lines = (
+        ("positions in bfloat16", found.bfloat16, "s"),
+        ("float32 product", found.float32, "o"),
+        ("posjax, exact", found.exact, "^"),
+    )
+    for color, (label, errors, marker) in zip(_colors(len(lines)), lines, strict=True):
+        axes.plot(found.positions, errors, label=label, color=color, marker=marker, markersize=4, linewidth=1.4)
+    axes.axhline(np.pi, color="0.4", linestyle=":", linewidth=1.2)
+    axes.annotate("π: nothing is left of the angle", (found.positions[0], np.pi), (0, 3), textcoords="offset points",
+                  fontsize=8, color="0.3")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(top=20)
+    return _finish(axes, "position", "largest error of an angle (radians)", legend=True)
+
+
+def _axes(axes: Axes | None) -> Axes:
+    if axes is not None:
+        return axes
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(6.4, 4), layout="constrained").subplots()
+
+
+def _colors(count: int) -> list:
+    """Colours in an order that can be seen, also in grey."""
+    from matplotlib import colormaps
+
+    return list(colormaps["viridis"](np.linspace(0, 0.85, count)))
+
+
+def _whole(first: int, last: int) -> np.ndarray:
+    """At most about ten whole ticks."""
+    return np.arange(first, last + 1, -(-(last - first + 1) // 10))
+
+
+def _finish(axes: Axes, xlabel: str, ylabel: str, *, legend: bool) -> Axes:
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if legend:
+        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(axes.get_lines()) > 5 else {}
+        axes.legend(frameon=False, fontsize=8, **beside)
+    return axes

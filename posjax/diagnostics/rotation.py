@@ -1,0 +1,147 @@
+"""What a frequency rule does to scores and angles, before any training: decay, turns, exactness."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check, check_count, check_positive
+from posjax.angles import Frequencies, angles, as_frequencies
+from posjax.rotary import FrequencyRule, rotary_table
+
+Rule = FrequencyRule | Frequencies | Float[np.ndarray, "half"]
+
+
+def decay_indicator(
+    rule: Rule, distances: Int[Array, "n"], *, head_dim: int | None = None, **options
+) -> Float[np.ndarray, "n"]:
+    """RoPE's long-range decay, the bound of RoFormer (arXiv 2104.09864, section 3.4.3) over the pairs.
+
+        B(r) = mean over j = 1 .. d/2 of |sum_{t < j} exp(i r theta_t)|
+
+    By Abel summation the score at distance ``r`` is at most a constant times ``B(r)``. ``B(0) = (d/2 + 1) / 2``.
+
+    Args:
+        rule: a frequency rule, or frequencies in radians per position ``[d/2]``.
+        distances: integers ``r``.
+        head_dim: size of a head, for a rule that does not have its own.
+        options: passed to the rule's ``table``, such as ``length`` for rules that read it.
+
+    Returns:
+        float64 ``[n]``. The rule's attention factor is left out.
+    """
+    return np.abs(_phasors(rule, distances, head_dim, options).cumsum(-1)).mean(-1)
+
+
+def mean_score(
+    rule: Rule, distances: Int[Array, "n"], *, head_dim: int | None = None, **options
+) -> Float[np.ndarray, "n"]:
+    """``mean_t cos(r theta_t)``: the score at distance ``r`` of a key like the query, as a share of that at 0.
+
+    It is ``E[q . R_r (q + e)] / E[q . q]`` for independent components of equal variance and independent noise ``e``
+    (arXiv 2405.14591); the base is large enough for a context while it stays positive. Arguments of
+    ``decay_indicator``.
+    """
+    return _phasors(rule, distances, head_dim, options).real.mean(-1)
+
+
+def turns(rule: Rule, length: int, *, head_dim: int | None = None) -> Float[np.ndarray, "half"]:
+    """``length * theta_t / (2 pi)``: how often each pair turns within ``length`` positions, float64.
+
+    A pair below one turn has not shown the model all of its angles in training. With ``head_dim=128``, base 10,000 and
+    4,096 positions 46 of 64 pairs complete a turn.
+
+    Args:
+        rule: a frequency rule, which is asked for the frequencies of that ``length``, or frequencies ``[d/2]``.
+        length: the training length, in positions.
+        head_dim: size of a head, for a rule that does not have its own.
+    """
+    check_positive("length", length)
+    return radians(rule, head_dim, length) * length / (2 * np.pi)
+
+
+def incomplete(rule: Rule, length: int, *, head_dim: int | None = None) -> int:
+    """How many pairs never complete a turn within ``length`` positions; see ``turns``."""
+    return int((turns(rule, length, head_dim=head_dim) < 1).sum())
+
+
+class Exactness(NamedTuple):
+    """Largest errors of the angles near each position, in radians modulo a turn; see ``exactness``."""
+
+    positions: Int[np.ndarray, "n"]
+    float32: Float[np.ndarray, "n"]
+    bfloat16: Float[np.ndarray, "n"]
+    exact: Float[np.ndarray, "n"]
+
+
+def exactness(rule: Rule, *, head_dim: int | None = None, powers: range = range(4, 32), samples: int = 16) -> Exactness:
+    """How far angles are off at positions up to ``2^p``, in three arithmetics, against integer arithmetic.
+
+    ``float32`` is the float32 product of position and frequency; ``bfloat16`` the same after the position was rounded
+    to bfloat16, as in a model cast as a whole; ``exact`` is posjax's fixed point. A table of random angles has errors
+    up to pi.
+
+    Args:
+        rule: a frequency rule, or float64 frequencies in radians per position ``[d/2]``.
+        head_dim: size of a head, for a rule that does not have its own.
+        powers: the ``p``; at most 31.
+        samples: how many odd positions between ``2^(p-1)`` and ``2^p`` are looked at, among them ``2^p - 1``.
+
+    Returns:
+        One row per power: ``positions = 2^p - 1``, and the largest error over samples and frequencies.
+    """
+    check_count("samples", samples)
+    check(len(powers) > 0 and min(powers) >= 1 and max(powers) <= 31, f"powers must be in [1, 31], found {powers}")
+    frequencies = _frequencies(rule, head_dim, None)
+    check(frequencies.is_exact, "rule: learned frequencies are only known in float32, to which nothing can be compared")
+    rows = [_errors(_spread(power, samples), frequencies) for power in powers]
+    return Exactness(np.array([2**power - 1 for power in powers]), *np.array(rows).T)
+
+
+def _spread(power: int, samples: int) -> Int[np.ndarray, "samples"]:
+    """Odd positions from 2^(p-1) to 2^p, the last included, off any grid of round ones, which bfloat16 would hold."""
+    share = np.arange(samples) * (np.sqrt(5) - 1) / 2 % 1
+    return (2**power - 1 - share * (2 ** (power - 1) - 1)).astype(np.int64) | 1
+
+
+def _errors(positions: Int[np.ndarray, "n"], frequencies: Frequencies) -> tuple[float, float, float]:
+    single = np.asarray(frequencies.value)
+    rounded = positions.astype(jnp.bfloat16)
+    found = (
+        positions.astype(np.float32)[:, None] * single,
+        rounded.astype(np.float32)[:, None] * single,
+        angles(jnp.asarray(positions, jnp.int32), frequencies),
+    )
+    # Unsigned products wrap, so this is the angle modulo one turn in units of 2^-64 turn.
+    wanted = (positions.astype(np.uint64)[:, None] * _words(frequencies)).astype(np.float64) * _UNIT
+    return tuple(float(np.abs(np.angle(np.exp(1j * (np.float64(angle) - wanted)))).max()) for angle in found)
+
+
+_UNIT = 2 * np.pi / 2**64
+
+
+def _words(frequencies: Frequencies) -> np.ndarray:
+    high, low = (np.asarray(word, np.uint64) for word in (frequencies.high, frequencies.low))
+    return (high << np.uint64(32)) | low
+
+
+def _frequencies(rule: Rule, head_dim: int | None, length: int | None) -> Frequencies:
+    return rule.frequencies(length, head_dim=head_dim)[0] if isinstance(rule, FrequencyRule) else as_frequencies(rule)
+
+
+def radians(rule: Rule, head_dim: int | None = None, length: int | None = None) -> Float[np.ndarray, "half"]:
+    """The frequencies of a rule in radians per position, float64 where they are known on the host."""
+    found = _frequencies(rule, head_dim, length)
+    return _words(found) * _UNIT if found.is_exact else np.asarray(found.value, np.float64)
+
+
+def _phasors(rule: Rule, distances, head_dim: int | None, options) -> np.ndarray:
+    """``exp(i r theta_t)``, complex ``[n, half]``, of any rule whose table turns by position."""
+    distances = jnp.asarray(distances, jnp.int32)
+    if isinstance(rule, FrequencyRule):
+        table = rule.table(distances, head_dim=head_dim, **options)
+    else:
+        table = rotary_table(distances, rule)
+    turned = np.asarray(table.cos, np.float64) + 1j * np.asarray(table.sin, np.float64)
+    return turned / np.abs(turned)

@@ -1,0 +1,284 @@
+"""Which weight a scheme gives to which key, read off its own attention."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check, check_count
+from posjax.positions import Range
+from posjax.scheme import Scheme
+
+_COLUMNS = 128  # keys whose weights are read in one call of attention
+
+
+def weights(
+    scheme: Scheme,
+    length: int,
+    *,
+    query: int = -1,
+    q: Float[Array, "heads query_size"] | None = None,
+    k: Float[Array, "*keys kv_heads key_size"] | None = None,
+    num_heads: int = 8,
+    head_dim: int = 64,
+    params: dict | None = None,
+    **options,
+) -> Float[np.ndarray, "heads keys"]:
+    """The attention weights of one query over ``length`` keys at positions ``0 .. length - 1``.
+
+    They are what ``Scheme.attend`` gives for values that are unit vectors, so features, scale, bias, mask and far
+    branches all take part, whatever they are. Memory grows with ``length``, not with its square.
+
+    Args:
+        scheme: any scheme.
+        length: the number of keys, and the current length for schemes that read it.
+        query: the position of the query; negative ones count from the end.
+        q: the raw query projection; ones when left out.
+        k: the raw key projection, one for all keys ``[kv_heads, key_size]`` or one for each
+            ``[length, kv_heads, key_size]``; ones when left out.
+        num_heads: heads of a query that was left out.
+        head_dim: the size of a head of the model.
+        params: the scheme's parameters (``init`` and ``init_shared``, merged); as initialised when left out.
+        options: passed to ``Scheme.attend``, such as ``causal=False`` or ``sinks``.
+
+    Returns:
+        float32; rows sum to 1, or to less with sinks, and are 0 where nothing may be seen.
+
+    Raises:
+        ValueError: for a layer recipe instead of one scheme, and for a query that is not among the keys.
+    """
+    check(isinstance(scheme, Scheme), f"scheme must be one posjax.Scheme, found {type(scheme).__name__}")
+    check_count("length", length)
+    heads = num_heads if q is None else q.shape[0]
+    q = jnp.ones((heads, scheme.query_size(head_dim))) if q is None else q
+    k = jnp.ones((heads, scheme.key_size(head_dim))) if k is None else k
+    k = jnp.broadcast_to(k, (length, *k.shape[-2:]))
+    return _row(scheme, q[None], k[None], query, head_dim, params, options)[0]
+
+
+def _row(scheme: Scheme, q, k, query: int, head_dim: int, params, options) -> Float[np.ndarray, "draws heads keys"]:
+    """Weights of one query for ``q [draws, heads, size]`` and ``k [draws, keys, kv_heads, size]``."""
+    length = k.shape[1]
+    check(-length <= query < length, f"query must be one of the {length} keys, found {query}")
+    params = parameters(scheme, q.shape[1], k.shape[2], head_dim) if params is None else params
+    at = jnp.array([query % length], jnp.int32)
+    blocks = _read(scheme, q[:, None], k, at, params, None, _settings(options, length=length))[:, :, 0]
+    return np.concatenate(np.moveaxis(blocks, 1, 0), axis=-1)[..., :length]
+
+
+class Curve(NamedTuple):
+    """How a scheme weighs distance; see ``weight_curve``."""
+
+    distances: Int[np.ndarray, "n"]
+    weights: Float[np.ndarray, "heads n"]
+    logits: Float[np.ndarray, "heads n"]
+
+
+def weight_curve(
+    scheme: Scheme,
+    distances: Int[np.ndarray, "n"],
+    *,
+    draws: int = 0,
+    num_heads: int = 8,
+    head_dim: int = 64,
+    seed: int = 0,
+    params: dict | None = None,
+    **options,
+) -> Curve:
+    """Weights and logits of a scheme against the distance ``r = i - j``, for one query and keys that are all alike.
+
+    The context is as long as the largest distance asks for, and the query stands at its end (or, for negative
+    distances of bidirectional schemes, as far from the end as the smallest asks for).
+
+    Args:
+        scheme: any scheme.
+        distances: integers, in any order.
+        draws: 0 for queries and keys of ones, otherwise the mean over so many standard normal queries, each met by
+            keys equal to it (by an independent draw where a key is not as wide as a query, as in CoCA).
+        num_heads: number of heads.
+        head_dim: size of a head.
+        seed: of the draws.
+        params: see ``weights``.
+        options: see ``weights``.
+
+    Returns:
+        ``weights`` of the softmax, and ``logits``: their logarithms, that is, logits up to a constant of the row;
+        minus infinity beyond a mask, and where a weight is below what float32 holds (``e^-87``).
+    """
+    distances = np.asarray(distances)
+    check(distances.size > 0, "distances is empty")
+    reach, ahead = max(int(distances.max()), 0), max(-int(distances.min()), 0)
+    q, k = _contents(scheme, draws, num_heads, head_dim, seed)
+    k = jnp.broadcast_to(k[:, None], (len(k), reach + ahead + 1, *k.shape[1:]))
+    rows = _row(scheme, q, k, reach, head_dim, params, options)[..., reach - distances]
+    with np.errstate(divide="ignore"):
+        return Curve(distances, rows.mean(0), np.log(rows).mean(0))
+
+
+def receptive_field(
+    scheme: Scheme,
+    length: int,
+    *,
+    share: float = 0.99,
+    layers: int = 1,
+    num_heads: int = 8,
+    head_dim: int = 64,
+    **options,
+) -> Int[np.ndarray, "heads"]:
+    """The distance within which ``share`` of the weight lies when all contents score the same.
+
+    Queries are zero, so bias, mask and scale alone decide. Through ``layers`` such layers the distances of the paths
+    add up, as in a random walk, each layer acting on a context that is long enough; a window of ``w`` reaches
+    ``layers (w - 1) + 1`` keys for a share of 1. ALiBi's slope ``m`` gives ``ceil(ln(1 / (1 - share)) / m)`` keys.
+
+    Args:
+        scheme: a scheme for causal attention.
+        length: the context in which the weights are taken; long against the answer, if that is to say something.
+        share: of the weight, in (0, 1].
+        layers: how many layers deep.
+        num_heads: number of heads.
+        head_dim: size of a head.
+        options: see ``weights``.
+
+    Returns:
+        The smallest number ``n`` of nearest positions, the query's own included, with at least ``share``, per head.
+    """
+    check(0 < share <= 1, f"share must be in (0, 1], found {share!r}")
+    check_count("layers", layers)
+    zeros = jnp.zeros((num_heads, scheme.query_size(head_dim)))
+    by_distance = weights(scheme, length, q=zeros, head_dim=head_dim, **options)[:, ::-1].astype(np.float64)
+    return np.array([_reach(row, layers, share) for row in by_distance])
+
+
+def _reach(row: Float[np.ndarray, "n"], layers: int, share: float) -> int:
+    total = row
+    for _ in range(layers - 1):
+        total = np.convolve(total, row)
+    if share == 1:  # sums of rounded weights reach 1 too early
+        return int(np.flatnonzero(total)[-1]) + 1
+    return int(np.searchsorted(total.cumsum(), share * total.sum())) + 1
+
+
+def entropy(
+    scheme: Scheme,
+    q: Float[Array, "batch queries heads query_size"],
+    k: Float[Array, "batch keys kv_heads key_size"],
+    *,
+    q_positions: Int[Array, "queries"] | None = None,
+    params: dict | None = None,
+    length: int | None = None,
+    **options,
+) -> Float[np.ndarray, "batch queries heads"]:
+    """Entropy of every attention row, ``-sum_j a_ij log a_ij``, in nats.
+
+    ``log n`` where ``n`` keys are weighted alike, 0 where one key has all the weight.
+
+    Args:
+        scheme: any scheme.
+        q: raw query projections.
+        k: raw key projections, at positions ``0, 1, 2, ...``.
+        q_positions: of the queries; ``0, 1, 2, ...`` when left out.
+        params: the scheme's parameters, if it has any.
+        length: the current length, for schemes that read it; the number of keys when left out.
+        options: passed to ``Scheme.attend``, such as ``causal=False``.
+    """
+    at = jnp.arange(q.shape[1], dtype=jnp.int32) if q_positions is None else jnp.asarray(q_positions, jnp.int32)
+    length = jnp.int32(k.shape[1] if length is None else length)
+    return _read(scheme, q, k, at, params, length, _settings(options), _block_entropy).sum(1)
+
+
+def entropy_curve(
+    scheme: Scheme,
+    lengths: Int[np.ndarray, "n"],
+    *,
+    draws: int = 8,
+    gain: float = 1.0,
+    num_heads: int = 8,
+    head_dim: int = 64,
+    seed: int = 0,
+    params: dict | None = None,
+) -> Float[np.ndarray, "heads n"]:
+    """Mean entropy of the last query's row as the context grows, for standard normal queries and keys, in nats.
+
+    Logits ``q . k / sqrt(d)`` are then about standard normal, and plain softmax has an entropy of ``log n - 1 / 2``:
+    attention spreads as the context grows. Scales such as log n are made to hold it back.
+
+    Args:
+        scheme: a scheme for causal attention.
+        lengths: numbers of keys.
+        draws: how many random contexts are averaged.
+        gain: factor of the queries: the standard deviation of plain logits.
+        num_heads: number of heads.
+        head_dim: size of a head.
+        seed: of the draws.
+        params: the scheme's parameters; as initialised when left out.
+    """
+    lengths = np.asarray(lengths)
+    key_q, key_k = jax.random.split(jax.random.key(seed))
+    q = gain * jax.random.normal(key_q, (draws, 1, num_heads, scheme.query_size(head_dim)))
+    k = jax.random.normal(key_k, (draws, int(lengths.max()), num_heads, scheme.key_size(head_dim)))
+    params = parameters(scheme, num_heads, num_heads, head_dim) if params is None else params
+    rows = [entropy(scheme, q, k, q_positions=[n - 1], params=params, length=n) for n in lengths.tolist()]
+    return np.stack([row[:, 0].mean(0) for row in rows], axis=-1)
+
+
+def parameters(scheme: Scheme, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0) -> dict:
+    """All parameters of one layer of the scheme as initialised, the shared ones among them."""
+    key = jax.random.key(seed)
+    return scheme.init(key, num_heads, head_dim) | scheme.init_shared(key, num_heads, head_dim)
+
+
+def _contents(scheme: Scheme, draws: int, num_heads: int, head_dim: int, seed: int) -> tuple[Array, Array]:
+    """Queries and keys ``[draws, heads, size]``: ones, or random."""
+    shapes = [(max(draws, 1), num_heads, size) for size in (scheme.query_size(head_dim), scheme.key_size(head_dim))]
+    if not draws:
+        return jnp.ones(shapes[0]), jnp.ones(shapes[1])
+    q, k = map(jax.random.normal, jax.random.split(jax.random.key(seed)), shapes)
+    return q, q if q.shape == k.shape else k
+
+
+def _settings(options: dict[str, Any], **more) -> tuple[dict, tuple]:
+    """Arrays, and what is static."""
+    options = options | more
+    arrays = {name: value for name, value in options.items() if any(map(_is_array, jax.tree.leaves(value)))}
+    return arrays, tuple(sorted((name, value) for name, value in options.items() if name not in arrays))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _block_entropy(block: Float[Array, "queries heads size"]) -> Float[Array, "queries heads"]:
+    return jax.scipy.special.entr(block).sum(-1)
+
+
+def _read(scheme, q, k, at, params, length, settings, reduce=None) -> np.ndarray:
+    arrays, static = settings
+    return np.asarray(_read_rows(q, k, at, params or {}, length, arrays, scheme=scheme, static=static, reduce=reduce))
+
+
+@partial(jax.jit, static_argnames=("scheme", "static", "reduce"))
+def _read_rows(q, k, at, params, length, arrays, *, scheme, static, reduce):
+    """Weights of every row of the batch, a block of keys at a time: ``[batch, blocks, queries, heads, block]``.
+
+    ``reduce`` is applied to each block. Values are unit vectors, so that the output of attention is its weights.
+    """
+    keys, kv_heads = k.shape[1:3]
+    options = {**({} if length is None else {"length": length}), **arrays, **dict(static)}
+
+    def row(one):
+        q, k = (x[None] for x in one)
+
+        def block(first):
+            units = (jnp.arange(keys)[:, None] == first + jnp.arange(_COLUMNS)).astype(jnp.float32)
+            v = jnp.broadcast_to(units[None, :, None], (1, keys, kv_heads, _COLUMNS))
+            positions = {"q_positions": at, "kv_positions": Range(0, keys)}
+            found = scheme.attend(q, k, v, params=params, **positions, **options)[0]
+            return found if reduce is None else reduce(found)
+
+        return jax.lax.map(block, jnp.arange(0, keys, _COLUMNS))
+
+    return jax.lax.map(row, (q, k))

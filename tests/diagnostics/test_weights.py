@@ -1,0 +1,147 @@
+"""Attention weights, their curves, reach and entropy, of whole schemes."""
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posjax as pj
+from posjax import masks
+from posjax.diagnostics import entropy, entropy_curve, mean_score, receptive_field, weight_curve, weights
+
+SMALL = {"num_heads": 2, "head_dim": 8}
+
+
+def softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("name", pj.scheme_names())
+def test_every_preset_gives_a_distribution_over_the_keys_it_sees(name):
+    scheme = pj.scheme(name, **({"max_length": 16} if name == "learned" else {}))
+    found = weights(scheme, 6, query=3, **SMALL)
+    chex.assert_shape(found, (2, 6))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+    assert (found >= 0).all()
+    assert (found[:, 4:] == 0).all()
+    assert (found[:, 3] > 0).all()
+
+
+def test_rotary_weights_against_float64():
+    q, k = np.random.default_rng(0).normal(size=(2, 7, 2, 8))
+    theta = 10_000.0 ** -(np.arange(4) / 4)
+    planes = [x[..., :4] + 1j * x[..., 4:] for x in (q[-1], k)]
+    turned = np.exp(1j * (6 - np.arange(7))[:, None, None] * theta)
+    want = softmax(((planes[0] * np.conj(planes[1]) * turned).real.sum(-1) / 8**0.5).T)
+    found = weights(pj.scheme("rope"), 7, q=jnp.float32(q[-1]), k=jnp.float32(k), head_dim=8)
+    np.testing.assert_allclose(found, want, atol=1e-6)
+
+
+def test_more_keys_than_one_block_and_a_window_and_sinks():
+    scheme = pj.scheme("alibi", mask=masks.Window(200))
+    want = softmax(np.where(np.arange(300) > 99, -(2.0**-4) * np.arange(299, -1, -1), -np.inf))
+    np.testing.assert_allclose(weights(scheme, 300, **SMALL)[0], want, rtol=1e-4, atol=1e-9)
+    half = weights(pj.scheme("nope"), 4, **SMALL, sinks=jnp.full(2, np.log(4.0) + 8**0.5))
+    np.testing.assert_allclose(half, 1 / 8, rtol=1e-5)
+
+
+def test_the_curve_of_alibi_is_its_bias():
+    found = weight_curve(pj.scheme("alibi"), np.array([30, 0, 4]), **SMALL)
+    np.testing.assert_allclose(
+        found.logits - found.logits[:, 1:2], -np.array([[2**-4], [2**-8]]) * [30, 0, 4], atol=1e-5
+    )
+    np.testing.assert_allclose(np.exp(found.logits), found.weights, rtol=1e-5)
+    both = weight_curve(pj.scheme("alibi", symmetric=True), np.arange(-3, 6), causal=False, **SMALL)
+    np.testing.assert_allclose(both.weights[:, 2], both.weights[:, 4], rtol=1e-5)
+    assert (weight_curve(pj.scheme("alibi"), np.arange(-3, 6), **SMALL).weights[:, :3] == 0).all()
+
+
+def test_random_contents_average_to_the_mean_score():
+    """E of the logit of a key like the query is sqrt(d) times mean_score, up to a constant."""
+    distances = np.array([0, 1, 5, 20])
+    found = weight_curve(pj.scheme("rope"), distances, draws=60, num_heads=8, head_dim=32)
+    want = 32**0.5 * mean_score(pj.rotary.Plain(), distances, head_dim=32)
+    logits = found.logits.mean(0)
+    np.testing.assert_allclose(logits - logits[0], want - want[0], atol=0.15)
+
+
+def test_the_reach_of_alibi_and_of_windows_in_closed_form():
+    slopes = 2.0 ** -np.arange(1, 9)
+    want = np.ceil(np.log(100) / slopes)
+    assert receptive_field(pj.scheme("alibi"), 4096).tolist() == want.tolist()
+    window = pj.scheme("nope", mask=masks.Window(16))
+    assert receptive_field(window, 64, share=0.5, num_heads=1).tolist() == [8]
+    # 23 window layers of HWFA reach 346 tokens (article 9: (w - 1)(L - 1) + 1).
+    assert receptive_field(window, 64, share=1, layers=23, num_heads=1).tolist() == [346]
+
+
+def test_the_reach_of_two_geometric_layers_is_that_of_their_sum():
+    ratio, share = np.exp(-(2.0**-4)), 0.9
+    by_distance = (np.arange(2000) + 1) * (1 - ratio) ** 2 * ratio ** np.arange(2000)
+    want = int(np.searchsorted(by_distance.cumsum(), share)) + 1
+    assert receptive_field(pj.scheme("alibi"), 1000, share=share, layers=2, num_heads=2)[0] == want
+
+
+def test_uniform_attention_has_the_entropy_log_n():
+    q, k = np.zeros((2, 9, 2, 8), np.float32), np.ones((2, 9, 1, 8), np.float32)
+    found = entropy(pj.scheme("rope"), q, k)
+    chex.assert_shape(found, (2, 9, 2))
+    want = np.log(np.arange(1, 10))[:, None]
+    np.testing.assert_allclose(found, np.broadcast_to(want, found.shape), atol=1e-6)
+    both = entropy(pj.scheme("rope"), q, k, causal=False)
+    np.testing.assert_allclose(both, np.log(9), atol=1e-6)
+
+
+def test_entropy_against_float64_over_several_blocks():
+    q, k = np.random.default_rng(1).normal(size=(2, 1, 300, 1, 8)).astype(np.float32)
+    found = entropy(pj.scheme("nope"), q[:, [0, 150, 299]], k, q_positions=np.array([0, 150, 299]))
+    for column, at in enumerate((0, 150, 299)):
+        p = softmax(k[0, : at + 1, 0].astype(np.float64) @ q[0, at, 0] / 8**0.5)
+        assert found[0, column, 0] == pytest.approx(-(p * np.log(p)).sum(), abs=1e-5)
+
+
+def test_entropy_grows_with_the_context_and_log_n_holds_it_back():
+    """Normal logits: log n - 1/2. With log n the slope is 1 - (log n / log L)^2 / 2 of it, from above and below."""
+    lengths = np.array([64, 256, 1024])
+    plain = entropy_curve(pj.scheme("nope"), lengths, draws=4, num_heads=4, head_dim=64)
+    chex.assert_shape(plain, (4, 3))
+    np.testing.assert_allclose(plain.mean(0), np.log(lengths) - 0.5, atol=0.06)
+    scaled = entropy_curve(pj.scheme("nope", scale={"name": "log-n", "length": 256}), lengths, draws=4, num_heads=4)
+    assert scaled.mean(0)[0] > plain.mean(0)[0]
+    assert scaled.mean(0)[1] == pytest.approx(plain.mean(0)[1], abs=0.06)
+    assert scaled.mean(0)[2] < plain.mean(0)[2]
+
+
+def test_a_scheme_that_reads_the_length_is_given_that_of_the_context():
+    rule = {"name": "dynamic-ntk", "original_length": 8}
+    scheme = pj.scheme("rope", frequencies=rule)
+    want = weights(pj.scheme("rope", frequencies={"name": "ntk", "factor": 4.0}), 32, **SMALL)
+    np.testing.assert_allclose(weights(scheme, 32, **SMALL), want, atol=1e-6)
+    assert (
+        np.abs(
+            weights(
+                scheme,
+                32,
+                **SMALL,
+            )
+            - weights(pj.scheme("rope"), 32, **SMALL)
+        ).max()
+        > 1e-3
+    )
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="query"):
+        weights(pj.scheme("rope"), 4, query=4)
+    with pytest.raises(ValueError, match="length"):
+        weights(pj.scheme("rope"), 0)
+    with pytest.raises(ValueError, match="Layers"):
+        weights(pj.Layers((((pj.Scheme(),), 2),)), 4)
+    with pytest.raises(ValueError, match="distances"):
+        weight_curve(pj.scheme("rope"), np.array([], int))
+    with pytest.raises(ValueError, match="share"):
+        receptive_field(pj.scheme("alibi"), 16, share=0)
+    with pytest.raises(ValueError, match="layers"):
+        receptive_field(pj.scheme("alibi"), 16, layers=0)
