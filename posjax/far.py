@@ -3,15 +3,36 @@
 Methods such as ReRoPE score near pairs with their true distance and far pairs with another one, which a model has met
 in training. Both scores are inner products of features, so each is a ``Branch``: other queries and keys, and the pairs
 that take them. An attention backend computes, for each tile, only the branches that some pair of it takes.
+
+A method is a frozen dataclass, a ``Far``. With ``r = i - j`` the distances it puts in place of ``r`` are
+
+    ReRoPE          min(r, w)
+    LeakyReRoPE     r for r < w, then w + (r - w) / k
+    SelfExtend      r for r < w, then floor(i / G) - floor(j / G) + w - w / G
+    LMInfinite      min(r, n_local) for the first tokens; what lies between them and the window is hidden
+    StreamingLLM    that of the places in a rolling cache: r in the window, min(i, sinks + recent - 1) - j for the sinks
+    DualChunk       i mod s - j mod s within a chunk, then s + i mod s - j mod s up to c - 1 - j mod s
+
+They are for causal attention: what a distance ahead of the query should become, no source says. All change a trained
+model (or, InvLeaky, train one for plain RoPE), learn nothing, and need keys as they are before rotation in a cache,
+but for DualChunk, whose keys have one rotation.
 """
 
 import dataclasses
+from fractions import Fraction
 from functools import partial
+from typing import Any, ClassVar
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from posjax.masks import Mask
+from posjax._checks import check, check_count, check_positive
+from posjax._slots import Features
+from posjax.angles import exact, fixed_point
+from posjax.masks import Beyond, ChunksApart, Mask, Sinks, Window
+from posjax.positions import Positions, as_array
+from posjax.rotary import FrequencyRule
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
@@ -30,3 +51,323 @@ class Branch:
     q: Float[Array, "batch queries heads size"]
     k: Float[Array, "batch keys kv_heads size"]
     where: Mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stretched(FrequencyRule):
+    """Another rule with every frequency divided by ``factor``."""
+
+    rule: FrequencyRule
+    factor: float
+
+    @property
+    def reads_length(self):
+        return self.rule.reads_length
+
+    def rotary_dim(self, head_dim=None):
+        return self.rule.rotary_dim(head_dim)
+
+    def frequencies(self, length=None, *, head_dim=None):
+        found, factor = self.rule.frequencies(length, head_dim=head_dim)
+        if self.reads_length:
+            return fixed_point(found.value / self.factor), factor
+        return exact(self.rule.inverse_frequencies(head_dim) / self.factor), factor
+
+
+class Far:
+    """The far slot of a scheme: which distance far pairs get. A subclass is a frozen, hashable dataclass."""
+
+    shift_invariant: ClassVar[bool] = True
+    one_sided: ClassVar[str] = "far distances are defined for keys behind the query: causal attention only"
+
+    def check(self, features: Features | None) -> None:
+        """Raises ValueError unless ``features`` can be taken at other positions than the tokens' own."""
+        name = type(self).__name__
+        check(
+            features is not None,
+            f"far: {name} gives far pairs other positions, but no features read them; use features=Rotary() or Coca()",
+        )
+        check(
+            type(features).decay is Features.decay,
+            f"far: {name} replaces the distances that the decay of {type(features).__name__} reads; leave one out",
+        )
+        axes = getattr(features, "axes", None) or getattr(features.frequencies, "axes", 1)
+        check(axes == 1, f"far: {name} needs positions on one axis, but the features have {axes}")
+
+    def mask(self) -> Mask | None:
+        """What the method hides beside what the model hides anyway, or None."""
+        return None
+
+    def branches(
+        self,
+        features: Features,
+        params: Any,
+        q: Float[Array, "batch queries heads size"],
+        k: Float[Array, "batch keys kv_heads size"],
+        q_positions: Positions,
+        kv_positions: Positions,
+        *,
+        head_dim: int,
+        length: Any = None,
+    ) -> tuple[Array, Array, tuple[Branch, ...]]:
+        """The first pair of features ``(phi, psi)`` and the branches that replace it.
+
+        Args:
+            features: the map whose positions are changed, for instance ``rotary.Rotary``.
+            params: its parameters.
+            q: raw query projections.
+            k: raw key projections.
+            q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``.
+            kv_positions: the same for the keys.
+            head_dim: size of a head of the model.
+            length: the current length, for features that read it.
+
+        Raises:
+            ValueError: for features without positions; see ``check``.
+        """
+        self.check(features)
+        given = {"params": params, "head_dim": head_dim, "length": length}
+        phi, psi = features(q, k, q_positions=q_positions, kv_positions=kv_positions, **given)
+        features, i, j = self._far(features, as_array(q_positions), as_array(kv_positions))
+        return phi, psi, (Branch(*features(q, k, q_positions=i, kv_positions=j, **given), self._where),)
+
+    def _far(
+        self, features: Features, i: Int[Array, "*b q"], j: Int[Array, "*b k"]
+    ) -> tuple[Features, Int[Array, "*b q"], Int[Array, "*b k"]]:
+        """The features of the far pairs and the positions at which they are taken."""
+        raise TypeError(f"{type(self).__name__} has no single far branch")
+
+    @property
+    def _where(self) -> Mask:
+        """The far pairs."""
+        return Beyond(self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReRoPE(Far):
+    """Distance ``min(r, w)`` (Su, kexue.fm/archives/9708): far queries at position ``w``, far keys at 0.
+
+    It reaches any length without training; training with it extrapolates nothing. Usually with ``ClippedLogN``.
+
+    Args:
+        window: ``w``; a quarter to a half of the training length is best, all of it fails.
+    """
+
+    window: int
+
+    def __post_init__(self):
+        check_count("window", self.window)
+
+    def _far(self, features, i, j):
+        return features, jnp.full_like(i, self.window), jnp.zeros_like(j)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeakyReRoPE(Far):
+    """Distance ``r`` for ``r < w``, then ``w + (r - w) / k`` (Su, kexue.fm/archives/9708).
+
+    ``k = 1`` is RoPE, and ``k`` to infinity ReRoPE. Far pairs turn by ``(i + w (k - 1) - j) theta / k``: positions stay
+    whole, and hence exact, and the frequencies are divided. See ``inverse_leaky`` for ``k < 1``.
+
+    Args:
+        window: ``w``; ``w (k - 1)`` must be a whole number.
+        factor: ``k``; 16 in the article. Keep ``w + (longest - w) / k`` below about half the training length.
+    """
+
+    window: int
+    factor: float = 16.0
+
+    def __post_init__(self):
+        check_count("window", self.window)
+        check_positive("factor", self.factor)
+        check(self.factor < float("inf"), "factor must be finite: ReRoPE(window) is what an infinite one gives")
+        step = Fraction(float(self.factor)).limit_denominator(2**16).denominator
+        near = max(1, round(self.window / step)) * step
+        check(
+            self.window % step == 0,
+            f"window (factor - 1) must be whole, found {self.window} and {self.factor!r}; the nearest window is {near}",
+        )
+
+    def check(self, features):
+        """As of every method, and the features must have a frequency rule, which is stretched."""
+        super().check(features)
+        check(
+            isinstance(features.frequencies, FrequencyRule),
+            f"far: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
+        )
+
+    def reach(self, length: int) -> float:
+        """The longest sequence whose distances stay within those of a training length: ``(length - w) k + w``."""
+        return (length - self.window) * self.factor + self.window
+
+    def _far(self, features, i, j):
+        stretched = dataclasses.replace(features, frequencies=_Stretched(rule=features.frequencies, factor=self.factor))
+        return stretched, i + round(self.window * (self.factor - 1)), j
+
+
+def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
+    """InvLeaky ReRoPE (Su, kexue.fm/archives/9728): train with it at ``length``, then use plain RoPE.
+
+    Leaky ReRoPE with ``w = length / 4`` and ``k = 1 / (2 s)``: beyond the window positions are ``2 s`` apart, so that
+    training at ``length`` meets the distances of sequences ``s`` times as long. The article also tries a base of ``s``
+    times as much.
+
+    Args:
+        length: training length, of which a quarter must be a multiple of ``2 s``.
+        extension: ``s``, longest length over training length.
+
+    Raises:
+        ValueError: if the window is not whole, or does not fit the factor.
+    """
+    check_count("length", length)
+    check(length % 4 == 0, f"length must be a multiple of 4, for the window is a quarter of it; found {length}")
+    check(extension >= 1, f"extension must be at least 1, found {extension!r}")
+    return LeakyReRoPE(length // 4, 1 / (2 * extension))
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfExtend(Far):
+    """Distance ``r`` for ``r < w``, then ``floor(i / G) - floor(j / G) + w - w / G`` (arXiv 2401.01325).
+
+    Leaky ReRoPE with whole distances. The released code divides ``w / G`` with or without a floor, in different places;
+    with ``G`` a divisor of ``w``, which is asked for here, that is the same.
+
+    Args:
+        group: ``G``, tokens that share a far position.
+        window: ``w``. The authors advise ``w + (longest - w) / G`` below half to two thirds of the training length.
+    """
+
+    group: int = 8
+    window: int = 1024
+
+    shift_invariant: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_count("group", self.group)
+        check_count("window", self.window)
+        near = max(1, round(self.window / self.group)) * self.group
+        check(
+            self.window % self.group == 0,
+            f"window must be a multiple of group={self.group}, found {self.window}; the nearest is {near}",
+        )
+
+    def reach(self, length: int) -> int:
+        """The longest sequence whose distances stay within those of a training length: ``(length - w) G + w``."""
+        return (length - self.window) * self.group + self.window
+
+    def _far(self, features, i, j):
+        return features, i // self.group + self.window - self.window // self.group, j // self.group
+
+
+@dataclasses.dataclass(frozen=True)
+class LMInfinite(Far):
+    """The nearest ``n_local`` keys, and the first ``n_global`` tokens at distance ``min(r, n_local)`` (2308.16137).
+
+    That is ReRoPE on a lambda-shaped mask, ``Window(n_local) | Sinks(n_global)``. Without effect up to ``n_local``
+    tokens. The optional middle tokens and offsets of the paper are left out.
+
+    Args:
+        n_local: as long as the training length.
+        n_global: 10 in the released code.
+    """
+
+    n_local: int = 4096
+    n_global: int = 10
+
+    shift_invariant: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_count("n_local", self.n_local)
+        check_count("n_global", self.n_global)
+
+    def mask(self) -> Mask:
+        """``Window(n_local) | Sinks(n_global)``."""
+        return Window(self.n_local) | Sinks(self.n_global)
+
+    def _far(self, features, i, j):
+        return features, jnp.full_like(i, self.n_local), jnp.zeros_like(j)
+
+    @property
+    def _where(self):
+        return Beyond(self.n_local)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingLLM(Far):
+    """Keys at their places in a rolling cache of the first ``sinks`` and the last ``recent`` tokens (arXiv 2309.17453).
+
+    A token ``j`` of the window stands at ``j``, or ``r`` before the end of a full cache: its distance is the true one.
+    A sink stands at ``j`` and the query at ``min(i, sinks + recent - 1)``, never beyond the cache. Up to
+    ``sinks + recent`` tokens it is without effect. It does not make the context that a model uses longer.
+
+    Args:
+        sinks: 4 in the paper.
+        recent: tokens of the window, the query's own included (the released evaluation drops tokens after each step,
+            not before it, and so has one more); ``sinks + recent`` is at most the training length.
+    """
+
+    sinks: int = 4
+    recent: int = 1020
+
+    shift_invariant: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_count("sinks", self.sinks)
+        check_count("recent", self.recent)
+
+    def mask(self) -> Mask:
+        """``Window(recent) | Sinks(sinks)``."""
+        return Window(self.recent) | Sinks(self.sinks)
+
+    def _far(self, features, i, j):
+        return features, jnp.minimum(i, self.sinks + self.recent - 1), j
+
+    @property
+    def _where(self):
+        return Beyond(self.recent)
+
+
+@dataclasses.dataclass(frozen=True)
+class DualChunk(Far):
+    """Dual chunk attention (arXiv 2402.17463): chunks of ``s``, distances below ``c``, and one position for each key.
+
+    With ``w = c - s`` a key stands at ``j mod s`` and a query at
+
+        i mod s                      for keys of its own chunk
+        min(s + i mod s, c - 1)      for keys of the chunk before
+        c - 1                        for keys of older chunks
+
+    Distances are true for ``r <= w`` and lie in ``[w, c - 1]`` beyond. A cache may hold rotated keys. The positions of
+    the released ChunkLlama, for a training length ``L``, are ``DualChunk(3 L / 4 + 1, 5 L / 8)``.
+
+    Args:
+        length: ``c``, the training length.
+        chunk: ``s``, between half of ``c`` and ``c``; three quarters of it when left out.
+    """
+
+    length: int
+    chunk: int | None = None
+
+    shift_invariant: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_count("length", self.length)
+        if self.chunk is None:
+            check(self.length % 4 == 0, f"length must be a multiple of 4, or chunk be given; found {self.length}")
+            object.__setattr__(self, "chunk", self.length * 3 // 4)
+        check_count("chunk", self.chunk)
+        fits = self.length <= 2 * self.chunk < 2 * self.length
+        check(fits, f"chunk must be at least half of length={self.length} and below it, found {self.chunk}")
+
+    def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
+        """Features within a chunk, and branches for the chunk before and for the older ones; see ``Far.branches``."""
+        self.check(features)
+        where = {"head_dim": head_dim, "length": length}
+        inside = as_array(q_positions) % self.chunk
+        last = jnp.full_like(inside, self.length - 1)
+        own, before, older = (
+            features.query(params, q, at, **where) for at in (inside, jnp.minimum(inside + self.chunk, last), last)
+        )
+        psi = features.key(params, k, as_array(kv_positions) % self.chunk, **where)
+        previous, rest = ChunksApart(self.chunk, 1, 1), ChunksApart(self.chunk, 2)
+        return own, psi, (Branch(before, psi, previous), Branch(older, psi, rest))

@@ -1,0 +1,349 @@
+"""Far branches: scores against a float64 double loop over effective distances, tiles, and simulated caches."""
+
+import math
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+import posjax
+from posjax import masks
+from posjax.coca import Coca
+from posjax.far import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
+from posjax.masks import Causal
+from posjax.positions import Range
+from posjax.rotary import Axial, DynamicNTK, NTKAware, Rotary, XPos
+
+N, HEADS, KV_HEADS, SIZE = 40, 2, 1, 8
+THETA = 10_000.0 ** -(np.arange(0, SIZE, 2) / SIZE)
+
+
+def leaky(w, k):
+    return lambda i, j: i - j if i - j < w else w + (i - j - w) / k
+
+
+def self_extend(w, g):
+    return lambda i, j: i - j if i - j < w else i // g - j // g + w - w / g
+
+
+def dual_chunk(c, s):
+    def distance(i, j):
+        if i // s == j // s:
+            return i - j
+        top = s + i % s if i // s == j // s + 1 and i % s < c - s else c - 1
+        return top - j % s
+
+    return distance
+
+
+def streaming(sinks, recent):
+    def distance(i, j):
+        return i - j if i - j < recent else min(i, sinks + recent - 1) - j
+
+    return distance
+
+
+METHODS = {
+    "rerope": (ReRoPE(7), lambda i, j: min(i - j, 7), None),
+    "leaky": (LeakyReRoPE(8, 4), leaky(8, 4), None),
+    "leaky by a fraction": (LeakyReRoPE(8, 1.25), leaky(8, 1.25), None),
+    "inverse leaky": (inverse_leaky(32, 2), leaky(8, 1 / 4), None),
+    "self-extend": (SelfExtend(4, 8), self_extend(8, 4), None),
+    "lm-infinite": (LMInfinite(9, 3), lambda i, j: min(i - j, 9), lambda i, j: i - j < 9 or j < 3),
+    "streaming": (StreamingLLM(2, 10), streaming(2, 10), lambda i, j: i - j < 10 or j < 2),
+    "dual chunk": (DualChunk(16), dual_chunk(16, 12), None),
+    "chunk llama": (DualChunk(13, 10), dual_chunk(13, 10), None),
+}
+methods = pytest.mark.parametrize("name", METHODS)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    rng = np.random.default_rng(0)
+    shapes = ((2, N, HEADS, SIZE), (2, N, KV_HEADS, SIZE), (2, N, KV_HEADS, SIZE))
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def rope_score(q, k, distance):
+    """Plain RoPE at a real distance: the real part of q conj(k) exp(i r theta) over planes (t, t + d/2)."""
+    half = q.shape[-1] // 2
+    planes = (q[:half] + 1j * q[half:]) * np.conj(k[:half] + 1j * k[half:])
+    return (planes * np.exp(1j * distance * THETA)).sum().real
+
+
+def coca_score(q, t, distance):
+    """CoCA strict: sum of t (x^2 + y^2) cos(r theta)."""
+    half = q.shape[-1] // 2
+    return (np.maximum(t, 0) * (q[:half] ** 2 + q[half:] ** 2) * np.cos(distance * THETA)).sum()
+
+
+def oracle(score, distance, q, k, positions=None):
+    """Scores ``[batch, heads, n, n]`` of causal pairs, zero elsewhere, one pair at a time."""
+    positions = np.arange(q.shape[1]) if positions is None else positions
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    out = np.zeros((q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    for b, h, i, j in np.ndindex(out.shape):
+        if j <= i:
+            out[b, h, i, j] = score(q[b, i, h], k[b, j, 0], distance(int(positions[i]), int(positions[j])))
+    return out
+
+
+def scores(far, features, q, k, positions, length=None):
+    """Scores of the branches, put together by their masks, in NumPy."""
+    branches = partial(far.branches, features, {}, head_dim=q.shape[-1], length=length)
+    phi, psi, rest = jax.jit(branches)(q, k, positions, positions)
+    out = np.einsum("bihd,bjd->bhij", np.float64(phi), np.float64(psi)[:, :, 0])
+    taken = 0
+    for branch in rest:
+        chex.assert_equal_shape([phi, branch.q])
+        chex.assert_equal_shape([psi, branch.k])
+        where = np.asarray(masks.materialise(branch.where, positions, positions))
+        taken = taken + where
+        out = np.where(where, np.einsum("bihd,bjd->bhij", np.float64(branch.q), np.float64(branch.k)[:, :, 0]), out)
+    assert np.max(taken) <= 1
+    return np.tril(out)
+
+
+@methods
+def test_scores_are_those_of_the_effective_distance(name, inputs):
+    far, distance, _ = METHODS[name]
+    q, k, _ = inputs
+    want = oracle(rope_score, distance, q, k)
+    np.testing.assert_allclose(scores(far, Rotary(), q, k, Range(0, N)), want, atol=1e-5)
+
+
+@methods
+def test_attention_of_every_backend_follows(name, inputs):
+    far, distance, seen = METHODS[name]
+    q, k, v = inputs
+    logits = oracle(rope_score, distance, q, k) / math.sqrt(SIZE)
+    i, j = np.mgrid[:N, :N]
+    allowed = (j <= i) & (True if seen is None else np.vectorize(seen)(i, j))
+    ones = np.zeros((2, N, HEADS, 1))
+    want, _ = oracles.attention(ones, np.zeros((2, N, KV_HEADS, 1)), v, bias=logits, allowed=allowed)
+    phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
+    mask = Causal() if far.mask() is None else Causal() & far.mask()
+    for implementation in ("dense", "blockwise") if name in ("rerope", "dual chunk") else ("dense",):
+        found = posjax.attention(phi, psi, v, far=branches, mask=mask, implementation=implementation)
+        np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rerope", "leaky", "self-extend", "dual chunk"])
+def test_any_features_can_be_taken_at_other_positions(name, inputs):
+    far, distance, _ = METHODS[name]
+    q, k, _ = inputs
+    t = k[..., : SIZE // 2]
+    found = scores(far, Coca("strict"), q, t, Range(0, N))
+    np.testing.assert_allclose(found, oracle(coca_score, distance, q, t), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["leaky", "self-extend", "streaming"])
+def test_positions_may_differ_by_row_and_start_anywhere(name, inputs):
+    far, distance, _ = METHODS[name]
+    q, k, _ = inputs
+    rows = np.stack([np.arange(N) + 3, 2 * np.arange(N)])
+    found = scores(far, Rotary(), q, k, jnp.asarray(rows))
+    for row, positions in enumerate(rows):
+        pick = slice(row, row + 1)
+        np.testing.assert_allclose(found[pick], oracle(rope_score, distance, q[pick], k[pick], positions), atol=1e-5)
+
+
+def one_score(far, i, j, features=None):
+    """cos(distance): the score of unit vectors in the first plane, whose frequency is 1."""
+    unit = jnp.zeros((1, 1, 1, SIZE)).at[..., 0].set(1.0)
+    q_positions, kv_positions = jnp.array([i]), jnp.array([j])
+    features = features or Rotary()
+    phi, psi, branches = far.branches(features, {}, unit, unit, q_positions, kv_positions, head_dim=SIZE)
+    found = (phi * psi).sum()
+    for branch in branches:
+        there = masks.materialise(branch.where, q_positions, kv_positions)
+        found = jnp.where(there, (branch.q * branch.k).sum(), found)
+    return float(found.squeeze())
+
+
+@pytest.mark.parametrize("shift", [0, 1_000_003])
+def test_printed_distances(shift):
+    leaky_distance = one_score(LeakyReRoPE(128, 16), 990 + shift, shift)
+    assert leaky_distance == pytest.approx(math.cos(181.875), abs=2e-6)
+    assert one_score(ReRoPE(512), 990 + shift, shift) == pytest.approx(math.cos(512), abs=2e-6)
+    trained = one_score(inverse_leaky(512, 8), 511 + shift, shift)
+    assert trained == pytest.approx(math.cos(128 + 383 * 16), abs=2e-6)
+
+
+def test_the_frequencies_of_the_rule_are_kept():
+    """Under another rule far pairs use its frequencies; the first one is 1 for NTK too, the second is not."""
+    second = jnp.zeros((1, 1, 1, SIZE)).at[..., 1].set(1.0)
+    for rule, options in ((NTKAware(4.0), {}), (DynamicNTK(8), {"length": 64})):
+        theta = float(rule.frequencies(options.get("length"), head_dim=SIZE)[0].value[1])
+        for far, distance in ((LeakyReRoPE(8, 4), 8 + 92 / 4), (ReRoPE(8), 8), (SelfExtend(4, 8), 25 + 8 - 2)):
+            given = (Rotary(rule), {}, second, second, jnp.array([100]), jnp.array([0]))
+            _, _, (branch,) = far.branches(*given, head_dim=SIZE, **options)
+            assert float((branch.q * branch.k).sum()) == pytest.approx(math.cos(distance * theta), abs=2e-6)
+
+
+def test_limits():
+    q, k = jnp.ones((1, N, 1, SIZE)), jnp.ones((1, N, 1, SIZE))
+    plain = np.tril(scores(ReRoPE(N), Rotary(), q, k, Range(0, N)))
+    for same in (LeakyReRoPE(5, 1), SelfExtend(1, 5), LMInfinite(N, 2), StreamingLLM(4, N - 4), DualChunk(N + 1, N)):
+        np.testing.assert_allclose(scores(same, Rotary(), q, k, Range(0, N)), plain, atol=2e-5)
+    nearly = scores(LeakyReRoPE(5, 10_000_000), Rotary(), q, k, Range(0, N))
+    np.testing.assert_allclose(nearly, scores(ReRoPE(5), Rotary(), q, k, Range(0, N)), atol=5e-5)
+
+
+def test_streaming_is_the_rolling_cache(inputs):
+    """Token by token: drop what lies between the sinks and the last, number what is left, attend."""
+    sinks, recent = 2, 10
+    raw_q, raw_k, raw_v = (np.asarray(x, np.float64) for x in inputs)
+    cache, want = [], np.zeros((2, N, HEADS, SIZE))
+    for token in range(N):
+        if len(cache) + 1 > sinks + recent:
+            cache = cache[:sinks] + cache[len(cache) - recent + 1 :]
+        cache = [*cache, token]
+        for b, h in np.ndindex(2, HEADS):
+            last = len(cache) - 1
+            z = [rope_score(raw_q[b, token, h], raw_k[b, j, 0], last - place) for place, j in enumerate(cache)]
+            weights = np.exp(np.array(z) / math.sqrt(SIZE))
+            want[b, token, h] = weights / weights.sum() @ raw_v[b, cache, 0]
+        assert len(cache) <= sinks + recent
+    q, k, v = inputs
+    far = StreamingLLM(sinks, recent)
+    phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
+    found = posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
+    np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("far", [StreamingLLM(4, N - 4), LMInfinite(N, 10)])
+def test_short_sequences_are_left_alone(far, inputs):
+    q, k, v = inputs
+    there = Range(0, N)
+    phi, psi, branches = far.branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
+    found = posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
+    chex.assert_trees_all_close(found, posjax.attention(phi, psi, v, mask=Causal()), atol=1e-6)
+    chex.assert_trees_all_equal(masks.materialise(Causal() & far.mask(), there, there), np.tri(N, dtype=bool))
+
+
+def test_dual_chunk_distances():
+    """True up to w, then between w and c - 1."""
+    far = DualChunk(64)
+    assert far.chunk == 48
+    distance = dual_chunk(64, 48)
+    for i, j in np.ndindex(200, 200):
+        if j <= i:
+            found = distance(i, j)
+            assert found == i - j if i - j <= 16 else 16 <= found <= 63
+
+
+@methods
+def test_only_tiles_on_a_boundary_compute_several_scores(name):
+    far, _, _ = METHODS[name]
+    length, block = 120, 5
+    there, q = Range(0, length), jnp.ones((1, length, 1, SIZE))
+    _, _, branches = far.branches(Rotary(), {}, q, q, there, there, head_dim=SIZE)
+    for branch in branches:
+        kinds = np.asarray(masks.tile_kinds(branch.where, there, there, block, block))
+        tiles = np.asarray(masks.materialise(branch.where, there, there)).reshape(24, block, 24, block).swapaxes(1, 2)
+        mixed = tiles.any((2, 3)) & ~tiles.all((2, 3))
+        np.testing.assert_array_equal(kinds == masks.MIXED, mixed)
+
+
+def test_a_window_has_two_diagonals_of_boundary_tiles():
+    there = Range(0, 4096)
+    q = jnp.ones((1, 4096, 1, 2))
+    _, _, (branch,) = ReRoPE(1000).branches(Rotary(), {}, q, q, there, there, head_dim=2)
+    kinds = np.asarray(masks.tile_kinds(Causal() & branch.where, there, there, 64, 64))
+    assert (kinds == masks.MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
+    # A window that ends on a tile's edge crosses one diagonal only.
+    _, _, (branch,) = ReRoPE(1024).branches(Rotary(), {}, q, q, there, there, head_dim=2)
+    kinds = np.asarray(masks.tile_kinds(Causal() & branch.where, there, there, 64, 64))
+    assert (kinds == masks.MIXED).sum() == (4096 - 1024) // 64
+
+
+@methods
+def test_shift_invariance_is_declared_truly(name, inputs):
+    far, _, _ = METHODS[name]
+    q, k, _ = inputs
+
+    def at(shift):
+        there = jnp.arange(N) + shift
+        hidden = masks.materialise(Causal() if far.mask() is None else Causal() & far.mask(), there, there)
+        return np.where(hidden, scores(far, Rotary(), q, k, there), -1e3)
+
+    changed = np.abs(at(0) - at(1_000_003)).max()
+    assert changed < 1e-5 if far.shift_invariant else changed > 0.1
+
+
+def test_gradients_reach_both_branches(inputs):
+    q, k, v = inputs
+    there = Range(0, N)
+
+    def loss(q, k):
+        phi, psi, branches = LeakyReRoPE(8, 4).branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
+        return jnp.square(posjax.attention(phi, psi, v, far=branches, mask=Causal())).sum()
+
+    dq, dk = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, k)
+    chex.assert_tree_all_finite((dq, dk))
+    direction = jax.random.normal(jax.random.key(0), q.shape)
+    step = 1e-2
+    slope = (loss(q + step * direction, k) - loss(q - step * direction, k)) / (2 * step)
+    np.testing.assert_allclose((dq * direction).sum(), slope, rtol=2e-2)
+    assert float(jnp.abs(dk[:, 0]).min()) > 0
+
+
+def test_dtype_is_kept(inputs):
+    q, k = (x.astype(jnp.bfloat16) for x in inputs[:2])
+    for far, _, _ in METHODS.values():
+        chex.assert_type(jax.tree.leaves(far.branches(Rotary(), {}, q, k, *[Range(0, N)] * 2, head_dim=SIZE)), q.dtype)
+
+
+def test_reach():
+    assert SelfExtend().reach(4096) == (4096 - 1024) * 8 + 1024
+    assert LeakyReRoPE(128, 16).reach(512) == 128 + 384 * 16
+
+
+def test_specs_are_static_and_say_what_they_are():
+    for far, _, _ in METHODS.values():
+        assert far in {far}
+        assert "causal" in far.one_sided
+    assert inverse_leaky(512, 8) == LeakyReRoPE(128, 1 / 16)
+    assert inverse_leaky(480, 3) == LeakyReRoPE(120, 1 / 6)
+    assert DualChunk(4096).chunk == 3072
+
+
+REFUSED = {
+    "window must be positive": [lambda: ReRoPE(0), lambda: LeakyReRoPE(-1), lambda: SelfExtend(1, 0)],
+    "factor must be positive": [lambda: LeakyReRoPE(8, 0)],
+    "factor must be finite": [lambda: LeakyReRoPE(8, math.inf)],
+    r"must be whole, found 20 and 0.0625; the nearest window is 16": [lambda: LeakyReRoPE(20, 1 / 16)],
+    r"the nearest window is 126": [lambda: inverse_leaky(512, 9)],
+    "length must be a multiple of 4": [lambda: inverse_leaky(510, 8), lambda: DualChunk(510)],
+    "extension must be at least 1": [lambda: inverse_leaky(512, 0.5)],
+    "group must be positive": [lambda: SelfExtend(0, 8)],
+    "window must be a multiple of group=8, found 20; the nearest is 16": [lambda: SelfExtend(8, 20)],
+    "n_local must be positive": [lambda: LMInfinite(0)],
+    "n_global must be positive": [lambda: LMInfinite(8, 0)],
+    "sinks must be positive": [lambda: StreamingLLM(0)],
+    "recent must be positive": [lambda: StreamingLLM(4, 0)],
+    "chunk must be at least half of length=16 and below it": [lambda: DualChunk(16, 7), lambda: DualChunk(16, 16)],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    for make in REFUSED[message]:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_refused_features():
+    for features, message in (
+        (None, "no features read them"),
+        (XPos(), "the decay of XPos"),
+        (Rotary(Axial()), "positions on one axis, but the features have 2"),
+    ):
+        for far, _, _ in METHODS.values():
+            with pytest.raises(ValueError, match=message):
+                far.check(features)
