@@ -1,0 +1,110 @@
+"""RoPE-mixed, and the angles of learned frequencies."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rotations import powers, turn
+
+from posjax.rotary import MixedRotary, RotaryTable, apply_rotary, grid_coordinates
+from posjax.rotary.tables import learned_angles
+
+D, HEADS, KV = 16, 4, 2
+SIZES = {"num_heads": HEADS, "num_kv_heads": KV, "head_dim": D}
+Q, K = (np.asarray(jax.random.normal(jax.random.key(s), (2, 6, h, D))) for s, h in ((0, HEADS), (1, KV)))
+SLOT = MixedRotary()
+PARAMS = SLOT.init(jax.random.key(2), **SIZES)
+GRID = grid_coordinates(2, 3)
+
+
+def features(coordinates, params=PARAMS, slot=SLOT):
+    return slot(Q, K, q_positions=coordinates, kv_positions=coordinates, head_dim=D, params=params)
+
+
+def test_angles_are_mixtures_and_query_heads_share_those_of_their_key_head():
+    phi, psi = features(GRID)
+    angles = np.einsum("na,hat->nht", GRID, np.asarray(PARAMS["frequencies"], np.float64))
+    np.testing.assert_allclose(psi, turn(K, angles, "interleaved"), atol=2e-6)
+    np.testing.assert_allclose(phi, turn(Q, np.repeat(angles, HEADS // KV, axis=1), "interleaved"), atol=2e-6)
+
+
+def test_initial_frequencies_are_those_of_rope_vit():
+    """Magnitudes 10^(-4t/d) at a random orientation per head, the second half at a right angle to the first."""
+    frequencies = np.asarray(SLOT.init(jax.random.key(3), num_heads=8, num_kv_heads=8, head_dim=D)["frequencies"])
+    chex.assert_shape(frequencies, (8, 2, D // 2))
+    x, y = frequencies[:, 0], frequencies[:, 1]
+    np.testing.assert_allclose(np.hypot(x, y), np.tile(powers(10.0, D // 2), (8, 2)), rtol=1e-5)
+    phi = np.arctan2(y, x)
+    np.testing.assert_allclose(np.cos(phi[:, : D // 4] - phi[:, :1]), 1, atol=1e-5)
+    np.testing.assert_allclose(np.cos(phi[:, D // 4 :] - phi[:, :1] - np.pi / 2), 1, atol=1e-5)
+    assert np.ptp(phi[:, 0]) > 1
+
+
+def test_three_axes_start_orthogonal_and_uneven_groups_are_filled():
+    frequencies = MixedRotary(axes=3).init(jax.random.key(0), **SIZES)["frequencies"]
+    chex.assert_shape(frequencies, (KV, 3, D // 2))
+    ends = np.asarray(frequencies[:, :, [0, 3, 6]])
+    np.testing.assert_allclose(ends.swapaxes(1, 2) @ ends, np.tile(np.eye(3), (KV, 1, 1)), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.det(ends), 1, atol=1e-5)
+
+
+def test_text_stands_at_the_same_place_on_all_axes():
+    ids = np.arange(4, 10)
+    expected = features(np.stack([ids, ids], axis=1))
+    chex.assert_trees_all_equal(features(ids), expected)
+    chex.assert_trees_all_equal(features(np.stack([ids, ids])), expected)
+    chex.assert_trees_all_equal(features(np.stack([ids, ids], axis=1)[None]), expected)
+
+
+def test_scores_do_not_change_far_away_although_frequencies_are_learned():
+    @jax.jit
+    def scores(coordinates, params):
+        phi, psi = features(coordinates, params)
+        return jnp.einsum("btnd,bsnd->bnts", phi[:, :, ::2], psi)
+
+    near, far = scores(GRID, PARAMS), scores(GRID + np.array([1_000_003, -2_000_000_000]), PARAMS)
+    np.testing.assert_allclose(far, near, atol=2e-5)
+
+
+def test_learned_angles_have_the_derivatives_of_the_product():
+    places, values = jnp.array([3.5, -7.0]), jnp.array([0.5, 2.0])
+    angle, (by_place, by_value) = jax.value_and_grad(lambda *a: learned_angles(*a)[0, 1], (0, 1))(places, values)
+    np.testing.assert_allclose([np.cos(angle), np.sin(angle)], [np.cos(7), np.sin(7)], atol=1e-6)
+    np.testing.assert_allclose(by_place, [2.0, 0.0])
+    np.testing.assert_allclose(by_value, [0.0, 3.5])
+
+
+def test_gradients_reach_every_frequency():
+    gradient = jax.grad(lambda params: features(GRID, params)[1][..., 0::2].sum())(PARAMS)["frequencies"]
+    angles = np.einsum("na,hat->nht", GRID, np.asarray(PARAMS["frequencies"], np.float64))
+    slope = turn(K, angles + np.pi / 2, "interleaved")[..., 0::2]
+    np.testing.assert_allclose(gradient, np.einsum("bnht,na->hat", slope, GRID), rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_may_have_heads():
+    angles = jax.random.normal(jax.random.key(5), (1, 6, KV, D // 2))
+    table = RotaryTable(jnp.cos(angles), jnp.sin(angles))
+    found = apply_rotary(Q, table)
+    np.testing.assert_allclose(found, turn(Q, np.repeat(angles, 2, axis=2)), atol=2e-6)
+    for bad in (Q[:, :, :3], Q[:, :5], Q[0]):
+        with pytest.raises(ValueError, match="does not fit x"):
+            apply_rotary(bad, table)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MixedRotary(axes=1), "axes must be at least 2"),
+        (lambda: MixedRotary(base=1.0), "base must be greater than 1"),
+        (lambda: MixedRotary(pairing="neox"), "pairing: unknown value"),
+        (lambda: MixedRotary(axes=9).query_size(16), "need a head_dim of at least 18"),
+        (lambda: MixedRotary().query_size(15), "head_dim must be a positive even"),
+        (lambda: features(GRID, {}), "params must hold 'frequencies'"),
+        (lambda: features(GRID, {"frequencies": jnp.zeros((2, 3, 8))}), r"shape \(kv_heads, 2, 8\), found \(2, 3, 8\)"),
+        (lambda: features(np.zeros((1, 6, 3), int)), r"must be \[n, 2\]"),
+    ],
+)
+def test_bad_slots_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
