@@ -2,12 +2,14 @@
 
 import importlib
 
-from posjax import absolute, bias, coca, masks, positions, rotary, scales
+from posjax import absolute, bias, coca, far, linear, masks, pope, positions, rotary, sampling, scales, sinks
 from posjax.attention import attention
 from posjax.attention.coca import coca_attention
 from posjax.bias import alibi_bias, alibi_slopes
+from posjax.layers import Layers
+from posjax.presets import scheme, scheme_names
 from posjax.rotary import RotaryTable, apply_rotary, rotary_table
-from posjax.scheme import Layers, Scheme, scheme, scheme_names
+from posjax.scheme import Scheme
 
 __version__ = "0.1.0"
 
@@ -23,14 +25,19 @@ __all__ = [
     "bias",
     "coca",
     "coca_attention",
+    "far",
+    "linear",
     "masks",
     "nn",
+    "pope",
     "positions",
     "rotary",
     "rotary_table",
+    "sampling",
     "scales",
     "scheme",
     "scheme_names",
+    "sinks",
 ]
 
 

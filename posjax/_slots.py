@@ -57,6 +57,12 @@ class Features:
     """
 
     frequencies: Any = None
+    widths: tuple[float, float] = (1.0, 1.0)
+    """Widths of the query and key projections, as shares of a head."""
+    cached: str = "rotated"
+    """What a cache should hold: ``psi`` (``"rotated"``), or what it is made of where that is narrower."""
+    one_sided: str | None = None
+    """None for a method that fits bidirectional attention too; otherwise the option that makes it fit, or ``""``."""
 
     @property
     def reads_length(self) -> bool:
@@ -83,15 +89,19 @@ class Features:
 
     def query_size(self, head_dim: int) -> int:
         """Width of a head's query projection."""
-        return head_dim
+        return int(head_dim * self.widths[0])
 
     def key_size(self, head_dim: int) -> int:
         """Width of a head's key projection."""
-        return head_dim
+        return int(head_dim * self.widths[1])
 
     def head_dim(self, key_size: int) -> int:
         """The size of a head whose key projection is ``key_size`` wide."""
-        return key_size
+        return int(key_size / self.widths[1])
+
+    def compact(self, k):
+        """What a cache holds of a key that it cannot hold mapped."""
+        return k
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
         """``phi``: the features of the queries ``[batch, length, heads, query_size]``."""

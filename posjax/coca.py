@@ -24,7 +24,7 @@ hold ``half_width(t)``, half as wide as an ordinary key and free of positions, a
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +177,8 @@ class Coca(Features):
     pairing: Pairing = "half"
     precision: str = "exact"
 
+    cached: ClassVar[str] = "half-width"
+
     def __post_init__(self):
         check_choice("variant", self.variant, VARIANTS)
         check(
@@ -221,9 +223,14 @@ class Coca(Features):
         )
         return head_dim // 2
 
-    def head_dim(self, key_size: int) -> int:
-        """Twice the width of ``t``."""
-        return 2 * key_size
+    @property
+    def widths(self) -> tuple[float, float]:
+        """The key projection is half as wide as a head, and so is the query's for ``"tied"``."""
+        return (0.5 if self.variant == "tied" else 1.0), 0.5
+
+    def compact(self, k):
+        """``half_width(t)``."""
+        return half_width(k)
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """The rule's learned parameters, if it has any."""

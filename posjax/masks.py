@@ -75,6 +75,11 @@ class Mask(Blockwise):
         """
         return count
 
+    @property
+    def retained(self) -> tuple[int, int] | None:
+        """``(first, recent)``: a causal query sees no more than the ``first`` and the ``recent`` last keys. Or None."""
+        return None
+
     def bounds(self, i_low, i_high, j_low, j_high):
         """``(some, all)`` for positions anywhere in ``[i_low, i_high]`` and ``[j_low, j_high]``."""
         raise TypeError(f"{type(self).__name__} is not a function of positions")
@@ -109,6 +114,10 @@ class _Distances(Mask):
         """What the distance is counted in."""
         return positions
 
+    @property
+    def retained(self):
+        return None if self.limits[1] is None else (0, self.limits[1] + 1)
+
     def pairs(self, i, j):
         distance, (least, most) = self._units(i) - self._units(j), self.limits
         return distance >= least if most is None else (distance >= least) & (distance <= most)
@@ -129,6 +138,10 @@ class _Chunks(_Distances):
 
     def _units(self, positions):
         return positions // self.size
+
+    @property
+    def retained(self):
+        return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self.size)
 
 
 @partial(_static, meta_fields=["size"])
@@ -262,6 +275,10 @@ class Dilated(Mask):
         every = (shortest >= -reach) & (longest <= reach) & (self._steps == 1)
         return (longest >= -reach) & (shortest <= reach), every
 
+    @property
+    def retained(self):
+        return 0, (self.size - 1) * max(self._each) + 1
+
     def visible(self, count, positions, causal):
         """As of the least dilated head: one count serves all heads, and from the widest reach on all agree."""
         return jnp.minimum(-(-count // min(self._each)), self.size if causal else 2 * self.size - 1)
@@ -289,6 +306,10 @@ class Sinks(Mask):
     def bounds(self, i_low, i_high, j_low, j_high):
         return (j_low < self.count) & (i_low == i_low), (j_high < self.count) & (i_low == i_low)
 
+    @property
+    def retained(self):
+        return self.count, 0
+
     def visible(self, count, positions, causal):
         return jnp.minimum(count, self.count)
 
@@ -314,6 +335,10 @@ class GlobalFirst(Mask):
 
     def bounds(self, i_low, i_high, j_low, j_high):
         return (i_low < self.count) | (j_low < self.count), (i_high < self.count) | (j_high < self.count)
+
+    @property
+    def retained(self):
+        return self.count, 0
 
     def visible(self, count, positions, causal):
         return jnp.where(positions < self.count, count, jnp.minimum(count, self.count))
@@ -521,6 +546,11 @@ class And(_Pair):
     left: Mask
     right: Mask
 
+    @property
+    def retained(self):
+        found = [part.retained for part in (self.left, self.right) if part.retained is not None]
+        return min(found, key=sum, default=None)
+
     def visible(self, count, positions, causal):
         return jnp.minimum(*(part.visible(count, positions, causal) for part in (self.left, self.right)))
 
@@ -539,6 +569,11 @@ class Or(_Pair):
 
     left: Mask
     right: Mask
+
+    @property
+    def retained(self):
+        left, right = self.left.retained, self.right.retained
+        return None if left is None or right is None else (max(left[0], right[0]), max(left[1], right[1]))
 
     def visible(self, count, positions, causal):
         return jnp.minimum(count, sum(part.visible(count, positions, causal) for part in (self.left, self.right)))

@@ -1,6 +1,7 @@
 """PoPE, polar coordinate position embedding (Gopalakrishnan et al., arXiv:2509.10534)."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ class PoPE(Features):
     frequencies: FrequencyRule = field(default=Plain())
     init_delta: str = "zeros"
     precision: str = "exact"
+
+    cached: ClassVar[str] = "raw"
 
     def __post_init__(self):
         check(

@@ -1,46 +1,36 @@
-"""A position scheme: one choice for each slot of the logit, and the presets of the field by name.
+"""A position scheme: one choice for each slot of the logit.
 
 For query i, key j and head h every method of this library computes
 
     z_h(i, j) = c_h(i) <phi(q_i, p_i), psi(k_j, p_j)> / sqrt(d) + b_h(p_i, p_j)      where allowed(i, j)
 
 and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
-``embedding`` is what is added to the token embeddings. Slots compose freely. What does not compose is refused when the
-scheme is built, with the reason.
+``far`` scores distant pairs by other features, ``sinks`` take part in the normalisation, ``embedding`` is added to the
+token embeddings, ``positions`` draws the positions of training, and ``linear`` replaces the softmax altogether. Slots
+compose freely. What does not compose is refused when the scheme is built, with the reason.
 """
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from functools import partial
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from posjax import absolute, bias, coca, masks, rotary, scales
+from posjax import bias, linear, masks, rotary, scales
 from posjax._checks import check
+from posjax._slots import Features
 from posjax.attention import attention
+from posjax.attention.cache import Cache, empty
+from posjax.linear import LinearState
 from posjax.positions import Positions, Range, as_array
+from posjax.registry import check_known, slot
 
-SLOTS: dict[str, dict[str, type]] = {
-    "embedding": {"sinusoidal": absolute.Sinusoidal, "learned": absolute.Learned},
-    "frequencies": rotary.SCALINGS,
-    "norm": {"key-norm": scales.KeyNorm, "qk-norm": scales.QKNorm},
-    "scale": {
-        "log-n": scales.LogN,
-        "clipped-log-n": scales.ClippedLogN,
-        "ssmax": scales.SSMax,
-        "llama4": scales.Llama4Temperature,
-        "ministral": scales.MinistralTemperature,
-        "yarn": scales.YaRNTemperature,
-    },
-    "bias": {"alibi": bias.ALiBi, "t5": bias.T5, "kerple": bias.Kerple},
-    "mask": {"window": masks.Window, "chunked": masks.Chunked},
-}
-"""What can stand in each slot, by the names that configurations use."""
+_PLAIN = Features()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +38,16 @@ class Scheme:
     """One choice for each slot; frozen and hashable, so it is a static argument of ``jit``.
 
     Args:
-        embedding: added to the token embeddings: ``absolute.Sinusoidal`` or ``absolute.Learned``.
-        norm: of queries and keys, before the features: ``scales.KeyNorm`` or ``scales.QKNorm``.
-        features: the maps phi and psi: ``rotary.Rotary`` or ``coca.Coca``; the plain projections when left out.
+        embedding: added to the token embeddings: ``absolute.Sinusoidal``, ``absolute.Learned``, ...
+        norm: of queries and keys, before the features: ``scales.KeyNorm``, ``scales.QKNorm``, ...
+        features: the maps phi and psi: ``rotary.Rotary``, ``coca.Coca``, ...; the plain projections when left out.
         scale: a factor of every query: ``scales.LogN``, ``scales.SSMax``, ...
-        bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.Kerple``.
+        bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.FoX``, ...
         mask: narrows what the model allows anyway: ``masks.Window``, ``masks.Chunked``, ``masks.Sinks``, composed.
+        far: other features for distant pairs: ``far.ReRoPE``, ``far.SelfExtend``, ...
+        sinks: logits without values: ``scales.LearnedSinks``, ``scales.SoftmaxPlusOne``.
+        linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
+        positions: how positions are drawn in training: ``sampling.Randomised``, ... Only a trainer reads it.
 
     Raises:
         ValueError: for slots that do not compose, with the reason.
@@ -65,35 +59,70 @@ class Scheme:
     scale: Any = None
     bias: Any = None
     mask: masks.Mask | None = None
+    far: Any = None
+    sinks: Any = None
+    linear: Any = None
+    positions: Any = None
 
     def __post_init__(self):
-        _check_slot("embedding", self.embedding, "embed")
-        _check_slot("norm", self.norm, "apply")
-        _check_slot("features", self.features, "query_size")
-        _check_slot("scale", self.scale, "factor")
-        _check_slot("bias", self.bias, "bind")
+        for name, method in _PROTOCOL.items():
+            spec = getattr(self, name)
+            fits = spec is None or (hasattr(spec, method) and not isinstance(spec, type))
+            check(fits, f"{name}: expected one of the specs of this slot or None, found {spec!r}")
         _check_mask(self.mask)
-        rule = getattr(self.features, "frequencies", None)
-        check(
-            not (isinstance(rule, rotary.YaRN) and isinstance(self.scale, scales.YaRNTemperature)),
-            "scale: YaRN's frequencies bring its temperature already; leave YaRNTemperature out, or use NTKByParts",
-        )
-        check(
-            self.norm is None or not isinstance(self.features, coca.Coca),
-            "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
-            "and a norm of it would take that away; leave norm out",
-        )
+        _check_temperature(self)
+        _check_norm(self)
+        if self.far is not None:
+            _check_far(self)
+        if self.linear is not None:
+            _check_linear(self)
 
     @property
     def reads_length(self) -> bool:
         """Whether the scheme depends on the current length (dynamic NTK, LongRoPE's switch)."""
-        return self.features is not None and self.features.reads_length
+        return self._features.reads_length
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether ``attend`` needs the gates that ``prepare`` makes of the tokens (FoX)."""
+        return self.bias is not None and self.bias.reads_tokens
 
     @property
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing."""
-        slots = (self.embedding, self.features, self.scale, self.bias, self.mask)
+        slots = (self.embedding, self.features, self.scale, self.bias, self.mask, self.far)
         return all(slot is None or slot.shift_invariant for slot in slots)
+
+    @property
+    def caches(self) -> str:
+        """What a cache holds of a key: ``"rotated"``, ``"raw"``, ``"half-width"``, or ``"state"``, one for all keys.
+
+        Rotated keys may be kept where the map of a key never changes. It does where a rule reads the current length,
+        and where far pairs are scored with another one.
+        """
+        if self.linear is not None:
+            return "state"
+        kind = self._features.cached
+        return "raw" if kind == "rotated" and (self.far is not None or self.reads_length) else kind
+
+    @property
+    def retained(self) -> tuple[int, int] | None:
+        """``(first, recent)``: the only keys that a causal query can see, at the start and at the end; None for all."""
+        found = [mask.retained for mask in (self.mask, self._far_mask) if mask is not None]
+        return next((bounds for bounds in found if bounds is not None), None)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether its features have frequencies, which ``extend`` may change."""
+        return self._features.frequencies is not None
+
+    @property
+    def _features(self) -> Features:
+        return _PLAIN if self.features is None else self.features
+
+    @property
+    def _far_mask(self) -> masks.Mask | None:
+        return None if self.far is None else self.far.mask()
 
     def extend(self, **changes) -> "Scheme":
         """Another scheme over the same parameters, for use beyond the training length without retraining.
@@ -105,23 +134,33 @@ class Scheme:
         Raises:
             ValueError: for an unknown slot, or a change that would need other parameters.
         """
-        known = ("frequencies", *(field.name for field in dataclasses.fields(Scheme)))
+        extended = self.replace(**changes)
+        for name in ("embedding", "norm", "scale", "bias", "features", "sinks", "linear"):
+            _check_same_parameters(name, getattr(self, name), getattr(extended, name))
+        check(
+            self._features.widths == extended._features.widths,
+            f"features: {extended.features!r} needs other projections than {self.features!r}; train it instead",
+        )
+        return extended
+
+    def replace(self, **changes) -> "Scheme":
+        """The scheme with some slots replaced, in the forms that ``extend`` takes; parameters may differ.
+
+        Raises:
+            ValueError: for an unknown slot, name or option.
+        """
         for name in changes:
-            _check_known("slot", name, known)
+            check_known("slot", name, SLOT_NAMES)
         changes = {name: self._resolve(name, value) for name, value in changes.items()}
         if "frequencies" in changes:
             features = changes.get("features", self.features)
             changes["features"] = dataclasses.replace(features, frequencies=changes.pop("frequencies"))
-        extended = dataclasses.replace(self, **changes)
-        for name in ("embedding", "norm", "scale", "bias"):
-            _check_same_parameters(name, getattr(self, name), getattr(extended, name))
-        _check_same_projections(self.features, extended.features)
-        return extended
+        return dataclasses.replace(self, **changes)
 
     def _resolve(self, slot_name: str, value):
         """A spec from ``{"name": ...}``; a frequency rule keeps what it does not change."""
         if slot_name == "frequencies":
-            check(self.features is not None, "frequencies: this scheme rotates nothing, so it has no frequencies")
+            check(self.rotates, "frequencies: this scheme rotates nothing, so it has no frequencies")
         if not isinstance(value, Mapping):
             return value
         options = dict(value)
@@ -138,48 +177,90 @@ class Scheme:
         return slot(slot_name, options.pop("name"), **options)
 
     def check_direction(self, causal: bool) -> None:
-        """Refuses biases that are meant for the other direction.
+        """Refuses methods that are meant for causal attention in bidirectional attention.
 
         Raises:
-            ValueError: for a one-sided bias in bidirectional attention.
+            ValueError: naming the slot, and the option that makes it two-sided where there is one.
         """
         if causal:
             return
-        one_sided = (isinstance(self.bias, bias.ALiBi) and not self.bias.symmetric) or (
-            isinstance(self.bias, bias.T5) and not self.bias.bidirectional
-        )
-        option = "symmetric" if isinstance(self.bias, bias.ALiBi) else "bidirectional"
-        check(
-            not one_sided,
-            f"bias: {type(self.bias).__name__}() is for causal attention; use "
-            f"{type(self.bias).__name__}({option}=True) when every token sees both sides",
-        )
+        for name in ("features", "bias", "far"):
+            spec = getattr(self, name)
+            found = None if spec is None else spec.one_sided
+            kind = type(spec).__name__
+            remedy = f"use {kind}({found}) when every token sees both sides" if found and "=" in found else found
+            check(found is None, f"{name}: {kind} is for causal attention; {remedy or 'use another method'}")
 
-    def init(self, key: Array, num_heads: int, head_dim: int) -> dict[str, dict[str, Array]]:
-        """Learned parameters of one layer, ``{slot: {name: array}}``, without the slots that learn nothing."""
-        return {name: value for name, value in self._init_all(key, num_heads, head_dim) if not self._is_shared(name)}
+    def init(
+        self,
+        key: Array,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        model_dim: int | None = None,
+    ) -> dict[str, dict[str, Array]]:
+        """Learned parameters of one layer, ``{slot: {name: array}}``, without the slots that learn nothing.
+
+        ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is for FoX alone.
+        """
+        sizes = (num_heads, num_kv_heads or num_heads, head_dim, model_dim)
+        return self._init(key, sizes, [name for name in _LEARNING if not self._is_shared(name)])
 
     def init_shared(self, key: Array, num_heads: int, head_dim: int) -> dict[str, dict[str, Array]]:
         """Learned parameters that all layers share (T5's table, KERPLE's scalars), in the same form."""
-        return {name: value for name, value in self._init_all(key, num_heads, head_dim) if self._is_shared(name)}
+        return self._init(key, (num_heads, num_heads, head_dim, None), [n for n in _LEARNING if self._is_shared(n)])
 
     def _is_shared(self, slot_name: str) -> bool:
-        return slot_name == "bias" and self.bias.shared_across_layers
+        return slot_name == "bias" and self.bias is not None and self.bias.shared_across_layers
 
-    def _init_all(self, key, num_heads: int, head_dim: int):
-        sizes = {"norm": head_dim, "scale": num_heads, "bias": num_heads}
-        for name, part in zip(sizes, jax.random.split(key, len(sizes)), strict=True):
-            spec = getattr(self, name)
-            if spec is not None and (params := spec.init(part, sizes[name])):
-                yield name, params
+    def _init(self, key, sizes: tuple, names: list[str]) -> dict[str, dict[str, Array]]:
+        check(
+            sizes[-1] is not None or not self.reads_tokens,
+            f"model_dim: {type(self.bias).__name__} reads the tokens, so their width is needed",
+        )
+        sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim", "model_dim"), sizes, strict=True))
+        parts = dict(zip(_LEARNING, jax.random.split(key, len(_LEARNING)), strict=True))
+        made = {name: _init_spec(getattr(self, name), parts[name], sizes) for name in names}
+        return {name: params for name, params in made.items() if params}
 
     def query_size(self, head_dim: int) -> int:
         """Width of a head's query projection."""
-        return head_dim if self.features is None else self.features.query_size(head_dim)
+        return self._features.query_size(head_dim)
 
     def key_size(self, head_dim: int) -> int:
         """Width of a head's key projection."""
-        return head_dim if self.features is None else self.features.key_size(head_dim)
+        return self._features.key_size(head_dim)
+
+    def prepare(
+        self,
+        params: Mapping[str, Mapping[str, Array]],
+        x: Float[Array, "batch length model_dim"],
+        *,
+        start: Float[Array, "batch heads"] | None = None,
+        valid: Bool[Array, "batch length"] | None = None,
+    ) -> Float[Array, "batch heads length"] | None:
+        """What ``attend`` needs of the tokens beside their projections: FoX's cumulative gates; None without.
+
+        Args:
+            params: see ``attend``.
+            x: the tokens' hidden states, as the projections see them.
+            start: the last gates of the tokens before, for a chunk of a longer sequence.
+            valid: False at padding.
+        """
+        if not self.reads_tokens:
+            return None
+        return bias.accumulate(self.bias.prepare(params["bias"], x), start, valid)
+
+    def stored(self, params, k, v, positions: Positions, *, length=None) -> tuple[Array, Array]:
+        """What a cache holds of raw key and value projections: norm, and the maps that never change (``caches``)."""
+        if self.norm is not None:
+            k = self.norm.apply(params.get("norm", {}), k, k)[1]
+        if self.caches != "rotated":
+            return self._features.compact(k), v
+        where = {"head_dim": self._features.head_dim(k.shape[-1]), "length": length}
+        learned = params.get("features", {})
+        return self._features.key(learned, k, positions, **where), self._features.value(learned, v, positions, **where)
 
     def attend(
         self,
@@ -188,12 +269,10 @@ class Scheme:
         v: Float[Array, "batch keys kv_heads value_size"],
         *,
         params: Mapping[str, Mapping[str, Array]] | None = None,
-        causal: bool = True,
-        mask: masks.Mask | None = None,
         q_positions: Positions | None = None,
         kv_positions: Positions | None = None,
-        visible: Int[Array, "*b queries"] | None = None,
-        length: int | Int[Array, ""] | None = None,
+        coordinates: Float[Array, "*b tokens axes"] | Int[Array, "*b tokens axes"] | None = None,
+        length: int | Int[Array, "..."] | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
         """Attention with this scheme: norm, features, scale, bias and mask around one call of ``attention``.
@@ -203,214 +282,282 @@ class Scheme:
             k: raw key projections, of width ``key_size(head_dim)``.
             v: values.
             params: what ``init`` and ``init_shared`` made, merged.
-            causal: whether a query sees only the keys at or before its position.
-            mask: what else the model allows, for instance the segments of packed documents.
             q_positions: see ``attention``.
             kv_positions: see ``attention``.
-            visible: how many keys each query may see, for scales that count them. When left out: if causal, those
-                from the first key to the query's own position, otherwise all. Packed rows need their own counts.
-                What the scheme's own mask leaves of them is worked out here.
+            coordinates: positions of the tokens for the features alone, in several axes (images) or real-valued, where
+                queries and keys are the same tokens; masks, biases and scales go on reading the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
-            options: passed on to ``attention`` (``implementation``, ``sinks``, ``softcap``, ...).
+            options: the further arguments of ``attend_stored``.
 
         Raises:
             ValueError: for a bias of the other direction, missing parameters, or shapes that do not fit.
         """
-        self.check_direction(causal)
         params = params or {}
-        heads, head_dim = q.shape[2], self._head_dim(k)
-        q_positions = Range(0, q.shape[1]) if q_positions is None else q_positions
+        length = k.shape[1] if length is None else length
         kv_positions = Range(0, k.shape[1]) if kv_positions is None else kv_positions
-        if visible is None:
-            visible = _count_visible(q_positions, kv_positions, causal)
-        if self.mask is not None:
-            visible = self.mask.visible(visible, as_array(q_positions), causal)
-        if self.norm is not None:
-            q, k = self.norm.apply(params.get("norm", {}), q, k)
-        if self.features is not None:
-            learned = params.get("features", {})
-            where = {"head_dim": head_dim, "length": k.shape[1] if length is None else length}
-            q = self.features.query(learned, q, q_positions, **where)
-            k = self.features.key(learned, k, kv_positions, **where)
-        return attention(
+        q_positions = Range(0, q.shape[1]) if q_positions is None else q_positions
+        where = kv_positions if coordinates is None else _coordinates(coordinates)
+        if self.caches == "state":
+            return self._attend_whole_rows(q, k, v, params, where, **options)
+        head_dim = self._features.head_dim(k.shape[-1])
+        k, v = self.stored(params, k, v, where, length=length)
+        return self.attend_stored(
             q,
             k,
             v,
-            bias=None if self.bias is None else self.bias.bind(params.get("bias"), num_heads=heads),
-            mask=_all_of(masks.Causal() if causal else None, self.mask, mask),
-            scale=self._scale(params, q_positions, visible, heads, head_dim),
+            params=params,
+            head_dim=head_dim,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            coordinates=coordinates,
+            length=length,
+            **options,
+        )
+
+    def _attend_whole_rows(self, q, k, v, params, where, *, causal=True, mask=None, **options):
+        """``attend`` for linear attention, which only segments narrow."""
+        check(
+            mask is None or isinstance(mask, masks.Segments),
+            f"mask: linear attention sees whole documents, so masks.Segments is all it takes, found {mask!r}",
+        )
+        for name in ("softcap", "sinks", "return_residuals"):
+            check(not options.get(name), f"{name}: linear attention has no logits for it; leave it out")
+        ids = None if mask is None else mask.q_ids
+        return self.attend_linear(q, k, v, params=params, where=where, causal=causal, segment_ids=ids)[0]
+
+    def attend_stored(
+        self,
+        q: Float[Array, "batch queries heads query_size"],
+        k: Float[Array, "batch keys kv_heads stored_size"],
+        v: Float[Array, "batch keys kv_heads value_size"],
+        *,
+        params: Mapping[str, Mapping[str, Array]],
+        head_dim: int,
+        q_positions: Positions,
+        kv_positions: Positions,
+        coordinates: Array | None = None,
+        length: int | Int[Array, "..."],
+        causal: bool = True,
+        mask: masks.Mask | None = None,
+        visible: Int[Array, "*b queries"] | None = None,
+        gates: tuple[Float[Array, "batch heads queries"], Float[Array, "batch heads keys"]] | None = None,
+        **options,
+    ) -> Float[Array, "batch queries heads value_size"]:
+        """``attend`` on keys and values as ``stored`` made them: the same function, for caches.
+
+        Args:
+            q: raw query projections.
+            k: stored keys.
+            v: stored values.
+            params: see ``attend``.
+            head_dim: size of a head.
+            q_positions: see ``attention``.
+            kv_positions: see ``attention``.
+            coordinates: see ``attend``.
+            length: the current length, for schemes that read it.
+            causal: whether a query sees only the keys at or before its position.
+            mask: what else the model allows, for instance the segments of packed documents.
+            visible: how many keys each query may see, for scales that count them. When left out: if causal, those
+                from the first key to the query's own position, otherwise all. Packed rows need their own counts.
+                What the scheme's own mask leaves of them is worked out here.
+            gates: what ``prepare`` gave for the queries and for the keys, for schemes that read tokens.
+            options: passed on to ``attention`` (``implementation``, ``softcap``, ``return_residuals``).
+        """
+        self.check_direction(causal)
+        learned = params.get("features", {})
+        maps = {"head_dim": head_dim, "length": length}
+        at_q = q_positions if coordinates is None else _coordinates(coordinates)
+        at_k = kv_positions if coordinates is None else at_q
+        if self.norm is not None:
+            q = self.norm.apply(params.get("norm", {}), q, q)[0]
+        own = _all_of(self.mask, self._far_mask)
+        scale = self._scale(params, q, q_positions, kv_positions, visible, own, causal, head_dim)
+        if self.caches != "rotated":
+            v = self._features.value(learned, v, at_k, **maps)
+        far = ()
+        if self.far is not None:
+            q, k, far = self.far.branches(self._features, learned, q, k, at_q, at_k, **maps)
+        else:
+            k = k if self.caches == "rotated" else self._features.key(learned, k, at_k, **maps)
+            q = self._features.query(learned, q, at_q, **maps)
+        out = attention(
+            q,
+            k,
+            v,
+            bias=self._bound(params, q.shape[2], gates),
+            mask=_all_of(masks.Causal() if causal else None, own, mask),
+            scale=scale,
+            sinks=self._sinks(params, q.shape[2], options.pop("sinks", None)),
+            far=far,
+            decay=self._features.decay(head_dim),
             q_positions=q_positions,
             kv_positions=kv_positions,
             **options,
         )
+        if options.get("return_residuals"):
+            return self._features.output(learned, out[0], at_q, **maps), out[1]
+        return self._features.output(learned, out, at_q, **maps)
 
-    def _head_dim(self, k) -> int:
-        """Head size from a key projection: CoCA's ``t`` has half of it."""
-        return k.shape[-1] if self.features is None else self.features.head_dim(k.shape[-1])
+    def init_cache(
+        self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
+    ) -> Cache | LinearState:
+        """An empty cache of one layer for ``decode``; what it holds is ``caches``.
 
-    def _scale(self, params, q_positions, visible, heads: int, head_dim: int):
+        Args:
+            batch: rows.
+            capacity: the most tokens of a row. A scheme whose mask lets a query see only recent tokens (and the first
+                few) keeps no more than those.
+            num_heads: query heads.
+            num_kv_heads: key and value heads.
+            head_dim: size of a head, and of a value.
+            chunk: the most tokens decoded at once.
+            dtype: of keys and values, float32 when left out.
+        """
+        check(capacity > 0 and chunk > 0, f"capacity and chunk must be positive, found {capacity} and {chunk}")
+        if self.caches == "state":
+            size = self.linear.size(head_dim)
+            return linear.empty_state(batch, num_kv_heads, size, head_dim)
+        return empty(
+            batch,
+            capacity,
+            kv_heads=num_kv_heads,
+            size=self.key_size(head_dim),
+            value_size=head_dim,
+            gates=num_heads if self.reads_tokens else 0,
+            retained=self.retained,
+            chunk=min(chunk, capacity),
+            dtype=dtype or jnp.float32,
+        )
+
+    def decode(
+        self,
+        q: Float[Array, "batch tokens heads query_size"],
+        k: Float[Array, "batch tokens kv_heads key_size"],
+        v: Float[Array, "batch tokens kv_heads value_size"],
+        kept: Cache | LinearState,
+        *,
+        params: Mapping[str, Mapping[str, Array]] | None = None,
+        index: Int[Array, "batch tokens"],
+        valid: Bool[Array, "batch tokens"],
+        positions: Int[Array, "batch tokens"] | None = None,
+        coordinates: Array | None = None,
+        length: int | Int[Array, "..."],
+        gates: Float[Array, "batch heads tokens"] | None = None,
+        **options,
+    ) -> tuple[Float[Array, "batch tokens heads value_size"], Cache | LinearState]:
+        """Attention of new tokens over all that were seen, themselves included, and the cache with them in it.
+
+        It equals ``attend`` over the whole row, whatever parts the row is cut into, at the same ``length``.
+
+        Args:
+            q, k, v: raw projections of the new tokens.
+            kept: from ``init_cache``, or an earlier call.
+            params: see ``attend``.
+            index: how many tokens of its row stand before each.
+            valid: False for padding.
+            positions: of the new tokens; ``index`` when left out.
+            coordinates: see ``attend``; for schemes that keep rotated keys.
+            length: the length that a scheme which reads it goes by: one for the whole generation, or else the keys
+                that are kept were made by other rules than the new ones.
+            gates: what ``prepare`` gave for the new tokens.
+            options: passed on to ``attention``.
+        """
+        params = params or {}
+        positions = index if positions is None else positions
+        where = positions if coordinates is None else _coordinates(coordinates)
+        ids = jnp.where(valid, 0, -1)
+        if self.caches == "state":
+            return self.attend_linear(q, k, v, params=params, where=where, segment_ids=ids, state=kept)
+        check(
+            coordinates is None or self.caches == "rotated",
+            f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
+        )
+        stored = self.stored(params, k, v, where, length=length)
+        kept = kept.write(*stored, positions, index, valid, gates)
+        out = self.attend_stored(
+            q,
+            kept.k,
+            kept.v,
+            params=params,
+            head_dim=self._features.head_dim(k.shape[-1]),
+            q_positions=positions,
+            kv_positions=kept.positions,
+            coordinates=coordinates,
+            length=length,
+            mask=masks.Segments(ids, kept.ids),
+            visible=index + 1,
+            gates=None if gates is None else (gates, kept.gates),
+            **options,
+        )
+        return out, kept
+
+    def attend_linear(
+        self,
+        q: Float[Array, "batch length heads size"],
+        k: Float[Array, "batch length kv_heads size"],
+        v: Float[Array, "batch length kv_heads value_size"],
+        *,
+        params: Mapping[str, Mapping[str, Array]],
+        where: Positions,
+        causal: bool = True,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        state: LinearState | None = None,
+    ) -> tuple[Float[Array, "batch length heads value_size"], LinearState | None]:
+        """Linear attention of raw projections, and the state after it (None if not causal); see ``posjax.linear``."""
+        if self.norm is not None:
+            q, k = self.norm.apply(params.get("norm", {}), q, k)
+
+        def rotate(x):
+            return self.features.query(params.get("features", {}), x, where, head_dim=x.shape[-1])
+
+        turn = None if self.features is None else rotate
+        made = linear.features(self.linear, q, k, params=params.get("linear"), rotate_q=turn, rotate_k=turn)
+        if not causal:
+            return linear.bidirectional(v=v, segment_ids=segment_ids, **made), None
+        return linear.chunked(v=v, segment_ids=segment_ids, state=state, **made)
+
+    def _bound(self, params, heads: int, gates):
+        if self.bias is None:
+            return None
+        if not self.reads_tokens:
+            return self.bias.bind(params.get("bias"), num_heads=heads)
+        check(gates is not None, f"gates: {type(self.bias).__name__} reads the tokens: pass what Scheme.prepare gives")
+        return self.bias.bind(params.get("bias"), num_heads=heads, q_gates=gates[0], kv_gates=gates[1])
+
+    def _sinks(self, params, heads: int, given):
+        if self.sinks is None:
+            return given
+        check(given is None, "sinks: the scheme has sinks of its own")
+        return self.sinks.logits(params.get("sinks", {}), num_heads=heads)
+
+    def _scale(self, params, q, q_positions, kv_positions, visible, own, causal: bool, head_dim: int):
         """``c_h(i) / sqrt(d)``, with the softmax factor that some frequency rules (YaRN) ask for."""
-        fixed = head_dim**-0.5 * (1.0 if self.features is None else self.features.softmax_scale)
+        fixed = head_dim**-0.5 * self._features.softmax_scale
         if self.scale is None:
             return fixed
         positions = as_array(q_positions)
-        return fixed * self.scale.factor(params.get("scale", {}), positions=positions, visible=visible, num_heads=heads)
+        if visible is None:
+            visible = _count_visible(q_positions, kv_positions, causal)
+        if own is not None:
+            visible = own.visible(visible, positions, causal)
+        made = params.get("scale", {})
+        return fixed * self.scale.factor(made, positions=positions, visible=visible, num_heads=q.shape[2])
 
 
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """Schemes that differ from layer to layer: patterns of schemes, each repeated, one after the other.
-
-    ``Layers((((local, local, globe), 7), ((local,), 2)))`` are 23 layers. A model scans over each pattern.
-
-    Args:
-        patterns: ``((schemes of one period, repeats), ...)``.
-
-    Raises:
-        ValueError: for empty patterns, or layers that disagree on the embedding, which the model has once.
-    """
-
-    patterns: tuple[tuple[tuple[Scheme, ...], int], ...]
-
-    def __post_init__(self):
-        check(bool(self.patterns), "patterns is empty: name at least one ((scheme, ...), repeats)")
-        for schemes, repeats in self.patterns:
-            check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
-        for scheme in self.schemes:
-            check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {scheme!r}")
-        embeddings = {scheme.embedding for scheme in self.schemes}
-        check(len(embeddings) == 1, f"patterns: all layers must name the same embedding, found {embeddings}")
-
-    @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """The scheme of every layer, in order."""
-        return tuple(scheme for schemes, repeats in self.patterns for _ in range(repeats) for scheme in schemes)
-
-    @property
-    def embedding(self):
-        """What is added to the token embeddings."""
-        return self.schemes[0].embedding
-
-    @property
-    def shift_invariant(self) -> bool:
-        """Whether shifting all positions by one constant changes nothing in any layer."""
-        return all(scheme.shift_invariant for scheme in self.schemes)
-
-    @property
-    def reads_length(self) -> bool:
-        """Whether some layer depends on the current length."""
-        return any(scheme.reads_length for scheme in self.schemes)
-
-    def extend(self, **changes) -> "Layers":
-        """The same layers with every scheme extended alike; see ``Scheme.extend``."""
-        extended = (((*(s.extend(**changes) for s in schemes),), repeats) for schemes, repeats in self.patterns)
-        return Layers(tuple(extended))
-
-
-def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
-    """One scheme for all layers as ``Layers``; ``Layers`` are checked to be that many.
-
-    Raises:
-        ValueError: if the layers do not add up.
-    """
-    layers = scheme if isinstance(scheme, Layers) else Layers((((scheme,), num_layers),))
-    check(
-        len(layers.schemes) == num_layers,
-        f"scheme names {len(layers.schemes)} layers, but num_layers is {num_layers}",
-    )
-    return layers
-
-
-def slot(slot_name: str, name: str, **options):
-    """A spec by name, for configurations: ``slot("frequencies", "dynamic-ntk", original_length=2048)``.
-
-    Raises:
-        ValueError: for an unknown slot, name or option, with the nearest known one.
-    """
-    _check_known("slot", slot_name, SLOTS)
-    _check_known(slot_name, name, SLOTS[slot_name])
-    return _build(f"{slot_name} {name!r}", SLOTS[slot_name][name], options)
-
-
-def _features(feature: Callable[[rotary.FrequencyRule], Any]) -> Callable[[rotary.FrequencyRule], Scheme]:
-    return lambda rule: Scheme(features=feature(rule))
-
-
-def _embedding(spec) -> Scheme:
-    return Scheme(embedding=spec)
-
-
-def _bias(spec) -> Scheme:
-    return Scheme(bias=spec)
-
-
-PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme]]] = {
-    "nope": (lambda: None, lambda _: Scheme()),
-    "sinusoidal": (absolute.Sinusoidal, _embedding),
-    "learned": (absolute.Learned, _embedding),
-    "rope": (rotary.Plain, _features(rotary.Rotary)),
-    "p-rope": (rotary.Proportional, _features(rotary.Rotary)),
-    "alibi": (bias.ALiBi, _bias),
-    "t5": (bias.T5, _bias),
-    "kerple-log": (lambda: bias.Kerple("log"), _bias),
-    "kerple-power": (lambda: bias.Kerple("power"), _bias),
-    "coca-strict": (rotary.Plain, _features(partial(coca.Coca, "strict"))),
-    "coca-tied": (rotary.Plain, _features(partial(coca.Coca, "tied"))),
-    "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
-    "coca-relative": (rotary.Plain, _features(partial(coca.Coca, "relative"))),
+_LEARNING = ("norm", "scale", "bias", "features", "sinks", "linear")
+_PROTOCOL = {
+    "embedding": "embed",
+    "norm": "apply",
+    "features": "query_size",
+    "scale": "factor",
+    "bias": "init",
+    "far": "branches",
+    "sinks": "logits",
+    "linear": "query",
+    "positions": "draw",
 }
-"""Named schemes, the registry that a new method adds one line to: what the options build, and its place in a scheme."""
-
-
-def scheme_names() -> tuple[str, ...]:
-    """The names that ``scheme`` knows."""
-    return tuple(PRESETS)
-
-
-def scheme(name: str, /, **options) -> Scheme:
-    """A preset by name, with the hyper-parameters of its method as options.
-
-    ``scheme("rope", base=500_000.0)``, ``scheme("alibi")``, ``scheme("t5", max_distance=24)``. The options
-    ``norm``, ``scale``, ``mask``, ``bias``, ``embedding`` and ``frequencies`` fill further slots, with a spec or with
-    ``{"name": ..., option: value}``: ``scheme("rope", scale={"name": "log-n", "length": 512})``.
-
-    Raises:
-        ValueError: for an unknown name or option, with the nearest known one.
-    """
-    _check_known("scheme", name, PRESETS)
-    slots = {key: options.pop(key) for key in _OPEN_SLOTS if key in options}
-    make, place = PRESETS[name]
-    built = place(_build(f"scheme {name!r}", make, options, also=_OPEN_SLOTS))
-    resolved = {key: built._resolve(key, value) for key, value in slots.items()}
-    if "frequencies" in resolved:
-        resolved["features"] = dataclasses.replace(built.features, frequencies=resolved.pop("frequencies"))
-    return dataclasses.replace(built, **resolved)
-
-
-_OPEN_SLOTS = ("frequencies", "embedding", "norm", "scale", "bias", "mask")
-
-
-def _build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str, ...] = ()):
-    """``make(**options)``; an option it does not know (``also`` is known), or one that is missing, is a clear error."""
-    for option in options:
-        _check_known(f"{what} option", option, (*inspect.signature(make).parameters, *also))
-    try:
-        return make(**options)
-    except TypeError as error:
-        raise ValueError(f"{what}: {str(error).partition(') ')[2] or error}") from None
-
-
-def _check_known(what: str, name: Any, known) -> None:
-    if name in known:
-        return
-    near = get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown {what} {name!r}{hint} (known: {', '.join(known)})")
-
-
-def _check_slot(name: str, spec, method: str) -> None:
-    fits = spec is None or (hasattr(spec, method) and not isinstance(spec, type))
-    check(fits, f"{name}: expected one of the specs of this slot or None, found {spec!r}")
+SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Scheme)))
+"""The slots that ``replace`` and ``extend`` take."""
 
 
 def _check_mask(mask) -> None:
@@ -421,12 +568,63 @@ def _check_mask(mask) -> None:
     )
 
 
+def _check_temperature(scheme: Scheme) -> None:
+    brings = isinstance(scheme._features.frequencies, rotary.YaRN)
+    check(
+        not (brings and isinstance(scheme.scale, scales.YaRNTemperature)),
+        "scale: YaRN's frequencies bring its temperature already; leave YaRNTemperature out, or use NTKByParts",
+    )
+
+
+def _check_norm(scheme: Scheme) -> None:
+    check(
+        scheme.norm is None or scheme._features.widths == (1.0, 1.0),
+        "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
+        "and a norm of it would take that away; leave norm out",
+    )
+
+
+def _check_far(scheme: Scheme) -> None:
+    scheme.far.check(scheme.features)
+    check(
+        not (scheme.bias is not None and scheme.bias.contextual),
+        "far does not compose with CoPE, whose positions are counted over the true scores; leave one out",
+    )
+    check(
+        scheme._features.decay(64) is None,
+        "far does not compose with xPos, whose decay reads the true distance; use plain rotary features",
+    )
+
+
+def _check_linear(scheme: Scheme) -> None:
+    for name in ("scale", "bias", "mask", "far", "sinks"):
+        check(
+            getattr(scheme, name) is None,
+            f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
+        )
+    check(
+        not (isinstance(scheme.norm, scales.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
+        "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
+    )
+    check(
+        scheme.features is None or isinstance(scheme.features, rotary.Rotary),
+        f"features: linear attention rotates its numerator with Rotary only, found {scheme.features!r}",
+    )
+
+
+def _init_spec(spec, key: Array, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """A spec's parameters; it is given those sizes that its ``init`` asks for."""
+    if spec is None:
+        return {}
+    return spec.init(key, **{name: sizes[name] for name in inspect.signature(spec.init).parameters if name in sizes})
+
+
 def _check_same_parameters(name: str, before, after) -> None:
     """Both specs must learn arrays of the same names and shapes."""
 
     def shapes(spec):
-        made = {} if spec is None else jax.eval_shape(lambda: spec.init(jax.random.key(0), 8))
-        return jax.tree.map(lambda leaf: leaf.shape, made)
+        sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "model_dim": 64}
+        return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: _init_spec(spec, jax.random.key(0), sizes)))
 
     check(
         shapes(before) == shapes(after),
@@ -434,16 +632,9 @@ def _check_same_parameters(name: str, before, after) -> None:
     )
 
 
-def _check_same_projections(before, after) -> None:
-    def sizes(features):
-        # Any head size that every kind of features takes; which rule turns it does not matter here.
-        kind = Scheme(features=features and dataclasses.replace(features, frequencies=rotary.Plain()))
-        return kind.query_size(64), kind.key_size(64)
-
-    check(
-        sizes(before) == sizes(after),
-        f"features: {after!r} needs other projections than {before!r}; train it instead",
-    )
+def _coordinates(coordinates):
+    """Coordinates as features take them: without the axis where there is one only."""
+    return coordinates[..., 0] if coordinates.shape[-1] == 1 else coordinates
 
 
 def _count_visible(q_positions: Positions, kv_positions: Positions, causal: bool) -> Int[Array, "*b queries"]:
@@ -456,9 +647,4 @@ def _count_visible(q_positions: Positions, kv_positions: Positions, causal: bool
 
 def _all_of(*parts: masks.Mask | None) -> masks.Mask | None:
     found = [part for part in parts if part is not None]
-    if not found:
-        return None
-    combined = found[0]
-    for part in found[1:]:
-        combined = combined & part
-    return combined
+    return None if not found else functools.reduce(operator.and_, found)

@@ -11,8 +11,10 @@ import pytest
 
 import posjax as pj
 from posjax import absolute, bias, coca, masks, rotary, scales
+from posjax.layers import Layers, uniform
 from posjax.positions import Range
-from posjax.scheme import SLOTS, Layers, Scheme, slot, uniform
+from posjax.registry import SLOTS, slot
+from posjax.scheme import Scheme
 
 ROPE = pj.scheme("rope")
 

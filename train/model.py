@@ -5,7 +5,8 @@ import dataclasses
 from flax import nnx
 
 from posjax import nn
-from posjax.scheme import Scheme, scheme
+from posjax.presets import scheme
+from posjax.scheme import Scheme
 from train.config import Config, SchemeConfig
 from train.data import VOCABULARY_SIZE
 from train.sharding import RULES

@@ -10,14 +10,17 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_choice, check_positive, check_rank
 from posjax._slots import Blockwise
 from posjax.attention.blockwise import blockwise
+from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, statistics_dtype
-from posjax.bias import Bias
+from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch
 from posjax.masks import Mask
 from posjax.positions import Positions, Range, as_array
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
+CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
+"""For biases that are functions of the scores (CoPE)."""
 
 # Up to here a head's logits are no more than one tile of theirs, and the plain formula is what the tiles would compute.
 _DENSE_UP_TO = 512 * 512
@@ -99,7 +102,11 @@ def attention(
         decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, statistics_dtype(q))),
         softcap=softcap,
     )
-    out, lse = BACKENDS[_choose(implementation, q, k)](_vary_alike(operands))
+    backend = _choose(implementation, q, k)
+    if isinstance(operands.bias, ContextualBias):
+        out, lse = CONTEXTUAL[backend](*_vary_alike((operands, _group(q, kv_heads))))
+    else:
+        out, lse = BACKENDS[backend](_vary_alike(operands))
     out, lse = _ungroup(out), _ungroup(lse)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
@@ -158,6 +165,8 @@ def _bound(bias, heads: int) -> Bias | None:
     if not isinstance(bias, Bias):
         check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
         return bias.bind(num_heads=heads)
+    if isinstance(bias, ContextualBias):
+        return bias
     here = jnp.zeros(1, jnp.int32)
     found = jax.eval_shape(lambda: bias.queries(0, 1).keys(0, 1).values(here, here)).shape[-3]
     check(found == heads, f"bias is bound for {found} heads, but q has {heads}")
@@ -198,7 +207,7 @@ def _ungroup(x):
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
 
-def _vary_alike(operands: Operands) -> Operands:
+def _vary_alike(operands):
     """Inside ``shard_map``: every array varies over all mesh axes that any of them varies over.
 
     A parameter that is the same on all devices, such as a slope, then gets its gradient summed over them by the

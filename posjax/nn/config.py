@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from posjax._checks import check, check_choice, check_positive
-from posjax.scheme import Layers, Scheme, uniform
+from posjax.layers import Layers, uniform
+from posjax.scheme import Scheme
 
 REMAT = ("none", "full", "dots")
 ACTIVATIONS = ("swiglu", "gelu")

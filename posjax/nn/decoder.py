@@ -1,23 +1,41 @@
 """A pre-norm Transformer for any scheme: causal language model, or bidirectional encoder."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_rank
+from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
 from posjax.nn.modules import Block, Context, RMSNorm, parameter, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
-from posjax.scheme import Layers, Scheme
+from posjax.scheme import Scheme
 
 _POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["stacks", "used"], meta_fields=["capacity"])
+@dataclasses.dataclass(frozen=True)
+class DecoderCache:
+    """What a decoder keeps of the tokens it has seen.
+
+    Args:
+        stacks: for every pattern of layers, for every layer of its period, a cache with a leading axis of repeats.
+        used: how many tokens of each row were seen.
+        capacity: the most tokens of a row.
+    """
+
+    stacks: tuple
+    used: Int[Array, "batch"]
+    capacity: int
 
 
 class Decoder(nnx.Module):
@@ -53,6 +71,7 @@ class Decoder(nnx.Module):
         positions: Positions | None = None,
         segment_ids: Int[Array, "batch length"] | None = None,
         length: int | Int[Array, "..."] | None = None,
+        coordinates: Float[Array, "*b length axes"] | Int[Array, "*b length axes"] | None = None,
     ) -> Float[Array, "batch length vocab"]:
         """Logits of every token, float32.
 
@@ -62,19 +81,80 @@ class Decoder(nnx.Module):
             segment_ids: documents packed into a row, each with an id of its own and in one piece; tokens of different
                 documents do not see each other. Negative ids are padding.
             length: the current length for schemes that read it (dynamic NTK); the row's when left out.
+            coordinates: positions for features and embedding alone, ``[batch, length, axes]`` or ``[length, axes]``:
+                in several axes (images), or real-valued. Masks, biases and scales go on reading ``positions``.
 
         Raises:
             ValueError: for shapes that do not fit.
         """
-        _check_shapes(tokens, positions, segment_ids)
-        context = self._context(tokens, positions, segment_ids, length)
-        x = self.embed[...][tokens] * self.config.model_dim**0.5
-        x = (x + self._embedded(context.positions)).astype(self.config.dtype)
+        _check_shapes(tokens, positions, segment_ids, coordinates)
+        context = self._context(tokens, positions, segment_ids, length, coordinates)
+        x = self._embed(tokens, context)
         for stack in self.stacks:
             x = self._run(stack, x, context)
-        x = self.norm(x)
-        head = self.embed[...].T if self.head is None else self.head[...]
-        return jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        return self._logits(x)
+
+    def init_cache(self, batch: int, capacity: int, *, chunk: int = 1) -> DecoderCache:
+        """An empty cache for ``decode``.
+
+        Args:
+            batch: rows.
+            capacity: the most tokens of a row, prompt and generated ones.
+            chunk: the most tokens that are decoded at once, for instance the length of the prompt.
+        """
+        config = self.config
+        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+
+        def stacked(scheme: Scheme, repeats: int):
+            one = scheme.init_cache(batch, capacity, **heads, chunk=chunk, dtype=config.dtype)
+            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (repeats, *leaf.shape)), one)
+
+        stacks = tuple(tuple(stacked(scheme, n) for scheme in schemes) for schemes, n in config.layers.patterns)
+        return DecoderCache(stacks, jnp.zeros(batch, jnp.int32), capacity)
+
+    def decode(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        cache: DecoderCache,
+        *,
+        length: int | Int[Array, "..."],
+        valid: Bool[Array, "batch tokens"] | None = None,
+        positions: Int[Array, "batch tokens"] | None = None,
+        coordinates: Float[Array, "batch tokens axes"] | Int[Array, "batch tokens axes"] | None = None,
+    ) -> tuple[Float[Array, "batch tokens vocab"], DecoderCache]:
+        """Logits of tokens that follow those in the cache, and the cache with them in it.
+
+        Cutting rows into calls, of a prompt's chunks or single tokens, changes nothing: together they are one full
+        forward pass at the same ``length``. Rows may hold padding anywhere.
+
+        Args:
+            tokens: the next tokens of every row.
+            cache: from ``init_cache``, or an earlier call.
+            length: the length that schemes which read it go by (dynamic NTK, LongRoPE): that of the whole text, prompt
+                and new tokens, in every call. With another length in every call the keys in the cache and the new ones
+                follow different rules, which no full forward pass does. Other schemes ignore it.
+            valid: False for padding; everything is valid when left out.
+            positions: of the tokens; how many of the row's tokens stand before each when left out.
+            coordinates: see ``__call__``.
+
+        Raises:
+            ValueError: for a bidirectional model, or shapes that do not fit. Rows with more tokens than the cache has
+                room for get NaN.
+        """
+        check(self.config.causal, "a bidirectional model (causal=False) cannot decode: every token sees those ahead")
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        _check_shapes(tokens, positions, valid, coordinates)
+        seen = cache.used[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
+        index = jnp.where(valid, seen - 1, 0)
+        where = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
+        context = Context(where, None, index + 1, length, self._shared(), coordinates, valid)
+        x, stacks = self._embed(tokens, context), []
+        for stack, kept in zip(self.stacks, cache.stacks, strict=True):
+            x, kept = self._run_decode(stack, kept, x, context)
+            stacks.append(kept)
+        fits = seen[:, -1] <= cache.capacity
+        logits = jnp.where(fits[:, None, None], self._logits(x), jnp.nan)
+        return logits, DecoderCache(tuple(stacks), seen[:, -1], cache.capacity)
 
     def with_scheme(self, scheme: Scheme | Layers) -> "Decoder":
         """A decoder over the same parameters with another scheme; see ``Scheme.extend``.
@@ -89,28 +169,40 @@ class Decoder(nnx.Module):
         check(shapes[0] == shapes[1], f"scheme: {scheme!r} does not fit the parameters of {self.config.scheme!r}")
         return nnx.merge(graph, state)
 
-    def _context(self, tokens, positions, segment_ids, length) -> Context:
+    def _context(self, tokens, positions, segment_ids, length, coordinates) -> Context:
         columns = tokens.shape[1]
         where = Range(0, columns) if segment_ids is None else from_segments(segment_ids)
         counted = as_array(where) + 1
         if not self.config.causal:
             counted = jnp.full_like(counted, columns) if segment_ids is None else _segment_sizes(segment_ids)
-        shared = {}
-        for spec, params in zip(_shared_schemes(self.config), self.shared, strict=True):
-            shared |= {scheme: plain(params) for scheme in self.config.layers.schemes if scheme.bias == spec.bias}
         return Context(
             positions=where if positions is None else positions,
             mask=None if segment_ids is None else Segments(segment_ids),
             visible=counted,
             length=columns if length is None else length,
-            shared=shared,
+            shared=self._shared(),
+            coordinates=coordinates,
         )
 
-    def _embedded(self, positions):
+    def _shared(self) -> dict:
+        shared = {}
+        for spec, params in zip(_shared_schemes(self.config), self.shared, strict=True):
+            shared |= {scheme: plain(params) for scheme in self.config.layers.schemes if scheme.bias == spec.bias}
+        return shared
+
+    def _embed(self, tokens, context: Context):
+        """The embeddings of tokens and positions."""
+        x = self.embed[...][tokens] * self.config.model_dim**0.5
         spec = self.config.layers.embedding
-        if spec is None:
-            return 0.0
-        return spec.embed(plain(self.embedding).get("embedding", {}), positions, self.config.model_dim)
+        if spec is not None:
+            where = context.positions if context.coordinates is None else context.coordinates[..., 0]
+            x = x + spec.embed(plain(self.embedding).get("embedding", {}), where, self.config.model_dim)
+        return x.astype(self.config.dtype)
+
+    def _logits(self, x):
+        x = self.norm(x)
+        head = self.embed[...].T if self.head is None else self.head[...]
+        return jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
 
     def _run(self, stack: nnx.List, x, context: Context):
         """The blocks of one pattern, repeated: a scan over its repeats, or the same in a Python loop."""
@@ -128,6 +220,20 @@ class Decoder(nnx.Module):
         for n in range(jax.tree.leaves(state)[0].shape[0]):
             x, _ = period(x, jax.tree.map(lambda leaf, n=n: leaf[n], state))
         return x
+
+    def _run_decode(self, stack: nnx.List, kept: tuple, x, context: Context):
+        """The blocks of one pattern on new tokens: a scan over its repeats, with their caches."""
+        graph, state = nnx.split(stack)
+
+        def period(x, layer):
+            parameters, kept = layer
+            after = []
+            for block, cache in zip(nnx.merge(graph, parameters), kept, strict=True):
+                x, cache = block.decode(x, cache, context)
+                after.append(cache)
+            return x, tuple(after)
+
+        return jax.lax.scan(period, x, (state, kept))
 
 
 def logical_axes(model: nnx.Module) -> dict:
@@ -169,7 +275,7 @@ def _init_shared(config: DecoderConfig, rngs: nnx.Rngs) -> list[dict]:
     return [s.init_shared(rngs.params(), config.num_heads, config.head_dim) for s in _shared_schemes(config)]
 
 
-def _check_shapes(tokens, positions, segment_ids) -> None:
+def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:
     check_rank("tokens", tokens, 2, "[batch, length]")
     columns = tokens.shape[1]
     if segment_ids is not None:
@@ -179,6 +285,10 @@ def _check_shapes(tokens, positions, segment_ids) -> None:
         found = (positions.length,) if isinstance(positions, Range) else jnp.shape(positions)
         fits = found in ((columns,), (1, columns), tokens.shape)
         check(fits, f"positions must have shape {(columns,)} or {tokens.shape}, found {found}")
+    if coordinates is not None:
+        found = jnp.shape(coordinates)
+        fits = len(found) > 1 and found[:-1] in ((columns,), (1, columns), tokens.shape)
+        check(fits, f"coordinates must have shape [*{tokens.shape}, axes] or [{columns}, axes], found {found}")
 
 
 def _segment_sizes(segment_ids):

@@ -6,11 +6,12 @@ trainer maps to mesh axes; see ``logical_axes``.
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from posjax.attention.sharded import over_batch
 from posjax.masks import Mask
@@ -29,6 +30,8 @@ class Context:
         visible: how many keys each token may see.
         length: the current length, for schemes that read it.
         shared: the parameters that all layers share, by scheme.
+        coordinates: positions for the features alone; see ``Scheme.attend``.
+        valid: False at padding, for decoding.
     """
 
     positions: Positions
@@ -36,6 +39,8 @@ class Context:
     visible: Int[Array, "*b length"]
     length: int | Int[Array, "..."]
     shared: dict[Scheme, dict[str, dict[str, Array]]]
+    coordinates: Array | None = None
+    valid: Bool[Array, "batch length"] | None = None
 
 
 def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
@@ -64,7 +69,7 @@ def _split_by_batch(values: dict, rows: int) -> tuple[dict, dict]:
 
     def has_rows(name: str) -> bool:
         arrays = jax.tree.leaves(values[name])
-        least = 1 if name == "length" else 2
+        least = {"length": 1, "coordinates": 3}.get(name, 2)
         return bool(arrays) and all(jnp.ndim(a) >= least and a.shape[0] == rows for a in arrays)
 
     per_row = {name: value for name, value in values.items() if not isinstance(value, int) and has_rows(name)}
@@ -107,7 +112,8 @@ class Attention(nnx.Module):
         self.v = into(rngs.params(), shapes["v"], ("embed", "kv_heads", "head_dim"))
         stddev = (heads * size * 2 * config.num_layers) ** -0.5
         self.o = parameter(rngs.params(), (heads, size, width), ("heads", "head_dim", "embed"), stddev)
-        self.learned = scheme_parameters(scheme.init(rngs.params(), heads, size))
+        made = scheme.init(rngs.params(), heads, size, num_kv_heads=kv_heads, model_dim=width)
+        self.learned = scheme_parameters(made)
 
     def __call__(
         self,
@@ -117,30 +123,57 @@ class Attention(nnx.Module):
         mask: Mask | None = None,
         visible: Int[Array, "*b length"] | None = None,
         length: int | Int[Array, "..."] | None = None,
+        coordinates: Array | None = None,
         shared: dict[str, dict[str, Array]] | None = None,
     ) -> Float[Array, "batch length embed"]:
         """Self-attention of ``x``; the other arguments are those of ``Scheme.attend``.
 
         ``shared`` holds the parameters that all layers share (``Scheme.init_shared``).
         """
-        dtype = x.dtype
-        projected = [jnp.einsum("bte,ehd->bthd", x, w[...].astype(dtype)) for w in (self.q, self.k, self.v)]
+        params = plain(self.learned) | (shared or {})
         settings = {"positions": positions, "mask": mask, "visible": visible, "length": length}
+        settings |= {"coordinates": coordinates, "gates": self.scheme.prepare(params, x)}
         same, per_row = _split_by_batch(settings, x.shape[0])
-        same |= {"params": plain(self.learned) | (shared or {})}
-        out = over_batch(partial(self._attend, length), self.config.batch_axes, same, projected, per_row)
-        return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(dtype))
+        same |= {"params": params}
+        out = over_batch(partial(self._attend, length), self.config.batch_axes, same, self._project(x), per_row)
+        return self._merge(out)
+
+    def decode(
+        self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
+    ) -> tuple[Float[Array, "batch tokens embed"], Any]:
+        """Attention of new tokens over a cache, and the cache with them in it; see ``Scheme.decode``."""
+        params = plain(self.learned) | context.shared.get(self.scheme, {})
+        start = kept.total if self.scheme.reads_tokens else None
+        out, kept = self.scheme.decode(
+            *self._project(x),
+            kept,
+            params=params,
+            index=context.visible - 1,
+            valid=context.valid,
+            positions=context.positions,
+            coordinates=context.coordinates,
+            length=context.length,
+            gates=self.scheme.prepare(params, x, start=start, valid=context.valid),
+        )
+        return self._merge(out), kept
+
+    def _project(self, x) -> list:
+        return [jnp.einsum("bte,ehd->bthd", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v)]
+
+    def _merge(self, out):
+        return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(out.dtype))
 
     def _attend(self, length, same: dict, projected: list, per_row: dict):
         """``Scheme.attend`` on the rows of one device; a ``length`` that is a Python number stays one."""
         given = {"length": length} | same | per_row
-        positions = given.pop("positions")
+        positions, gates = given.pop("positions"), given.pop("gates", None)
         return self.scheme.attend(
             *projected,
             **given,
             causal=self.config.causal,
             q_positions=positions,
             kv_positions=positions,
+            gates=None if gates is None else (gates, gates),
             implementation=self.config.implementation,
         )
 
@@ -179,6 +212,15 @@ class Block(nnx.Module):
             mask=context.mask,
             visible=context.visible,
             length=context.length,
+            coordinates=context.coordinates,
             shared=context.shared.get(self.attention.scheme, {}),
         )
         return x + self.mlp(self.mlp_norm(x))
+
+    def decode(
+        self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
+    ) -> tuple[Float[Array, "batch tokens embed"], Any]:
+        """One layer on new tokens, and its cache with them in it."""
+        found, kept = self.attention.decode(self.attention_norm(x), kept, context)
+        x = x + found
+        return x + self.mlp(self.mlp_norm(x)), kept

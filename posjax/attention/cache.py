@@ -1,0 +1,137 @@
+"""What decoding keeps of the tokens that were seen: keys, values and where they stand.
+
+A cache has a slot for every token, or, where a mask lets a query see the first few and the recent ones alone, a ring:
+slots for the first few, and ``recent`` more that are written over again and again. Rows of a batch may differ in
+length. Every row counts its own tokens, and padding, on either side, takes no slot. Masks look at the positions that
+are kept beside the keys, so the order of the slots does not matter.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from posjax._checks import check
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k", "v", "positions", "ids", "gates", "total"],
+    meta_fields=["first", "chunk"],
+)
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of one layer.
+
+    Args:
+        k: keys as ``Scheme.stored`` makes them.
+        v: values.
+        positions: of every slot's token.
+        ids: 0 for a slot that holds a token, -1 for an empty one.
+        gates: cumulative gates of every slot's token (FoX), or None.
+        total: the gates of the row's last token, ``[batch, heads]``, or None.
+        first: how many of the first tokens keep their slots while the others share a ring; None without a ring.
+        chunk: the most tokens that may be written at once.
+    """
+
+    k: Float[Array, "batch slots kv_heads size"]
+    v: Float[Array, "batch slots kv_heads value_size"]
+    positions: Int[Array, "batch slots"]
+    ids: Int[Array, "batch slots"]
+    gates: Float[Array, "batch heads slots"] | None
+    total: Float[Array, "batch heads"] | None
+    first: int | None
+    chunk: int
+
+    @property
+    def slots(self) -> int:
+        """How many tokens it holds."""
+        return self.k.shape[1]
+
+    def slot(self, index: Int[Array, "batch tokens"], valid: Bool[Array, "batch tokens"]) -> Int[Array, "batch tokens"]:
+        """The slot of the ``index``-th token of a row; one beyond the last for padding."""
+        if self.first is not None:
+            ring = self.first + (index - self.first) % (self.slots - self.first)
+            index = jnp.where(index < self.first, index, ring)
+        return jnp.where(valid, index, self.slots)
+
+    def write(self, k, v, positions, index, valid, gates=None) -> "Cache":
+        """The cache with new tokens in it; what has no slot (padding, or beyond the last slot) is left out.
+
+        Args:
+            k, v: stored keys and values ``[batch, tokens, kv_heads, ...]``.
+            positions: ``[batch, tokens]``.
+            index: how many tokens of the row stand before each.
+            valid: False for padding.
+            gates: cumulative gates ``[batch, heads, tokens]``.
+
+        Raises:
+            ValueError: for more tokens than ``chunk`` at once.
+        """
+        tokens = k.shape[1]
+        check(
+            tokens <= self.chunk,
+            f"tokens: this cache was made for {self.chunk} tokens at a time, found {tokens}; give init_cache(chunk=) "
+            "the longest part of a prompt",
+        )
+        at = jnp.arange(k.shape[0])[:, None], self.slot(index, valid)
+
+        def put(kept, new):
+            return kept.at[at].set(new.astype(kept.dtype), mode="drop")
+
+        kept_gates, total = self.gates, self.total
+        if gates is not None:
+            total = gates[..., -1]
+            kept_gates = jnp.moveaxis(put(jnp.moveaxis(self.gates, 1, 2), jnp.moveaxis(gates, 1, 2)), 2, 1)
+        return dataclasses.replace(
+            self,
+            k=put(self.k, k),
+            v=put(self.v, v),
+            positions=put(self.positions, jnp.broadcast_to(positions, index.shape)),
+            ids=put(self.ids, jnp.zeros_like(index)),
+            gates=kept_gates,
+            total=total,
+        )
+
+
+def empty(
+    batch: int,
+    capacity: int,
+    *,
+    kv_heads: int,
+    size: int,
+    value_size: int,
+    gates: int = 0,
+    retained: tuple[int, int] | None = None,
+    chunk: int = 1,
+    dtype=jnp.float32,
+) -> Cache:
+    """A cache without tokens.
+
+    Args:
+        batch: rows.
+        capacity: the most tokens of a row.
+        kv_heads: heads of keys and values.
+        size: width of a stored key.
+        value_size: width of a value.
+        gates: query heads that have gates, 0 for none.
+        retained: ``(first, recent)``: the only tokens that a query can see; None if it can see all. Then a ring of
+            ``recent + chunk - 1`` slots follows the ``first``, for the first query of a chunk looks back from there.
+        chunk: the most tokens that are written at once.
+        dtype: of keys and values.
+    """
+    first, slots = None, capacity
+    if retained is not None and sum(retained) + chunk - 1 < capacity:
+        first, slots = retained[0], sum(retained) + chunk - 1
+    return Cache(
+        jnp.zeros((batch, slots, kv_heads, size), dtype),
+        jnp.zeros((batch, slots, kv_heads, value_size), dtype),
+        jnp.zeros((batch, slots), jnp.int32),
+        jnp.full((batch, slots), -1, jnp.int32),
+        jnp.zeros((batch, gates, slots), jnp.float32) if gates else None,
+        jnp.zeros((batch, gates), jnp.float32) if gates else None,
+        first,
+        chunk,
+    )

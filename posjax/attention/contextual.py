@@ -1,0 +1,174 @@
+"""Attention under a bias that counts along the scores of its own row (CoPE): dense, and tile by tile in linear memory.
+
+Position ``p_ij`` sums the gates of keys ``j`` to ``i``, so the tiles of a block of queries are taken from the last key
+to the first, with the count and the online softmax carried along. Keys must stand in the order of their positions
+(no ring buffer).
+
+What it costs beside plain attention: no tile is skipped, whatever the mask, and they follow each other strictly; for
+every query a product with the table, as wide as ``max_position`` keys; for every pair a sigmoid, a cumulative sum and
+two reads of the table's products. The backward pass is that of autodiff with two levels of checkpoints, one per block
+of queries and one per tile, so every tile's logits are computed three times.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from posjax._checks import check, check_count
+from posjax._slots import with_head_axis
+from posjax.attention.operands import Operands, group_mask, mix, scores, statistics_dtype
+from posjax.bias import ContextualBias
+from posjax.positions import as_array
+
+_BLOCK = 256
+
+
+class _Row(NamedTuple):
+    """What is carried along the tiles of a block of queries: the count, and the softmax so far."""
+
+    count: Float[Array, "batch kv_heads group q"]
+    highest: Float[Array, "batch kv_heads group q"]
+    total: Float[Array, "batch kv_heads group q"]
+    out: Float[Array, "batch kv_heads group q value_size"]
+
+
+class _Keys(NamedTuple):
+    """The keys and values of a tile, and which of its pairs are allowed."""
+
+    k: Float[Array, "batch kv_heads k size"]
+    v: Float[Array, "batch kv_heads k value_size"]
+    allowed: Bool[Array, "*#b q k"]
+
+
+def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries size"]) -> tuple:
+    """``softmax(softcap(z + interpolate(q . table, p)) where allowed) v`` with the whole matrix of logits.
+
+    Args:
+        x: the operands; their bias is a ``ContextualBias``. Their ``q`` is scaled: gates read the scaled scores ``z``.
+        q: the queries as they were before the scale, grouped alike, which meet the table.
+
+    Returns:
+        Output and log-sum-exp as ``posjax.attention.dense.dense`` gives them: a row that may see no key gives exactly
+        0, with zero gradients, and minus infinity.
+
+    Raises:
+        ValueError: for another bias, a table of another head size, or several pairs of features.
+    """
+    _check(x, q)
+    blocks = x.q.shape[3], x.k.shape[2]
+    keys = _Keys(x.k, x.v, _allowed(_spread(x, *blocks), 0, 0, blocks, blocks[1]))
+    return _finish(_tile(x, x.q, x.bias.levels(q), _start(x.q, x.v), keys), x.v.dtype)
+
+
+def blockwise_contextual(
+    x: Operands, q: Float[Array, "batch kv_heads group queries size"], block: int = _BLOCK
+) -> tuple:
+    """The same function as ``dense_contextual`` in memory linear in the length, forward and backward.
+
+    Args:
+        x: the operands.
+        q: the queries before the scale.
+        block: tokens of a tile along either side.
+
+    Raises:
+        ValueError: as ``dense_contextual``, and for an empty block.
+    """
+    _check(x, q)
+    check_count("block", block)
+    queries, keys = x.q.shape[3], x.k.shape[2]
+    blocks = min(block, queries), min(block, keys)
+    padded = _spread(x, queries + -queries % blocks[0], keys + -keys % blocks[1])
+    k, v = _split(x.k, 2, blocks[1]), _split(x.v, 2, blocks[1])
+
+    def rows(part):
+        i, scaled, raw = part
+        levels = x.bias.levels(raw)
+
+        def step(row, part):
+            j, k_tile, v_tile = part
+            tile = _Keys(k_tile, v_tile, _allowed(padded, i, j, blocks, keys))
+            return _tile(x, scaled, levels, row, tile), None
+
+        step = jax.checkpoint(step, prevent_cse=False)
+        row, _ = jax.lax.scan(step, _start(scaled, x.v), (jnp.arange(k.shape[0]), k, v), reverse=True)
+        return _finish(row, x.v.dtype)
+
+    parts = _split(x.q, 3, blocks[0]), _split(q, 3, blocks[0])
+    results = jax.lax.map(jax.checkpoint(rows, prevent_cse=False), (jnp.arange(parts[0].shape[0]), *parts))
+    out, lse = (_join(a, 3) for a in results)
+    return out[..., :queries, :], lse[..., :queries]
+
+
+def _check(x: Operands, q: Array) -> None:
+    check(isinstance(x.bias, ContextualBias), f"bias must be a ContextualBias, found {type(x.bias).__name__}")
+    found = x.bias.table.shape
+    check(found[1] == q.shape[-1], f"table must have the head size of q, {q.shape[-1]}, found shape {found}")
+    one = not x.far and x.decay is None
+    check(one, "a contextual bias counts along one score: it takes no far branches and no decaying features")
+
+
+def _split(x: Array, axis: int, size: int) -> Array:
+    """Zero-padded to whole blocks, which become the first axis."""
+    x = jnp.pad(x, [(0, -x.shape[n] % size if n == axis else 0) for n in range(x.ndim)])
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _join(x: Array, axis: int) -> Array:
+    """The inverse of ``_split``, padding apart."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def _spread(x: Operands, queries: int, keys: int) -> Operands:
+    """The operands with mask and positions lengthened, and positions as arrays that broadcast against heads."""
+
+    def lengthen(positions, length):
+        positions = with_head_axis(as_array(positions))
+        widths = [(0, 0)] * (positions.ndim - 1) + [(0, length - positions.shape[-1])]
+        return jnp.pad(positions, widths, mode="edge")
+
+    mask = x.mask if x.mask is None else x.mask.pad(queries, keys)
+    positions = lengthen(x.q_positions, queries), lengthen(x.kv_positions, keys)
+    return dataclasses.replace(x, mask=mask, q_positions=positions[0], kv_positions=positions[1])
+
+
+def _allowed(x: Operands, i, j, blocks: tuple[int, int], keys: int) -> Bool[Array, "*#b q k"]:
+    """Allowed pairs of query block ``i`` and key block ``j``: those of the mask, without keys from ``keys`` on."""
+    present = j * blocks[1] + jnp.arange(blocks[1]) < keys
+    if x.mask is None:
+        return jnp.broadcast_to(present, blocks)
+    cut = jax.lax.dynamic_slice_in_dim
+    q_positions = cut(x.q_positions, i * blocks[0], blocks[0], axis=-1)
+    kv_positions = cut(x.kv_positions, j * blocks[1], blocks[1], axis=-1)
+    mask = x.mask.queries(i * blocks[0], blocks[0]).keys(j * blocks[1], blocks[1])
+    return group_mask(mask.allowed(q_positions, kv_positions), x.k.shape[1]) & present
+
+
+def _start(q: Array, v: Array) -> _Row:
+    dtype = statistics_dtype(q)
+    zero = jnp.zeros_like(q[..., 0], dtype)
+    # Below every real logit but finite, so that a tile without an allowed key needs no special case.
+    lowest = jnp.full_like(zero, float(jnp.finfo(dtype).min) / 4)
+    return _Row(zero, lowest, zero, jnp.zeros_like(q, dtype, shape=(*q.shape[:-1], v.shape[-1])))
+
+
+def _tile(x: Operands, q: Array, levels: Array, row: _Row, keys: _Keys) -> _Row:
+    """Folds a tile into the row: its logits, the count at its first key, and one step of the online softmax."""
+    logits, count = x.bias.add(scores(q, keys.k), keys.allowed, levels, row.count)
+    if x.softcap is not None:
+        logits = x.softcap * jnp.tanh(logits / x.softcap)
+    logits = jnp.where(keys.allowed, logits, -jnp.inf)
+    # The result does not depend on the maximum that is subtracted, so neither does its gradient.
+    highest = jax.lax.stop_gradient(jnp.maximum(row.highest, logits.max(-1)))
+    weights, shrink = jnp.exp(logits - highest[..., None]), jnp.exp(row.highest - highest)
+    out = row.out * shrink[..., None] + mix(weights, keys.v, row.out.dtype)
+    return _Row(count, highest, row.total * shrink + weights.sum(-1), out)
+
+
+def _finish(row: _Row, dtype) -> tuple[Array, Array]:
+    seen = row.total > 0
+    total = jnp.where(seen, row.total, 1)
+    return (row.out / total[..., None]).astype(dtype), jnp.where(seen, row.highest + jnp.log(total), -jnp.inf)

@@ -1,0 +1,92 @@
+"""Schemes that differ from layer to layer."""
+
+import dataclasses
+
+from posjax._checks import check
+from posjax.registry import check_known
+from posjax.scheme import Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Schemes that differ from layer to layer: patterns of schemes, each repeated, one after the other.
+
+    ``Layers((((local, local, globe), 7), ((local,), 2)))`` are 23 layers. A model scans over each pattern.
+
+    Args:
+        patterns: ``((schemes of one period, repeats), ...)``.
+
+    Raises:
+        ValueError: for empty patterns, or layers that disagree on the embedding, which the model has once.
+    """
+
+    patterns: tuple[tuple[tuple[Scheme, ...], int], ...]
+
+    def __post_init__(self):
+        check(bool(self.patterns), "patterns is empty: name at least one ((scheme, ...), repeats)")
+        for schemes, repeats in self.patterns:
+            check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
+        for scheme in self.schemes:
+            check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {scheme!r}")
+        for name in ("embedding", "positions"):
+            found = {getattr(scheme, name) for scheme in self.schemes}
+            check(len(found) == 1, f"patterns: all layers must name the same {name}, found {found}")
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The scheme of every layer, in order."""
+        return tuple(scheme for schemes, repeats in self.patterns for _ in range(repeats) for scheme in schemes)
+
+    @property
+    def embedding(self):
+        """What is added to the token embeddings."""
+        return self.schemes[0].embedding
+
+    @property
+    def positions(self):
+        """How positions are drawn in training."""
+        return self.schemes[0].positions
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether shifting all positions by one constant changes nothing in any layer."""
+        return all(scheme.shift_invariant for scheme in self.schemes)
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether some layer depends on the current length."""
+        return any(scheme.reads_length for scheme in self.schemes)
+
+    def extend(self, *, layers: str = "all", **changes) -> "Layers":
+        """The same layers with schemes extended alike; see ``Scheme.extend``.
+
+        Args:
+            layers: which: ``"all"``, or the ``"full"`` ones, which see everything, or the ``"local"`` ones, which
+                their mask confines. A change of frequencies passes over layers that rotate nothing.
+            changes: see ``Scheme.extend``.
+        """
+        check_known("layers", layers, ("all", "full", "local"))
+
+        def extended(scheme: Scheme) -> Scheme:
+            if layers != "all" and (layers == "local") != (scheme.mask is not None):
+                return scheme
+            rotates = scheme.rotates
+            return scheme.extend(**{k: v for k, v in changes.items() if rotates or k not in ("frequencies", "far")})
+
+        rotating = any(scheme.rotates for scheme in self.schemes)
+        check(rotating or "frequencies" not in changes, "frequencies: no layer of this scheme rotates anything")
+        return Layers(tuple((tuple(map(extended, schemes)), repeats) for schemes, repeats in self.patterns))
+
+
+def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
+    """One scheme for all layers as ``Layers``; ``Layers`` are checked to be that many.
+
+    Raises:
+        ValueError: if the layers do not add up.
+    """
+    layers = scheme if isinstance(scheme, Layers) else Layers((((scheme,), num_layers),))
+    check(
+        len(layers.schemes) == num_layers,
+        f"scheme names {len(layers.schemes)} layers, but num_layers is {num_layers}",
+    )
+    return layers

@@ -1,0 +1,233 @@
+"""The schemes of the field by name: one line each, and the recipes whose layers differ."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
+from posjax._checks import check, check_count
+from posjax.layers import Layers
+from posjax.registry import build, check_known
+from posjax.scheme import SLOT_NAMES, Scheme
+
+_ROPE = rotary.Rotary()
+
+
+def _in(slot_name: str, **others) -> Callable[[Any], Scheme]:
+    """The scheme with a spec in one slot, and others beside it."""
+    return lambda spec: Scheme(**{slot_name: spec}, **others)
+
+
+def _features(feature: Callable[[rotary.FrequencyRule], Any]) -> Callable[[rotary.FrequencyRule], Scheme]:
+    return lambda rule: Scheme(features=feature(rule))
+
+
+def _axial(layout: str = "rope-vit") -> rotary.Rotary:
+    """One of the four public layouts of 2-D RoPE."""
+    check_known("layout", layout, rotary.AXIAL_LAYOUTS)
+    return rotary.AXIAL_LAYOUTS[layout]
+
+
+def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_tokens: int = 1) -> masks.Mask:
+    """Longformer's pattern: a window of so many keys in total, dilated, and the first tokens global."""
+    return masks.Dilated(window // 2 + 1, dilation) | masks.GlobalFirst(global_tokens)
+
+
+def _periodic(period: Sequence[Scheme], num_layers: int) -> Layers:
+    """A period over and over, the last time as far as it goes."""
+    check_count("num_layers", num_layers)
+    repeats, rest = divmod(num_layers, len(period))
+    patterns = [(tuple(period), repeats)] if repeats else []
+    return Layers((*patterns, *([(tuple(period[:rest]), 1)] if rest else [])))
+
+
+def hwfa_window(num_layers: int, length: int, alpha: float = 0.75) -> int:
+    """The largest window ``w`` with ``(w - 1)(num_layers - 1) + 1 <= alpha length`` (kexue.fm/archives/9603).
+
+    What reaches the last layer through the windows then spans no more than ``alpha`` of the training length.
+
+    Raises:
+        ValueError: if not even a window of 2 fits.
+    """
+    check(num_layers > 1, f"num_layers must be at least 2, found {num_layers}")
+    check(0 < alpha <= 1, f"alpha must be in (0, 1], found {alpha!r}")
+    window = int((alpha * length - 1) // (num_layers - 1)) + 1
+    check(window > 1, f"length {length} is too short for {num_layers} layers: no window of 2 tokens fits")
+    return window
+
+
+def _hwfa(
+    num_layers: int, length: int, alpha: float = 0.75, window: int | None = None, base: float = 10_000.0
+) -> Layers:
+    """HWFA (kexue.fm/archives/9603): RoPE in windows, and a last layer that sees all, without position, with log n."""
+    window = hwfa_window(num_layers, length, alpha) if window is None else window
+    local = Scheme(features=rotary.Rotary(rotary.Plain(base)), mask=masks.Window(window))
+    return Layers((((local,), num_layers - 1), ((Scheme(scale=scales.LogN(length)),), 1)))
+
+
+def _hwfa2(
+    num_layers: int, length: int, full_layers: int = 2, window: int | None = None, base: float = 10_000.0
+) -> Layers:
+    """HWFA2 (kexue.fm/archives/9731): RoPE everywhere, in windows but for a few evenly spread layers, with log n there.
+
+    The window is three times ``length / num_layers`` when left out (the article: two to four times). For longer texts
+    ``extend(layers="full", far=ReRoPE(length // 2))``.
+    """
+    check_count("num_layers", num_layers)
+    check(0 < full_layers < num_layers, f"full_layers must be from 1 to {num_layers - 1}, found {full_layers}")
+    window = max(2, 3 * length // num_layers) if window is None else window
+    features = rotary.Rotary(rotary.Plain(base))
+    local = Scheme(features=features, mask=masks.Window(window))
+    full = {num_layers * (n + 1) // (full_layers + 1) for n in range(full_layers)}
+    globe = Scheme(features=features, scale=scales.LogN(length))
+    return Layers(tuple(((globe if layer in full else local,), 1) for layer in range(num_layers)))
+
+
+def _gemma3(
+    num_layers: int,
+    window: int = 1024,
+    local_base: float = 10_000.0,
+    global_base: float = 1_000_000.0,
+    factor: float = 1.0,
+) -> Layers:
+    """Gemma 3: five windowed layers, one that sees all, QK-norm. 270M and 1B: window 512; 4B and up: factor 8."""
+    wide = rotary.Plain(global_base) if factor == 1 else rotary.Linear(factor, base=global_base)
+    local = Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rotary.Plain(local_base)), mask=masks.Window(window))
+    return _periodic((local,) * 5 + (Scheme(norm=scales.QKNorm(), features=rotary.Rotary(wide)),), num_layers)
+
+
+def _llama4(
+    num_layers: int, chunk: int = 8192, base: float = 500_000.0, floor_scale: int = 8192, attn_scale: float = 0.1
+) -> Layers:
+    """Llama 4 (iRoPE): three layers of RoPE in chunks with a gain-less QK-norm, one without position that sees all."""
+    local = Scheme(
+        norm=scales.QKNorm(gain=False),
+        features=rotary.Rotary(rotary.Plain(base), pairing="interleaved"),
+        mask=masks.Chunked(chunk),
+    )
+    return _periodic((local,) * 3 + (Scheme(scale=scales.Llama4Temperature(floor_scale, attn_scale)),), num_layers)
+
+
+def _smollm3(num_layers: int, base: float = 5_000_000.0) -> Layers:
+    """SmolLM3: RoPE, and no position in every fourth layer; all layers see all."""
+    return _periodic((Scheme(features=rotary.Rotary(rotary.Plain(base))),) * 3 + (Scheme(),), num_layers)
+
+
+def _gpt_oss(
+    num_layers: int,
+    window: int = 128,
+    base: float = 150_000.0,
+    factor: float = 32.0,
+    original_length: int = 4096,
+) -> Layers:
+    """gpt-oss: windows in every other layer, YaRN without rounding and learned sinks in all of them."""
+    features = rotary.Rotary(rotary.YaRN(factor, original_length, base=base, truncate=False))
+    local = Scheme(features=features, mask=masks.Window(window), sinks=sinks.LearnedSinks())
+    return _periodic((local, Scheme(features=features, sinks=sinks.LearnedSinks())), num_layers)
+
+
+def _rnope_swa(num_layers: int, window: int = 4096, base: float = 10_000.0) -> Layers:
+    """RNoPE-SWA (arXiv 2501.18795; Command A): three windowed layers of RoPE, one without position that sees all."""
+    local = Scheme(features=rotary.Rotary(rotary.Plain(base)), mask=masks.Window(window))
+    return _periodic((local,) * 3 + (Scheme(),), num_layers)
+
+
+PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] = {
+    "nope": (lambda: None, lambda _: Scheme()),
+    "sinusoidal": (absolute.Sinusoidal, _in("embedding")),
+    "learned": (absolute.Learned, _in("embedding")),
+    "hierarchical": (absolute.Hierarchical, _in("embedding")),
+    "rope": (rotary.Plain, _features(rotary.Rotary)),
+    "p-rope": (rotary.Proportional, _features(rotary.Rotary)),
+    "xpos": (rotary.XPos, _in("features")),
+    "vo-rope": (rotary.ValueRotary, _in("features")),
+    "axial": (_axial, _in("features")),
+    "mixed": (rotary.MixedRotary, _in("features")),
+    "mrope": (rotary.MRoPE, _features(rotary.Rotary)),
+    "rope-tie": (rotary.RoPETie, _features(rotary.Rotary)),
+    "pope": (pope.PoPE, _in("features")),
+    "alibi": (bias.ALiBi, _in("bias")),
+    "t5": (bias.T5, _in("bias")),
+    "kerple-log": (lambda: bias.Kerple("log"), _in("bias")),
+    "kerple-power": (lambda: bias.Kerple("power"), _in("bias")),
+    "sandwich": (bias.Sandwich, _in("bias")),
+    "fire": (bias.FIRE, _in("bias")),
+    "fox": (bias.FoX, _in("bias")),
+    "cope": (bias.CoPE, _in("bias")),
+    "scale-invariant": (bias.ScaleInvariant, _in("bias", features=rotary.Rotary(rotary.Proportional()))),
+    "coca-strict": (rotary.Plain, _features(partial(coca.Coca, "strict"))),
+    "coca-tied": (rotary.Plain, _features(partial(coca.Coca, "tied"))),
+    "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
+    "coca-relative": (rotary.Plain, _features(partial(coca.Coca, "relative"))),
+    "rerope": (far.ReRoPE, _in("far", features=_ROPE)),
+    "leaky-rerope": (far.LeakyReRoPE, _in("far", features=_ROPE)),
+    "inverse-leaky": (far.inverse_leaky, _in("far", features=_ROPE)),
+    "self-extend": (far.SelfExtend, _in("far", features=_ROPE)),
+    "lm-infinite": (far.LMInfinite, _in("far", features=_ROPE)),
+    "streaming": (far.StreamingLLM, _in("far", features=_ROPE)),
+    "dual-chunk": (far.DualChunk, _in("far", features=_ROPE)),
+    "window": (masks.Window, _in("mask", features=_ROPE)),
+    "chunked": (masks.Chunked, _in("mask", features=_ROPE)),
+    "longformer": (_longformer, _in("mask", features=_ROPE)),
+    "learned-sinks": (sinks.LearnedSinks, _in("sinks", features=_ROPE)),
+    "softmax-plus-one": (sinks.SoftmaxPlusOne, _in("sinks", features=_ROPE)),
+    "log-n": (scales.LogN, _in("scale", features=_ROPE)),
+    "ssmax": (scales.SSMax, _in("scale", features=_ROPE)),
+    "key-norm": (scales.KeyNorm, _in("norm", features=_ROPE)),
+    "qwen3": (
+        partial(rotary.Plain, 1_000_000.0),
+        lambda rule: Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rule)),
+    ),
+    "randomised": (sampling.Randomised, _in("positions", features=_ROPE)),
+    "equal-mean": (sampling.EqualMean, _in("positions", features=_ROPE)),
+    "pose": (sampling.PoSE, _in("positions", features=_ROPE)),
+    "hwfa": (_hwfa, lambda layers: layers),
+    "hwfa2": (_hwfa2, lambda layers: layers),
+    "gemma3": (_gemma3, lambda layers: layers),
+    "llama4": (_llama4, lambda layers: layers),
+    "smollm3": (_smollm3, lambda layers: layers),
+    "gpt-oss": (_gpt_oss, lambda layers: layers),
+    "rnope-swa": (_rnope_swa, lambda layers: layers),
+    "linear-elu": (linear.Elu, _in("linear", features=_ROPE)),
+    "linear-exp": (linear.Exponential, _in("linear", features=_ROPE)),
+    "performer": (linear.Performer, _in("linear", features=_ROPE)),
+    "linear-taylor": (linear.Taylor, _in("linear", features=_ROPE)),
+    "linear-limit": (linear.Limit, _in("linear", features=_ROPE)),
+    "linear-cosine": (linear.Cosine, _in("linear", features=_ROPE)),
+}
+"""Named schemes, the registry that a new method adds one line to: what the options build, and its place in a scheme."""
+
+
+def scheme_names() -> tuple[str, ...]:
+    """The names that ``scheme`` knows."""
+    return tuple(PRESETS)
+
+
+def scheme_options(name: str) -> tuple[str, ...]:
+    """The options of a preset: the hyper-parameters of its method.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest known one.
+    """
+    check_known("scheme", name, PRESETS)
+    return tuple(inspect.signature(PRESETS[name][0]).parameters)
+
+
+def scheme(name: str, /, **options) -> Scheme | Layers:
+    """A preset by name, with the hyper-parameters of its method as options.
+
+    ``scheme("rope", base=500_000.0)``, ``scheme("alibi")``, ``scheme("t5", max_distance=24)``. The slots of a scheme
+    are options too, with a spec or ``{"name": ..., option: value}``:
+    ``scheme("rope", scale={"name": "log-n", "length": 512})``. Recipes whose layers differ (``"gemma3"``, ``"hwfa"``)
+    take ``num_layers`` and give ``Layers``; they have no further slots.
+
+    Raises:
+        ValueError: for an unknown name or option, with the nearest known one.
+    """
+    known = scheme_options(name)
+    make, place = PRESETS[name]
+    open_slots = () if "num_layers" in known else tuple(slot for slot in SLOT_NAMES if slot not in known)
+    slots = {key: options.pop(key) for key in open_slots if key in options}
+    built = place(build(f"scheme {name!r}", make, options, also=open_slots))
+    return built.replace(**slots) if slots else built

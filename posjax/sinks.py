@@ -1,0 +1,56 @@
+"""Attention sinks without a token: one logit per head that takes part in the normalisation and has no value.
+
+``attention(sinks=...)`` takes the logits ``[heads]``; the specs put them behind one protocol:
+
+* ``spec.init(key, num_heads)`` makes the learned parameters of a layer, ``{}`` where there are none;
+* ``spec.logits(params, num_heads)`` returns float32 ``[heads]``.
+
+A head may then attend to nothing, which a softmax otherwise does by way of the first tokens. Sinks compose with every
+other slot, since the sink knows no position and no scale.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxPlusOne:
+    """``exp(z_j) / (1 + sum exp(z))``: softmax with one added to the denominator (Miller, "Attention is off by one").
+
+    Softmax_1, or the zero sink of StreamingLLM (arXiv 2309.17453): a key of zeros with a value of zeros.
+    """
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Array]:
+        """``{}``: nothing is learned."""
+        return {}
+
+    def logits(self, params, num_heads: int) -> Float[Array, "heads"]:
+        """Zeros."""
+        return jnp.zeros(num_heads, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedSinks:
+    """``exp(z_j) / (exp(s_h) + sum exp(z))`` with a learned ``s_h`` for each head and layer (gpt-oss).
+
+    The logits start at zero, where this is ``SoftmaxPlusOne``. No scale multiplies them.
+    """
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Float[Array, "heads"]]:
+        """``{"sinks": [heads]}`` of zeros, float32."""
+        return {"sinks": jnp.zeros(num_heads, jnp.float32)}
+
+    def logits(self, params, num_heads: int) -> Float[Array, "heads"]:
+        """The learned logits.
+
+        Raises:
+            ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
+        """
+        found = {name: value.shape for name, value in (params or {}).items()}
+        wanted = {"sinks": (num_heads,)}
+        check(found == wanted, f"params must have the shapes {wanted}, found {found}: LearnedSinks().init makes them")
+        return params["sinks"].astype(jnp.float32)
