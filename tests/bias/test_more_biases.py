@@ -1,6 +1,7 @@
 """Sandwich, FIRE, FoX, scale-invariant attention, and the further forms of ALiBi and KERPLE."""
 
 import dataclasses
+from functools import partial
 
 import chex
 import jax
@@ -8,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posjax.attention.blockwise import Blocks, blockwise
+from posjax.attention.dense import dense
+from posjax.attention.operands import Operands
 from posjax.bias import (
     FIRE,
     T5,
@@ -20,10 +24,12 @@ from posjax.bias import (
     accumulate,
     alibi_slopes,
 )
+from posjax.masks import Causal
+from posjax.positions import Range
 
 Q = jnp.arange(7)
-I, J = np.mgrid[:7, :7]
-R = I - J
+ROW, COLUMN = np.mgrid[:7, :7]
+R = ROW - COLUMN
 
 
 def values(spec, heads=4, q=Q, k=Q, params=None):
@@ -221,12 +227,12 @@ def test_weighted_kerple_is_a_factor_and_an_offset():
 def test_alibi_that_tells_left_from_right():
     m = np.asarray(alibi_slopes(4))[:, None, None]
     offset = values(ALiBi(symmetric=True, direction="offset"))
-    np.testing.assert_allclose(offset, m * (-abs(R) + 0.5 * (J < I)), rtol=1e-6)
+    np.testing.assert_allclose(offset, m * (-abs(R) + 0.5 * (COLUMN < ROW)), rtol=1e-6)
     spec = ALiBi(symmetric=True, learned=True, direction="slopes")
     params = spec.init(jax.random.key(0), 4)
     chex.assert_trees_all_close(values(spec, params=params), values(ALiBi(symmetric=True)))
     params["ahead"] = 3 * params["ahead"]
-    np.testing.assert_allclose(values(spec, params=params), -m * np.where(J > I, 3 * abs(R), abs(R)), rtol=1e-6)
+    np.testing.assert_allclose(values(spec, params=params), -m * np.where(COLUMN > ROW, 3 * abs(R), abs(R)), rtol=1e-6)
 
 
 def test_interpolated_alibi_is_alibi_of_positions_divided():
@@ -295,3 +301,37 @@ def test_identical_tokens_get_identical_outputs(spec):
 def test_mistakes_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def bound_in(kind, params, log_gates):
+    """A bound bias of every kind from the arrays that it learns."""
+    specs = {"fire": FIRE(), "sandwich": Sandwich(16), "scale": ScaleInvariant(), "kerple": Kerple("weighted-power")}
+    if kind in specs:
+        return specs[kind].bind(params[kind], num_heads=4)
+    c = accumulate(log_gates)
+    return FoX(symmetric=kind == "two-sided fox").bind(num_heads=4, q_gates=c, kv_gates=c)
+
+
+@pytest.mark.parametrize("kind", ["fire", "sandwich", "scale", "kerple", "fox", "two-sided fox"])
+def test_attention_tile_by_tile_equals_the_whole_with_gradients(kind):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = jax.random.normal(keys[0], (3, 2, 13, 4, 8))
+    log_gates = -jax.random.uniform(keys[1], (2, 13, 4))
+    params = {"fire": FIRE().init(keys[2], 4), "kerple": Kerple("weighted-power").init(keys[3], 4)}
+    params |= {"sandwich": {}, "scale": {}}
+    mask = None if kind == "two-sided fox" else Causal()
+
+    def loss(backend, x):
+        q, k, v, params, log_gates = x
+        heads = (jnp.moveaxis(q, 2, 1)[:, :, None], jnp.moveaxis(k, 2, 1), jnp.moveaxis(v, 2, 1))
+        bias = bound_in(kind, params, log_gates)
+        out, lse = backend(Operands(*heads, bias, mask, Range(0, 13), Range(0, 13)))
+        return jnp.sin(out).sum() + jnp.cos(lse).sum()
+
+    want, got = (
+        jax.jit(jax.value_and_grad(partial(loss, backend)))((q, k, v, params, log_gates))
+        for backend in (dense, partial(blockwise, blocks=Blocks(4, 6)))
+    )
+    chex.assert_trees_all_close(got, want, atol=5e-5, rtol=1e-4)
+    learned = {"fire": want[1][3]["fire"], "kerple": want[1][3]["kerple"], "fox": want[1][4]}
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(learned.get(kind, ())))

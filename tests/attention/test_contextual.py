@@ -1,0 +1,214 @@
+"""CoPE: counts along the scores of a row, dense and tile by tile, against one logit at a time in float64."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from posjax import masks
+from posjax.attention.contextual import blockwise_contextual, dense_contextual
+from posjax.attention.operands import Operands
+from posjax.bias import ALiBi, ContextualBias, CoPE
+from posjax.bias.cope import interpolate
+from posjax.positions import Range
+
+BATCH, KV_HEADS, GROUP, LENGTH, SIZE, ROWS = 2, 2, 2, 11, 4, 5
+SCALE = 0.5
+BEHIND = masks.Causal()
+
+
+def arrays(dtype=jnp.float32, queries=LENGTH, keys=LENGTH):
+    parts = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(parts[0], (BATCH, KV_HEADS, GROUP, queries, SIZE), dtype)
+    k = jax.random.normal(parts[1], (BATCH, KV_HEADS, keys, SIZE), dtype)
+    v = jax.random.normal(parts[2], (BATCH, KV_HEADS, keys, 3), dtype)
+    return q, k, v, jax.random.normal(parts[3], (ROWS, SIZE))
+
+
+def run(function, q, k, v, table, *, mask=BEHIND, q_positions=None, softcap=None, **options):
+    positions = Range(0, q.shape[3]) if q_positions is None else q_positions, Range(0, k.shape[2])
+    operands = Operands(q * SCALE, k, v, ContextualBias(table), mask, *positions, softcap=softcap)
+    return function(operands, q, **options)
+
+
+def oracle(q, k, v, table, allowed, softcap=None):
+    """The definition, one query of one head at a time; ``allowed`` is ``[batch, queries, keys]``."""
+    q, k, v, table = (np.asarray(x, np.float64) for x in (q, k, v, table))
+    out, lse = np.zeros((*q.shape[:4], v.shape[-1])), np.full(q.shape[:4], -np.inf)
+    for b, h, g, i in np.ndindex(*q.shape[:4]):
+        seen = np.flatnonzero(allowed[b, i])
+        if not seen.size:
+            continue
+        z = SCALE * k[b, h, seen] @ q[b, h, g, i]
+        count = np.cumsum((1 / (1 + np.exp(-z)))[::-1])[::-1]
+        z = z + np.interp(count, np.arange(len(table)), table @ q[b, h, g, i])
+        z = z if softcap is None else softcap * np.tanh(z / softcap)
+        weights = np.exp(z - z.max())
+        out[b, h, g, i] = weights / weights.sum() @ v[b, h, seen]
+        lse[b, h, g, i] = z.max() + np.log(weights.sum())
+    return out, lse
+
+
+CAUSAL = np.tril(np.ones((BATCH, LENGTH, LENGTH), bool))
+IDS = jnp.asarray([[0] * 4 + [1] * 5 + [-1] * 2, [-1] * 3 + [2] * 8])
+SAME = np.asarray((IDS[:, :, None] == IDS[:, None]) & (IDS[:, :, None] >= 0))
+ROW, COLUMN = np.mgrid[:LENGTH, :LENGTH]
+CASES = {
+    "causal": (BEHIND, CAUSAL, {}),
+    "softcap": (BEHIND, CAUSAL, {"softcap": 2.0}),
+    "window": (BEHIND & masks.Window(3), CAUSAL & (ROW - COLUMN < 3), {}),
+    "packed": (BEHIND & masks.Segments(IDS), CAUSAL & SAME, {}),
+    "everything": (None, np.ones_like(CAUSAL), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("function", [dense_contextual, blockwise_contextual])
+def test_equals_the_definition(function, case):
+    mask, allowed, options = CASES[case]
+    inputs = arrays()
+    block = {"block": 4} if function is blockwise_contextual else {}
+    got = jax.jit(lambda *x: run(function, *x, mask=mask, **options, **block))(*inputs)
+    chex.assert_shape(got, ((BATCH, KV_HEADS, GROUP, LENGTH, 3), (BATCH, KV_HEADS, GROUP, LENGTH)))
+    chex.assert_trees_all_close(got, tuple(map(np.float32, oracle(*inputs, allowed, **options))), atol=2e-5)
+
+
+def test_decoding_with_positions_of_its_own_equals_the_whole():
+    q, k, v, table = arrays()
+    whole = run(dense_contextual, q, k, v, table)
+    positions = jnp.asarray([[4, 9], [7, 10]])
+    picked = jnp.stack([q[b][:, :, positions[b]] for b in range(BATCH)])
+    for function in (dense_contextual, blockwise_contextual):
+        out, lse = run(function, picked, k, v, table, q_positions=positions)
+        for b in range(BATCH):
+            chex.assert_trees_all_close(out[b], whole[0][b][:, :, positions[b]], atol=1e-5)
+            chex.assert_trees_all_close(lse[b], whole[1][b][..., positions[b]], atol=1e-5)
+
+
+def test_gradients_of_the_blocks_equal_those_of_the_whole():
+    """With rows that see nothing, whose gradients are zero, and a gradient that reaches the log-sum-exp."""
+    mask, allowed, _ = CASES["packed"]
+    inputs = arrays()
+    blind = ~allowed.any(-1)[:, None, None]
+
+    def loss(function, inputs, **options):
+        out, lse = run(function, *inputs, mask=mask, **options)
+        return jnp.sin(out).sum() + jnp.cos(jnp.where(blind, 0, lse)).sum()
+
+    want = jax.jit(jax.grad(lambda x: loss(dense_contextual, x)))(inputs)
+    got = jax.jit(jax.grad(lambda x: loss(blockwise_contextual, x, block=4)))(inputs)
+    chex.assert_tree_all_finite(want)
+    assert all(np.abs(g).max() > 1e-2 for g in want)
+    chex.assert_trees_all_close(got, want, atol=2e-5)
+    assert not np.asarray(want[0])[np.broadcast_to(blind, want[0].shape[:-1])].any()
+
+
+def test_gradient_of_the_definition():
+    """Along a random direction of all inputs, by central differences of the float64 oracle."""
+    inputs = arrays()
+    rng = np.random.default_rng(0)
+    ways = [rng.normal(size=x.shape) for x in inputs]
+    weights = rng.normal(size=(BATCH, KV_HEADS, GROUP, LENGTH, 3))
+    grads = jax.grad(lambda x: (run(dense_contextual, *x)[0] * weights).sum())(inputs)
+    slope = sum((np.asarray(g, np.float64) * w).sum() for g, w in zip(grads, ways, strict=True))
+
+    def moved(step):
+        return (
+            oracle(*(np.asarray(x, np.float64) + step * w for x, w in zip(inputs, ways, strict=True)), CAUSAL)[0]
+            * weights
+        ).sum()
+
+    np.testing.assert_allclose(slope, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-4)
+
+
+def test_open_gates_count_tokens():
+    """p = i - j + 1 when every gate is 1, up to the last row of the table."""
+    bias = ContextualBias(jnp.zeros((ROWS, SIZE)))
+    levels = jnp.broadcast_to(jnp.arange(ROWS, dtype=jnp.float32) ** 2, (LENGTH, ROWS))
+    scores = jnp.full((LENGTH, LENGTH), 40.0)
+    logits, count = bias.add(scores, CAUSAL[0], levels, jnp.zeros(LENGTH))
+    np.testing.assert_allclose(count, np.arange(LENGTH) + 1)
+    want = np.minimum(ROW - COLUMN + 1, ROWS - 1) ** 2
+    np.testing.assert_allclose((logits - scores)[CAUSAL[0]], want[CAUSAL[0]], atol=1e-5)
+
+
+def test_interpolation_is_linear_between_whole_positions():
+    levels = jnp.asarray([[3.0, -1.0, 4.0, 0.5]])
+    at = jnp.asarray([[0.0, 0.25, 1.0, 1.75, 2.5, 3.0, 3.5, 1e6]])
+    np.testing.assert_allclose(interpolate(levels, at)[0], np.interp(at[0], range(4), levels[0]))
+    slope = jax.grad(lambda x: interpolate(levels, x).sum())(at)
+    np.testing.assert_allclose(slope[0, jnp.asarray([1, 3, 4, 6, 7])], [-4, 5, -3.5, 0, 0])
+
+
+@pytest.mark.parity
+def test_the_formula_of_x_transformers_and_of_the_paper_s_listing():
+    """Gates of masked scores, a flipped cumulative sum, and the mean of the levels below and above."""
+    torch = pytest.importorskip("torch")
+    inputs = arrays()
+    q, k, _, table = (torch.tensor(np.asarray(x)) for x in inputs)
+    z = torch.einsum("bhgid,bhjd->bhgij", q, k) * SCALE
+    z = z.masked_fill(~torch.tensor(CAUSAL[:, None, None]), -torch.finfo(z.dtype).max)
+    count = z.sigmoid().flip(-1).cumsum(-1).flip(-1).clamp(max=ROWS - 1)
+    levels = torch.einsum("bhgid,pd->bhgip", q, table)
+    above, below = (levels.gather(-1, count_.long()) for count_ in (count.ceil(), count.floor()))
+    part = count - count.floor()
+    want = (z + above * part + below * (1 - part)).logsumexp(-1)
+    np.testing.assert_allclose(run(dense_contextual, *inputs)[1], want, atol=1e-5)
+
+
+def test_zero_table_is_plain_attention_and_low_precision_keeps_its_dtype():
+    q, k, v, table = arrays(jnp.bfloat16)
+    out, lse = run(blockwise_contextual, q, k, v, jnp.zeros_like(table), block=4)
+    chex.assert_type([out, lse], [jnp.bfloat16, jnp.float32])
+    z = jnp.einsum("bhgid,bhjd->bhgij", q * SCALE, k, preferred_element_type=jnp.float32)
+    want = jax.nn.logsumexp(jnp.where(CAUSAL[:, None, None], z, -jnp.inf), axis=-1)
+    chex.assert_trees_all_close(lse, want, atol=1e-5)
+
+
+def test_memory_of_the_gradient_is_linear():
+    """Temporary memory of the compiled gradient at 1024 and at 2048 tokens, of one head and one row."""
+
+    def temporary(length):
+        shapes = [(1, 1, 1, length, 8), (1, 1, length, 8), (1, 1, length, 8), (8, 8)]
+        loss = jax.grad(lambda *x: run(blockwise_contextual, *x, block=64)[0].sum(), argnums=(0, 1, 2, 3))
+        compiled = jax.jit(loss).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporary(1024), temporary(2048)
+    assert large < 2.2 * small
+    assert large < 2048 * 2048 * 4 / 4
+
+
+def test_inside_shard_map_with_checks():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    inputs = arrays()
+    specs = (P("data"), P("data"), P("data"), P())
+
+    def loss(*x):
+        x = (*x[:3], jax.lax.pcast(x[3], ("data",), to="varying"))
+        return jax.lax.psum(jnp.sin(run(blockwise_contextual, *x, block=4)[0]).sum(), "data")
+
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    got = jax.jit(jax.grad(sharded, argnums=(0, 3)))(*inputs)
+    want = jax.grad(lambda *x: jnp.sin(run(dense_contextual, *x)[0]).sum(), argnums=(0, 3))(*inputs)
+    chex.assert_trees_all_close(got, want, atol=2e-5)
+
+
+def test_cope_starts_with_nothing():
+    params = CoPE(ROWS).init(jax.random.key(0), 4, SIZE)
+    chex.assert_trees_all_equal(params, {"table": jnp.zeros((ROWS, SIZE))})
+    assert isinstance(CoPE(ROWS).bind(params, num_heads=4), ContextualBias)
+
+
+def test_mistakes_are_named():
+    q, k, v, table = arrays()
+    operands = Operands(q, k, v, ALiBi().bind(num_heads=4), None, Range(0, LENGTH), Range(0, LENGTH))
+    with pytest.raises(ValueError, match="bias must be a ContextualBias, found LinearBias"):
+        dense_contextual(operands, q)
+    with pytest.raises(ValueError, match="table must have the head size of q, 4, found shape"):
+        run(dense_contextual, q, k, v, table[:, :3])
+    with pytest.raises(ValueError, match="block must be positive and whole, found 0"):
+        run(blockwise_contextual, q, k, v, table, block=0)
