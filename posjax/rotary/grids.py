@@ -149,9 +149,8 @@ class _OneDimensional(SeveralAxes):
         return Plain(self.base, **shared) if self.rule is None else self.rule
 
     def _check_width(self) -> None:
-        if self.head_dim is not None or self.rule is None:
-            self._rule._check_width()
-        if self.head_dim is not None:
+        rule = self._rule  # where it is made here, its own checks run
+        if rule.head_dim is not None:
             self.pair_axes()
 
     @property

@@ -159,6 +159,7 @@ def test_other_feature_maps_take_the_rules_too():
         (lambda: MRoPE(rule=Plain(5e5), base=1e6), "base=1000000.0 but the rule has base=500000.0"),
         (lambda: RoPETie(axes=1), "axes must be at least 2"),
         (lambda: RoPETie(base=0.5), "base must be greater than 1"),
+        (lambda: RoPETie(partial_rotary_factor=1.5), "partial_rotary_factor must be in"),
         (lambda: RoPETie().to_hf(), "RoPETie has no form"),
         (lambda: RoPETie().table(np.zeros((1, 2, 3), int), head_dim=D), r"\[n, 2\] or \[batch, n, 2\], found shape"),
         (lambda: grid_coordinates(3, 0), "grid size must be positive"),

@@ -81,6 +81,16 @@ def test_positions_of_every_form_agree():
     chex.assert_trees_all_equal(jax.tree.map(lambda part: part[1], rows), expected)
 
 
+def test_real_positions():
+    """The whole part is exact and the fraction added; hf is the float32 product."""
+    positions = np.array([0.25, 70_000.5, -70_000.5], np.float32)
+    table = jax.jit(rotary.rotary_table)(positions, rotary.frequencies(8))
+    np.testing.assert_allclose(table.sin, np.sin(positions[:, None] * 10.0 ** -np.arange(4.0)), atol=2e-6)
+    product = rotary.rotary_table(positions, rotary.frequencies(8), precision="hf")
+    np.testing.assert_allclose(product.sin[0], table.sin[0], atol=1e-6)
+    np.testing.assert_allclose(product.sin[1], table.sin[1], atol=2e-2)
+
+
 def test_frequencies_for_each_row_or_token():
     rule = DynamicNTK(32)
     lengths = np.array([[40, 64], [100, 8]])
