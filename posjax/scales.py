@@ -33,6 +33,9 @@ from posjax.positions import Positions, as_array
 SSMAX_INITIAL = 0.168
 """The initial ``s`` reported for SSMax's learned scale, equal to ``ssmax_initial(1024)`` to its three figures."""
 
+DROPE_FROM_SCRATCH, DROPE_SMOLLM = 0.412, 0.103
+"""Slopes ``c`` of DroPE's temperature: of its 0.5B model trained from scratch, and of SmolLM recalibrated."""
+
 
 def log_n(visible: Int[Array, "*b length"], length: int, *, minimum: int = 16) -> Float[Array, "*b length"]:
     """Log-n scale, ``log(max(n, minimum)) / log(L)``, for a model trained with it from scratch.
@@ -142,6 +145,55 @@ def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
 
+def drope_temperature(extension: float, slope: float = DROPE_FROM_SCRATCH) -> float:
+    """DroPE's temperature on the logits, ``1 + c ln(s)``, for a model whose rotation was removed (Sakana AI, DroPE).
+
+    ``extension`` is ``s``, the length over the training length; ``slope`` is ``c``, found for each model by
+    perplexity at ``s > 1``.
+
+    Raises:
+        ValueError: if ``extension`` is below 1.
+    """
+    check(extension >= 1, f"extension must be at least 1, found {extension!r}")
+    return 1.0 + slope * math.log(extension)
+
+
+def cosine_scale(n: Int[Array, "*b length"] | float) -> Float[Array, "*b length"]:
+    """``4 ln n``, the factor of CosA, whose logits are ``4 ln(n) cos(q, k)`` (Su, kexue.fm/archives/9859).
+
+    ``n`` is half the training length (22.18 for 512), or the number of visible keys, of which 0 counts as 1.
+    """
+    return 4.0 * _log(jnp.maximum(jnp.asarray(n), 1))
+
+
+def qk_norm_initial(length: int) -> float:
+    """``log2(L^2 - L)``, from which QK-norm's learned factor of the cosine starts (Henry et al., arXiv 2010.04245).
+
+    ``L`` is the 97.5th percentile of the lengths of the training sequences.
+
+    Raises:
+        ValueError: if ``length`` is below 2.
+    """
+    _check_length(length)
+    return math.log2(length * length - length)
+
+
+def gradient_maximal(n: float) -> float:
+    """The scale of standard normal logits at which the softmax over ``n`` of them has the largest gradient.
+
+    The ``a`` that maximises ``a (1 - e^(a^2) / n)`` (Su, kexue.fm/archives/9812): the root of
+    ``a^2 + ln(1 + 2 a^2) = ln n``, by Newton's method in ``a^2``. 2.008 for 512, 2.279 for 2048; near 0.84 sqrt(ln n).
+
+    Raises:
+        ValueError: if ``n`` is not above 1.
+    """
+    check(n > 1, f"n must be above 1, found {n!r}")
+    x = math.log(n)
+    for _ in range(50):
+        x -= (x + math.log1p(2 * x) - math.log(n)) / (1 + 2 / (1 + 2 * x))
+    return math.sqrt(x)
+
+
 def _check_length(length: int) -> None:
     check(length >= 2, f"length must be at least 2, for its logarithm divides; found {length!r}")
 
@@ -160,6 +212,17 @@ class _Fixed:
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
         """``{}``: nothing is learned."""
         return {}
+
+
+class _Constant(_Fixed):
+    """One number for all queries. The factor is ``[1, 1]``."""
+
+    shift_invariant = True
+    value: float
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "1 1"]:
+        """The constant."""
+        return jnp.full((1, 1), self.value, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +337,7 @@ class MinistralTemperature(_Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class YaRNTemperature(_Fixed):
+class YaRNTemperature(_Constant):
     """Spec of ``yarn_temperature``: one constant for a target length. The factor is ``[1, 1]``.
 
     Args:
@@ -284,14 +347,100 @@ class YaRNTemperature(_Fixed):
 
     extension: float
     mscale: float = 1.0
-    shift_invariant = True
 
     def __post_init__(self):
         check_positive("extension", self.extension)
 
+    @property
+    def value(self) -> float:
+        """``(0.1 mscale ln(extension) + 1)^2``."""
+        return yarn_temperature(self.extension, self.mscale)
+
+
+@dataclasses.dataclass(frozen=True)
+class DroPETemperature(_Constant):
+    """Spec of ``drope_temperature``: one constant for a target length. The factor is ``[1, 1]``.
+
+    Args:
+        extension: ``s``, target length over training length.
+        slope: ``c``; ``DROPE_FROM_SCRATCH`` or ``DROPE_SMOLLM``, or one fitted to the model.
+    """
+
+    extension: float
+    slope: float = DROPE_FROM_SCRATCH
+
+    def __post_init__(self):
+        drope_temperature(self.extension, self.slope)
+
+    @property
+    def value(self) -> float:
+        """``1 + slope ln(extension)``."""
+        return drope_temperature(self.extension, self.slope)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientMaximal(_Constant):
+    """Spec of ``gradient_maximal``: the constant for ``n`` visible keys. The factor is ``[1, 1]``."""
+
+    n: int
+
+    def __post_init__(self):
+        gradient_maximal(self.n)
+
+    @property
+    def value(self) -> float:
+        """``gradient_maximal(n)``."""
+        return gradient_maximal(self.n)
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineScale(_Fixed):
+    """Spec of ``cosine_scale``, for logits that are cosines: use it with ``CosineNorm``; together they are CosA.
+
+    Args:
+        length: the training length, whose half is ``n``; with None ``n`` is the number of visible keys (CosA-log n).
+    """
+
+    length: int | None = None
+    shift_invariant = True
+
+    def __post_init__(self):
+        ends = "length must be at least 4, for the logarithm of its half multiplies"
+        check(self.length is None or self.length >= 4, f"{ends}; found {self.length!r}")
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``cosine_scale(length / 2)`` as ``[1, 1]``, or that of ``visible`` with a head axis of one."""
+        return cosine_scale(visible if self.length is None else jnp.full(1, self.length / 2))[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedCosineScale:
+    """One learned factor of the cosine for each layer, from ``qk_norm_initial(length)``: use it with ``CosineNorm``.
+
+    That is the QK-norm of Henry et al. (arXiv 2010.04245). The factor is ``[1, 1]``.
+    """
+
+    length: int
+    shift_invariant = True
+
+    def __post_init__(self):
+        _check_length(self.length)
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Float[Array, ""]]:
+        """``{"g": []}``, float32, the same for every ``key``."""
+        return {"g": jnp.float32(qk_norm_initial(self.length))}
+
     def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "1 1"]:
-        """The constant ``(0.1 mscale ln(extension) + 1)^2``."""
-        return jnp.full((1, 1), yarn_temperature(self.extension, self.mscale), jnp.float32)
+        """``g``.
+
+        Raises:
+            ValueError: if ``params`` are not those of ``init``.
+        """
+        found = {name: value.shape for name, value in (params or {}).items()}
+        check(
+            found == {"g": ()}, f"params must hold the scalar g, found {found}: LearnedCosineScale(...).init makes it"
+        )
+        return params["g"].astype(jnp.float32).reshape(1, 1)
 
 
 def rms_norm(
@@ -379,3 +528,24 @@ class QKNorm:
         wanted = {"q": q.shape[-1:], "k": k.shape[-1:]}
         check(found == wanted, f"params must have the shapes {wanted}, found {found}: QKNorm(...).init makes them")
         return qk_norm(q, k, params["q"], params["k"], eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineNorm:
+    """Queries of norm ``sqrt(d)`` and keys of norm 1, so that the usual ``q . k / sqrt(d)`` is ``cos(q, k)``.
+
+    It needs a scale to be of use: a cosine alone is nearly uniform attention. ``CosineScale`` makes it CosA (Su,
+    kexue.fm/archives/9859), ``LearnedCosineScale`` the QK-norm of Henry et al. It commutes with a rotation.
+    """
+
+    eps: float = 1e-6
+    commutes_with_rotation = True
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
+        """``{}``: nothing is learned."""
+        return {}
+
+    def apply(self, params, q, k):
+        """``(sqrt(d) q / |q|, k / |k|)``, shapes and dtypes kept."""
+        q, k = qk_norm(q, k, eps=self.eps)
+        return q, k * k.shape[-1] ** -0.5

@@ -330,3 +330,93 @@ def test_norms_are_those_of_transformers():
     gained.weight.data = torch.linspace(0.5, 2, 8)
     close(scales.rms_norm(heads(), jnp.linspace(0.5, 2, 8)), gained(x).detach().numpy(), rtol=1e-5)
     close(scales.rms_norm(heads(), eps=1e-5), llama4_model.Llama4TextL2Norm(1e-5)(x).numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(512, 2.008), (2048, 2.279), (20_000, 2.678)])
+def test_gradient_maximal_is_where_the_gradient_is_largest(n, expected):
+    found = scales.gradient_maximal(n)
+    assert found == pytest.approx(expected, abs=5e-4)
+    grid = np.linspace(0.5, 4, 350_001)
+    assert found == pytest.approx(grid[np.argmax(grid * (1 - np.exp(grid**2) / n))], abs=2e-5)
+    close(scales.GradientMaximal(n).factor({}, positions=None, visible=None, num_heads=4), [[found]])
+    assert scales.gradient_maximal(1.001) < 0.05
+
+
+def test_drope_temperature():
+    assert scales.drope_temperature(1) == 1.0
+    assert scales.drope_temperature(8) == pytest.approx(1 + 0.412 * math.log(8))
+    spec = scales.DroPETemperature(4, slope=scales.DROPE_SMOLLM)
+    close(spec.factor({}, positions=None, visible=None, num_heads=2), [[1 + 0.103 * math.log(4)]])
+    with pytest.raises(ValueError, match=r"extension must be at least 1, found 0\.5"):
+        scales.DroPETemperature(0.5)
+
+
+def test_cosine_scale_values():
+    fixed = scales.CosineScale(512).factor({}, positions=None, visible=ints(1, 2), num_heads=2)
+    close(fixed, [[22.18]], rtol=1e-4)
+    found = scales.CosineScale().factor({}, positions=None, visible=ints(0, 1, 2, 256), num_heads=2)
+    close(found, 4 * np.log([[1], [1], [2], [256]]))
+
+
+def test_qk_norm_initial():
+    assert scales.qk_norm_initial(512) == pytest.approx(math.log2(512 * 511))
+    spec = scales.LearnedCosineScale(64)
+    params = spec.init(jax.random.key(0), 4)
+    chex.assert_shape(params["g"], ())
+    close(spec.factor(params, positions=None, visible=None, num_heads=4), [[math.log2(64 * 63)]])
+    slope = jax.grad(lambda p: spec.factor(p, positions=None, visible=None, num_heads=4).sum())(params)
+    chex.assert_trees_all_equal(slope, {"g": jnp.float32(1)})
+    with pytest.raises(ValueError, match=r"params must hold the scalar g, found \{\}"):
+        spec.factor({}, positions=None, visible=None, num_heads=4)
+
+
+@pytest.mark.parametrize("scale", [None, scales.CosineScale(512), scales.CosineScale()])
+def test_cosine_attention_from_norm_and_scale(scale):
+    """Logits lambda cos(q, k), with lambda 1 without a scale, one pair at a time; a rotation commutes with the norm."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(1, 6, 4, 8)) * 7, rng.normal(size=(1, 6, 2, 8)) * 0.3
+    table = rotary_table(Range(0, 6), frequencies(8))
+    normed = scales.CosineNorm().apply({}, jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32))
+    late = scales.CosineNorm().apply({}, *(apply_rotary(jnp.asarray(x, jnp.float32), table) for x in (q, k)))
+    chex.assert_trees_all_close(late, tuple(apply_rotary(x, table) for x in normed), atol=1e-5)
+    visible = jnp.arange(6) + 1
+    factor = 1.0 if scale is None else scale.factor({}, positions=None, visible=visible, num_heads=4)
+    found = jnp.einsum("bihd,bjhd->hij", normed[0] * jnp.asarray(factor)[..., None] / 8**0.5, normed[1].repeat(2, 2))
+    for h, i, j in np.ndindex(found.shape):
+        a, b = q[0, i, h], k[0, j, h // 2]
+        cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        n = 256 if scale == scales.CosineScale(512) else i + 1
+        want = cosine if scale is None else 4 * math.log(n) * cosine
+        assert float(found[h, i, j]) == pytest.approx(want, rel=2e-5, abs=1e-5)
+
+
+def test_cosine_norm_keeps_dtypes_and_learns_nothing():
+    x = jnp.ones((1, 2, 3, 4), jnp.bfloat16)
+    chex.assert_type(scales.CosineNorm().apply({}, x, x), jnp.bfloat16)
+    assert scales.CosineNorm().init(jax.random.key(0), 8) == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: scales.CosineScale(3), "length must be at least 4"),
+        (lambda: scales.LearnedCosineScale(1), "length must be at least 2"),
+        (lambda: scales.GradientMaximal(1), "n must be above 1"),
+    ],
+)
+def test_new_scales_refuse(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [scales.CosineScale(8), scales.CosineScale(), scales.LearnedCosineScale(8), scales.DroPETemperature(2)],
+)
+def test_new_scales_are_shift_invariant_and_hashable(spec):
+    assert spec.shift_invariant
+    assert spec in {spec}
+    params, positions = spec.init(jax.random.key(0), 2), jnp.arange(5)
+    factor = jax.jit(lambda p: spec.factor(params, positions=p, visible=positions + 1, num_heads=2))
+    chex.assert_trees_all_equal(factor(positions), factor(positions + 1_000_003))
+    chex.assert_type(factor(positions), jnp.float32)
