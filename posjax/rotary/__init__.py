@@ -1,15 +1,20 @@
 """Rotary position embeddings: frequency rules, exact tables, rotation."""
 
 from posjax.angles import Frequencies
+from posjax.rotary.base import largest_context, smallest_base
+from posjax.rotary.clex import CLEX
 from posjax.rotary.coordinates import SpanPositions, grid_coordinates, mrope_positions, patch_centres, tie_positions
+from posjax.rotary.dynamic import DynamicLinear, DynamicNTK, DynamicYaRN
 from posjax.rotary.feature import Rotary
 from posjax.rotary.generators import GeneralRotary, commute, decompose
 from posjax.rotary.grids import AXIAL_LAYOUTS, Axial, MRoPE, RoPETie, SeveralAxes
 from posjax.rotary.huggingface import from_hf
+from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.mixed import MixedRotary
+from posjax.rotary.ntk import NTKAware, NTKFixed, NTKMixed, NTKOld
 from posjax.rotary.rotation import apply_rotary, permute_projection
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional, frequencies
-from posjax.rotary.scalings import DynamicNTK, Linear, Llama3, LongRoPE, NTKAware, NTKByParts, YaRN
+from posjax.rotary.scalings import HoPE, Linear, Llama3, NTKByParts, Stretched, YaRN
 from posjax.rotary.tables import RotaryTable, rotary_table
 from posjax.rotary.values import ValueRotary
 from posjax.rotary.xpos import XPos
@@ -17,24 +22,35 @@ from posjax.rotary.xpos import XPos
 SCALINGS: dict[str, type[FrequencyRule]] = {
     "default": Plain,
     "proportional": Proportional,
+    "hope": HoPE,
     "linear": Linear,
     "ntk": NTKAware,
+    "ntk-old": NTKOld,
+    "ntk-fixed": NTKFixed,
+    "ntk-mixed": NTKMixed,
     "ntk-by-parts": NTKByParts,
+    "dynamic-linear": DynamicLinear,
     "dynamic-ntk": DynamicNTK,
+    "dynamic-yarn": DynamicYaRN,
     "yarn": YaRN,
     "longrope": LongRoPE,
+    "clex": CLEX,
     "llama3": Llama3,
 }
 """Frequency rules by the name that configurations use."""
 
 __all__ = [
     "AXIAL_LAYOUTS",
+    "CLEX",
     "SCALINGS",
     "Axial",
+    "DynamicLinear",
     "DynamicNTK",
+    "DynamicYaRN",
     "Frequencies",
     "FrequencyRule",
     "GeneralRotary",
+    "HoPE",
     "Linear",
     "Llama3",
     "LongRoPE",
@@ -42,6 +58,9 @@ __all__ = [
     "MixedRotary",
     "NTKAware",
     "NTKByParts",
+    "NTKFixed",
+    "NTKMixed",
+    "NTKOld",
     "Plain",
     "Proportional",
     "RoPETie",
@@ -49,6 +68,7 @@ __all__ = [
     "RotaryTable",
     "SeveralAxes",
     "SpanPositions",
+    "Stretched",
     "ValueRotary",
     "XPos",
     "YaRN",
@@ -58,9 +78,11 @@ __all__ = [
     "frequencies",
     "from_hf",
     "grid_coordinates",
+    "largest_context",
     "mrope_positions",
     "patch_centres",
     "permute_projection",
     "rotary_table",
+    "smallest_base",
     "tie_positions",
 ]

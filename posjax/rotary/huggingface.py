@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from posjax._checks import check, check_choice
+from posjax.rotary.dynamic import DynamicNTK
+from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional
-from posjax.rotary.scalings import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
+from posjax.rotary.scalings import Linear, Llama3, YaRN
 
 _RULES: dict[str, type[FrequencyRule]] = {
     "default": Plain,

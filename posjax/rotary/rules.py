@@ -1,7 +1,8 @@
 """The frequency rule: from a head size to the inverse frequencies of its rotary pairs; plain RoPE and p-RoPE.
 
 A rule is a frozen, hashable dataclass, so that it can be a static argument of ``jit``. The scaling rules are in
-``scalings.py``. Everything known on the host is computed in float64 and made exact (see :mod:`posjax.angles`).
+``scalings.py``, ``ntk.py``, ``dynamic.py``, ``longrope.py`` and ``clex.py``. Everything known on the host is computed
+in float64 and made exact (see :mod:`posjax.angles`).
 """
 
 import math
@@ -28,6 +29,16 @@ def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
 Length = int | Int[Array, ""] | Int[Array, "batch"] | Int[Array, "batch length"]
 
 
+def is_host(length: Length) -> bool:
+    """Whether the length is known before tracing, so that float64 is at hand."""
+    return isinstance(length, int | np.integer | np.ndarray)
+
+
+def per_token(factor: Float[Array, "*lengths"]) -> Float[Array, "*lengths 1 1"]:
+    """A factor for each row ``[batch, 1, 1]`` or token ``[batch, length, 1]``, to multiply a table; scalars as is."""
+    return factor[(..., *(None,) * (3 - factor.ndim))] if factor.ndim else factor
+
+
 @dataclass(frozen=True, kw_only=True)
 class FrequencyRule:
     """What every rule shares.
@@ -42,11 +53,11 @@ class FrequencyRule:
     partial_rotary_factor: float = 1.0
 
     reads_length: ClassVar[bool] = False
-    """Whether the rule reads the current length (dynamic NTK, LongRoPE)."""
+    """Whether the rule reads the current length (dynamic NTK, LongRoPE, CLEX)."""
     shift_invariant: ClassVar[bool] = True
     """Whether the angle between two tokens depends on the difference of their positions alone."""
-    hf_type: ClassVar[str]
-    """The ``rope_type`` of Hugging Face."""
+    hf_type: ClassVar[str | None] = None
+    """The ``rope_type`` of Hugging Face, or None for a rule that it does not have."""
     hf_keys: ClassVar[dict[str, str]] = {}
     """Field of the rule -> key of Hugging Face's dictionary, beside rope_theta and partial_rotary_factor."""
 
@@ -98,7 +109,8 @@ class FrequencyRule:
         """(inverse frequencies, attention factor): the second multiplies cos and sin.
 
         ``length`` is read only by rules with ``reads_length``; None means their training length. A Python int or a
-        NumPy array gives exact frequencies, a traced one float32. Lengths ``[batch]`` give ``[batch, w/2]``.
+        NumPy array gives exact frequencies, a traced one float32. Lengths ``[batch]`` give ``[batch, w/2]``, and a
+        factor ``[batch, 1, 1]`` where it reads the length too.
         ``head_dim`` is needed when the rule itself has none; raises ValueError without either, or if they disagree.
         """
         return exact(self.inverse_frequencies(head_dim)), self.table_factor
@@ -129,7 +141,11 @@ class FrequencyRule:
         return rotary_table(positions, inverse_frequencies, attention_factor=factor, precision=precision)
 
     def to_hf(self) -> dict[str, Any]:
-        """The rule as Hugging Face's ``rope_parameters`` (transformers 5). ``from_hf`` reads it back."""
+        """The rule as Hugging Face's ``rope_parameters`` (transformers 5). ``from_hf`` reads it back.
+
+        Raises ValueError for rules that Hugging Face does not have.
+        """
+        check(self.hf_type is not None, f"to_hf: Hugging Face has no rope_type for {type(self).__name__}")
         values = {"rope_type": self.hf_type, "rope_theta": self.base}
         if self.partial_rotary_factor != 1:
             values["partial_rotary_factor"] = self.partial_rotary_factor

@@ -1,21 +1,17 @@
-"""Rules that carry RoPE beyond its training length by changing its frequencies."""
+"""Rules that carry RoPE beyond its training length by fixed changes of its frequencies.
+
+Those that change its base are in ``ntk.py``, those that read the current length in ``dynamic.py`` and ``longrope.py``.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
-from posjax._checks import check, check_choice
-from posjax.angles import Frequencies, exact, fixed_point
-from posjax.rotary.rules import FrequencyRule, Length, check_number
-
-
-def _is_host(length: Length | None) -> bool:
-    """Whether the length is known before tracing, so that float64 is at hand."""
-    return isinstance(length, int | np.integer | np.ndarray)
+from posjax._checks import check, check_choice, check_positive
+from posjax.rotary.rules import FrequencyRule, check_number
 
 
 @dataclass(frozen=True)
@@ -35,75 +31,24 @@ class Linear(FrequencyRule):
         return inverse_frequencies / self.factor
 
 
-def ntk_exponents(width: int) -> np.ndarray:
-    """-2t/(width - 2): scaling the base by s^(width/(width-2)) multiplies theta_t by s^(-2t/(width-2)).
-
-    The first frequency is then untouched and the last divided by exactly s. Raises ValueError below a width of 4.
-    """
-    check(width >= 4, f"NTK scaling needs a rotary width of at least 4, found {width}")
-    return -np.arange(0, width, 2, dtype=np.float64) / (width - 2)
-
-
 @dataclass(frozen=True)
-class NTKAware(FrequencyRule):
-    """NTK-aware scaling: base' = base * factor^(w/(w-2)), so theta_t * factor^(-2t/(w-2)) (bloc97, 2023).
+class HoPE(FrequencyRule):
+    """Only the frequencies that complete a turn in training; those of a longer period are zero (arXiv:2410.21216).
 
-    The highest frequency is kept and the lowest divided by ``factor``. Reaches less far than its factor says: set it to
-    about twice the wanted extension.
-    """
+        theta_t if 2 pi / theta_t <= L, else 0,    L = original_length
 
-    factor: float
-
-    hf_type: ClassVar[str] = "default"
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number("factor", self.factor, at_least=1)
-
-    def _scaled(self, inverse_frequencies):
-        return inverse_frequencies * self.factor ** ntk_exponents(2 * inverse_frequencies.size)
-
-    def to_hf(self):
-        """Plain rope_parameters with the scaled base, for Hugging Face has no such type. Needs ``head_dim``."""
-        check(self.head_dim is not None, "NTKAware.to_hf: set head_dim, on which the scaled base depends")
-        width = self.rotary_dim()
-        return super().to_hf() | {"rope_theta": self.base * self.factor ** (width / (width - 2))}
-
-
-@dataclass(frozen=True)
-class DynamicNTK(FrequencyRule):
-    """NTK-aware scaling whose factor follows the current length l (emozilla, 2023; Hugging Face's "dynamic").
-
-        s(l) = factor * max(l, L) / L - (factor - 1),    theta_t * s^(-2t/(w-2)),    L = original_length
-
-    factor = 1 gives s = l/L. Up to L it is plain RoPE. Frequencies of a traced length are float32: they err by up to
-    1e-6 of themselves, the same for all positions. Keys must be cached before rotation, or the length frozen.
+    46 of 64 stay for d = 128, b = 10,000, L = 4,096. For training from scratch. Other papers use the name for other
+    methods (2505.20444, 2509.05218).
     """
 
     original_length: int
-    factor: float = 1.0
-
-    reads_length: ClassVar[bool] = True
-    hf_type: ClassVar[str] = "dynamic"
-    hf_keys: ClassVar[dict[str, str]] = {"factor": "factor", "original_length": "original_max_position_embeddings"}
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("factor", self.factor, at_least=1)
         check_number("original_length", self.original_length, at_least=1)
 
-    def frequencies(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
-        """As :meth:`FrequencyRule.frequencies`; ``length`` None means ``original_length``."""
-        length = self.original_length if length is None else length
-        plain = self.inverse_frequencies(head_dim)
-        exponents = ntk_exponents(2 * plain.size)
-        if _is_host(length):
-            ratio = self.factor * np.maximum(length, self.original_length) / self.original_length - (self.factor - 1)
-            return exact(plain * np.asarray(ratio, np.float64)[..., None] ** exponents), self.table_factor
-        excess = (jnp.maximum(length, self.original_length) - self.original_length).astype(jnp.float32)
-        ratio = 1 + excess * np.float32(self.factor / self.original_length)
-        scaled = jnp.exp(exponents.astype(np.float32) * jnp.log(ratio)[..., None])
-        return fixed_point(plain.astype(np.float32) * scaled), self.table_factor
+    def _scaled(self, inverse_frequencies):
+        return np.where(2 * np.pi / inverse_frequencies <= self.original_length, inverse_frequencies, 0.0)
 
 
 def correction_range(
@@ -242,95 +187,6 @@ class YaRN(NTKByParts):
 
 
 @dataclass(frozen=True)
-class LongRoPE(FrequencyRule):
-    """theta_t / lambda_t with searched factors, one list for short and one for long inputs (arXiv:2402.13753).
-
-    short_factor, long_factor: lambda_t, w/2 numbers each. The long ones are used when the current length is greater
-    than ``original_length``, for the whole row (Hugging Face: for the whole batch).
-    factor: s, from which cos and sin are multiplied by sqrt(1 + ln s / ln original_length) (1 for s <= 1), for short
-        inputs too; or give that multiplier itself as ``attention_factor``. One of the two is needed.
-    select: ``"by_length"``, or ``"short"`` or ``"long"`` to fix the choice, as servers do; then no length is read.
-
-    The first tokens that the paper leaves unscaled are zero in released models, and here. Switching changes all keys:
-    cache them before rotation, or freeze the length. Exact for traced lengths too.
-    """
-
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    original_length: int
-    factor: float | None = None
-    attention_factor: float | None = None
-    select: str = "by_length"
-
-    hf_type: ClassVar[str] = "longrope"
-    hf_keys: ClassVar[dict[str, str]] = {
-        "short_factor": "short_factor",
-        "long_factor": "long_factor",
-        "original_length": "original_max_position_embeddings",
-        "factor": "factor",
-        "attention_factor": "attention_factor",
-    }
-
-    def __post_init__(self):
-        for name in ("short_factor", "long_factor"):
-            values = getattr(self, name)
-            check(isinstance(values, list | tuple), f"{name} must be a list of numbers, found {values!r}")
-            for value in values:
-                check_number(f"every {name}", value)
-                check(value > 0, f"every {name} must be positive, found {value!r}")
-            object.__setattr__(self, name, tuple(values))
-        check_number("original_length", self.original_length, at_least=2)
-        check(
-            self.factor is not None or self.attention_factor is not None,
-            "LongRoPE needs factor (new length / original_length) or attention_factor",
-        )
-        for name, least in (("factor", 1), ("attention_factor", 0)):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), at_least=least)
-        check_choice("select", self.select, ("by_length", "short", "long"))
-        super().__post_init__()
-
-    def rotary_dim(self, head_dim: int | None = None) -> int:
-        """The rotary width, which both lists must fit."""
-        width = super().rotary_dim(head_dim)
-        for name in ("short_factor", "long_factor"):
-            found = len(getattr(self, name))
-            check(
-                found == width // 2, f"{name} must have {width // 2} numbers for a rotary width {width}, found {found}"
-            )
-        return width
-
-    @property
-    def reads_length(self) -> bool:
-        """Whether the choice of the list depends on the length."""
-        return self.select == "by_length"
-
-    @property
-    def table_factor(self) -> float:
-        """sqrt(1 + ln factor / ln original_length), unless given."""
-        if self.attention_factor is not None:
-            return float(self.attention_factor)
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
-
-    def frequencies(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
-        """As :meth:`FrequencyRule.frequencies`; ``length`` None means ``original_length``."""
-        plain = self.inverse_frequencies(head_dim)
-        short, long = (exact(plain / np.asarray(factors)) for factors in (self.short_factor, self.long_factor))
-        if self.select != "by_length":
-            return (short if self.select == "short" else long), self.table_factor
-        is_long = (self.original_length if length is None else length) > self.original_length
-        if isinstance(is_long, bool | np.bool):
-            return (long if is_long else short), self.table_factor
-        choice = jax.tree.map(lambda a, b: jnp.where(is_long[..., None], a, b), long, short)
-        return choice, self.table_factor
-
-    def to_hf(self):
-        """Hugging Face's "longrope". Raises ValueError for a fixed choice, which it cannot express."""
-        check(self.select == "by_length", f"to_hf: Hugging Face always selects by length, not {self.select!r}")
-        return super().to_hf()
-
-
-@dataclass(frozen=True)
 class Llama3(FrequencyRule):
     """Llama 3.1's rule: interpolate long wavelengths, keep short ones, blend between (Meta, 2024).
 
@@ -369,3 +225,50 @@ class Llama3(FrequencyRule):
         smooth = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(smooth, 0, 1)
         return inverse_frequencies * ((1 - kept) / self.factor + kept)
+
+
+@dataclass(frozen=True)
+class Stretched(FrequencyRule):
+    """Another rule with every position divided by ``factor``: theta_t / factor, exact on the host.
+
+    Unlike :class:`Linear` it wraps any rule with fixed frequencies, and ``factor`` may be below 1: leaky ReRoPE counts
+    so beyond its window, and its inverse with a factor below 1 (kexue.fm 9708, 9728). Base, head size, rotated share
+    and temperature are those of the rule.
+
+    Raises ValueError for a rule that reads the length, or whose angles are more than position times frequency.
+    """
+
+    rule: FrequencyRule
+    factor: float
+    base: float = field(init=False, repr=False)
+    head_dim: int | None = field(init=False, repr=False)
+    partial_rotary_factor: float = field(init=False, repr=False)
+
+    def __post_init__(self):
+        check(isinstance(self.rule, FrequencyRule), f"rule must be a frequency rule, found {self.rule!r}")
+        name = type(self.rule).__name__
+        check(not self.rule.reads_length, f"rule: {name} reads the current length, so its frequencies are not fixed")
+        fixed = all(getattr(type(self.rule), hook) is getattr(FrequencyRule, hook) for hook in ("frequencies", "table"))
+        check(fixed, f"rule: {name} makes its own table; only position times frequency can be stretched")
+        check_number("factor", self.factor)
+        check_positive("factor", self.factor)
+        for name in ("base", "head_dim", "partial_rotary_factor"):
+            object.__setattr__(self, name, getattr(self.rule, name))
+
+    def rotary_dim(self, head_dim: int | None = None) -> int:
+        """The rule's rotary width."""
+        return self.rule.rotary_dim(head_dim)
+
+    def inverse_frequencies(self, head_dim: int | None = None) -> Float[np.ndarray, "w/2"]:
+        """The rule's frequencies over ``factor``, float64 on the host."""
+        return self.rule.inverse_frequencies(head_dim) / self.factor
+
+    @property
+    def table_factor(self) -> float:
+        """The rule's factor of cos and sin."""
+        return self.rule.table_factor
+
+    @property
+    def softmax_scale(self) -> float:
+        """The rule's factor of the logits."""
+        return self.rule.softmax_scale

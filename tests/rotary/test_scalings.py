@@ -213,17 +213,25 @@ def test_every_rule_is_registered_hashable_and_declares_its_length():
     rules = {
         "default": Plain(),
         "proportional": Proportional(),
+        "hope": rotary.HoPE(32),
         "linear": Linear(2.0),
         "ntk": NTKAware(2.0),
+        "ntk-old": rotary.NTKOld(2.0),
+        "ntk-fixed": rotary.NTKFixed(2.0),
+        "ntk-mixed": rotary.NTKMixed(2.0),
         "ntk-by-parts": NTKByParts(2.0, 32),
+        "dynamic-linear": rotary.DynamicLinear(32),
         "dynamic-ntk": DynamicNTK(32),
+        "dynamic-yarn": rotary.DynamicYaRN(32),
         "yarn": YaRN(2.0, 32),
         "longrope": LongRoPE(list(LISTS[0]), list(LISTS[1]), 32, factor=2.0),
+        "clex": rotary.CLEX(32),
         "llama3": Llama3(),
     }
     assert {name: type(rule) for name, rule in rules.items()} == rotary.SCALINGS
     assert len(set(rules.values())) == len(rules)
-    assert [name for name, rule in rules.items() if rule.reads_length] == ["dynamic-ntk", "longrope"]
+    reading = {name for name, rule in rules.items() if rule.reads_length}
+    assert reading == {"dynamic-linear", "dynamic-ntk", "dynamic-yarn", "longrope", "clex"}
     for rule in rules.values():
         values, factor = rule.frequencies(64, head_dim=16)
         chex.assert_shape(values.value, (8,))

@@ -1,0 +1,141 @@
+"""CLEX: frequencies that follow the scale along a learned differential equation (arXiv:2310.16450)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from posjax._checks import check, check_choice, check_count
+from posjax.angles import Frequencies, exact
+from posjax.positions import Positions
+from posjax.rotary.ntk import ntk_exponents
+from posjax.rotary.rules import FrequencyRule, Length, is_host
+from posjax.rotary.tables import RotaryTable, as_places, learned_angles, rotary_table
+
+_ACTIVATIONS = {"tanh": jnp.tanh, "silu": jax.nn.silu}
+
+
+@dataclass(frozen=True)
+class CLEX(FrequencyRule):
+    """Log frequencies z(t) integrated over the scale t, from z(1) = ln theta of plain RoPE (arXiv:2310.16450).
+
+        dz/dt = act((z + ln ntk(t)) up) down + d/dt ln ntk(t),    ntk_i(t) = theta_i (2t - 1)^(-2i/(w-2))
+
+    ``down`` starts at zero, so an untrained CLEX is ntk(t), exactly.
+
+    original_length: L. The scale is t = ceil(length / L), between 1 and ``max_factor``: give ``length = t * L`` in
+        training, with t drawn from 1 .. max_factor, and the current length in use. Both may be traced.
+    param_factor: the width of the hidden layer over the rotary width. activation: ``"tanh"`` or ``"silu"``.
+    steps: Runge-Kutta steps (of fourth order) per unit of t; the released code takes 100. All integer scales are
+        computed in one pass of steps * (max_factor - 1) small steps, a traced length does not compile again.
+
+    The other parts of the method stand elsewhere: training draws its positions from t L (see ``positions``) and its
+    log scale, ln(keys) / ln L of the query, is a scale (``scales.ClippedLogN``, unclipped there), off in training.
+    The released code has one such module for all layers, and the base 10,000 in ntk whatever the base of the model.
+    All keys must share the frequencies of the current length: cache them before rotation, or freeze the length.
+    """
+
+    original_length: int
+    max_factor: int = 16
+    param_factor: int = 1
+    activation: str = "tanh"
+    steps: int = 100
+
+    reads_length: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("original_length", "max_factor", "param_factor", "steps"):
+            check_count(name, getattr(self, name))
+        check_choice("activation", self.activation, tuple(_ACTIVATIONS))
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
+        """``{"up": [w/2, param_factor w], "down": [param_factor w, w/2]}``, float32.
+
+        ``up`` is uniform within 1/sqrt(param_factor w) (torch's Kaiming initialisation), ``down`` zero.
+        """
+        width = self.rotary_dim(head_dim)
+        half, hidden = width // 2, self.param_factor * width
+        up = jax.random.uniform(key, (half, hidden), jnp.float32, -(hidden**-0.5), hidden**-0.5)
+        return {"up": up, "down": jnp.zeros((hidden, half), jnp.float32)}
+
+    def _scale(self, length: Length):
+        """t as an integer."""
+        xp = np if is_host(length) else jnp
+        return xp.clip(-(-xp.asarray(length) // self.original_length), 1, self.max_factor)
+
+    def _untrained(self, head_dim: int | None) -> Float[np.ndarray, "max_factor w/2"]:
+        """ntk(t) for t = 1 .. max_factor, float64."""
+        alpha = 2 * np.arange(1, self.max_factor + 1) - 1.0
+        return self.inverse_frequencies(head_dim) * alpha[:, None] ** ntk_exponents(self.rotary_dim(head_dim))
+
+    def frequencies(
+        self, length: Length | None = None, *, head_dim: int | None = None, params: dict[str, Array] | None = None
+    ) -> tuple[Frequencies, float]:
+        """As :meth:`FrequencyRule.frequencies`. Without ``params`` those of an untrained CLEX, exact; else float32."""
+        row = self._scale(self.original_length if length is None else length) - 1
+        untrained = exact(self._untrained(head_dim))
+        if params is None:
+            return jax.tree.map(lambda rows: rows[row] if is_host(row) else jnp.take(rows, row, axis=0), untrained), 1.0
+        last = int(row.max()) if is_host(row) else self.max_factor - 1
+        learned = self._integrate(self._check_params(params, head_dim), last, head_dim)
+        return Frequencies(jnp.take(untrained.value[: last + 1] * jnp.exp(learned), row, axis=0)), 1.0
+
+    def _integrate(self, params, units: int, head_dim: int | None) -> Float[Array, "units+1 w/2"]:
+        """z(t) - ln ntk(t) for t = 1 .. 1 + units; its slope is the learned term alone."""
+        plain = np.log(self.inverse_frequencies(head_dim)).astype(np.float32)
+        exponents = ntk_exponents(2 * plain.size).astype(np.float32)
+        act, step = _ACTIVATIONS[self.activation], 1 / self.steps
+
+        def slope(t, y):
+            z_plus_ntk = y + 2 * (plain + exponents * jnp.log(2 * t - 1))
+            hidden = act(jnp.dot(z_plus_ntk, params["up"], precision="highest"))
+            return jnp.dot(hidden, params["down"], precision="highest")
+
+        def runge_kutta(y, t):
+            a = slope(t, y)
+            b = slope(t + step / 2, y + step / 2 * a)
+            c = slope(t + step / 2, y + step / 2 * b)
+            return y + step / 6 * (a + 2 * b + 2 * c + slope(t + step, y + step * c)), None
+
+        @jax.checkpoint
+        def unit(y, times):
+            y, _ = jax.lax.scan(runge_kutta, y, times)
+            return y, y
+
+        times = 1 + np.arange(units * self.steps, dtype=np.float32).reshape(units, self.steps) * np.float32(step)
+        start = jnp.zeros_like(params["down"][0])
+        return jnp.concatenate([start[None], jax.lax.scan(unit, start, times)[1]])
+
+    def _check_params(self, params, head_dim: int | None):
+        named = bool(params) and {"up", "down"} <= set(params)
+        check(named, "params must hold 'up' and 'down': CLEX(...).init makes it")
+        width = self.rotary_dim(head_dim)
+        want = (width // 2, self.param_factor * width)
+        found = (params["up"].shape, params["down"].shape)
+        check(found == (want, want[::-1]), f"up and down must have shapes {want} and {want[::-1]}, found {found}")
+        return {name: params[name].astype(jnp.float32) for name in ("up", "down")}
+
+    def table(
+        self,
+        positions: Positions,
+        *,
+        head_dim: int | None = None,
+        length: Length | None = None,
+        params: dict[str, Array] | None = None,
+        precision: str = "exact",
+    ) -> RotaryTable:
+        """As :meth:`FrequencyRule.table`, with the parameters that ``init`` made, to which gradients flow.
+
+        The frequencies are float32, the angles exact multiples of them: scores do not change far from zero.
+        """
+        check(length is not None, "CLEX reads the current length: pass length=")
+        values = self.frequencies(length, head_dim=head_dim, params=params or {})[0].value
+        check_choice("precision", precision, ("exact", "hf"))
+        if precision == "hf":
+            return rotary_table(positions, values, precision=precision)
+        angle = learned_angles(as_places(positions), values[:, None] if values.ndim == 2 else values)
+        return RotaryTable(jnp.cos(angle), jnp.sin(angle))
