@@ -29,10 +29,9 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_positive
 from posjax._slots import Features
-from posjax.angles import exact, fixed_point
 from posjax.masks import Beyond, ChunksApart, Mask, Sinks, Window
 from posjax.positions import Positions, as_array
-from posjax.rotary import FrequencyRule
+from posjax.rotary import FrequencyRule, Stretched
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
@@ -51,27 +50,6 @@ class Branch:
     q: Float[Array, "batch queries heads size"]
     k: Float[Array, "batch keys kv_heads size"]
     where: Mask
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stretched(FrequencyRule):
-    """Another rule with every frequency divided by ``factor``."""
-
-    rule: FrequencyRule
-    factor: float
-
-    @property
-    def reads_length(self):
-        return self.rule.reads_length
-
-    def rotary_dim(self, head_dim=None):
-        return self.rule.rotary_dim(head_dim)
-
-    def frequencies(self, length=None, *, head_dim=None):
-        found, factor = self.rule.frequencies(length, head_dim=head_dim)
-        if self.reads_length:
-            return fixed_point(found.value / self.factor), factor
-        return exact(self.rule.inverse_frequencies(head_dim) / self.factor), factor
 
 
 class Far:
@@ -189,20 +167,24 @@ class LeakyReRoPE(Far):
         )
 
     def check(self, features):
-        """As of every method, and the features must have a frequency rule, which is stretched."""
+        """As of every method, and the features must have a frequency rule that can be stretched."""
         super().check(features)
-        check(
-            isinstance(features.frequencies, FrequencyRule),
-            f"far: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
-        )
+        self._stretched(features)
 
     def reach(self, length: int) -> float:
         """The longest sequence whose distances stay within those of a training length: ``(length - w) k + w``."""
         return (length - self.window) * self.factor + self.window
 
     def _far(self, features, i, j):
-        stretched = dataclasses.replace(features, frequencies=_Stretched(rule=features.frequencies, factor=self.factor))
-        return stretched, i + round(self.window * (self.factor - 1)), j
+        return self._stretched(features), i + round(self.window * (self.factor - 1)), j
+
+    def _stretched(self, features: Features) -> Features:
+        rule = features.frequencies
+        check(
+            isinstance(rule, FrequencyRule),
+            f"far: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
+        )
+        return dataclasses.replace(features, frequencies=Stretched(rule, self.factor))
 
 
 def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:

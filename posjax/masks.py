@@ -17,6 +17,7 @@ packing, decoding and reordered sequences need nothing special.
 """
 
 import dataclasses
+import operator
 from functools import partial
 from typing import NamedTuple
 
@@ -105,26 +106,31 @@ class Causal(Mask):
         return j_low <= i_high, j_high <= i_low
 
 
-class _Distances(Mask):
+class _Counted(Mask):
+    """A mask whose every field is a count."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_count(f"{type(self).__name__} {field.name}", getattr(self, field.name))
+
+
+class _Distances(_Counted):
     """``least <= i - j <= most`` for the pair ``limits``; ``most`` is None where there is no end."""
 
     limits: tuple[int, int | None]
-
-    def _units(self, positions):
-        """What the distance is counted in."""
-        return positions
+    _unit = 1  # positions that count as one
 
     @property
     def retained(self):
-        return None if self.limits[1] is None else (0, self.limits[1] + 1)
+        return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self._unit)
 
     def pairs(self, i, j):
-        distance, (least, most) = self._units(i) - self._units(j), self.limits
+        distance, (least, most) = i // self._unit - j // self._unit, self.limits
         return distance >= least if most is None else (distance >= least) & (distance <= most)
 
     def bounds(self, i_low, i_high, j_low, j_high):
-        shortest, longest = self._units(i_low) - self._units(j_high), self._units(i_high) - self._units(j_low)
-        least, most = self.limits
+        i_low, i_high, j_low, j_high = (x // self._unit for x in (i_low, i_high, j_low, j_high))
+        shortest, longest, (least, most) = i_low - j_high, i_high - j_low, self.limits
         if most is None:
             return longest >= least, shortest >= least
         return (longest >= least) & (shortest <= most), (shortest >= least) & (longest <= most)
@@ -136,12 +142,9 @@ class _Chunks(_Distances):
     size: int
     shift_invariant = False
 
-    def _units(self, positions):
-        return positions // self.size
-
     @property
-    def retained(self):
-        return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self.size)
+    def _unit(self):
+        return self.size
 
 
 @partial(_static, meta_fields=["size"])
@@ -155,9 +158,6 @@ class Window(_Distances):
     """
 
     size: int
-
-    def __post_init__(self):
-        check_count("Window size", self.size)
 
     @property
     def limits(self):
@@ -179,9 +179,6 @@ class Band(_Distances):
 
     size: int
 
-    def __post_init__(self):
-        check_count("Band size", self.size)
-
     @property
     def limits(self):
         return -((self.size - 1) // 2), self.size // 2
@@ -196,9 +193,6 @@ class Beyond(_Distances):
     """``i - j >= size``: the keys that ``Causal() & Window(size)`` leaves out, the far pairs of ReRoPE."""
 
     size: int
-
-    def __post_init__(self):
-        check_count("Beyond size", self.size)
 
     @property
     def limits(self):
@@ -284,9 +278,18 @@ class Dilated(Mask):
         return jnp.minimum(-(-count // min(self._each)), self.size if causal else 2 * self.size - 1)
 
 
+class _First(_Counted):
+    """A mask of the first positions: what it allows two positions it allows all earlier ones."""
+
+    shift_invariant = False
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        return self.pairs(i_low, j_low), self.pairs(i_high, j_high)
+
+
 @partial(_static, meta_fields=["count"])
 @dataclasses.dataclass(frozen=True)
-class Sinks(Mask):
+class Sinks(_First):
     """``j < count``: every query sees the first ``count`` positions.
 
     ``Causal() & (Window(w) | Sinks(n))`` is the lambda-shaped mask of StreamingLLM (arXiv 2309.17453) and LM-Infinite.
@@ -294,17 +297,9 @@ class Sinks(Mask):
 
     count: int
 
-    shift_invariant = False
-
-    def __post_init__(self):
-        check_count("Sinks count", self.count)
-
     def pairs(self, i, j):
         # ``i == i`` gives the tile its queries' shape.
         return (j < self.count) & (i == i)
-
-    def bounds(self, i_low, i_high, j_low, j_high):
-        return (j_low < self.count) & (i_low == i_low), (j_high < self.count) & (i_low == i_low)
 
     @property
     def retained(self):
@@ -316,7 +311,7 @@ class Sinks(Mask):
 
 @partial(_static, meta_fields=["count"])
 @dataclasses.dataclass(frozen=True)
-class GlobalFirst(Mask):
+class GlobalFirst(_First):
     """``i < count or j < count``: the first ``count`` positions see all and are seen by all (Longformer, BigBird).
 
     ``Window(w // 2 + 1) | GlobalFirst(n)`` is Longformer's attention with its first ``n`` tokens global, by one set of
@@ -325,16 +320,8 @@ class GlobalFirst(Mask):
 
     count: int
 
-    shift_invariant = False
-
-    def __post_init__(self):
-        check_count("GlobalFirst count", self.count)
-
     def pairs(self, i, j):
         return (i < self.count) | (j < self.count)
-
-    def bounds(self, i_low, i_high, j_low, j_high):
-        return (i_low < self.count) | (j_low < self.count), (i_high < self.count) | (j_high < self.count)
 
     @property
     def retained(self):
@@ -346,7 +333,7 @@ class GlobalFirst(Mask):
 
 @partial(_static, meta_fields=["length"])
 @dataclasses.dataclass(frozen=True)
-class Prefix(Mask):
+class Prefix(_First):
     """``i < length and j < length``: the first ``length`` positions see each other both ways.
 
     ``Causal() | Prefix(n)`` is the mask of a prefix language model.
@@ -354,16 +341,8 @@ class Prefix(Mask):
 
     length: int
 
-    shift_invariant = False
-
-    def __post_init__(self):
-        check_count("Prefix length", self.length)
-
     def pairs(self, i, j):
         return (i < self.length) & (j < self.length)
-
-    def bounds(self, i_low, i_high, j_low, j_high):
-        return (i_low < self.length) & (j_low < self.length), (i_high < self.length) & (j_high < self.length)
 
 
 @partial(_static, meta_fields=["size"])
@@ -374,9 +353,6 @@ class Chunked(_Chunks):
     size: int
 
     limits = (0, 0)
-
-    def __post_init__(self):
-        check_count("Chunked size", self.size)
 
     def visible(self, count, positions, causal):
         return jnp.minimum(count, positions % self.size + 1 if causal else self.size)
@@ -501,10 +477,17 @@ def padding(valid: Bool[Array, "batch length"]) -> Segments:
 
 
 class _Pair(Mask):
-    """Two masks combined; what And and Or share."""
+    """Two masks combined by ``_join``; what And and Or share."""
 
     left: Mask
     right: Mask
+
+    def allowed(self, q_positions, kv_positions):
+        return self._join(*(part.allowed(q_positions, kv_positions) for part in (self.left, self.right)))
+
+    def tiles(self, q, k):
+        (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
+        return self._join(some, some_right), self._join(every, every_right)
 
     def _map(self, method: str, *arguments):
         left, right = (getattr(part, method)(*arguments) for part in (self.left, self.right))
@@ -546,6 +529,8 @@ class And(_Pair):
     left: Mask
     right: Mask
 
+    _join = staticmethod(operator.and_)
+
     @property
     def retained(self):
         found = [part.retained for part in (self.left, self.right) if part.retained is not None]
@@ -553,13 +538,6 @@ class And(_Pair):
 
     def visible(self, count, positions, causal):
         return jnp.minimum(*(part.visible(count, positions, causal) for part in (self.left, self.right)))
-
-    def allowed(self, q_positions, kv_positions):
-        return self.left.allowed(q_positions, kv_positions) & self.right.allowed(q_positions, kv_positions)
-
-    def tiles(self, q, k):
-        (some_l, all_l), (some_r, all_r) = self.left.tiles(q, k), self.right.tiles(q, k)
-        return some_l & some_r, all_l & all_r
 
 
 @_pair
@@ -570,6 +548,8 @@ class Or(_Pair):
     left: Mask
     right: Mask
 
+    _join = staticmethod(operator.or_)
+
     @property
     def retained(self):
         left, right = self.left.retained, self.right.retained
@@ -577,13 +557,6 @@ class Or(_Pair):
 
     def visible(self, count, positions, causal):
         return jnp.minimum(count, sum(part.visible(count, positions, causal) for part in (self.left, self.right)))
-
-    def allowed(self, q_positions, kv_positions):
-        return self.left.allowed(q_positions, kv_positions) | self.right.allowed(q_positions, kv_positions)
-
-    def tiles(self, q, k):
-        (some_l, all_l), (some_r, all_r) = self.left.tiles(q, k), self.right.tiles(q, k)
-        return some_l | some_r, all_l | all_r
 
 
 def extent(positions: Positions, block: int) -> Extent:

@@ -12,6 +12,7 @@ import pytest
 
 import posjax
 from posjax import masks
+from posjax._slots import Features
 from posjax.coca import Coca
 from posjax.far import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
 from posjax.masks import Causal
@@ -174,15 +175,26 @@ def test_printed_distances(shift):
     assert trained == pytest.approx(math.cos(128 + 383 * 16), abs=2e-6)
 
 
-def test_the_frequencies_of_the_rule_are_kept():
-    """Under another rule far pairs use its frequencies; the first one is 1 for NTK too, the second is not."""
+DYNAMIC = DynamicNTK(8)
+
+
+@pytest.mark.parametrize(
+    ("rule", "far", "distance"),
+    [
+        (NTKAware(4.0), LeakyReRoPE(8, 4), 8 + 92 / 4),
+        (NTKAware(4.0), ReRoPE(8), 8),
+        (DYNAMIC, ReRoPE(8), 8),
+        (DYNAMIC, SelfExtend(4, 8), 25 + 8 - 2),
+    ],
+)
+def test_the_frequencies_of_the_rule_are_kept(rule, far, distance):
+    """The first frequency is 1 under NTK too, the second is not; the current length is passed on."""
+    theta = float(rule.frequencies(64, head_dim=SIZE)[0].value[1])
+    assert theta != pytest.approx(THETA[1])
     second = jnp.zeros((1, 1, 1, SIZE)).at[..., 1].set(1.0)
-    for rule, options in ((NTKAware(4.0), {}), (DynamicNTK(8), {"length": 64})):
-        theta = float(rule.frequencies(options.get("length"), head_dim=SIZE)[0].value[1])
-        for far, distance in ((LeakyReRoPE(8, 4), 8 + 92 / 4), (ReRoPE(8), 8), (SelfExtend(4, 8), 25 + 8 - 2)):
-            given = (Rotary(rule), {}, second, second, jnp.array([100]), jnp.array([0]))
-            _, _, (branch,) = far.branches(*given, head_dim=SIZE, **options)
-            assert float((branch.q * branch.k).sum()) == pytest.approx(math.cos(distance * theta), abs=2e-6)
+    given = (Rotary(rule), {}, second, second, jnp.array([100]), jnp.array([0]))
+    _, _, (branch,) = far.branches(*given, head_dim=SIZE, length=64)
+    assert float((branch.q * branch.k).sum()) == pytest.approx(math.cos(distance * theta), abs=2e-6)
 
 
 def test_limits():
@@ -347,3 +359,7 @@ def test_refused_features():
         for far, _, _ in METHODS.values():
             with pytest.raises(ValueError, match=message):
                 far.check(features)
+    with pytest.raises(ValueError, match="reads the current length"):
+        LeakyReRoPE(8).check(Rotary(DYNAMIC))
+    with pytest.raises(ValueError, match="LeakyReRoPE stretches a frequency rule, but Features has none"):
+        LeakyReRoPE(8).check(Features())
