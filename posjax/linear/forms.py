@@ -344,9 +344,9 @@ def _heads_last(out: Float[Array, "batch kv_heads group n size"]) -> Float[Array
 def _start(x: _Tokens, state: LinearState | None) -> LinearState:
     """The state to begin with, which varies over the same mesh axes as the tokens, as a loop's carry must."""
     if state is None:
-        width = None if x.psi_numerator is None else x.psi_numerator.shape[-1]
-        batch, kv_heads, _, size = x.psi.shape
+        (batch, kv_heads, _, size), width = x.psi.shape, x.numerator[1].shape[-1]
         state = empty_state(batch, kv_heads, size, x.v.shape[-1], numerator_size=width, dtype=x.dtype)
+    _check_state(x, state)
     axes = frozenset().union(*map(_varying, jax.tree.leaves((x, state))))
 
     def vary(leaf):
@@ -354,6 +354,15 @@ def _start(x: _Tokens, state: LinearState | None) -> LinearState:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, state)
+
+
+def _check_state(x: _Tokens, state: LinearState) -> None:
+    batch, kv_heads, _, size = x.psi.shape
+    sizes = {"s": (x.numerator[1].shape[-1], x.v.shape[-1]), "z": (size,), "log_scale": ()}
+    for name, wanted in {name: (batch, kv_heads, *rest) for name, rest in sizes.items()}.items():
+        found = getattr(state, name).shape
+        check(found == wanted, f"state.{name} must have shape {wanted}, found {found}")
+    check(state.segment.shape == (batch,), f"state.segment must have shape {(batch,)}, found {state.segment.shape}")
 
 
 def _varying(leaf) -> frozenset:

@@ -13,7 +13,7 @@ Features are at least float32. Two kinds differ in where position goes (:func:`f
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -150,7 +150,7 @@ class ScaledKernel(LinearKernel):
     scale: None for ``1 / sqrt(d)``.
     """
 
-    scale: float | None = None
+    scale: float | None = field(default=None, kw_only=True)
 
     of_inner_product: ClassVar[bool] = True
 

@@ -29,7 +29,7 @@ class Performer(ScaledKernel):
     feature is ``exp(|q + k|^2) - 1``.
 
     num_features: m.
-    orthogonal: rows of each block of d are orthogonal, which lowers the variance; otherwise independent.
+    orthogonal: rows of each block of d are orthogonal, which lowers the variance a little; otherwise independent.
     norms: of orthogonal rows. ``"chi"``, those of Gaussian vectors, keeps the estimate unbiased; ``"constant"``,
         ``sqrt(d)``, does not, and varies less.
     scale: see ``ScaledKernel``.

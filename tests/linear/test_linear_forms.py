@@ -1,0 +1,273 @@
+"""Forms of linear attention: each against NumPy in float64, against each other, and what a state must carry."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from posjax import linear
+from posjax.linear import Elu, Exponential
+
+B, T, H, K, D, DV = 2, 19, 4, 2, 4, 3
+KEYS = jax.random.split(jax.random.key(0), 3)
+Q, KEY = jax.random.normal(KEYS[0], (B, T, H, D)), 3 * jax.random.normal(KEYS[1], (B, T, K, D))
+V = jax.random.normal(KEYS[2], (B, T, K, DV))
+# Padding before, between and after documents, one that goes on behind padding, and ids that fall.
+IDS = np.array([[0] * 6 + [1] * 6 + [-1] + [2] * 4 + [-1] * 2, [-1] * 2 + [5] * 4 + [-1] * 2 + [5] * 2 + [3] * 9])
+SAME = (IDS[:, :, None] == IDS[:, None, :]) & (IDS >= 0)[:, :, None]
+
+PLAIN = linear.features(Elu(), Q, KEY)
+# Everything at once: a scale of the keys, and features of their own for the numerator.
+FULL = linear.features(Exponential(), Q, KEY, rotate_q=lambda x: x[..., 1:] - 0.1, rotate_k=lambda x: x[..., 1:] + 1)
+
+
+def oracle(mapped, v, allowed):
+    """One query at a time; log_scale as it is, unstabilised."""
+    mapped = {name: None if x is None else np.asarray(x, np.float64) for name, x in mapped.items()}
+    scale = np.ones((B, T, K)) if mapped["log_scale"] is None else np.exp(mapped["log_scale"])
+    above = [mapped[a] if mapped["q_numerator"] is None else mapped[b] for a, b in ABOVE]
+    out = np.zeros((B, T, H, DV))
+    for b, i, h in np.ndindex(B, T, H):
+        g, see = h // (H // K), allowed[b, i]
+        upper, lower = (
+            (psi[b, :, g] @ phi[b, i, h]) * scale[b, :, g] * see for phi, psi in (above, (mapped["phi"], mapped["psi"]))
+        )
+        if see.any():
+            out[b, i, h] = upper @ np.asarray(v, np.float64)[b, :, g] / lower.sum()
+    return out
+
+
+ABOVE = (("phi", "q_numerator"), ("psi", "k_numerator"))
+FORMS = {
+    "quadratic": lambda v, ids, mapped: linear.quadratic(v=v, segment_ids=ids, **mapped),
+    "chunked": lambda v, ids, mapped: linear.chunked(v=v, segment_ids=ids, chunk_size=5, **mapped)[0],
+    "recurrent": lambda v, ids, mapped: linear.recurrent(v=v, segment_ids=ids, **mapped)[0],
+    "all keys, quadratic": lambda v, ids, mapped: linear.quadratic(v=v, segment_ids=ids, causal=False, **mapped),
+    "bidirectional": lambda v, ids, mapped: linear.bidirectional(v=v, segment_ids=ids, chunk_size=5, **mapped),
+}
+OVER_ALL = ("all keys, quadratic", "bidirectional")
+REFERENCES = {"chunked": "quadratic", "recurrent": "quadratic", "bidirectional": "all keys, quadratic"}
+TARGET = jnp.cos(jnp.arange(T * H * DV, dtype=jnp.float32)).reshape(T, H, DV)
+
+
+def visible(form, allowed):
+    return allowed if form in OVER_ALL else np.tril(allowed)
+
+
+def loss(form, mapped, v, ids, target=TARGET):
+    out = FORMS[form](v, ids, mapped)
+    return jnp.square(out + target).sum(), out
+
+
+@partial(jax.jit, static_argnums=0)
+def gradients(form, mapped, v, ids, target=TARGET):
+    (_, out), found = jax.value_and_grad(partial(loss, form), argnums=(0, 1), has_aux=True)(mapped, v, ids, target)
+    return out, found
+
+
+def test_forms_agree_forward_and_backward():
+    found = {form: gradients(form, FULL, V, IDS) for form in FORMS}
+    for form, (out, _) in found.items():
+        np.testing.assert_allclose(out, oracle(FULL, V, visible(form, SAME)), atol=1e-5, err_msg=form)
+    for form, reference in REFERENCES.items():
+        want = found[reference][1]
+        assert all(float(jnp.abs(leaf).max()) > 1e-3 for leaf in jax.tree.leaves(want))
+        chex.assert_trees_all_close(found[form][1], want, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("form", ["quadratic", "chunked", "bidirectional"])
+def test_features_alone_without_segments(form):
+    out = jax.jit(partial(FORMS[form], V, None))(PLAIN)
+    np.testing.assert_allclose(out, oracle(PLAIN, V, visible(form, np.ones((B, T, T), bool))), atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_sees_nothing_gives_zero_and_moves_nothing(form):
+    ids = IDS.copy()
+    ids[1] = -1
+    out, moved = gradients(form, FULL, V, ids)
+    chex.assert_tree_all_finite(moved)
+    for array in (out, *jax.tree.leaves(moved)):
+        np.testing.assert_array_equal(np.asarray(array)[ids < 0], 0)
+        assert np.abs(np.asarray(array)[ids >= 0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_equal_separate_ones(form):
+    ids = np.broadcast_to(IDS[:1], IDS.shape)
+    packed = gradients(form, FULL, V, ids)
+    for start in (0, 6):
+        mapped, v = jax.tree.map(lambda x, at=start: x[:, at : at + 6], (FULL, V))
+        alone = gradients(form, mapped, v, None, TARGET[start : start + 6])
+        part = jax.tree.map(lambda x, at=start: x[:, at : at + 6], packed)
+        chex.assert_trees_all_close(part, alone, atol=2e-5, rtol=2e-4)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def in_two(cut, first, second, mapped, v, ids):
+    """A row cut in two, the state handed over."""
+
+    def run(form, part, state):
+        size = {"chunk_size": 4} if form is linear.chunked else {}
+        named = jax.tree.map(part, mapped)
+        return form(v=part(v), segment_ids=None if ids is None else part(ids), state=state, **size, **named)
+
+    before, state = run(first, lambda x: x[:, :cut], None)
+    after, state = run(second, lambda x: x[:, cut:], state)
+    return jnp.concatenate([before, after], 1), state
+
+
+@pytest.mark.parametrize(
+    ("cut", "first", "second", "ids"),
+    [
+        (1, linear.chunked, linear.recurrent, None),
+        (9, linear.recurrent, linear.chunked, IDS),
+        (14, linear.chunked, linear.chunked, IDS),
+    ],
+)
+def test_a_state_carries_over_any_cut(cut, first, second, ids):
+    out, state = in_two(cut, first, second, FULL, V, ids)
+    want, want_state = whole(V, ids, FULL)
+    chex.assert_trees_all_close(out, want, atol=1e-5)
+    chex.assert_trees_all_close(state, want_state, atol=1e-5, rtol=1e-5)
+    chex.assert_shape((state.s, state.z, state.log_scale, state.segment), [(B, K, D - 1, DV), (B, K, D), (B, K), (B,)])
+    np.testing.assert_array_equal(state.segment, [0, 0] if ids is None else [2, 3])
+
+
+@jax.jit
+def whole(v, ids, mapped):
+    return linear.chunked(v=v, segment_ids=ids, chunk_size=7, **mapped)
+
+
+def test_tokens_without_ids_go_on_with_the_document_of_the_state():
+    """Right padding in a prefill, then decoding."""
+    cut = 10
+    ids = np.zeros((B, 1), np.int32) + np.where((np.arange(T) < cut - 3) | (np.arange(T) >= cut), 4, -1)
+
+    @jax.jit
+    def run(mapped, v):
+        head, tail = (jax.tree.map(lambda x, at=at: x[:, at], (mapped, v)) for at in (slice(cut), slice(cut, None)))
+        _, state = linear.chunked(v=head[1], segment_ids=ids[:, :cut], **head[0])
+        return linear.recurrent(v=tail[1], state=state, **tail[0])
+
+    out, state = run(FULL, V)
+    chex.assert_trees_all_close(out, gradients("quadratic", FULL, V, ids)[0][:, cut:], atol=1e-5)
+    np.testing.assert_array_equal(state.segment, 4)
+
+
+def test_an_empty_state_is_no_state():
+    state = linear.empty_state(B, K, D, DV, numerator_size=D - 1)
+    without = whole(V, IDS, FULL)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, without[1])
+    given = jax.jit(lambda state: linear.chunked(v=V, segment_ids=IDS, chunk_size=7, state=state, **FULL))(state)
+    chex.assert_trees_all_close(given, without, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_huge_keys_neither_overflow_nor_reach_back(form):
+    """exp(k) of 400 does not fit in float32; queries before it and other documents are as if it were not there."""
+    ids = np.where(np.arange(T) < 15, 0, 1) + np.zeros((B, 1), np.int32)
+    rotations = {"rotate_q": lambda x: x[..., 1:], "rotate_k": lambda x: x[..., 1:]}
+    plain, huge = (linear.features(Exponential(), Q, k, **rotations) for k in (KEY, KEY.at[:, 12].add(400.0)))
+    want, found = (gradients(form, mapped, V, ids) for mapped in (plain, huge))
+    chex.assert_tree_all_finite(found)
+    for part in (np.s_[:, 15:],) if form in OVER_ALL else (np.s_[:, :12], np.s_[:, 15:]):
+        chex.assert_trees_all_close(found[0][part], want[0][part], atol=1e-6)
+    weights = np.asarray(huge["phi"][:, 13]) * np.repeat(huge["psi"][:, 12], H // K, 1)
+    only = weights[..., 1:].sum(-1, keepdims=True) / weights.sum(-1, keepdims=True) * np.repeat(V[:, 12], H // K, 1)
+    chex.assert_trees_all_close(found[0][:, 13], only, atol=1e-5)
+
+
+def test_in_float64_gradients_are_those_of_finite_differences():
+    with jax.enable_x64(True):
+        inputs = [np.asarray(x[:1, :7], np.float64) for x in (Q, KEY, V)]
+
+        @jax.jit
+        @partial(jax.value_and_grad, argnums=(0, 1, 2))
+        def run(q, k, v):
+            mapped = linear.features(Exponential(), q, k)
+            out, state = linear.chunked(v=v, segment_ids=IDS[:1, :7], chunk_size=3, **mapped)
+            chex.assert_type([out, state.s, state.z, state.log_scale], jnp.float64)
+            return (out * TARGET[:7]).sum()
+
+        for n, gradient in enumerate(run(*inputs)[1]):
+            step = 1e-5 * np.cos(np.arange(inputs[n].size)).reshape(inputs[n].shape)
+            ahead, behind = (run(*inputs[:n], inputs[n] + s, *inputs[n + 1 :])[0] for s in (step, -step))
+            np.testing.assert_allclose((ahead - behind) / 2, (gradient * step).sum(), rtol=1e-6)
+
+
+def test_outputs_have_the_dtype_of_values_and_states_are_float32():
+    mapped, v = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (FULL, V))
+    for form in (linear.chunked, linear.recurrent):
+        out, state = jax.eval_shape(lambda form=form: form(v=v, **mapped))
+        chex.assert_type(
+            [out, state.s, state.z, state.log_scale, state.segment], ["bfloat16", *["float32"] * 3, "int32"]
+        )
+    chex.assert_type(jax.eval_shape(lambda: linear.bidirectional(v=v, **mapped)), "bfloat16")
+
+
+def test_queries_of_another_sequence():
+    few = FULL | {name: FULL[name][:, :5] for name in ("phi", "q_numerator")}
+    want, out = (jax.jit(partial(FORMS[form], V, None))(few) for form in ("all keys, quadratic", "bidirectional"))
+    chex.assert_shape(want, (B, 5, H, DV))
+    chex.assert_trees_all_close(out, want, atol=1e-6)
+
+
+def planned_bytes(length):
+    """What the compiler sets aside for a gradient, beside arguments and results."""
+    shapes = [jax.ShapeDtypeStruct((1, length, 2, size), jnp.float32) for size in (8, 8, 8)]
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def total(phi, psi, v, ids):
+        return jnp.square(linear.chunked(phi, psi, v, segment_ids=ids, chunk_size=64)[0]).sum()
+
+    return jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes, ids).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear_in_the_length():
+    n, arrays = 4096, 4 * 2 * 8
+    one, two = planned_bytes(n), planned_bytes(2 * n)
+    assert two < 2.1 * one
+    assert two < 30 * 2 * n * arrays
+
+
+def test_gradients_under_shard_map():
+    form = "chunked"
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    run = jax.shard_map(
+        lambda *x: jax.lax.psum(loss(form, *x)[0], "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    found = jax.jit(jax.grad(run, (0, 1)))(FULL, V, IDS)
+    chex.assert_trees_all_close(found, gradients(form, FULL, V, IDS)[1], atol=1e-5, rtol=1e-4)
+
+
+PHI, PSI = PLAIN["phi"], PLAIN["psi"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: linear.chunked(PHI[0], PSI, V), r"phi must have 4 axes"),
+        (lambda: linear.chunked(PHI[..., :3], PSI, V), "must agree in batch and size"),
+        (lambda: linear.chunked(PHI[:, :, :3], PSI, V), "3 heads, not a multiple of the 2"),
+        (lambda: linear.chunked(PHI, PSI, V[:, :, :1]), "must have the batch, length and heads of psi"),
+        (lambda: linear.chunked(PHI[:, :5], PSI, V), "as many keys as queries, found 5 queries and 19 keys"),
+        (lambda: linear.quadratic(PHI[:, :5], PSI, V), "as many keys as queries"),
+        (lambda: linear.bidirectional(PHI[:, :5], PSI, V, segment_ids=IDS[:, :5]), "as many keys as queries"),
+        (lambda: linear.chunked(PHI, PSI, V, chunk_size=0), "chunk_size must be positive"),
+        (lambda: linear.chunked(PHI, PSI, V, segment_ids=IDS[:1]), "segment_ids must be integers"),
+        (lambda: linear.chunked(PHI, PSI, V, segment_ids=IDS * 1.0), "segment_ids must be integers"),
+        (lambda: linear.chunked(PHI, PSI, V, log_scale=V[..., 0, 0]), "log_scale must have shape"),
+        (lambda: linear.chunked(PHI, PSI, V, q_numerator=PHI), "must be given together"),
+        (lambda: linear.chunked(PHI, PSI, V, q_numerator=PHI, k_numerator=V), "must be of one size"),
+        (lambda: linear.chunked(PHI, PSI, V, state=linear.empty_state(B, K, D, D)), "state.s must have shape"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
