@@ -33,8 +33,8 @@ def _power(a, p, q_positions, kv_positions):
     a = heads_first(jnp.maximum(widened(a), _SMALLEST))
     p = heads_first(jnp.clip(widened(p), _SMALLEST, _LARGEST_POWER))
     r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
-    # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped. A factor does
-    # it, as jax 0.10.2 compiles the gradient of a ``where`` to NaN for CPUs at optimisation level 1.
+    # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped. By a
+    # factor, since jax 0.10.2 compiles the gradient of a ``where`` to NaN on CPUs at optimisation level 1.
     return a * jnp.maximum(r, 1) ** p * (r > 0)
 
 
