@@ -147,8 +147,9 @@ class DynamicYaRN(_Dynamic):
         return NTKByParts(1.0, self.original_length, *ramp, base=self.base)
 
     def _multipliers(self, scale, plain):
-        interpolated = 1 - self._by_parts()._kept(plain)
-        return 1 - interpolated.astype(scale.dtype) * (1 - 1 / scale)
+        kept = self._by_parts()._kept(plain).astype(scale.dtype)
+        xp = jnp if isinstance(scale, jax.Array) else np
+        return xp.where(scale == 1, xp.ones_like(scale), (1 - kept) / scale + kept)  # (1 - kept) + kept may round
 
     def _factor(self, scale):
         xp = jnp if isinstance(scale, jax.Array) else np

@@ -206,7 +206,7 @@ class _Space:
         yarn = NTKByParts(rule.factor, rule.original_length, base=rule.base, head_dim=width)
         by_parts = inverse_powers(rule.base, width) / yarn.inverse_frequencies()
         known = (rule.factor * plain, rule.factor ** -ntk_exponents(width), by_parts)
-        seeds = [self.individual(factors, self.choices[0]) for factors in known]
+        seeds = [self.individual(factors, 0) for factors in known]
         return [*seeds, self.individual(rule.long_factor, rule.unscaled_first)]
 
     def mutate(self, one: _Individual, probability: float, random: np.random.Generator) -> _Individual:
@@ -255,7 +255,7 @@ def search(
 
     Returns the best rule with the ``select`` of ``initial``, never worse than any of the four it started from.
     Raises ValueError for sizes that are not positive, fewer than 4 individuals or more parents than individuals, a
-    ``reach`` below 1, and an ``initial`` without factor, or with another ``unscaled_first`` than those to try.
+    ``reach`` below 1, and an ``initial`` without factor; and unless ``unscaled_first`` holds 0 and that of ``initial``.
     """
     space = _space(initial, reach, step, tuple(unscaled_first))
     _check_sizes(population, parents, mutations, crossovers, probability, iterations)
@@ -287,8 +287,8 @@ def _space(initial: LongRoPE, reach: float, step: float, choices: tuple[int, ...
     check_number("reach", reach, at_least=1)
     check_positive("step", step)
     check(
-        initial.unscaled_first in choices,
-        f"unscaled_first must hold that of initial, {initial.unscaled_first}; found {choices}",
+        {0, initial.unscaled_first} <= set(choices),
+        f"unscaled_first must hold 0 and that of initial, {initial.unscaled_first}; found {choices}",
     )
     return _Space(initial, int((reach * initial.factor - 1) / step + 1e-6), step, choices)
 
