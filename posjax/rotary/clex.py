@@ -29,8 +29,8 @@ class CLEX(FrequencyRule):
     original_length: L. The scale is t = ceil(length / L), between 1 and ``max_factor``: give ``length = t * L`` in
         training, with t drawn from 1 .. max_factor, and the current length in use. Both may be traced.
     param_factor: the width of the hidden layer over the rotary width. activation: ``"tanh"`` or ``"silu"``.
-    steps: Runge-Kutta steps (of fourth order) per unit of t; the released code takes 100. All integer scales are
-        computed in one pass of steps * (max_factor - 1) small steps, a traced length does not compile again.
+    steps: Runge-Kutta steps (of fourth order) per unit of t; the released code takes 100. One pass of
+        steps * (max_factor - 1) small steps gives all integer scales, so a traced length does not compile again.
 
     The other parts of the method stand elsewhere: training draws its positions from t L (see ``positions``) and its
     log scale, ln(keys) / ln L of the query, is a scale (``scales.ClippedLogN``, unclipped there), off in training.
@@ -65,7 +65,7 @@ class CLEX(FrequencyRule):
     def _scale(self, length: Length):
         """t as an integer."""
         xp = np if is_host(length) else jnp
-        return xp.clip(-(-xp.asarray(length) // self.original_length), 1, self.max_factor)
+        return xp.minimum(1 + (xp.maximum(length, 1) - 1) // self.original_length, self.max_factor)
 
     def _untrained(self, head_dim: int | None) -> Float[np.ndarray, "max_factor w/2"]:
         """ntk(t) for t = 1 .. max_factor, float64."""
@@ -77,12 +77,13 @@ class CLEX(FrequencyRule):
     ) -> tuple[Frequencies, float]:
         """As :meth:`FrequencyRule.frequencies`. Without ``params`` those of an untrained CLEX, exact; else float32."""
         row = self._scale(self.original_length if length is None else length) - 1
-        untrained = exact(self._untrained(head_dim))
+        untrained = self._untrained(head_dim)
         if params is None:
-            return jax.tree.map(lambda rows: rows[row] if is_host(row) else jnp.take(rows, row, axis=0), untrained), 1.0
+            rows = exact(untrained[row] if is_host(row) else untrained)
+            return rows if is_host(row) else jax.tree.map(lambda x: jnp.take(x, row, axis=0), rows), 1.0
         last = int(row.max()) if is_host(row) else self.max_factor - 1
-        learned = self._integrate(self._check_params(params, head_dim), last, head_dim)
-        return Frequencies(jnp.take(untrained.value[: last + 1] * jnp.exp(learned), row, axis=0)), 1.0
+        learned = jnp.exp(self._integrate(self._check_params(params, head_dim), last, head_dim))
+        return Frequencies(jnp.take(untrained[: last + 1].astype(np.float32) * learned, row, axis=0)), 1.0
 
     def _integrate(self, params, units: int, head_dim: int | None) -> Float[Array, "units+1 w/2"]:
         """z(t) - ln ntk(t) for t = 1 .. 1 + units; its slope is the learned term alone."""

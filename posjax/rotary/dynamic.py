@@ -84,8 +84,8 @@ class DynamicNTK(_Dynamic):
 
     factor = 1 gives s = l/L.
 
-    schedule: ``"continuous"``, as above; or ``"qwen"``, the steps of Qwen-1, which keep more of a cache valid:
-        s = 2^(k+1) - 1 with k = ceil(log2(l / L)), so 1, 3, 7, 15 up to L, 2L, 4L, 8L. It takes no factor.
+    schedule: ``"continuous"``, as above; or ``"qwen"``, the steps of Qwen-1, whose frequencies change only where the
+        length passes L, 2L, 4L, ...: s = 2^(k+1) - 1 with k = ceil(log2(l / L)), so 1, 3, 7, 15. It takes no factor.
     """
 
     factor: float = 1.0

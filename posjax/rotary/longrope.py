@@ -111,7 +111,9 @@ class LongRoPE(FrequencyRule):
             return float(self.attention_factor)
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
 
-    def frequencies(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
+    def frequencies(
+        self, length: Length | None = None, *, head_dim: int | None = None
+    ) -> tuple[Frequencies, float | Float[Array, "*lengths 1 1"]]:
         """As :meth:`FrequencyRule.frequencies`, of the positions from ``unscaled_first`` on; ``length`` None means
         ``original_length``.
         """
@@ -294,9 +296,9 @@ def _space(initial: LongRoPE, reach: float, step: float, choices: tuple[int, ...
 
 
 def _check_sizes(population, parents, mutations, crossovers, probability, iterations) -> None:
-    sizes = {"parents": parents, "mutations": mutations, "crossovers": crossovers, "iterations": iterations}
-    for name, value in sizes.items():
+    sizes = {"population": population, "parents": parents, "mutations": mutations, "crossovers": crossovers}
+    for name, value in (sizes | {"iterations": iterations}).items():
         check_count(name, value)
-    check(population >= 4, f"population must be at least 4, the rules it starts from, found {population!r}")
+    check(population >= 4, f"population must be at least 4, the rules it starts from, found {population}")
     check(parents <= population, f"parents must be at most the population of {population}, found {parents}")
     check(0 < probability <= 1, f"probability must be in (0, 1], found {probability!r}")
