@@ -1,8 +1,10 @@
 """What a way of telling position does, as numbers, and plots of them.
 
 Before training: how rules decay with distance and how exact their angles are, what weight a scheme gives to which key.
-Of a trained model: the rotary anomaly, slack CoCA's absolute share, the entropy of its attention.
+Of a trained model, by ``measure``: the rotary anomaly, slack CoCA's absolute share, the entropy of its attention.
 """
+
+import importlib
 
 from posjax.diagnostics.anomaly import Anomaly, absolute_share, coca_anomaly, pooled, rotary_anomaly
 from posjax.diagnostics.plots import plot_anomaly, plot_decay, plot_entropy, plot_exactness, plot_weights
@@ -13,7 +15,10 @@ __all__ = [
     "Anomaly",
     "Curve",
     "Exactness",
+    "Layer",
+    "Measurement",
     "absolute_share",
+    "capture",
     "coca_anomaly",
     "decay_indicator",
     "entropy",
@@ -21,6 +26,7 @@ __all__ = [
     "exactness",
     "incomplete",
     "mean_score",
+    "measure",
     "plot_anomaly",
     "plot_decay",
     "plot_entropy",
@@ -33,3 +39,10 @@ __all__ = [
     "weight_curve",
     "weights",
 ]
+
+
+def __getattr__(name: str):
+    # What looks into Flax modules is imported on first use, so that the rest needs jax and numpy alone.
+    if name in ("Layer", "Measurement", "capture", "measure"):
+        return getattr(importlib.import_module("posjax.diagnostics.model"), name)
+    raise AttributeError(f"module 'posjax.diagnostics' has no attribute {name!r}")

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count
+from posjax._slots import Features
 from posjax.positions import Range
 from posjax.scheme import Scheme
 
@@ -30,7 +31,8 @@ def weights(
     """The attention weights of one query over ``length`` keys at positions ``0 .. length - 1``.
 
     They are what ``Scheme.attend`` gives for values that are unit vectors, so features, scale, bias, mask and far
-    branches all take part, whatever they are. Memory grows with ``length``, not with its square.
+    branches all take part, whatever they are. Memory grows with ``length``, not with its square. Tokens that a bias
+    reads (FoX) are zeros.
 
     Args:
         scheme: any scheme.
@@ -45,7 +47,8 @@ def weights(
         options: passed to ``Scheme.attend``, such as ``causal=False`` or ``sinks``.
 
     Returns:
-        float32; rows sum to 1, or to less with sinks, and are 0 where nothing may be seen.
+        float32; rows sum to 1, or to less with sinks, and are 0 where nothing may be seen. Those of linear attention
+        may be negative, and with rotation sum to something else.
 
     Raises:
         ValueError: for a layer recipe instead of one scheme, and for a query that is not among the keys.
@@ -64,8 +67,8 @@ def _row(scheme: Scheme, q, k, query: int, head_dim: int, params, options) -> Fl
     length = k.shape[1]
     check(-length <= query < length, f"query must be one of the {length} keys, found {query}")
     params = parameters(scheme, q.shape[1], k.shape[2], head_dim) if params is None else params
-    at = jnp.array([query % length], jnp.int32)
-    blocks = _read(scheme, q[:, None], k, at, params, None, _settings(options, length=length))[:, :, 0]
+    at, gates = jnp.array([query % length], jnp.int32), _gates(scheme, params, *k.shape[:2])
+    blocks = _read(scheme, q[:, None], k, at, params, None, gates, _settings(options, length=length))[:, :, 0]
     return np.concatenate(np.moveaxis(blocks, 1, 0), axis=-1)[..., :length]
 
 
@@ -170,6 +173,7 @@ def entropy(
     q_positions: Int[Array, "queries"] | None = None,
     params: dict | None = None,
     length: int | None = None,
+    gates: Float[Array, "batch heads keys"] | None = None,
     **options,
 ) -> Float[np.ndarray, "batch queries heads"]:
     """Entropy of every attention row, ``-sum_j a_ij log a_ij``, in nats.
@@ -183,11 +187,16 @@ def entropy(
         q_positions: of the queries; ``0, 1, 2, ...`` when left out.
         params: the scheme's parameters, if it has any.
         length: the current length, for schemes that read it; the number of keys when left out.
+        gates: what ``Scheme.prepare`` makes of the tokens, for schemes that read them (FoX).
         options: passed to ``Scheme.attend``, such as ``causal=False``.
+
+    Raises:
+        ValueError: for linear attention, whose weights need not be a distribution.
     """
+    check(scheme.linear is None, "scheme: the weights of linear attention need not be positive, so have no entropy")
     at = jnp.arange(q.shape[1], dtype=jnp.int32) if q_positions is None else jnp.asarray(q_positions, jnp.int32)
     length = jnp.int32(k.shape[1] if length is None else length)
-    return _read(scheme, q, k, at, params, length, _settings(options), _block_entropy).sum(1)
+    return _read(scheme, q, k, at, params, length, gates, _settings(options), _block_entropy).sum(1)
 
 
 def entropy_curve(
@@ -221,14 +230,24 @@ def entropy_curve(
     q = gain * jax.random.normal(key_q, (draws, 1, num_heads, scheme.query_size(head_dim)))
     k = jax.random.normal(key_k, (draws, int(lengths.max()), num_heads, scheme.key_size(head_dim)))
     params = parameters(scheme, num_heads, num_heads, head_dim) if params is None else params
-    rows = [entropy(scheme, q, k, q_positions=[n - 1], params=params, length=n) for n in lengths.tolist()]
+    fixed = {"params": params, "gates": _gates(scheme, params, *k.shape[:2])}
+    rows = [entropy(scheme, q, k, q_positions=[n - 1], length=n, **fixed) for n in lengths.tolist()]
     return np.stack([row[:, 0].mean(0) for row in rows], axis=-1)
 
 
 def parameters(scheme: Scheme, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0) -> dict:
-    """All parameters of one layer of the scheme as initialised, the shared ones among them."""
+    """All parameters of one layer of the scheme as initialised, the shared ones among them, for tokens of size 1."""
     key = jax.random.key(seed)
-    return scheme.init(key, num_heads, head_dim) | scheme.init_shared(key, num_heads, head_dim)
+    own = scheme.init(key, num_heads, head_dim, num_kv_heads=num_kv_heads, model_dim=1)
+    return own | ({} if scheme.reads_tokens else scheme.init_shared(key, num_heads, head_dim))
+
+
+def _gates(scheme: Scheme, params, batch: int, length: int) -> Float[Array, "batch heads keys"] | None:
+    """Those of tokens that are zero, for schemes that read tokens."""
+    if not scheme.reads_tokens:
+        return None
+    width = max((leaf.shape[0] for leaf in params["bias"].values() if leaf.ndim == 2), default=1)
+    return scheme.prepare(params, jnp.zeros((batch, length, width)))
 
 
 def _contents(scheme: Scheme, draws: int, num_heads: int, head_dim: int, seed: int) -> tuple[Array, Array]:
@@ -255,30 +274,40 @@ def _block_entropy(block: Float[Array, "queries heads size"]) -> Float[Array, "q
     return jax.scipy.special.entr(block).sum(-1)
 
 
-def _read(scheme, q, k, at, params, length, settings, reduce=None) -> np.ndarray:
+def _read(scheme, q, k, at, params, length, gates, settings, reduce=None) -> np.ndarray:
     arrays, static = settings
-    return np.asarray(_read_rows(q, k, at, params or {}, length, arrays, scheme=scheme, static=static, reduce=reduce))
+    given = (q, k, gates), at, params or {}, length, arrays
+    return np.asarray(_read_rows(*given, scheme=scheme, static=static, reduce=reduce))
 
 
 @partial(jax.jit, static_argnames=("scheme", "static", "reduce"))
-def _read_rows(q, k, at, params, length, arrays, *, scheme, static, reduce):
+def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
     """Weights of every row of the batch, a block of keys at a time: ``[batch, blocks, queries, heads, block]``.
 
-    ``reduce`` is applied to each block. Values are unit vectors, so that the output of attention is its weights.
+    ``reduce`` is applied to each block. Values are unit vectors, so that the output of attention is its weights. Maps
+    of values (VO-RoPE) are rotations, undone by the map of outputs beforehand and by that of values afterwards.
     """
-    keys, kv_heads = k.shape[1:3]
+    keys, kv_heads = rows[1].shape[1:3]
+    maps = Features() if scheme.features is None else scheme.features
     options = {**({} if length is None else {"length": length}), **arrays, **dict(static)}
 
     def row(one):
-        q, k = (x[None] for x in one)
+        q, k, gates = jax.tree.map(lambda x: x[None], one)
+        places = {"head_dim": maps.head_dim(k.shape[-1]), "length": options["length"]}
+        q_at, k_at = (at, Range(0, keys)) if scheme.linear is None else (Range(0, keys),) * 2
+        if scheme.linear is not None:  # which takes whole rows
+            q = jnp.zeros((1, keys, *q.shape[2:])).at[:, at].set(q)
+        gated = {} if gates is None else {"gates": (gates[..., at], gates)}
 
         def block(first):
             units = (jnp.arange(keys)[:, None] == first + jnp.arange(_COLUMNS)).astype(jnp.float32)
             v = jnp.broadcast_to(units[None, :, None], (1, keys, kv_heads, _COLUMNS))
-            positions = {"q_positions": at, "kv_positions": Range(0, keys)}
-            found = scheme.attend(q, k, v, params=params, **positions, **options)[0]
+            v = maps.output(params.get("features", {}), v, k_at, **places)
+            out = scheme.attend(q, k, v, params=params, q_positions=q_at, kv_positions=k_at, **gated, **options)
+            out = out if scheme.linear is None else out[:, at]
+            found = maps.value(params.get("features", {}), out, at, **places)[0]
             return found if reduce is None else reduce(found)
 
         return jax.lax.map(block, jnp.arange(0, keys, _COLUMNS))
 
-    return jax.lax.map(row, (q, k))
+    return jax.lax.map(row, rows)

@@ -17,16 +17,48 @@ def softmax(z):
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("name", pj.scheme_names())
-def test_every_preset_gives_a_distribution_over_the_keys_it_sees(name):
-    scheme = pj.scheme(name, **({"max_length": 16} if name == "learned" else {}))
-    found = weights(scheme, 6, query=3, **SMALL)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("learned", {"max_length": 16}),
+        ("xpos", {}),
+        ("t5", {}),
+        ("fox", {}),
+        ("cope", {}),
+        ("streaming", {}),
+        ("dual-chunk", {"length": 4}),
+        ("ssmax", {}),
+    ],
+)
+def test_schemes_of_every_kind_give_a_distribution_over_the_keys_they_see(name, options):
+    found = weights(pj.scheme(name, **options), 6, query=3, **SMALL)
     chex.assert_shape(found, (2, 6))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
-    assert (found >= 0).all()
     assert (found[:, 4:] == 0).all()
-    assert (found[:, 3] > 0).all()
+    assert (found[:, :4] > 0).all()
+
+
+def test_far_pairs_gates_and_rotated_values():
+    """ReRoPE is flat beyond its window; a gate of 1/2 halves every weight; values that turn do not hide theirs."""
+    far = weights(pj.scheme("rerope", window=3), 9, **SMALL)
+    np.testing.assert_allclose(far[:, :6], far[:, :1].repeat(6, 1), rtol=1e-5)
+    assert far[0, 8] > far[0, 7] > far[0, 6]
+    gated = weights(pj.scheme("fox"), 6, **SMALL)
+    np.testing.assert_allclose(gated[:, 1:] / gated[:, :-1], 2, rtol=1e-5)
+    values = weights(pj.scheme("vo-rope"), 200, **SMALL)
+    np.testing.assert_allclose(values, 1 / 200, rtol=1e-4)
+
+
+def test_linear_attention():
+    """With rotation in the numerator alone: theta_t turns the share of the weight of each pair."""
+    q = np.array([[0.3, -0.2, 0.5, 1.0]], np.float32)
+    found = weights(pj.scheme("linear-exp"), 5, q=q, k=q, head_dim=4)
+    a, b = np.exp(q[0].astype(np.float64) - q.max()), np.exp(q[0].astype(np.float64))
+    a, b = a / a.sum(), b / b.sum()
+    r = np.arange(4, -1, -1)[:, None] * np.array([1, 0.01])
+    planes = (a[:2] + 1j * a[2:]) * (b[:2] - 1j * b[2:])
+    np.testing.assert_allclose(found[0], (planes * np.exp(1j * r)).real.sum(-1) / (a @ b) / 5, rtol=1e-4)
 
 
 def test_rotary_weights_against_float64():
@@ -61,7 +93,7 @@ def test_the_curve_of_alibi_is_its_bias():
 def test_random_contents_average_to_the_mean_score():
     """E of the logit of a key like the query is sqrt(d) times mean_score, up to a constant."""
     distances = np.array([0, 1, 5, 20])
-    found = weight_curve(pj.scheme("rope"), distances, draws=60, num_heads=8, head_dim=32)
+    found = weight_curve(pj.scheme("rope"), distances, draws=120, num_heads=4, head_dim=32)
     want = 32**0.5 * mean_score(pj.rotary.Plain(), distances, head_dim=32)
     logits = found.logits.mean(0)
     np.testing.assert_allclose(logits - logits[0], want - want[0], atol=0.15)
