@@ -173,13 +173,11 @@ def test_memory_of_the_gradient_is_linear():
 
     def temporary(length):
         shapes = [(1, 1, 1, length, 8), (1, 1, length, 8), (1, 1, length, 8), (8, 8)]
-        loss = jax.grad(lambda *x: run(blockwise_contextual, *x, block=64)[0].sum(), argnums=(0, 1, 2, 3))
+        loss = jax.grad(lambda *x: run(blockwise_contextual, *x, block=32)[0].sum(), argnums=(0, 1, 2, 3))
         compiled = jax.jit(loss).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    small, large = temporary(1024), temporary(2048)
-    assert large < 2.2 * small
-    assert large < 2048 * 2048 * 4 / 4
+    assert temporary(2048) < 2 * temporary(1024)
 
 
 def test_inside_shard_map_with_checks():
