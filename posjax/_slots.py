@@ -57,6 +57,8 @@ class Features:
     """
 
     frequencies: Any = None
+    axes: int = 1
+    """How many coordinates a position has."""
     widths: tuple[float, float] = (1.0, 1.0)
     """Widths of the query and key projections, as shares of a head."""
     cached: str = "rotated"

@@ -202,6 +202,11 @@ class Coca(Features):
         return self.frequencies.softmax_scale
 
     @property
+    def axes(self) -> int:
+        """The rule's."""
+        return self.frequencies.axes
+
+    @property
     def reads_length(self) -> bool:
         """Whether a call needs ``length``."""
         return self.frequencies.reads_length

@@ -23,6 +23,12 @@ def _features(feature: Callable[[rotary.FrequencyRule], Any]) -> Callable[[rotar
     return lambda rule: Scheme(features=feature(rule))
 
 
+def _clex(rule: rotary.CLEX) -> Scheme:
+    return Scheme(
+        features=rotary.Rotary(rule), positions=sampling.ClexPositions(rule.original_length, int(rule.max_factor))
+    )
+
+
 def _axial(layout: str = "rope-vit") -> rotary.Rotary:
     """One of the four public layouts of 2-D RoPE."""
     check_known("layout", layout, rotary.AXIAL_LAYOUTS)
@@ -140,6 +146,8 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "hierarchical": (absolute.Hierarchical, _in("embedding")),
     "rope": (rotary.Plain, _features(rotary.Rotary)),
     "p-rope": (rotary.Proportional, _features(rotary.Rotary)),
+    "hope": (rotary.HoPE, _features(rotary.Rotary)),
+    "clex": (rotary.CLEX, _clex),
     "xpos": (rotary.XPos, _in("features")),
     "vo-rope": (rotary.ValueRotary, _in("features")),
     "axial": (_axial, _in("features")),
@@ -174,7 +182,10 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "softmax-plus-one": (sinks.SoftmaxPlusOne, _in("sinks", features=_ROPE)),
     "log-n": (scales.LogN, _in("scale", features=_ROPE)),
     "ssmax": (scales.SSMax, _in("scale", features=_ROPE)),
+    "drope": (scales.DroPETemperature, _in("scale")),
     "key-norm": (scales.KeyNorm, _in("norm", features=_ROPE)),
+    "cosine": (scales.CosineScale, _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
+    "learned-cosine": (scales.LearnedCosineScale, _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
     "qwen3": (
         partial(rotary.Plain, 1_000_000.0),
         lambda rule: Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rule)),

@@ -24,6 +24,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
     "norm": {
         "key-norm": scales.KeyNorm,
         "qk-norm": scales.QKNorm,
+        "cosine": scales.CosineNorm,
     },
     "scale": {
         "log-n": scales.LogN,
@@ -32,6 +33,10 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "llama4": scales.Llama4Temperature,
         "ministral": scales.MinistralTemperature,
         "yarn": scales.YaRNTemperature,
+        "cosine": scales.CosineScale,
+        "learned-cosine": scales.LearnedCosineScale,
+        "drope": scales.DroPETemperature,
+        "gradient-maximal": scales.GradientMaximal,
     },
     "bias": {
         "alibi": bias.ALiBi,
@@ -48,6 +53,8 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "chunked": masks.Chunked,
         "dilated": masks.Dilated,
         "band": masks.Band,
+        "global-first": masks.GlobalFirst,
+        "sinks": masks.Sinks,
     },
     "far": {
         "rerope": far.ReRoPE,

@@ -45,7 +45,7 @@ class Scheme:
         bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.FoX``, ...
         mask: narrows what the model allows anyway: ``masks.Window``, ``masks.Chunked``, ``masks.Sinks``, composed.
         far: other features for distant pairs: ``far.ReRoPE``, ``far.SelfExtend``, ...
-        sinks: logits without values: ``scales.LearnedSinks``, ``scales.SoftmaxPlusOne``.
+        sinks: logits without values: ``sinks.LearnedSinks``, ``sinks.SoftmaxPlusOne``.
         linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
         positions: how positions are drawn in training: ``sampling.Randomised``, ... Only a trainer reads it.
 
@@ -120,6 +120,13 @@ class Scheme:
     def _features(self) -> Features:
         return _PLAIN if self.features is None else self.features
 
+    def _places(self, positions: Positions, coordinates):
+        """Where the features stand, with an axis of coordinates for those that have several, without for others."""
+        several = self._features.axes > 1
+        if coordinates is None:
+            return as_array(positions)[..., None] if several else positions
+        return coordinates[..., 0] if coordinates.shape[-1] == 1 and not several else coordinates
+
     @property
     def _far_mask(self) -> masks.Mask | None:
         return None if self.far is None else self.far.mask()
@@ -153,8 +160,7 @@ class Scheme:
             check_known("slot", name, SLOT_NAMES)
         changes = {name: self._resolve(name, value) for name, value in changes.items()}
         if "frequencies" in changes:
-            features = changes.get("features", self.features)
-            changes["features"] = dataclasses.replace(features, frequencies=changes.pop("frequencies"))
+            changes["features"] = _with_rule(changes.get("features", self.features), changes.pop("frequencies"))
         return dataclasses.replace(self, **changes)
 
     def _resolve(self, slot_name: str, value):
@@ -296,7 +302,7 @@ class Scheme:
         length = k.shape[1] if length is None else length
         kv_positions = Range(0, k.shape[1]) if kv_positions is None else kv_positions
         q_positions = Range(0, q.shape[1]) if q_positions is None else q_positions
-        where = kv_positions if coordinates is None else _coordinates(coordinates)
+        where = self._places(kv_positions, coordinates)
         if self.caches == "state":
             return self._attend_whole_rows(q, k, v, params, where, **options)
         head_dim = self._features.head_dim(k.shape[-1])
@@ -366,8 +372,7 @@ class Scheme:
         self.check_direction(causal)
         learned = params.get("features", {})
         maps = {"head_dim": head_dim, "length": length}
-        at_q = q_positions if coordinates is None else _coordinates(coordinates)
-        at_k = kv_positions if coordinates is None else at_q
+        at_q, at_k = self._places(q_positions, coordinates), self._places(kv_positions, coordinates)
         if self.norm is not None:
             q = self.norm.apply(params.get("norm", {}), q, q)[0]
         own = _all_of(self.mask, self._far_mask)
@@ -464,7 +469,7 @@ class Scheme:
         """
         params = params or {}
         positions = index if positions is None else positions
-        where = positions if coordinates is None else _coordinates(coordinates)
+        where = self._places(positions, coordinates)
         ids = jnp.where(valid, 0, -1)
         if self.caches == "state":
             return self.attend_linear(q, k, v, params=params, where=where, segment_ids=ids, state=kept)
@@ -560,6 +565,15 @@ SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Scheme
 """The slots that ``replace`` and ``extend`` take."""
 
 
+def _with_rule(features, rule):
+    """The features with another rule; where a rule deals out the frequencies of a rule to several axes, that one."""
+    before = features.frequencies
+    if isinstance(before, rotary.MRoPE | rotary.RoPETie) and isinstance(rule, rotary.FrequencyRule) and rule.axes == 1:
+        own = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
+        rule = dataclasses.replace(before, rule=rule, **own)
+    return dataclasses.replace(features, frequencies=rule)
+
+
 def _check_mask(mask) -> None:
     check(mask is None or isinstance(mask, masks.Mask), f"mask: expected a posjax.masks mask or None, found {mask!r}")
     check(
@@ -569,7 +583,7 @@ def _check_mask(mask) -> None:
 
 
 def _check_temperature(scheme: Scheme) -> None:
-    brings = isinstance(scheme._features.frequencies, rotary.YaRN)
+    brings = isinstance(scheme._features.frequencies, rotary.YaRN | rotary.DynamicYaRN)
     check(
         not (brings and isinstance(scheme.scale, scales.YaRNTemperature)),
         "scale: YaRN's frequencies bring its temperature already; leave YaRNTemperature out, or use NTKByParts",
@@ -630,11 +644,6 @@ def _check_same_parameters(name: str, before, after) -> None:
         shapes(before) == shapes(after),
         f"{name}: {after!r} needs parameters {shapes(after)}, but the model has {shapes(before)}; train it instead",
     )
-
-
-def _coordinates(coordinates):
-    """Coordinates as features take them: without the axis where there is one only."""
-    return coordinates[..., 0] if coordinates.shape[-1] == 1 else coordinates
 
 
 def _count_visible(q_positions: Positions, kv_positions: Positions, causal: bool) -> Int[Array, "*b queries"]:

@@ -13,8 +13,47 @@ from posjax.nn import Decoder, DecoderConfig
 from posjax.positions import from_segments
 
 VOCAB, LENGTH = 24, 16
-OPTIONS = {"learned": {"max_length": LENGTH}, "t5": {"num_buckets": 8, "max_distance": 12}}
 NAMES = pj.scheme_names()
+# Small enough that rows of LENGTH tokens are beyond every window, chunk, table and training length.
+OPTIONS = {
+    "learned": {"max_length": LENGTH},
+    "hierarchical": {"max_length": 6},
+    "mrope": {"sections": (2, 1, 1)},
+    "pope": {"init_delta": "uniform"},
+    "t5": {"num_buckets": 8, "max_distance": 12},
+    "fire": {"length": 6},
+    "cope": {"max_position": 6},
+    "scale-invariant": {"tau": 2.0},
+    "hope": {"length": 8},
+    "clex": {"original_length": 8},
+    "longrope": {"short_factor": (1.0, 1.0, 1.0, 1.0), "long_factor": (1.0, 2.0, 3.0, 4.0), "original_length": 8},
+    "rerope": {"window": 4},
+    "leaky-rerope": {"window": 4, "factor": 2.0},
+    "inverse-leaky": {"length": 16, "extension": 2.0},
+    "self-extend": {"group": 2, "window": 4},
+    "lm-infinite": {"n_local": 6, "n_global": 2},
+    "streaming": {"sinks": 2, "recent": 5},
+    "dual-chunk": {"length": 8},
+    "window": {"size": 5},
+    "chunked": {"size": 6},
+    "longformer": {"window": 8, "dilation": (1, 1, 2, 2)},
+    "log-n": {"length": 8, "minimum": 1},
+    "cosine": {"length": 8},
+    "drope": {"extension": 2.0},
+    "scaled-cosine": {"length": 8},
+    "randomised": {"max_length": 64},
+    "pose": {"max_length": 32},
+    "hwfa": {"num_layers": 3, "length": 16},
+    "hwfa2": {"num_layers": 3, "length": 8, "full_layers": 1},
+    "gemma3": {"num_layers": 6, "window": 4},
+    "llama4": {"num_layers": 4, "chunk": 6, "floor_scale": 8},
+    "smollm3": {"num_layers": 4},
+    "gpt-oss": {"num_layers": 2, "window": 4, "original_length": 8},
+    "rnope-swa": {"num_layers": 4, "window": 4},
+    "performer": {"num_features": 16},
+    "linear-taylor": {"order": 2},
+    "linear-limit": {"order": 2},
+}
 
 
 def preset(name):
@@ -22,8 +61,9 @@ def preset(name):
 
 
 def config(scheme, **options):
-    sizes = {"vocab_size": VOCAB, "num_layers": 2, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24}
-    return DecoderConfig(**(sizes | options), scheme=scheme)
+    layers = len(scheme.schemes) if isinstance(scheme, pj.Layers) else 2
+    sizes = {"vocab_size": VOCAB, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24}
+    return DecoderConfig(**(sizes | {"num_layers": layers} | options), scheme=scheme)
 
 
 @functools.cache

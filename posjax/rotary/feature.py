@@ -31,6 +31,11 @@ class Rotary(Features):
         check_choice("precision", self.precision, ("exact", "hf"))
 
     @property
+    def axes(self) -> int:
+        """The rule's."""
+        return self.frequencies.axes
+
+    @property
     def reads_length(self) -> bool:
         """Whether a call needs ``length``."""
         return self.frequencies.reads_length

@@ -54,6 +54,8 @@ class FrequencyRule:
 
     reads_length: ClassVar[bool] = False
     """Whether the rule reads the current length (dynamic NTK, LongRoPE, CLEX)."""
+    axes: ClassVar[int] = 1
+    """How many coordinates a position has."""
     shift_invariant: ClassVar[bool] = True
     """Whether the angle between two tokens depends on the difference of their positions alone."""
     hf_type: ClassVar[str | None] = None

@@ -30,7 +30,20 @@ from posjax.nn import Decoder
 from posjax.positions import Range, from_mask
 
 SHIFT = 1_000_003
-NOT_SHIFT_INVARIANT = {"sinusoidal", "learned", "coca-slack"}
+NOT_SHIFT_INVARIANT = {
+    "sinusoidal",
+    "learned",
+    "hierarchical",
+    "coca-slack",
+    "fire",
+    "chunked",
+    "longformer",
+    "self-extend",
+    "lm-infinite",
+    "streaming",
+    "dual-chunk",
+    "llama4",
+}
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -56,6 +69,8 @@ def test_preset_trains_every_parameter(settings):
     (before, _), gradients = step(state, *separate(), LENGTH)
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(gradients)):
         assert np.isfinite(leaf).all(), path
+        if "'projection'" in jax.tree_util.keystr(path):
+            continue  # Performer's random features are not learned.
         layers = leaf if "stacks" in jax.tree_util.keystr(path) else leaf[None]
         assert all(np.abs(layer).max() > 1e-7 for layer in layers), path
     moved = jax.tree.map(lambda p, g: p - 0.03 * g, state, gradients)
