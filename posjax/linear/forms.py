@@ -245,7 +245,7 @@ def _exp(where, x):
 
 def _read(state: LinearState, x: _Tokens) -> _Sums:
     """Sums over what the state has seen, for the queries of the same document; divided by the state's scale."""
-    seen = ((x.ids == state.segment[:, None]) & (x.ids >= 0))[:, None]
+    seen = (x.ids == state.segment[:, None])[:, None]
     above = jnp.einsum("bkgim,bkmv->bkgiv", x.numerator[0], state.s)
     below = jnp.einsum("bkgim,bkm->bkgi", x.denominator[0], state.z)
     scale = jnp.where(seen, state.log_scale[..., None], _lowest(x.dtype))

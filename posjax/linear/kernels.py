@@ -199,7 +199,11 @@ class Taylor(Expansion):
 
 @dataclass(frozen=True)
 class Limit(Expansion):
-    """``(1 + scale q . k / n)^n``, m = ``(1 + d)^n`` (:func:`limit_features`); zero at ``scale q . k = -n``."""
+    """``(1 + scale q . k / n)^n``, m = ``(1 + d)^n`` (:func:`limit_features`).
+
+    Zero at ``scale q . k = -n`` and grows again below it. A query whose keys all lie near there has a sum of rounding
+    errors for its denominator, unlike with :class:`Taylor`: keep ``scale |q| |k|`` below n, by a norm of q and k.
+    """
 
     def size(self, head_dim: int) -> int:
         """``(1 + d)^n``."""
