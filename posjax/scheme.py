@@ -124,7 +124,8 @@ class Scheme:
         """Where the features stand, with an axis of coordinates for those that have several, without for others."""
         several = self._features.axes > 1
         if coordinates is None:
-            return as_array(positions)[..., None] if several else positions
+            rows = several and not isinstance(positions, Range) and jnp.ndim(positions) == 2
+            return as_array(positions)[..., None] if rows else positions
         return coordinates[..., 0] if coordinates.shape[-1] == 1 and not several else coordinates
 
     @property

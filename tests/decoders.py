@@ -40,7 +40,7 @@ OPTIONS = {
     "log-n": {"length": 8, "minimum": 1},
     "cosine": {"length": 8},
     "drope": {"extension": 2.0},
-    "scaled-cosine": {"length": 8},
+    "learned-cosine": {"length": 8},
     "randomised": {"max_length": 64},
     "pose": {"max_length": 32},
     "hwfa": {"num_layers": 3, "length": 16},
