@@ -622,7 +622,12 @@ def _check_linear(scheme: Scheme) -> None:
         "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
     )
     check(
-        scheme.features is None or isinstance(scheme.features, rotary.Rotary),
+        scheme.linear.of_inner_product or not scheme.rotates or scheme.features.frequencies.table_factor == 1,
+        "features: an elementwise kernel rotates the numerator alone, which YaRN's factor of the tables would scale; "
+        "use NTKByParts",
+    )
+    check(
+        scheme.features is None or type(scheme.features) is rotary.Rotary,
         f"features: linear attention rotates its numerator with Rotary only, found {scheme.features!r}",
     )
 

@@ -47,6 +47,16 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
+def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> int:
+    """continue a prompt with a trained run: its directory, or the config it was trained from"""
+    directory = path if Path(path).is_dir() else load(path, overrides).directory
+    from train.generate import Sampling, generate
+
+    generate(directory, prompt, Sampling(**sampling), overrides)
+    print()
+    return 0
+
+
 def bench(path: str, overrides: Sequence[str]) -> int:
     """time attention and its memory against other libraries, side by side"""
     from train.bench import BenchConfig, bench
@@ -55,12 +65,23 @@ def bench(path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[str, Sequence[str]], int]] = {
+COMMANDS: dict[str, Callable[..., int]] = {
     "fit": fit,
     "compare": compare,
     "evaluate": evaluate,
+    "generate": generate,
     "bench": bench,
 }
+_ARGUMENTS = {
+    "generate": {
+        "--prompt": {"default": "", "help": "the text to continue"},
+        "--tokens": {"type": int, "default": 200, "help": "how many tokens at most (200)"},
+        "--temperature": {"type": float, "default": 0.8, "help": "of the draws; 0 takes the likeliest token (0.8)"},
+        "--top-k": {"type": int, "default": 0, "help": "draw from so many likeliest tokens; 0 for all (0)"},
+        "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
+    },
+}
+"""What a command takes beside a config and overrides."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,11 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
     """
-    options = _parser().parse_args(arguments)
+    options = vars(_parser().parse_args(arguments))
+    command, traceback = COMMANDS[options.pop("command")], options.pop("traceback")
     try:
-        return COMMANDS[options.command](options.config, options.overrides)
+        return command(options.pop("config"), options.pop("overrides"), **options)
     except (ValueError, OSError) as error:
-        if options.traceback:
+        if traceback:
             raise
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return WRONG_INPUT
@@ -88,5 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         sub.add_argument("config", metavar="CONFIG", help="a YAML file")
         sub.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config")
+        for argument, settings in _ARGUMENTS.get(name, {}).items():
+            sub.add_argument(argument, **settings)
         sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
     return parser

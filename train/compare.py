@@ -22,9 +22,10 @@ from rich.console import Console
 from train import report
 from train.checkpoint import read_config
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump
-from train.evaluate.saved import check_causal, evaluated_scheme, held_out_tokens, read_rows, write_rows
+from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.machine import processor, write_file
 from train.member import ERROR, MEMBER, RESULTS
+from train.model import evaluated_scheme
 
 
 def compare(config: Config, console: Console | None = None) -> Path:
@@ -73,7 +74,7 @@ def members(config: Config) -> list[Config]:
         raise ValueError("compare.schemes is empty: list the schemes to compare, as in [rope, alibi]")
     bases = [entry for entry in entries if not entry.extend]
     for entry in entries:
-        evaluated_scheme(entry)
+        evaluated_scheme(entry, config.model.num_layers)
         trained = [base.label for base in bases if _same_training(entry, base)]
         if not trained:
             raise ValueError(

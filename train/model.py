@@ -5,19 +5,29 @@ import dataclasses
 from flax import nnx
 
 from posjax import nn
-from posjax.presets import scheme
+from posjax.layers import Layers
+from posjax.presets import scheme, scheme_options
 from posjax.scheme import Scheme
 from train.config import Config, SchemeConfig
 from train.data import VOCABULARY_SIZE
 from train.sharding import RULES
 
 
-def build_scheme(entry: SchemeConfig) -> Scheme:
+def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
     """The scheme that is trained: ``posjax.scheme(name, **options)``, without the entry's extension.
 
-    Raises ValueError for an unknown name or option, and for slots that do not compose.
+    Recipes whose layers differ get the model's ``num_layers``. Raises ValueError for an unknown name or option, and for
+    slots that do not compose.
     """
-    return scheme(entry.name, **entry.options)
+    options = dict(entry.options)
+    if "num_layers" in scheme_options(entry.name):
+        options.setdefault("num_layers", num_layers)
+    return scheme(entry.name, **options)
+
+
+def evaluated_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
+    """The scheme of an entry with its extension. Raises ValueError for one that does not exist or cannot extend."""
+    return build_scheme(entry, num_layers).extend(**entry.extend)
 
 
 def build_model(config: Config) -> nn.Decoder:
@@ -26,6 +36,6 @@ def build_model(config: Config) -> nn.Decoder:
     Raises ValueError for what cannot be built.
     """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    fields |= {"vocab_size": VOCABULARY_SIZE, "scheme": build_scheme(config.scheme), "batch_axes": (RULES["batch"],)}
-    options = nn.DecoderConfig(**fields)
+    fields |= {"vocab_size": VOCABULARY_SIZE, "batch_axes": (RULES["batch"],)}
+    options = nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))
     return nn.Decoder(options, rngs=nnx.Rngs(config.seed))

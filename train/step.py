@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int32, Key
 from posjax.nn import logical_axes
 from train.config import Config, TrainConfig
 from train.data import MASK, Batch
-from train.model import build_model
+from train.model import build_model, build_scheme
 from train.sharding import named_sharding, optimizer_shardings, tree_shardings
 
 
@@ -89,6 +89,19 @@ def mask_tokens(
     return jnp.where(chosen, MASK, tokens), jnp.where(chosen, tokens, -1)
 
 
+def draw_positions(config: Config, key: Key[Array, ""], batch: Batch) -> dict[str, Array]:
+    """Where the tokens of a batch stand, as arguments of the model: counted in each document, or as the scheme draws.
+
+    Drawn ids run through a row, across its documents, which do not see each other.
+    """
+    rule = build_scheme(config.scheme, config.model.num_layers).positions
+    where = {"positions": batch.positions}
+    if rule is not None:
+        drawn = rule.draw(key, *batch.tokens.shape)
+        where |= {name: value for name, value in drawn._asdict().items() if value is not None}
+    return where
+
+
 @dataclass(frozen=True)
 class Program:
     """What a config compiles to over a mesh.
@@ -130,13 +143,14 @@ def _update(
     config: Config, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
     tokens, labels = batch.tokens, batch.labels
+    for_masks, for_positions = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))
     if not config.model.causal:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        tokens, labels = mask_tokens(key, batch.tokens, batch.segment_ids, config.train.mask_rate)
+        tokens, labels = mask_tokens(for_masks, batch.tokens, batch.segment_ids, config.train.mask_rate)
+    where = draw_positions(config, for_positions, batch)
 
     def mean_loss(parameters):
         model = nnx.merge(graph, parameters)
-        logits = model(tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+        logits = model(tokens, segment_ids=batch.segment_ids, **where)
         total, count = token_loss(logits, labels)
         return total / jnp.maximum(count, 1)
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
 
-import posjax as pj
 from train import report
 from train.checkpoint import read_config, restore_model
 from train.config import Config, SchemeConfig, differences, load
@@ -17,7 +17,7 @@ from train.data import documents, encode
 from train.evaluate.perplexity import Measurement, check_lengths, measure
 from train.loop import read_result
 from train.machine import write_file
-from train.model import build_scheme
+from train.model import evaluated_scheme
 
 EVALUATION = "evaluation.jsonl"
 
@@ -88,10 +88,15 @@ def measure_model(
     model: nnx.Module, entry: SchemeConfig, config: Config, held_out: Sequence[np.ndarray]
 ) -> Iterator[Measurement]:
     """Measures a model under the scheme of `entry`, its extension included, which reads the length evaluated."""
-    graph, parameters = nnx.split(model.with_scheme(evaluated_scheme(entry)))
+    scheme = evaluated_scheme(entry, config.model.num_layers)
+    graph, parameters = nnx.split(model.with_scheme(scheme))
 
     def apply(parameters, tokens, length):
-        return nnx.merge(graph, parameters)(tokens, length=length)
+        where = {"length": length}
+        if scheme.positions is not None:
+            drawn = scheme.positions.evaluate(length, key=jax.random.key(config.seed), batch=len(tokens))
+            where |= {name: value for name, value in drawn._asdict().items() if value is not None}
+        return nnx.merge(graph, parameters)(tokens, **where)
 
     return measure(
         apply,
@@ -102,11 +107,6 @@ def measure_model(
         tokens=config.evaluate.tokens,
         batch_tokens=config.evaluate.batch_tokens,
     )
-
-
-def evaluated_scheme(entry: SchemeConfig) -> pj.Scheme:
-    """The scheme of an entry with its extension. Raises ValueError for one that does not exist or cannot extend."""
-    return build_scheme(entry).extend(**entry.extend)
 
 
 def check_causal(config: Config) -> None:

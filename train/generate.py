@@ -1,0 +1,120 @@
+"""Text from a saved run: the prompt decoded in chunks, then token after token."""
+
+import codecs
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from posjax import nn
+from train.checkpoint import read_config, restore_model
+from train.config import differences, load
+from train.data.tokenizer import BOS, EOS, decode, encode
+from train.evaluate.saved import check_causal
+from train.model import evaluated_scheme
+
+_CHUNK = 64  # tokens of the prompt at a time
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      tokens: how many are generated at most; the end of the document ends it earlier.
+      temperature: of the distribution that is drawn from; 0 takes the likeliest token.
+      top_k: draw from so many of the likeliest tokens; 0 for all.
+      seed: of the draws.
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("tokens", "temperature", "top_k", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, found {getattr(self, name)}")
+
+
+def choose(
+    key: Key[Array, ""], logits: Float[Array, "rows vocabulary"], temperature: float, top_k: int
+) -> Int[Array, "rows"]:
+    """The next token of every row, drawn from ``softmax(logits / temperature)``, perhaps of the likeliest alone."""
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    if 0 < top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits / temperature)
+
+
+def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Sampling) -> Iterator[int]:
+    """Yields the tokens that follow a prompt, until the end of the document or as many as asked for.
+
+    Schemes that read the current length go by that of prompt and generated tokens together, from the first chunk on.
+
+    Raises ValueError for a model that gives no finite logits there, such as a learned embedding past its table.
+    """
+    total = len(prompt) + sampling.tokens
+    graph, state = nnx.split(model)
+    step = jax.jit(
+        lambda state, tokens, valid, cache: nnx.merge(graph, state).decode(tokens, cache, valid=valid, length=total)
+    )
+    draw = jax.jit(partial(choose, temperature=sampling.temperature, top_k=sampling.top_k))
+    chunk = min(_CHUNK, len(prompt))
+    cache = model.init_cache(1, total, chunk=chunk)
+    padded = np.pad(np.asarray(prompt, np.int32), (0, -len(prompt) % chunk)).reshape(-1, 1, chunk)
+    for start, part in zip(range(0, len(prompt), chunk), padded, strict=True):
+        valid = start + np.arange(chunk)[None] < len(prompt)
+        logits, cache = step(state, part, valid, cache)
+    last = logits[:, (len(prompt) - 1) % chunk]
+    for n in range(sampling.tokens):
+        if not np.isfinite(last).all():
+            raise ValueError(f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
+        token = draw(jax.random.fold_in(jax.random.key(sampling.seed), n), last)
+        if int(token[0]) == EOS:
+            return
+        yield int(token[0])
+        logits, cache = step(state, token[:, None].astype(jnp.int32), np.ones((1, 1), bool), cache)
+        last = logits[:, -1]
+
+
+def generate(
+    directory: str | Path,
+    prompt: str,
+    sampling: Sampling,
+    overrides: Sequence[str] = (),
+    write: Callable[[str], object] | None = None,
+) -> str:
+    """Continues a prompt with the model saved in `directory`, handing the text to `write`, or printing it, as it comes.
+
+    `overrides` may change what training did not depend on: ``scheme.extend``, to run past the training length.
+
+    Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
+    that would need another training, and for models that do not predict the next token.
+    """
+    directory, write = Path(directory), write or partial(print, end="", flush=True)
+    config = load(directory / "config.yaml", overrides)
+    changed = differences(read_config(directory), config)
+    if changed:
+        raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
+    check_causal(config)
+    scheme = evaluated_scheme(config.scheme, config.model.num_layers)
+    model = restore_model(directory)[1].with_scheme(scheme)
+    tokens = encode(prompt.encode("utf-8"))[:-1]
+    text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
+    for token in tokens_after(model, tokens, sampling):
+        piece = text.decode(decode(np.asarray([token]))) if token < BOS else ""
+        write(piece)
+        found += piece
+    rest = text.decode(b"", final=True)
+    write(rest)
+    return found + rest
