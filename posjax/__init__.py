@@ -25,6 +25,7 @@ __all__ = [
     "bias",
     "coca",
     "coca_attention",
+    "diagnostics",
     "far",
     "linear",
     "masks",
@@ -42,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # The Flax modules are imported on first use, so that the pure functions need jax and numpy alone.
-    if name == "nn":
-        return importlib.import_module("posjax.nn")
+    # Imported on first use, so that the pure functions need jax and numpy alone.
+    if name in ("nn", "diagnostics"):
+        return importlib.import_module(f"posjax.{name}")
     raise AttributeError(f"module 'posjax' has no attribute {name!r}")

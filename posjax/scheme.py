@@ -223,7 +223,7 @@ class Scheme:
 
     def _init(self, key, sizes: tuple, names: list[str]) -> dict[str, dict[str, Array]]:
         check(
-            sizes[-1] is not None or not self.reads_tokens,
+            sizes[-1] is not None or not self.reads_tokens or "bias" not in names,
             f"model_dim: {type(self.bias).__name__} reads the tokens, so their width is needed",
         )
         sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim", "model_dim"), sizes, strict=True))

@@ -50,7 +50,7 @@ def test_public_name_exists(name):
 
 
 def test_all_is_what_there_is():
-    assert set(pj.__all__) <= {*vars(pj), "nn"}
+    assert set(pj.__all__) <= {*vars(pj), "nn", "diagnostics"}
     with pytest.raises(AttributeError, match="has no attribute 'rope'"):
         pj.rope  # noqa: B018
 

@@ -21,9 +21,12 @@ from train.machine import versions, write_file
 from train.model import build_model
 from train.step import TrainState
 
+FOUND = "longrope.json"
+"""Where `train.search` leaves what it found."""
+
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", "results.jsonl")
-) | {"member.yaml"}
+) | {"member.yaml", FOUND}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 
 _PACKAGES = ("posjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

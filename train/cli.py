@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from train.config import load
 
@@ -57,6 +58,15 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
     return 0
 
 
+def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> int:
+    """search LongRoPE's factors for a trained run with RoPE: its directory, or the config it was trained from"""
+    config = load(Path(path) / "config.yaml" if Path(path).is_dir() else path, overrides)
+    from train.search import search
+
+    search(path if Path(path).is_dir() else config.directory, config, length, **sizes)
+    return 0
+
+
 def bench(path: str, overrides: Sequence[str]) -> int:
     """time attention and its memory against other libraries, side by side"""
     from train.bench import BenchConfig, bench
@@ -70,6 +80,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare,
     "evaluate": evaluate,
     "generate": generate,
+    "search": search,
     "bench": bench,
 }
 _ARGUMENTS = {
@@ -80,6 +91,12 @@ _ARGUMENTS = {
         "--top-k": {"type": int, "default": 0, "help": "draw from so many likeliest tokens; 0 for all (0)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
     },
+    "search": {
+        "--length": {"type": int, "required": True, "help": "the length to reach, beyond that of training"},
+        "--population": {"type": int, "default": 64, "help": "rules at the start (64)"},
+        "--iterations": {"type": int, "default": 40, "help": "generations (40)"},
+        "--seed": {"type": int, "default": 0, "help": "of the search (0)"},
+    },
 }
 """What a command takes beside a config and overrides."""
 
@@ -89,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
     """
-    options = vars(_parser().parse_args(arguments))
+    options = _parse(arguments)
     command, traceback = COMMANDS[options.pop("command")], options.pop("traceback")
     try:
         return command(options.pop("config"), options.pop("overrides"), **options)
@@ -101,6 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on from there", file=sys.stderr)
         return INTERRUPTED
+
+
+def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
+    """The arguments by name; overrides may stand anywhere behind the config."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    strange = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    options.overrides += rest
+    return vars(options)
 
 
 def _parser() -> argparse.ArgumentParser:

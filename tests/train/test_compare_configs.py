@@ -7,7 +7,7 @@ from flax import nnx
 
 from train.compare import members
 from train.config import load
-from train.evaluate.saved import evaluated_scheme
+from train.model import evaluated_scheme
 from train.model import build_model
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -20,7 +20,8 @@ def test_every_model_of_a_config_can_be_built_and_extended(path):
     for member in members(config)[:: len(config.compare.seeds)]:
         model = nnx.eval_shape(lambda member=member: build_model(member))
         for entry in member.compare.schemes:
-            assert model.with_scheme(evaluated_scheme(entry)).config.scheme == evaluated_scheme(entry)
+            extended = evaluated_scheme(entry, config.model.num_layers)
+            assert model.with_scheme(extended).config.scheme == extended
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

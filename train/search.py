@@ -1,0 +1,117 @@
+"""LongRoPE's search on a saved run: the rescale factors with which its model reads a longer text best."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from posjax import rotary
+from posjax._checks import check
+from posjax.positions import as_array
+from posjax.rotary import LongRoPE, longrope
+from posjax.scheme import Scheme
+from train.checkpoint import FOUND, restore_model
+from train.config import Config
+from train.evaluate.saved import held_out_tokens
+from train.evaluate.windows import full_pieces, last_windows
+from train.machine import write_file
+from train.model import build_scheme
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Traced(rotary.FrequencyRule):
+    """A LongRoPE whose long list and first unscaled tokens are traced, so that all of them share one program."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    theta: Float[Array, "half"]
+    first: Int[Array, ""]
+    factor: float
+
+    def table(self, positions, *, head_dim=None, length=None, params=None, precision="exact"):
+        plain = rotary.Plain(self.base).table(positions, head_dim=head_dim)
+        scaled = rotary.rotary_table(positions, self.theta, attention_factor=self.factor)
+        kept = (as_array(positions) < self.first)[..., None]
+        return rotary.RotaryTable(*(jnp.where(kept, a, b) for a, b in zip(plain, scaled, strict=True)))
+
+
+def search(
+    directory: str | Path,
+    config: Config,
+    length: int,
+    *,
+    population: int = 64,
+    iterations: int = 40,
+    seed: int = 0,
+    told: Callable[[str], Any] = print,
+) -> LongRoPE:
+    """Searches the long list for a run's RoPE at ``length`` tokens; see ``posjax.rotary.longrope.search``.
+
+    The fitness is the mean negative log-likelihood of the last tokens of held-out text, in context of that length. What
+    is found is told, and written to ``longrope.json`` in the run's directory, ready for ``scheme.extend``.
+
+    Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
+    """
+    scheme, trained = _rope(config), config.train.length
+    check(length > trained, f"--length must exceed the training length, {trained}, found {length}")
+    rule = scheme.features.frequencies
+    _, model = restore_model(directory)
+    half = rule.rotary_dim(model.config.head_dim) // 2
+    initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
+    sizes = {"population": population, "parents": max(2, population // 2)}
+    sizes |= {name: max(1, population // 4) for name in ("mutations", "crossovers")}
+    fitness = _fitness(model, scheme, config, length)
+    found = longrope.search(fitness, initial, seed=seed, iterations=iterations, **sizes)
+    for number, value in enumerate(found.history):
+        told(f"iteration {number}: {value:.4f} nats per token")
+    kept = {name: getattr(found.rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
+    extension = {"frequencies": {"name": "longrope", "original_length": trained, **kept}}
+    write_file(Path(directory) / FOUND, json.dumps({"extend": extension, "fitness": found.fitness}) + "\n")
+    told(f"extend: {json.dumps(extension)}")
+    return found.rule
+
+
+def _rope(config: Config) -> Scheme:
+    """The run's scheme, which must rotate by plain RoPE over the whole head."""
+    scheme = build_scheme(config.scheme, config.model.num_layers)
+    rule = scheme.features.frequencies if isinstance(scheme, Scheme) and scheme.rotates else None
+    plain = type(rule) is rotary.Plain and rule.partial_rotary_factor == 1
+    check(plain, f"search rescales plain RoPE over the whole head; {config.scheme.name!r} has none")
+    return scheme
+
+
+def _fitness(model: nnx.Module, scheme: Scheme, config: Config, length: int) -> Callable[[LongRoPE], float]:
+    """The mean negative log-likelihood of the last tokens under a rule, from one compiled program."""
+    graph, parameters = nnx.split(model)
+    documents = held_out_tokens(dataclasses.replace(config, evaluate=_at(config, length)))
+    windows = last_windows(full_pieces(documents, length, config.evaluate.tokens), length, config.train.length)
+    tokens, weights = jnp.asarray(windows.tokens, jnp.int32), jnp.asarray(windows.weights)
+
+    @jax.jit
+    def total(parameters, theta, first, factor):
+        rule = _Traced(theta=theta, first=first, factor=factor, base=scheme.features.frequencies.base)
+        traced = nnx.merge(graph, parameters).with_scheme(scheme.replace(frequencies=rule))
+
+        def row(pair):
+            logits = traced(pair[0][None, :-1])[0]
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), pair[0][1:, None], axis=-1)[:, 0]
+            return -(chosen * pair[1]).sum()
+
+        return jax.lax.map(row, (tokens, weights)).sum()
+
+    def fitness(rule: LongRoPE) -> float:
+        found, factor = rule.frequencies(head_dim=model.config.head_dim)
+        return float(total(parameters, found.value, np.int32(rule.unscaled_first), factor)) / windows.scored
+
+    return fitness
+
+
+def _at(config: Config, length: int):
+    return dataclasses.replace(config.evaluate, lengths=(length,))
