@@ -281,7 +281,7 @@ def _takes(tile: Operands, kind: Kind) -> list:
     if len(kind.pairs) == 1:
         return [None]
     far = [
-        group_mask(branch.where.allowed(tile.q_positions, tile.kv_positions), tile.k.shape[1]) for branch in tile.far
+        group_mask(branch.where.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3]) for branch in tile.far
     ]
     return [~reduce(jnp.logical_or, far), *far]
 
@@ -299,7 +299,7 @@ def _finish(tile: Operands, kind: Kind, logits):
     if tile.softcap is not None:
         logits = tile.softcap * jnp.tanh(logits / tile.softcap)
     if kind.masked and tile.mask is not None:
-        allowed = group_mask(tile.mask.allowed(tile.q_positions, tile.kv_positions), tile.k.shape[1])
+        allowed = group_mask(tile.mask.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
         logits = jnp.where(allowed, logits, -jnp.inf)
     return logits
 

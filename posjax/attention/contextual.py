@@ -144,7 +144,7 @@ def _allowed(x: Operands, i, j, blocks: tuple[int, int], keys: int) -> Bool[Arra
     q_positions = cut(x.q_positions, i * blocks[0], blocks[0], axis=-1)
     kv_positions = cut(x.kv_positions, j * blocks[1], blocks[1], axis=-1)
     mask = x.mask.queries(i * blocks[0], blocks[0]).keys(j * blocks[1], blocks[1])
-    return group_mask(mask.allowed(q_positions, kv_positions), x.k.shape[1]) & present
+    return group_mask(mask.allowed(q_positions, kv_positions), *x.q.shape[1:3]) & present
 
 
 def _start(q: Array, v: Array) -> _Row:

@@ -22,7 +22,7 @@ def dense(x: Operands) -> tuple:
     if x.softcap is not None:
         logits = x.softcap * jnp.tanh(logits / x.softcap)
     if x.mask is not None:
-        logits = jnp.where(group_mask(x.mask.allowed(*positions), x.k.shape[1]), logits, -jnp.inf)
+        logits = jnp.where(group_mask(x.mask.allowed(*positions), *x.q.shape[1:3]), logits, -jnp.inf)
     highest = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(highest), highest, 0))
     total = weights.sum(-1)
@@ -40,6 +40,6 @@ def _scores(x: Operands, q_positions, kv_positions):
         q, k = (q * q_factor).astype(q.dtype), (k * k_factor).astype(k.dtype)
     logits = scores(q, k)
     for branch in x.far:
-        where = group_mask(branch.where.allowed(q_positions, kv_positions), k.shape[1])
+        where = group_mask(branch.where.allowed(q_positions, kv_positions), *q.shape[1:3])
         logits = jnp.where(where, scores(branch.q, branch.k), logits)
     return logits

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from posjax._checks import check
 from posjax.bias import Bias
 from posjax.far import Branch
 from posjax.masks import Mask
@@ -84,12 +85,20 @@ def decay_factors(
     return (q_factor if q_factor.ndim == 2 else q_factor[:, None]), jnp.exp(-behind * decay)
 
 
-def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int) -> Bool[Array, "*b q k"]:
-    """Splits the head axis of a mask tile, if it has one, like that of the queries."""
+def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int, group: int) -> Bool[Array, "*b q k"]:
+    """Splits the head axis of a mask tile, if it has one, like that of the queries.
+
+    Raises:
+        ValueError: for a mask whose heads are not those of the queries.
+    """
     if tile.ndim == 2:
         return tile
     batch, heads, q, k = tile.shape
-    return tile[:, :, None] if heads == 1 else tile.reshape(batch, kv_heads, heads // kv_heads, q, k)
+    if heads == 1:
+        return tile[:, :, None]
+    wanted = kv_heads * group
+    check(heads == wanted, f"mask: it has one pattern for each of {heads} heads, but q has {wanted}")
+    return tile.reshape(batch, kv_heads, group, q, k)
 
 
 def scores(

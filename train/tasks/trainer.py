@@ -68,11 +68,14 @@ def draw(task: Task, rule: Rule, key: Key[Array, ""], batch: int, length: int, t
 
 
 def check_fit(task: Task, entry: SchemeConfig, config: TasksConfig) -> None:
-    """Raises ValueError for a scheme that cannot be built, or that cannot place examples of some length."""
+    """Raises ValueError for a scheme that cannot be built, or that cannot place or read examples of some length."""
     longest, lengths = config.lengths(task)
-    _, rule = build(entry, config)
+    decoder, rule = build(entry, config)
+    graph, state = nnx.split(nnx.eval_shape(lambda: nn.Decoder(decoder, rngs=nnx.Rngs(0))))
     for length, training in ((longest, True), *((length, False) for length in lengths)):
-        jax.eval_shape(lambda key, n=length, t=training: draw(task, rule, key, 1, n, t), jax.random.key(0))
+        sample = functools.partial(draw, task, rule, batch=config.batch, length=length, training=training)
+        batch = jax.eval_shape(sample, jax.random.key(0))
+    jax.eval_shape(functools.partial(count, graph), state, *batch)
 
 
 @functools.cache
