@@ -67,6 +67,14 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
     return 0
 
 
+def tasks(path: str, overrides: Sequence[str]) -> int:
+    """train encoders on formal languages and grids, and test them on longer and larger ones"""
+    from train.tasks import TasksConfig, run
+
+    run(load(path, overrides, TasksConfig))
+    return 0
+
+
 def bench(path: str, overrides: Sequence[str]) -> int:
     """time attention and its memory against other libraries, side by side"""
     from train.bench import BenchConfig, bench
@@ -81,6 +89,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "evaluate": evaluate,
     "generate": generate,
     "search": search,
+    "tasks": tasks,
     "bench": bench,
 }
 _ARGUMENTS = {
