@@ -37,6 +37,8 @@ def _axial(layout: str = "rope-vit") -> rotary.Rotary:
 
 def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_tokens: int = 1) -> masks.Mask:
     """Longformer's pattern: a window of so many keys in total, dilated, and the first tokens global."""
+    check_count("window", window)
+    check_count("global_tokens", global_tokens)
     return masks.Dilated(window // 2 + 1, dilation) | masks.GlobalFirst(global_tokens)
 
 
@@ -56,17 +58,24 @@ def hwfa_window(num_layers: int, length: int, alpha: float = 0.75) -> int:
     Raises:
         ValueError: if not even a window of 2 fits.
     """
-    check(num_layers > 1, f"num_layers must be at least 2, found {num_layers}")
+    _check_several(num_layers)
+    check_count("length", length)
     check(0 < alpha <= 1, f"alpha must be in (0, 1], found {alpha!r}")
     window = int((alpha * length - 1) // (num_layers - 1)) + 1
     check(window > 1, f"length {length} is too short for {num_layers} layers: no window of 2 tokens fits")
     return window
 
 
+def _check_several(num_layers: int) -> None:
+    check_count("num_layers", num_layers)
+    check(num_layers > 1, f"num_layers must be at least 2, found {num_layers}")
+
+
 def _hwfa(
     num_layers: int, length: int, alpha: float = 0.75, window: int | None = None, base: float = 10_000.0
 ) -> Layers:
     """HWFA (kexue.fm/archives/9603): RoPE in windows, and a last layer that sees all, without position, with log n."""
+    _check_several(num_layers)
     window = hwfa_window(num_layers, length, alpha) if window is None else window
     local = Scheme(features=rotary.Rotary(rotary.Plain(base)), mask=masks.Window(window))
     return Layers((((local,), num_layers - 1), ((Scheme(scale=scales.LogN(length)),), 1)))
@@ -80,8 +89,9 @@ def _hwfa2(
     The window is three times ``length / num_layers`` when left out (the article: two to four times). For longer texts
     ``extend(layers="full", far=ReRoPE(length // 2))``.
     """
-    check_count("num_layers", num_layers)
-    check(0 < full_layers < num_layers, f"full_layers must be from 1 to {num_layers - 1}, found {full_layers}")
+    for name, value in (("num_layers", num_layers), ("length", length), ("full_layers", full_layers)):
+        check_count(name, value)
+    check(full_layers < num_layers, f"full_layers must be from 1 to {num_layers - 1}, found {full_layers}")
     window = max(2, 3 * length // num_layers) if window is None else window
     features = rotary.Rotary(rotary.Plain(base))
     local = Scheme(features=features, mask=masks.Window(window))
@@ -104,12 +114,25 @@ def _gemma3(
 
 
 def _llama4(
-    num_layers: int, chunk: int = 8192, base: float = 500_000.0, floor_scale: int = 8192, attn_scale: float = 0.1
+    num_layers: int,
+    chunk: int = 8192,
+    base: float = 500_000.0,
+    floor_scale: int = 8192,
+    attn_scale: float = 0.1,
+    factor: float = 1.0,
+    original_length: int = 8192,
+    qk_norm: bool = True,
 ) -> Layers:
-    """Llama 4 (iRoPE): three layers of RoPE in chunks with a gain-less QK-norm, one without position that sees all."""
+    """Llama 4 (iRoPE): three layers of RoPE in chunks, one without position that sees all and has a temperature.
+
+    Scout: ``factor=16``, which divides frequencies of wavelengths above ``original_length``, and a QK-norm without gain
+    in the layers with RoPE. Maverick: ``qk_norm=False``.
+    """
+    plain = factor == 1
+    rule = rotary.Plain(base) if plain else rotary.Llama3(factor, original_length, 1.0, 1.0, base=base)
     local = Scheme(
-        norm=scales.QKNorm(gain=False),
-        features=rotary.Rotary(rotary.Plain(base), pairing="interleaved"),
+        norm=scales.QKNorm(gain=False, eps=1e-5) if qk_norm else None,
+        features=rotary.Rotary(rule, pairing="interleaved"),
         mask=masks.Chunked(chunk),
     )
     return _periodic((local,) * 3 + (Scheme(scale=scales.Llama4Temperature(floor_scale, attn_scale)),), num_layers)

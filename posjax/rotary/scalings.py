@@ -192,7 +192,8 @@ class Llama3(FrequencyRule):
 
     With the wavelength 2 pi / theta_t and L = original_length: below L / high_freq_factor theta_t is kept, above
     L / low_freq_factor it is divided by ``factor``, between them ((1 - u) / factor + u) theta_t with
-    u = (L / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor).
+    u = (L / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor). With equal factors nothing is
+    blended (Llama 4 Scout: both 1, ``factor`` 16).
     """
 
     factor: float = 8.0
@@ -215,15 +216,15 @@ class Llama3(FrequencyRule):
         check_number("low_freq_factor", self.low_freq_factor)
         check_number("high_freq_factor", self.high_freq_factor)
         check(
-            0 < self.low_freq_factor < self.high_freq_factor,
-            f"high_freq_factor must be above low_freq_factor and both positive, found {self.high_freq_factor} and "
+            0 < self.low_freq_factor <= self.high_freq_factor,
+            f"high_freq_factor must be at least low_freq_factor and both positive, found {self.high_freq_factor} and "
             f"{self.low_freq_factor}",
         )
 
     def _scaled(self, inverse_frequencies):
         rotations = self.original_length * inverse_frequencies / (2 * np.pi)
-        smooth = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = np.clip(smooth, 0, 1)
+        band = max(self.high_freq_factor - self.low_freq_factor, np.finfo(np.float64).eps)
+        kept = np.clip((rotations - self.low_freq_factor) / band, 0, 1)
         return inverse_frequencies * ((1 - kept) / self.factor + kept)
 
 

@@ -419,6 +419,27 @@ def test_empty_tiles_are_not_visited():
     chex.assert_tree_all_finite([out, d_q[:, sees_none], d_k[:, 32:], d_v[:, 32:]])
 
 
+def test_tiles_on_one_side_of_a_boundary_compute_one_pair_of_features():
+    """NaN in far keys that are never far, and in near keys of tiles that are all far, leaves no trace."""
+    values = inputs(Case("far", queries=64, keys=64, far=(Beyond(32),)))
+    q, v = values["q"], values["v"]
+    always_near, long_far = slice(40, None), slice(40, None)
+
+    def run(q, k, v, q_far, k_far):
+        far = (Branch(_group(q_far, 2), jnp.moveaxis(k_far, 1, 2), Beyond(32)),)
+        pair = _group(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+        return blockwise(Operands(*pair, None, Causal(), Range(0, 64), Range(0, 64), far), Blocks(8, 8))[0]
+
+    poisoned = values["k0"].at[:, always_near].set(jnp.nan)
+    out, transpose = jax.vjp(run, q, values["k"], v, values["q0"], poisoned)
+    chex.assert_tree_all_finite(out)
+    d_q, d_k, d_v, d_q_far, d_k_far = transpose(jnp.ones_like(out))
+    chex.assert_tree_all_finite([d_q, d_k, d_v, d_q_far, d_k_far])
+    out = run(q, values["k"].at[:, :8].set(jnp.nan), v, values["q0"], values["k0"])
+    chex.assert_tree_all_finite(out[..., long_far, :])
+    assert jnp.isnan(out[..., :32, :]).any(), "there the near keys are needed"
+
+
 def test_by_itself_attention_takes_memory_linear_in_the_length():
     """The compiler's own plan for forward and backward at 4096 tokens: far below one n x n array of 64 MiB."""
     shapes = [jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)] * 3

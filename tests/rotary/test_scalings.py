@@ -260,7 +260,7 @@ def test_every_rule_is_registered_hashable_and_declares_its_length():
         (lambda: LongRoPE("ab", (1.0,), 32, factor=2.0), "short_factor must be a list of numbers, found 'ab'"),
         (lambda: LongRoPE(*LISTS, 32, factor=2.0, select="auto"), "select: unknown value 'auto'"),
         (lambda: LongRoPE(*LISTS, 32, factor=2.0, select="long").to_hf(), "always selects by length"),
-        (lambda: Llama3(high_freq_factor=1.0), "high_freq_factor must be above low_freq_factor"),
+        (lambda: Llama3(high_freq_factor=0.5), "high_freq_factor must be at least low_freq_factor"),
     ],
 )
 def test_bad_scalings_are_refused(build, message):
