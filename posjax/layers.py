@@ -62,7 +62,8 @@ class Layers:
 
         Args:
             layers: which: ``"all"``, or the ``"full"`` ones, which see everything, or the ``"local"`` ones, which
-                their mask confines. A change of frequencies passes over layers that rotate nothing.
+                their mask confines. A change of frequencies, or of far, passes over layers that rotate
+                nothing.
             changes: see ``Scheme.extend``.
         """
         check_known("layers", layers, ("all", "full", "local"))
@@ -70,11 +71,12 @@ class Layers:
         def extended(scheme: Scheme) -> Scheme:
             if layers != "all" and (layers == "local") != (scheme.mask is not None):
                 return scheme
-            rotates = scheme.rotates
-            return scheme.extend(**{k: v for k, v in changes.items() if rotates or k not in ("frequencies", "far")})
+            kept = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "far")}
+            return scheme.extend(**kept)
 
-        rotating = any(scheme.rotates for scheme in self.schemes)
-        check(rotating or "frequencies" not in changes, "frequencies: no layer of this scheme rotates anything")
+        for name in ("frequencies", "far"):
+            rotating = any(scheme.rotates for scheme in self.schemes)
+            check(rotating or name not in changes, f"{name}: no layer of this scheme rotates anything")
         return Layers(tuple((tuple(map(extended, schemes)), repeats) for schemes, repeats in self.patterns))
 
 

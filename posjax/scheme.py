@@ -12,7 +12,6 @@ compose freely. What does not compose is refused when the scheme is built, with 
 
 import dataclasses
 import functools
-import inspect
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax import bias, linear, masks, rotary, scales
+from posjax import bias, linear, masks, rotary
 from posjax._checks import check
 from posjax._slots import Features
 from posjax.attention import attention
 from posjax.attention.cache import Cache, empty
+from posjax.compose import check_composition, check_same_parameters, init_spec
 from posjax.linear import LinearState
 from posjax.positions import Positions, Range, as_array
 from posjax.registry import check_known, slot
@@ -69,13 +69,7 @@ class Scheme:
             spec = getattr(self, name)
             fits = spec is None or (hasattr(spec, method) and not isinstance(spec, type))
             check(fits, f"{name}: expected one of the specs of this slot or None, found {spec!r}")
-        _check_mask(self.mask)
-        _check_temperature(self)
-        _check_norm(self)
-        if self.far is not None:
-            _check_far(self)
-        if self.linear is not None:
-            _check_linear(self)
+        check_composition(self)
 
     @property
     def reads_length(self) -> bool:
@@ -144,7 +138,7 @@ class Scheme:
         """
         extended = self.replace(**changes)
         for name in ("embedding", "norm", "scale", "bias", "features", "sinks", "linear"):
-            _check_same_parameters(name, getattr(self, name), getattr(extended, name))
+            check_same_parameters(name, getattr(self, name), getattr(extended, name))
         check(
             self._features.widths == extended._features.widths,
             f"features: {extended.features!r} needs other projections than {self.features!r}; train it instead",
@@ -228,7 +222,7 @@ class Scheme:
         )
         sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim", "model_dim"), sizes, strict=True))
         parts = dict(zip(_LEARNING, jax.random.split(key, len(_LEARNING)), strict=True))
-        made = {name: _init_spec(getattr(self, name), parts[name], sizes) for name in names}
+        made = {name: init_spec(getattr(self, name), parts[name], sizes) for name in names}
         return {name: params for name, params in made.items() if params}
 
     def query_size(self, head_dim: int) -> int:
@@ -573,83 +567,6 @@ def _with_rule(features, rule):
         own = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
         rule = dataclasses.replace(before, rule=rule, **own)
     return dataclasses.replace(features, frequencies=rule)
-
-
-def _check_mask(mask) -> None:
-    check(mask is None or isinstance(mask, masks.Mask), f"mask: expected a posjax.masks mask or None, found {mask!r}")
-    check(
-        mask is None or not jax.tree.leaves(mask),
-        "mask: a scheme holds position masks only; pass masks that carry arrays, such as Segments, to attend(mask=)",
-    )
-
-
-def _check_temperature(scheme: Scheme) -> None:
-    brings = isinstance(scheme._features.frequencies, rotary.YaRN | rotary.DynamicYaRN)
-    check(
-        not (brings and isinstance(scheme.scale, scales.YaRNTemperature)),
-        "scale: YaRN's frequencies bring its temperature already; leave YaRNTemperature out, or use NTKByParts",
-    )
-
-
-def _check_norm(scheme: Scheme) -> None:
-    check(
-        scheme.norm is None or scheme._features.widths == (1.0, 1.0),
-        "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
-        "and a norm of it would take that away; leave norm out",
-    )
-
-
-def _check_far(scheme: Scheme) -> None:
-    scheme.far.check(scheme.features)
-    check(
-        not (scheme.bias is not None and scheme.bias.contextual),
-        "far does not compose with CoPE, whose positions are counted over the true scores; leave one out",
-    )
-    check(
-        scheme._features.decay(64) is None,
-        "far does not compose with xPos, whose decay reads the true distance; use plain rotary features",
-    )
-
-
-def _check_linear(scheme: Scheme) -> None:
-    for name in ("scale", "bias", "mask", "far", "sinks"):
-        check(
-            getattr(scheme, name) is None,
-            f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
-        )
-    check(
-        not (isinstance(scheme.norm, scales.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
-        "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
-    )
-    check(
-        scheme.linear.of_inner_product or not scheme.rotates or scheme.features.frequencies.table_factor == 1,
-        "features: an elementwise kernel rotates the numerator alone, which YaRN's factor of the tables would scale; "
-        "use NTKByParts",
-    )
-    check(
-        scheme.features is None or type(scheme.features) is rotary.Rotary,
-        f"features: linear attention rotates its numerator with Rotary only, found {scheme.features!r}",
-    )
-
-
-def _init_spec(spec, key: Array, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """A spec's parameters; it is given those sizes that its ``init`` asks for."""
-    if spec is None:
-        return {}
-    return spec.init(key, **{name: sizes[name] for name in inspect.signature(spec.init).parameters if name in sizes})
-
-
-def _check_same_parameters(name: str, before, after) -> None:
-    """Both specs must learn arrays of the same names and shapes."""
-
-    def shapes(spec):
-        sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "model_dim": 64}
-        return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: _init_spec(spec, jax.random.key(0), sizes)))
-
-    check(
-        shapes(before) == shapes(after),
-        f"{name}: {after!r} needs parameters {shapes(after)}, but the model has {shapes(before)}; train it instead",
-    )
 
 
 def _count_visible(q_positions: Positions, kv_positions: Positions, causal: bool) -> Int[Array, "*b queries"]:

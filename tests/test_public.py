@@ -30,7 +30,7 @@ FLOORS = [
     {"_slots", "angles", "sampling"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "sinks", "far", "linear"},
     {"attention"},
-    {"registry"},
+    {"registry", "compose"},
     {"scheme"},
     {"layers"},
     {"presets"},

@@ -1,0 +1,99 @@
+"""What composes in a scheme and what does not, with the reasons; and what may change after training."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from posjax import linear, masks, rotary, scales
+from posjax._checks import check
+
+
+def init_spec(spec, key: Array, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """A spec's parameters; it is given those sizes that its ``init`` asks for."""
+    if spec is None:
+        return {}
+    return spec.init(key, **{name: sizes[name] for name in inspect.signature(spec.init).parameters if name in sizes})
+
+
+def check_composition(scheme: Any) -> None:
+    """Raises ValueError, with the reason, for slots of a ``Scheme`` that do not compose."""
+    _check_mask(scheme.mask)
+    _check_temperature(scheme)
+    _check_norm(scheme)
+    if scheme.far is not None:
+        _check_far(scheme)
+    if scheme.linear is not None:
+        _check_linear(scheme)
+
+
+def _check_mask(mask) -> None:
+    check(mask is None or isinstance(mask, masks.Mask), f"mask: expected a posjax.masks mask or None, found {mask!r}")
+    check(
+        mask is None or not jax.tree.leaves(mask),
+        "mask: a scheme holds position masks only; pass masks that carry arrays, such as Segments, to attend(mask=)",
+    )
+
+
+def _check_temperature(scheme: Any) -> None:
+    brings = isinstance(getattr(scheme.features, "frequencies", None), rotary.YaRN | rotary.DynamicYaRN)
+    check(
+        not (brings and isinstance(scheme.scale, scales.YaRNTemperature)),
+        "scale: YaRN's frequencies bring its temperature already; leave YaRNTemperature out, or use NTKByParts",
+    )
+
+
+def _check_norm(scheme: Any) -> None:
+    check(
+        scheme.norm is None or scheme.features is None or scheme.features.widths == (1.0, 1.0),
+        "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
+        "and a norm of it would take that away; leave norm out",
+    )
+
+
+def _check_far(scheme: Any) -> None:
+    scheme.far.check(scheme.features)
+    check(
+        not (scheme.bias is not None and scheme.bias.contextual),
+        "far does not compose with CoPE, whose positions are counted over the true scores; leave one out",
+    )
+    check(
+        scheme.features.decay(64) is None,
+        "far does not compose with xPos, whose decay reads the true distance; use plain rotary features",
+    )
+
+
+def _check_linear(scheme: Any) -> None:
+    for name in ("scale", "bias", "mask", "far", "sinks"):
+        check(
+            getattr(scheme, name) is None,
+            f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
+        )
+    check(
+        not (isinstance(scheme.norm, scales.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
+        "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
+    )
+    check(
+        scheme.linear.of_inner_product or not scheme.rotates or scheme.features.frequencies.table_factor == 1,
+        "features: an elementwise kernel rotates the numerator alone, which YaRN's factor of the tables would scale; "
+        "use NTKByParts",
+    )
+    check(
+        scheme.features is None or type(scheme.features) is rotary.Rotary,
+        f"features: linear attention rotates its numerator with Rotary only, found {scheme.features!r}",
+    )
+
+
+def check_same_parameters(name: str, before, after) -> None:
+    """Both specs must learn arrays of the same names and shapes."""
+
+    def shapes(spec):
+        sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "model_dim": 64}
+        return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: init_spec(spec, jax.random.key(0), sizes)))
+
+    check(
+        shapes(before) == shapes(after),
+        f"{name}: {after!r} needs parameters {shapes(after)}, but the model has {shapes(before)}; train it instead",
+    )
