@@ -1,5 +1,6 @@
 """Argument checks whose messages name the argument, what was found and what would work."""
 
+import math
 import numbers
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -22,9 +23,17 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises unless ``value`` is a number greater than zero."""
+    """Raises unless ``value`` is a finite number greater than zero."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     check(number and value > 0, f"{name} must be positive, found {value!r}")
+    check(value < math.inf, f"{name} must be finite, found {value!r}")
+
+
+def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
+    """Raises unless ``value`` is a finite Python or NumPy number of at least ``at_least``."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    bound = "" if at_least == -math.inf else f" of at least {at_least}"
+    check(number and value >= at_least, f"{name} must be a number{bound}, found {value!r}")
 
 
 def check_count(name: str, value: Any) -> None:

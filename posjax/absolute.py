@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_choice, check_even, check_positive
+from posjax._checks import check, check_choice, check_count, check_even, check_number
 from posjax.angles import Frequencies, angles, exact
 from posjax.positions import Positions, Range, as_array
 
@@ -43,7 +43,7 @@ def sinusoidal(
     """
     check_choice("convention", convention, CONVENTIONS)
     check_even("model_dim", model_dim)
-    check(base > 1, f"base must be greater than 1, found {base!r}")
+    _check_base(base)
     half = model_dim // 2
     check(
         convention != "tensor2tensor" or half > 1,
@@ -55,6 +55,11 @@ def sinusoidal(
     if convention == "interleaved":
         return jnp.stack([sines, cosines], axis=-1).reshape(*angle.shape[:-1], model_dim)
     return jnp.concatenate([sines, cosines], axis=-1)
+
+
+def _check_base(base: float) -> None:
+    check_number("base", base)
+    check(base > 1, f"base must be greater than 1, found {base!r}")
 
 
 def _angles(positions, frequencies: Frequencies) -> Float[Array, "*batch length half"]:
@@ -105,6 +110,7 @@ def hierarchical(
 
 
 def _check_alpha(alpha: float) -> None:
+    check_number("alpha", alpha)
     fits = 0 < alpha < 1 and alpha != 0.5
     check(fits, f"alpha must be between 0 and 1 and not a half (a n + c and c n + a would be one), found {alpha}")
 
@@ -133,7 +139,7 @@ class Sinusoidal:
 
     def __post_init__(self):
         check_choice("convention", self.convention, CONVENTIONS)
-        check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
+        _check_base(self.base)
 
     def init(self, key: Array, model_dim: int) -> dict[str, Array]:
         """No parameters: an empty dictionary."""
@@ -160,7 +166,8 @@ class Learned:
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_positive("max_length", self.max_length)
+        check_count("max_length", self.max_length)
+        check_number("stddev", self.stddev, at_least=0)
 
     def init(self, key: Array, model_dim: int) -> dict[str, Float[Array, "max_length model_dim"]]:
         """``{"embedding": [max_length, model_dim]}``, normal with ``stddev``, float32."""

@@ -157,8 +157,8 @@ class LeakyReRoPE(Far):
 
     def __post_init__(self):
         check_count("window", self.window)
+        check(self.factor != float("inf"), "factor must be finite: ReRoPE(window) is what an infinite one gives")
         check_positive("factor", self.factor)
-        check(self.factor < float("inf"), "factor must be finite: ReRoPE(window) is what an infinite one gives")
         step = Fraction(float(self.factor)).limit_denominator(2**16).denominator
         near = max(1, round(self.window / step)) * step
         check(

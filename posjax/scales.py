@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_positive
+from posjax._checks import check, check_count, check_number, check_positive
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
@@ -110,7 +110,8 @@ def llama4_temperature(
     Raises:
         ValueError: if ``floor_scale`` is not positive.
     """
-    check_positive("floor_scale", floor_scale)
+    check_count("floor_scale", floor_scale)
+    check_number("attn_scale", attn_scale, at_least=0)
     p = jnp.maximum(positions, 0)
     # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
     steps = p // floor_scale + (p % floor_scale == floor_scale - 1)
@@ -128,7 +129,8 @@ def ministral_temperature(
     Raises:
         ValueError: if ``length`` is not positive.
     """
-    check_positive("length", length)
+    check_count("length", length)
+    check_number("beta", beta, at_least=0)
     return _step_temperature(jnp.maximum(positions, 0) // length, beta)
 
 
@@ -142,6 +144,7 @@ def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
         ValueError: if ``factor`` is not positive.
     """
     check_positive("factor", factor)
+    check_number("mscale", mscale, at_least=0)
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
 
@@ -154,7 +157,9 @@ def drope_temperature(extension: float, slope: float = DROPE_FROM_SCRATCH) -> fl
     Raises:
         ValueError: if ``extension`` is below 1.
     """
+    check_number("extension", extension)
     check(extension >= 1, f"extension must be at least 1, found {extension!r}")
+    check_number("slope", slope, at_least=0)
     return 1.0 + slope * math.log(extension)
 
 
@@ -187,6 +192,7 @@ def gradient_maximal(n: float) -> float:
     Raises:
         ValueError: if ``n`` is not above 1.
     """
+    check_number("n", n)
     check(n > 1, f"n must be above 1, found {n!r}")
     x = math.log(n)
     for _ in range(50):
@@ -195,6 +201,7 @@ def gradient_maximal(n: float) -> float:
 
 
 def _check_length(length: int) -> None:
+    check_number("length", length)
     check(length >= 2, f"length must be at least 2, for its logarithm divides; found {length!r}")
 
 
@@ -277,6 +284,9 @@ class SSMax:
     bias: bool = False
     shift_invariant = True
 
+    def __post_init__(self):
+        check_number("initial", self.initial)
+
     def init(self, key: Array, num_heads: int) -> dict[str, Float[Array, "heads"]]:
         """``{"s": [heads]}``, and ``"b": [heads]`` with ``bias``; float32, the same for every ``key``."""
         params = {"s": jnp.full(num_heads, self.initial, jnp.float32)}
@@ -309,7 +319,8 @@ class Llama4Temperature(_Fixed):
     shift_invariant = False
 
     def __post_init__(self):
-        check_positive("floor_scale", self.floor_scale)
+        check_count("floor_scale", self.floor_scale)
+        check_number("attn_scale", self.attn_scale, at_least=0)
 
     def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
         """``llama4_temperature(positions)`` with a head axis of one."""
@@ -329,7 +340,8 @@ class MinistralTemperature(_Fixed):
     shift_invariant = False
 
     def __post_init__(self):
-        check_positive("length", self.length)
+        check_count("length", self.length)
+        check_number("beta", self.beta, at_least=0)
 
     def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
         """``ministral_temperature(positions)`` with a head axis of one."""
@@ -350,6 +362,7 @@ class YaRNTemperature(_Constant):
 
     def __post_init__(self):
         check_positive("extension", self.extension)
+        check_number("mscale", self.mscale, at_least=0)
 
     @property
     def value(self) -> float:
@@ -405,6 +418,7 @@ class CosineScale(_Fixed):
     shift_invariant = True
 
     def __post_init__(self):
+        check_number("length", 4 if self.length is None else self.length)
         ends = "length must be at least 4, for the logarithm of its half multiplies"
         check(self.length is None or self.length >= 4, f"{ends}; found {self.length!r}")
 
@@ -486,6 +500,9 @@ class KeyNorm:
     eps: float = 1e-6
     commutes_with_rotation = True
 
+    def __post_init__(self):
+        check_number("eps", self.eps, at_least=0)
+
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """``{}``: nothing is learned."""
         return {}
@@ -506,6 +523,9 @@ class QKNorm:
 
     gain: bool = True
     eps: float = 1e-6
+
+    def __post_init__(self):
+        check_number("eps", self.eps, at_least=0)
 
     @property
     def commutes_with_rotation(self) -> bool:
@@ -540,6 +560,9 @@ class CosineNorm:
 
     eps: float = 1e-6
     commutes_with_rotation = True
+
+    def __post_init__(self):
+        check_number("eps", self.eps, at_least=0)
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """``{}``: nothing is learned."""

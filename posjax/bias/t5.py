@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_positive
+from posjax._checks import check, check_count, check_number
 from posjax.bias.base import Bias, BiasSpec, distance, take
 
 
@@ -63,12 +63,13 @@ def t5_bucket(
 
 def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> int:
     sides = 2 if bidirectional else 1
+    check_count("num_buckets", num_buckets)
     check(
         num_buckets >= 2 * sides and num_buckets % sides == 0,
         f"num_buckets must be {'even and at least 4' if bidirectional else 'at least 2'}, found {num_buckets}",
     )
     side = num_buckets // sides
-    check_positive("max_distance", max_distance)
+    check_count("max_distance", max_distance)
     check(
         max_distance > side // 2,
         f"max_distance must exceed the {side // 2} exact buckets of a side, found {max_distance}",
@@ -124,6 +125,7 @@ class T5(BiasSpec):
 
     def __post_init__(self):
         _check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
+        check_number("stddev", self.stddev, at_least=0)
 
     @property
     def one_sided(self) -> str | None:

@@ -5,7 +5,6 @@ A rule is a frozen, hashable dataclass, so that it can be a static argument of `
 in float64 and made exact (see :mod:`posjax.angles`).
 """
 
-import math
 import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,18 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_even
+from posjax._checks import check, check_even, check_number
 from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
 from posjax.rotary.tables import RotaryTable, rotary_table
-
-
-def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
-    """Raises unless ``value`` is a finite Python or NumPy number of at least ``at_least``."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    bound = "" if at_least == -math.inf else f" of at least {at_least}"
-    check(number and value >= at_least, f"{name} must be a number{bound}, found {value!r}")
-
 
 Length = int | Int[Array, ""] | Int[Array, "batch"] | Int[Array, "batch length"]
 
@@ -67,6 +58,8 @@ class FrequencyRule:
         check_number("base", self.base)
         check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
         check_number("partial_rotary_factor", self.partial_rotary_factor)
+        whole = self.head_dim is None or isinstance(self.head_dim, numbers.Integral)
+        check(whole, f"head_dim must be a whole number, found {self.head_dim!r}")
         self._check_width()
 
     def _check_width(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from posjax._checks import check, check_positive
+from posjax._checks import check_positive
 from posjax.rotary.feature import Rotary
 
 
@@ -30,7 +30,6 @@ class XPos(Rotary):
         super().__post_init__()
         check_positive("gamma", self.gamma)
         check_positive("scale_base", self.scale_base)
-        check(bool(np.isfinite([self.gamma, self.scale_base]).all()), "gamma and scale_base must be finite")
 
     @property
     def one_sided(self) -> str:
