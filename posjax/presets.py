@@ -107,7 +107,10 @@ def _gemma3(
     global_base: float = 1_000_000.0,
     factor: float = 1.0,
 ) -> Layers:
-    """Gemma 3: five windowed layers, one that sees all, QK-norm. 270M and 1B: window 512; 4B and up: factor 8."""
+    """Gemma 3: five windowed layers, one that sees all, QK-norm. 270M and 1B: window 512; 4B and up: factor 8.
+
+    27B divides its logits by sqrt(168) instead of sqrt(128): the gain of the queries takes that in.
+    """
     wide = rotary.Plain(global_base) if factor == 1 else rotary.Linear(factor, base=global_base)
     local = Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rotary.Plain(local_base)), mask=masks.Window(window))
     return _periodic((local,) * 5 + (Scheme(norm=scales.QKNorm(), features=rotary.Rotary(wide)),), num_layers)
@@ -128,8 +131,8 @@ def _llama4(
     Scout: ``factor=16``, which divides frequencies of wavelengths above ``original_length``, and a QK-norm without gain
     in the layers with RoPE. Maverick: ``qk_norm=False``.
     """
-    plain = factor == 1
-    rule = rotary.Plain(base) if plain else rotary.Llama3(factor, original_length, 1.0, 1.0, base=base)
+    check_count("original_length", original_length)
+    rule = rotary.Plain(base) if factor == 1 else rotary.Llama3(factor, original_length, 1.0, 1.0, base=base)
     local = Scheme(
         norm=scales.QKNorm(gain=False, eps=1e-5) if qk_norm else None,
         features=rotary.Rotary(rule, pairing="interleaved"),

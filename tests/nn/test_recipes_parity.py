@@ -1,0 +1,190 @@
+"""The layer recipes against tiny models of Hugging Face: the attention of every layer, with random weights.
+
+Each model runs as a whole, so masks, rotary tables and layer types are its own; hooks take what its attentions read and
+give. Sequences are longer than every window and chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posjax as pj
+from posjax.layers import uniform
+from posjax.rotary import permute_projection
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+TOKENS, WIDTH, HEADS, KV, SIZE = 24, 24, 4, 2, 16
+SIZES = {
+    "vocab_size": 8,
+    "hidden_size": WIDTH,
+    "intermediate_size": 8,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": SIZE,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LLAMA4 = EXPERTS | {"intermediate_size_mlp": 8, "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.4}
+OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+SCOUT = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+
+
+def plain(base):
+    return {"rope_type": "default", "rope_theta": base}
+
+
+# Name: (model, number of layers, its configuration with the released numbers but for windows, the preset's options).
+MODELS = {
+    "qwen3": ("Qwen3", 2, {"rope_parameters": plain(1e6)}, {}),
+    "gemma3": (
+        "Gemma3Text",
+        8,
+        {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 21,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": plain(1e4),
+            },
+        },
+        {"window": 5, "factor": 8.0},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        3,
+        EXPERTS
+        | {"sliding_window": 5, "rope_parameters": OSS_YARN | {"rope_theta": 150_000.0}}
+        | {"max_position_embeddings": 131_072},
+        {"window": 5},
+    ),
+    "smollm3": ("SmolLM3", 5, {"rope_parameters": plain(5e6)}, {}),
+    "llama4": (
+        "Llama4Text",
+        5,
+        LLAMA4 | {"rope_parameters": plain(5e5)},
+        {"chunk": 7, "floor_scale": 5, "attn_scale": 0.4},
+    ),
+    "llama4 scout": (
+        "Llama4Text",
+        4,
+        LLAMA4 | {"rope_parameters": SCOUT | {"rope_theta": 5e5, "original_max_position_embeddings": 64}},
+        {"chunk": 7, "floor_scale": 5, "attn_scale": 0.4, "factor": 16.0, "original_length": 64},
+    ),
+    "llama4 maverick": (
+        "Llama4Text",
+        4,
+        LLAMA4 | {"rope_parameters": plain(5e5), "use_qk_norm": False},
+        {"chunk": 7, "floor_scale": 5, "attn_scale": 0.4, "qk_norm": False},
+    ),
+    "rnope-swa": (
+        "Cohere2",
+        5,
+        {"sliding_window": 5, "rope_parameters": plain(5e4)},
+        {"window": 5, "base": 5e4},
+    ),
+}
+
+
+def attentions(kind, layers, options):
+    """Every layer's attention module of a random model, with the hidden states it read and what it gave."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | {"num_hidden_layers": layers} | options))
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    modules, seen = [layer.self_attn for layer in model.layers], []
+    for module in modules:
+        module.register_forward_hook(
+            lambda _, args, kwargs, out: seen.append((kwargs["hidden_states"], out[0])), with_kwargs=True
+        )
+        for name, parameter in module.named_parameters():
+            torch.nn.init.uniform_(parameter, *((0.5, 1.5) if name.endswith("norm.weight") else (-0.3, 0.3)))
+    with torch.no_grad():
+        model(inputs_embeds=torch.randn(2, TOKENS, WIDTH))
+    return [(module, *(x.detach().numpy() for x in pair)) for module, pair in zip(modules, seen, strict=True)]
+
+
+def linear(layer, x):
+    bias = 0 if layer.bias is None else layer.bias.detach().numpy()
+    return x @ layer.weight.detach().numpy().T + bias
+
+
+def learned(module, gemma):
+    """A module's gains and sinks, in the form of ``Scheme.init``."""
+    found = {}
+    if hasattr(module, "q_norm"):
+        # Gemma's gains are 1 + weight, and its logits have a scale of their own, which the queries' gain takes.
+        found["norm"] = {name: getattr(module, f"{name}_norm").weight.detach().numpy() + gemma for name in "qk"}
+        found["norm"]["q"] *= module.scaling * SIZE**0.5
+    if hasattr(module, "sinks"):
+        found["sinks"] = {"sinks": module.sinks.detach().numpy()}
+    return jax.tree.map(jnp.asarray, found)
+
+
+def ours(scheme, module, x, params, interleaved=False):
+    """The same attention: the module's projections around the scheme."""
+    q, k, v = (linear(getattr(module, f"{name}_proj"), x).reshape(*x.shape[:2], -1, SIZE) for name in "qkv")
+    if interleaved:
+        q, k = (permute_projection(each, "interleaved", "half") for each in (q, k))
+    out = attend(scheme, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), params)
+    return linear(module.o_proj, np.asarray(out).reshape(*x.shape[:2], -1))
+
+
+@jax.jit(static_argnums=0)
+def attend(scheme, q, k, v, params):
+    return scheme.attend(q, k, v, params=params)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_attends_as_in_hugging_face(name):
+    kind, layers, options, given = MODELS[name]
+    preset = name.split()[0]
+    recipe = pj.scheme(preset, **given, **({} if preset == "qwen3" else {"num_layers": layers}))
+    theirs = attentions(kind, layers, options)
+    for scheme, (module, x, wanted) in zip(uniform(recipe, layers).schemes, theirs, strict=True):
+        params = learned(module, gemma=kind == "Gemma3Text")
+        shapes = jax.tree.map(jnp.shape, scheme.init(jax.random.key(0), HEADS, SIZE, num_kv_heads=KV))
+        assert jax.tree.map(jnp.shape, params) == shapes
+        assert scheme.norm is None or scheme.norm.eps == module.config.rms_norm_eps
+        assert np.abs(wanted).max() > 0.1
+        # Command A's models pair neighbours, which is another order of the same channels.
+        found = ours(scheme, module, x, params, interleaved=kind == "Cohere2")
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "depths"),
+    [
+        ("gemma3", "Gemma3Text", (18, 26, 34, 48, 62)),
+        ("gpt-oss", "GptOss", (24, 36)),
+        ("smollm3", "SmolLM3", (36,)),
+        ("llama4", "Llama4Text", (48,)),
+        ("rnope-swa", "Cohere2", (32, 64)),
+    ],
+)
+def test_layers_of_the_released_depths(name, kind, depths):
+    for depth in depths:
+        config = getattr(transformers, f"{kind}Config")(num_hidden_layers=depth)
+        schemes = pj.scheme(name, num_layers=depth).schemes
+        assert [scheme.mask is None for scheme in schemes] == [each == "full_attention" for each in config.layer_types]
+        turned = getattr(config, "no_rope_layers", [each != "full_attention" for each in config.layer_types])
+        everywhere = name in ("gemma3", "gpt-oss")
+        assert [scheme.rotates for scheme in schemes] == [everywhere or bool(each) for each in turned]
+
+
+def test_defaults_of_the_released_configurations():
+    oss, llama4 = transformers.GptOssConfig(), transformers.Llama4TextConfig()
+    local, whole = pj.scheme("gpt-oss", num_layers=2).schemes
+    assert local.mask.size == oss.sliding_window
+    rule = local.features.frequencies
+    assert rule == whole.features.frequencies
+    assert rule.to_hf() == oss.rope_parameters
+    *local, whole = pj.scheme("llama4", num_layers=4).schemes
+    assert {each.mask.size for each in local} == {llama4.attention_chunk_size}
+    assert (whole.scale.floor_scale, whole.scale.attn_scale) == (llama4.floor_scale, llama4.attn_scale)
+    assert local[0].features.frequencies.base == llama4.rope_parameters["rope_theta"]
