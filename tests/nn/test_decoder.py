@@ -43,6 +43,7 @@ NOT_SHIFT_INVARIANT = {
     "streaming",
     "dual-chunk",
     "llama4",
+    "performer",
 }
 
 
@@ -71,6 +72,8 @@ def test_preset_trains_every_parameter(settings):
         assert np.isfinite(leaf).all(), path
         if "'projection'" in jax.tree_util.keystr(path):
             continue  # Performer's random features are not learned.
+        if "'up'" in jax.tree_util.keystr(path) and "features" in jax.tree_util.keystr(path):
+            continue  # CLEX multiplies it by "down", which starts at zero.
         layers = leaf if "stacks" in jax.tree_util.keystr(path) else leaf[None]
         assert all(np.abs(layer).max() > 1e-7 for layer in layers), path
     moved = jax.tree.map(lambda p, g: p - 0.03 * g, state, gradients)
@@ -116,7 +119,9 @@ def test_no_token_looks_ahead(settings):
     changed = tokens.at[2, 9].set((tokens[2, 9] + 1) % VOCAB)
     after, _ = run(settings, (changed, positions, segments))
     np.testing.assert_array_equal(after[2, :9], logits[2, :9])
-    assert (np.abs(after[2, 9:] - logits[2, 9:]).max(-1) > 1e-5).all()
+    # Chunks of six tokens in every layer: nothing leaves them.
+    end = 12 if isinstance(getattr(settings.scheme, "mask", None), masks.Chunked) else LENGTH
+    assert (np.abs(after[2, 9:end] - logits[2, 9:end]).max(-1) > 1e-5).all()
 
 
 def test_blockwise_and_default_arguments_equal_dense_and_explicit_ones(settings):
