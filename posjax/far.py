@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_positive
+from posjax._checks import check, check_count, check_number, check_positive
 from posjax._slots import Features
 from posjax.masks import Beyond, ChunksApart, Mask, Sinks, Window
 from posjax.positions import Positions, as_array
@@ -203,6 +203,7 @@ def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
     """
     check_count("length", length)
     check(length % 4 == 0, f"length must be a multiple of 4, for the window is a quarter of it; found {length}")
+    check_number("extension", extension)
     check(extension >= 1, f"extension must be at least 1, found {extension!r}")
     return LeakyReRoPE(length // 4, 1 / (2 * extension))
 

@@ -213,7 +213,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "cosine": (scales.CosineScale, _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
     "learned-cosine": (scales.LearnedCosineScale, _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
     "qwen3": (
-        partial(rotary.Plain, 1_000_000.0),
+        partial(rotary.Plain, base=1_000_000.0),
         lambda rule: Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rule)),
     ),
     "randomised": (sampling.Randomised, _in("positions", features=_ROPE)),
