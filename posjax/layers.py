@@ -65,18 +65,27 @@ class Layers:
                 their mask confines. A change of frequencies, or of far, passes over layers that rotate
                 nothing.
             changes: see ``Scheme.extend``.
+
+        Raises:
+            ValueError: where that reaches no layer, beside the reasons of ``Scheme.extend``.
         """
         check_known("layers", layers, ("all", "full", "local"))
 
+        def reached(scheme: Scheme) -> bool:
+            return layers == "all" or (layers == "local") == (scheme.mask is not None)
+
         def extended(scheme: Scheme) -> Scheme:
-            if layers != "all" and (layers == "local") != (scheme.mask is not None):
+            if not reached(scheme):
                 return scheme
             kept = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "far")}
             return scheme.extend(**kept)
 
+        found = [scheme for scheme in self.schemes if reached(scheme)]
+        check(bool(found), f"layers: this scheme has no {layers!r} layer")
+        which = "" if layers == "all" else f"{layers!r} "
         for name in ("frequencies", "far"):
-            rotating = any(scheme.rotates for scheme in self.schemes)
-            check(rotating or name not in changes, f"{name}: no layer of this scheme rotates anything")
+            rotating = any(scheme.rotates for scheme in found)
+            check(rotating or name not in changes, f"{name}: no {which}layer of this scheme rotates anything")
         return Layers(tuple((tuple(map(extended, schemes)), repeats) for schemes, repeats in self.patterns))
 
 

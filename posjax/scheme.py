@@ -103,7 +103,12 @@ class Scheme:
 
     @property
     def retained(self) -> tuple[int, int] | None:
-        """``(first, recent)``: the only keys that a causal query can see, at the start and at the end; None for all."""
+        """``(first, recent)``: the only keys that a causal query can see, at the start and at the end; None for all.
+
+        None too for CoPE, which counts along keys that stand in order, as they do not in a ring.
+        """
+        if self.bias is not None and self.bias.contextual:
+            return None
         found = [mask.retained for mask in (self.mask, self._far_mask) if mask is not None]
         return next((bounds for bounds in found if bounds is not None), None)
 

@@ -30,8 +30,8 @@ from posjax.nn import Decoder
 from posjax.positions import Range, from_mask
 
 SHIFT = 1_000_003
-# Performer's random features are not learned, CLEX multiplies "up" by "down", which starts at zero, and the last bias of
-# FIRE's network is the same for all keys of a row.
+# Performer's random features are not learned, CLEX multiplies "up" by "down", which starts at zero, and the last bias
+# of FIRE's network is the same for all keys of a row.
 WITHOUT_A_FIRST_GRADIENT = ("'projection'", "'features']['up'", "'bias']['b2'")
 NOT_SHIFT_INVARIANT = {
     "sinusoidal",

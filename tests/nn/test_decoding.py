@@ -116,6 +116,7 @@ def test_a_length_that_is_frozen_is_the_full_forward_pass_and_one_that_grows_is_
         (pj.scheme("streaming", sinks=2, recent=6), 12, 8),
         (pj.scheme("chunked", size=6), 10, 8),
         (pj.scheme("window", size=100), 64, 8),
+        (pj.scheme("cope", mask=masks.Window(5)), 64, 8),
     ],
     ids=str,
 )
