@@ -197,10 +197,14 @@ def test_embeddings_on_a_mesh():
 @pytest.mark.parity
 def test_parity_with_transformers():
     pytest.importorskip("transformers")
+    import torch
+    from transformers.models.distilbert.modeling_distilbert import create_sinusoidal_embeddings
     from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
     from transformers.models.whisper.modeling_whisper import sinusoids
 
     positions = Range(0, 64)
+    create_sinusoidal_embeddings(64, 32, interleaved := torch.zeros(64, 32))
+    np.testing.assert_allclose(sinusoidal(positions, 32), interleaved.numpy(), atol=1e-5)
     found = sinusoidal(positions, 32, convention="concatenated")
     np.testing.assert_allclose(found, create_sinusoidal_positions(64, 32).numpy(), atol=1e-5)
     found = sinusoidal(positions, 32, convention="tensor2tensor")

@@ -251,3 +251,35 @@ def test_counts_of_a_union_are_exact_where_its_parts_do_not_overlap():
     mask = Window(4) | Sinks(2)
     got = mask.visible(jnp.arange(N) + 1, jnp.arange(N), True)
     np.testing.assert_array_equal(got, np.minimum(np.arange(N) + 1, 6))
+
+
+PADDING = np.array([0, 5])
+PACKED = np.array([[0] * 9 + [1] * 15, [0] * 3 + [4] * 11 + [7] * 10])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("name", "arguments", "mask"),
+    [
+        ("causal_mask_function", None, Causal()),
+        ("sliding_window_causal_mask_function", (5,), Causal() & Window(5)),
+        ("sliding_window_bidirectional_mask_function", (5,), Window(6)),
+        ("chunked_causal_mask_function", (7, PADDING), Causal() & Chunked(7)),
+        ("packed_sequence_mask_function", (PACKED,), Segments(jnp.asarray(PACKED))),
+        ("padding_mask_function", (IDS >= 0,), masks.padding(jnp.asarray(IDS >= 0))),
+    ],
+)
+def test_mask_functions_of_transformers(name, arguments, mask):
+    """Functions of indices; posjax reads positions, which start behind the padding. A window has both ends there."""
+    torch = pytest.importorskip("torch")
+    functions = pytest.importorskip("transformers.masking_utils")
+    made = getattr(functions, name)
+    if arguments is not None:
+        made = made(*(torch.tensor(each) if isinstance(each, np.ndarray) else each for each in arguments))
+    indices = (torch.arange(2)[:, None, None, None], 0, torch.arange(N)[:, None], torch.arange(N))
+    wanted = np.broadcast_to(made(*indices).numpy(), (2, 1, N, N))
+    there = jnp.arange(N) - (PADDING[:, None] if "chunked" in name else 0)
+    found = np.broadcast_to(masks.materialise(mask, there, there), (2, 1, N, N))
+    real = IDS >= 0 if "padding_mask" in name else np.ones((2, N), bool)
+    for row in range(2):
+        np.testing.assert_array_equal(found[row, 0][real[row]], wanted[row, 0][real[row]])

@@ -43,6 +43,20 @@ def test_alibi_slopes_of_hugging_face_bloom():
         np.testing.assert_allclose(alibi_slopes(heads), tensor[:, 0, 1].numpy(), rtol=1e-6)
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("heads", [1, 4, 6, 12, 20])
+def test_alibi_of_mpt_and_bloom_differs_by_a_constant_of_each_row(heads):
+    """Both bias by the key's index alone, which a softmax cannot tell from the distance."""
+    torch = pytest.importorskip("torch")
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    ours = alibi_bias(heads, jnp.arange(40), jnp.arange(40))
+    theirs = mpt.build_mpt_alibi_tensor(heads, 40), bloom.build_alibi_tensor(torch.ones(1, 40), heads, torch.float32)
+    for each in theirs:
+        rows = np.asarray(ours) - each.numpy().reshape(heads, 1, 40)
+        np.testing.assert_allclose(rows, np.broadcast_to(rows[..., :1], rows.shape), atol=1e-5)
+
+
 def test_alibi_bias_values():
     bias = alibi_bias(2, Q, Q)
     chex.assert_shape(bias, (2, 6, 6))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import posjax as pj
+from posjax import masks, rotary, scales
 from posjax.layers import uniform
 from posjax.rotary import permute_projection
 
@@ -91,6 +92,49 @@ MODELS = {
     ),
 }
 
+# Models that are no preset but a scheme of this library's slots, one for each layer in turn.
+COMPOSED = {
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": SIZE,
+            "attn_logit_softcapping": 1.5,
+            "rope_parameters": plain(1e4),
+        },
+        (pj.scheme("rope", mask=masks.Window(5)), pj.scheme("rope")),
+        {"softcap": 1.5},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+        (
+            pj.Scheme(
+                features=rotary.Rotary(rotary.YaRN(16.0, 4, base=1e6, attention_factor=1.0)),
+                scale=scales.MinistralTemperature(4, 0.3),
+            ),
+        ),
+        {},
+    ),
+    "glm4": (
+        "Glm4",
+        {"rope_parameters": plain(1e4) | {"partial_rotary_factor": 0.5}},
+        (pj.Scheme(features=rotary.Rotary(rotary.Plain(partial_rotary_factor=0.5), pairing="interleaved")),),
+        {},
+    ),
+}
+
 
 def attentions(kind, layers, options):
     """Every layer's attention module of a random model, with the hidden states it read and what it gave."""
@@ -126,18 +170,18 @@ def learned(module, gemma):
     return jax.tree.map(jnp.asarray, found)
 
 
-def ours(scheme, module, x, params, interleaved=False):
+def ours(scheme, module, x, params, interleaved=False, **options):
     """The same attention: the module's projections around the scheme."""
     q, k, v = (linear(getattr(module, f"{name}_proj"), x).reshape(*x.shape[:2], -1, SIZE) for name in "qkv")
     if interleaved:
         q, k = (permute_projection(each, "interleaved", "half") for each in (q, k))
-    out = attend(scheme, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), params)
+    out = attend(scheme, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), params, options.get("softcap"))
     return linear(module.o_proj, np.asarray(out).reshape(*x.shape[:2], -1))
 
 
-@jax.jit(static_argnums=0)
-def attend(scheme, q, k, v, params):
-    return scheme.attend(q, k, v, params=params)
+@jax.jit(static_argnums=(0, 5))
+def attend(scheme, q, k, v, params, softcap=None):
+    return scheme.attend(q, k, v, params=params, softcap=softcap)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,6 +198,15 @@ def test_every_layer_attends_as_in_hugging_face(name):
         assert np.abs(wanted).max() > 0.1
         # Command A's models pair neighbours, which is another order of the same channels.
         found = ours(scheme, module, x, params, interleaved=kind == "Cohere2")
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_other_models_are_schemes_of_the_same_slots(name):
+    kind, options, schemes, extra = COMPOSED[name]
+    theirs = attentions(kind, len(schemes), options)
+    for scheme, (module, x, wanted) in zip(schemes, theirs, strict=True):
+        found = ours(scheme, module, x, {}, **extra)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 

@@ -28,6 +28,7 @@ SCALINGS = {
     "longrope": {"original_max_position_embeddings": 1024, **LISTS},
     "longrope, factor": {"original_max_position_embeddings": 1024, "factor": 8.0, **LISTS},
     "llama3": LLAMA3,
+    "llama3, one threshold": LLAMA3 | {"high_freq_factor": 1.0},
     "proportional": {"partial_rotary_factor": 0.3},
     "proportional, factor": {"partial_rotary_factor": 0.5, "factor": 4.0},
 }
