@@ -23,6 +23,8 @@ def check_composition(scheme: Any) -> None:
     _check_mask(scheme.mask)
     _check_temperature(scheme)
     _check_norm(scheme)
+    if scheme.bias is not None and scheme.bias.contextual:
+        _check_contextual(scheme)
     if scheme.far is not None:
         _check_far(scheme)
     if scheme.linear is not None:
@@ -53,12 +55,15 @@ def _check_norm(scheme: Any) -> None:
     )
 
 
+def _check_contextual(scheme: Any) -> None:
+    check(
+        scheme.features is None,
+        "features do not compose with CoPE, which reads the queries as projected; leave one out",
+    )
+
+
 def _check_far(scheme: Any) -> None:
     scheme.far.check(scheme.features)
-    check(
-        not (scheme.bias is not None and scheme.bias.contextual),
-        "far does not compose with CoPE, whose positions are counted over the true scores; leave one out",
-    )
     check(
         scheme.features.decay(64) is None,
         "far does not compose with xPos, whose decay reads the true distance; use plain rotary features",

@@ -69,6 +69,10 @@ class Far:
             type(features).decay is Features.decay,
             f"far: {name} replaces the distances that the decay of {type(features).__name__} reads; leave one out",
         )
+        check(
+            type(features).value is Features.value,
+            f"far: {name} scores far pairs anew, but {type(features).__name__} tells position by the values too",
+        )
         axes = getattr(features, "axes", None) or getattr(features.frequencies, "axes", 1)
         check(axes == 1, f"far: {name} needs positions on one axis, but the features have {axes}")
 
@@ -281,7 +285,8 @@ class StreamingLLM(Far):
 
     A token ``j`` of the window stands at ``j``, or ``r`` before the end of a full cache: its distance is the true one.
     A sink stands at ``j`` and the query at ``min(i, sinks + recent - 1)``, never beyond the cache. Up to
-    ``sinks + recent`` tokens it is without effect. It does not make the context that a model uses longer.
+    ``sinks + recent`` tokens it is without effect. A bias beside it goes on reading true distances. It does not make the
+    context that a model uses longer.
 
     Args:
         sinks: 4 in the paper.
@@ -320,7 +325,7 @@ class DualChunk(Far):
         min(s + i mod s, c - 1)      for keys of the chunk before
         c - 1                        for keys of older chunks
 
-    Distances are true for ``r <= w`` and lie in ``[w, c - 1]`` beyond. A cache may hold rotated keys. The positions of
+    Distances are true for ``r <= w`` and lie in ``[w, c - 1]`` beyond. The positions of
     the released ChunkLlama, for a training length ``L``, are ``DualChunk(3 L / 4 + 1, 5 L / 8)``.
 
     Args:

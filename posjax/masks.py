@@ -72,7 +72,8 @@ class Mask(Blockwise):
         """How many of ``count`` contiguous keys the mask leaves to each query, for scales that count them.
 
         The keys are those up to the query's position if ``causal``. Where masks are joined by ``|`` keys that both
-        allow are counted twice, though never beyond ``count``: exact for ``Window(w) | Sinks(n)`` if ``causal``.
+        allow are counted twice, though never beyond ``count``: exact for ``Window(w) | Sinks(n)`` if ``causal``. Where
+        queries see both sides, those near an end are counted as if the keys went on.
         """
         return count
 

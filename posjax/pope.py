@@ -99,8 +99,8 @@ def clip_delta(delta: Float[Array, "kv_heads head_dim"]) -> Float[Array, "kv_hea
 
     Zero, where training starts, is the end of the interval: with the derivative of a clip, every channel whose first
     step points out of it would never move again. So the parameter itself may leave the interval, and the gradient that
-    would bring it back always reaches it; what is applied never leaves. An optimiser may clip the parameter after each
-    update instead: values and gradients of that are the same.
+    would bring it back always reaches it; what is applied never leaves. Clipping the parameter after each update is the
+    optimizer's business: it gives the same values and gradients at every point, and keeps it from drifting away.
     """
     return delta + jax.lax.stop_gradient(jnp.clip(delta, -2 * np.pi, 0.0) - delta)
 

@@ -12,6 +12,8 @@ from posjax.registry import build, check_known
 from posjax.scheme import SLOT_NAMES, Scheme
 
 _ROPE = rotary.Rotary()
+# Scale-invariant attention names an effective base of 1024; 10,000^0.75 is 1,000. Its exact rule is not known to us.
+_P_ROPE = rotary.Rotary(rotary.Proportional())
 
 
 def _in(slot_name: str, **others) -> Callable[[Any], Scheme]:
@@ -189,7 +191,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "fire": (bias.FIRE, _in("bias")),
     "fox": (bias.FoX, _in("bias")),
     "cope": (bias.CoPE, _in("bias")),
-    "scale-invariant": (bias.ScaleInvariant, _in("bias", features=rotary.Rotary(rotary.Proportional()))),
+    "scale-invariant": (bias.ScaleInvariant, _in("bias", features=_P_ROPE)),
     "coca-strict": (rotary.Plain, _features(partial(coca.Coca, "strict"))),
     "coca-tied": (rotary.Plain, _features(partial(coca.Coca, "tied"))),
     "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
@@ -210,7 +212,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "ssmax": (scales.SSMax, _in("scale", features=_ROPE)),
     "drope": (scales.DroPETemperature, _in("scale")),
     "key-norm": (scales.KeyNorm, _in("norm", features=_ROPE)),
-    "cosine": (scales.CosineScale, _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
+    "cosine": (lambda length: scales.CosineScale(length), _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
     "learned-cosine": (scales.LearnedCosineScale, _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
     "qwen3": (
         partial(rotary.Plain, base=1_000_000.0),

@@ -5,7 +5,13 @@ from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from posjax import absolute, bias, far, linear, masks, pope, rotary, sampling, scales, sinks
+from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
+
+
+def _lambda(window: int, sinks: int) -> masks.Mask:
+    """The last ``window`` keys and the first ``sinks`` ones: the lambda-shaped mask."""
+    return masks.Window(window) | masks.Sinks(sinks)
+
 
 SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
     "embedding": {
@@ -13,13 +19,15 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "learned": absolute.Learned,
         "hierarchical": absolute.Hierarchical,
     },
-    "frequencies": rotary.SCALINGS,
+    "frequencies": rotary.SCALINGS | {"axial": rotary.Axial, "mrope": rotary.MRoPE, "rope-tie": rotary.RoPETie},
     "features": {
         "rotary": rotary.Rotary,
         "vo-rope": rotary.ValueRotary,
         "xpos": rotary.XPos,
         "mixed": rotary.MixedRotary,
+        "general": rotary.GeneralRotary,
         "pope": pope.PoPE,
+        "coca": coca.Coca,
     },
     "norm": {
         "key-norm": scales.KeyNorm,
@@ -35,6 +43,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "yarn": scales.YaRNTemperature,
         "cosine": scales.CosineScale,
         "learned-cosine": scales.LearnedCosineScale,
+        "constant": scales.Constant,
         "drope": scales.DroPETemperature,
         "gradient-maximal": scales.GradientMaximal,
     },
@@ -54,6 +63,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "dilated": masks.Dilated,
         "band": masks.Band,
         "global-first": masks.GlobalFirst,
+        "lambda": _lambda,
         "sinks": masks.Sinks,
     },
     "far": {

@@ -392,6 +392,19 @@ class DroPETemperature(_Constant):
 
 
 @dataclasses.dataclass(frozen=True)
+class Constant(_Constant):
+    """A constant factor beside ``1 / sqrt(d)``. The factor is ``[1, 1]``.
+
+    ``Constant(sqrt(d))`` takes that away, as T5 has it, and Gemma 4 behind its norms.
+    """
+
+    value: float
+
+    def __post_init__(self):
+        check_positive("value", self.value)
+
+
+@dataclasses.dataclass(frozen=True)
 class GradientMaximal(_Constant):
     """Spec of ``gradient_maximal``: the constant for ``n`` visible keys. The factor is ``[1, 1]``."""
 

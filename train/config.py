@@ -125,6 +125,7 @@ class TrainConfig:
     beta2: float = 0.95
     weight_decay: float = 0.1  # on matrices only
     clip_norm: float = 1.0
+    redraw_every: int = 0  # steps between new random features of Performer; 0 keeps the first ones
     mask_rate: float = 0.15  # share of the tokens to be predicted when model.causal is false
     checkpoint_every: int = 500
     keep: int = 2  # how many checkpoints stay; the newest ones
@@ -136,6 +137,7 @@ class TrainConfig:
         _check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         for name in ("beta1", "beta2", "mask_rate"):
             _check_fraction(f"train.{name}", getattr(self, name))
+        _check(self.redraw_every >= 0, f"train.redraw_every must not be negative, found {self.redraw_every}")
         _check(self.weight_decay >= 0, f"train.weight_decay must not be negative, found {self.weight_decay}")
         _check(
             0 <= self.final_learning_rate <= 1,

@@ -1,5 +1,6 @@
 """One update: loss, gradients, optimizer; compiled over a mesh."""
 
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,6 +103,23 @@ def draw_positions(config: Config, key: Key[Array, ""], batch: Batch) -> dict[st
     return where
 
 
+def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], parameters: Any) -> Any:
+    """The parameters with new random features (Performer's projections) every ``redraw_every`` steps."""
+    kernel = getattr(build_scheme(config.scheme, config.model.num_layers), "linear", None)
+    if kernel is None or not kernel.random or not config.train.redraw_every:
+        return parameters
+
+    def renew(path, leaf):
+        if not jax.tree_util.keystr(path).endswith("['linear']['projection']"):
+            return leaf
+        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        drawn = jax.vmap(lambda k: kernel.draw(k, leaf.shape[-1]))(jax.random.split(own, leaf.shape[0]))
+        due = (step > 0) & (step % config.train.redraw_every == 0)
+        return jnp.where(due, drawn, leaf)
+
+    return jax.tree_util.tree_map_with_path(renew, parameters)
+
+
 @dataclass(frozen=True)
 class Program:
     """What a config compiles to over a mesh.
@@ -143,7 +161,8 @@ def _update(
     config: Config, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
     tokens, labels = batch.tokens, batch.labels
-    for_masks, for_positions = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    for_masks, for_positions, for_features = jax.random.split(key, 3)
     if not config.model.causal:
         tokens, labels = mask_tokens(for_masks, batch.tokens, batch.segment_ids, config.train.mask_rate)
     where = draw_positions(config, for_positions, batch)
@@ -154,8 +173,9 @@ def _update(
         total, count = token_loss(logits, labels)
         return total / jnp.maximum(count, 1)
 
-    loss, gradients = jax.value_and_grad(mean_loss)(state.parameters)
-    updates, moments = optimizer.update(gradients, state.optimizer, state.parameters)
-    following = TrainState(state.step + 1, optax.apply_updates(state.parameters, updates), moments)
+    before = redraw(config, for_features, state.step, state.parameters)
+    loss, gradients = jax.value_and_grad(mean_loss)(before)
+    updates, moments = optimizer.update(gradients, state.optimizer, before)
+    following = TrainState(state.step + 1, optax.apply_updates(before, updates), moments)
     rate = jnp.asarray(learning_rate(config.train)(state.step), jnp.float32)
     return following, StepMetrics(loss, optax.tree.norm(gradients), rate)

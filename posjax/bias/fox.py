@@ -21,7 +21,7 @@ class ForgetBias(Bias):
     """``b_h(i, j) = c_i - c_j`` with ``c`` the cumulative sums of the log forget gates, ``[batch, heads, length]``.
 
     ``-|c_i - c_j|`` when symmetric. The difference of two sums loses what their size costs: 6e-8 of ``c``, or 0.004
-    once 100,000 gates of 1/2 have been summed.
+    once 100,000 gates of 1/2 have been summed, and 0.01 after 262,000.
     """
 
     q_gates: Float[Array, "batch heads q"]
@@ -89,13 +89,14 @@ class FoX(BiasSpec):
         c = accumulate(log_gates)                    with a cache: its total as ``start``, ``c`` kept beside the keys
         bias = spec.bind(num_heads=..., q_gates=c, kv_gates=c)
 
-    Only order counts, not the numbers of the positions. Packed documents need nothing: sums before a document cancel.
+    Only order counts, not the numbers of the positions. Packed documents need nothing: sums before a document cancel,
+    up to the rounding of float32 (see ``ForgetBias``).
 
     Args:
         symmetric: ``-|c_i - c_j|``, for bidirectional attention.
         data_dependent: without it the gates are learned constants of the heads.
         decay_times: ``(shortest, longest)`` number of tokens ``T`` over which a head at first forgets to ``1/e``,
-            spaced geometrically over the heads: ``b = -log(expm1(1 / T))``. ``b = 0``, half a token, when left out.
+            spaced geometrically over the heads: ``b = -log(expm1(1 / T))``. ``b = 0``, 1.4 tokens, when left out.
     """
 
     symmetric: bool = False

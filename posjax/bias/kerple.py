@@ -23,15 +23,23 @@ class LogBias(Bias):
     p: Float[Array, "heads"]
 
     def values(self, q_positions, kv_positions):
-        a, p = (heads_first(jnp.maximum(widened(x), _SMALLEST)) for x in (self.a, self.p))
+        a, p = (heads_first(_kept(x, _SMALLEST)) for x in (self.a, self.p))
         r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
         return -p * jnp.log1p(a * r)
 
 
+def _kept(x, least: float, most: float | None = None):
+    """``x`` within its bounds, with a derivative of 1 everywhere: a scalar that has left them finds its way back.
+
+    (The released code clips the stored parameter before each use, to the same effect.)
+    """
+    x = widened(x)
+    return x + jax.lax.stop_gradient(jnp.clip(x, least, most) - x)
+
+
 def _power(a, p, q_positions, kv_positions):
     """``a_h |i - j|^p_h`` with ``a >= 0.01`` and ``0.01 <= p <= 2``; 0 at distance 0."""
-    a = heads_first(jnp.maximum(widened(a), _SMALLEST))
-    p = heads_first(jnp.clip(widened(p), _SMALLEST, _LARGEST_POWER))
+    a, p = heads_first(_kept(a, _SMALLEST)), heads_first(_kept(p, _SMALLEST, _LARGEST_POWER))
     r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
     # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped. By a
     # factor, since jax 0.10.2 compiles the gradient of a ``where`` to NaN on CPUs at optimisation level 1.

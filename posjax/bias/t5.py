@@ -107,7 +107,7 @@ class T5(BiasSpec):
     """Spec of T5's bias (Raffel et al., arXiv 1910.10683): ``b_h(i, j) = table[bucket(i - j), h]``.
 
     One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale; that is the business of
-    ``attention(scale=1.0)``, not of the bias.
+    ``attention(scale=1.0)``, or of ``scales.Constant`` in a scheme, not of the bias.
 
     Args:
         num_buckets: size of the table, both sides together when bidirectional.

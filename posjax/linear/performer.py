@@ -59,7 +59,8 @@ class Performer(ScaledKernel):
         """A new projection, float32; put it in place of ``params["projection"]`` to redraw.
 
         Orthogonal blocks are uniform over all rotations and reflections. (The released code keeps the signs of a QR
-        factorisation, so that row l of a block has a component l of one sign only, and its estimate is biased.)
+        factorisation, so that the first component of a block's first row has one sign only, the others lean to one,
+        and its estimate is biased.)
         """
         check_count("head_dim", head_dim)
         rows_key, blocks_key = jax.random.split(key)
