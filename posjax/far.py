@@ -285,8 +285,8 @@ class StreamingLLM(Far):
 
     A token ``j`` of the window stands at ``j``, or ``r`` before the end of a full cache: its distance is the true one.
     A sink stands at ``j`` and the query at ``min(i, sinks + recent - 1)``, never beyond the cache. Up to
-    ``sinks + recent`` tokens it is without effect. A bias beside it goes on reading true distances. It does not make the
-    context that a model uses longer.
+    ``sinks + recent`` tokens it is without effect. A bias beside it goes on reading true distances. It does not make
+    the context that a model uses longer.
 
     Args:
         sinks: 4 in the paper.

@@ -7,8 +7,7 @@ from flax import nnx
 
 from train.compare import members
 from train.config import load
-from train.model import evaluated_scheme
-from train.model import build_model
+from train.model import build_model, evaluated_scheme
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if "\ncompare:" in path.read_text())

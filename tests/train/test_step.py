@@ -1,5 +1,7 @@
 """One update: its loss, its optimizer, and what it does to a state."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from train.config import TrainConfig, parse
 from train.data import EOS, MASK, PADDING, Batch, encode, pack
 from train.mesh import make_mesh
 from train.sharding import global_batch
-from train.step import build_program, learning_rate, make_optimizer, mask_tokens, token_loss
+from train.step import build_program, draw_positions, learning_rate, make_optimizer, mask_tokens, token_loss
 
 SMALL = {
     "model": {"num_layers": 2, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
@@ -53,6 +55,39 @@ def test_masked_tokens_are_bytes_of_documents_only():
     assert not chosen[np.asarray(tokens >= 256)].any()
     np.testing.assert_array_equal(np.asarray(masked == MASK), chosen)
     np.testing.assert_array_equal(np.where(chosen, labels, masked), tokens)
+
+
+def test_positions_are_counted_or_drawn_as_the_scheme_says(batch):
+    keys = jax.random.split(jax.random.key(0))
+    counted = draw_positions(small(), keys[0], batch)
+    assert list(counted) == ["positions"]
+    np.testing.assert_array_equal(counted["positions"], batch.positions)
+    randomised = parse({**SMALL, "scheme": {"name": "randomised", "max_length": 64}})
+    first, second = (np.asarray(draw_positions(randomised, key, batch)["positions"]) for key in keys)
+    chex.assert_shape([first, second], batch.tokens.shape)
+    assert (first != second).any()
+    assert (np.diff(first) > 0).all()
+    assert first.max() < 64
+    drawn = draw_positions(parse({**SMALL, "scheme": "equal-mean"}), keys[0], batch)
+    chex.assert_shape(drawn["coordinates"], (*batch.tokens.shape, 1))
+    clex = {"name": "clex", "original_length": 8, "max_factor": 4, "steps": 5}
+    assert int(draw_positions(parse({**SMALL, "scheme": clex}), keys[0], batch)["length"]) in (8, 16, 24, 32)
+
+
+def test_random_features_are_redrawn_every_so_many_steps(batch):
+    train = {**SMALL["train"], "redraw_every": 2}
+    config = parse({**SMALL, "train": train, "scheme": {"name": "performer", "num_features": 8}})
+    mesh = make_mesh(config.train.mesh, config.train.rows)
+    program = build_program(config, mesh)
+    with jax.set_mesh(mesh):
+        state, found = program.initialize(), []
+        for _ in range(4):
+            found.append(np.asarray(state.parameters["stacks"][0][0]["attention"]["learned"]["linear"]["projection"]))
+            state, metrics = program.update(state, global_batch(mesh, batch))
+    assert np.isfinite(metrics.loss)
+    same = [np.array_equal(a, b) for a, b in itertools.pairwise(found)]
+    assert same == [True, True, False]  # the third update, of step 2, drew anew
+    assert np.abs(found[-1][0] - found[-1][1]).max() > 0.1, "every layer has features of its own"
 
 
 @pytest.mark.parametrize("warmup", [0, 10])
