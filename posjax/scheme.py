@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import bias, linear, masks, rotary
-from posjax._checks import check
+from posjax._checks import check, check_count
 from posjax._slots import Features
 from posjax.attention import attention
 from posjax.attention.cache import Cache, empty
@@ -212,6 +212,7 @@ class Scheme:
 
         ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is for FoX alone.
         """
+        check_count("num_heads", num_heads)
         sizes = (num_heads, num_kv_heads or num_heads, head_dim, model_dim)
         return self._init(key, sizes, [name for name in _LEARNING if not self._is_shared(name)])
 
