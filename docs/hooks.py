@@ -1,0 +1,87 @@
+"""The hook that MkDocs calls: pages of the methods and of the modules, from their docstrings, and the menu."""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+from docstrings import parse
+from figures import draw_ahead, figure
+from methods import methods
+from pages import GROUPS, members, overview, page
+
+import posjax as pj
+
+MODULES = tuple(found.name for found in pkgutil.iter_modules(pj.__path__) if not found.name.startswith("_"))
+
+
+def on_config(config):
+    """MkDocs: the menu."""
+    config.nav = navigation()
+    return config
+
+
+def on_files(files, config):
+    """MkDocs: the generated pages and figures."""
+    from mkdocs.structure.files import File
+
+    for path, content in generated():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+@functools.cache
+def generated() -> list[tuple[str, str]]:
+    """Every generated file: its path and its content."""
+    # The figures compile once each and run once each: compiling fast is what counts.
+    jax.config.update("jax_disable_most_optimizations", True)
+    draw_ahead(methods())
+    found = [("methods/index.md", overview()), *((f"api/{name}.md", api(name)) for name in MODULES)]
+    for method in methods():
+        drawn, caption = figure(method)
+        found += [(f"{method.path}.md", page(method, caption)), (f"{method.path}.svg", drawn)]
+    return found
+
+
+def navigation() -> list[Any]:
+    """The menu; whatever else is written by hand in this folder stands between the methods and the modules."""
+    groups = [{title: [{m.name: f"{m.path}.md"} for m in members(slot)]} for slot, title in GROUPS.items()]
+    written = sorted(path.name for path in Path(__file__).parent.glob("*.md") if path.name != "index.md")
+    modules = {"Modules": [{f"posjax.{name}": f"api/{name}.md"} for name in MODULES]}
+    return [{"posjax": "index.md"}, {"All methods": "methods/index.md"}, *groups, *written, modules]
+
+
+def api(name: str) -> str:
+    """The page of a module: its docstring, and the public functions and classes with theirs."""
+    module = importlib.import_module(f"posjax.{name}")
+    public = getattr(module, "__all__", None) or [
+        n for n, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__ and n[0] != "_"
+    ]
+    things = [getattr(module, n) for n in public]
+    described = [entry(t, 2) for t in things if inspect.isclass(t) or inspect.isfunction(t)]
+    return "\n\n".join([f"# posjax.{name}", parse(module).body, *described])
+
+
+def entry(thing: Any, level: int) -> str:
+    """One function or class with its public methods."""
+    said = parse(thing)
+    found = "\n".join(f"* `{name}`: {text}" for name, text in said.options.items())
+    members = vars(thing).items() if inspect.isclass(thing) else ()
+    inner = [entry(m, level + 1) for n, m in members if inspect.isfunction(m) and n[0] != "_" and m.__doc__]
+    try:
+        called = f"```text\n{signature(thing)}\n```"
+    except ValueError:
+        called = ""
+    return "\n\n".join([f"{'#' * level} {thing.__name__}", called, said.body, found, *inner])
+
+
+def signature(thing: Any) -> str:
+    """Name and arguments as code, with the shapes of arrays."""
+    text = f"{thing.__name__}{inspect.signature(thing)}"
+    text = re.sub(r"jaxtyping\.(\w+)\[[\w.]*\bArray, '([^']*)'\]", r"\1[\2]", text)
+    text = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text)
+    return re.sub(r"(?<=[(,]) ?(?=[*\w]+(?:[:,=]|\)))", "\n    ", text) if len(text) > 100 else text

@@ -1,0 +1,250 @@
+"""What the library says of its own methods: which there are, what they touch, cache and compose with."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import docstrings
+import jax
+
+import posjax as pj
+from posjax import bias, rotary
+from posjax.presets import PRESETS
+from posjax.registry import SLOTS
+
+TRAINED, EXTENSION = 32, 4
+"""The examples of the pages are of a model trained on so many tokens, and used on so many times more."""
+REACH = TRAINED * EXTENSION
+
+_LAMBDAS = tuple(1 + n / 8 for n in range(32))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "learned": {"max_length": REACH},
+    "hierarchical": {"max_length": 12},
+    "hope": {"original_length": TRAINED},
+    "clex": {"original_length": TRAINED, "max_factor": EXTENSION, "steps": 10},
+    "mrope": {"sections": (8, 12, 12)},
+    "general": {"generators": (((0, -1.0, 0, 0), (1.0, 0, 0, 0), (0, 0, 0, -0.1), (0, 0, 0.1, 0)),)},
+    "t5": {"max_distance": 24},
+    "fire": {"threshold": 16.0},
+    "inverse-leaky": {"length": TRAINED, "extension": float(EXTENSION)},
+    "rerope": {"window": 16},
+    "leaky-rerope": {"window": 16, "factor": 8.0},
+    "self-extend": {"group": 4, "window": 16},
+    "lm-infinite": {"n_local": TRAINED, "n_global": 4},
+    "streaming": {"sinks": 4, "recent": 28},
+    "dual-chunk": {"length": TRAINED},
+    "window": {"size": TRAINED},
+    "chunked": {"size": TRAINED},
+    "longformer": {"window": TRAINED, "dilation": (1, 1, 2, 2)},
+    "dilated": {"size": 16, "dilation": 2},
+    "band": {"size": TRAINED},
+    "global-first": {"count": 4},
+    "sinks": {"count": 4},
+    "lambda": {"window": 28, "sinks": 4},
+    "log-n": {"length": TRAINED},
+    "clipped-log-n": {"length": TRAINED},
+    "llama4": {"floor_scale": TRAINED},
+    "ministral": {"length": TRAINED},
+    "yarn": {"extension": float(EXTENSION)},
+    "drope": {"extension": float(EXTENSION)},
+    "gradient-maximal": {"n": REACH},
+    "constant": {"value": 2.0},
+    "cosine": {"length": TRAINED},
+    "learned-cosine": {"length": TRAINED},
+    "randomised": {"max_length": 4 * REACH},
+    "pose": {"max_length": REACH},
+    "performer": {"num_features": 128},
+}
+"""Options of the examples by preset or spec, where it needs some or a small model is better off with others."""
+_FACTOR, _LENGTH = {"factor": float(EXTENSION)}, {"original_length": TRAINED}
+RULE_OPTIONS: dict[str, dict[str, Any]] = {
+    "hope": _LENGTH,
+    **dict.fromkeys(("linear", "ntk", "ntk-old", "ntk-fixed", "ntk-mixed"), _FACTOR),
+    **dict.fromkeys(("ntk-by-parts", "yarn", "llama3"), _FACTOR | _LENGTH),
+    **dict.fromkeys(("dynamic-linear", "dynamic-ntk", "dynamic-yarn"), _LENGTH),
+    "longrope": {"short_factor": (1.0,) * 32, "long_factor": _LAMBDAS, "factor": float(EXTENSION)} | _LENGTH,
+    **{name: OPTIONS[name] for name in ("clex", "mrope")},
+}
+RECIPE_OPTIONS: dict[str, dict[str, Any]] = {
+    "hwfa": {"num_layers": 6, "length": TRAINED},
+    "hwfa2": {"num_layers": 6, "length": TRAINED},
+    "gemma3": {"num_layers": 6, "window": 16},
+    "llama4": {"num_layers": 4, "chunk": TRAINED, "floor_scale": TRAINED},
+    "smollm3": {"num_layers": 4},
+    "gpt-oss": {"num_layers": 2, "window": 8, "factor": float(EXTENSION), "original_length": TRAINED},
+    "rnope-swa": {"num_layers": 4, "window": TRAINED},
+}
+_ALSO = {bias.ALiBi: (bias.alibi_slopes,), bias.T5: (bias.t5_bucket,)}
+"""Functions that define a spec but that its first line does not name."""
+NOPE = "No slot is filled: only the causal mask tells a decoder where its tokens stand (Kazemnejad et al., 2305.19466)."
+_SLOT_ORDER = ("embedding", "linear", "far", "sinks", "bias", "scale", "norm", "mask", "features", "positions")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A page: a preset, a frequency rule, or a spec that is in no preset.
+
+    Args:
+        path: of the page, without its ending.
+        name: by which the library knows it.
+        slot: of a rule or spec, None for a preset.
+    """
+
+    path: str
+    name: str
+    slot: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of ``pj.scheme``: those of a preset, or the slot."""
+        if self.slot is None:
+            return (RECIPE_OPTIONS if self.name in RECIPE_OPTIONS else OPTIONS).get(self.name, {})
+        return {self.slot: {"name": self.name} | spec_options(self.slot, self.name)}
+
+    @property
+    def preset(self) -> str:
+        """The preset of the example."""
+        return self.name if self.slot is None else "rope"
+
+    @functools.cached_property
+    def scheme(self) -> pj.Scheme | pj.Layers:
+        """The example."""
+        return pj.scheme(self.preset, **self.options)
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a head of the figure; what a method fixes by its options is small, to be printed."""
+        return 4 if self.name == "general" else 64
+
+    @property
+    def make(self):
+        """What takes the method's own options."""
+        return PRESETS[self.name][0] if self.slot is None else SLOTS[self.slot][self.name]
+
+
+def spec_options(slot: str, name: str) -> dict[str, Any]:
+    """Options of the example of a spec: those of its name that it knows."""
+    known = docstrings.parameters(SLOTS[slot][name])
+    found = (RULE_OPTIONS if slot == "frequencies" else OPTIONS).get(name, {})
+    return {option: value for option, value in found.items() if option in known}
+
+
+def parts(scheme: pj.Scheme | pj.Layers) -> Iterator[tuple[str, Any]]:
+    """The specs of a scheme with their slots, those that others are made of too; none of layers that differ."""
+    if isinstance(scheme, pj.Layers):
+        return
+    for slot, spec in touched(scheme).items():
+        found = [spec, getattr(spec, "frequencies", None), getattr(spec, "left", None), getattr(spec, "right", None)]
+        yield from ((slot, one) for one in found if one is not None and not hasattr(one, "left"))
+
+
+def touched(scheme: pj.Scheme) -> dict[str, Any]:
+    """The slots that are filled."""
+    return {f.name: getattr(scheme, f.name) for f in fields(scheme) if getattr(scheme, f.name) is not None}
+
+
+@functools.cache
+def homes() -> dict[type, str]:
+    """The preset that each spec belongs to: the first that has it."""
+    found = {}
+    for name in PRESETS:
+        for _, spec in parts(Method(f"methods/{name}", name).scheme):
+            found.setdefault(type(spec), name)
+    return found
+
+
+def own(method: Method) -> list[tuple[str, type]]:
+    """The specs that a page is about, with their slots: those at home there, or else all but plain RoPE."""
+    if method.slot is not None:
+        return [(method.slot, method.make)]
+    found = [(slot, type(spec)) for slot, spec in parts(method.scheme)]
+    at_home = [(slot, kind) for slot, kind in found if homes()[kind] == method.name]
+    about = at_home or [(slot, kind) for slot, kind in found if kind not in (rotary.Rotary, rotary.Plain)]
+    return sorted(about, key=lambda one: one[1] is not method.make)
+
+
+def subject(method: Method) -> str:
+    """The slot that a method is about; ``"recipe"`` for one that differs from layer to layer, features for none."""
+    if isinstance(method.scheme, pj.Layers):
+        return "recipe"
+    found = [slot for slot, _ in own(method)]
+    return min(found, key=(*_SLOT_ORDER, "frequencies").index, default="features")
+
+
+def documents(method: Method) -> list[Any]:
+    """What defines a method and has a docstring: functions, specs, and modules that are about one spec alone."""
+    found = [method.make] if inspect.isfunction(method.make) and method.make.__name__ != "<lambda>" else []
+    for kind in (kind for _, kind in own(method) if inspect.isclass(kind)):
+        module = sys.modules[kind.__module__]
+        alone = sum(other.__module__ == kind.__module__ for other in _kinds()) == 1
+        named = docstrings.parse(kind).summary
+        functions = [f for name, f in vars(module).items() if inspect.isfunction(f) and _names(named, name)]
+        described = [*functions, kind] if named.startswith("Spec of `") else [kind, *functions]
+        bases = [base for base in kind.__mro__[1:] if base in _kinds()]
+        found += [*([module] if alone else []), *described, *_ALSO.get(kind, ()), *bases]
+    return list(dict.fromkeys(found))
+
+
+def _names(text: str, name: str) -> bool:
+    return f"`{name}`" in text or f"`{name}(" in text
+
+
+@functools.cache
+def _kinds() -> frozenset:
+    """Every spec that has a page."""
+    return frozenset(homes()) | {kind for slot in SLOTS.values() for kind in slot.values() if inspect.isclass(kind)}
+
+
+@functools.cache
+def methods() -> tuple[Method, ...]:
+    """Every page: the presets, the frequency rules, and the specs that no preset's page is about."""
+    presets = [Method(f"methods/{name}", name) for name in PRESETS]
+    rules = [Method(f"rules/{name}", name, "frequencies") for name in SLOTS["frequencies"]]
+    covered = {kind for method in presets for _, kind in own(method)}
+    rest = [
+        Method(f"methods/{slot}-{name}", name, slot)
+        for slot in SLOTS
+        if slot != "frequencies"
+        for name, kind in SLOTS[slot].items()
+        if kind not in covered
+    ]
+    return (*presets, *rules, *rest)
+
+
+@functools.cache
+def page_of(slot: str, name: str) -> Method:
+    """The page on which a name of ``SLOTS`` is described."""
+    wanted = (slot, SLOTS[slot][name])
+    exact = (m for m in methods() if (m.slot, m.name) == (slot, name))
+    return next(exact, None) or next(m for m in methods() if wanted in own(m))
+
+
+def composes(scheme: pj.Scheme | pj.Layers, slot: str) -> tuple[list[str], dict[str, str]]:
+    """The specs of a slot that go with a scheme, and the others with the reason that the library gives.
+
+    Every spec is put into the scheme: by ``replace``, or by ``extend`` where the layers differ.
+    """
+    good, refused = [], {}
+    change = getattr(scheme, "replace", None) or _distinct(scheme).extend
+    for name in SLOTS[slot]:
+        try:
+            change(**{slot: {"name": name} | spec_options(slot, name)})
+            good.append(name)
+        except ValueError as error:
+            refused[name] = str(error)
+    return good, refused
+
+
+def _distinct(layers: pj.Layers) -> pj.Layers:
+    """Each of the schemes once."""
+    return pj.Layers(tuple(((scheme,), 1) for scheme in dict.fromkeys(layers.schemes)))
+
+
+def learned(scheme: pj.Scheme) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of one layer with 8 heads of 64, by slot and name."""
+    key = jax.random.key(0)
+    made = jax.eval_shape(lambda: scheme.init(key, 8, 64, model_dim=512) | scheme.init_shared(key, 8, 64))
+    return {f"{slot}.{name}": leaf.shape for slot, tree in made.items() for name, leaf in tree.items()}

@@ -1,0 +1,221 @@
+"""The text of the pages of methods: pure functions from a ``Method`` to Markdown."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from docstrings import inline, parameters, parse, sources
+from methods import NOPE, REACH, TRAINED, Method, composes, documents, learned, methods, page_of, subject, touched
+
+import posjax as pj
+from posjax.registry import SLOTS
+
+GROUPS = {
+    "embedding": "Embeddings",
+    "features": "Maps of queries and keys",
+    "frequencies": "Frequency rules",
+    "bias": "Biases",
+    "far": "Near and far",
+    "mask": "Masks",
+    "sinks": "Sinks",
+    "scale": "Scales",
+    "norm": "Norms",
+    "positions": "Positions of training",
+    "linear": "Linear attention",
+    "recipe": "Layer recipes",
+}
+_CACHES = {
+    "rotated": "keys as the norm and the map of keys leave them",
+    "raw": "keys before their map, which is taken whenever they are read",
+    "half-width": "the half-width `t` of each key, mapped whenever it is read",
+    "state": "one state of fixed size for each head, whatever the length",
+}
+_YES = {True: "yes", False: "no"}
+
+
+def page(method: Method, caption: str) -> str:
+    """The page of a method, with a figure of the same name beside it."""
+    recipe = isinstance(method.scheme, pj.Layers)
+    tried = "Every spec of the library was put beside this scheme when this page was made."
+    extended = "A recipe takes no further slots when it is built. This is what `extend` puts into all of its layers."
+    sections = {
+        "Layers": layers(method.scheme) if recipe else "",
+        "Definition": definitions(method),
+        "Options": options(method),
+        "Composes with": f"{extended if recipe else tried}\n\n{composition(method)}",
+        "Use": usage(method),
+    }
+    figure = f"![Weight against distance]({method.path.split('/')[-1]}.svg)\n\n*{caption}*"
+    top = [f"# {method.name}", lead(method), facts(method), figure]
+    return "\n\n".join([*top, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)])
+
+
+def overview() -> str:
+    """The table of all methods."""
+    head = ("name", "what it is", "touches", "source", "cache", "shift invariant")
+    parts = ["# Methods", f"{len(methods())} methods by the slot that they are about."]
+    for slot, title in GROUPS.items():
+        rows = [
+            (link(m), lead(m), filled(m.scheme), source(m), cache(m.scheme), _YES[m.scheme.shift_invariant])
+            for m in members(slot)
+        ]
+        parts += [f"## {title}", table(rows, *head)]
+    return "\n\n".join(parts)
+
+
+def members(slot: str) -> list[Method]:
+    """The methods of a group."""
+    return [method for method in methods() if subject(method) == slot]
+
+
+def lead(method: Method) -> str:
+    """The first paragraph of what defines a method."""
+    found = documents(method)
+    return parse(found[0]).summary if found else inline(NOPE)
+
+
+def source(method: Method) -> str:
+    """Where a method comes from: what its docstrings cite, or else what the brackets of its first line name."""
+    text = "\n\n".join(parse(thing).raw for thing in documents(method)) or NOPE
+    named = re.search(r"\(([^()`]*)\)\.|^([\w -]+):", text)
+    return "; ".join(sources(text)[:4]) or inline(named[1] or named[2] if named else "posjax")
+
+
+def facts(method: Method) -> str:
+    """The table at the top of a page."""
+    scheme = method.scheme
+    reads = [name for name in ("length", "tokens") if getattr(scheme, f"reads_{name}", False)]
+    rows = [
+        ("source", source(method)),
+        ("touches", filled(scheme)),
+        ("cache", cache(scheme)),
+        ("direction", direction(scheme)),
+        ("shifting all positions", "changes nothing" if scheme.shift_invariant else "changes the result"),
+        *([("reads", {"length": "the current length", "tokens": "the tokens"}[name]) for name in reads]),
+    ]
+    if isinstance(scheme, pj.Scheme):
+        shapes = [f"`{name}` {list(shape)}" for name, shape in learned(scheme).items()]
+        rows.append(("learns", ", ".join(shapes) + " with 8 heads of 64" if shapes else "nothing"))
+    return table(rows, "", "")
+
+
+def filled(scheme: pj.Scheme | pj.Layers) -> str:
+    """The slots that a scheme fills, and with what."""
+    if isinstance(scheme, pj.Layers):
+        return "by layer: " + ", ".join(dict.fromkeys(slot for one in scheme.schemes for slot in touched(one)))
+    return "<br>".join(f"{name}: `{show(spec)}`" for name, spec in touched(scheme).items()) or "nothing"
+
+
+def cache(scheme: pj.Scheme | pj.Layers) -> str:
+    """What decoding keeps."""
+    if isinstance(scheme, pj.Layers):
+        return "; ".join(dict.fromkeys(map(cache, scheme.schemes)))
+    kept = [_CACHES[scheme.caches]]
+    if scheme.retained is not None:
+        first, recent = scheme.retained
+        kept.append((f"of the first {first} and" if first else "of") + f" the last {recent} tokens alone")
+    return ", ".join(kept + ["the gates of every token"] * scheme.reads_tokens)
+
+
+def direction(scheme: pj.Scheme | pj.Layers) -> str:
+    """Whether it fits bidirectional attention, in the library's own words."""
+    try:
+        for one in getattr(scheme, "schemes", (scheme,)):
+            one.check_direction(causal=False)
+    except ValueError as error:
+        return inline(str(error))
+    return "causal and bidirectional attention"
+
+
+def layers(scheme: pj.Layers) -> str:
+    """What every layer of a recipe touches."""
+    return table([(str(n), filled(one)) for n, one in enumerate(scheme.schemes, start=1)], "layer", "touches")
+
+
+def definitions(method: Method) -> str:
+    """The docstrings, each under the name of what it belongs to, without the lead of the page."""
+    made = []
+    for thing in documents(method):
+        name = thing.__name__ if inspect.ismodule(thing) else f"{thing.__module__}.{thing.__qualname__}"
+        body = parse(thing).body if made else parse(thing).body.removeprefix(lead(method)).strip()
+        made += [f"### {name}\n\n{body}"] if body else []
+    return "\n\n".join(made)
+
+
+def options(method: Method) -> str:
+    """The options with their defaults and what the docstrings say of them."""
+    said = {}
+    for thing in documents(method):
+        for one in reversed(inspect.getmro(thing)) if inspect.isclass(thing) else (thing,):
+            said |= parse(one).options
+    rows = [
+        (f"`{name}`", "needed" if one.default is one.empty else f"`{show(one.default)}`", said.get(name, ""))
+        for name, one in parameters(method.make).items()
+    ]
+    return table(rows, "option", "default", "") if rows else "None."
+
+
+def composition(method: Method) -> str:
+    """Which specs of the other slots go with a method, tried one by one, and why the others do not."""
+    rows = []
+    taken = touched(method.scheme) if isinstance(method.scheme, pj.Scheme) else ()
+    for slot in (slot for slot in SLOTS if slot not in taken):
+        good, refused = composes(method.scheme, slot)
+        alike: dict[str, list[str]] = {}
+        for name, why in refused.items():
+            alike.setdefault(short(why).replace(SLOTS[slot][name].__name__, ""), []).append(name)
+        reasons = [f"{links(slot, names)}: “{inline(short(refused[names[0]]))}”" for names in alike.values()]
+        rows.append((slot, links(slot, good) or "none" if refused else "all", "<br>".join(reasons)))
+    return table(rows, "slot", "composes with", "refused, because")
+
+
+def usage(method: Method) -> str:
+    """The example in Python and in a config."""
+    given = "".join(f", {name}={value!r}" for name, value in method.options.items())
+    entry = {"scheme": {"name": method.preset} | plain(method.options)}
+    config = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=10_000)[1:-2]
+    return (
+        f"As in the figure, for a model that was trained on {TRAINED} tokens and is used on {REACH}:\n\n"
+        f"```python\nimport posjax as pj\n\nscheme = pj.scheme({method.preset!r}{given})\n```\n\n"
+        f"In a config of the trainer:\n\n```yaml\n{config}\n```"
+    )
+
+
+def table(rows: Sequence[tuple[str, ...]], *head: str) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ("---",) * len(head), *rows])
+
+
+def links(slot: str, names: Sequence[str]) -> str:
+    """Links to the pages of some names of a slot."""
+    return ", ".join(link(page_of(slot, name), name) for name in names)
+
+
+def link(method: Method, name: str = "") -> str:
+    """A link to the page of a method, from a page in a folder."""
+    return f"[{name or method.name}](../{method.path}.md)"
+
+
+def show(spec: Any) -> str:
+    """A spec with those of its fields that differ from their defaults."""
+    if not dataclasses.is_dataclass(spec):
+        return " ".join(repr(spec).split())
+    given = [(field, getattr(spec, field.name)) for field in dataclasses.fields(spec)]
+    shown = [f"{field.name}={show(value)}" for field, value in given if repr(value) != repr(field.default)]
+    return f"{type(spec).__name__}({', '.join(shown)})"
+
+
+def short(reason: str) -> str:
+    """A reason without the arguments of long reprs."""
+    within = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))"
+    return re.sub(rf"\b([A-Z]\w+)\({within}{{30,}}\)", r"\1(...)", reason)
+
+
+def plain(value: Any) -> Any:
+    """The value as YAML has it, with lists for tuples."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, tuple) else value

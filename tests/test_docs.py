@@ -1,0 +1,129 @@
+"""The documentation: every method has a page, pages say what the library says, and the examples run."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import posjax as pj
+from posjax.registry import SLOTS
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+docstrings, methods, pages, hooks, figures = map(
+    importlib.import_module, ("docstrings", "methods", "pages", "hooks", "figures")
+)
+sys.path.pop(0)
+PAGES = {method.path: method for method in methods.methods()}
+
+
+def test_every_preset_and_every_name_of_a_slot_has_a_page():
+    assert [name for name in pj.scheme_names() if f"methods/{name}" not in PAGES] == []
+    for slot, names in SLOTS.items():
+        for name, kind in names.items():
+            page = methods.page_of(slot, name)
+            assert kind in methods.documents(page), (slot, name)
+
+
+def test_every_page_stands_in_the_menu_once():
+    text = str(hooks.navigation())
+    assert [path for path in PAGES if text.count(f"'{path}.md'") != 1] == []
+
+
+def test_pages_are_complete_and_their_examples_are_the_schemes_of_the_figures():
+    for path, method in PAGES.items():
+        names = {}
+        exec(re.search(r"```python\n(.*?)```", pages.usage(method), re.S)[1], names)
+        assert names["scheme"] == method.scheme, path
+        text = "\n\n".join([pages.lead(method), pages.facts(method), pages.definitions(method), pages.options(method)])
+        assert all(f"\n| {name} | " in text for name in ("source", "touches", "cache", "direction")), path
+        assert "``" not in re.sub(r"^```(text)?$", "", text, flags=re.M), path
+        assert not re.search(r":\w+:`", text), path
+
+
+@pytest.mark.parametrize(
+    "path", ["methods/nope", "methods/rerope", "methods/gemma3", "rules/yarn", "methods/scale-yarn"]
+)
+def test_a_page_shows_its_figure_and_every_section(path):
+    text = pages.page(PAGES[path], "A caption.")
+    assert f"]({path.split('/')[1]}.svg)\n\n*A caption.*" in text
+    wanted = ["Definition"] * (path != "methods/nope") + ["Options", "Composes with", "Use"]
+    assert [title for title in re.findall(r"^## (.*)$", text, re.M) if title != "Layers"] == wanted
+
+
+def test_a_refusal_is_quoted_with_its_reason():
+    text = pages.composition(PAGES["methods/alibi"])
+    assert "“bias does not compose with linear attention, which has no logits to change; leave bias out”" in text
+    assert "[elu](../methods/linear-elu.md), [exponential](../methods/linear-exp.md)" in text
+    assert "| norm | all |  |" in text
+    rows = [line for line in pages.composition(PAGES["methods/rerope"]).splitlines() if line.startswith("| bias")]
+    assert "features do not compose with CoPE" in rows[0]
+    assert "[alibi](../methods/alibi.md)" in rows[0].split("|")[2]
+    assert "[cope](../methods/cope.md)" in rows[0].split("|")[3]
+
+
+def test_what_a_page_says_of_caches_and_directions():
+    said = {name: pages.facts(PAGES[f"methods/{name}"]) for name in ("rope", "coca-strict", "window", "alibi", "fox")}
+    assert "keys as the norm and the map of keys leave them |" in said["rope"]
+    assert "half-width `t`" in said["coca-strict"]
+    assert "of the last 32 tokens alone" in said["window"]
+    assert "use ALiBi(symmetric=True) when every token sees both sides" in said["alibi"]
+    assert "| reads | the tokens |" in said["fox"]
+    assert "`bias.w` [512, 8]" in said["fox"]
+
+
+def test_docstrings_become_markdown():
+    def function(base, factor):
+        """Turns ``a|b`` by theta_t * x (Su et al., arXiv 2104.09864; kexue.fm 8265).
+
+            f(x) = base^(-2t)
+
+        * one, see :func:`other`;
+        * two.
+
+        factor: of the
+            base; or none. base: b.
+
+        Args:
+            more: another
+                line.
+
+        Returns:
+            A number.
+        """
+
+    found = docstrings.parse(function)
+    paper, article = (
+        "[arXiv 2104.09864](https://arxiv.org/abs/2104.09864)",
+        "[kexue.fm 8265](https://kexue.fm/archives/8265)",
+    )
+    assert found.summary == rf"Turns `a|b` by theta\_t \* x (Su et al., {paper}; {article})."
+    assert "```text\nf(x) = base^(-2t)\n```" in found.body
+    assert "* one, see `other`;\n* two." in found.body
+    assert found.body.endswith("**Returns**: A number.")
+    assert found.options == {"factor": "of the base; or none.", "base": "b.", "more": "another line."}
+    assert docstrings.sources(found.raw) == [f"Su et al., {paper}; {article}"]
+
+
+def test_the_module_pages_name_what_is_public():
+    text = hooks.api("bias")
+    for name in pj.bias.__all__:
+        assert f"## {name}\n" in text, name
+
+
+def test_a_figure_is_drawn():
+    drawn, caption = figures.figure(PAGES["methods/sinusoidal"])
+    assert drawn.count("<path") > 4
+    assert "attention weight" in drawn
+    assert caption.startswith("Attention weights of the last of 128 tokens")
+
+
+@pytest.mark.parametrize("name", ["index.md", "decoding.md"])
+def test_the_examples_of_the_written_pages_run(name):
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), re.S):
+        exec(compile(block, name, "exec"), names)
+    assert jnp.isfinite(names["logits" if name == "decoding.md" else "out"]).all()
