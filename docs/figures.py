@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from methods import REACH, TRAINED, Method, subject
+from methods import REACH, TRAINED, Method, numbered, subject
 
 import posjax as pj
 from posjax.diagnostics import Curve, weight_curve, weights
@@ -38,32 +38,28 @@ def figure(method: Method) -> tuple[str, str]:
     if about == "positions":
         return _svg(1, lambda axes: _draw_positions(axes, method)), "Positions that the rule draws in training, by row."
     if about == "frequencies" and method.scheme.features.frequencies.axes == 1:
-        caption = f"Left: each pair's frequency over that of plain RoPE. Right: {_caption()}"
+        caption = f"Left: each pair's frequency over that of plain RoPE. {_caption()} {CONTENTS}"
         return _svg(2, lambda axes: _draw_rule(axes, method)), caption
     if about == "embedding":
-        curves, caption = (
-            {"": _embedded(method.scheme, method.head_dim)},
-            "Embeddings attend to each other, without projections.",
-        )
-        return _svg(1, lambda axes: _draw_weights(axes, curves)), f"{_caption()} {caption}"
+        curves = {method.name: _embedded(method.scheme, method.head_dim)}
+        caption = f"{_caption()} The embeddings attend to each other, without projections."
+        return _svg(1, lambda axes: _draw_weights(axes, curves)), caption
     curves = {label: _curve(scheme, method.head_dim) for label, scheme in _lines(method).items()}
-    return _svg(1, lambda axes: _draw_weights(axes, curves)), f"{_caption()} {CONTENTS}"
+    several = getattr(getattr(method.scheme, "features", None), "axes", 1) > 1
+    caption = f"{_caption()} {CONTENTS}" + " Positions move along all axes at once." * several
+    return _svg(1, lambda axes: _draw_weights(axes, curves)), caption
 
 
 def _caption() -> str:
-    return f"Attention weights of the last of {REACH} tokens; heads that differ are thin lines around their mean."
+    return f"The attention weights of the last of {REACH} tokens; heads that differ are thin lines around their mean."
 
 
 def _lines(method: Method) -> Mapping[str, pj.Scheme]:
     """The schemes that a figure compares, by label: the method over RoPE, or the layers of a recipe."""
     if isinstance(method.scheme, pj.Layers):
-        numbers: dict[pj.Scheme, list[str]] = {}
-        for number, scheme in enumerate(method.scheme.schemes, start=1):
-            numbers.setdefault(scheme, []).append(str(number))
-        return {f"layers {', '.join(found)}": scheme for scheme, found in numbers.items()}
+        return {f"layer{'s' * (',' in n)} {n}": scheme for scheme, n in numbered(method.scheme).items()}
     rope = pj.scheme("rope")
-    over = method.scheme != rope and (method.slot == "frequencies" or method.scheme.features == rope.features)
-    return {method.name: method.scheme} | ({"rope": rope} if over else {})
+    return {method.name: method.scheme} | ({} if method.scheme == rope else {"rope": rope})
 
 
 def draw_ahead(methods: Sequence[Method]) -> None:
@@ -94,7 +90,7 @@ def _embedded(scheme: pj.Scheme, width: int) -> Curve:
 def _draw_weights(axes, curves: Mapping[str, Curve]) -> None:
     """Weights against distance, both axes logarithmic, with uniform attention to compare."""
     axes.axhline(1 / REACH, color="0.5", linestyle=":", linewidth=1, label="uniform")
-    for color, (label, curve) in zip(("C0", "0.65", "C1", "C2"), curves.items(), strict=False):
+    for color, (label, curve) in reversed(list(zip(("C0", "0.65", "C1", "C2"), curves.items(), strict=False))):
         if not np.allclose(curve.weights, curve.weights[:1], rtol=0.05):
             heads = np.where(curve.weights > 0, curve.weights, np.nan)
             axes.plot(_DISTANCES, heads.T, color=color, linewidth=0.6, alpha=0.5)
@@ -107,7 +103,7 @@ def _draw_weights(axes, curves: Mapping[str, Curve]) -> None:
     axes.set_xticks([], minor=True)
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.set_ylim(max(low, 1e-6), high)
+    axes.set_ylim(max(min(low, 0.1 / REACH), 1e-6), max(high, 10 / REACH))
     _finish(axes, "distance (tokens)", "attention weight")
 
 

@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clex": {"original_length": TRAINED, "max_factor": EXTENSION, "steps": 10},
     "mrope": {"sections": (8, 12, 12)},
     "general": {"generators": (((0, -1.0, 0, 0), (1.0, 0, 0, 0), (0, 0, 0, -0.1), (0, 0, 0.1, 0)),)},
+    "coca": {"variant": "strict"},
     "t5": {"max_distance": 24},
     "fire": {"threshold": 16.0},
     "inverse-leaky": {"length": TRAINED, "extension": float(EXTENSION)},
@@ -238,9 +239,17 @@ def composes(scheme: pj.Scheme | pj.Layers, slot: str) -> tuple[list[str], dict[
     return good, refused
 
 
+def numbered(layers: pj.Layers) -> dict[pj.Scheme, str]:
+    """Each of the schemes once, with the numbers of its layers."""
+    found: dict[pj.Scheme, list[str]] = {}
+    for number, scheme in enumerate(layers.schemes, start=1):
+        found.setdefault(scheme, []).append(str(number))
+    return {scheme: ", ".join(numbers) for scheme, numbers in found.items()}
+
+
 def _distinct(layers: pj.Layers) -> pj.Layers:
     """Each of the schemes once."""
-    return pj.Layers(tuple(((scheme,), 1) for scheme in dict.fromkeys(layers.schemes)))
+    return pj.Layers(tuple(((scheme,), 1) for scheme in numbered(layers)))
 
 
 def learned(scheme: pj.Scheme) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,20 @@ from typing import Any
 
 import yaml
 from docstrings import inline, parameters, parse, sources
-from methods import NOPE, REACH, TRAINED, Method, composes, documents, learned, methods, page_of, subject, touched
+from methods import (
+    NOPE,
+    REACH,
+    TRAINED,
+    Method,
+    composes,
+    documents,
+    learned,
+    methods,
+    numbered,
+    page_of,
+    subject,
+    touched,
+)
 
 import posjax as pj
 from posjax.registry import SLOTS
@@ -55,11 +68,11 @@ def page(method: Method, caption: str) -> str:
 
 def overview() -> str:
     """The table of all methods."""
-    head = ("name", "what it is", "touches", "source", "cache", "shift invariant")
+    head = ("name", "what it is", "source", "touches", "caches", "shift invariant")
     parts = ["# Methods", f"{len(methods())} methods by the slot that they are about."]
     for slot, title in GROUPS.items():
         rows = [
-            (link(m), lead(m), filled(m.scheme), source(m), cache(m.scheme), _YES[m.scheme.shift_invariant])
+            (link(m), lead(m), source(m), slots(m.scheme), kinds(m.scheme), _YES[m.scheme.shift_invariant])
             for m in members(slot)
         ]
         parts += [f"## {title}", table(rows, *head)]
@@ -79,9 +92,10 @@ def lead(method: Method) -> str:
 
 def source(method: Method) -> str:
     """Where a method comes from: what its docstrings cite, or else what the brackets of its first line name."""
-    text = "\n\n".join(parse(thing).raw for thing in documents(method)) or NOPE
-    named = re.search(r"\(([^()`]*)\)\.|^([\w -]+):", text)
-    return "; ".join(sources(text)[:4]) or inline(named[1] or named[2] if named else "posjax")
+    texts = [parse(thing).raw for thing in documents(method)] or [NOPE]
+    named = re.search(r"\(([^()`]*)\)\.|^([\w -]+):", texts[0])
+    cited = sources("\n\n".join(text.split("\n\n")[0] for text in texts)) or sources("\n\n".join(texts))
+    return "; ".join(cited) or inline(named[1] or named[2] if named else "posjax")
 
 
 def facts(method: Method) -> str:
@@ -105,8 +119,22 @@ def facts(method: Method) -> str:
 def filled(scheme: pj.Scheme | pj.Layers) -> str:
     """The slots that a scheme fills, and with what."""
     if isinstance(scheme, pj.Layers):
-        return "by layer: " + ", ".join(dict.fromkeys(slot for one in scheme.schemes for slot in touched(one)))
+        return f"{slots(scheme)}; by layer"
     return "<br>".join(f"{name}: `{show(spec)}`" for name, spec in touched(scheme).items()) or "nothing"
+
+
+def slots(scheme: pj.Scheme | pj.Layers) -> str:
+    """The names of the slots that a scheme fills."""
+    return ", ".join(dict.fromkeys(slot for one in _schemes(scheme) for slot in touched(one))) or "none"
+
+
+def kinds(scheme: pj.Scheme | pj.Layers) -> str:
+    """What decoding keeps, in a word."""
+    return ", ".join(dict.fromkeys(one.caches + ", ring" * (one.retained is not None) for one in _schemes(scheme)))
+
+
+def _schemes(scheme: pj.Scheme | pj.Layers) -> tuple[pj.Scheme, ...]:
+    return getattr(scheme, "schemes", (scheme,))
 
 
 def cache(scheme: pj.Scheme | pj.Layers) -> str:
@@ -123,7 +151,7 @@ def cache(scheme: pj.Scheme | pj.Layers) -> str:
 def direction(scheme: pj.Scheme | pj.Layers) -> str:
     """Whether it fits bidirectional attention, in the library's own words."""
     try:
-        for one in getattr(scheme, "schemes", (scheme,)):
+        for one in _schemes(scheme):
             one.check_direction(causal=False)
     except ValueError as error:
         return inline(str(error))
@@ -132,7 +160,7 @@ def direction(scheme: pj.Scheme | pj.Layers) -> str:
 
 def layers(scheme: pj.Layers) -> str:
     """What every layer of a recipe touches."""
-    return table([(str(n), filled(one)) for n, one in enumerate(scheme.schemes, start=1)], "layer", "touches")
+    return table([(numbers, filled(one)) for one, numbers in numbered(scheme).items()], "layers", "touches")
 
 
 def definitions(method: Method) -> str:
@@ -140,6 +168,7 @@ def definitions(method: Method) -> str:
     made = []
     for thing in documents(method):
         name = thing.__name__ if inspect.ismodule(thing) else f"{thing.__module__}.{thing.__qualname__}"
+        name = f"posjax.scheme({method.name!r})" if "._" in name else name
         body = parse(thing).body if made else parse(thing).body.removeprefix(lead(method)).strip()
         made += [f"### {name}\n\n{body}"] if body else []
     return "\n\n".join(made)
@@ -155,7 +184,7 @@ def options(method: Method) -> str:
         (f"`{name}`", "needed" if one.default is one.empty else f"`{show(one.default)}`", said.get(name, ""))
         for name, one in parameters(method.make).items()
     ]
-    return table(rows, "option", "default", "") if rows else "None."
+    return table(rows, "option", "default", "what it is") if rows else "None."
 
 
 def composition(method: Method) -> str:
@@ -166,7 +195,7 @@ def composition(method: Method) -> str:
         good, refused = composes(method.scheme, slot)
         alike: dict[str, list[str]] = {}
         for name, why in refused.items():
-            alike.setdefault(short(why).replace(SLOTS[slot][name].__name__, ""), []).append(name)
+            alike.setdefault(alike_in(why, SLOTS[slot][name].__name__), []).append(name)
         reasons = [f"{links(slot, names)}: “{inline(short(refused[names[0]]))}”" for names in alike.values()]
         rows.append((slot, links(slot, good) or "none" if refused else "all", "<br>".join(reasons)))
     return table(rows, "slot", "composes with", "refused, because")
@@ -212,6 +241,11 @@ def short(reason: str) -> str:
     """A reason without the arguments of long reprs."""
     within = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))"
     return re.sub(rf"\b([A-Z]\w+)\({within}{{30,}}\)", r"\1(...)", reason)
+
+
+def alike_in(reason: str, name: str) -> str:
+    """What a reason has in common with those given for other specs: no name, no arguments and no shapes."""
+    return re.sub(r"\{.*?\}", "", short(reason).replace(name, "").replace("(...)", ""))
 
 
 def plain(value: Any) -> Any:

@@ -75,6 +75,13 @@ def test_what_a_page_says_of_caches_and_directions():
     assert "`bias.w` [512, 8]" in said["fox"]
 
 
+def test_examples_are_refused_for_what_they_are_and_not_for_missing_options():
+    for slot in SLOTS:
+        reasons = "".join(methods.composes(PAGES["methods/rope"].scheme, slot)[1].values())
+        assert "missing" not in reasons
+        assert "unknown" not in reasons
+
+
 def test_docstrings_become_markdown():
     def function(base, factor):
         """Turns ``a|b`` by theta_t * x (Su et al., arXiv 2104.09864; kexue.fm 8265).
@@ -118,7 +125,7 @@ def test_a_figure_is_drawn():
     drawn, caption = figures.figure(PAGES["methods/sinusoidal"])
     assert drawn.count("<path") > 4
     assert "attention weight" in drawn
-    assert caption.startswith("Attention weights of the last of 128 tokens")
+    assert caption.startswith("The attention weights of the last of 128 tokens")
 
 
 @pytest.mark.parametrize("name", ["index.md", "decoding.md"])
