@@ -169,6 +169,11 @@ class Learned:
         check_count("max_length", self.max_length)
         check_number("stddev", self.stddev, at_least=0)
 
+    @property
+    def reach(self) -> int:
+        """How many positions it has."""
+        return self.max_length
+
     def init(self, key: Array, model_dim: int) -> dict[str, Float[Array, "max_length model_dim"]]:
         """``{"embedding": [max_length, model_dim]}``, normal with ``stddev``, float32."""
         shape = (self.max_length, model_dim)
@@ -195,6 +200,11 @@ class Hierarchical(Learned):
     """
 
     alpha: float = field(default=0.4, kw_only=True)
+
+    @property
+    def reach(self) -> int:
+        """How many positions it has: ``max_length^2``."""
+        return self.max_length**2
 
     def __post_init__(self):
         super().__post_init__()

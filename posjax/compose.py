@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from posjax import linear, masks, rotary, scales
+from posjax import linear, masks, rotary, sampling, scales
 from posjax._checks import check
 
 
@@ -25,6 +25,8 @@ def check_composition(scheme: Any) -> None:
     _check_norm(scheme)
     if scheme.bias is not None and scheme.bias.contextual:
         _check_contextual(scheme)
+    if scheme.positions is not None:
+        _check_positions(scheme)
     if scheme.far is not None:
         _check_far(scheme)
     if scheme.linear is not None:
@@ -62,6 +64,21 @@ def _check_contextual(scheme: Any) -> None:
     )
 
 
+def _check_positions(scheme: Any) -> None:
+    longest, table = (getattr(spec, "max_length", None) for spec in (scheme.positions, scheme.embedding))
+    fits = longest is None or table is None or longest <= scheme.embedding.reach
+    check(fits, f"positions: ids below {longest} are drawn, but the learned embedding ends before; make it longer")
+    check(
+        longest is None or scheme.features is None or scheme.features.decay(64) is None or longest <= 10_000,
+        f"positions: ids below {longest} may spread a tile of xPos beyond what its decay can hold; stay below 10,000",
+    )
+    real = isinstance(scheme.positions, sampling.EqualMean)
+    check(
+        not real or scheme.features is not None or scheme.embedding is not None,
+        "positions: equal-mean coordinates are read by features and embeddings, and this scheme has neither",
+    )
+
+
 def _check_far(scheme: Any) -> None:
     scheme.far.check(scheme.features)
     check(
@@ -79,6 +96,10 @@ def _check_linear(scheme: Any) -> None:
     check(
         not (isinstance(scheme.norm, scales.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
         "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
+    )
+    check(
+        not scheme.reads_length,
+        "frequencies: the state of linear attention cannot follow a rule that reads the length; use a fixed one",
     )
     check(
         scheme.linear.of_inner_product or not scheme.rotates or scheme.features.frequencies.table_factor == 1,

@@ -1,7 +1,7 @@
 """The schemes of the field by name: one line each, and the recipes whose layers differ."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_t
 def _periodic(period: Sequence[Scheme], num_layers: int) -> Layers:
     """A period over and over, the last time as far as it goes."""
     check_count("num_layers", num_layers)
+    whole = num_layers >= len(period)
+    check(whole, f"num_layers must be at least {len(period)}, one period of this recipe, found {num_layers}")
     repeats, rest = divmod(num_layers, len(period))
     patterns = [(tuple(period), repeats)] if repeats else []
     return Layers((*patterns, *([(tuple(period[:rest]), 1)] if rest else [])))
@@ -266,7 +268,9 @@ def scheme(name: str, /, **options) -> Scheme | Layers:
     """
     known = scheme_options(name)
     make, place = PRESETS[name]
-    open_slots = () if "num_layers" in known else tuple(slot for slot in SLOT_NAMES if slot not in known)
-    slots = {key: options.pop(key) for key in open_slots if key in options}
+    open_slots = () if "num_layers" in known else SLOT_NAMES
+    # An option of the method itself, such as the number of StreamingLLM's sinks, goes before a slot of the same name.
+    own = {key for key in options if key in known and not isinstance(options[key], Mapping)}
+    slots = {key: options.pop(key) for key in open_slots if key in options and key not in own}
     built = place(build(f"scheme {name!r}", make, options, also=open_slots))
     return built.replace(**slots) if slots else built

@@ -107,9 +107,12 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
     for option in options:
         check_known(f"{what} option", option, (*inspect.signature(make).parameters, *also))
     try:
-        return make(**{name: _as_tuple(value) for name, value in options.items()})
+        made = make(**{name: _as_tuple(value) for name, value in options.items()})
+        hash(made)
     except TypeError as error:
-        raise ValueError(f"{what}: {str(error).partition(') ')[2] or error}") from None
+        found = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(f"{what}: {str(error).partition(') ')[2] or f'{error}, in {found}'}") from None
+    return made
 
 
 def _as_tuple(value):
@@ -118,7 +121,7 @@ def _as_tuple(value):
 
 def check_known(what: str, name: Any, known: Collection[str]) -> None:
     """Raises ValueError with the nearest known name unless ``name`` is one of them."""
-    if name in known:
+    if isinstance(name, str) and name in known:
         return
     near = get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

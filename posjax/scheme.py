@@ -160,10 +160,12 @@ class Scheme:
         """
         for name in changes:
             check_known("slot", name, SLOT_NAMES)
-        changes = {name: self._resolve(name, value) for name, value in changes.items()}
-        if "frequencies" in changes:
-            changes["features"] = _with_rule(changes.get("features", self.features), changes.pop("frequencies"))
-        return dataclasses.replace(self, **changes)
+        rule = changes.pop("frequencies", None)
+        changed = dataclasses.replace(self, **{name: self._resolve(name, value) for name, value in changes.items()})
+        if rule is None:
+            return changed
+        features = _with_rule(changed.features, changed._resolve("frequencies", rule))
+        return dataclasses.replace(changed, features=features)
 
     def _resolve(self, slot_name: str, value):
         """A spec from ``{"name": ...}``; a frequency rule keeps what it does not change."""
@@ -307,7 +309,8 @@ class Scheme:
         q_positions = Range(0, q.shape[1]) if q_positions is None else q_positions
         where = self._places(kv_positions, coordinates)
         if self.caches == "state":
-            return self._attend_whole_rows(q, k, v, params, where, **options)
+            at_q = self._places(q_positions, coordinates)
+            return self._attend_whole_rows(q, k, v, params, at_q, where, **options)
         head_dim = self._features.head_dim(k.shape[-1])
         k, v = self.stored(params, k, v, where, length=length)
         return self.attend_stored(
@@ -323,7 +326,7 @@ class Scheme:
             **options,
         )
 
-    def _attend_whole_rows(self, q, k, v, params, where, *, causal=True, mask=None, **options):
+    def _attend_whole_rows(self, q, k, v, params, at_q, at_k, *, causal=True, mask=None, **options):
         """``attend`` for linear attention, which only segments narrow."""
         check(
             mask is None or isinstance(mask, masks.Segments),
@@ -332,7 +335,7 @@ class Scheme:
         for name in ("softcap", "sinks", "return_residuals"):
             check(not options.get(name), f"{name}: linear attention has no logits for it; leave it out")
         ids = None if mask is None else mask.q_ids
-        return self.attend_linear(q, k, v, params=params, where=where, causal=causal, segment_ids=ids)[0]
+        return self.attend_linear(q, k, v, params=params, at_q=at_q, at_k=at_k, causal=causal, segment_ids=ids)[0]
 
     def attend_stored(
         self,
@@ -463,7 +466,8 @@ class Scheme:
             params: see ``attend``.
             index: how many tokens of its row stand before each.
             valid: False for padding.
-            positions: of the new tokens; ``index`` when left out.
+            positions: of the new tokens; ``index`` when left out. They must rise along a row from 0 or above where the
+                scheme keeps recent tokens alone (``retained``), for it counts tokens where its mask counts positions.
             coordinates: see ``attend``; for schemes that keep rotated keys.
             length: the length that a scheme which reads it goes by: one for the whole generation, or else the keys
                 that are kept were made by other rules than the new ones.
@@ -475,7 +479,7 @@ class Scheme:
         where = self._places(positions, coordinates)
         ids = jnp.where(valid, 0, -1)
         if self.caches == "state":
-            return self.attend_linear(q, k, v, params=params, where=where, segment_ids=ids, state=kept)
+            return self.attend_linear(q, k, v, params=params, at_q=where, at_k=where, segment_ids=ids, state=kept)
         check(
             coordinates is None or self.caches == "rotated",
             f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
@@ -506,7 +510,8 @@ class Scheme:
         v: Float[Array, "batch length kv_heads value_size"],
         *,
         params: Mapping[str, Mapping[str, Array]],
-        where: Positions,
+        at_q: Positions,
+        at_k: Positions,
         causal: bool = True,
         segment_ids: Int[Array, "batch length"] | None = None,
         state: LinearState | None = None,
@@ -515,11 +520,12 @@ class Scheme:
         if self.norm is not None:
             q, k = self.norm.apply(params.get("norm", {}), q, k)
 
-        def rotate(x):
-            return self.features.query(params.get("features", {}), x, where, head_dim=x.shape[-1])
+        def rotate(where):
+            learned = params.get("features", {})
+            return lambda x: self.features.query(learned, x, where, head_dim=x.shape[-1])
 
-        turn = None if self.features is None else rotate
-        made = linear.features(self.linear, q, k, params=params.get("linear"), rotate_q=turn, rotate_k=turn)
+        turns = {} if self.features is None else {"rotate_q": rotate(at_q), "rotate_k": rotate(at_k)}
+        made = linear.features(self.linear, q, k, params=params.get("linear"), **turns)
         if not causal:
             return linear.bidirectional(v=v, segment_ids=segment_ids, **made), None
         return linear.chunked(v=v, segment_ids=segment_ids, state=state, **made)

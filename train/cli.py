@@ -60,10 +60,10 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
 
 def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> int:
     """search LongRoPE's factors for a trained run with RoPE: its directory, or the config it was trained from"""
-    config = load(Path(path) / "config.yaml" if Path(path).is_dir() else path, overrides)
+    directory = path if Path(path).is_dir() else load(path, overrides).directory
     from train.search import search
 
-    search(path if Path(path).is_dir() else config.directory, config, length, **sizes)
+    search(directory, overrides, length, **sizes)
     return 0
 
 

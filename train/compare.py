@@ -25,7 +25,7 @@ from train.config import CompareConfig, Config, SchemeConfig, differences, dump
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.machine import processor, write_file
 from train.member import ERROR, MEMBER, RESULTS
-from train.model import evaluated_scheme
+from train.model import check_model, evaluated_scheme
 
 
 def compare(config: Config, console: Console | None = None) -> Path:
@@ -74,7 +74,7 @@ def members(config: Config) -> list[Config]:
         raise ValueError("compare.schemes is empty: list the schemes to compare, as in [rope, alibi]")
     bases = [entry for entry in entries if not entry.extend]
     for entry in entries:
-        evaluated_scheme(entry, config.model.num_layers)
+        _check_entry(config, entry)
         trained = [base.label for base in bases if _same_training(entry, base)]
         if not trained:
             raise ValueError(
@@ -87,6 +87,16 @@ def members(config: Config) -> list[Config]:
     if len({member.name for member in planned}) < len(planned):
         raise ValueError("compare.schemes: labels name directories, so they must differ by more than spaces and signs")
     return planned
+
+
+def _check_entry(config: Config, entry: SchemeConfig) -> None:
+    """Raises ValueError, with the entry's label, for a scheme that cannot be built or does not fit the model."""
+    try:
+        evaluated_scheme(entry, config.model.num_layers)
+        if not entry.extend:
+            check_model(replace(config, scheme=entry))
+    except ValueError as error:
+        raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
 
 
 def _same_training(one: SchemeConfig, other: SchemeConfig) -> bool:

@@ -13,10 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from posjax import nn
-from train.checkpoint import read_config, restore_model
-from train.config import differences, load
+from posjax.sampling import Drawn
+from train.checkpoint import restore_model
 from train.data.tokenizer import BOS, EOS, decode, encode
-from train.evaluate.saved import check_causal
+from train.evaluate.saved import check_causal, load_saved
 from train.model import evaluated_scheme
 
 _CHUNK = 64  # tokens of the prompt at a time
@@ -40,8 +40,9 @@ class Sampling:
 
     def __post_init__(self):
         for name in ("tokens", "temperature", "top_k", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative, found {getattr(self, name)}")
+            value = getattr(self, name)
+            if not 0 <= value < 2**32:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative or beyond 2**32, found {value}")
 
 
 def choose(
@@ -65,9 +66,15 @@ def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling:
     """
     total = len(prompt) + sampling.tokens
     graph, state = nnx.split(model)
-    step = jax.jit(
-        lambda state, tokens, valid, cache: nnx.merge(graph, state).decode(tokens, cache, valid=valid, length=total)
-    )
+    rule = model.config.layers.positions
+    drawn = None if rule is None else rule.evaluate(total, key=jax.random.key(sampling.seed))
+
+    @jax.jit
+    def step(state, tokens, valid, cache):
+        index = cache.used[:, None] + jnp.arange(tokens.shape[1])
+        where = _places(drawn, jnp.minimum(index, total - 1))
+        return nnx.merge(graph, state).decode(tokens, cache, valid=valid, length=total, **where)
+
     draw = jax.jit(partial(choose, temperature=sampling.temperature, top_k=sampling.top_k))
     chunk = min(_CHUNK, len(prompt))
     cache = model.init_cache(1, total, chunk=chunk)
@@ -87,6 +94,13 @@ def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling:
         last = logits[:, -1]
 
 
+def _places(drawn: Drawn | None, index: Int[Array, "rows tokens"]) -> dict[str, Array]:
+    """Where the tokens of these indices stand by the rule of positions in use, as arguments of the model."""
+    if drawn is None or drawn.positions is None:
+        return {}
+    return {"positions": drawn.positions.reshape(-1)[index]}
+
+
 def generate(
     directory: str | Path,
     prompt: str,
@@ -102,10 +116,7 @@ def generate(
     that would need another training, and for models that do not predict the next token.
     """
     directory, write = Path(directory), write or partial(print, end="", flush=True)
-    config = load(directory / "config.yaml", overrides)
-    changed = differences(read_config(directory), config)
-    if changed:
-        raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
+    config = load_saved(directory, overrides)
     check_causal(config)
     scheme = evaluated_scheme(config.scheme, config.model.num_layers)
     model = restore_model(directory)[1].with_scheme(scheme)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from posjax import nn
@@ -28,6 +30,18 @@ def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
 def evaluated_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
     """The scheme of an entry with its extension. Raises ValueError for one that does not exist or cannot extend."""
     return build_scheme(entry, num_layers).extend(**entry.extend)
+
+
+def check_model(config: Config) -> None:
+    """Raises ValueError for a scheme that does not fit the model or the length it is trained at; computes nothing."""
+
+    def forward(key):
+        rule = build_scheme(config.scheme, config.model.num_layers).positions
+        drawn = {} if rule is None else rule.draw(key, 1, config.train.length)._asdict()
+        tokens = jnp.zeros((1, config.train.length), jnp.int32)
+        return build_model(config)(tokens, **{name: value for name, value in drawn.items() if value is not None})
+
+    jax.eval_shape(forward, jax.random.key(0))
 
 
 def build_model(config: Config) -> nn.Decoder:

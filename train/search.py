@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from posjax.rotary import LongRoPE, longrope
 from posjax.scheme import Scheme
 from train.checkpoint import FOUND, restore_model
 from train.config import Config
-from train.evaluate.saved import held_out_tokens
+from train.evaluate.saved import held_out_tokens, load_saved
 from train.evaluate.windows import full_pieces, last_windows
 from train.machine import write_file
 from train.model import build_scheme
@@ -44,7 +44,7 @@ class _Traced(rotary.FrequencyRule):
 
 def search(
     directory: str | Path,
-    config: Config,
+    overrides: Sequence[str],
     length: int,
     *,
     population: int = 64,
@@ -59,6 +59,8 @@ def search(
 
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
     """
+    directory = Path(directory)
+    config = load_saved(directory, overrides)
     scheme, trained = _rope(config), config.train.length
     check(length > trained, f"--length must exceed the training length, {trained}, found {length}")
     rule = scheme.features.frequencies
@@ -73,7 +75,7 @@ def search(
         told(f"iteration {number}: {value:.4f} nats per token")
     kept = {name: getattr(found.rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **kept}}
-    write_file(Path(directory) / FOUND, json.dumps({"extend": extension, "fitness": found.fitness}) + "\n")
+    write_file(directory / FOUND, json.dumps({"extend": extension, "fitness": found.fitness}) + "\n")
     told(f"extend: {json.dumps(extension)}")
     return found.rule
 

@@ -475,7 +475,7 @@ def _cotangent(x: Operands, found: _Gradients) -> Operands:
 
 def _no_gradient(leaf):
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.zeros(leaf.shape, leaf.dtype)
+        return _zeros(leaf.shape, leaf.dtype, leaf)
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 

@@ -134,7 +134,8 @@ class Decoder(nnx.Module):
                 and new tokens, in every call. With another length in every call the keys in the cache and the new ones
                 follow different rules, which no full forward pass does. Other schemes ignore it.
             valid: False for padding; everything is valid when left out.
-            positions: of the tokens; how many of the row's tokens stand before each when left out.
+            positions: of the tokens, rising along a row from 0 or above; how many of the row's tokens stand before each
+                when left out.
             coordinates: see ``__call__``.
 
         Raises:

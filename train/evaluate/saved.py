@@ -32,15 +32,24 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     models without a perplexity and for held-out documents that are too short.
     """
     directory = Path(directory)
+    config = load_saved(directory, overrides)
+    rows = measure_entries(directory, config, [config.scheme])
+    write_rows(directory / EVALUATION, rows)
+    report.show(rows, console or Console())
+    return rows
+
+
+def load_saved(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a saved run, with overrides of what its training did not depend on.
+
+    Raises FileNotFoundError without a run, and ValueError for overrides that would need another training.
+    """
     saved = read_config(directory)
     config = load(directory / "config.yaml", overrides)
     changed = differences(saved, config)
     if changed:
         raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
-    rows = measure_entries(directory, config, [config.scheme])
-    write_rows(directory / EVALUATION, rows)
-    report.show(rows, console or Console())
-    return rows
+    return config
 
 
 def measure_entries(

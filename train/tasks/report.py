@@ -23,7 +23,10 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
     """
     members = [(name, entry) for name in config.tasks for entry in config.entries(TASKS[name])]
     for name, entry in members:
-        check_fit(TASKS[name], entry, config)
+        try:
+            check_fit(TASKS[name], entry, config)
+        except ValueError as error:
+            raise ValueError(f"{name}: {entry.label}: {error}") from None
     console, rows = Console(), []
     directory = Path(config.output) / config.name
     directory.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Int32, Key
 
 from posjax import nn
 from posjax._checks import check
-from posjax.presets import scheme
 from posjax.sampling import Sampling
 from train.config import SchemeConfig
+from train.model import build_scheme
 from train.tasks.config import TasksConfig
 from train.tasks.generators import PAD, VOCABULARY_SIZE, Example, Task
 
@@ -24,10 +24,10 @@ Rule = Sampling | int | None
 def build(entry: SchemeConfig, config: TasksConfig) -> tuple[nn.DecoderConfig, Rule]:
     """The bidirectional model of an entry, and how its tokens are placed, by its first layer if layers differ."""
     sizes = {name: getattr(config, name) for name in ("num_layers", "model_dim", "num_heads")}
-    built = scheme(entry.name, **entry.options)
+    built = build_scheme(entry, config.num_layers)
     decoder = nn.DecoderConfig(VOCABULARY_SIZE, **sizes, causal=False, scheme=built, implementation="dense")
     first = decoder.layers.schemes[0]
-    axes = getattr(getattr(first.features, "frequencies", first.features), "axes", 1)
+    axes = 1 if first.features is None else first.features.axes
     return decoder, first.positions if axes == 1 else axes
 
 
