@@ -91,9 +91,9 @@ def sources(raw: str) -> list[str]:
     flat, found = " ".join(raw.split()), {}
     brackets = [match[1] for match in re.finditer(r"\(([^()]*)\)", flat)]
     for words in [*brackets, *(match[0] for pattern in (_PAPER, _ARTICLE) for match in pattern.finditer(flat))]:
-        keys = _PAPER.findall(words) + _ARTICLE.findall(words) or re.findall(r"^[A-Z]\w.*, (?:19|20)\d\d$", words)
+        keys = _PAPER.findall(words) + _ARTICLE.findall(words) or re.findall(r"\b[A-Za-z]\w*, (?:19|20)\d\d\b", words)
         if len(words) < 90 and keys and keys[0] not in found:
-            found |= dict.fromkeys(keys, inline(words))
+            found |= dict.fromkeys(keys, inline(words.rstrip(".")))
     return list(dict.fromkeys(found.values()))
 
 

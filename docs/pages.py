@@ -69,7 +69,8 @@ def page(method: Method, caption: str) -> str:
 def overview() -> str:
     """The table of all methods."""
     head = ("name", "what it is", "source", "touches", "caches", "shift invariant")
-    parts = ["# Methods", f"{len(methods())} methods by the slot that they are about."]
+    about = f"{len(methods())} methods by the slot that they are about. What a cache holds: [decoding](../decoding.md)."
+    parts = ["# Methods", about]
     for slot, title in GROUPS.items():
         rows = [
             (link(m), lead(m), source(m), slots(m.scheme), kinds(m.scheme), _YES[m.scheme.shift_invariant])
@@ -91,11 +92,11 @@ def lead(method: Method) -> str:
 
 
 def source(method: Method) -> str:
-    """Where a method comes from: what its docstrings cite, or else what the brackets of its first line name."""
+    """Where a method comes from: what its docstrings cite, or else the model that they name."""
     texts = [parse(thing).raw for thing in documents(method)] or [NOPE]
-    named = re.search(r"\(([^()`]*)\)\.|^([\w -]+):", texts[0])
     cited = sources("\n\n".join(text.split("\n\n")[0] for text in texts)) or sources("\n\n".join(texts))
-    return "; ".join(cited) or inline(named[1] or named[2] if named else "posjax")
+    named = re.search(r"\(([^()`]*)\)\.|^([\w -]+?)(?: \([^()]*\))?:|\b([A-Z]\w+ ?\d\w*)", "\n\n".join(texts))
+    return "; ".join(cited) or inline(next(filter(None, named.groups())) if named else "posjax")
 
 
 def facts(method: Method) -> str:
@@ -120,7 +121,13 @@ def filled(scheme: pj.Scheme | pj.Layers) -> str:
     """The slots that a scheme fills, and with what."""
     if isinstance(scheme, pj.Layers):
         return f"{slots(scheme)}; by layer"
-    return "<br>".join(f"{name}: `{show(spec)}`" for name, spec in touched(scheme).items()) or "nothing"
+    return "<br>".join(f"{_slot(name, spec)}: `{show(spec)}`" for name, spec in touched(scheme).items()) or "nothing"
+
+
+def _slot(slot: str, spec: Any) -> str:
+    """The name of a slot, with a link to the page of what fills it."""
+    names = [name for name, kind in SLOTS[slot].items() if kind is type(spec)]
+    return link(page_of(slot, names[0]), slot) if names else slot
 
 
 def slots(scheme: pj.Scheme | pj.Layers) -> str:
@@ -177,7 +184,7 @@ def definitions(method: Method) -> str:
 def options(method: Method) -> str:
     """The options with their defaults and what the docstrings say of them."""
     said = {}
-    for thing in documents(method):
+    for thing in (method.make, *documents(method)):
         for one in reversed(inspect.getmro(thing)) if inspect.isclass(thing) else (thing,):
             said |= parse(one).options
     rows = [
