@@ -56,6 +56,26 @@ def test_presets_and_their_options(built, wanted):
     assert hash(built) == hash(wanted)
 
 
+def test_slots_go_where_an_option_has_their_name():
+    assert pj.scheme("vo-rope", frequencies={"name": "default", "base": 5e5}).features.frequencies.base == 5e5
+    streaming = pj.scheme("streaming", recent=5, sinks=2)
+    assert (streaming.far.sinks, streaming.sinks) == (2, None)
+    assert pj.scheme("streaming", recent=5, sinks={"name": "learned"}).sinks is not None
+    made = pj.scheme("nope", features={"name": "rotary"}, frequencies={"name": "ntk", "factor": 4})
+    assert made.features == rotary.Rotary(rotary.NTKAware(4))
+    dealt = pj.scheme("mrope", sections=(2, 1, 1)).extend(frequencies=rotary.YaRN(4.0, 8)).features.frequencies
+    assert (type(dealt), dealt.rule) == (rotary.MRoPE, rotary.YaRN(4.0, 8))
+
+
+def test_linear_attention_turns_queries_where_they_stand():
+    q, k, v = as_float32(*projections())
+    scheme = pj.scheme("linear-elu")
+    here = scheme.attend(q, k, v)
+    assert np.abs(scheme.attend(q, k, v, q_positions=Range(100, TOKENS)) - here).max() > 0.01
+    moved = scheme.attend(q, k, v, q_positions=Range(100, TOKENS), kv_positions=Range(100, TOKENS))
+    np.testing.assert_allclose(moved, here, atol=1e-5)
+
+
 def test_every_preset_is_named_and_there_is_no_bare_coca():
     assert {"nope", "rope", "alibi", "t5", "coca-strict", "coca-slack", "coca-tied"} <= set(pj.scheme_names())
     assert "coca" not in pj.scheme_names()
@@ -90,6 +110,27 @@ def test_every_slot_makes_its_specs_by_name():
         (lambda: pj.scheme("coca-slack", norm=scales.KeyNorm()), r"norm does not compose with CoCA: .* half-width t"),
         (lambda: Scheme(mask=masks.Causal() & masks.Segments(jnp.zeros((1, 2), jnp.int32))), r"such as Segments, to"),
         (lambda: slot("feature", "rope"), r"unknown slot 'feature'"),
+        (lambda: pj.scheme("rope", mask={"name": ["window"]}), r"unknown mask \['window'\]"),
+        (lambda: pj.scheme("rope", features=None, frequencies={"name": "ntk", "factor": 4}), r"rotates nothing"),
+        (lambda: pj.scheme("alibi", symmetric={"a": 1}), r"scheme 'alibi': unhashable type: 'dict', in symmetric="),
+        (lambda: pj.scheme("cope", features={"name": "rotary"}), r"features do not compose with CoPE"),
+        (lambda: pj.scheme("vo-rope", far={"name": "rerope", "window": 4}), r"tells position by the values too"),
+        (lambda: pj.scheme("xpos", far={"name": "rerope", "window": 4}), r"far: ReRoPE replaces the distances"),
+        (lambda: pj.scheme("alibi", far={"name": "rerope", "window": 4}), r"no features read them"),
+        (lambda: pj.scheme("linear-elu", bias={"name": "alibi"}), r"bias does not compose with linear attention"),
+        (lambda: pj.scheme("linear-elu", features={"name": "xpos"}), r"rotates its numerator with Rotary only"),
+        (lambda: pj.scheme("performer", norm={"name": "key-norm"}), r"KeyNorm takes from Performer's features"),
+        (
+            lambda: pj.scheme("linear-elu", frequencies={"name": "dynamic-ntk", "original_length": 4}),
+            r"cannot follow a rule that reads the length",
+        ),
+        (
+            lambda: pj.scheme("linear-elu", frequencies={"name": "yarn", "factor": 4, "original_length": 8}),
+            r"rotates the numerator alone",
+        ),
+        (lambda: pj.scheme("learned", max_length=8, positions={"name": "randomised"}), r"the learned embedding ends"),
+        (lambda: pj.scheme("alibi", positions={"name": "equal-mean"}), r"this scheme has neither"),
+        (lambda: pj.scheme("xpos", positions={"name": "pose", "max_length": 65536}), r"stay below 10,000"),
         (lambda: Layers(()), r"patterns is empty"),
         (lambda: Layers((((ROPE,), 0),)), r"every period needs schemes and repeats, found 0"),
     ],

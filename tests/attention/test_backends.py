@@ -326,6 +326,20 @@ def test_bias_gradients_inside_shard_map_with_its_checks(backend, bias, small_ti
 
 
 @backends
+def test_decay_and_branches_inside_shard_map_with_its_checks(backend, small_tiles):
+    for case in (Case("decay", decay=True, mask=Causal()), Case("far", far=(Beyond(4),), mask=Causal())):
+        small_tiles(case)
+        values = inputs(case)
+        mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+        run = jax.shard_map(
+            lambda v, c=case: call(c, v, backend)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        )
+        got = jax.jit(jax.grad(lambda v, run=run: (run(v) ** 2).sum()))(values)
+        want = jax.grad(lambda v, c=case: (call(c, v, "dense")[0] ** 2).sum())(values)
+        chex.assert_trees_all_close(got, want, atol=1e-12, rtol=1e-10)
+
+
+@backends
 def test_segments_that_differ_per_device_inside_shard_map(backend, small_tiles):
     case = next(c for c in CASES if c.name == "packed")
     small_tiles(case)
