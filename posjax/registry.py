@@ -9,7 +9,11 @@ from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampl
 
 
 def _lambda(window: int, sinks: int) -> masks.Mask:
-    """The last ``window`` keys and the first ``sinks`` ones: the lambda-shaped mask."""
+    """The last ``window`` keys and the first ``sinks`` ones, ``Window | Sinks`` (LM-Infinite, arXiv 2308.16137).
+
+    With the training length as ``window`` it is the baseline in which each token sees no more keys than in training,
+    with the correction that language models need (kexue.fm/archives/9948).
+    """
     return masks.Window(window) | masks.Sinks(sinks)
 
 

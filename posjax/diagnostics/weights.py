@@ -117,7 +117,7 @@ def weight_curve(
     q, k = _contents(scheme, draws, num_heads, head_dim, seed)
     k = jnp.broadcast_to(k[:, None], (len(k), reach + ahead + 1, *k.shape[1:]))
     rows = _row(scheme, q, k, reach, head_dim, params, options)[..., reach - distances]
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         return Curve(distances, rows.mean(0), np.log(rows).mean(0))
 
 
