@@ -223,13 +223,16 @@ def _lines(rows: Sequence[Row]) -> dict[str, _Line]:
     return styles
 
 
+_FEW = 20  # lines that a legend names at its ease
+
+
 def draw(rows: Sequence[Row], path: str | Path, about: About) -> None:
-    """Writes the figure as a PNG of 1800 x 900 pixels: perplexity against evaluation length, both measurements."""
+    """Writes the figure: perplexity against length, as a PNG of 1800 x 900 pixels, or higher for many schemes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     length = rows[0]["train_length"]
-    figure = Figure(figsize=(12, 6), dpi=150)
+    figure = Figure(figsize=(12, max(6, 0.9 + 0.17 * len(labels(rows)))), dpi=150)
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     titles = ("Whole window", f"Last {length} tokens only, context growing")
@@ -330,9 +333,10 @@ def _legend(figure: Any, panel: Any, extended: bool) -> None:
     lines = sorted(panel.get_lines(), key=lambda line: -(line.get_ydata()[-1] if len(line.get_ydata()) else 0.0))
     lines = [line for line in lines if not line.get_label().startswith("_")]
     heading = "solid: as trained\ndashed: not retrained" if extended else None
+    few = len(lines) <= _FEW
     legend = figure.legend(
-        handles=lines, title=heading, title_fontsize=8.5, fontsize=9, loc="outside center right", frameon=False,
-        handlelength=3.2, labelspacing=0.9,
+        handles=lines, title=heading, title_fontsize=8.5, fontsize=9 if few else 7.5, loc="outside center right",
+        frameon=False, handlelength=3.2, labelspacing=0.9 if few else 0.5,
     )  # fmt: skip
     legend.get_title().set_color("#555555")
 
