@@ -41,3 +41,24 @@ def test_the_quick_start_compares_what_it_promises():
     assert config.data.source == "stdlib"
     assert config.compare.seeds == (0,)
     assert {1, 2, 4, 8} <= {length / config.train.length for length in config.evaluate.lengths}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{name: mrope, sections: [3, 3, 3]}", r"compare\.schemes: mrope: sections \(3, 3, 3\) add up to 9 pairs"),
+        ("{name: longformer, dilation: [1, 2, 3]}", r"longformer: mask: it has one pattern for each of 3 heads"),
+        ("{name: randomised, max_length: 8}", r"randomised: length 32 is above max_length=8"),
+        ("{name: gemma3, label: tiny}", r"tiny: num_layers must be at least 6, one period of this recipe, found 2"),
+        ("{name: rope, mask: {name: [a]}}", r"rope: unknown mask \['a'\]"),
+    ],
+)
+def test_schemes_that_do_not_fit_are_refused_before_anything_trains(entry, message):
+    with pytest.raises(ValueError, match=message):
+        members(load(FOLDER / "quickstart.yaml", [f"compare.schemes=[{entry}]"]))
+
+
+def test_recipes_take_the_number_of_layers_of_the_model():
+    config = load(FOLDER / "quickstart.yaml", ["compare.schemes=[smollm3]", "model.num_layers=4"])
+    (member,) = members(config)
+    assert [bool(scheme.rotates) for scheme in build_model(member).config.layers.schemes] == [True, True, True, False]
