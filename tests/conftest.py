@@ -4,6 +4,7 @@ Most of the suite's time is compilation of small programs, and with fewer of LLV
 Not without any: at level 0 XLA of jax 0.10.2 miscompiles a gradient through log1p in float64.
 """
 
+import gc
 import importlib.util
 import os
 
@@ -21,3 +22,13 @@ def pytest_configure():
         missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
         if missing:
             raise pytest.UsageError(f"POSJAX_REQUIRE_PARITY is set, but {' and '.join(missing)} cannot be imported")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+    """Every program holds pieces of the address space, of which Linux allows a process 65,530; a file's go with it."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
