@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
+from posjax._checks import check_count
 
 
 def _lambda(window: int, sinks: int) -> masks.Mask:
@@ -14,6 +15,8 @@ def _lambda(window: int, sinks: int) -> masks.Mask:
     With the training length as ``window`` it is the baseline in which each token sees no more keys than in training,
     with the correction that language models need (kexue.fm/archives/9948).
     """
+    for name, value in (("window", window), ("sinks", sinks)):
+        check_count(name, value)
     return masks.Window(window) | masks.Sinks(sinks)
 
 

@@ -135,7 +135,7 @@ def test_hwfa2_takes_the_windows_of_its_article():
     [
         ("gemma3", 26, [4, 1], [5, 11, 17, 23], []),
         ("gemma3", 18, [3], [5, 11, 17], []),
-        ("gemma3", 4, [1], [], []),
+        ("gemma3", 7, [1, 1], [5], []),
         ("llama4", 48, [12], [*range(3, 48, 4)], [*range(3, 48, 4)]),
         ("llama4", 6, [1, 1], [3], [3]),
         ("smollm3", 36, [9], [*range(36)], [*range(3, 36, 4)]),
@@ -239,7 +239,9 @@ GOOD = {
         **{name: {"original_length": 8} for name in ("hope", "dynamic-linear", "dynamic-ntk", "dynamic-yarn", "clex")},
         "longrope": {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4, "original_length": 8, "factor": 2.0},
     },
+    "features": {"coca": {"variant": "strict"}, "general": {"generators": (((0.0, -1.0), (1.0, 0.0)),)}},
     "scale": {
+        "constant": {"value": 2.0},
         **{name: {"length": 8} for name in ("log-n", "clipped-log-n", "ministral", "learned-cosine")},
         **{name: {"extension": 2.0} for name in ("yarn", "drope")},
         "gradient-maximal": {"n": 8},
@@ -248,6 +250,7 @@ GOOD = {
         **{name: {"size": 4} for name in ("window", "chunked", "band")},
         **{name: {"count": 2} for name in ("global-first", "sinks")},
         "dilated": {"size": 4, "dilation": 2},
+        "lambda": {"window": 4, "sinks": 2},
     },
     "far": {
         **{name: {"window": 4} for name in ("rerope", "leaky-rerope")},
@@ -286,6 +289,9 @@ BAD = {
             "select": ("auto",),
             "unscaled_first": (-1, 0.5),
         },
+        "axial": RULE | {"order": ((0, 0), (1, 2)), "split": ("halves",)},
+        "mrope": RULE | {"sections": ((3,), (0, 4)), "layout": ("both",)},
+        "rope-tie": RULE | {"axes": (1, *NOT_A_COUNT)},
         "clex": RULE
         | dict.fromkeys(("original_length", "max_factor", "param_factor", "steps"), NOT_A_COUNT)
         | {"activation": ("gelu",)},
@@ -302,6 +308,8 @@ BAD = {
         "vo-rope": PLACE | {"targets": ("v",)},
         "xpos": PLACE | {"gamma": NOT_POSITIVE, "scale_base": NOT_POSITIVE},
         "mixed": {"axes": (1, *NOT_A_COUNT), "base": (1, *BELOW_ONE), "pairing": ("both",)},
+        "coca": PLACE | {"variant": ("coca",)},
+        "general": {"generators": ((), (((0.0, 1.0), (1.0, 0.0)),))},
         "pope": {"frequencies": (None,), "init_delta": ("ones",), "precision": ("half",)},
     },
     "norm": {name: {"eps": NEGATIVE} for name in ("key-norm", "qk-norm", "cosine")},
@@ -314,6 +322,7 @@ BAD = {
         "yarn": {"extension": NOT_POSITIVE, "mscale": NEGATIVE},
         "cosine": {"length": (3, 0, math.nan, math.inf)},
         "learned-cosine": {"length": (1, *BELOW_ONE)},
+        "constant": {"value": NOT_POSITIVE},
         "drope": {"extension": BELOW_ONE, "slope": NEGATIVE},
         "gradient-maximal": {"n": (1, *BELOW_ONE)},
     },
@@ -331,6 +340,7 @@ BAD = {
         **{name: {"size": NOT_A_COUNT} for name in ("window", "chunked", "band")},
         **{name: {"count": NOT_A_COUNT} for name in ("global-first", "sinks")},
         "dilated": {"size": NOT_A_COUNT, "dilation": (0, -1, 1.5, (), (1, 0))},
+        "lambda": {"window": NOT_A_COUNT, "sinks": NOT_A_COUNT},
     },
     "far": {
         "rerope": {"window": NOT_A_COUNT},
@@ -411,7 +421,7 @@ BAD_PRESETS = {
     name: kinds[name]
     for kinds in BAD.values()
     for name in kinds
-    if name in NAMES and name not in ("sinusoidal", "learned", "hierarchical", "hope", "clex", "cosine", "performer")
+    if name in NAMES and name not in (*BAD["embedding"], *BAD["frequencies"], "cosine", "performer")
 }
 
 
