@@ -41,8 +41,11 @@ class Sampling:
     def __post_init__(self):
         for name in ("tokens", "temperature", "top_k", "seed"):
             value = getattr(self, name)
-            if not 0 <= value < 2**32:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative or beyond 2**32, found {value}")
+            option = f"--{name.replace('_', '-')}"
+            if value < 0:
+                raise ValueError(f"{option} must not be negative, found {value}")
+            if not value < 2**32:
+                raise ValueError(f"{option} must be below 2**32, found {value}")
 
 
 def choose(
