@@ -123,8 +123,11 @@ def empty(
         dtype: of keys and values.
     """
     first, slots = None, capacity
-    if retained is not None and sum(retained) + chunk - 1 < capacity:
-        first, slots = retained[0], sum(retained) + chunk - 1
+    if retained is not None:
+        # A mask that retains nothing recent (sinks alone) still needs a ring for what is being written.
+        needed = retained[0] + max(retained[1], 1) + chunk - 1
+        if needed < capacity:
+            first, slots = retained[0], needed
     return Cache(
         jnp.zeros((batch, slots, kv_heads, size), dtype),
         jnp.zeros((batch, slots, kv_heads, value_size), dtype),

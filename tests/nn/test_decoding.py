@@ -79,6 +79,20 @@ def test_decoding_is_the_full_forward_pass(name):
     assert_is_full_forward(found, settings)
 
 
+@pytest.mark.parametrize("mask", [masks.Sinks(2), masks.GlobalFirst(3), masks.Window(1)], ids=str)
+def test_masks_that_retain_next_to_nothing_decode_one_token_at_a_time(mask):
+    settings = config(pj.scheme("rope", mask=mask))
+    graph, state = made(settings)
+    model, tokens, found = nnx.merge(graph, state), separate()[0], []
+    cache = model.init_cache(3, LENGTH)
+    for column in range(LENGTH):
+        logits, cache = stepper(graph)(state, tokens[:, column, None], jnp.ones((3, 1), bool), cache, LENGTH)
+        found.append(logits)
+    np.testing.assert_allclose(
+        np.concatenate(found, 1), jax.jit(lambda s: nnx.merge(graph, s)(tokens))(state), atol=1e-4
+    )
+
+
 # --- schemes that read the length -------------------------------------------------------------------------------------
 
 LENGTH_READERS = {
