@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
@@ -101,7 +102,9 @@ def _hwfa2(
     local = Scheme(features=features, mask=masks.Window(window))
     full = {num_layers * (n + 1) // (full_layers + 1) for n in range(full_layers)}
     globe = Scheme(features=features, scale=scales.LogN(length))
-    return Layers(tuple(((globe if layer in full else local,), 1) for layer in range(num_layers)))
+    # Runs of equal layers, so that a model compiles one block for each run.
+    runs = groupby(globe if layer in full else local for layer in range(num_layers))
+    return Layers(tuple(((scheme,), len(list(run))) for scheme, run in runs))
 
 
 def _gemma3(
