@@ -53,12 +53,12 @@ class Features:
     ``score(i, j) = phi(q_i, p_i) . psi(k_j, p_j)``. A subclass is a frozen, hashable dataclass. ``positions`` are
     integers ``[length]`` or ``[batch, length]``, a ``Range``, or coordinates with a further axis for methods that have
     several; ``length`` is the current length, for methods that read it; ``head_dim`` is the size of a head of the
-    model, which the width of a projection need not be.
+    model, which the width of a projection need not be. A method that turns by a frequency rule holds it in
+    ``frequencies``, and what it declares is the rule's unless it says otherwise.
     """
 
     frequencies: Any = None
-    axes: int = 1
-    """How many coordinates a position has."""
+    """The frequency rule (``rotary.FrequencyRule``), or None."""
     widths: tuple[float, float] = (1.0, 1.0)
     """Widths of the query and key projections, as shares of a head."""
     cached: str = "rotated"
@@ -67,19 +67,24 @@ class Features:
     """None for a method that fits bidirectional attention too; otherwise the option that makes it fit, or ``""``."""
 
     @property
+    def axes(self) -> int:
+        """How many coordinates a position has."""
+        return 1 if self.frequencies is None else self.frequencies.axes
+
+    @property
     def reads_length(self) -> bool:
         """Whether a call needs ``length``."""
-        return False
+        return self.frequencies is not None and self.frequencies.reads_length
 
     @property
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing."""
-        return True
+        return self.frequencies is None or self.frequencies.shift_invariant
 
     @property
     def softmax_scale(self) -> float:
-        """A factor of the logits that the method brings along."""
-        return 1.0
+        """A factor of the logits that the method brings along (YaRN as DeepSeek applies it)."""
+        return 1.0 if self.frequencies is None else self.frequencies.softmax_scale
 
     def decay(self, head_dim: int) -> Float[Array, "size"] | None:
         """Rates ``a`` of the features if the score is ``sum_c phi_c psi_c exp(-a_c (i - j))`` (xPos), or None."""
@@ -87,7 +92,7 @@ class Features:
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """Learned parameters of one layer, ``{}`` where there are none."""
-        return {}
+        return {} if self.frequencies is None else self.frequencies.init(key, head_dim)
 
     def query_size(self, head_dim: int) -> int:
         """Width of a head's query projection."""

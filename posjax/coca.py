@@ -196,21 +196,6 @@ class Coca(Features):
         """Whether shifting all positions changes nothing: not for slack, which has a term in ``m + n``."""
         return self.variant != "slack" and self.frequencies.shift_invariant
 
-    @property
-    def softmax_scale(self) -> float:
-        """The rule's factor of the logits (YaRN as DeepSeek applies it)."""
-        return self.frequencies.softmax_scale
-
-    @property
-    def axes(self) -> int:
-        """The rule's."""
-        return self.frequencies.axes
-
-    @property
-    def reads_length(self) -> bool:
-        """Whether a call needs ``length``."""
-        return self.frequencies.reads_length
-
     def query_size(self, head_dim: int) -> int:
         """Width of the raw query projection of a head: ``head_dim``, or half of it for ``"tied"``."""
         return self.key_size(head_dim) if self.variant == "tied" else head_dim
@@ -236,10 +221,6 @@ class Coca(Features):
     def compact(self, k):
         """``half_width(t)``."""
         return half_width(k)
-
-    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
-        """The rule's learned parameters, if it has any."""
-        return self.frequencies.init(key, head_dim)
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
         """``phi`` of the raw query projection; see ``query_feature``."""

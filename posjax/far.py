@@ -73,8 +73,7 @@ class Far:
             type(features).value is Features.value,
             f"far: {name} scores far pairs anew, but {type(features).__name__} tells position by the values too",
         )
-        axes = getattr(features, "axes", None) or getattr(features.frequencies, "axes", 1)
-        check(axes == 1, f"far: {name} needs positions on one axis, but the features have {axes}")
+        check(features.axes == 1, f"far: {name} needs positions on one axis, but the features have {features.axes}")
 
     def mask(self) -> Mask | None:
         """What the method hides beside what the model hides anyway, or None."""

@@ -47,21 +47,6 @@ class PoPE(Features):
         check_choice("init_delta", self.init_delta, INITS)
         check_choice("precision", self.precision, ("exact", "hf"))
 
-    @property
-    def reads_length(self) -> bool:
-        """Whether a call needs ``length``."""
-        return self.frequencies.reads_length
-
-    @property
-    def shift_invariant(self) -> bool:
-        """Whether the rule's angles depend on differences of positions alone."""
-        return self.frequencies.shift_invariant
-
-    @property
-    def softmax_scale(self) -> float:
-        """The rule's factor of the logits."""
-        return self.frequencies.softmax_scale
-
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """``{"delta": [kv_heads, head_dim]}``, float32 radians, beside what the rule learns."""
         shape = (num_kv_heads, self.query_size(head_dim))

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from jaxtyping import Array
-
 from posjax._checks import check, check_choice
 from posjax._slots import Features
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
@@ -29,30 +27,6 @@ class Rotary(Features):
         )
         check_choice("pairing", self.pairing, PAIRINGS)
         check_choice("precision", self.precision, ("exact", "hf"))
-
-    @property
-    def axes(self) -> int:
-        """The rule's."""
-        return self.frequencies.axes
-
-    @property
-    def reads_length(self) -> bool:
-        """Whether a call needs ``length``."""
-        return self.frequencies.reads_length
-
-    @property
-    def shift_invariant(self) -> bool:
-        """Whether the rule's angles depend on differences of positions alone."""
-        return self.frequencies.shift_invariant
-
-    @property
-    def softmax_scale(self) -> float:
-        """The rule's factor of the logits (YaRN as DeepSeek applies it)."""
-        return self.frequencies.softmax_scale
-
-    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
-        """The rule's learned parameters, if it has any."""
-        return self.frequencies.init(key, head_dim)
 
     def query_size(self, head_dim: int) -> int:
         """The width of the raw query projection of a head: all of it, which the rule must be able to rotate."""
