@@ -1,0 +1,114 @@
+"""Compiles one function for one TPU in a process of its own, and reads the schedules of its kernels.
+
+libtpu reads its flags once, when it is loaded: so the process that compiles is started with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.schedule.chips import chip as find_chip
+from train.schedule.kernels import Kernel, read_kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+class DoesNotCompile(ValueError):
+    """The compiler refused the program; the message is its own, cut to one line."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one program on one chip."""
+
+    temp_bytes: int  # HBM beside arguments and outputs
+    kernels: tuple[Kernel, ...]
+
+
+def check_compiler() -> None:
+    """Raises unless the TPU compiler is installed."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("the TPU compiler is not installed, and schedules come from it: pip install libtpu")
+
+
+def compile_for(
+    chip: str, factory: str, arguments: Mapping[str, Any] | None = None, keep: Path | None = None, timeout: int = 600
+) -> Compiled:
+    """Compiles what a factory makes, ``MODULE:NAME`` or ``FILE.py:NAME``, called with `arguments`.
+
+    The factory returns a function and a list of its abstract arguments. The dump stays in `keep` if that is given.
+    """
+    target = find_chip(chip)
+    check_compiler()
+    order = {"factory": factory, "arguments": dict(arguments or {}), "topology": target.topology}
+    with tempfile.TemporaryDirectory(prefix="schedule-") as temporary:
+        directory = Path(keep or temporary).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        reply = _run(order, directory, timeout)
+        return Compiled(reply["temp_bytes"], read_kernels(directory, target.branch_slots))
+
+
+def _run(order: Mapping[str, Any], directory: Path, timeout: int) -> dict[str, Any]:
+    flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
+    environment = {
+        **os.environ,
+        "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache leaves no dump
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    command = [sys.executable, "-m", "train.schedule.compiling", json.dumps(order)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise DoesNotCompile(f"longer than {timeout} s") from None
+    if done.returncode:
+        raise DoesNotCompile((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300])
+    reply = json.loads(done.stdout.splitlines()[-1])
+    if "problem" in reply:
+        raise DoesNotCompile(reply["problem"])
+    return reply
+
+
+def _child(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiles, in a process whose flags are set; the schedules go into the dump."""
+    import jax
+    from jax.experimental import topologies
+
+    function, arguments = _load(order["factory"])(**order["arguments"])
+    device = topologies.get_topology_desc(topology_name=order["topology"], platform="tpu").devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
+    try:
+        compiled = lowered.compile()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return {"problem": " ".join(str(error).split())[:300]}
+    return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+
+
+def _load(factory: str) -> Any:
+    """The object named by ``MODULE:NAME`` or ``FILE.py:NAME``."""
+    where, _, name = factory.rpartition(":")
+    if not where.endswith(".py"):
+        return getattr(importlib.import_module(where), name)
+    sys.path.insert(0, str(Path(where).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_child(json.loads(sys.argv[1]))))

@@ -1,0 +1,141 @@
+"""Reads the compiler's bundle listings: which loops and branches a kernel has, and what each of them issues.
+
+A listing has one bundle a line, ``0x1d LB: >> { ... }``: its number, a label where a branch may arrive, one ``>`` for
+every loop around it, and its instructions. Branches are relative, ``sbr.rel (!%p6) target = $region145``, and comments
+say where regions start. A backward branch closes a loop; a forward branch skips what lies before its target.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from posjax._checks import check
+
+_BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) (?: *([A-Z]{2}))? *: *(>*)", re.MULTILINE)
+_BRANCH = re.compile(r"sbr\.rel (?:\((!?%p\w+)\) )?target (?:= \$region(\d+)|bundleno = (\d+))")
+_START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_EMPTY = re.compile(r"\{ *\}")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A kernel, or one loop or conditional of it: the bundles [start, stop), and the regions nested in them."""
+
+    kind: Literal["kernel", "loop", "branch"]
+    start: int
+    stop: int
+    trips: int | None = None  # of a loop that counts up to a constant
+    parts: tuple[Region, ...] = field(default=())
+
+    @property
+    def bundles(self) -> int:
+        """Its own bundles, those of nested regions left out."""
+        return self.stop - self.start - sum(part.stop - part.start for part in self.parts)
+
+    def own(self, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """The rows of its own bundles, out of one row a bundle of the listing."""
+        edges = [self.start, *(edge for part in self.parts for edge in (part.start, part.stop)), self.stop]
+        return [row for start, stop in zip(edges[::2], edges[1::2], strict=True) for row in rows[start:stop]]
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, Region]]:
+        """Every region with its depth, in program order."""
+        yield depth, self
+        for part in self.parts:
+            yield from part.walk(depth + 1)
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    label: str
+    depth: int
+    text: str
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(_EMPTY.search(self.text))
+
+
+def parse(text: str, branch_slots: int) -> Region:
+    """The control flow of a kernel from its listing; `branch_slots` bundles run behind every branch."""
+    bundles = list(_bundles(text))
+    check(bool(bundles), "listing: no bundles found; the format of libtpu's dump has changed")
+    return _nest(Region("kernel", 0, len(bundles)), sorted(_regions(bundles, branch_slots), key=_outer_first))
+
+
+def _outer_first(region: Region) -> tuple:
+    # A loop's guard skips exactly the loop: it is the outer one of the two.
+    return region.start, -region.stop, region.kind
+
+
+def _bundles(text: str) -> Iterator[_Bundle]:
+    """The bundles in order. Comments may run over several lines."""
+    marks = list(_BUNDLE.finditer(text))
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        body = text[mark.end() : following.start() if following else None]
+        yield _Bundle(mark[2] or "", len(mark[3]), body)
+
+
+def _regions(bundles: Sequence[_Bundle], branch_slots: int) -> Iterator[Region]:
+    """Every loop, and every stretch that a branch skips."""
+    starts = {}
+    for index, bundle in enumerate(bundles):
+        for name in _START.findall(bundle.text):
+            starts.setdefault(name, index)
+    for index, bundle in enumerate(bundles):
+        for predicate, name, number in _BRANCH.findall(bundle.text):
+            check(bool(number) or name in starts, f"listing: a branch to region {name}, which starts nowhere")
+            target = int(number) if number else starts[name]
+            if target <= index:
+                yield Region("loop", target, _behind(bundles, index), _trips(bundles, target, index, predicate))
+            else:
+                start = _behind_slots(bundles, index, branch_slots)
+                if start < target:
+                    yield Region("branch", start, target)
+
+
+def _behind(bundles: Sequence[_Bundle], branch: int) -> int:
+    """Where a loop's closing branch falls through to: the first bundle outside. An empty one shows no depth."""
+    depth = max(bundle.depth for bundle in bundles[max(0, branch - 8) : branch + 1])
+    for index in range(branch + 1, len(bundles)):
+        if not bundles[index].is_empty and bundles[index].depth < depth:
+            return index
+    return len(bundles)
+
+
+def _behind_slots(bundles: Sequence[_Bundle], branch: int, slots: int) -> int:
+    """Where a forward branch that is not taken goes on: behind its slots, of which a listing may drop empty ones."""
+    for index in range(branch + 1, min(branch + 1 + slots, len(bundles))):
+        if bundles[index].label:
+            return index
+    return branch + 1 + slots
+
+
+def _trips(bundles: Sequence[_Bundle], start: int, stop: int, predicate: str) -> int | None:
+    """How often a loop runs that counts from zero up to a constant, ``%p = scmp.ge.s32.totalorder %s, 66``."""
+    body = "".join(bundle.text for bundle in bundles[start : stop + 1])
+    test = re.findall(rf"{re.escape(predicate.lstrip('!'))} = scmp\.ge\.s32\.totalorder (%s\w+), (\d+)\b", body)
+    if not predicate.startswith("!") or not test:
+        return None
+    counter, bound = test[-1]
+    step = re.findall(rf"{re.escape(counter)} = sadd\.s32 (\d+),", body)
+    return math.ceil(int(bound) / int(step[-1] if step else 1))
+
+
+def _nest(outer: Region, inner: Sequence[Region]) -> Region:
+    """`outer` with all of `inner` nested in each other, given outer regions first."""
+    parts, rest = [], list(inner)
+    while rest:
+        head, tail = rest[0], rest[1:]
+        check(
+            outer.start <= head.start and head.stop <= outer.stop,
+            f"listing: the {head.kind} of bundles {head.start} to {head.stop} crosses the {outer.kind} of bundles "
+            f"{outer.start} to {outer.stop}; only nested control flow is understood",
+        )
+        within = [region for region in tail if region.start < head.stop]
+        parts.append(_nest(head, within))
+        rest = tail[len(within) :]
+    return Region(outer.kind, outer.start, outer.stop, outer.trips, tuple(parts))
