@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from rich.table import Table
 from posjax._checks import check
 from train.contenders import BACKWARD, CONTENDERS, FORWARD, Shape, refuses
 from train.machine import processor, resident_peak_bytes, versions, write_file
+from train.schedule.bench import ScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,18 @@ class BenchConfig:
     contenders: tuple[Literal["posjax", "jax.nn", "torch flex", "torch sdpa"], ...] = tuple(CONTENDERS)
     repeats: int = 5
     timeout: int = 600  # seconds for one measurement, compilation included
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # what --schedule compiles
 
     def __post_init__(self):
         for name in ("lengths", "directions", "contenders"):
             check(bool(getattr(self, name)), f"{name} is empty: name at least one")
         for name, values in {**vars(self), "lengths": min(self.lengths)}.items():
             check(not isinstance(values, int) or values > 0, f"{name} must be positive, found {values}")
+
+    @property
+    def directory(self) -> Path:
+        """Where the numbers go."""
+        return Path(self.output) / self.name
 
     @property
     def shapes(self) -> Iterator[Shape]:
@@ -68,8 +75,7 @@ class Measurement:
 def bench(config: BenchConfig) -> list[Measurement]:
     """Runs every measurement, prints the table, and writes ``bench.jsonl`` into the run's directory."""
     console = Console()
-    directory = Path(config.output) / config.name
-    directory.mkdir(parents=True, exist_ok=True)
+    config.directory.mkdir(parents=True, exist_ok=True)
     found = versions(("jax", "jaxlib", "torch"))
     results = []
     for shape in config.shapes:
@@ -77,10 +83,10 @@ def bench(config: BenchConfig) -> list[Measurement]:
             console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
             results.append(measure(name, shape, config.repeats, config.timeout))
     lines = [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)]
-    write_file(directory / "bench.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    write_file(config.directory / "bench.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     console.print(table(config, results))
     console.print(f"{processor()} · " + " · ".join(f"{name} {version}" for name, version in found.items()))
-    console.print(f"numbers: {directory / 'bench.jsonl'}")
+    console.print(f"numbers: {config.directory / 'bench.jsonl'}")
     return results
 
 

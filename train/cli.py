@@ -75,11 +75,17 @@ def tasks(path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def bench(path: str, overrides: Sequence[str]) -> int:
+def bench(path: str, overrides: Sequence[str], schedule: str | None) -> int:
     """time attention and its memory against other libraries, side by side"""
     from train.bench import BenchConfig, bench
 
-    bench(load(path, overrides, BenchConfig))
+    config = load(path, overrides, BenchConfig)
+    if schedule is None:
+        bench(config)
+    else:
+        from train.schedule.bench import bench_schedules
+
+        bench_schedules(config.schedule, schedule, config.directory)
     return 0
 
 
@@ -93,6 +99,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bench": bench,
 }
 _ARGUMENTS = {
+    "bench": {
+        "--schedule": {"metavar": "CHIPS", "help": "compile TPU kernels for these chips instead, as in v5e,v6e"},
+    },
     "generate": {
         "--prompt": {"default": "", "help": "the text to continue"},
         "--tokens": {"type": int, "default": 200, "help": "how many tokens at most (200)"},

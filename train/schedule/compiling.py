@@ -20,6 +20,9 @@ from typing import Any
 from train.schedule.chips import chip as find_chip
 from train.schedule.kernels import Kernel, read_kernels
 
+_LISTINGS = "final_bundles|packed-bundles-post-ra|final_hlo-static"
+"""Those that are read, of about seventy."""
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -54,17 +57,18 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="schedule-") as temporary:
         directory = Path(keep or temporary).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        reply = _run(order, directory, timeout)
+        reply = _run(order, directory, timeout, _LISTINGS if keep is None else ".*")
         return Compiled(reply["temp_bytes"], read_kernels(directory, target.branch_slots))
 
 
-def _run(order: Mapping[str, Any], directory: Path, timeout: int) -> dict[str, Any]:
-    flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
+def _run(order: Mapping[str, Any], directory: Path, timeout: int, listings: str) -> dict[str, Any]:
+    flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={listings}"
     environment = {
         **os.environ,
         "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a TPU, so nobody needs a lock
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache leaves no dump
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }

@@ -1,0 +1,87 @@
+"""The tables of ``--schedule``: every kernel at its best block sizes, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from train.schedule.chips import CHIPS
+
+if TYPE_CHECKING:
+    from train.schedule.bench import Measurement, ScheduleConfig
+
+_COLUMNS = ("kernel", "blocks", "cost", "floor", "stalls", "HBM", "Mcycles", "hot bundles", "spills", "temp")
+
+
+def best(results: Sequence[Measurement]) -> list[Measurement]:
+    """Of one contender's measurements on one chip, the cheapest for each of its kernels, with that kernel alone."""
+    measured = [result for result in results if result.costs]
+    kernels = range(len(measured[0].costs) if measured else 0)
+    cheapest = [min(measured, key=lambda result, i=i: result.costs[i].bundles) for i in kernels]
+    return [replace(result, costs=(result.costs[i],)) for i, result in enumerate(cheapest)]
+
+
+def table(chip: str, config: ScheduleConfig, results: Sequence[Measurement]) -> Table:
+    """One chip's measurements: one row a kernel, and one for their sum where a contender has several."""
+    title = (
+        f"{chip}: cycles for 512 x 512 of visited area; causal, bfloat16, "
+        f"{config.heads} heads x {config.head_dim}, {config.length:,} tokens"
+    )
+    grid = Table(title=title)
+    for number, column in enumerate(_COLUMNS):
+        grid.add_column(column, justify="left" if number < 2 else "right", overflow="fold")
+    for name in config.contenders:
+        for row in _rows(name, [result for result in results if result.contender == name]):
+            grid.add_row(*row)
+    return grid
+
+
+def _rows(name: str, results: Sequence[Measurement]) -> Iterator[Sequence[str]]:
+    kernels = best(results)
+    if not kernels:
+        yield name, results[0].problem if results else "no block sizes that divide the length"
+    for result in kernels:
+        (cost,) = result.costs
+        label = name if len(kernels) == 1 else f"{name}: {cost.kernel}"
+        hot = ", ".join(f"{part.bundles:,}" for part in cost.hot)
+        spills = ", ".join(f"{part.spills:,}" for part in cost.hot)
+        yield label, _words(result.blocks), *_sums([result]), hot, spills, f"{result.temp_bytes / 2**20:,.1f} MiB"
+    if len(kernels) > 1:
+        yield f"{name}: together", "", *_sums(kernels)
+
+
+def _sums(results: Sequence[Measurement]) -> Iterator[str]:
+    """Cost, floor, cost with stalls, memory and millions of cycles, over one or several kernels."""
+    costs = [result.costs[0] for result in results]
+    for field in ("bundles", "floor", "cycles", "memory_cycles"):
+        yield f"{sum(getattr(cost, field) for cost in costs):,.0f}"
+    yield f"{sum(cost.total for cost in costs) / 1e6:,.1f}"
+
+
+def _words(blocks: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in blocks.items())
+
+
+def notes(chips: Sequence[str]) -> str:
+    """What the columns are, one line each."""
+    lines = (
+        "cost: the bundles of every part, times how often it runs; hot parts (those on the MXU) not below the floor",
+        "floor: the cycles that the matrix units need at least",
+        "stalls: as cost, with the bundles that the compiler's schedule leaves empty for latencies and busy units",
+        "HBM: cycles to move the bytes, bytes / (bytes a cycle and core); below the cost, memory keeps up",
+        *(f"  {_rates(name)}" for name in chips),
+        "Mcycles: millions for everything, were it on one core; larger tiles visit more beyond the diagonal",
+        "hot bundles, spills: of one run of each hot part; moves of registers that did not fit",
+        "temp: HBM beside arguments and results of the whole function, a gradient's forward pass included",
+    )
+    return "\n".join(lines)
+
+
+def _rates(name: str) -> str:
+    chip = CHIPS[name]
+    cores = f"{chip.cores} core{'s' * (chip.cores > 1)}"
+    clock = f"{chip.gigahertz} GHz{' (assumed)' * chip.clock_is_assumed}"
+    return f"{name}: {chip.bandwidth:,.0f} GB/s, {cores}, {clock}: {chip.bytes_per_cycle:,.0f} bytes a cycle and core"
