@@ -359,14 +359,23 @@ class Chunked(_Chunks):
         return jnp.minimum(count, positions % self.size + 1 if causal else self.size)
 
 
-class _OfTokens(Mask):
-    """A mask that carries ``[batch, q]`` of the queries and ``[batch, k]`` of the keys, that of the queries if None."""
+class OfTokens(Mask):
+    """A mask that carries ``[batch, q]`` of the queries and ``[batch, k]`` of the keys, that of the queries if None.
+
+    A pair is allowed if ``meet`` says so of the two tokens' numbers; positions play no part.
+    """
 
     _filler: int
     """What a token that padding adds gets."""
 
+    @staticmethod
+    def meet(q, k):
+        """Whether a query may see a key, for numbers that broadcast against each other."""
+        raise NotImplementedError
+
     @property
-    def _arrays(self) -> tuple[Array, Array]:
+    def arrays(self) -> tuple[Array, Array]:
+        """The numbers of the queries and of the keys."""
         q, k = (getattr(self, field.name) for field in dataclasses.fields(self))
         return q, k
 
@@ -375,36 +384,39 @@ class _OfTokens(Mask):
         if getattr(self, k.name) is None:
             object.__setattr__(self, k.name, getattr(self, q.name))
 
+    def allowed(self, q_positions, kv_positions):
+        return self.meet(*self._columns())
+
     def _columns(self):
         """Both arrays, as ``[batch, 1, q, 1]`` and ``[batch, 1, 1, k]``."""
-        q, k = self._arrays
+        q, k = self.arrays
         return q[:, None, :, None], k[:, None, None, :]
 
     def _extents(self, q: Extent, k: Extent):
         """The masks of the smallest and of the largest value in every block."""
-        blocks = (_block_extent(x, size) for x, size in zip(self._arrays, (q.size, k.size), strict=True))
+        blocks = (_block_extent(x, size) for x, size in zip(self.arrays, (q.size, k.size), strict=True))
         return (type(self)(*ends) for ends in zip(*blocks, strict=True))
 
     def queries(self, start, size):
-        q, k = self._arrays
+        q, k = self.arrays
         return type(self)(jax.lax.dynamic_slice_in_dim(q, start, size, axis=1), k)
 
     def keys(self, start, size):
-        q, k = self._arrays
+        q, k = self.arrays
         return type(self)(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1))
 
     def row(self, index):
         pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
-        return type(self)(*map(pick, self._arrays))
+        return type(self)(*map(pick, self.arrays))
 
     def pad(self, queries, keys):
-        missing = (queries - self._arrays[0].shape[1], keys - self._arrays[1].shape[1])
-        pairs = zip(self._arrays, missing, strict=True)
+        missing = (queries - self.arrays[0].shape[1], keys - self.arrays[1].shape[1])
+        pairs = zip(self.arrays, missing, strict=True)
         return type(self)(*(jnp.pad(x, ((0, 0), (0, more)), constant_values=self._filler) for x, more in pairs))
 
     def check(self, batch, queries, keys):
         kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
-        for field, array, length in zip(dataclasses.fields(self), self._arrays, (queries, keys), strict=True):
+        for field, array, length in zip(dataclasses.fields(self), self.arrays, (queries, keys), strict=True):
             name, found = field.name, jnp.shape(array)
             check(found == (batch, length), f"{kind} {name} must have shape {(batch, length)}, found {found}")
             fits = jnp.issubdtype(array.dtype, self._dtype)
@@ -420,7 +432,7 @@ _of_tokens = partial(jax.tree_util.register_dataclass, meta_fields=[])
 
 @partial(_of_tokens, data_fields=["q_ids", "kv_ids"])
 @dataclasses.dataclass(frozen=True)
-class Segments(_OfTokens):
+class Segments(OfTokens):
     """Query and key belong to one segment, and neither is padding: ``q_ids[i] == kv_ids[j] >= 0``.
 
     Negative ids are padding and match nothing, not even each other.
@@ -435,8 +447,8 @@ class Segments(_OfTokens):
 
     _filler, _dtype = -1, jnp.integer
 
-    def allowed(self, q_positions, kv_positions):
-        q, k = self._columns()
+    @staticmethod
+    def meet(q, k):
         return (q == k) & (q >= 0)
 
     def tiles(self, q: Extent, k: Extent):
@@ -447,7 +459,7 @@ class Segments(_OfTokens):
 
 @partial(_of_tokens, data_fields=["q_flags", "kv_flags"])
 @dataclasses.dataclass(frozen=True)
-class Globals(_OfTokens):
+class Globals(OfTokens):
     """``q_flags[i] or kv_flags[j]``: tokens with a flag see all and are seen by all (Longformer, 2004.05150).
 
     ``(Window(w // 2 + 1) | Globals(flags)) & padding(valid)`` is Longformer's attention.
@@ -462,9 +474,9 @@ class Globals(_OfTokens):
 
     _filler, _dtype = False, jnp.bool_
 
-    def allowed(self, q_positions, kv_positions):
-        q, k = self._columns()
-        return q | k
+    @staticmethod
+    def meet(q, k):
+        return (q | k) != 0
 
     def tiles(self, q: Extent, k: Extent):
         every, some = (ends.allowed(None, None) for ends in self._extents(q, k))
@@ -477,18 +489,18 @@ def padding(valid: Bool[Array, "batch length"]) -> Segments:
     return Segments(jnp.where(valid, 0, -1).astype(jnp.int32))
 
 
-class _Pair(Mask):
-    """Two masks combined by ``_join``; what And and Or share."""
+class Pair(Mask):
+    """Two masks combined by ``join``; what And and Or share."""
 
     left: Mask
     right: Mask
 
     def allowed(self, q_positions, kv_positions):
-        return self._join(*(part.allowed(q_positions, kv_positions) for part in (self.left, self.right)))
+        return self.join(*(part.allowed(q_positions, kv_positions) for part in (self.left, self.right)))
 
     def tiles(self, q, k):
         (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
-        return self._join(some, some_right), self._join(every, every_right)
+        return self.join(some, some_right), self.join(every, every_right)
 
     def _map(self, method: str, *arguments):
         left, right = (getattr(part, method)(*arguments) for part in (self.left, self.right))
@@ -524,13 +536,13 @@ _pair = partial(jax.tree_util.register_dataclass, data_fields=["left", "right"],
 
 @_pair
 @dataclasses.dataclass(frozen=True)
-class And(_Pair):
+class And(Pair):
     """Allowed where both masks allow."""
 
     left: Mask
     right: Mask
 
-    _join = staticmethod(operator.and_)
+    join = staticmethod(operator.and_)
 
     @property
     def retained(self):
@@ -543,13 +555,13 @@ class And(_Pair):
 
 @_pair
 @dataclasses.dataclass(frozen=True)
-class Or(_Pair):
+class Or(Pair):
     """Allowed where at least one mask allows."""
 
     left: Mask
     right: Mask
 
-    _join = staticmethod(operator.or_)
+    join = staticmethod(operator.or_)
 
     @property
     def retained(self):

@@ -30,13 +30,13 @@ from posjax.attention.operands import (
     statistics_dtype,
     with_bias,
 )
+from posjax.attention.padding import pad
 from posjax.far import Branch
 from posjax.masks import Extent, Mask, extent
-from posjax.positions import Range, as_array
+from posjax.positions import Range
 
 _TILE_ELEMENTS = 2**21
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
-_LARGEST_POSITION = 2**31 - 1
 
 
 class Blocks(NamedTuple):
@@ -83,7 +83,7 @@ def _row(x: Operands, index) -> Operands:
 def _one_plan(x: Operands, blocks: Blocks | None) -> tuple:
     queries = x.q.shape[3]
     blocks = blocks or _choose_blocks(x)
-    out, lse = _attend(blocks, _pad(x, blocks))
+    out, lse = _attend(blocks, pad(x, blocks.q, blocks.k, _present))
     return out[..., :queries, :], lse[..., :queries]
 
 
@@ -94,51 +94,6 @@ def _choose_blocks(x: Operands) -> Blocks:
     while block > _SMALLEST_BLOCK and batch * kv_heads * group * block * block > _TILE_ELEMENTS:
         block //= 2
     return Blocks(min(block, queries), min(block, x.k.shape[2]))
-
-
-def _pad(x: Operands, blocks: Blocks) -> Operands:
-    """Lengthens everything to whole tiles; keys that were added are masked out, queries are cut off again later."""
-    keys = x.k.shape[2]
-    more_q, more_k = -x.q.shape[3] % blocks.q, -keys % blocks.k
-    if not more_q and not more_k:
-        return x
-    total_q, total_k = x.q.shape[3] + more_q, keys + more_k
-    mask = x.mask if x.mask is None else x.mask.pad(total_q, total_k)
-    if more_k:
-        present = _Present(jnp.arange(total_k) < keys)
-        mask = present if mask is None else mask & present
-    return dataclasses.replace(
-        x,
-        q=_lengthen(x.q, more_q, axis=3),
-        k=_lengthen(x.k, more_k, axis=2),
-        v=_lengthen(x.v, more_k, axis=2),
-        bias=x.bias if x.bias is None else x.bias.pad(total_q, total_k),
-        mask=mask,
-        q_positions=_lengthen_positions(x.q_positions, more_q),
-        kv_positions=_lengthen_positions(x.kv_positions, more_k),
-        far=tuple(
-            Branch(
-                _lengthen(branch.q, more_q, axis=3),
-                _lengthen(branch.k, more_k, axis=2),
-                branch.where.pad(total_q, total_k),
-            )
-            for branch in x.far
-        ),
-    )
-
-
-def _lengthen(x, more: int, axis: int, mode: str = "constant"):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(x, widths, mode=mode)
-
-
-def _lengthen_positions(positions, more: int):
-    if isinstance(positions, Range):
-        if not positions.is_static or positions.start + positions.length + more - 1 <= _LARGEST_POSITION:
-            return Range(positions.start, positions.length + more)
-        positions = as_array(positions)
-    return _lengthen(positions, more, axis=positions.ndim - 1, mode="edge")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["present"], meta_fields=[])
@@ -157,6 +112,10 @@ class _Present(Mask):
 
     def keys(self, start, size):
         return _Present(jax.lax.dynamic_slice_in_dim(self.present, start, size))
+
+
+def _present(_, keys: int, true_keys: int) -> _Present:
+    return _Present(jnp.arange(keys) < true_keys)
 
 
 class Kind(NamedTuple):

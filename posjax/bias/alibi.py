@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,8 @@ class LinearBias(Bias):
     symmetric: bool = False
     ahead: Float[Array, "heads"] | None = None
     offset: float = 0.0
+
+    by_distance: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):
         # The distance is an exact integer before it meets the slope, so the bias keeps its bits at any position.

@@ -15,6 +15,14 @@ class Bias(Blockwise):
     Gradients reach the leaves through every attention backend.
     """
 
+    by_distance: ClassVar[bool] = False
+    """Whether it is a number to add that depends on ``i - j`` alone."""
+
+    @property
+    def constant_from(self) -> int | None:
+        """A distance from which on, behind and ahead, a bias by distance has one value on either side; or None."""
+        return None
+
     def values(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Float[Array, "*b heads q k"]:
         """The tile, ``[heads, q, k]`` for positions ``[n]`` and ``[batch, heads, q, k]`` for ``[batch, 1, n]``."""
         raise TypeError(f"{type(self).__name__} does not say its values")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ class LogBias(Bias):
 
     a: Float[Array, "heads"]
     p: Float[Array, "heads"]
+
+    by_distance: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):
         a, p = (heads_first(_kept(x, _SMALLEST)) for x in (self.a, self.p))
@@ -54,6 +57,8 @@ class PowerBias(Bias):
     a: Float[Array, "heads"]
     p: Float[Array, "heads"]
 
+    by_distance: ClassVar[bool] = True
+
     def values(self, q_positions, kv_positions):
         return -_power(self.a, self.p, q_positions, kv_positions)
 
@@ -68,6 +73,8 @@ class WeightedPowerBias(PowerBias):
 
     weight_a: Float[Array, "heads"]
     weight_p: Float[Array, "heads"]
+
+    by_distance: ClassVar[bool] = False
 
     def apply(self, scores, q_positions, kv_positions):
         weight = jnp.exp(-_power(self.weight_a, self.weight_p, q_positions, kv_positions))

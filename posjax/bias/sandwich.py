@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ class SinusoidBias(Bias):
     factors: Float[Array, "heads"]
     dbar: int
     variant: str
+
+    by_distance: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):
         first = int(self.variant == "from_one")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,13 @@ class BucketBias(Bias):
     table: Float[Array, "buckets heads"]
     max_distance: int
     bidirectional: bool
+
+    by_distance: ClassVar[bool] = True
+
+    @property
+    def constant_from(self):
+        side = self.table.shape[0] // (2 if self.bidirectional else 1)
+        return max(t5_thresholds(side, self.max_distance), default=side // 2)
 
     def values(self, q_positions, kv_positions):
         bucket = t5_bucket(

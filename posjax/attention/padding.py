@@ -1,0 +1,61 @@
+"""Operands lengthened to whole tiles."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from posjax.attention.operands import Operands
+from posjax.far import Branch
+from posjax.masks import Mask
+from posjax.positions import Range, as_array
+
+_LARGEST_POSITION = 2**31 - 1
+
+
+def pad(x: Operands, q_block: int, k_block: int, present: Callable[[int, int, int], Mask]) -> Operands:
+    """Lengthens everything to whole blocks; keys that were added are masked out, queries are cut off again later.
+
+    ``present(queries, keys, true keys)`` is the mask of the true keys among those of lengthened operands.
+    """
+    keys = x.k.shape[2]
+    more_q, more_k = -x.q.shape[3] % q_block, -keys % k_block
+    if not more_q and not more_k:
+        return x
+    total_q, total_k = x.q.shape[3] + more_q, keys + more_k
+    mask = x.mask if x.mask is None else x.mask.pad(total_q, total_k)
+    if more_k:
+        true = present(total_q, total_k, keys)
+        mask = true if mask is None else mask & true
+    return dataclasses.replace(
+        x,
+        q=_lengthen(x.q, more_q, axis=3),
+        k=_lengthen(x.k, more_k, axis=2),
+        v=_lengthen(x.v, more_k, axis=2),
+        bias=x.bias if x.bias is None else x.bias.pad(total_q, total_k),
+        mask=mask,
+        q_positions=_lengthen_positions(x.q_positions, more_q),
+        kv_positions=_lengthen_positions(x.kv_positions, more_k),
+        far=tuple(
+            Branch(
+                _lengthen(branch.q, more_q, axis=3),
+                _lengthen(branch.k, more_k, axis=2),
+                branch.where.pad(total_q, total_k),
+            )
+            for branch in x.far
+        ),
+    )
+
+
+def _lengthen(x, more: int, axis: int, mode: str = "constant"):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(x, widths, mode=mode)
+
+
+def _lengthen_positions(positions, more: int):
+    if isinstance(positions, Range):
+        if not positions.is_static or positions.start + positions.length + more - 1 <= _LARGEST_POSITION:
+            return Range(positions.start, positions.length + more)
+        positions = as_array(positions)
+    return _lengthen(positions, more, axis=positions.ndim - 1, mode="edge")

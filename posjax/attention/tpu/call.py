@@ -1,0 +1,119 @@
+"""What both kernels take: the static description of a call, its arrays, and how blocks of them are named."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from posjax.attention.tpu.schedule import Blocks, Kind, Visits
+from posjax.attention.tpu.terms import Pattern
+
+GRID = ("parallel", "parallel", "arbitrary")
+"""Batch and heads may go to different cores; the rows of tiles of a head follow each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call.
+
+    Args:
+        forward: blocks of the forward kernel, and ``backward`` those of the backward kernel.
+        forward_kinds: kinds of tiles that occur, and ``backward_kinds``.
+        pattern: mask and branches without their arrays.
+        q_numbers: how many numbers of a query positions and masks read, and ``k_numbers`` of a key.
+        ranged: whether the positions of the queries and of the keys are ranges.
+        bias: ``"linear"``, ``"gates"``, ``"relative"`` or None.
+        softcap: in base 2, or None.
+        vmem: bytes of fast memory a kernel may use.
+        interpret: how to run without a TPU (``pltpu.InterpretParams``), or False.
+    """
+
+    forward: Blocks
+    backward: Blocks
+    forward_kinds: tuple[Kind, ...]
+    backward_kinds: tuple[Kind, ...]
+    pattern: Pattern
+    q_numbers: int
+    k_numbers: int
+    ranged: tuple[bool, bool]
+    bias: str | None
+    softcap: float | None
+    vmem: int
+    interpret: Any = False
+
+
+class Tables(NamedTuple):
+    """What a kernel looks up for every block: the tiles to visit, and the origin of its positions or gates.
+
+    Args:
+        visits: order lists.
+        q_origins: ``[batch or 1, heads or 1, 1, q blocks]`` for a linear bias or gates, otherwise None.
+        k_origins: the same for the keys.
+    """
+
+    visits: Visits
+    q_origins: jax.Array | None
+    k_origins: jax.Array | None
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, heads before tokens, tokens padded to whole blocks.
+
+    Args:
+        q: ``[batch, heads, pairs, queries, size]``, times the scale and ``log2 e``.
+        k: ``[batch, kv heads, pairs, keys, size]``.
+        v: ``[batch, kv heads, keys, value size]``.
+        starts: int32 ``[2]``, the first position of the queries and of the keys where they are ranges.
+        forward: tables of the forward kernel.
+        backward: tables of the backward kernel.
+        q_numbers: int32 ``[batch or 1, 1, 1, queries]`` each: positions, unless they are a range, and what masks read.
+        k_numbers: the same of the keys.
+        bias: its numbers times ``log2 e``. ``"linear"``: ``slopes`` ``[heads]`` of ``slope (p_i - p_j)``. ``"gates"``:
+            ``q`` and ``k``, ``[batch, heads, 1, tokens]``, of ``c_i - c_j``. ``"relative"``: ``values``
+            ``[heads, queries + keys]``, that of distance ``i - j`` of indices at ``keys + i - j``, and ``edges``
+            ``[heads, 2]``, those of all distances where it is constant behind and ahead.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    starts: jax.Array
+    forward: Tables
+    backward: Tables
+    q_numbers: tuple[jax.Array, ...]
+    k_numbers: tuple[jax.Array, ...]
+    bias: dict[str, jax.Array]
+
+
+def rows_of(numbers: tuple, bias: dict, side: str) -> tuple:
+    """Everything that has one number for each token of a side: what masks read, then the gates."""
+    return (*numbers, bias[side]) if side in bias else numbers
+
+
+def scalars_of(bias: dict) -> dict:
+    """What has a few numbers for each head."""
+    return {name: bias[name] for name in ("slopes", "edges") if name in bias}
+
+
+anywhere = pl.BlockSpec(memory_space=pl.ANY)
+scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
+
+
+def at(index, size: int):
+    """The index along an axis that may have been left at 1."""
+    return index if size > 1 else 0
+
+
+def product(a, b, contract: tuple[int, int]):
+    """``a b`` summed over one axis of each, in float32; exactly so for float32 factors."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def compiler_params(call: Call) -> pltpu.CompilerParams:
+    """In-order rows, and the fast memory a call may use."""
+    return pltpu.CompilerParams(dimension_semantics=GRID, vmem_limit_bytes=call.vmem)

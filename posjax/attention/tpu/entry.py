@@ -1,0 +1,229 @@
+"""From the operands of an attention call to the kernels and back."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax._checks import check
+from posjax.attention.operands import Operands
+from posjax.attention.padding import pad
+from posjax.attention.tpu import blocks as sizes
+from posjax.attention.tpu.backward import LN2, Saved, backward
+from posjax.attention.tpu.call import Call, Inputs, Tables
+from posjax.attention.tpu.forward import forward
+from posjax.attention.tpu.schedule import Blocks, plan
+from posjax.attention.tpu.terms import Pattern, dissect, unskewed
+from posjax.bias import ForgetBias, LinearBias
+from posjax.masks import Segments
+from posjax.positions import Range, as_array
+
+LOG2E = math.log2(math.e)
+
+
+def tpu(x: Operands, largest: tuple[Blocks, Blocks] | None = None, interpret=False) -> tuple:
+    """Attention by the kernels; ``x.q`` includes ``log2 e`` beside its scale.
+
+    Args:
+        x: the operands.
+        largest: the largest blocks of the forward and of the backward kernel; those of the chip when left out.
+        interpret: ``pltpu.InterpretParams`` to run without a TPU.
+
+    Raises:
+        ValueError: for what the kernels do not take, saying why.
+    """
+    check((why := refusal(x)) is None, f"implementation='tpu': {why}")
+    queries, keys = x.q.shape[3], x.k.shape[2]
+    forward_limit, backward_limit = largest or (sizes.FORWARD, sizes.BACKWARD)
+    forward_blocks = sizes.fit(forward_limit, queries, keys)
+    padded = pad(x, forward_blocks.q, forward_blocks.k, _present)
+    backward_blocks = sizes.divide(backward_limit, padded.q.shape[3], padded.k.shape[2])
+    call, inputs = _call(padded, forward_blocks, backward_blocks, interpret)
+    out, lse = attend(call, inputs)
+    split = (x.k.shape[1], -1)
+    out = out.reshape(out.shape[0], *split, *out.shape[2:])[..., :queries, :]
+    return out, lse.reshape(lse.shape[0], *split, lse.shape[-1])[..., :queries] / LOG2E
+
+
+def refusal(x: Operands) -> str | None:
+    """Why the kernels do not take these operands, or None."""
+    if x.decay is not None:
+        return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
+    if x.q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"q must be bfloat16 or float32, found {x.q.dtype}"
+    if bias_form(x) == "other":
+        return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
+    if bias_form(x) == "relative" and not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
+        return "a bias by distance needs positions that are ranges; use 'blockwise'"
+    return None
+
+
+def bias_form(x: Operands) -> str | None:
+    """The form in which the kernels take the bias: ``"linear"``, ``"gates"``, ``"relative"``; ``"other"`` if in none."""
+    bias = x.bias
+    if bias is None:
+        return None
+    plain = x.softcap is None
+    if isinstance(bias, LinearBias) and not bias.symmetric and plain:
+        return "linear"
+    if isinstance(bias, ForgetBias) and not bias.symmetric and plain:
+        return "gates"
+    return "relative" if bias.by_distance else "other"
+
+
+def _present(queries: int, keys: int, true_keys: int) -> Segments:
+    return Segments(
+        np.zeros((1, queries), np.int32), np.where(np.arange(keys) < true_keys, 0, -1)[None].astype(np.int32)
+    )
+
+
+def _call(x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, interpret) -> tuple[Call, Inputs]:
+    form = bias_form(x)
+    ranged = tuple(isinstance(p, Range) for p in (x.q_positions, x.kv_positions))
+    formula, *numbers = dissect(x.mask)
+    formulas = []
+    for branch in x.far:
+        where, *more = dissect(branch.where)
+        formulas.append(where)
+        numbers = [a + b for a, b in zip(numbers, more, strict=True)]
+    q_numbers, k_numbers = (
+        tuple(_row(a) for a in ([] if is_range else [positions]) + found)
+        for found, positions, is_range in zip(numbers, (x.q_positions, x.kv_positions), ranged, strict=True)
+    )
+    ahead = x.q_positions.start - x.kv_positions.start if all(ranged) else 0
+    constant_from = x.bias.constant_from if form == "relative" else None
+    plans = [plan(x, blocks, constant_from, ahead) for blocks in (forward_blocks, backward_blocks)]
+    bias = _bias_numbers(x, form, ahead)
+    tables = [_tables(x, blocks, form, bias) for blocks in (forward_blocks, backward_blocks)]
+    call = Call(
+        forward_blocks,
+        backward_blocks,
+        plans[0].kinds,
+        plans[1].kinds,
+        Pattern(formula, tuple(formulas)),
+        len(q_numbers),
+        len(k_numbers),
+        ranged,
+        form,
+        None if x.softcap is None else x.softcap * LOG2E,
+        sizes.VMEM,
+        interpret,
+    )
+    starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]
+    inputs = Inputs(
+        jnp.stack([_flat(q) for q, _ in x.pairs], axis=2),
+        jnp.stack([k for _, k in x.pairs], axis=2),
+        x.v,
+        jnp.stack([jnp.asarray(s, jnp.int32) for s in starts]),
+        Tables(plans[0].by_queries, *tables[0]),
+        Tables(plans[1].by_keys, *tables[1]),
+        q_numbers,
+        k_numbers,
+        bias,
+    )
+    return call, inputs
+
+
+def _flat(q):
+    """Query heads ``[batch, kv heads, group, ...]`` on one axis."""
+    return q.reshape(q.shape[0], -1, *q.shape[3:])
+
+
+def _row(numbers):
+    """``[tokens]`` or ``[batch, tokens]`` as int32 ``[batch or 1, 1, 1, tokens]``."""
+    numbers = jnp.asarray(numbers, jnp.int32)
+    return numbers.reshape(-1, 1, 1, numbers.shape[-1])
+
+
+def _bias_numbers(x: Operands, form: str | None, ahead) -> dict:
+    bias = x.bias
+    if form == "linear":
+        return {"slopes": bias.slopes.astype(jnp.float32) * -LOG2E}
+    if form == "gates":
+        return {"q": bias.q_gates[:, :, None] * LOG2E, "k": bias.kv_gates[:, :, None] * LOG2E}
+    if form != "relative":
+        return {}
+    queries, keys = x.q.shape[3], x.k.shape[2]
+
+    def values(distances):
+        return (
+            bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0].astype(jnp.float32) * LOG2E
+        )
+
+    edge = bias.constant_from or 0
+    return {"values": values(ahead + np.arange(queries + keys) - keys), "edges": values(np.array([edge, -edge]))}
+
+
+def _tables(x: Operands, blocks: Blocks, form: str | None, bias: dict) -> tuple:
+    """Origins of the blocks of queries and keys, from which a linear bias or gates are counted."""
+    if form == "gates":
+        return tuple(bias[side][..., ::size] for side, size in (("q", blocks.q), ("k", blocks.k)))
+    if form != "linear":
+        return None, None
+    return tuple(_row(as_array(p)[..., ::size]) for p, size in ((x.q_positions, blocks.q), (x.kv_positions, blocks.k)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(call: Call, x: Inputs):
+    """Output and base-2 log-sum-exp, ``[batch, heads, queries, value size]`` and ``[batch, heads, queries]``."""
+    out, lse = forward(call, x)
+    return out, lse[:, :, 0]
+
+
+def _attend_forward(call: Call, x: Inputs):
+    out, lse = attend(call, x)
+    return (out, lse), (x, out, lse)
+
+
+def _attend_backward(call: Call, residuals, cotangents):
+    x, out, lse = residuals
+    d_out, d_lse = cotangents
+    # A row that sees nothing is constant: an infinite log-sum-exp gives it weights of 0.
+    blind = jnp.isneginf(lse)
+    d_lse = jnp.where(blind, 0, d_lse)
+    correction = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse * LOG2E
+    lse = jnp.where(blind, jnp.inf, lse - _of_queries(call, x))
+    saved = Saved(d_out, lse[:, :, None], correction[:, :, None])
+    found = backward(call, x, saved, of_bias=True)
+    zeros = jax.tree.map(_no_gradient, x)
+    bias = zeros.bias | _d_bias(call, x, found.bias, d_lse)
+    return (zeros._replace(q=(found.q * LN2).astype(x.q.dtype), k=found.k, v=found.v, bias=bias),)
+
+
+def _no_gradient(leaf):
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.zeros_like(leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _of_queries(call: Call, x: Inputs):
+    """What a linear bias or gates add to all logits of a query, from the origin of its block, as ``[.., queries]``."""
+    block, queries = call.backward.q, x.q.shape[3]
+    if call.bias not in ("linear", "gates"):
+        return 0.0
+    if call.bias == "gates":
+        own = x.bias["q"]
+    else:
+        own = x.starts[0] + jnp.arange(queries)[None, None, None] if call.ranged[0] else x.q_numbers[0]
+    origins = jnp.repeat(x.backward.q_origins, block, axis=-1)
+    ahead = (own - origins)[:, :, 0].astype(jnp.float32)
+    return ahead if call.bias == "gates" else x.bias["slopes"][None, :, None] * ahead
+
+
+def _d_bias(call: Call, x: Inputs, found: tuple, d_lse) -> dict:
+    """Gradients of the numbers of the bias from what the kernel has summed up."""
+    heads = x.q.shape[1]
+    if call.bias == "linear":
+        return {"slopes": found[0].sum((0, 3, 4)).reshape(heads) * LN2}
+    if call.bias == "gates":
+        # A softmax does not see what is added to a whole row; its log-sum-exp does.
+        return {"q": d_lse[:, :, None], "k": found[0].reshape(x.bias["k"].shape) * LN2}
+    if call.bias == "relative":
+        skewed, edges = (a.sum(0).reshape(heads, *a.shape[3:]) * LN2 for a in found)
+        return {"values": unskewed(skewed, x.bias["values"].shape[1]), "edges": edges.sum(-1)}
+    return {}
+
+
+attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,385 @@
+"""The forward kernel: one row of tiles after the other, with a running maximum.
+
+For a block of queries, over the tiles of its list,
+
+    S = Q K^T + bias,   m' = max(m, rowmax S),   P = 2^(S - m'),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P V
+
+and at the end ``O / l`` and ``L = m + log2 l`` (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
+2205.14135). Logits are in base 2: ``log2 e`` is part of the queries' scale and of the bias.
+
+    queries   . . . . . .      . . . . . .      . . . . . .        a row of tiles is finished before the next begins;
+              # # m . . .  ->  # # m . . .  ->  # # m . . .        while ``x`` is computed, ``o``, the next tile of the
+              # # # m . .      # # # m . .      # # # m . .        list, is on its way, at the end of a row too
+    x . . . . ^ o              x o              .   x o
+
+Keys and values stay in main memory. A tile is computed in parts of a few hundred keys, without a loop, so that the
+matrix product of one part runs beside the exponentials of another. The sums ``l`` are kept for each of 128 lanes and
+added up at the end.
+"""
+
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from posjax.attention.tpu import terms
+from posjax.attention.tpu.call import (
+    Call,
+    Inputs,
+    anywhere,
+    at,
+    compiler_params,
+    product,
+    rows_of,
+    scalar_memory,
+    scalars_of,
+)
+from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, choice_of, tile_of
+from posjax.attention.tpu.terms import LANES, SUBLANES, Axis
+
+LOWEST = -1e30
+"""Where a running maximum starts: below every real logit but finite, so that a row without keys needs no care."""
+
+
+class _Arrays(NamedTuple):
+    """Arguments of the kernel: arrays outside, references inside."""
+
+    visits: Any
+    origins: tuple
+    starts: Any
+    scalars: dict
+    q: Any
+    q_rows: tuple
+    k: Any
+    v: Any
+    k_rows: tuple
+    window: Any
+
+
+class _Arriving(NamedTuple):
+    """Two places for everything that travels."""
+
+    k: Any
+    v: Any
+    rows: tuple
+    window: Any
+
+
+class _Sums(NamedTuple):
+    """What a row of tiles accumulates, and what is prepared once for it."""
+
+    highest: Any
+    total: Any
+    out: Any
+    columns: tuple
+    matrix: Any
+
+
+def forward(call: Call, x: Inputs):
+    """Output ``[batch, heads, queries, value size]`` and base-2 log-sum-exp ``[batch, heads, 1, queries]``, float32."""
+    batch, heads, pairs, queries, size = x.q.shape
+    block, value_size = call.forward.q, x.v.shape[-1]
+    arrays = _arrays(call, x)
+    return pl.pallas_call(
+        partial(_kernel, call, heads // x.k.shape[1], queries),
+        grid=(batch, heads, queries // block),
+        in_specs=list(_specs(arrays, block)),
+        out_specs=[
+            pl.BlockSpec((None, None, block, value_size), lambda b, h, i: (b, h, i, 0)),
+            pl.BlockSpec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, queries, value_size), x.v.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
+        ],
+        scratch_shapes=_scratch(call, arrays),
+        compiler_params=compiler_params(call),
+        interpret=call.interpret,
+        name="posjax_attention_forward",
+    )(*arrays)
+
+
+def _arrays(call: Call, x: Inputs) -> _Arrays:
+    window = None
+    if call.bias == "relative":
+        # Lanes are keys: the vector runs backwards, so that its index ``queries - (i - j)`` rises with them.
+        values = x.bias["values"][:, ::-1]
+        values = jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
+        window = terms.skewed(values, values.shape[1] // LANES)
+    visits, *origins = x.forward
+    q_rows, k_rows = rows_of(x.q_numbers, x.bias, "q"), rows_of(x.k_numbers, x.bias, "k")
+    origins = tuple(o for o in origins if o is not None)
+    return _Arrays(visits, origins, x.starts, scalars_of(x.bias), x.q, q_rows, x.k, x.v, k_rows, window)
+
+
+def _specs(arrays: _Arrays, block: int) -> _Arrays:
+    _, _, pairs, _, size = arrays.q.shape
+
+    def visit_spec(table):
+        batched = table.shape[0]
+        return pl.BlockSpec((None, None, *table.shape[2:]), lambda b, h, i: (at(b, batched), i, 0, 0), pltpu.SMEM)
+
+    def origin_spec(table):
+        sizes = table.shape[:2]
+        return pl.BlockSpec(
+            (None, None, *table.shape[2:]), lambda b, h, i: (at(b, sizes[0]), at(h, sizes[1]), 0, 0), pltpu.SMEM
+        )
+
+    def row_spec(row):
+        sizes = row.shape[:2]
+        return pl.BlockSpec((None, None, 1, block), lambda b, h, i: (at(b, sizes[0]), at(h, sizes[1]), 0, i))
+
+    specs = jax.tree.map(lambda _: anywhere, arrays)
+    return specs._replace(
+        visits=jax.tree.map(visit_spec, arrays.visits),
+        origins=jax.tree.map(origin_spec, arrays.origins),
+        starts=scalar_memory,
+        scalars=jax.tree.map(lambda _: scalar_memory, arrays.scalars),
+        q=pl.BlockSpec((None, None, pairs, block, size), lambda b, h, i: (b, h, 0, i, 0)),
+        q_rows=jax.tree.map(row_spec, arrays.q_rows),
+    )
+
+
+def _scratch(call: Call, x: _Arrays) -> list:
+    q, k, _ = call.forward
+    vmem = pltpu.VMEM
+    window = x.window is not None
+    arriving = _Arriving(
+        vmem((2, x.k.shape[2], k, x.k.shape[-1]), x.k.dtype),
+        vmem((2, k, x.v.shape[-1]), x.v.dtype),
+        tuple(vmem((2, 1, k), row.dtype) for row in x.k_rows),
+        vmem((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32) if window else None,
+    )
+    sums = _Sums(
+        vmem((q, LANES), jnp.float32),
+        vmem((q, LANES), jnp.float32),
+        vmem((q, x.v.shape[-1]), jnp.float32),
+        tuple(vmem((q, LANES), row.dtype) for row in x.q_rows),
+        vmem((q + k - LANES, LANES), jnp.float32) if window else None,
+    )
+    copies = x.k.shape[2] + 1 + len(x.k_rows) + window
+    return [arriving, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]
+
+
+class _Row(NamedTuple):
+    """Everything that stays while a kernel is at one row of tiles."""
+
+    call: Call
+    x: _Arrays
+    arriving: _Arriving
+    sums: _Sums
+    arrived: Any
+    batch: Any
+    head: Any
+    kv_head: Any
+    block: Any
+    queries: int
+
+
+def _kernel(call: Call, group: int, queries: int, *refs):
+    x, refs = _Arrays(*refs[: len(_Arrays._fields)]), refs[len(_Arrays._fields) :]
+    out_ref, lse_ref, arriving, sums, state, arrived = refs
+    b, h, i = (pl.program_id(n) for n in range(3))
+    row = _Row(call, x, arriving, sums, arrived, b, h, h // group, i, queries)
+    order, ends = x.visits
+    kinds = call.forward_kinds
+    count, following = ends[0, len(kinds) - 1], ends[0, len(kinds)]
+    # The place where this row's first tile arrives, and whether it is on its way already.
+    place = jnp.where(i == 0, 0, state[0])
+    under_way = jnp.where(i == 0, 0, state[1])
+
+    @pl.when((count > 0) & (under_way == 0))
+    def _():
+        _start(row, i, order[0, 0], place)
+
+    _begin(row)
+
+    def visit(kind: Kind, n, _):
+        here, more = (place + n) % 2, n + 1 < count
+        upcoming = jnp.where(more, order[0, jnp.where(more, n + 1, 0)], following)
+
+        @pl.when(upcoming >= 0)
+        def _():
+            _start(row, jnp.where(more, i, i + 1), upcoming, 1 - here)
+
+        _wait(row, kind, here)
+        _tile(row, kind, tile_of(order[0, n]), here)
+
+    start = 0
+    for n, kind in enumerate(kinds):
+        jax.lax.fori_loop(start, ends[0, n], partial(visit, kind), None)
+        start = ends[0, n]
+    state[0] = (place + count) % 2
+    state[1] = ((count > 0) & (following >= 0)).astype(jnp.int32)
+    _finish(row, out_ref, lse_ref)
+
+
+def _copies(row: _Row, i, tile, place) -> list:
+    """What every tile needs, but for the keys: values, numbers of its tokens, its window of the bias by distance."""
+    _, x, arriving, _, arrived, b, h, kv_head, _, queries = row
+    q, k, _ = row.call.forward
+    tokens = pl.ds(pl.multiple_of(tile * k, k), k)
+    pairs = [(x.v.at[b, kv_head, tokens], arriving.v.at[place])]
+    for source, target in zip(x.k_rows, arriving.rows, strict=True):
+        pairs.append((source.at[at(b, source.shape[0]), at(h, source.shape[1]), :, tokens], target.at[place]))
+    if x.window is not None:
+        first = (queries - q * (i + 1) + k * tile) // LANES
+        pairs.append((x.window.at[h, pl.ds(first, (q + k) // LANES)], arriving.window.at[place]))
+    return [pltpu.make_async_copy(*pair, arrived.at[n, place]) for n, pair in enumerate(pairs)]
+
+
+def _keys(row: _Row, pair, tile, to: int, place):
+    """The copy of the keys of one pair of features."""
+    k = row.call.forward.k
+    source = row.x.k.at[row.batch, row.kv_head, pair, pl.ds(pl.multiple_of(tile * k, k), k)]
+    last = row.arrived.shape[0] - 1
+    return pltpu.make_async_copy(source, row.arriving.k.at[place, to], row.arrived.at[last - to, place])
+
+
+def _start(row: _Row, i, entry, place) -> None:
+    tile, choice, pairs = tile_of(entry), choice_of(entry), row.x.k.shape[2]
+    for copy in _copies(row, i, tile, place):
+        copy.start()
+    if pairs == 1:
+        _keys(row, 0, tile, 0, place).start()
+        return
+    _keys(row, jnp.where(choice == pairs, 0, choice), tile, 0, place).start()
+
+    @pl.when(choice == pairs)
+    def _():
+        for n in range(1, pairs):
+            _keys(row, n, tile, n, place).start()
+
+
+def _wait(row: _Row, kind: Kind, place) -> None:
+    for copy in _copies(row, 0, 0, place):
+        copy.wait()
+    for n in range(len(kind.pairs)):
+        _keys(row, n, 0, n, place).wait()
+
+
+def _begin(row: _Row) -> None:
+    sums = row.sums
+    sums.highest[...] = jnp.full_like(sums.highest, LOWEST)
+    sums.total[...] = jnp.zeros_like(sums.total)
+    sums.out[...] = jnp.zeros_like(sums.out)
+    for source, target in zip(row.x.q_rows, sums.columns, strict=True):
+        target[...] = terms.column(source[...])
+
+
+def _tile(row: _Row, kind: Kind, tile, place) -> None:
+    """Adds a tile to the sums, part by part."""
+    keys, part = row.call.forward.k, row.call.forward.part
+    if row.call.bias == "relative" and kind.reach == NEAR:
+        terms.toeplitz(row.arriving.window.at[place], row.sums.matrix)
+    level = _level(row, kind, tile)
+    for first in range(0, keys, part):
+        logits = _logits(row, kind, tile, first, place)
+        _add(row.sums, logits, row.arriving.v[place, pl.ds(first, part), :], level)
+
+
+def _level(row: _Row, kind: Kind, tile):
+    """A number that the logits of the tile still lack: the bias between the origins of its blocks, or a constant."""
+    call, scalars = row.call, row.x.scalars
+    if call.bias == "relative" and kind.reach != NEAR and call.softcap is None:
+        return scalars["edges"][row.head, int(kind.reach == AHEAD)]
+    if call.bias not in ("linear", "gates"):
+        return None
+    q, k = row.x.origins
+    apart = q[0, row.block] - k[0, tile]
+    return apart if call.bias == "gates" else scalars["slopes"][row.head] * apart.astype(jnp.float32)
+
+
+def _logits(row: _Row, kind: Kind, tile, first: int, place):
+    """Logits of some keys of a tile, less its level."""
+    call, (queries, _, part) = row.call, row.call.forward
+    keys = pl.ds(first, part)
+    found = [product(row.x.q[n], row.arriving.k[place, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
+    shape = (queries, part)
+    logits = found[0]
+    seen = None
+    if kind.masked or len(found) > 1:
+        axes = _axes(row, tile, first, place)
+        seen, takes = call.pattern.on(*axes, shape, masked=kind.masked, far=len(found) > 1)
+        for other, where in zip(found[1:], takes, strict=True):
+            logits = jnp.where(where, other, logits)
+    logits = _biased(row, kind, logits, tile, first, place)
+    if call.softcap is not None:
+        logits = call.softcap * jnp.tanh(logits / call.softcap)
+    return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
+
+
+def _axes(row: _Row, tile, first: int, place) -> tuple[Axis, Axis]:
+    """The queries of the row, and some keys of a tile."""
+    (queries, keys, part), (q_ranged, k_ranged) = row.call.forward, row.call.ranged
+    q_columns = tuple(column[...] for column in row.sums.columns[: row.call.q_numbers])
+    k_rows = tuple(x[place, :, pl.ds(first, part)] for x in row.arriving.rows[: row.call.k_numbers])
+    q_first = row.x.starts[0] + row.block * queries
+    k_first = row.x.starts[1] + tile * keys + first
+    return Axis(0, q_first, q_columns, q_ranged), Axis(1, k_first, k_rows, k_ranged)
+
+
+def _biased(row: _Row, kind: Kind, logits, tile, first: int, place):
+    """The logits with what of the bias differs within a tile; a constant of each query is left to ``_finish``."""
+    call, (queries, keys, part) = row.call, row.call.forward
+    if call.bias == "relative" and kind.reach == NEAR:
+        slabs = [terms.slab(row.sums.matrix, first + n, queries, keys) for n in range(0, part, LANES)]
+        return logits + jnp.concatenate(slabs, axis=1)
+    if call.bias == "relative" and call.softcap is not None:
+        return logits + row.x.scalars["edges"][row.head, int(kind.reach == AHEAD)]
+    if call.bias == "linear":
+        _, k = _axes(row, tile, first, place)
+        behind = row.x.origins[1][0, tile] - k.positions((1, part))
+        return logits + row.x.scalars["slopes"][row.head] * behind.astype(jnp.float32)
+    if call.bias == "gates":
+        gates = row.arriving.rows[-1][place, :, pl.ds(first, part)]
+        return logits + (row.x.origins[1][0, tile] - gates)
+    return logits
+
+
+def _add(sums: _Sums, logits, v, level) -> None:
+    """One step of the online softmax."""
+    old = sums.highest[...]
+    top = jnp.max(logits, axis=1, keepdims=True)
+    new = jnp.maximum(old, top if level is None else top + level)
+    against = new if level is None else new - level
+    lanes = range(0, logits.shape[1], LANES)
+    weights = [jnp.exp2(logits[:, n : n + LANES] - against) for n in lanes]
+    shrink = jnp.exp2(old - new)
+    sums.highest[...] = new
+    sums.total[...] = sums.total[...] * shrink + reduce(jnp.add, weights)
+    mixed = product(jnp.concatenate([w.astype(v.dtype) for w in weights], axis=1), v, (1, 0))
+    sums.out[...] = sums.out[...] * _wide(shrink, v.shape[1]) + mixed
+
+
+def _wide(column, size: int):
+    """``[n, 128]`` with equal lanes as ``[n, size]``."""
+    return jnp.tile(column, (1, pl.cdiv(size, LANES)))[:, :size]
+
+
+def _finish(row: _Row, out_ref, lse_ref) -> None:
+    sums = row.sums
+    total = jnp.sum(sums.total[...], axis=1, keepdims=True)
+    seen = total > 0
+    total = jnp.where(seen, total, 1)
+    out_ref[...] = (sums.out[...] * (1 / total)).astype(out_ref.dtype)
+    lse = jnp.where(seen, sums.highest[...] + jnp.log2(total), -jnp.inf)
+    lse_ref[...] = lse.T[:1] + _row_constant(row)
+
+
+def _row_constant(row: _Row):
+    """What a linear bias or gates add to all logits of a query, relative to the origin of its block, as ``[1, n]``."""
+    call, x = row.call, row.x
+    if call.bias == "gates":
+        return x.q_rows[-1][...] - x.origins[0][0, row.block]
+    if call.bias != "linear":
+        return 0.0
+    block = call.forward.q
+    if call.ranged[0]:
+        ahead = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+    else:
+        ahead = x.q_rows[0][...] - x.origins[0][0, row.block]
+    return x.scalars["slopes"][row.head] * ahead.astype(jnp.float32)

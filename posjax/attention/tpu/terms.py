@@ -1,0 +1,188 @@
+"""What is added to the scores of a tile and what hides them, evaluated inside a kernel.
+
+A tile has its *outer* axis, the block whose row of tiles the kernel is at, along the sublanes and its *inner* axis, the
+tiles of that row, along the lanes: queries by keys going forward, keys by queries going backward. Numbers of the inner
+axis arrive as rows ``[1, n]``, which a chip repeats over the sublanes for nothing. Those of the outer axis are turned
+into columns once for a whole row of tiles and kept repeated over the lanes, ``[n, 128]``.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from posjax.masks import Mask, OfTokens, Pair
+
+LANES, SUBLANES = 128, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class OfArrays:
+    """A mask of tokens without its arrays; ``kind`` knows what to do with the numbers of two tokens."""
+
+    kind: type
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Two formulas joined as their mask joins them."""
+
+    kind: type
+    left: Any
+    right: Any
+
+
+Formula = Mask | OfArrays | Joined | None
+"""A mask as static structure: what is left of it when its arrays are taken out."""
+
+
+def dissect(mask: Mask | None) -> tuple[Formula, list, list]:
+    """The formula of a mask and its arrays ``[batch, tokens]`` of the queries and of the keys, in order."""
+    if isinstance(mask, Pair):
+        (left, *some), (right, *more) = dissect(mask.left), dissect(mask.right)
+        return Joined(type(mask), left, right), *(a + b for a, b in zip(some, more, strict=True))
+    if isinstance(mask, OfTokens):
+        q, k = mask.arrays
+        return OfArrays(type(mask)), [q], [k]
+    return mask, [], []
+
+
+def allowed(formula: Formula, i, j, q_numbers, k_numbers):
+    """The formula on a tile: positions ``i`` and ``j``, and iterators over the numbers of its tokens."""
+    if isinstance(formula, Joined):
+        left = allowed(formula.left, i, j, q_numbers, k_numbers)
+        return formula.kind.join(left, allowed(formula.right, i, j, q_numbers, k_numbers))
+    if isinstance(formula, OfArrays):
+        return formula.kind.meet(next(q_numbers), next(k_numbers))
+    return formula.pairs(i, j)
+
+
+class Axis(NamedTuple):
+    """One side of a tile: where it lies in the tile, its first position, and the numbers of its tokens.
+
+    Args:
+        dimension: 0 for the outer axis, 1 for the inner one.
+        first: position of its first token, where positions are a range.
+        numbers: int32, ``[n, 128]`` outer or ``[1, n]`` inner: positions first, unless they are a range.
+        ranged: whether positions are a range.
+    """
+
+    dimension: int
+    first: Any
+    numbers: tuple
+    ranged: bool
+
+    def whole(self, numbers, shape):
+        """The numbers of the tokens, repeated over a tile."""
+        if self.dimension == 0:
+            return jnp.tile(numbers, (1, shape[1] // LANES))
+        return jnp.broadcast_to(numbers, shape)
+
+    def positions(self, shape):
+        """Positions of the tokens, repeated over a tile."""
+        if self.ranged:
+            return self.first + jax.lax.broadcasted_iota(jnp.int32, shape, self.dimension)
+        return self.whole(self.numbers[0], shape)
+
+    def of_masks(self, shape):
+        """Iterates over the numbers that masks of tokens compare, repeated over a tile."""
+        return (self.whole(x, shape) for x in self.numbers[0 if self.ranged else 1 :])
+
+
+class Pattern(NamedTuple):
+    """The pairs that the mask allows, and those that each branch takes, as formulas over one list of numbers."""
+
+    mask: Formula
+    branches: tuple[Formula, ...]
+
+    def on(self, q: Axis, k: Axis, shape, *, masked: bool, far: bool) -> tuple:
+        """Whether each pair of a tile is allowed (None: all are), and which branch's it is."""
+        i, j = q.positions(shape), k.positions(shape)
+        q_numbers, k_numbers = q.of_masks(shape), k.of_masks(shape)
+        hidden = self.mask is not None and masked
+        seen = allowed(self.mask, i, j, q_numbers, k_numbers) if hidden else None
+        if not far:
+            return seen, ()
+        if not hidden:
+            _skip(self.mask, q_numbers, k_numbers)
+        return seen, tuple(allowed(where, i, j, q_numbers, k_numbers) for where in self.branches)
+
+
+def _skip(formula: Formula, q_numbers, k_numbers) -> None:
+    if isinstance(formula, Joined):
+        _skip(formula.left, q_numbers, k_numbers)
+        _skip(formula.right, q_numbers, k_numbers)
+    elif isinstance(formula, OfArrays):
+        next(q_numbers), next(k_numbers)
+
+
+def column(row):
+    """``[1, n]`` as ``[n, 128]``, the number of a row in each of its lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def row(column):
+    """``[n, 128]`` summed over the lanes, as ``[1, n]``."""
+    return jnp.sum(column.T, axis=0, keepdims=True)
+
+
+def skewed(values, rows: int):
+    """``U[t, b, y] = u[128 t + y - b]`` of a vector ``u``, ``[heads, rows, 8, 128]``: what ``toeplitz`` reads.
+
+    One copy of the vector for each sublane, shifted by its number; ``u`` is continued by its ends.
+    """
+    more = rows * LANES - values.shape[-1]
+    longer = jnp.pad(values, ((0, 0), (SUBLANES - 1, more)), mode="edge")
+    shifted = [longer[:, SUBLANES - 1 - b :][:, : rows * LANES] for b in range(SUBLANES)]
+    return jnp.stack([x.reshape(-1, rows, LANES) for x in shifted], axis=2)
+
+
+def unskewed(sums, size: int):
+    """The transpose of ``skewed``: sums over ``[heads, rows, 8, 128]`` as a vector of ``size`` numbers."""
+    return jax.linear_transpose(
+        lambda u: skewed(u, sums.shape[1]), jax.ShapeDtypeStruct((sums.shape[0], size), sums.dtype)
+    )(sums)[0]
+
+
+def toeplitz(window_ref, matrix_ref):
+    """Writes ``W[x, c] = u[n + c - x]`` from a window of the skewed vector, ``n`` its lanes less 128.
+
+    A tile that depends on the difference of its indices alone is cut into slabs of 128 lanes, and each slab is ``W``
+    from another row on: what is made once serves them all (``slab``). Eight rows of ``W`` are the window shifted by one
+    number for every row, which it is already, and then as a whole, which is one rotation of the lanes.
+
+    Args:
+        window_ref: ``[m, 8, 128]``, ``U`` from the row on where the tile's smallest index lies.
+        matrix_ref: ``W``, ``[128 (m - 1), 128]``.
+    """
+    lane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+    last = window_ref.shape[0] - 1
+    for a in range(0, LANES, SUBLANES):
+        rolled = [pltpu.roll(window_ref[n], a, axis=1) if a else window_ref[n] for n in range(last + 1)]
+        for x in range(last):
+            eight = jnp.where(lane >= a, rolled[last - x], rolled[last - x - 1]) if a else rolled[last]
+            eight = eight if a else rolled[last - x]
+            matrix_ref[x * LANES + a : x * LANES + a + SUBLANES, :] = eight
+
+
+def slab(matrix_ref, lanes_before: int, outer: int, inner: int):
+    """The 128 lanes of a tile from ``lanes_before`` on, of ``outer`` rows; the tile has ``inner`` lanes in all."""
+    first = inner - LANES - lanes_before
+    return matrix_ref[first : first + outer, :]
+
+
+def untoeplitz(matrix_ref) -> list:
+    """The transpose of ``toeplitz``: what each ``[8, 128]`` of the window gets from a matrix of gradients."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+    last = matrix_ref.shape[0] // LANES
+    window = [jnp.zeros((SUBLANES, LANES), jnp.float32) for _ in range(last + 1)]
+    for x in range(last):
+        for a in range(0, LANES, SUBLANES):
+            eight = matrix_ref[x * LANES + a : x * LANES + a + SUBLANES, :]
+            back = pltpu.roll(eight, LANES - a, axis=1) if a else eight
+            window[last - x] += jnp.where(lane < LANES - a, back, 0)
+            window[last - x - 1] += jnp.where(lane < LANES - a, 0, back)
+    return window
