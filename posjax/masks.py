@@ -126,7 +126,7 @@ class _Distances(_Counted):
         return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self._unit)
 
     def pairs(self, i, j):
-        distance, (least, most) = i // self._unit - j // self._unit, self.limits
+        distance, (least, most) = _units(i, self._unit) - _units(j, self._unit), self.limits
         return distance >= least if most is None else (distance >= least) & (distance <= most)
 
     def bounds(self, i_low, i_high, j_low, j_high):
@@ -135,6 +135,15 @@ class _Distances(_Counted):
         if most is None:
             return longest >= least, shortest >= least
         return (longest >= least) & (shortest <= most), (shortest >= least) & (longest <= most)
+
+
+def _units(positions, unit: int):
+    """``floor(positions / unit)``, for arrays in a form that TPU kernels can compile without a TPU at hand."""
+    if unit == 1:
+        return positions
+    if not isinstance(positions, jax.Array):
+        return positions // unit
+    return jax.lax.div(positions - positions % unit, jnp.asarray(unit, positions.dtype))
 
 
 class _Chunks(_Distances):

@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("factory", metavar="FILE.py:FACTORY", help="returns a function and its abstract arguments")
     parser.add_argument("chips", metavar="CHIP", nargs="+", help=f"one or several of {', '.join(CHIPS)}")
     parser.add_argument("--keep", metavar="DIR", type=Path, help="where to leave the compiler's dump")
+    parser.add_argument("--traceback", action="store_true", help="show where compiling failed")
     options = parser.parse_args()
     try:
         for chip in options.chips:
@@ -41,6 +42,8 @@ def main() -> int:
             others = [f"{kernel.name} ({kernel.bundles})" for kernel in compiled.kernels if not kernel.is_custom]
             print(f"XLA's own fusions, in bundles: {', '.join(others) or 'none'}")
     except ValueError as error:
+        if options.traceback:
+            print(getattr(error, "details", ""), file=sys.stderr)
         print("error:", error, file=sys.stderr)
         return 2
     return 0

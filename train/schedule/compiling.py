@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class DoesNotCompile(ValueError):
-    """The compiler refused the program; the message is its own, cut to one line."""
+    """The program could not be made or compiled; the message is the first error's, cut to one line."""
+
+    details = ""  # all that the compiling process wrote
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,12 @@ def _run(order: Mapping[str, Any], directory: Path, timeout: int, listings: str)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         raise DoesNotCompile(f"longer than {timeout} s") from None
-    if done.returncode:
-        raise DoesNotCompile((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300])
-    reply = json.loads(done.stdout.splitlines()[-1])
+    lines = done.stdout.splitlines()
+    reply = json.loads(lines[-1]) if lines and not done.returncode else {"problem": f"exit status {done.returncode}"}
     if "problem" in reply:
-        raise DoesNotCompile(reply["problem"])
+        error = DoesNotCompile(reply["problem"])
+        error.details = done.stderr
+        raise error
     return reply
 
 
@@ -94,12 +98,16 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
     device = topologies.get_topology_desc(topology_name=order["topology"], platform="tpu").devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
-    try:
-        compiled = lowered.compile()
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        return {"problem": " ".join(str(error).split())[:300]}
+    compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
     return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+
+
+def _main(order: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return _child(order)
+    except Exception as error:
+        traceback.print_exc()
+        return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def _load(factory: str) -> Any:
@@ -115,4 +123,4 @@ def _load(factory: str) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_child(json.loads(sys.argv[1]))))
+    print(json.dumps(_main(json.loads(sys.argv[1]))))

@@ -33,7 +33,7 @@ class Run:
 class Launch:
     """One kernel of a contender: what its author knows of one launch, and the compiler does not say."""
 
-    kernel: str  # how the kernel's name starts
+    kernel: str  # what the kernel's name contains; jax wraps names in those of transformations
     steps: int  # of the grid
     runs: tuple[Run, ...]  # in program order; what is not named runs once a step
     area: float  # the query-key pairs of all visited tiles, over all heads
@@ -70,11 +70,11 @@ class Cost:
         return self.bundles * self.area / TILE**2
 
 
-def find_kernel(kernels: Sequence[Kernel], start: str) -> Kernel:
-    """The one kernel whose name starts so."""
-    names = [kernel.name for kernel in kernels if kernel.is_custom]
-    found = [kernel for kernel in kernels if kernel.is_custom and kernel.name.startswith(start)]
-    check(len(found) == 1, f"expected one kernel named {start}..., found {', '.join(names) or 'no kernel at all'}")
+def find_kernel(kernels: Sequence[Kernel], name: str) -> Kernel:
+    """The one kernel whose name contains this one."""
+    custom = [kernel for kernel in kernels if kernel.is_custom]
+    found = [kernel for kernel in custom if name in kernel.name]
+    check(len(found) == 1, f"expected one kernel named {name}, found {_words(kernel.name for kernel in custom)}")
     return found[0]
 
 
@@ -85,13 +85,13 @@ def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
 
     The memory needs  moved bytes / area x 512^2 / (HBM bytes per cycle)  cycles beside that.
     """
-    named = match(kernel, launch)
+    named = match_runs(kernel, launch)
     times = _times(kernel, launch, named, chip)
     per_tile = TILE**2 / launch.area
     floors = [chip.mxu_floor(named[i].products) if i in named else 0.0 for i in range(len(kernel.parts))]
     everything = list(zip(kernel.parts, times, floors, strict=True))
     return Cost(
-        kernel=kernel.name,
+        kernel=launch.kernel,
         hot=tuple(_hot(kernel.parts[i], run, floors[i]) for i, run in named.items() if run.products),
         bundles=per_tile * sum(n * max(part.bundles, floor) for part, n, floor in everything),
         cycles=per_tile * sum(n * max(part.cycles, floor) for part, n, floor in everything),
@@ -106,13 +106,13 @@ def _hot(part: Part, run: Run, floor: float) -> Hot:
     return Hot(run.name, run.times, part.bundles, part.cycles, floor, spills)
 
 
-def match(kernel: Kernel, launch: Launch) -> dict[int, Run]:
+def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Run]:
     """Which part each stated run is, by the index of the part.
 
     Hot parts are matched in program order. Conditionals between two hot parts are too, if there are as many as stated;
     if there are none, the compiler has merged them into what surrounds them.
     """
-    stated, found = _segments(launch.runs, lambda run: bool(run.products)), _candidates(kernel)
+    stated, found = _segments(launch.runs, lambda run: bool(run.products)), _candidates(kernel, _grid(kernel, launch))
     expected = f"{kernel.name}: expected {_words(run.name for run in launch.runs)}"
     parts = _segments(found, lambda i: kernel.parts[i].is_hot)
     check(
@@ -148,12 +148,20 @@ def _words(names) -> str:
     return ", ".join(names) or "nothing"
 
 
-def _candidates(kernel: Kernel) -> list[int]:
-    """Parts that a run can name: hot ones, and loops and conditionals of some size neither around nor in them."""
+def _candidates(kernel: Kernel, grid: int | None) -> list[int]:
+    """Parts that a run can name.
+
+    These are hot parts, loops around them whose trips the compiler does not know, and any other loop or conditional of
+    some size, unless it lies in one of these.
+    """
     around, found = _around_hot(kernel), []
     for i, part in enumerate(kernel.parts):
-        nested = any(above in found for above in _above(kernel, i))
-        if part.is_hot or (i not in around and not nested and part.bundles >= _SMALL):
+        if i in around and not part.is_hot:
+            is_candidate = part.kind == "loop" and part.trips is None and i != grid
+        else:
+            nested = any(above in found and above not in around for above in _above(kernel, i))
+            is_candidate = part.is_hot or (part.bundles >= _SMALL and not nested)
+        if is_candidate:
             found.append(i)
     return found
 
@@ -165,7 +173,7 @@ def _above(kernel: Kernel, index: int) -> Iterator[int]:
 
 def _times(kernel: Kernel, launch: Launch, named: dict[int, Run], chip: Chip) -> list[float]:
     """How often each part runs, over all cores; what no run names runs as often as what surrounds it."""
-    grid = _grid(kernel) if launch.steps > 1 else None
+    grid = _grid(kernel, launch)
     trips = launch.steps if grid is None else _grid_trips(kernel, kernel.parts[grid], launch.steps, chip)
     cores = max(1, round(launch.steps / trips))
     found: list[float] = []
@@ -189,9 +197,9 @@ def _around_hot(kernel: Kernel) -> set[int]:
     return {above for i, part in enumerate(kernel.parts) if part.is_hot for above in _above(kernel, i)}
 
 
-def _grid(kernel: Kernel) -> int | None:
-    """The loop over the grid: the outermost one around hot parts."""
-    around = _around_hot(kernel)
+def _grid(kernel: Kernel, launch: Launch) -> int | None:
+    """The loop over the grid: the outermost one around hot parts. A grid of one step needs no loop."""
+    around = _around_hot(kernel) if launch.steps > 1 else ()
     return next((i for i, part in enumerate(kernel.parts) if part.kind == "loop" and i in around), None)
 
 

@@ -162,12 +162,14 @@ def _specs(arrays: _Arrays, block: int) -> _Arrays:
 
     def visit_spec(table):
         batched = table.shape[0]
-        return pl.BlockSpec((None, None, *table.shape[2:]), lambda b, h, j: (at(b, batched), j, 0, 0), pltpu.SMEM)
+        return pl.BlockSpec(
+            (None, None, *table.shape[2:]), lambda b, h, j: (at(b, batched), j, 0, 0), memory_space=pltpu.SMEM
+        )
 
     def origin_spec(table):
         sizes = table.shape[:2]
         shape = (None, None, *table.shape[2:])
-        return pl.BlockSpec(shape, lambda b, h, j: (at(b, sizes[0]), at(h, sizes[1]), 0, 0, 0), pltpu.SMEM)
+        return pl.BlockSpec(shape, lambda b, h, j: (at(b, sizes[0]), at(h, sizes[1]), 0, 0, 0), memory_space=pltpu.SMEM)
 
     def row_spec(row):
         sizes = row.shape[:2]
@@ -277,7 +279,7 @@ def _kernel(call: Call, bias_outputs: int, *refs):
 
         @pl.when(step >= 2)
         def _():
-            _wait_written(row, (step + 1) % 3)
+            _wait_written(row, jax.lax.rem(step + 1, 3))
 
         @pl.when(step + 1 < group * count)
         def _():
@@ -300,7 +302,7 @@ def _kernel(call: Call, bias_outputs: int, *refs):
 
         @pl.when(group * count >= back)
         def _(back=back):
-            _wait_written(row, (group * count - back) % 3)
+            _wait_written(row, jax.lax.rem(group * count - back, 3))
 
     dk_ref[...] = (row.sums.dk[...] * LN2).astype(dk_ref.dtype)
     dv_ref[...] = row.sums.dv[...].astype(dv_ref.dtype)
@@ -325,7 +327,7 @@ def _window(row: _Row, tile):
     """Which rows of the skewed vector a tile reads."""
     q, k, _ = row.call.backward
     keys = row.x.k.shape[1] * pl.num_programs(2)
-    return pl.ds((keys - k * (row.block + 1) + q * tile) // LANES, (q + k) // LANES)
+    return pl.ds(jax.lax.div(keys - k * (row.block + 1) + q * tile, LANES), (q + k) // LANES)
 
 
 def _block_of(row: _Row, g, pair, tile) -> tuple:
@@ -336,19 +338,19 @@ def _block_of(row: _Row, g, pair, tile) -> tuple:
 
 def _fetch_q(row: _Row, g, pair, tile, to: int, step):
     """The copy of the queries of one pair of features."""
-    source, place = row.x.q.at[_block_of(row, g, pair, tile)], step % 2
+    source, place = row.x.q.at[_block_of(row, g, pair, tile)], step & 1
     return pltpu.make_async_copy(source, row.arriving.q.at[place, to], row.q_arrived.at[to, place])
 
 
 def _fetch_dq(row: _Row, g, pair, tile, to: int, step):
     """The copy of what their gradient is so far."""
-    source, place = row.x.dq.at[_block_of(row, g, pair, tile)], step % 3
+    source, place = row.x.dq.at[_block_of(row, g, pair, tile)], jax.lax.rem(step, 3)
     return pltpu.make_async_copy(source, row.dq.at[place, to], row.dq_moved.at[0, to, place])
 
 
 def _store_dq(row: _Row, g, pair, tile, to: int, step):
     """The copy back."""
-    target, place = row.x.dq.at[_block_of(row, g, pair, tile)], step % 3
+    target, place = row.x.dq.at[_block_of(row, g, pair, tile)], jax.lax.rem(step, 3)
     return pltpu.make_async_copy(row.dq.at[place, to], target, row.dq_moved.at[1, to, place])
 
 
@@ -368,7 +370,7 @@ def _for_pairs(row: _Row, choice, then) -> None:
 
 def _start(row: _Row, entry, g, step) -> None:
     tile = tile_of(entry)
-    for copy in _copies(row, g, tile, step % 2):
+    for copy in _copies(row, g, tile, step & 1):
         copy.start()
 
     def fetch(pair, to):
@@ -379,7 +381,7 @@ def _start(row: _Row, entry, g, step) -> None:
 
 
 def _wait(row: _Row, kind: Kind, step) -> None:
-    for copy in _copies(row, 0, 0, step % 2):
+    for copy in _copies(row, 0, 0, step & 1):
         copy.wait()
     for n in range(len(kind.pairs)):
         _fetch_q(row, 0, n, 0, n, step).wait()
@@ -387,7 +389,7 @@ def _wait(row: _Row, kind: Kind, step) -> None:
 
 
 def _write(row: _Row, kind: Kind, g, entry, step) -> None:
-    row.choices[step % 3] = choice_of(entry)
+    row.choices[jax.lax.rem(step, 3)] = choice_of(entry)
     for n, pair in enumerate(kind.pairs):
         _store_dq(row, g, pair, tile_of(entry), n, step).start()
 
@@ -449,7 +451,7 @@ def _keys_ahead(row: _Row):
 
 def _tile(row: _Row, kind: Kind, g, tile, step) -> None:
     """Adds a tile to the gradients, part by part."""
-    call, place = row.call, step % 2
+    call, place = row.call, step & 1
     varies = call.bias == "relative" and kind.reach == NEAR
     if varies:
         terms.toeplitz(row.arriving.window.at[place], row.sums.matrix)
@@ -477,7 +479,7 @@ def _level(row: _Row, kind: Kind, g, tile):
 
 
 def _part(row: _Row, kind: Kind, g, tile, first: int, step, level) -> None:
-    call, sums, place = row.call, row.sums, step % 2
+    call, sums, place = row.call, row.sums, step & 1
     part = call.backward.part
     queries = pl.ds(first, part)
     d_out = row.arriving.saved.d_out[place, queries, :]
@@ -501,7 +503,7 @@ def _part(row: _Row, kind: Kind, g, tile, first: int, step, level) -> None:
     for n, pair in enumerate(kind.pairs):
         own = _own(d_scores, takes, n).astype(q[n].dtype)
         sums.dk[pair] += product(own, q[n], (1, 0))
-        row.dq[step % 3, n, queries, :] += product(own, row.x.k[pair], (0, 0))
+        row.dq[jax.lax.rem(step, 3), n, queries, :] += product(own, row.x.k[pair], (0, 0))
     if row.d_bias:
         _add_bias(row, kind, g, tile, first, place, d_scores)
 

@@ -120,12 +120,16 @@ def _specs(arrays: _Arrays, block: int) -> _Arrays:
 
     def visit_spec(table):
         batched = table.shape[0]
-        return pl.BlockSpec((None, None, *table.shape[2:]), lambda b, h, i: (at(b, batched), i, 0, 0), pltpu.SMEM)
+        return pl.BlockSpec(
+            (None, None, *table.shape[2:]), lambda b, h, i: (at(b, batched), i, 0, 0), memory_space=pltpu.SMEM
+        )
 
     def origin_spec(table):
         sizes = table.shape[:2]
         return pl.BlockSpec(
-            (None, None, *table.shape[2:]), lambda b, h, i: (at(b, sizes[0]), at(h, sizes[1]), 0, 0), pltpu.SMEM
+            (None, None, *table.shape[2:]),
+            lambda b, h, i: (at(b, sizes[0]), at(h, sizes[1]), 0, 0),
+            memory_space=pltpu.SMEM,
         )
 
     def row_spec(row):
@@ -183,7 +187,7 @@ def _kernel(call: Call, group: int, queries: int, *refs):
     x, refs = _Arrays(*refs[: len(_Arrays._fields)]), refs[len(_Arrays._fields) :]
     out_ref, lse_ref, arriving, sums, state, arrived = refs
     b, h, i = (pl.program_id(n) for n in range(3))
-    row = _Row(call, x, arriving, sums, arrived, b, h, h // group, i, queries)
+    row = _Row(call, x, arriving, sums, arrived, b, h, jax.lax.div(h, group), i, queries)
     order, ends = x.visits
     kinds = call.forward_kinds
     count, following = ends[0, len(kinds) - 1], ends[0, len(kinds)]
@@ -198,7 +202,7 @@ def _kernel(call: Call, group: int, queries: int, *refs):
     _begin(row)
 
     def visit(kind: Kind, n, _):
-        here, more = (place + n) % 2, n + 1 < count
+        here, more = (place + n) & 1, n + 1 < count
         upcoming = jnp.where(more, order[0, jnp.where(more, n + 1, 0)], following)
 
         @pl.when(upcoming >= 0)
@@ -212,7 +216,7 @@ def _kernel(call: Call, group: int, queries: int, *refs):
     for n, kind in enumerate(kinds):
         jax.lax.fori_loop(start, ends[0, n], partial(visit, kind), None)
         start = ends[0, n]
-    state[0] = (place + count) % 2
+    state[0] = (place + count) & 1
     state[1] = ((count > 0) & (following >= 0)).astype(jnp.int32)
     _finish(row, out_ref, lse_ref)
 
@@ -226,7 +230,7 @@ def _copies(row: _Row, i, tile, place) -> list:
     for source, target in zip(x.k_rows, arriving.rows, strict=True):
         pairs.append((source.at[at(b, source.shape[0]), at(h, source.shape[1]), :, tokens], target.at[place]))
     if x.window is not None:
-        first = (queries - q * (i + 1) + k * tile) // LANES
+        first = jax.lax.div(queries - q * (i + 1) + k * tile, LANES)
         pairs.append((x.window.at[h, pl.ds(first, (q + k) // LANES)], arriving.window.at[place]))
     return [pltpu.make_async_copy(*pair, arrived.at[n, place]) for n, pair in enumerate(pairs)]
 
