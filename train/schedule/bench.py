@@ -18,6 +18,9 @@ from train.schedule.contenders import CONTENDERS, Blocks, Shape, missing, order
 from train.schedule.cost import Cost, cost, find_kernel
 from train.schedule.report import notes, table
 
+WIDTH = 150
+"""Of the tables where there is no terminal."""
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -61,6 +64,8 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
     check_compiler()
     directory.mkdir(parents=True, exist_ok=True)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     found = versions(("jax", "jaxlib", "libtpu"))
     results = []
     for chip in names:

@@ -174,8 +174,7 @@ def _above(kernel: Kernel, index: int) -> Iterator[int]:
 def _times(kernel: Kernel, launch: Launch, named: dict[int, Run], chip: Chip) -> list[float]:
     """How often each part runs, over all cores; what no run names runs as often as what surrounds it."""
     grid = _grid(kernel, launch)
-    trips = launch.steps if grid is None else _grid_trips(kernel, kernel.parts[grid], launch.steps, chip)
-    cores = max(1, round(launch.steps / trips))
+    cores, trips = (1, 1) if grid is None else _cores_and_trips(kernel, kernel.parts[grid], launch.steps, chip)
     found: list[float] = []
     for i, part in enumerate(kernel.parts):
         above = cores if part.parent is None else found[part.parent]
@@ -203,11 +202,11 @@ def _grid(kernel: Kernel, launch: Launch) -> int | None:
     return next((i for i, part in enumerate(kernel.parts) if part.kind == "loop" and i in around), None)
 
 
-def _grid_trips(kernel: Kernel, grid: Part, steps: int, chip: Chip) -> float:
-    """How often one core runs the grid's loop. A pipelined grid takes up to two trips more than it has steps."""
+def _cores_and_trips(kernel: Kernel, grid: Part, steps: int, chip: Chip) -> tuple[int, int]:
+    """How many cores share the grid, and how often each runs its loop: up to two trips more than it has steps."""
     if grid.trips is None:  # a grid whose size the compiler does not know
-        return steps + 2
+        return 1, steps + 2
     for cores in range(1, chip.cores + 1):
         if 0 <= grid.trips - steps / cores <= 2:
-            return grid.trips
+            return cores, grid.trips
     raise ValueError(f"{kernel.name}: {steps} grid steps were stated, but the grid's loop has {grid.trips} trips")

@@ -62,7 +62,6 @@ class _Bundle:
 def parse(text: str, branch_slots: int) -> Region:
     """The control flow of a kernel from its listing; `branch_slots` bundles run behind every branch."""
     bundles = list(_bundles(text))
-    check(bool(bundles), "listing: no bundles found; the format of libtpu's dump has changed")
     return _nest(Region("kernel", 0, len(bundles)), sorted(_regions(bundles, branch_slots), key=_outer_first))
 
 
@@ -74,6 +73,7 @@ def _outer_first(region: Region) -> tuple:
 def _bundles(text: str) -> Iterator[_Bundle]:
     """The bundles in order. Comments may run over several lines."""
     marks = list(_BUNDLE.finditer(text))
+    check(bool(marks), "listing: no bundles found; libtpu's format may have changed")
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         body = text[mark.end() : following.start() if following else None]
         yield _Bundle(mark[2] or "", len(mark[3]), body)
