@@ -94,7 +94,7 @@ class Gradients(NamedTuple):
 def backward(call: Call, x: Inputs, saved: Saved, *, of_bias: bool) -> Gradients:
     """All gradients; those of the bias only if wanted."""
     batch, kv_heads, pairs, keys, size = x.k.shape
-    arrays = _arrays(call, x, saved)
+    arrays, varying = _arrays(call, x, saved), jax.typeof(x.q).manual_axis_type
     group, block = arrays.q.shape[2], call.backward.k
 
     def of_keys(*shape):
@@ -108,9 +108,9 @@ def backward(call: Call, x: Inputs, saved: Saved, *, of_bias: bool) -> Gradients
         in_specs=list(_specs(arrays, block)),
         out_specs=[anywhere, of_keys(pairs, size), of_keys(x.v.shape[-1]), *(spec for _, spec in bias)],
         out_shape=[
-            jax.ShapeDtypeStruct(arrays.dq.shape, jnp.float32),
-            jax.ShapeDtypeStruct(x.k.shape, x.k.dtype),
-            jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+            jax.ShapeDtypeStruct(arrays.dq.shape, jnp.float32, manual_axis_type=varying),
+            jax.ShapeDtypeStruct(x.k.shape, x.k.dtype, manual_axis_type=varying),
+            jax.ShapeDtypeStruct(x.v.shape, x.v.dtype, manual_axis_type=varying),
             *(shape for shape, _ in bias),
         ],
         scratch_shapes=_scratch(call, arrays, bool(bias)),
@@ -153,7 +153,7 @@ def _arrays(call: Call, x: Inputs, saved: Saved) -> _Arrays:
         tuple(map(alone, x.q_numbers)),
         Saved(*map(grouped, saved)),
         window,
-        jnp.zeros(q.shape, jnp.float32),
+        jnp.zeros_like(q, jnp.float32),
     )
 
 
@@ -190,13 +190,14 @@ def _specs(arrays: _Arrays, block: int) -> _Arrays:
 
 def _bias_outputs(call: Call, arrays: _Arrays, block: int) -> list:
     """Shape and spec of the sums for the bias."""
-    head = (*arrays.q.shape[:2],)
+    head, varying = (*arrays.q.shape[:2],), jax.typeof(arrays.q).manual_axis_type
     group, keys = arrays.q.shape[2], arrays.k.shape[3]
 
     def output(*shape, by_block: bool = False):
         blocked = (*shape[:-1], block) if by_block else shape
         index = lambda b, h, j: (b, h, *[0] * (len(shape) - 1), j if by_block else 0)
-        return jax.ShapeDtypeStruct((*head, *shape), jnp.float32), pl.BlockSpec((None, None, *blocked), index)
+        result = jax.ShapeDtypeStruct((*head, *shape), jnp.float32, manual_axis_type=varying)
+        return result, pl.BlockSpec((None, None, *blocked), index)
 
     if call.bias == "linear":
         return [output(group, 1, LANES)]

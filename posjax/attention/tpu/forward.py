@@ -82,7 +82,7 @@ def forward(call: Call, x: Inputs):
     """Output ``[batch, heads, queries, value size]`` and base-2 log-sum-exp ``[batch, heads, 1, queries]``, float32."""
     batch, heads, pairs, queries, size = x.q.shape
     block, value_size = call.forward.q, x.v.shape[-1]
-    arrays = _arrays(call, x)
+    arrays, varying = _arrays(call, x), jax.typeof(x.q).manual_axis_type
     return pl.pallas_call(
         partial(_kernel, call, heads // x.k.shape[1], queries),
         grid=(batch, heads, queries // block),
@@ -92,8 +92,8 @@ def forward(call: Call, x: Inputs):
             pl.BlockSpec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, queries, value_size), x.v.dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, queries, value_size), x.v.dtype, manual_axis_type=varying),
+            jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32, manual_axis_type=varying),
         ],
         scratch_shapes=_scratch(call, arrays),
         compiler_params=compiler_params(call),

@@ -142,9 +142,8 @@ def skewed(values, rows: int):
 
 def unskewed(sums, size: int):
     """The transpose of ``skewed``: sums over ``[heads, rows, 8, 128]`` as a vector of ``size`` numbers."""
-    return jax.linear_transpose(
-        lambda u: skewed(u, sums.shape[1]), jax.ShapeDtypeStruct((sums.shape[0], size), sums.dtype)
-    )(sums)[0]
+    vector = jnp.zeros_like(sums, shape=(sums.shape[0], size))
+    return jax.vjp(lambda u: skewed(u, sums.shape[1]), vector)[1](sums)[0]
 
 
 def toeplitz(window_ref, matrix_ref):
