@@ -454,12 +454,13 @@ def _tile(row: _Row, kind: Kind, g, tile, step) -> None:
     """Adds a tile to the gradients, part by part."""
     call, place = row.call, step & 1
     varies = call.bias == "relative" and kind.reach == NEAR
-    if varies:
-        terms.toeplitz(row.arriving.window.at[place], row.sums.matrix)
-        if row.d_bias:
-            row.sums.d_bias[...] = jnp.zeros_like(row.sums.d_bias)
-    level = _level(row, kind, g, tile)
-    for first in range(0, call.backward.q, call.backward.part):
+    if varies and row.d_bias:
+        row.sums.d_bias[...] = jnp.zeros_like(row.sums.d_bias)
+    level, (queries, keys, part) = _level(row, kind, g, tile), call.backward
+    for first in range(0, queries, part):
+        if varies:
+            rows = terms.new_rows(first, part, keys, queries)
+            terms.toeplitz(row.arriving.window.at[place], row.sums.matrix, *rows)
         _part(row, kind, g, tile, first, step, level)
     if varies and row.d_bias:
         first = _window(row, tile).start

@@ -1,11 +1,13 @@
 """From the operands of an attention call to the kernels and back."""
 
+import dataclasses
 import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
 from posjax.attention.operands import Operands
@@ -17,7 +19,7 @@ from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
 from posjax.attention.tpu.terms import Pattern, dissect, unskewed
 from posjax.bias import ForgetBias, LinearBias
-from posjax.masks import Segments
+from posjax.masks import Mask, OfTokens, Pair, Segments
 from posjax.positions import Range, as_array
 
 LOG2E = math.log2(math.e)
@@ -53,11 +55,22 @@ def refusal(x: Operands) -> str | None:
         return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
+    if any(_has_heads(mask) for mask in (x.mask, *(branch.where for branch in x.far))):
+        return "the mask differs between heads; use 'blockwise'"
     if bias_form(x) == "other":
         return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
     if bias_form(x) == "relative" and not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
         return "a bias by distance needs positions that are ranges; use 'blockwise'"
     return None
+
+
+def _has_heads(mask: Mask | None) -> bool:
+    if isinstance(mask, Pair):
+        return _has_heads(mask.left) or _has_heads(mask.right)
+    if mask is None or isinstance(mask, OfTokens):
+        return False
+    here = np.zeros((1, 1), np.int32)
+    return np.ndim(mask.pairs(here, here)) > 2
 
 
 def bias_form(x: Operands) -> str | None:
@@ -172,24 +185,47 @@ def attend(call: Call, x: Inputs):
     return out, lse[:, :, 0]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "out", "lse"], meta_fields=["of_bias"])
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What the backward pass needs, and whether anybody wants the gradient of the bias."""
+
+    x: Inputs
+    out: jax.Array
+    lse: jax.Array
+    of_bias: bool
+
+
 def _attend_forward(call: Call, x: Inputs):
+    of_bias = any(leaf.perturbed for leaf in jax.tree.leaves(x.bias, is_leaf=_is_primal))
+    x = jax.tree.map(lambda leaf: leaf.value, x, is_leaf=_is_primal)
     out, lse = attend(call, x)
-    return (out, lse), (x, out, lse)
+    return (out, lse), _Residuals(x, out, lse, of_bias)
 
 
-def _attend_backward(call: Call, residuals, cotangents):
-    x, out, lse = residuals
-    d_out, d_lse = cotangents
+def _is_primal(leaf) -> bool:
+    return hasattr(leaf, "perturbed")
+
+
+def _attend_backward(call: Call, saved: _Residuals, cotangents):
+    x, out, lse = saved.x, saved.out, saved.lse
+    d_out, d_lse = map(_instantiated, cotangents)
     # A row that sees nothing is constant: an infinite log-sum-exp gives it weights of 0.
     blind = jnp.isneginf(lse)
     d_lse = jnp.where(blind, 0, d_lse)
     correction = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse * LOG2E
     lse = jnp.where(blind, jnp.inf, lse - _of_queries(call, x))
-    saved = Saved(d_out, lse[:, :, None], correction[:, :, None])
-    found = backward(call, x, saved, of_bias=True)
+    rows = Saved(d_out, lse[:, :, None], correction[:, :, None])
+    found = backward(call, x, rows, of_bias=saved.of_bias)
     zeros = jax.tree.map(_no_gradient, x)
-    bias = zeros.bias | _d_bias(call, x, found.bias, d_lse)
+    bias = zeros.bias | (_d_bias(call, x, found.bias, d_lse) if saved.of_bias else {})
     return (zeros._replace(q=(found.q * LN2).astype(x.q.dtype), k=found.k, v=found.v, bias=bias),)
+
+
+def _instantiated(cotangent):
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
 
 
 def _no_gradient(leaf):
@@ -226,4 +262,4 @@ def _d_bias(call: Call, x: Inputs, found: tuple, d_lse) -> dict:
     return {}
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

@@ -277,10 +277,11 @@ def _begin(row: _Row) -> None:
 def _tile(row: _Row, kind: Kind, tile, place) -> None:
     """Adds a tile to the sums, part by part."""
     keys, part = row.call.forward.k, row.call.forward.part
-    if row.call.bias == "relative" and kind.reach == NEAR:
-        terms.toeplitz(row.arriving.window.at[place], row.sums.matrix)
     level = _level(row, kind, tile)
     for first in range(0, keys, part):
+        if row.call.bias == "relative" and kind.reach == NEAR:
+            rows = terms.new_rows(first, part, row.call.forward.q, keys)
+            terms.toeplitz(row.arriving.window.at[place], row.sums.matrix, *rows)
         logits = _logits(row, kind, tile, first, place)
         _add(row.sums, logits, row.arriving.v[place, pl.ds(first, part), :], level)
 
@@ -365,13 +366,14 @@ def _wide(column, size: int):
 
 
 def _finish(row: _Row, out_ref, lse_ref) -> None:
+    """Divides by the sums. What is one number for each query is computed along the lanes, 128 at a time."""
     sums = row.sums
-    total = jnp.sum(sums.total[...], axis=1, keepdims=True)
+    total = terms.row(sums.total[...])
     seen = total > 0
     total = jnp.where(seen, total, 1)
-    out_ref[...] = (sums.out[...] * (1 / total)).astype(out_ref.dtype)
-    lse = jnp.where(seen, sums.highest[...] + jnp.log2(total), -jnp.inf)
-    lse_ref[...] = lse.T[:1] + _row_constant(row)
+    out_ref[...] = (sums.out[...] * _wide(terms.column(1 / total), sums.out.shape[1])).astype(out_ref.dtype)
+    lse = jnp.where(seen, sums.highest[...].T[:1] + jnp.log2(total), -jnp.inf)
+    lse_ref[...] = lse + _row_constant(row)
 
 
 def _row_constant(row: _Row):

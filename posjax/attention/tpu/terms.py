@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.masks import Mask, OfTokens, Pair
@@ -146,8 +145,8 @@ def unskewed(sums, size: int):
     return jax.vjp(lambda u: skewed(u, sums.shape[1]), vector)[1](sums)[0]
 
 
-def toeplitz(window_ref, matrix_ref):
-    """Writes ``W[x, c] = u[n + c - x]`` from a window of the skewed vector, ``n`` its lanes less 128.
+def toeplitz(window_ref, matrix_ref, first: int, stop: int) -> None:
+    """Writes rows of ``W[x, c] = u[n + c - x]`` from a window of the skewed vector, ``n`` its lanes less 128.
 
     A tile that depends on the difference of its indices alone is cut into slabs of 128 lanes, and each slab is ``W``
     from another row on: what is made once serves them all (``slab``). Eight rows of ``W`` are the window shifted by one
@@ -156,15 +155,25 @@ def toeplitz(window_ref, matrix_ref):
     Args:
         window_ref: ``[m, 8, 128]``, ``U`` from the row on where the tile's smallest index lies.
         matrix_ref: ``W``, ``[128 (m - 1), 128]``.
+        first: the first row to write, a multiple of 128, and ``stop`` the one after the last.
     """
     lane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
     last = window_ref.shape[0] - 1
+    chunks = range(first // LANES, stop // LANES)
     for a in range(0, LANES, SUBLANES):
-        rolled = [pltpu.roll(window_ref[n], a, axis=1) if a else window_ref[n] for n in range(last + 1)]
-        for x in range(last):
-            eight = jnp.where(lane >= a, rolled[last - x], rolled[last - x - 1]) if a else rolled[last]
-            eight = eight if a else rolled[last - x]
+        shifted = {n: _rotated(window_ref[n], a) for n in range(last - chunks[-1] - 1, last - chunks[0] + 1)}
+        for x in chunks:
+            eight = jnp.where(lane >= a, shifted[last - x], shifted[last - x - 1]) if a else shifted[last - x]
             matrix_ref[x * LANES + a : x * LANES + a + SUBLANES, :] = eight
+
+
+def _rotated(x, by: int):
+    return pltpu.roll(x, by, axis=1) if by else x
+
+
+def new_rows(first: int, part: int, outer: int, inner: int) -> tuple[int, int]:
+    """The rows of ``W`` that a part of a tile, ``part`` lanes from ``first`` on, needs beyond those of parts before."""
+    return inner - first - part, inner - first - LANES + outer if first == 0 else inner - first
 
 
 def slab(matrix_ref, lanes_before: int, outer: int, inner: int):
@@ -181,7 +190,7 @@ def untoeplitz(matrix_ref) -> list:
     for x in range(last):
         for a in range(0, LANES, SUBLANES):
             eight = matrix_ref[x * LANES + a : x * LANES + a + SUBLANES, :]
-            back = pltpu.roll(eight, LANES - a, axis=1) if a else eight
+            back = _rotated(eight, (LANES - a) % LANES)
             window[last - x] += jnp.where(lane < LANES - a, back, 0)
             window[last - x - 1] += jnp.where(lane < LANES - a, 0, back)
     return window
