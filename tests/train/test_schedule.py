@@ -101,6 +101,14 @@ def test_targets_by_number_are_read_too():
     assert parse_listing(text, 1) == parse_listing(LISTING, 1)
 
 
+def test_a_branch_may_leave_the_kernel():
+    text = LISTING.replace("%s2 = smov 0 }", "%s2 = smov 0  ;;  %1 = sbr.rel (%p0) target = $region99 }")
+    text = text.replace("   0x2 LB:", "  0xff   :  {}\n   0x2 LB:") + "  0x1b PF:  {} /* exit bundle: %k */\n"
+    kernel = parse_listing(text, 1)
+    assert [(part.kind, part.bundles) for part in (kernel, *kernel.parts)] == [("kernel", 4), ("branch", 1)]
+    assert kernel.parts[0].parts[0].trips == 6
+
+
 def test_a_listing_that_is_not_understood_is_refused():
     with pytest.raises(ValueError, match="no bundles found"):
         parse_listing("", 1)

@@ -54,7 +54,7 @@ class Hot:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one launch costs, in cycles of one core; the last three are for 512 x 512 of visited area."""
+    """What one launch costs, in cycles of one core for 512 x 512 of visited area."""
 
     kernel: str
     hot: tuple[Hot, ...]
@@ -63,6 +63,7 @@ class Cost:
     floor: float
     memory_cycles: float  # that HBM needs to move the bytes, at the chip's bandwidth
     area: float
+    resident: tuple[str, ...] = ()  # operands that were moved into VMEM before: not by this kernel
 
     @property
     def total(self) -> float:
@@ -98,6 +99,7 @@ def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
         floor=per_tile * sum(n * floor for _, n, floor in everything),
         memory_cycles=per_tile * launch.moved_bytes / chip.bytes_per_cycle,
         area=launch.area,
+        resident=kernel.resident,
     )
 
 

@@ -60,7 +60,7 @@ def read_kernels(directory: Path, branch_slots: int) -> tuple[Kernel, ...]:
 
 def _read_kernel(path: Path, stamp: str, name: str, branch_slots: int) -> Kernel:
     def sibling(kind: str) -> str:
-        return (_only(path.parent, re.compile(rf"{stamp}-{re.escape(name)}-\d+-{kind}\.txt"))).read_text()
+        return _only(path.parent, re.compile(rf"{stamp}-{re.escape(name)}-\d+-{kind}\.txt")).read_text()
 
     text = path.read_text()
     final, scheduled = parse(text, branch_slots), parse(sibling("packed-bundles-post-ra"), branch_slots)

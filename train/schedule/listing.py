@@ -18,6 +18,7 @@ from posjax._checks import check
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) (?: *([A-Z]{2}))? *: *(>*)", re.MULTILINE)
 _BRANCH = re.compile(r"sbr\.rel (?:\((!?%p\w+)\) )?target (?:= \$region(\d+)|bundleno = (\d+))")
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_EXIT = "exit bundle"
 _EMPTY = re.compile(r"\{ *\}")
 
 
@@ -81,20 +82,28 @@ def _bundles(text: str) -> Iterator[_Bundle]:
 
 def _regions(bundles: Sequence[_Bundle], branch_slots: int) -> Iterator[Region]:
     """Every loop, and every stretch that a branch skips."""
-    starts = {}
-    for index, bundle in enumerate(bundles):
-        for name in _START.findall(bundle.text):
-            starts.setdefault(name, index)
+    starts = _starts(bundles)
     for index, bundle in enumerate(bundles):
         for predicate, name, number in _BRANCH.findall(bundle.text):
-            check(bool(number) or name in starts, f"listing: a branch to region {name}, which starts nowhere")
-            target = int(number) if number else starts[name]
+            target = int(number) if number else starts.get(name, starts.get(_EXIT))
+            check(target is not None, f"listing: a branch to region {name}, which starts nowhere")
             if target <= index:
                 yield Region("loop", target, _behind(bundles, index), _trips(bundles, target, index, predicate))
             else:
                 start = _behind_slots(bundles, index, branch_slots)
                 if start < target:
                     yield Region("branch", start, target)
+
+
+def _starts(bundles: Sequence[_Bundle]) -> dict[str, int]:
+    """Where each region starts. A branch out of the kernel goes to a region of no name, the exit."""
+    starts = {}
+    for index, bundle in enumerate(bundles):
+        for name in _START.findall(bundle.text):
+            starts.setdefault(name, index)
+        if _EXIT in bundle.text:
+            starts[_EXIT] = index
+    return starts
 
 
 def _behind(bundles: Sequence[_Bundle], branch: int) -> int:
