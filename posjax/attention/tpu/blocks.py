@@ -5,6 +5,7 @@ from posjax.attention.tpu.schedule import Blocks
 FORWARD = Blocks(1024, 2048, 512)
 BACKWARD = Blocks(1024, 1024, 512)
 VMEM = 100 * 2**20
+BOUNDED = False
 
 
 def fit(largest: Blocks, queries: int, keys: int) -> Blocks:

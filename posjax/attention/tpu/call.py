@@ -27,6 +27,7 @@ class Call:
         ranged: whether the positions of the queries and of the keys are ranges.
         bias: ``"linear"``, ``"gates"``, ``"relative"`` or None.
         softcap: in base 2, or None.
+        bounded: whether the forward kernel puts a bound of the logits in place of their running maximum.
         vmem: bytes of fast memory a kernel may use.
         interpret: how to run without a TPU (``pltpu.InterpretParams``), or False.
     """
@@ -41,6 +42,7 @@ class Call:
     ranged: tuple[bool, bool]
     bias: str | None
     softcap: float | None
+    bounded: bool
     vmem: int
     interpret: Any = False
 
@@ -75,6 +77,8 @@ class Inputs(NamedTuple):
             ``q`` and ``k``, ``[batch, heads, 1, tokens]``, of ``c_i - c_j``. ``"relative"``: ``values``
             ``[heads, queries + keys]``, that of distance ``i - j`` of indices at ``keys + i - j``, and ``edges``
             ``[heads, 2]``, those of all distances where it is constant behind and ahead.
+        bound: ``[batch, heads, 1, queries]``, float32, what no logit of a query exceeds, less what a linear bias adds to
+            all of them; None if the call is not bounded.
     """
 
     q: jax.Array
@@ -86,6 +90,7 @@ class Inputs(NamedTuple):
     q_numbers: tuple[jax.Array, ...]
     k_numbers: tuple[jax.Array, ...]
     bias: dict[str, jax.Array]
+    bound: jax.Array | None
 
 
 def rows_of(numbers: tuple, bias: dict, side: str) -> tuple:

@@ -19,18 +19,22 @@ from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
 from posjax.attention.tpu.terms import Pattern, dissect, unskewed
 from posjax.bias import ForgetBias, LinearBias
-from posjax.masks import Mask, OfTokens, Pair, Segments
+from posjax.masks import And, Causal, Mask, OfTokens, Pair, Segments
 from posjax.positions import Range, as_array
 
 LOG2E = math.log2(math.e)
 
 
-def tpu(x: Operands, largest: tuple[Blocks, Blocks] | None = None, interpret=False) -> tuple:
+def tpu(
+    x: Operands, largest: tuple[Blocks, Blocks] | None = None, bounded: bool | None = None, interpret=False
+) -> tuple:
     """Attention by the kernels; ``x.q`` includes ``log2 e`` beside its scale.
 
     Args:
         x: the operands.
         largest: the largest blocks of the forward and of the backward kernel; those of the chip when left out.
+        bounded: whether a bound of the logits may take the place of their running maximum; as the chip likes it when
+            left out.
         interpret: ``pltpu.InterpretParams`` to run without a TPU.
 
     Raises:
@@ -42,7 +46,8 @@ def tpu(x: Operands, largest: tuple[Blocks, Blocks] | None = None, interpret=Fal
     forward_blocks = sizes.fit(forward_limit, queries, keys)
     padded = pad(x, forward_blocks.q, forward_blocks.k, _present)
     backward_blocks = sizes.divide(backward_limit, padded.q.shape[3], padded.k.shape[2])
-    call, inputs = _call(padded, forward_blocks, backward_blocks, interpret)
+    bounded = sizes.BOUNDED if bounded is None else bounded
+    call, inputs = _call(padded, forward_blocks, backward_blocks, bounded, interpret)
     out, lse = attend(call, inputs)
     split = (x.k.shape[1], -1)
     out = out.reshape(out.shape[0], *split, *out.shape[2:])[..., :queries, :]
@@ -92,7 +97,9 @@ def _present(queries: int, keys: int, true_keys: int) -> Segments:
     )
 
 
-def _call(x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, interpret) -> tuple[Call, Inputs]:
+def _call(
+    x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, bounded: bool, interpret
+) -> tuple[Call, Inputs]:
     form = bias_form(x)
     ranged = tuple(isinstance(p, Range) for p in (x.q_positions, x.kv_positions))
     formula, *numbers = dissect(x.mask)
@@ -110,6 +117,7 @@ def _call(x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, interpre
     plans = [plan(x, blocks, constant_from, ahead) for blocks in (forward_blocks, backward_blocks)]
     bias = _bias_numbers(x, form, ahead)
     tables = [_tables(x, blocks, form, bias) for blocks in (forward_blocks, backward_blocks)]
+    bounded = bounded and _can_be_bounded(x, form)
     call = Call(
         forward_blocks,
         backward_blocks,
@@ -121,6 +129,7 @@ def _call(x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, interpre
         ranged,
         form,
         None if x.softcap is None else x.softcap * LOG2E,
+        bounded,
         sizes.VMEM,
         interpret,
     )
@@ -135,7 +144,11 @@ def _call(x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, interpre
         q_numbers,
         k_numbers,
         bias,
+        None,
     )
+    if bounded:
+        own = _of_queries(call, inputs, inputs.forward, forward_blocks)
+        inputs = inputs._replace(bound=_bound(x, form, bias, own))
     return call, inputs
 
 
@@ -167,6 +180,39 @@ def _bias_numbers(x: Operands, form: str | None, ahead) -> dict:
 
     edge = bias.constant_from or 0
     return {"values": values(ahead + np.arange(queries + keys) - keys), "edges": values(np.array([edge, -edge]))}
+
+
+def _can_be_bounded(x: Operands, form: str | None) -> bool:
+    """Whether a bound of the logits is at hand: for one pair of features, and ALiBi with no key ahead."""
+    return not x.far and (form in (None, "relative") or (form == "linear" and _is_causal(x.mask)))
+
+
+def _is_causal(mask: Mask | None) -> bool:
+    return isinstance(mask, Causal) or (isinstance(mask, And) and (_is_causal(mask.left) or _is_causal(mask.right)))
+
+
+def _bound(x: Operands, form: str | None, bias: dict, own):
+    """``|q| max |k|``, by Cauchy-Schwarz, plus the most that the bias adds, for every query; ``own`` is left out.
+
+    In place of a running maximum it saves finding one. It may be so far above the logits that all weights vanish; then
+    the kernel computes the row again.
+    """
+    heads = x.q.shape[1] * x.q.shape[2]
+    longest = _lengths(x.k).max(-1)[:, :, None, None]
+    most = jnp.zeros(heads, jnp.float32)
+    if form == "relative":
+        most = jnp.maximum(bias["values"].max(-1), bias["edges"].max(-1))
+    if form == "linear":
+        farthest = as_array(x.q_positions).max() - as_array(x.kv_positions).min()
+        most = jnp.maximum(0, bias["slopes"] * farthest.astype(jnp.float32))
+    # A little more, for the roundings of either side.
+    scores = _flat(_lengths(x.q) * longest * (1 + 2.0**-10))
+    bound = scores + most[:, None] if x.softcap is None else jnp.full_like(scores, x.softcap * LOG2E)
+    return jax.lax.stop_gradient(bound - own)[:, :, None]
+
+
+def _lengths(x):
+    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
 
 
 def _tables(x: Operands, blocks: Blocks, form: str | None, bias: dict) -> tuple:
@@ -214,7 +260,7 @@ def _attend_backward(call: Call, saved: _Residuals, cotangents):
     blind = jnp.isneginf(lse)
     d_lse = jnp.where(blind, 0, d_lse)
     correction = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse * LOG2E
-    lse = jnp.where(blind, jnp.inf, lse - _of_queries(call, x))
+    lse = jnp.where(blind, jnp.inf, lse - _of_queries(call, x, x.backward, call.backward))
     rows = Saved(d_out, lse[:, :, None], correction[:, :, None])
     found = backward(call, x, rows, of_bias=saved.of_bias)
     zeros = jax.tree.map(_no_gradient, x)
@@ -234,16 +280,16 @@ def _no_gradient(leaf):
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
-def _of_queries(call: Call, x: Inputs):
+def _of_queries(call: Call, x: Inputs, tables: Tables, blocks: Blocks):
     """What a linear bias or gates add to all logits of a query, from the origin of its block, as ``[.., queries]``."""
-    block, queries = call.backward.q, x.q.shape[3]
+    queries = x.q.shape[3]
     if call.bias not in ("linear", "gates"):
         return 0.0
     if call.bias == "gates":
         own = x.bias["q"]
     else:
         own = x.starts[0] + jnp.arange(queries)[None, None, None] if call.ranged[0] else x.q_numbers[0]
-    origins = jnp.repeat(x.backward.q_origins, block, axis=-1)
+    origins = jnp.repeat(tables.q_origins, blocks.q, axis=-1)
     ahead = (own - origins)[:, :, 0].astype(jnp.float32)
     return ahead if call.bias == "gates" else x.bias["slopes"][None, :, None] * ahead
 

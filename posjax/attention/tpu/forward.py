@@ -43,6 +43,9 @@ from posjax.attention.tpu.terms import LANES, SUBLANES, Axis
 LOWEST = -1e30
 """Where a running maximum starts: below every real logit but finite, so that a row without keys needs no care."""
 
+SMALLEST = 2.0**-100
+"""Least sum of weights under a bound: what float32 drops of them, below ``2^-126``, is then below ``2^-26`` of it."""
+
 
 class _Arrays(NamedTuple):
     """Arguments of the kernel: arrays outside, references inside."""
@@ -53,6 +56,7 @@ class _Arrays(NamedTuple):
     scalars: dict
     q: Any
     q_rows: tuple
+    bound: Any
     k: Any
     v: Any
     k_rows: tuple
@@ -73,6 +77,8 @@ class _Sums(NamedTuple):
 
     highest: Any
     total: Any
+    totals: Any
+    tops: Any
     out: Any
     columns: tuple
     matrix: Any
@@ -112,7 +118,7 @@ def _arrays(call: Call, x: Inputs) -> _Arrays:
     visits, *origins = x.forward
     q_rows, k_rows = rows_of(x.q_numbers, x.bias, "q"), rows_of(x.k_numbers, x.bias, "k")
     origins = tuple(o for o in origins if o is not None)
-    return _Arrays(visits, origins, x.starts, scalars_of(x.bias), x.q, q_rows, x.k, x.v, k_rows, window)
+    return _Arrays(visits, origins, x.starts, scalars_of(x.bias), x.q, q_rows, x.bound, x.k, x.v, k_rows, window)
 
 
 def _specs(arrays: _Arrays, block: int) -> _Arrays:
@@ -144,6 +150,7 @@ def _specs(arrays: _Arrays, block: int) -> _Arrays:
         scalars=jax.tree.map(lambda _: scalar_memory, arrays.scalars),
         q=pl.BlockSpec((None, None, pairs, block, size), lambda b, h, i: (b, h, 0, i, 0)),
         q_rows=jax.tree.map(row_spec, arrays.q_rows),
+        bound=jax.tree.map(row_spec, arrays.bound),
     )
 
 
@@ -160,6 +167,8 @@ def _scratch(call: Call, x: _Arrays) -> list:
     sums = _Sums(
         vmem((q, LANES), jnp.float32),
         vmem((q, LANES), jnp.float32),
+        vmem((1, q), jnp.float32),
+        vmem((1, q), jnp.float32),
         vmem((q, x.v.shape[-1]), jnp.float32),
         tuple(vmem((q, LANES), row.dtype) for row in x.q_rows),
         vmem((q + k - LANES, LANES), jnp.float32) if window else None,
@@ -189,8 +198,7 @@ def _kernel(call: Call, group: int, queries: int, *refs):
     b, h, i = (pl.program_id(n) for n in range(3))
     row = _Row(call, x, arriving, sums, arrived, b, h, jax.lax.div(h, group), i, queries)
     order, ends = x.visits
-    kinds = call.forward_kinds
-    count, following = ends[0, len(kinds) - 1], ends[0, len(kinds)]
+    count, following = ends[0, len(call.forward_kinds) - 1], ends[0, len(call.forward_kinds)]
     # The place where this row's first tile arrives, and whether it is on its way already.
     place = jnp.where(i == 0, 0, state[0])
     under_way = jnp.where(i == 0, 0, state[1])
@@ -199,7 +207,27 @@ def _kernel(call: Call, group: int, queries: int, *refs):
     def _():
         _start(row, i, order[0, 0], place)
 
+    pl.when(i == 0)(partial(_clear, sums))
     _begin(row)
+    _sweep(row, count, following, place, bounded=call.bounded)
+    place, ahead = (place + count) & 1, (count > 0) & (following >= 0)
+    state[0], state[1] = place, ahead.astype(jnp.int32)
+    sums.totals[...] = terms.row(sums.total[...])
+    if not call.bounded:
+        sums.tops[...] = sums.highest[...].T[:1]
+    else:
+
+        @pl.when((count > 0) & (jnp.min(sums.totals[...]) < SMALLEST))
+        def _():
+            _again(row, count, place, ahead)
+            state[1] = 0
+
+    _finish(row, out_ref, lse_ref)
+
+
+def _sweep(row: _Row, count, following, place, *, bounded: bool) -> None:
+    """Visits the tiles of the row, kind after kind, the first of which is under way to ``place``."""
+    order, ends = row.x.visits
 
     def visit(kind: Kind, n, _):
         here, more = (place + n) & 1, n + 1 < count
@@ -207,18 +235,29 @@ def _kernel(call: Call, group: int, queries: int, *refs):
 
         @pl.when(upcoming >= 0)
         def _():
-            _start(row, jnp.where(more, i, i + 1), upcoming, 1 - here)
+            _start(row, jnp.where(more, row.block, row.block + 1), upcoming, 1 - here)
 
         _wait(row, kind, here)
-        _tile(row, kind, tile_of(order[0, n]), here)
+        _tile(row, kind, tile_of(order[0, n]), here, bounded=bounded)
 
     start = 0
-    for n, kind in enumerate(kinds):
+    for n, kind in enumerate(row.call.forward_kinds):
         jax.lax.fori_loop(start, ends[0, n], partial(visit, kind), None)
         start = ends[0, n]
-    state[0] = (place + count) & 1
-    state[1] = ((count > 0) & (following >= 0)).astype(jnp.int32)
-    _finish(row, out_ref, lse_ref)
+
+
+def _again(row: _Row, count, place, ahead) -> None:
+    """Computes the row with a running maximum, after what is under way for the next one has arrived."""
+
+    @pl.when(ahead)
+    def _():
+        _wait(row, row.call.forward_kinds[0], place)
+
+    _clear(row.sums)
+    _start(row, row.block, row.x.visits.order[0, 0], 0)
+    _sweep(row, count, -1, 0, bounded=False)
+    row.sums.totals[...] = terms.row(row.sums.total[...])
+    row.sums.tops[...] = row.sums.highest[...].T[:1]
 
 
 def _copies(row: _Row, i, tile, place) -> list:
@@ -266,15 +305,22 @@ def _wait(row: _Row, kind: Kind, place) -> None:
 
 
 def _begin(row: _Row) -> None:
+    """What the rows bring along, as columns. The sums are clear: whoever is done with them leaves them so."""
     sums = row.sums
+    for source, target in zip(row.x.q_rows, sums.columns, strict=True):
+        target[...] = terms.column(source[...])
+    if row.call.bounded:
+        sums.tops[...] = row.x.bound[...]
+        sums.highest[...] = terms.column(row.x.bound[...])
+
+
+def _clear(sums: _Sums) -> None:
     sums.highest[...] = jnp.full_like(sums.highest, LOWEST)
     sums.total[...] = jnp.zeros_like(sums.total)
     sums.out[...] = jnp.zeros_like(sums.out)
-    for source, target in zip(row.x.q_rows, sums.columns, strict=True):
-        target[...] = terms.column(source[...])
 
 
-def _tile(row: _Row, kind: Kind, tile, place) -> None:
+def _tile(row: _Row, kind: Kind, tile, place, *, bounded: bool) -> None:
     """Adds a tile to the sums, part by part."""
     keys, part = row.call.forward.k, row.call.forward.part
     level = _level(row, kind, tile)
@@ -283,7 +329,8 @@ def _tile(row: _Row, kind: Kind, tile, place) -> None:
             rows = terms.new_rows(first, part, row.call.forward.q, keys)
             terms.toeplitz(row.arriving.window.at[place], row.sums.matrix, *rows)
         logits = _logits(row, kind, tile, first, place)
-        _add(row.sums, logits, row.arriving.v[place, pl.ds(first, part), :], level)
+        add = _add_bounded if bounded else _add
+        add(row.sums, logits, row.arriving.v[place, pl.ds(first, part), :], level)
 
 
 def _level(row: _Row, kind: Kind, tile):
@@ -350,14 +397,28 @@ def _add(sums: _Sums, logits, v, level) -> None:
     old = sums.highest[...]
     top = jnp.max(logits, axis=1, keepdims=True)
     new = jnp.maximum(old, top if level is None else top + level)
-    against = new if level is None else new - level
-    lanes = range(0, logits.shape[1], LANES)
-    weights = [jnp.exp2(logits[:, n : n + LANES] - against) for n in lanes]
+    weights = _weights(logits, new, level)
     shrink = jnp.exp2(old - new)
     sums.highest[...] = new
     sums.total[...] = sums.total[...] * shrink + reduce(jnp.add, weights)
-    mixed = product(jnp.concatenate([w.astype(v.dtype) for w in weights], axis=1), v, (1, 0))
-    sums.out[...] = sums.out[...] * _wide(shrink, v.shape[1]) + mixed
+    sums.out[...] = sums.out[...] * _wide(shrink, v.shape[1]) + _mixed(weights, v)
+
+
+def _add_bounded(sums: _Sums, logits, v, level) -> None:
+    """The same under a maximum that stays."""
+    weights = _weights(logits, sums.highest[...], level)
+    sums.total[...] += reduce(jnp.add, weights)
+    sums.out[...] += _mixed(weights, v)
+
+
+def _weights(logits, highest, level) -> list:
+    """``2^(logits + level - highest)``, 128 keys each."""
+    against = highest if level is None else highest - level
+    return [jnp.exp2(logits[:, n : n + LANES] - against) for n in range(0, logits.shape[1], LANES)]
+
+
+def _mixed(weights: list, v):
+    return product(jnp.concatenate([w.astype(v.dtype) for w in weights], axis=1), v, (1, 0))
 
 
 def _wide(column, size: int):
@@ -368,12 +429,14 @@ def _wide(column, size: int):
 def _finish(row: _Row, out_ref, lse_ref) -> None:
     """Divides by the sums. What is one number for each query is computed along the lanes, 128 at a time."""
     sums = row.sums
-    total = terms.row(sums.total[...])
+    total = sums.totals[...]
     seen = total > 0
     total = jnp.where(seen, total, 1)
     out_ref[...] = (sums.out[...] * _wide(terms.column(1 / total), sums.out.shape[1])).astype(out_ref.dtype)
-    lse = jnp.where(seen, sums.highest[...].T[:1] + jnp.log2(total), -jnp.inf)
+    lse = jnp.where(seen, sums.tops[...] + jnp.log2(total), -jnp.inf)
     lse_ref[...] = lse + _row_constant(row)
+    # In the same breath as the transpositions above, which leave the stores idle.
+    _clear(sums)
 
 
 def _row_constant(row: _Row):
