@@ -6,6 +6,7 @@ FORWARD = Blocks(1024, 2048, 512)
 BACKWARD = Blocks(1024, 1024, 512)
 VMEM = 100 * 2**20
 BOUNDED = False
+SPARE = False
 
 
 def fit(largest: Blocks, queries: int, keys: int) -> Blocks:

@@ -28,6 +28,9 @@ class Call:
         bias: ``"linear"``, ``"gates"``, ``"relative"`` or None.
         softcap: in base 2, or None.
         bounded: whether the forward kernel puts a bound of the logits in place of their running maximum.
+        spare: whether the matrix unit takes 128 more features than a head has in the same time. Then what a linear bias
+            adds for each key, and the bound of each query, ride along in the product ``Q K^T``: numbers in three pieces
+            of bfloat16 on one side, ones on the other.
         vmem: bytes of fast memory a kernel may use.
         interpret: how to run without a TPU (``pltpu.InterpretParams``), or False.
     """
@@ -43,8 +46,19 @@ class Call:
     bias: str | None
     softcap: float | None
     bounded: bool
+    spare: bool
     vmem: int
     interpret: Any = False
+
+    @property
+    def bias_rides(self) -> bool:
+        """Whether the bias of each key is among the features: where it is the same in every block."""
+        return self.spare and self.bias == "linear" and self.ranged[1]
+
+    @property
+    def bound_rides(self) -> bool:
+        """Whether the bound of each query is."""
+        return self.spare and self.bounded and self.softcap is None
 
 
 class Tables(NamedTuple):

@@ -17,7 +17,7 @@ from posjax.attention.tpu.backward import LN2, Saved, backward
 from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
-from posjax.attention.tpu.terms import Pattern, dissect, unskewed
+from posjax.attention.tpu.terms import LANES, Pattern, dissect, unskewed
 from posjax.bias import ForgetBias, LinearBias
 from posjax.masks import And, Causal, Mask, OfTokens, Pair, Segments
 from posjax.positions import Range, as_array
@@ -130,6 +130,7 @@ def _call(
         form,
         None if x.softcap is None else x.softcap * LOG2E,
         bounded,
+        sizes.SPARE and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES,
         sizes.VMEM,
         interpret,
     )

@@ -80,7 +80,9 @@ class _Sums(NamedTuple):
     totals: Any
     tops: Any
     out: Any
+    q: Any
     columns: tuple
+    of_keys: Any
     matrix: Any
 
 
@@ -157,9 +159,10 @@ def _specs(arrays: _Arrays, block: int) -> _Arrays:
 def _scratch(call: Call, x: _Arrays) -> list:
     q, k, _ = call.forward
     vmem = pltpu.VMEM
-    window = x.window is not None
+    window, rides, pairs = x.window is not None, call.bias_rides or call.bound_rides, x.k.shape[2]
+    size = x.k.shape[-1] + rides * LANES
     arriving = _Arriving(
-        vmem((2, x.k.shape[2], k, x.k.shape[-1]), x.k.dtype),
+        vmem((2, pairs, k, size), x.k.dtype),
         vmem((2, k, x.v.shape[-1]), x.v.dtype),
         tuple(vmem((2, 1, k), row.dtype) for row in x.k_rows),
         vmem((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32) if window else None,
@@ -170,10 +173,12 @@ def _scratch(call: Call, x: _Arrays) -> list:
         vmem((1, q), jnp.float32),
         vmem((1, q), jnp.float32),
         vmem((q, x.v.shape[-1]), jnp.float32),
+        vmem((pairs, q, size), x.k.dtype) if rides else None,
         tuple(vmem((q, LANES), row.dtype) for row in x.q_rows),
+        vmem((SUBLANES, k), jnp.float32) if _adds_of_keys(call) else None,
         vmem((q + k - LANES, LANES), jnp.float32) if window else None,
     )
-    copies = x.k.shape[2] + 1 + len(x.k_rows) + window
+    copies = pairs + 1 + len(x.k_rows) + window
     return [arriving, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]
 
 
@@ -207,7 +212,11 @@ def _kernel(call: Call, group: int, queries: int, *refs):
     def _():
         _start(row, i, order[0, 0], place)
 
-    pl.when(i == 0)(partial(_clear, sums))
+    @pl.when(i == 0)
+    def _():
+        _clear(sums)
+        _ride_on_keys(row)
+
     _begin(row)
     _sweep(row, count, following, place, bounded=call.bounded)
     place, ahead = (place + count) & 1, (count > 0) & (following >= 0)
@@ -254,6 +263,7 @@ def _again(row: _Row, count, place, ahead) -> None:
         _wait(row, row.call.forward_kinds[0], place)
 
     _clear(row.sums)
+    _ride_on_queries(row, bounded=False)
     _start(row, row.block, row.x.visits.order[0, 0], 0)
     _sweep(row, count, -1, 0, bounded=False)
     row.sums.totals[...] = terms.row(row.sums.total[...])
@@ -279,7 +289,10 @@ def _keys(row: _Row, pair, tile, to: int, place):
     k = row.call.forward.k
     source = row.x.k.at[row.batch, row.kv_head, pair, pl.ds(pl.multiple_of(tile * k, k), k)]
     last = row.arrived.shape[0] - 1
-    return pltpu.make_async_copy(source, row.arriving.k.at[place, to], row.arrived.at[last - to, place])
+    target = row.arriving.k.at[place, to]
+    if row.sums.q is not None:
+        target = target.at[:, pl.ds(0, LANES)]
+    return pltpu.make_async_copy(source, target, row.arrived.at[last - to, place])
 
 
 def _start(row: _Row, i, entry, place) -> None:
@@ -311,7 +324,35 @@ def _begin(row: _Row) -> None:
         target[...] = terms.column(source[...])
     if row.call.bounded:
         sums.tops[...] = row.x.bound[...]
+    if row.call.bounded and not row.call.bound_rides:
         sums.highest[...] = terms.column(row.x.bound[...])
+    _ride_on_queries(row, bounded=row.call.bound_rides)
+
+
+def _ride_on_queries(row: _Row, *, bounded: bool) -> None:
+    """The queries with their bound beside them, and ones for the numbers of the keys."""
+    if row.sums.q is None:
+        return
+    row.sums.q[:, :, :LANES] = row.x.q[...]
+    bound = row.x.bound[...] if bounded else jnp.zeros((1, row.call.forward.q), jnp.float32)
+    ones = jnp.ones_like(bound)
+    rows = terms.columns([ones, ones, ones, *terms.pieces(-bound)]).astype(row.sums.q.dtype)
+    for n in range(row.sums.q.shape[0]):
+        row.sums.q[n, :, LANES:] = rows
+
+
+def _ride_on_keys(row: _Row) -> None:
+    """Beside the keys of either place: the bias of each, the same in every block, and ones."""
+    if row.sums.q is None:
+        return
+    numbers = jnp.zeros((1, row.call.forward.k), jnp.float32)
+    ones = jnp.ones_like(numbers)
+    if row.call.bias_rides:
+        numbers = _of_keys(row, 0, 0)
+    rows = terms.columns([*terms.pieces(numbers), ones, ones, ones]).astype(row.sums.q.dtype)
+    for place in range(2):
+        for n in range(row.sums.q.shape[0]):
+            row.arriving.k[place, n, :, LANES:] = rows
 
 
 def _clear(sums: _Sums) -> None:
@@ -324,13 +365,35 @@ def _tile(row: _Row, kind: Kind, tile, place, *, bounded: bool) -> None:
     """Adds a tile to the sums, part by part."""
     keys, part = row.call.forward.k, row.call.forward.part
     level = _level(row, kind, tile)
+    if _adds_of_keys(row.call):
+        row.sums.of_keys[...] = jnp.broadcast_to(_of_keys(row, tile, place), row.sums.of_keys.shape)
     for first in range(0, keys, part):
         if row.call.bias == "relative" and kind.reach == NEAR:
             rows = terms.new_rows(first, part, row.call.forward.q, keys)
             terms.toeplitz(row.arriving.window.at[place], row.sums.matrix, *rows)
         logits = _logits(row, kind, tile, first, place)
-        add = _add_bounded if bounded else _add
-        add(row.sums, logits, row.arriving.v[place, pl.ds(first, part), :], level)
+        v = row.arriving.v[place, pl.ds(first, part), :]
+        if bounded:
+            _add_bounded(row.sums, logits, v, level, subtracted=row.call.bound_rides)
+        else:
+            _add(row.sums, logits, v, level)
+
+
+def _adds_of_keys(call: Call) -> bool:
+    """Whether a linear bias or gates are added to the logits, since they do not ride along."""
+    return call.bias in ("linear", "gates") and not call.bias_rides
+
+
+def _of_keys(row: _Row, tile, place):
+    """What a linear bias or gates add to the logits of each key of a tile, from the origin of its block, as a row."""
+    call, keys, origin = row.call, row.call.forward.k, row.x.origins[1][0, tile]
+    if call.bias == "gates":
+        return origin - row.arriving.rows[-1][place]
+    if call.ranged[1]:
+        ahead = jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+    else:
+        ahead = row.arriving.rows[0][place] - origin
+    return row.x.scalars["slopes"][row.head] * -ahead.astype(jnp.float32)
 
 
 def _level(row: _Row, kind: Kind, tile):
@@ -349,7 +412,8 @@ def _logits(row: _Row, kind: Kind, tile, first: int, place):
     """Logits of some keys of a tile, less its level."""
     call, (queries, _, part) = row.call, row.call.forward
     keys = pl.ds(first, part)
-    found = [product(row.x.q[n], row.arriving.k[place, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
+    q = row.x.q if row.sums.q is None else row.sums.q
+    found = [product(q[n], row.arriving.k[place, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
     shape = (queries, part)
     logits = found[0]
     seen = None
@@ -358,7 +422,7 @@ def _logits(row: _Row, kind: Kind, tile, first: int, place):
         seen, takes = call.pattern.on(*axes, shape, masked=kind.masked, far=len(found) > 1)
         for other, where in zip(found[1:], takes, strict=True):
             logits = jnp.where(where, other, logits)
-    logits = _biased(row, kind, logits, tile, first, place)
+    logits = _biased(row, kind, logits, first)
     if call.softcap is not None:
         logits = call.softcap * jnp.tanh(logits / call.softcap)
     return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
@@ -374,7 +438,7 @@ def _axes(row: _Row, tile, first: int, place) -> tuple[Axis, Axis]:
     return Axis(0, q_first, q_columns, q_ranged), Axis(1, k_first, k_rows, k_ranged)
 
 
-def _biased(row: _Row, kind: Kind, logits, tile, first: int, place):
+def _biased(row: _Row, kind: Kind, logits, first: int):
     """The logits with what of the bias differs within a tile; a constant of each query is left to ``_finish``."""
     call, (queries, keys, part) = row.call, row.call.forward
     if call.bias == "relative" and kind.reach == NEAR:
@@ -382,13 +446,8 @@ def _biased(row: _Row, kind: Kind, logits, tile, first: int, place):
         return logits + jnp.concatenate(slabs, axis=1)
     if call.bias == "relative" and call.softcap is not None:
         return logits + row.x.scalars["edges"][row.head, int(kind.reach == AHEAD)]
-    if call.bias == "linear":
-        _, k = _axes(row, tile, first, place)
-        behind = row.x.origins[1][0, tile] - k.positions((1, part))
-        return logits + row.x.scalars["slopes"][row.head] * behind.astype(jnp.float32)
-    if call.bias == "gates":
-        gates = row.arriving.rows[-1][place, :, pl.ds(first, part)]
-        return logits + (row.x.origins[1][0, tile] - gates)
+    if _adds_of_keys(call):
+        return logits + jnp.tile(row.sums.of_keys[:, first : first + part], (queries // SUBLANES, 1))
     return logits
 
 
@@ -404,17 +463,20 @@ def _add(sums: _Sums, logits, v, level) -> None:
     sums.out[...] = sums.out[...] * _wide(shrink, v.shape[1]) + _mixed(weights, v)
 
 
-def _add_bounded(sums: _Sums, logits, v, level) -> None:
-    """The same under a maximum that stays."""
-    weights = _weights(logits, sums.highest[...], level)
+def _add_bounded(sums: _Sums, logits, v, level, *, subtracted: bool) -> None:
+    """The same under a maximum that stays, which the logits may lack already."""
+    weights = _weights(logits, None if subtracted else sums.highest[...], level)
     sums.total[...] += reduce(jnp.add, weights)
     sums.out[...] += _mixed(weights, v)
 
 
 def _weights(logits, highest, level) -> list:
-    """``2^(logits + level - highest)``, 128 keys each."""
-    against = highest if level is None else highest - level
-    return [jnp.exp2(logits[:, n : n + LANES] - against) for n in range(0, logits.shape[1], LANES)]
+    """``2^(logits + level - highest)``, 128 keys each; what is None is 0."""
+    if highest is not None:
+        logits = logits - jnp.tile(highest if level is None else highest - level, (1, logits.shape[1] // LANES))
+    elif level is not None:
+        logits = logits + level
+    return [jnp.exp2(logits[:, n : n + LANES]) for n in range(0, logits.shape[1], LANES)]
 
 
 def _mixed(weights: list, v):

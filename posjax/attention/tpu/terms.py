@@ -123,6 +123,23 @@ def column(row):
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
+def columns(rows: list):
+    """Up to eight rows ``[1, n]`` as the first lanes of ``[n, 128]``, the other lanes 0."""
+    size = rows[0].shape[1]
+    which = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, size), 0)
+    eight = sum(jnp.where(which == n, row, 0.0) for n, row in enumerate(rows))
+    return jnp.concatenate([eight, jnp.zeros((LANES - SUBLANES, size), jnp.float32)], axis=0).T
+
+
+def pieces(x) -> list:
+    """Three bfloat16 numbers, as float32, whose sum is ``x``."""
+    found = []
+    for _ in range(3):
+        found.append(x.astype(jnp.bfloat16).astype(jnp.float32))
+        x = x - found[-1]
+    return found
+
+
 def row(column):
     """``[n, 128]`` summed over the lanes, as ``[1, n]``."""
     return jnp.sum(column.T, axis=0, keepdims=True)
