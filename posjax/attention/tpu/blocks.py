@@ -1,22 +1,99 @@
-"""Sizes of tiles for each chip."""
+"""What a chip likes: how large its tiles are, by the measured cost of tiles, and which tricks pay."""
 
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from posjax.attention.operands import Operands
+from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.attention.tpu.schedule import Blocks
+from posjax.masks import extent
+from posjax.positions import Range
 
-FORWARD = Blocks(1024, 2048, 512)
-BACKWARD = Blocks(1024, 1024, 512)
-VMEM = 100 * 2**20
-BOUNDED = False
-SPARE = False
+
+class Chip(NamedTuple):
+    """What the kernels ask of a chip.
+
+    Args:
+        name: as in the table of costs.
+        vmem: bytes of fast memory that a kernel may use.
+        wide: whether its matrix units are 256 wide. The product ``Q K^T`` of heads of 128 then has room for more
+            features, and the unit is so fast that finding a running maximum holds it up: a bound replaces it.
+    """
+
+    name: str
+    vmem: int
+    wide: bool
+
+
+CHIPS = {
+    "TPU v4": Chip("v4", 16 * 2**20, wide=False),
+    "TPU v5 lite": Chip("v5e", 100 * 2**20, wide=False),
+    "TPU v5": Chip("v5p", 56 * 2**20, wide=False),
+    "TPU v6 lite": Chip("v6e", 100 * 2**20, wide=True),
+    "TPU7x": Chip("7x", 56 * 2**20, wide=True),
+}
+"""By the name that a device gives itself."""
+
+USUAL = "TPU v5 lite"
+"""The chip that is assumed when a program is made on a machine that has none and no mesh of abstract devices is set."""
+
+
+def chip() -> Chip:
+    """The chip of the mesh in use (``jax.sharding.set_mesh`` or ``use_abstract_mesh``), or that of this machine."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    kind = abstract.device_kind if abstract else jax.devices()[0].device_kind
+    return CHIPS.get(kind, CHIPS[USUAL])
+
+
+def cheapest_forward(on: Chip, x: Operands) -> Blocks:
+    """The cheapest blocks of the forward kernel for a call."""
+    return _cheapest(x, FORWARD[on.name], fit, "q")
+
+
+def cheapest_backward(on: Chip, x: Operands) -> Blocks:
+    """The cheapest blocks of the backward kernel for a call whose lengths are padded for the forward kernel."""
+    return _cheapest(x, BACKWARD[on.name], divide, "k")
+
+
+def _cheapest(x: Operands, table: dict, made_to_fit, outer: str) -> Blocks:
+    queries, keys = x.q.shape[3], x.k.shape[2]
+
+    def cost(measured: Blocks) -> float:
+        """Cycles of a head: of its whole and masked tiles, by their area, and of its rows of tiles."""
+        blocks = made_to_fit(measured, queries, keys)
+        area = blocks.q * blocks.k / (measured.q * measured.k)
+        share = getattr(blocks, outer) / getattr(measured, outer)
+        q_blocks, k_blocks = -(-queries // blocks.q), -(-keys // blocks.k)
+        some, every = _tiles(x, blocks, q_blocks, k_blocks)
+        whole, masked, row = table[measured]
+        return area * (every * whole + (some - every) * masked) + share * row * (q_blocks if outer == "q" else k_blocks)
+
+    return made_to_fit(min((Blocks(*sizes) for sizes in table), key=cost), queries, keys)
+
+
+def _tiles(x: Operands, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[float, float]:
+    """How many tiles are visited and how many of them are whole; as causal where positions or masks are not known."""
+    known = all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions))
+    if x.mask is None:
+        return q_blocks * k_blocks, q_blocks * k_blocks
+    if not known or jax.tree.leaves(x.mask):
+        return (q_blocks * k_blocks + q_blocks) / 2, (q_blocks * k_blocks - q_blocks) / 2
+    q = extent(Range(x.q_positions.start, q_blocks * blocks.q), blocks.q)
+    k = extent(Range(x.kv_positions.start, k_blocks * blocks.k), blocks.k)
+    some, every = (np.broadcast_to(a, (q_blocks, k_blocks)) for a in x.mask.tiles(q, k))
+    return some.sum(), (some & every).sum()
 
 
 def fit(largest: Blocks, queries: int, keys: int) -> Blocks:
-    """Blocks no larger than these for so many tokens, nearly equal, so that little is padded; keys are taken in parts."""
+    """Blocks no larger than these for so many tokens, nearly equal, so that little is padded; keys come in parts."""
     q, k = _block(queries, largest.q), _block(keys, largest.k)
     return Blocks(q, k, _divisor(k, largest.part))
 
 
 def divide(largest: Blocks, queries: int, keys: int) -> Blocks:
-    """The largest such blocks that cut these lengths into equal parts; the queries of a block are taken in parts."""
+    """The largest such blocks that cut these lengths into equal parts; the queries of a block come in parts."""
     q, k = _divisor(queries, largest.q), _divisor(keys, largest.k)
     return Blocks(q, k, _divisor(q, largest.part))
 

@@ -12,8 +12,8 @@ from jax.custom_derivatives import SymbolicZero
 from posjax._checks import check
 from posjax.attention.operands import Operands
 from posjax.attention.padding import pad
-from posjax.attention.tpu import blocks as sizes
 from posjax.attention.tpu.backward import LN2, Saved, backward
+from posjax.attention.tpu.blocks import Chip, cheapest_backward, cheapest_forward, chip, divide, fit
 from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
@@ -26,15 +26,20 @@ LOG2E = math.log2(math.e)
 
 
 def tpu(
-    x: Operands, largest: tuple[Blocks, Blocks] | None = None, bounded: bool | None = None, interpret=False
+    x: Operands,
+    blocks: tuple[Blocks, Blocks] | None = None,
+    bounded: bool | None = None,
+    on: Chip | None = None,
+    interpret=False,
 ) -> tuple:
     """Attention by the kernels; ``x.q`` includes ``log2 e`` beside its scale.
 
     Args:
         x: the operands.
-        largest: the largest blocks of the forward and of the backward kernel; those of the chip when left out.
+        blocks: the largest blocks of the forward and of the backward kernel; the cheapest on the chip when left out.
         bounded: whether a bound of the logits may take the place of their running maximum; as the chip likes it when
             left out.
+        on: the chip; the one at hand when left out.
         interpret: ``pltpu.InterpretParams`` to run without a TPU.
 
     Raises:
@@ -42,12 +47,13 @@ def tpu(
     """
     check((why := refusal(x)) is None, f"implementation='tpu': {why}")
     queries, keys = x.q.shape[3], x.k.shape[2]
-    forward_limit, backward_limit = largest or (sizes.FORWARD, sizes.BACKWARD)
-    forward_blocks = sizes.fit(forward_limit, queries, keys)
+    on = chip() if on is None else on
+    forward_blocks = fit(blocks[0], queries, keys) if blocks else cheapest_forward(on, x)
     padded = pad(x, forward_blocks.q, forward_blocks.k, _present)
-    backward_blocks = sizes.divide(backward_limit, padded.q.shape[3], padded.k.shape[2])
-    bounded = sizes.BOUNDED if bounded is None else bounded
-    call, inputs = _call(padded, forward_blocks, backward_blocks, bounded, interpret)
+    lengths = padded.q.shape[3], padded.k.shape[2]
+    backward_blocks = divide(blocks[1], *lengths) if blocks else cheapest_backward(on, padded)
+    bounded = on.wide if bounded is None else bounded
+    call, inputs = _call(padded, forward_blocks, backward_blocks, bounded, on, interpret)
     out, lse = attend(call, inputs)
     split = (x.k.shape[1], -1)
     out = out.reshape(out.shape[0], *split, *out.shape[2:])[..., :queries, :]
@@ -98,7 +104,7 @@ def _present(queries: int, keys: int, true_keys: int) -> Segments:
 
 
 def _call(
-    x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, bounded: bool, interpret
+    x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, bounded: bool, on: Chip, interpret
 ) -> tuple[Call, Inputs]:
     form = bias_form(x)
     ranged = tuple(isinstance(p, Range) for p in (x.q_positions, x.kv_positions))
@@ -130,8 +136,8 @@ def _call(
         form,
         None if x.softcap is None else x.softcap * LOG2E,
         bounded,
-        sizes.SPARE and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES,
-        sizes.VMEM,
+        on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES,
+        on.vmem,
         interpret,
     )
     starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]

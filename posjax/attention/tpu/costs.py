@@ -1,0 +1,25 @@
+"""What tiles cost on each chip, in cycles of the compiler's schedule, as ``python -m train bench --costs`` writes them.
+
+For blocks ``(queries, keys, part)`` of causal attention with head size 128 in bfloat16: a whole tile, a masked tile, and
+what a row of tiles costs beside its tiles. The sizes of other calls' tiles are chosen by the same numbers.
+"""
+
+FORWARD = {
+    "v5e": {
+        (1024, 2048, 512): (8421, 8445, 1071),
+        (1024, 1024, 512): (4226, 4338, 1071),
+    },
+    "v6e": {
+        (1024, 2048, 512): (4322, 4568, 1242),
+    },
+}
+
+BACKWARD = {
+    "v5e": {
+        (1024, 1024, 512): (10240, 10240, 500),
+    },
+    "v6e": {
+        (1024, 1024, 512): (5423, 5580, 450),
+        (2048, 2048, 512): (21049, 22000, 600),
+    },
+}
