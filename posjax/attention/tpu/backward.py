@@ -17,72 +17,40 @@ its writes have landed, so no fetch overtakes a write.
 """
 
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import Call, Inputs, anywhere, at, compiler_params, product, scalar_memory, scalars_of
-from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, choice_of, tile_of
-from posjax.attention.tpu.terms import LANES, SUBLANES, Axis
+from posjax.attention.tpu.backward_moves import (
+    Arrays,
+    Row,
+    Saved,
+    arrays_of,
+    bias_outputs,
+    scratch,
+    specs,
+    start,
+    wait,
+    wait_written,
+    window_of,
+    write,
+)
+from posjax.attention.tpu.call import Call, Inputs, anywhere, at, compiler_params, product
+from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, tile_of
+from posjax.attention.tpu.terms import LANES, Axis
 
 LN2 = float(np.log(2))
-
-
-class Saved(NamedTuple):
-    """What the rows bring along: ``dO``, ``L`` without what the bias adds to all of a row, and ``D``."""
-
-    d_out: Any
-    lse: Any
-    correction: Any
-
-
-class _Arrays(NamedTuple):
-    """Arguments of the kernel: arrays outside, references inside. Heads are ``[kv heads, group]``."""
-
-    visits: Any
-    origins: tuple
-    starts: Any
-    scalars: dict
-    k: Any
-    v: Any
-    k_rows: tuple
-    q: Any
-    q_rows: tuple
-    saved: Saved
-    window: Any
-    dq: Any
-
-
-class _Arriving(NamedTuple):
-    """Two places for everything that travels one way."""
-
-    q: Any
-    rows: tuple
-    saved: Saved
-    window: Any
-
-
-class _Sums(NamedTuple):
-    """What a row of tiles accumulates, and what is prepared once for it."""
-
-    dk: Any
-    dv: Any
-    columns: tuple
-    bias: Any
-    d_bias: Any
-    matrix: Any
 
 
 class Gradients(NamedTuple):
     """In base 2, ``ln 2`` short of the true ones but for ``v``: ``bias`` is what the kernel sums up for its form.
 
-    ``"linear"``: ``[batch, kv heads, group, 1, 128]``. ``"gates"``: of the keys' gates, ``[.., 1, keys]``. ``"relative"``:
-    the skewed vector ``[.., rows, 8, 128]`` and the edges ``[.., 2, 128]``.
+    ``"linear"``: ``[batch, kv heads, group, 1, 128]``. ``"gates"``: of the keys' gates, ``[.., 1, keys]``.
+    ``"relative"``: the skewed vector ``[.., rows, 8, 128]`` and the edges ``[.., 2, 128]``.
     """
 
     q: jax.Array
@@ -94,18 +62,18 @@ class Gradients(NamedTuple):
 def backward(call: Call, x: Inputs, saved: Saved, *, of_bias: bool) -> Gradients:
     """All gradients; those of the bias only if wanted."""
     batch, kv_heads, pairs, keys, size = x.k.shape
-    arrays, varying = _arrays(call, x, saved), jax.typeof(x.q).manual_axis_type
-    group, block = arrays.q.shape[2], call.backward.k
+    arrays, varying = arrays_of(call, x, saved), jax.typeof(x.q).manual_axis_type
+    block = call.backward.k
 
     def of_keys(*shape):
         index = (lambda b, h, j: (b, h, 0, j, 0)) if len(shape) == 2 else (lambda b, h, j: (b, h, j, 0))
         return pl.BlockSpec((None, None, *shape[:-1], block, shape[-1]), index)
 
-    bias = _bias_outputs(call, arrays, block) if of_bias else []
+    bias = bias_outputs(call, arrays, block) if of_bias else []
     found = pl.pallas_call(
         partial(_kernel, call, len(bias)),
         grid=(batch, kv_heads, keys // block),
-        in_specs=list(_specs(arrays, block)),
+        in_specs=list(specs(arrays, block)),
         out_specs=[anywhere, of_keys(pairs, size), of_keys(x.v.shape[-1]), *(spec for _, spec in bias)],
         out_shape=[
             jax.ShapeDtypeStruct(arrays.dq.shape, jnp.float32, manual_axis_type=varying),
@@ -113,7 +81,7 @@ def backward(call: Call, x: Inputs, saved: Saved, *, of_bias: bool) -> Gradients
             jax.ShapeDtypeStruct(x.v.shape, x.v.dtype, manual_axis_type=varying),
             *(shape for shape, _ in bias),
         ],
-        scratch_shapes=_scratch(call, arrays, bool(bias)),
+        scratch_shapes=scratch(call, arrays, bool(bias)),
         input_output_aliases={len(jax.tree.leaves(arrays)) - 1: 0},
         compiler_params=compiler_params(call),
         interpret=call.interpret,
@@ -122,154 +90,18 @@ def backward(call: Call, x: Inputs, saved: Saved, *, of_bias: bool) -> Gradients
     return Gradients(found[0].reshape(x.q.shape), *found[1:3], tuple(found[3:]))
 
 
-def _arrays(call: Call, x: Inputs, saved: Saved) -> _Arrays:
-    kv_heads = x.k.shape[1]
-
-    def grouped(a):
-        return a.reshape(a.shape[0], kv_heads, -1, *a.shape[2:])
-
-    def alone(a):
-        return a[:, :, None]
-
-    window = None
-    if call.bias == "relative":
-        values = x.bias["values"]
-        window = terms.skewed(values, values.shape[1] // LANES).reshape(
-            kv_heads, -1, values.shape[1] // LANES, 8, LANES
-        )
-    visits, *origins = x.backward
-    origins = tuple((grouped if o.shape[1] > 1 else alone)(o) for o in origins if o is not None)
-    k_rows = tuple(map(alone, x.k_numbers)) + ((grouped(x.bias["k"]),) if call.bias == "gates" else ())
-    q = grouped(x.q)
-    return _Arrays(
-        visits,
-        origins,
-        x.starts,
-        scalars_of(x.bias),
-        x.k,
-        x.v,
-        k_rows,
-        q,
-        tuple(map(alone, x.q_numbers)),
-        Saved(*map(grouped, saved)),
-        window,
-        jnp.zeros_like(q, jnp.float32),
-    )
-
-
-def _specs(arrays: _Arrays, block: int) -> _Arrays:
-    _, _, pairs, _, size = arrays.k.shape
-
-    def visit_spec(table):
-        batched = table.shape[0]
-        return pl.BlockSpec(
-            (None, None, *table.shape[2:]), lambda b, h, j: (at(b, batched), j, 0, 0), memory_space=pltpu.SMEM
-        )
-
-    def origin_spec(table):
-        sizes = table.shape[:2]
-        shape = (None, None, *table.shape[2:])
-        return pl.BlockSpec(shape, lambda b, h, j: (at(b, sizes[0]), at(h, sizes[1]), 0, 0, 0), memory_space=pltpu.SMEM)
-
-    def row_spec(row):
-        sizes = row.shape[:2]
-        shape = (None, None, *row.shape[2:4], block)
-        return pl.BlockSpec(shape, lambda b, h, j: (at(b, sizes[0]), at(h, sizes[1]), 0, 0, j))
-
-    specs = jax.tree.map(lambda _: anywhere, arrays)
-    return specs._replace(
-        visits=jax.tree.map(visit_spec, arrays.visits),
-        origins=jax.tree.map(origin_spec, arrays.origins),
-        starts=scalar_memory,
-        scalars=jax.tree.map(lambda _: scalar_memory, arrays.scalars),
-        k=pl.BlockSpec((None, None, pairs, block, size), lambda b, h, j: (b, h, 0, j, 0)),
-        v=pl.BlockSpec((None, None, block, arrays.v.shape[-1]), lambda b, h, j: (b, h, j, 0)),
-        k_rows=jax.tree.map(row_spec, arrays.k_rows),
-    )
-
-
-def _bias_outputs(call: Call, arrays: _Arrays, block: int) -> list:
-    """Shape and spec of the sums for the bias."""
-    head, varying = (*arrays.q.shape[:2],), jax.typeof(arrays.q).manual_axis_type
-    group, keys = arrays.q.shape[2], arrays.k.shape[3]
-
-    def output(*shape, by_block: bool = False):
-        blocked = (*shape[:-1], block) if by_block else shape
-        index = lambda b, h, j: (b, h, *[0] * (len(shape) - 1), j if by_block else 0)
-        result = jax.ShapeDtypeStruct((*head, *shape), jnp.float32, manual_axis_type=varying)
-        return result, pl.BlockSpec((None, None, *blocked), index)
-
-    if call.bias == "linear":
-        return [output(group, 1, LANES)]
-    if call.bias == "gates":
-        return [output(group, 1, keys, by_block=True)]
-    if call.bias == "relative":
-        return [output(group, arrays.window.shape[2], SUBLANES, LANES), output(group, 2, LANES)]
-    return []
-
-
-def _scratch(call: Call, x: _Arrays, of_bias: bool) -> list:
-    q, k, _ = call.backward
-    vmem, pairs = pltpu.VMEM, x.k.shape[2]
-    size, value_size = x.k.shape[-1], x.v.shape[-1]
-    window = x.window is not None
-    stretch = q + k - LANES
-    arriving = _Arriving(
-        vmem((2, pairs, q, size), x.q.dtype),
-        tuple(vmem((2, 1, q), row.dtype) for row in x.q_rows),
-        Saved(vmem((2, q, value_size), x.saved.d_out.dtype), *[vmem((2, 1, q), jnp.float32)] * 2),
-        vmem((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32) if window else None,
-    )
-    sums = _Sums(
-        vmem((pairs, k, size), jnp.float32),
-        vmem((k, value_size), jnp.float32),
-        tuple(vmem((k, LANES), row.dtype) for row in x.k_rows),
-        vmem((k, LANES), jnp.float32) if call.bias in ("linear", "gates") else None,
-        vmem((stretch if window else k, LANES), jnp.float32) if of_bias else None,
-        vmem((stretch, LANES), jnp.float32) if window else None,
-    )
-    copies = 3 + len(x.q_rows) + window
-    return [
-        arriving,
-        sums,
-        vmem((3, pairs, q, size), jnp.float32),
-        pltpu.SMEM((3,), jnp.int32),
-        pltpu.SemaphoreType.DMA((copies, 2)),
-        pltpu.SemaphoreType.DMA((pairs, 2)),
-        pltpu.SemaphoreType.DMA((2, pairs, 3)),
-    ]
-
-
-class _Row(NamedTuple):
-    """Everything that stays while a kernel is at one row of tiles."""
-
-    call: Call
-    x: _Arrays
-    arriving: _Arriving
-    sums: _Sums
-    dq: Any
-    choices: Any
-    arrived: Any
-    q_arrived: Any
-    dq_moved: Any
-    batch: Any
-    kv_head: Any
-    block: Any
-    d_bias: tuple
-
-
 def _kernel(call: Call, bias_outputs: int, *refs):
-    x, refs = _Arrays(*refs[: len(_Arrays._fields)]), refs[len(_Arrays._fields) :]
+    x, refs = Arrays(*refs[: len(Arrays._fields)]), refs[len(Arrays._fields) :]
     (dq_ref, dk_ref, dv_ref, *d_bias), scratch = refs[: 3 + bias_outputs], refs[3 + bias_outputs :]
     b, h, j = (pl.program_id(n) for n in range(3))
-    row = _Row(call, x._replace(dq=dq_ref), *scratch, b, h, j, tuple(d_bias))
+    row = Row(call, x._replace(dq=dq_ref), *scratch, b, h, j, tuple(d_bias))
     order, ends = x.visits
     kinds = call.backward_kinds
     count, group = ends[0, len(kinds) - 1], x.q.shape[2]
 
     @pl.when(count > 0)
     def _():
-        _start(row, order[0, 0], 0, 0)
+        start(row, order[0, 0], 0, 0)
 
     _begin(row)
 
@@ -280,22 +112,22 @@ def _kernel(call: Call, bias_outputs: int, *refs):
 
         @pl.when(step >= 2)
         def _():
-            _wait_written(row, jax.lax.rem(step + 1, 3))
+            wait_written(row, jax.lax.rem(step + 1, 3))
 
         @pl.when(step + 1 < group * count)
         def _():
-            _start(row, upcoming, jnp.where(last, g + 1, g), step + 1)
+            start(row, upcoming, jnp.where(last, g + 1, g), step + 1)
 
-        _wait(row, kind, step)
+        wait(row, kind, step)
         _tile(row, kind, g, tile_of(order[0, n]), step)
-        _write(row, kind, g, order[0, n], step)
+        write(row, kind, g, order[0, n], step)
 
     def head(g, _):
         _begin_head(row, g)
-        start = 0
+        begin = 0
         for n, kind in enumerate(kinds):
-            jax.lax.fori_loop(start, ends[0, n], partial(visit, kind, g), None)
-            start = ends[0, n]
+            jax.lax.fori_loop(begin, ends[0, n], partial(visit, kind, g), None)
+            begin = ends[0, n]
         _finish_head(row, g)
 
     jax.lax.fori_loop(0, group, head, None)
@@ -303,103 +135,13 @@ def _kernel(call: Call, bias_outputs: int, *refs):
 
         @pl.when(group * count >= back)
         def _(back=back):
-            _wait_written(row, jax.lax.rem(group * count - back, 3))
+            wait_written(row, jax.lax.rem(group * count - back, 3))
 
     dk_ref[...] = (row.sums.dk[...] * LN2).astype(dk_ref.dtype)
     dv_ref[...] = row.sums.dv[...].astype(dv_ref.dtype)
 
 
-def _copies(row: _Row, g, tile, place) -> list:
-    """What every tile needs, but for the queries."""
-    _, x, arriving, *_ = row
-    b, h, (q, k, _) = row.batch, row.kv_head, row.call.backward
-    tokens = pl.ds(pl.multiple_of(tile * q, q), q)
-    pairs = [(x.saved.d_out.at[b, h, g, tokens], arriving.saved.d_out.at[place])]
-    for source, target in zip(x.saved[1:], arriving.saved[1:], strict=True):
-        pairs.append((source.at[b, h, g, :, tokens], target.at[place]))
-    for source, target in zip(x.q_rows, arriving.rows, strict=True):
-        pairs.append((source.at[at(b, source.shape[0]), 0, 0, :, tokens], target.at[place]))
-    if x.window is not None:
-        pairs.append((x.window.at[h, g, _window(row, tile)], arriving.window.at[place]))
-    return [pltpu.make_async_copy(*pair, row.arrived.at[n, place]) for n, pair in enumerate(pairs)]
-
-
-def _window(row: _Row, tile):
-    """Which rows of the skewed vector a tile reads."""
-    q, k, _ = row.call.backward
-    keys = row.x.k.shape[1] * pl.num_programs(2)
-    return pl.ds(jax.lax.div(keys - k * (row.block + 1) + q * tile, LANES), (q + k) // LANES)
-
-
-def _block_of(row: _Row, g, pair, tile) -> tuple:
-    """Where the queries of a tile lie."""
-    q = row.call.backward.q
-    return row.batch, row.kv_head, g, pair, pl.ds(pl.multiple_of(tile * q, q), q)
-
-
-def _fetch_q(row: _Row, g, pair, tile, to: int, step):
-    """The copy of the queries of one pair of features."""
-    source, place = row.x.q.at[_block_of(row, g, pair, tile)], step & 1
-    return pltpu.make_async_copy(source, row.arriving.q.at[place, to], row.q_arrived.at[to, place])
-
-
-def _fetch_dq(row: _Row, g, pair, tile, to: int, step):
-    """The copy of what their gradient is so far."""
-    source, place = row.x.dq.at[_block_of(row, g, pair, tile)], jax.lax.rem(step, 3)
-    return pltpu.make_async_copy(source, row.dq.at[place, to], row.dq_moved.at[0, to, place])
-
-
-def _store_dq(row: _Row, g, pair, tile, to: int, step):
-    """The copy back."""
-    target, place = row.x.dq.at[_block_of(row, g, pair, tile)], jax.lax.rem(step, 3)
-    return pltpu.make_async_copy(row.dq.at[place, to], target, row.dq_moved.at[1, to, place])
-
-
-def _for_pairs(row: _Row, choice, then) -> None:
-    """Calls ``then(pair, place)`` for the pair an entry asks for, or for all of them."""
-    pairs = row.x.k.shape[0]
-    if pairs == 1:
-        then(0, 0)
-        return
-    then(jnp.where(choice == pairs, 0, choice), 0)
-
-    @pl.when(choice == pairs)
-    def _():
-        for n in range(1, pairs):
-            then(n, n)
-
-
-def _start(row: _Row, entry, g, step) -> None:
-    tile = tile_of(entry)
-    for copy in _copies(row, g, tile, step & 1):
-        copy.start()
-
-    def fetch(pair, to):
-        _fetch_q(row, g, pair, tile, to, step).start()
-        _fetch_dq(row, g, pair, tile, to, step).start()
-
-    _for_pairs(row, choice_of(entry), fetch)
-
-
-def _wait(row: _Row, kind: Kind, step) -> None:
-    for copy in _copies(row, 0, 0, step & 1):
-        copy.wait()
-    for n in range(len(kind.pairs)):
-        _fetch_q(row, 0, n, 0, n, step).wait()
-        _fetch_dq(row, 0, n, 0, n, step).wait()
-
-
-def _write(row: _Row, kind: Kind, g, entry, step) -> None:
-    row.choices[jax.lax.rem(step, 3)] = choice_of(entry)
-    for n, pair in enumerate(kind.pairs):
-        _store_dq(row, g, pair, tile_of(entry), n, step).start()
-
-
-def _wait_written(row: _Row, third) -> None:
-    _for_pairs(row, row.choices[third], lambda _, to: _store_dq(row, 0, 0, 0, to, third).wait())
-
-
-def _begin(row: _Row) -> None:
+def _begin(row: Row) -> None:
     sums = row.sums
     sums.dk[...] = jnp.zeros_like(sums.dk)
     sums.dv[...] = jnp.zeros_like(sums.dv)
@@ -413,7 +155,7 @@ def _begin(row: _Row) -> None:
                 ref[...] = jnp.zeros_like(ref)
 
 
-def _begin_head(row: _Row, g) -> None:
+def _begin_head(row: Row, g) -> None:
     """The bias of each key, as a column; it differs between the heads."""
     call, sums = row.call, row.sums
     if call.bias == "linear":
@@ -424,7 +166,7 @@ def _begin_head(row: _Row, g) -> None:
         sums.d_bias[...] = jnp.zeros_like(sums.d_bias)
 
 
-def _finish_head(row: _Row, g) -> None:
+def _finish_head(row: Row, g) -> None:
     if not row.d_bias:
         return
     if row.call.bias == "gates":
@@ -433,16 +175,16 @@ def _finish_head(row: _Row, g) -> None:
         row.d_bias[0][g] -= jnp.sum(row.sums.d_bias[...] * _keys_ahead(row), axis=0, keepdims=True)
 
 
-def _head(row: _Row, g):
+def _head(row: Row, g):
     return row.kv_head * row.x.q.shape[2] + g
 
 
-def _group(row: _Row, g):
+def _group(row: Row, g):
     """The index of a head along the group axis of the origins."""
     return at(g, row.x.origins[1].shape[0])
 
 
-def _keys_ahead(row: _Row):
+def _keys_ahead(row: Row):
     """Distance of the keys from the origin of their block, a float32 column."""
     call, shape = row.call, (row.call.backward.k, LANES)
     if call.ranged[1]:
@@ -450,7 +192,7 @@ def _keys_ahead(row: _Row):
     return (row.sums.columns[0][...] - row.x.origins[1][0, 0, row.block]).astype(jnp.float32)
 
 
-def _tile(row: _Row, kind: Kind, g, tile, step) -> None:
+def _tile(row: Row, kind: Kind, g, tile, step) -> None:
     """Adds a tile to the gradients, part by part."""
     call, place = row.call, step & 1
     varies = call.bias == "relative" and kind.reach == NEAR
@@ -463,12 +205,12 @@ def _tile(row: _Row, kind: Kind, g, tile, step) -> None:
             terms.toeplitz(row.arriving.window.at[place], row.sums.matrix, *rows)
         _part(row, kind, g, tile, first, step, level)
     if varies and row.d_bias:
-        first = _window(row, tile).start
+        first = window_of(row, tile).start
         for n, eight in enumerate(terms.untoeplitz(row.sums.d_bias)):
             row.d_bias[0][g, first + n] += eight
 
 
-def _level(row: _Row, kind: Kind, g, tile):
+def _level(row: Row, kind: Kind, g, tile):
     """What the bias adds to the whole tile, or None."""
     call, scalars = row.call, row.x.scalars
     if call.bias == "relative" and kind.reach != NEAR:
@@ -480,7 +222,7 @@ def _level(row: _Row, kind: Kind, g, tile):
     return apart if call.bias == "gates" else scalars["slopes"][_head(row, g)] * apart.astype(jnp.float32)
 
 
-def _part(row: _Row, kind: Kind, g, tile, first: int, step, level) -> None:
+def _part(row: Row, kind: Kind, g, tile, first: int, step, level) -> None:
     call, sums, place = row.call, row.sums, step & 1
     part = call.backward.part
     queries = pl.ds(first, part)
@@ -518,7 +260,7 @@ def _own(d_scores, takes: tuple, n: int):
     return jnp.where(taken, d_scores, 0)
 
 
-def _pattern(row: _Row, kind: Kind, tile, first: int, place) -> tuple:
+def _pattern(row: Row, kind: Kind, tile, first: int, place) -> tuple:
     """Which pairs of a part are allowed, and which branch's they are."""
     call, (queries, keys, part) = row.call, row.call.backward
     far = len(kind.pairs) > 1
@@ -532,7 +274,7 @@ def _pattern(row: _Row, kind: Kind, tile, first: int, place) -> tuple:
     return call.pattern.on(q, k, (keys, part), masked=kind.masked, far=far)
 
 
-def _biased(row: _Row, kind: Kind, logits, first: int):
+def _biased(row: Row, kind: Kind, logits, first: int):
     """The logits with what of the bias differs within a tile."""
     call, (queries, keys, part) = row.call, row.call.backward
     if call.bias in ("linear", "gates"):
@@ -543,7 +285,7 @@ def _biased(row: _Row, kind: Kind, logits, first: int):
     return logits
 
 
-def _add_bias(row: _Row, kind: Kind, g, tile, first: int, place, d_logits) -> None:
+def _add_bias(row: Row, kind: Kind, g, tile, first: int, place, d_logits) -> None:
     """Sums of the gradient of the logits, as the form of the bias needs them."""
     call, (queries, keys, part), sums = row.call, row.call.backward, row.sums
     slabs = [d_logits[:, n : n + LANES] for n in range(0, part, LANES)]
@@ -565,7 +307,7 @@ def _folded(numbers):
     return reduce(jnp.add, [numbers[:, n : n + LANES] for n in range(0, numbers.shape[1], LANES)])
 
 
-def _queries_ahead(row: _Row, tile, first: int, place):
+def _queries_ahead(row: Row, tile, first: int, place):
     """Distance of some queries of a tile from the origin of the block of keys, a float32 row."""
     part, origin = row.call.backward.part, row.x.origins[1][0, 0, row.block]
     if row.call.ranged[0]:

@@ -56,6 +56,11 @@ class Call:
         return self.spare and self.bias == "linear" and self.ranged[1]
 
     @property
+    def adds_of_keys(self) -> bool:
+        """Whether a linear bias or gates are added to the logits, since they do not ride along."""
+        return self.bias in ("linear", "gates") and not self.bias_rides
+
+    @property
     def bound_rides(self) -> bool:
         """Whether the bound of each query is."""
         return self.spare and self.bounded and self.softcap is None
@@ -88,11 +93,9 @@ class Inputs(NamedTuple):
         q_numbers: int32 ``[batch or 1, 1, 1, queries]`` each: positions, unless they are a range, and what masks read.
         k_numbers: the same of the keys.
         bias: its numbers times ``log2 e``. ``"linear"``: ``slopes`` ``[heads]`` of ``slope (p_i - p_j)``. ``"gates"``:
-            ``q`` and ``k``, ``[batch, heads, 1, tokens]``, of ``c_i - c_j``. ``"relative"``: ``values``
-            ``[heads, queries + keys]``, that of distance ``i - j`` of indices at ``keys + i - j``, and ``edges``
-            ``[heads, 2]``, those of all distances where it is constant behind and ahead.
-        bound: ``[batch, heads, 1, queries]``, float32, what no logit of a query exceeds, less what a linear bias adds to
-            all of them; None if the call is not bounded.
+            ``q`` and ``k``, ``[batch, heads, 1, tokens]``, of ``c_i - c_j``. ``"relative"``:
+        bound: ``[batch, heads, 1, queries]``, float32, what no logit of a query exceeds, less what a linear bias adds
+            to all of them; None if the call is not bounded.
     """
 
     q: jax.Array

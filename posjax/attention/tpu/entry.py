@@ -85,7 +85,7 @@ def _has_heads(mask: Mask | None) -> bool:
 
 
 def bias_form(x: Operands) -> str | None:
-    """The form in which the kernels take the bias: ``"linear"``, ``"gates"``, ``"relative"``; ``"other"`` if in none."""
+    """The form in which the kernels take the bias: ``"linear"``, ``"gates"``, ``"relative"``; else ``"other"``."""
     bias = x.bias
     if bias is None:
         return None

@@ -18,26 +18,15 @@ added up at the end.
 """
 
 from functools import partial, reduce
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import (
-    Call,
-    Inputs,
-    anywhere,
-    at,
-    compiler_params,
-    product,
-    rows_of,
-    scalar_memory,
-    scalars_of,
-)
-from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, choice_of, tile_of
+from posjax.attention.tpu.call import Call, Inputs, compiler_params, product
+from posjax.attention.tpu.forward_moves import Arrays, Row, Sums, arrays_of, scratch, specs, start, wait
+from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, tile_of
 from posjax.attention.tpu.terms import LANES, SUBLANES, Axis
 
 LOWEST = -1e30
@@ -47,54 +36,15 @@ SMALLEST = 2.0**-100
 """Least sum of weights under a bound: what float32 drops of them, below ``2^-126``, is then below ``2^-26`` of it."""
 
 
-class _Arrays(NamedTuple):
-    """Arguments of the kernel: arrays outside, references inside."""
-
-    visits: Any
-    origins: tuple
-    starts: Any
-    scalars: dict
-    q: Any
-    q_rows: tuple
-    bound: Any
-    k: Any
-    v: Any
-    k_rows: tuple
-    window: Any
-
-
-class _Arriving(NamedTuple):
-    """Two places for everything that travels."""
-
-    k: Any
-    v: Any
-    rows: tuple
-    window: Any
-
-
-class _Sums(NamedTuple):
-    """What a row of tiles accumulates, and what is prepared once for it."""
-
-    highest: Any
-    total: Any
-    totals: Any
-    tops: Any
-    out: Any
-    q: Any
-    columns: tuple
-    of_keys: Any
-    matrix: Any
-
-
 def forward(call: Call, x: Inputs):
     """Output ``[batch, heads, queries, value size]`` and base-2 log-sum-exp ``[batch, heads, 1, queries]``, float32."""
-    batch, heads, pairs, queries, size = x.q.shape
+    batch, heads, _, queries, _ = x.q.shape
     block, value_size = call.forward.q, x.v.shape[-1]
-    arrays, varying = _arrays(call, x), jax.typeof(x.q).manual_axis_type
+    arrays, varying = arrays_of(call, x), jax.typeof(x.q).manual_axis_type
     return pl.pallas_call(
         partial(_kernel, call, heads // x.k.shape[1], queries),
         grid=(batch, heads, queries // block),
-        in_specs=list(_specs(arrays, block)),
+        in_specs=list(specs(arrays, block)),
         out_specs=[
             pl.BlockSpec((None, None, block, value_size), lambda b, h, i: (b, h, i, 0)),
             pl.BlockSpec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)),
@@ -103,105 +53,18 @@ def forward(call: Call, x: Inputs):
             jax.ShapeDtypeStruct((batch, heads, queries, value_size), x.v.dtype, manual_axis_type=varying),
             jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32, manual_axis_type=varying),
         ],
-        scratch_shapes=_scratch(call, arrays),
+        scratch_shapes=scratch(call, arrays),
         compiler_params=compiler_params(call),
         interpret=call.interpret,
         name="posjax_attention_forward",
     )(*arrays)
 
 
-def _arrays(call: Call, x: Inputs) -> _Arrays:
-    window = None
-    if call.bias == "relative":
-        # Lanes are keys: the vector runs backwards, so that its index ``queries - (i - j)`` rises with them.
-        values = x.bias["values"][:, ::-1]
-        values = jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
-        window = terms.skewed(values, values.shape[1] // LANES)
-    visits, *origins = x.forward
-    q_rows, k_rows = rows_of(x.q_numbers, x.bias, "q"), rows_of(x.k_numbers, x.bias, "k")
-    origins = tuple(o for o in origins if o is not None)
-    return _Arrays(visits, origins, x.starts, scalars_of(x.bias), x.q, q_rows, x.bound, x.k, x.v, k_rows, window)
-
-
-def _specs(arrays: _Arrays, block: int) -> _Arrays:
-    _, _, pairs, _, size = arrays.q.shape
-
-    def visit_spec(table):
-        batched = table.shape[0]
-        return pl.BlockSpec(
-            (None, None, *table.shape[2:]), lambda b, h, i: (at(b, batched), i, 0, 0), memory_space=pltpu.SMEM
-        )
-
-    def origin_spec(table):
-        sizes = table.shape[:2]
-        return pl.BlockSpec(
-            (None, None, *table.shape[2:]),
-            lambda b, h, i: (at(b, sizes[0]), at(h, sizes[1]), 0, 0),
-            memory_space=pltpu.SMEM,
-        )
-
-    def row_spec(row):
-        sizes = row.shape[:2]
-        return pl.BlockSpec((None, None, 1, block), lambda b, h, i: (at(b, sizes[0]), at(h, sizes[1]), 0, i))
-
-    specs = jax.tree.map(lambda _: anywhere, arrays)
-    return specs._replace(
-        visits=jax.tree.map(visit_spec, arrays.visits),
-        origins=jax.tree.map(origin_spec, arrays.origins),
-        starts=scalar_memory,
-        scalars=jax.tree.map(lambda _: scalar_memory, arrays.scalars),
-        q=pl.BlockSpec((None, None, pairs, block, size), lambda b, h, i: (b, h, 0, i, 0)),
-        q_rows=jax.tree.map(row_spec, arrays.q_rows),
-        bound=jax.tree.map(row_spec, arrays.bound),
-    )
-
-
-def _scratch(call: Call, x: _Arrays) -> list:
-    q, k, _ = call.forward
-    vmem = pltpu.VMEM
-    window, rides, pairs = x.window is not None, call.bias_rides or call.bound_rides, x.k.shape[2]
-    size = x.k.shape[-1] + rides * LANES
-    arriving = _Arriving(
-        vmem((2, pairs, k, size), x.k.dtype),
-        vmem((2, k, x.v.shape[-1]), x.v.dtype),
-        tuple(vmem((2, 1, k), row.dtype) for row in x.k_rows),
-        vmem((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32) if window else None,
-    )
-    sums = _Sums(
-        vmem((q, LANES), jnp.float32),
-        vmem((q, LANES), jnp.float32),
-        vmem((1, q), jnp.float32),
-        vmem((1, q), jnp.float32),
-        vmem((q, x.v.shape[-1]), jnp.float32),
-        vmem((pairs, q, size), x.k.dtype) if rides else None,
-        tuple(vmem((q, LANES), row.dtype) for row in x.q_rows),
-        vmem((SUBLANES, k), jnp.float32) if _adds_of_keys(call) else None,
-        vmem((q + k - LANES, LANES), jnp.float32) if window else None,
-    )
-    copies = pairs + 1 + len(x.k_rows) + window
-    return [arriving, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]
-
-
-class _Row(NamedTuple):
-    """Everything that stays while a kernel is at one row of tiles."""
-
-    call: Call
-    x: _Arrays
-    arriving: _Arriving
-    sums: _Sums
-    arrived: Any
-    batch: Any
-    head: Any
-    kv_head: Any
-    block: Any
-    queries: int
-
-
 def _kernel(call: Call, group: int, queries: int, *refs):
-    x, refs = _Arrays(*refs[: len(_Arrays._fields)]), refs[len(_Arrays._fields) :]
+    x, refs = Arrays(*refs[: len(Arrays._fields)]), refs[len(Arrays._fields) :]
     out_ref, lse_ref, arriving, sums, state, arrived = refs
     b, h, i = (pl.program_id(n) for n in range(3))
-    row = _Row(call, x, arriving, sums, arrived, b, h, jax.lax.div(h, group), i, queries)
+    row = Row(call, x, arriving, sums, arrived, b, h, jax.lax.div(h, group), i, queries)
     order, ends = x.visits
     count, following = ends[0, len(call.forward_kinds) - 1], ends[0, len(call.forward_kinds)]
     # The place where this row's first tile arrives, and whether it is on its way already.
@@ -210,7 +73,7 @@ def _kernel(call: Call, group: int, queries: int, *refs):
 
     @pl.when((count > 0) & (under_way == 0))
     def _():
-        _start(row, i, order[0, 0], place)
+        start(row, i, order[0, 0], place)
 
     @pl.when(i == 0)
     def _():
@@ -234,7 +97,7 @@ def _kernel(call: Call, group: int, queries: int, *refs):
     _finish(row, out_ref, lse_ref)
 
 
-def _sweep(row: _Row, count, following, place, *, bounded: bool) -> None:
+def _sweep(row: Row, count, following, place, *, bounded: bool) -> None:
     """Visits the tiles of the row, kind after kind, the first of which is under way to ``place``."""
     order, ends = row.x.visits
 
@@ -244,80 +107,33 @@ def _sweep(row: _Row, count, following, place, *, bounded: bool) -> None:
 
         @pl.when(upcoming >= 0)
         def _():
-            _start(row, jnp.where(more, row.block, row.block + 1), upcoming, 1 - here)
+            start(row, jnp.where(more, row.block, row.block + 1), upcoming, 1 - here)
 
-        _wait(row, kind, here)
+        wait(row, kind, here)
         _tile(row, kind, tile_of(order[0, n]), here, bounded=bounded)
 
-    start = 0
+    begin = 0
     for n, kind in enumerate(row.call.forward_kinds):
-        jax.lax.fori_loop(start, ends[0, n], partial(visit, kind), None)
-        start = ends[0, n]
+        jax.lax.fori_loop(begin, ends[0, n], partial(visit, kind), None)
+        begin = ends[0, n]
 
 
-def _again(row: _Row, count, place, ahead) -> None:
+def _again(row: Row, count, place, ahead) -> None:
     """Computes the row with a running maximum, after what is under way for the next one has arrived."""
 
     @pl.when(ahead)
     def _():
-        _wait(row, row.call.forward_kinds[0], place)
+        wait(row, row.call.forward_kinds[0], place)
 
     _clear(row.sums)
     _ride_on_queries(row, bounded=False)
-    _start(row, row.block, row.x.visits.order[0, 0], 0)
+    start(row, row.block, row.x.visits.order[0, 0], 0)
     _sweep(row, count, -1, 0, bounded=False)
     row.sums.totals[...] = terms.row(row.sums.total[...])
     row.sums.tops[...] = row.sums.highest[...].T[:1]
 
 
-def _copies(row: _Row, i, tile, place) -> list:
-    """What every tile needs, but for the keys: values, numbers of its tokens, its window of the bias by distance."""
-    _, x, arriving, _, arrived, b, h, kv_head, _, queries = row
-    q, k, _ = row.call.forward
-    tokens = pl.ds(pl.multiple_of(tile * k, k), k)
-    pairs = [(x.v.at[b, kv_head, tokens], arriving.v.at[place])]
-    for source, target in zip(x.k_rows, arriving.rows, strict=True):
-        pairs.append((source.at[at(b, source.shape[0]), at(h, source.shape[1]), :, tokens], target.at[place]))
-    if x.window is not None:
-        first = jax.lax.div(queries - q * (i + 1) + k * tile, LANES)
-        pairs.append((x.window.at[h, pl.ds(first, (q + k) // LANES)], arriving.window.at[place]))
-    return [pltpu.make_async_copy(*pair, arrived.at[n, place]) for n, pair in enumerate(pairs)]
-
-
-def _keys(row: _Row, pair, tile, to: int, place):
-    """The copy of the keys of one pair of features."""
-    k = row.call.forward.k
-    source = row.x.k.at[row.batch, row.kv_head, pair, pl.ds(pl.multiple_of(tile * k, k), k)]
-    last = row.arrived.shape[0] - 1
-    target = row.arriving.k.at[place, to]
-    if row.sums.q is not None:
-        target = target.at[:, pl.ds(0, LANES)]
-    return pltpu.make_async_copy(source, target, row.arrived.at[last - to, place])
-
-
-def _start(row: _Row, i, entry, place) -> None:
-    tile, choice, pairs = tile_of(entry), choice_of(entry), row.x.k.shape[2]
-    for copy in _copies(row, i, tile, place):
-        copy.start()
-    if pairs == 1:
-        _keys(row, 0, tile, 0, place).start()
-        return
-    _keys(row, jnp.where(choice == pairs, 0, choice), tile, 0, place).start()
-
-    @pl.when(choice == pairs)
-    def _():
-        for n in range(1, pairs):
-            _keys(row, n, tile, n, place).start()
-
-
-def _wait(row: _Row, kind: Kind, place) -> None:
-    for copy in _copies(row, 0, 0, place):
-        copy.wait()
-    for n in range(len(kind.pairs)):
-        _keys(row, n, 0, n, place).wait()
-
-
-def _begin(row: _Row) -> None:
+def _begin(row: Row) -> None:
     """What the rows bring along, as columns. The sums are clear: whoever is done with them leaves them so."""
     sums = row.sums
     for source, target in zip(row.x.q_rows, sums.columns, strict=True):
@@ -329,7 +145,7 @@ def _begin(row: _Row) -> None:
     _ride_on_queries(row, bounded=row.call.bound_rides)
 
 
-def _ride_on_queries(row: _Row, *, bounded: bool) -> None:
+def _ride_on_queries(row: Row, *, bounded: bool) -> None:
     """The queries with their bound beside them, and ones for the numbers of the keys."""
     if row.sums.q is None:
         return
@@ -341,7 +157,7 @@ def _ride_on_queries(row: _Row, *, bounded: bool) -> None:
         row.sums.q[n, :, LANES:] = rows
 
 
-def _ride_on_keys(row: _Row) -> None:
+def _ride_on_keys(row: Row) -> None:
     """Beside the keys of either place: the bias of each, the same in every block, and ones."""
     if row.sums.q is None:
         return
@@ -355,17 +171,17 @@ def _ride_on_keys(row: _Row) -> None:
             row.arriving.k[place, n, :, LANES:] = rows
 
 
-def _clear(sums: _Sums) -> None:
+def _clear(sums: Sums) -> None:
     sums.highest[...] = jnp.full_like(sums.highest, LOWEST)
     sums.total[...] = jnp.zeros_like(sums.total)
     sums.out[...] = jnp.zeros_like(sums.out)
 
 
-def _tile(row: _Row, kind: Kind, tile, place, *, bounded: bool) -> None:
+def _tile(row: Row, kind: Kind, tile, place, *, bounded: bool) -> None:
     """Adds a tile to the sums, part by part."""
     keys, part = row.call.forward.k, row.call.forward.part
     level = _level(row, kind, tile)
-    if _adds_of_keys(row.call):
+    if row.call.adds_of_keys:
         row.sums.of_keys[...] = jnp.broadcast_to(_of_keys(row, tile, place), row.sums.of_keys.shape)
     for first in range(0, keys, part):
         if row.call.bias == "relative" and kind.reach == NEAR:
@@ -379,12 +195,7 @@ def _tile(row: _Row, kind: Kind, tile, place, *, bounded: bool) -> None:
             _add(row.sums, logits, v, level)
 
 
-def _adds_of_keys(call: Call) -> bool:
-    """Whether a linear bias or gates are added to the logits, since they do not ride along."""
-    return call.bias in ("linear", "gates") and not call.bias_rides
-
-
-def _of_keys(row: _Row, tile, place):
+def _of_keys(row: Row, tile, place):
     """What a linear bias or gates add to the logits of each key of a tile, from the origin of its block, as a row."""
     call, keys, origin = row.call, row.call.forward.k, row.x.origins[1][0, tile]
     if call.bias == "gates":
@@ -396,7 +207,7 @@ def _of_keys(row: _Row, tile, place):
     return row.x.scalars["slopes"][row.head] * -ahead.astype(jnp.float32)
 
 
-def _level(row: _Row, kind: Kind, tile):
+def _level(row: Row, kind: Kind, tile):
     """A number that the logits of the tile still lack: the bias between the origins of its blocks, or a constant."""
     call, scalars = row.call, row.x.scalars
     if call.bias == "relative" and kind.reach != NEAR and call.softcap is None:
@@ -408,7 +219,7 @@ def _level(row: _Row, kind: Kind, tile):
     return apart if call.bias == "gates" else scalars["slopes"][row.head] * apart.astype(jnp.float32)
 
 
-def _logits(row: _Row, kind: Kind, tile, first: int, place):
+def _logits(row: Row, kind: Kind, tile, first: int, place):
     """Logits of some keys of a tile, less its level."""
     call, (queries, _, part) = row.call, row.call.forward
     keys = pl.ds(first, part)
@@ -428,7 +239,7 @@ def _logits(row: _Row, kind: Kind, tile, first: int, place):
     return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
 
 
-def _axes(row: _Row, tile, first: int, place) -> tuple[Axis, Axis]:
+def _axes(row: Row, tile, first: int, place) -> tuple[Axis, Axis]:
     """The queries of the row, and some keys of a tile."""
     (queries, keys, part), (q_ranged, k_ranged) = row.call.forward, row.call.ranged
     q_columns = tuple(column[...] for column in row.sums.columns[: row.call.q_numbers])
@@ -438,7 +249,7 @@ def _axes(row: _Row, tile, first: int, place) -> tuple[Axis, Axis]:
     return Axis(0, q_first, q_columns, q_ranged), Axis(1, k_first, k_rows, k_ranged)
 
 
-def _biased(row: _Row, kind: Kind, logits, first: int):
+def _biased(row: Row, kind: Kind, logits, first: int):
     """The logits with what of the bias differs within a tile; a constant of each query is left to ``_finish``."""
     call, (queries, keys, part) = row.call, row.call.forward
     if call.bias == "relative" and kind.reach == NEAR:
@@ -446,12 +257,12 @@ def _biased(row: _Row, kind: Kind, logits, first: int):
         return logits + jnp.concatenate(slabs, axis=1)
     if call.bias == "relative" and call.softcap is not None:
         return logits + row.x.scalars["edges"][row.head, int(kind.reach == AHEAD)]
-    if _adds_of_keys(call):
+    if call.adds_of_keys:
         return logits + jnp.tile(row.sums.of_keys[:, first : first + part], (queries // SUBLANES, 1))
     return logits
 
 
-def _add(sums: _Sums, logits, v, level) -> None:
+def _add(sums: Sums, logits, v, level) -> None:
     """One step of the online softmax."""
     old = sums.highest[...]
     top = jnp.max(logits, axis=1, keepdims=True)
@@ -463,7 +274,7 @@ def _add(sums: _Sums, logits, v, level) -> None:
     sums.out[...] = sums.out[...] * _wide(shrink, v.shape[1]) + _mixed(weights, v)
 
 
-def _add_bounded(sums: _Sums, logits, v, level, *, subtracted: bool) -> None:
+def _add_bounded(sums: Sums, logits, v, level, *, subtracted: bool) -> None:
     """The same under a maximum that stays, which the logits may lack already."""
     weights = _weights(logits, None if subtracted else sums.highest[...], level)
     sums.total[...] += reduce(jnp.add, weights)
@@ -488,7 +299,7 @@ def _wide(column, size: int):
     return jnp.tile(column, (1, pl.cdiv(size, LANES)))[:, :size]
 
 
-def _finish(row: _Row, out_ref, lse_ref) -> None:
+def _finish(row: Row, out_ref, lse_ref) -> None:
     """Divides by the sums. What is one number for each query is computed along the lanes, 128 at a time."""
     sums = row.sums
     total = sums.totals[...]
@@ -501,7 +312,7 @@ def _finish(row: _Row, out_ref, lse_ref) -> None:
     _clear(sums)
 
 
-def _row_constant(row: _Row):
+def _row_constant(row: Row):
     """What a linear bias or gates add to all logits of a query, relative to the origin of its block, as ``[1, n]``."""
     call, x = row.call, row.x
     if call.bias == "gates":

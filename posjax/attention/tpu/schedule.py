@@ -33,7 +33,7 @@ _TILE_BITS = 20
 
 
 class Blocks(NamedTuple):
-    """Tokens per tile along the queries and keys, and the keys (forward) or queries (backward) of one matrix product."""
+    """Tokens of a tile along the queries and keys, and the keys (forward) or queries (backward) of a matrix product."""
 
     q: int
     k: int
@@ -69,7 +69,7 @@ class Visits(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The kinds that occur, and the kind of every tile, ``[batch or 1, q blocks, k blocks]``: its index plus 1, or 0."""
+    """The kinds that occur, and that of every tile, ``[batch or 1, q blocks, k blocks]``: its index plus 1, or 0."""
 
     kinds: tuple[Kind, ...]
     grid: np.ndarray | jax.Array
