@@ -49,15 +49,15 @@ def chip() -> Chip:
 
 def cheapest_forward(on: Chip, x: Operands) -> Blocks:
     """The cheapest blocks of the forward kernel for a call."""
-    return _cheapest(x, FORWARD[on.name], fit, "q")
+    return _cheapest(x, FORWARD[on.name], fit, "q", _forward_bytes, on.vmem)
 
 
 def cheapest_backward(on: Chip, x: Operands) -> Blocks:
     """The cheapest blocks of the backward kernel for a call whose lengths are padded for the forward kernel."""
-    return _cheapest(x, BACKWARD[on.name], divide, "k")
+    return _cheapest(x, BACKWARD[on.name], divide, "k", _backward_bytes, on.vmem)
 
 
-def _cheapest(x: Operands, table: dict, made_to_fit, outer: str) -> Blocks:
+def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: int) -> Blocks:
     queries, keys = x.q.shape[3], x.k.shape[2]
 
     def cost(measured: Blocks) -> float:
@@ -70,7 +70,30 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str) -> Blocks:
         whole, masked, row = table[measured]
         return area * (every * whole + (some - every) * masked) + share * row * (q_blocks if outer == "q" else k_blocks)
 
-    return made_to_fit(min((Blocks(*sizes) for sizes in table), key=cost), queries, keys)
+    sizes = [Blocks(*size) for size in table]
+    small = [size for size in sizes if memory(x, made_to_fit(size, queries, keys)) <= vmem]
+    chosen = min(small, key=cost) if small else min(sizes, key=lambda size: size.q * size.k)
+    return made_to_fit(chosen, queries, keys)
+
+
+def _forward_bytes(x: Operands, blocks: Blocks) -> float:
+    """Fast memory of the forward kernel, about: what travels, what is summed, and the logits of a part."""
+    (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
+    size, value_size = x.q.shape[-1], x.v.shape[-1]
+    moves = 2 * narrow * (k * (pairs * size + value_size) + q * (pairs * size + value_size))
+    return moves + 4 * q * (256 + value_size) + 10 * q * part * pairs + 512 * (q + k) * _is_relative(x)
+
+
+def _backward_bytes(x: Operands, blocks: Blocks) -> float:
+    """The same of the backward kernel."""
+    (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
+    size, value_size = pairs * x.q.shape[-1], x.v.shape[-1]
+    moves = 2 * narrow * (q + 2 * k) * (size + value_size) + 12 * q * size
+    return moves + 4 * k * (size + value_size) + 16 * k * part + 1024 * (q + k) * _is_relative(x)
+
+
+def _is_relative(x: Operands) -> bool:
+    return x.bias is not None and x.bias.by_distance
 
 
 def _tiles(x: Operands, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[float, float]:
