@@ -6,19 +6,23 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from posjax.masks import Causal, Segments, Sinks, Window
 from train import cli
 from train.config import load, parse
 from train.schedule import bench as module
+from train.schedule import own
 from train.schedule.bench import Measurement, ScheduleConfig, bench_schedules, measure
 from train.schedule.chips import CHIPS, chip
 from train.schedule.compiling import DoesNotCompile, compile_for
-from train.schedule.contenders import CONTENDERS, Shape, causal_tiles
+from train.schedule.contenders import CONTENDERS, causal_tiles
 from train.schedule.cost import Cost, Hot, Launch, Run, cost, find_kernel, match_runs
 from train.schedule.kernels import read_kernels
 from train.schedule.listing import parse as parse_listing
+from train.schedule.program import Shape
 from train.schedule.report import table
 
 # A grid of 4 steps: a start that some steps skip, two loops over tiles of two kinds, one with a wait in it.
@@ -142,8 +146,9 @@ def test_an_inconsistent_dump_is_refused(tmp_path):
 
 
 PRODUCTS = ((512, 128, 512), (512, 512, 128))
+AREA, NEEDED = 10 * 512**2, 8 * 512**2
 LAUNCH = Launch(
-    "forward", 4, (Run("start", 1), Run("full", 6, PRODUCTS), Run("masked", 4, PRODUCTS)), 10 * 512**2, 546e4
+    "forward", 4, (Run("start", 1), Run("full", 6, PRODUCTS), Run("masked", 4, PRODUCTS)), AREA, NEEDED, 546e4
 )
 
 
@@ -156,16 +161,17 @@ def test_a_cost_sums_parts_by_how_often_they_run(tmp_path):
     assert found.floor == 1024
     assert found.memory_cycles == pytest.approx(1000)
     assert found.total == pytest.approx(10 * found.bundles)
+    assert found.by_need == pytest.approx(10 / 8 * found.bundles)
     assert found.hot == (Hot("full", 6, 4, 6, 1024, 0), Hot("masked", 4, 5, 6, 1024, 0))
     small = [Run("start", 1), Run("full", 6, ((1, 128, 128),)), Run("masked", 4, ((1, 128, 128),))]
-    found = cost(kernel, Launch("forward", 4, tuple(small), 10 * 512**2, 0), V5E)
+    found = cost(kernel, Launch("forward", 4, tuple(small), AREA, NEEDED, 0), V5E)
     assert found.bundles == pytest.approx((3 + 6 * 6 + 4 * 8 + COLD + 6 * 4 + 4 * 5 + 4) / 10)
     assert found.cycles - found.bundles == pytest.approx((6 * 2 + 4 * 1) / 10)
 
 
 def test_cores_share_a_grid(tmp_path):
     (kernel,) = dump(tmp_path)
-    launch = Launch("forward", 8, LAUNCH.runs, 10 * 512**2, 0)
+    launch = Launch("forward", 8, LAUNCH.runs, AREA, NEEDED, 0)
     found = cost(kernel, launch, CHIPS["v5p"])
     assert found.bundles == pytest.approx((2 * 3 + 12 * 6 + 8 * 8 + COLD + 10 * 1024 + 4 * 1) / 10)
     with pytest.raises(ValueError, match="8 grid steps were stated, but the grid's loop has 6 trips"):
@@ -174,11 +180,29 @@ def test_cores_share_a_grid(tmp_path):
 
 def test_conditionals_may_be_left_to_what_surrounds_them(tmp_path):
     (kernel,) = dump(tmp_path)
-    launch = Launch("forward", 4, LAUNCH.runs[1:], 10 * 512**2, 0)
+    launch = Launch("forward", 4, LAUNCH.runs[1:], AREA, NEEDED, 0)
     assert list(match_runs(kernel, launch)) == [5, 6]
     assert cost(kernel, launch, V5E).bundles == pytest.approx((3 + 6 * 6 + 4 * 8 + 4 * COLD + 10 * 1024 + 4) / 10)
     (kernel,) = dump(tmp_path, LISTING.replace("sbr.rel (%p2) target = $region6", "smov 1"))  # merged by the compiler
     assert list(match_runs(kernel, LAUNCH)) == [4, 5]
+
+
+def test_of_several_conditionals_the_largest_are_the_stated_ones(tmp_path):
+    stores = "   0xff  : > { %v8 = vst %v0 }\n" * (COLD - 2)
+    small = f"""   0xff  : > {{ %12 = sbr.rel (%p9) target = $region40 }}
+   0xff  :  {{}}
+{stores}   0xff PF: > {{ %p8 = vmov 0 }} /* Start/End empty region 40 */
+"""
+    (kernel,) = dump(tmp_path, LISTING.replace("   0x6   :", small + "   0x6   :"))
+    assert [part.bundles for part in kernel.parts if part.kind == "branch" and part.depth == 3][:2] == [COLD - 2, COLD]
+    assert [kernel.parts[i].bundles for i in match_runs(kernel, LAUNCH)] == [COLD, 4, 5]
+
+
+def test_a_conditional_whose_parts_never_run_does_not_run(tmp_path):
+    (kernel,) = dump(tmp_path)
+    never = tuple(Run(run.name, 0, run.products) for run in LAUNCH.runs)
+    found = cost(kernel, Launch("forward", 4, never, AREA, NEEDED, 0), V5E)
+    assert found.bundles == pytest.approx((3 + 6 * 6) / 10)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +221,7 @@ def test_conditionals_may_be_left_to_what_surrounds_them(tmp_path):
 def test_a_structure_that_was_not_expected_is_told(tmp_path, runs, message):
     (kernel,) = dump(tmp_path)
     with pytest.raises(ValueError, match=message):
-        match_runs(kernel, Launch("forward", 4, tuple(runs), 1, 0))
+        match_runs(kernel, Launch("forward", 4, tuple(runs), 1, 1, 0))
 
 
 def test_a_loop_of_unknown_trips_must_be_stated(tmp_path):
@@ -267,18 +291,52 @@ def test_causal_tiles_are_counted(q, kv):
     assert full == sum(j + kv - 1 <= i for i, j in tiles)
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", [name for name in CONTENDERS if not name.startswith("posjax")])
 def test_what_contenders_state_of_themselves_is_consistent(name):
     products = {"forward": 2, "fused backward": 5, "two-kernel backward": 7}[name.partition(", ")[2]]
     for blocks in CONTENDERS[name].sweep:
-        launches = CONTENDERS[name].build(SHAPE, **blocks).launches
+        launches = CONTENDERS[name].program(SHAPE, blocks, "v5e").launches
         areas, work = zip(*(_area_and_work(launch) for launch in launches), strict=True)
         assert all(
             area == 2 * sum(causal_tiles(4096, blocks["q"], blocks["kv"])) * blocks["q"] * blocks["kv"]
             for area in areas
         )
         assert sum(work) == products * 128 * areas[0]
+        assert all(launch.needed == 4096 * 4097 for launch in launches)
         assert all(launch.moved_bytes > 2 * SHAPE.heads * SHAPE.length * 128 * 3 for launch in launches)
+
+
+@pytest.mark.parametrize("name", own.CONTENDERS)
+def test_what_is_stated_of_our_own_kernels_is_consistent(name):
+    contender, blocks = own.CONTENDERS[name], {"q": 512, "kv": 1024, "part": 256}
+    (launch,) = contender.program(SHAPE, blocks, "v6e").launches
+    area, work = _area_and_work(launch)
+    products = 5 if "backward" in name else 2
+    causal = 2 * sum(causal_tiles(4096, 512, 1024)) * 512 * 1024
+    tiles = [run for run in launch.runs if run.products and "again" not in run.name]
+    assert sum(run.times for run in tiles) * 512 * 1024 == area
+    assert area <= causal
+    assert (area < causal) == ("segments" in name)
+    # Tiles with near and far pairs are scored twice.
+    assert work == products * 128 * area + ("ReRoPE" in name) * 128 * 512 * 1024 * sum(
+        run.times for run in tiles if "near and far" in run.name
+    )
+    assert launch.needed < area
+    assert launch.moved_bytes > 2 * SHAPE.heads * SHAPE.length * 128 * 3
+    assert (launch.runs[-1].times == 0) == ("again" in launch.runs[-1].name)
+    assert own.on("v6e").name == "v6e"
+    assert contender.against("v5e") in own.CONTENDERS
+
+
+def test_allowed_pairs_are_counted():
+    window = own.Case(mask=lambda ids: Causal() & (Window(1000) | Sinks(4)))
+    i, j = np.arange(2048)[:, None], np.arange(2048)
+    for case, allowed in (
+        (own.Case(), j <= i),
+        (window, (j <= i) & ((i - j < 1000) | (j < 4))),
+        (own.Case(mask=lambda ids: Causal() & Segments(ids)), (j <= i) & (i // 256 == j // 256)),
+    ):
+        assert own.needed(case, Shape(2048, 3, 128)) == 3 * allowed.sum()
 
 
 def _area_and_work(launch):
@@ -300,31 +358,47 @@ def test_the_tables_and_the_file_hold_every_kernel_at_its_best(tmp_path, monkeyp
     two = "jax splash, two-kernel backward"
 
     def fake(name, chip, blocks, config):
-        if blocks["compute"] == 1024:
+        part = blocks.get("compute", 512) + 100 * ("ALiBi" in name)
+        if part == 1024:
             return Measurement(chip, name, blocks, problem="out of VMEM")
-        number, hot = blocks["q"] + blocks["compute"], (Hot("tile", 1, 77, 88, 66, 9),)
-        costs = (Cost("dkv", hot, number, 2, 3, 4, 512**2), Cost("dq", hot, 8000 - number, 2, 3, 4, 512**2))
+        number, hot = blocks["q"] + part, (Hot("tile", 1, 77, 88, 66, 9), Hot("again", 0, 99, 99, 66, 9))
+        sizes = 512**2, 512**2 / 2
+        costs = (Cost("dkv", hot, number, 2, 3, 4, *sizes), Cost("dq", hot, 8000 - number, 2, 3, 4, *sizes))
         return Measurement(chip, name, blocks, costs[: 1 + (name == two)], 2**20)
 
     monkeypatch.setattr(module, "measure", fake)
     monkeypatch.setattr(module, "check_compiler", lambda: None)
     monkeypatch.setattr(module, "missing", lambda name: "gone" if "tokamax" in name else None)
-    names = ("jax splash, forward", two, "tokamax splash, forward")
+    names = ("jax splash, forward", two, "tokamax splash, forward", "posjax, forward", "posjax ALiBi, forward")
     config = ScheduleConfig(length=8192, contenders=names)
     results = bench_schedules(config, "v5e, v6e", tmp_path / "bench")
     lines = [json.loads(line) for line in (tmp_path / "bench" / "schedule.jsonl").read_text().splitlines()]
-    assert len(lines) == 1 + len(results) == 1 + 2 * (13 + 13 + 1)
+    assert len(lines) == 1 + len(results) == 1 + 2 * (13 + 13 + 1 + 6 + 6)
     assert set(lines[0]) == {"config", "versions"}
     assert lines[1]["costs"][0]["hot"][0]["bundles"] == 77
     text = io.StringIO()
-    Console(file=text, width=200).print(table("v5e", config, [r for r in results if r.chip == "v5e"]))
+    Console(file=text, width=220).print(table("v5e", config, [r for r in results if r.chip == "v5e"]))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+    rest = ["77", "9", "1.0 MiB"]
     assert rows == [
-        ["jax splash, forward", "q 512, kv 512, compute 512", "1,024", "3", "2", "4", "0.0", "77", "9", "1.0 MiB"],
-        [f"{two}: dkv", "q 512, kv 512, compute 512", "1,024", "3", "2", "4", "0.0", "77", "9", "1.0 MiB"],
-        [f"{two}: dq", "q 2048, kv 1024, compute 512", "5,440", "3", "2", "4", "0.0", "77", "9", "1.0 MiB"],
-        [f"{two}: together", "", "6,464", "6", "4", "8", "0.0", "", "", ""],
-        ["tokamax splash, forward", "gone", "", "", "", "", "", "", "", ""],
+        ["jax splash, forward", "q 512, kv 512, compute 512", "1,024", "3", "2", "", "2,048", "4", "0.0", *rest],
+        [f"{two}: dkv", "q 512, kv 512, compute 512", "1,024", "3", "2", "", "2,048", "4", "0.0", *rest],
+        [f"{two}: dq", "q 2048, kv 1024, compute 512", "5,440", "3", "2", "", "10,880", "4", "0.0", *rest],
+        [f"{two}: together", "", "6,464", "6", "4", "", "12,928", "8", "0.0", "", "", ""],
+        ["tokamax splash, forward", "gone", *[""] * 10],
+        ["posjax, forward", "q 512, kv 1024, part 512", "1,024", "3", "2", "1.000 / 1.000", "2,048", "4", "0.0", *rest],
+        [
+            "posjax ALiBi, forward",
+            "q 512, kv 1024, part 512",
+            "1,124",
+            "3",
+            "2",
+            "1.098 / 1.000",
+            "2,248",
+            "4",
+            "0.0",
+            *rest,
+        ],
     ]
 
 

@@ -14,11 +14,12 @@ from posjax._checks import check_choice, check_count
 from train.machine import versions, write_file
 from train.schedule.chips import CHIPS
 from train.schedule.compiling import check_compiler, compile_for
-from train.schedule.contenders import CONTENDERS, Blocks, Shape, missing, order
+from train.schedule.contenders import CONTENDERS, missing, order
 from train.schedule.cost import Cost, cost, find_kernel
+from train.schedule.program import Blocks, Shape
 from train.schedule.report import notes, table
 
-WIDTH = 150
+WIDTH = 190
 """Of the tables where there is no terminal."""
 
 
@@ -96,9 +97,9 @@ def measure_all(name: str, chip: str, config: ScheduleConfig) -> Iterator[Measur
 def measure(name: str, chip: str, blocks: Blocks, config: ScheduleConfig) -> Measurement:
     """Compiles one program; what does not compile, or not into the expected parts, is told as a problem."""
     try:
-        arguments = order(name, config.shape, blocks)
+        arguments = order(name, config.shape, blocks, chip)
         compiled = compile_for(chip, "train.schedule.contenders:make", arguments, timeout=config.timeout)
-        launches = CONTENDERS[name].build(config.shape, **blocks).launches
+        launches = CONTENDERS[name].program(config.shape, blocks, chip).launches
         kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
         costs = tuple(cost(kernel, launch, CHIPS[chip]) for kernel, launch in kernels)
     except ValueError as error:

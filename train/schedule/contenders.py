@@ -10,49 +10,23 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from train.schedule import own
 from train.schedule.chips import Product
 from train.schedule.cost import Launch, Run
-
-Blocks = Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is attended over."""
-
-    length: int
-    heads: int
-    head_dim: int
+from train.schedule.program import Blocks, Contender, Program, Shape
 
 
-@dataclass(frozen=True)
-class Program:
-    """A function to compile, made only where it is compiled, and what its author knows of its kernels."""
-
-    make: Callable[[], tuple[Callable, list]]  # the function and its abstract arguments
-    launches: tuple[Launch, ...]  # every one at its own best block sizes
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A family of programs, one for every choice of block sizes."""
-
-    build: Callable[..., Program]  # of a shape, and of block sizes by name
-    sweep: tuple[Blocks, ...]
-    needs: str | None = None  # a package that may not be installed
-
-
-def make(name: str, shape: Mapping[str, int], blocks: Blocks) -> tuple[Callable, list]:
+def make(name: str, shape: Mapping[str, int], blocks: Blocks, chip: str) -> tuple[Callable, list]:
     """The function and its abstract arguments; this is what the compiling process calls."""
-    return CONTENDERS[name].build(Shape(**shape), **blocks).make()
+    return CONTENDERS[name].program(Shape(**shape), blocks, chip).make()
 
 
-def order(name: str, shape: Shape, blocks: Blocks) -> dict[str, Any]:
+def order(name: str, shape: Shape, blocks: Blocks, chip: str) -> dict[str, Any]:
     """The arguments of `make`, as they travel to the compiling process."""
-    return {"name": name, "shape": asdict(shape), "blocks": dict(blocks)}
+    return {"name": name, "shape": asdict(shape), "blocks": dict(blocks), "chip": chip}
 
 
 def missing(name: str) -> str | None:
@@ -153,7 +127,8 @@ def _by_rows(kernel: str, shape: Shape, q: int, kv: int, products: tuple[Product
     """A grid over rows of queries and all key blocks; a tile loads its keys and values."""
     rows, tiles = shape.heads * shape.length // q, shape.heads * sum(causal_tiles(shape.length, q, kv))
     runs = Run("row start", rows), Run("tile", tiles, products), Run("row finish", rows)
-    return Launch(kernel, rows * shape.length // kv, runs, tiles * q * kv, tiles * kv * 2 * 2 * shape.head_dim)
+    moved = tiles * kv * 2 * 2 * shape.head_dim
+    return Launch(kernel, rows * shape.length // kv, runs, tiles * q * kv, shape.causal_pairs, moved)
 
 
 def _by_columns(shape: Shape, q: int, kv: int, products: tuple[Product, ...]) -> Launch:
@@ -165,7 +140,7 @@ def _by_columns(shape: Shape, q: int, kv: int, products: tuple[Product, ...]) ->
     columns, tiles = shape.heads * shape.length // kv, shape.heads * sum(causal_tiles(shape.length, q, kv))
     runs = Run("column start", columns), Run("tile", tiles, products), Run("column finish", columns)
     moved = tiles * q * (2 * 2 * shape.head_dim + 3 * 8 * 4) + columns * kv * 4 * 2 * shape.head_dim
-    return Launch("splash_mha_dkv", columns * shape.length // q, runs, tiles * q * kv, moved)
+    return Launch("splash_mha_dkv", columns * shape.length // q, runs, tiles * q * kv, shape.causal_pairs, moved)
 
 
 def _visited_only(launch: Launch, shape: Shape, q: int, kv: int) -> Launch:
@@ -235,5 +210,6 @@ CONTENDERS = {
     "jax splash, fused backward": Contender(splash_fused_backward, _SIZES),
     "jax splash, two-kernel backward": Contender(splash_two_kernel_backward, _SIZES),
     "tokamax splash, fused backward": Contender(tokamax_backward, _SIZES, needs="tokamax"),
+    **own.CONTENDERS,
 }
 """Every kernel that is compiled, by the name it has in tables and configs."""

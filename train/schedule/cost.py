@@ -37,6 +37,7 @@ class Launch:
     steps: int  # of the grid
     runs: tuple[Run, ...]  # in program order; what is not named runs once a step
     area: float  # the query-key pairs of all visited tiles, over all heads
+    needed: float  # those of them that the mask allows
     moved_bytes: float  # between HBM and VMEM
 
 
@@ -63,12 +64,18 @@ class Cost:
     floor: float
     memory_cycles: float  # that HBM needs to move the bytes, at the chip's bandwidth
     area: float
+    needed: float  # the area that the mask allows
     resident: tuple[str, ...] = ()  # operands that were moved into VMEM before: not by this kernel
 
     @property
     def total(self) -> float:
         """Cycles of the whole launch, by bundles."""
         return self.bundles * self.area / TILE**2
+
+    @property
+    def by_need(self) -> float:
+        """Cycles for 512 x 512 of allowed pairs, by bundles: larger tiles visit more that is forbidden."""
+        return self.bundles * self.area / self.needed
 
 
 def find_kernel(kernels: Sequence[Kernel], name: str) -> Kernel:
@@ -99,6 +106,7 @@ def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
         floor=per_tile * sum(n * floor for _, n, floor in everything),
         memory_cycles=per_tile * launch.moved_bytes / chip.bytes_per_cycle,
         area=launch.area,
+        needed=launch.needed,
         resident=kernel.resident,
     )
 
@@ -111,8 +119,8 @@ def _hot(part: Part, run: Run, floor: float) -> Hot:
 def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Run]:
     """Which part each stated run is, by the index of the part.
 
-    Hot parts are matched in program order. Conditionals between two hot parts are too, if there are as many as stated;
-    if there are none, the compiler has merged them into what surrounds them.
+    Hot parts are matched in program order. Conditionals between two hot parts are too: the largest ones, where there
+    are more than were stated. If there are none, the compiler has merged them into what surrounds them.
     """
     stated, found = _segments(launch.runs, lambda run: bool(run.products)), _candidates(kernel, _grid(kernel, launch))
     expected = f"{kernel.name}: expected {_words(run.name for run in launch.runs)}"
@@ -127,11 +135,12 @@ def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Run]:
         if hot is not None:
             named[index] = hot
         check(
-            not (runs and cold) or len(runs) == len(cold),
+            not cold or len(runs) <= len(cold),
             f"{expected}; for {_words(run.name for run in runs)} found {len(cold)} conditionals or loops, "
             f"of {_words(str(kernel.parts[i].bundles) for i in cold)} bundles",
         )
-        named |= dict(zip(cold, runs, strict=False))
+        largest = sorted(cold, key=lambda i: -kernel.parts[i].bundles)[: len(runs)]
+        named |= dict(zip(sorted(largest), runs, strict=False))
     return dict(sorted(named.items()))
 
 
@@ -177,13 +186,15 @@ def _times(kernel: Kernel, launch: Launch, named: dict[int, Run], chip: Chip) ->
     """How often each part runs, over all cores; what no run names runs as often as what surrounds it."""
     grid = _grid(kernel, launch)
     cores, trips = (1, 1) if grid is None else _cores_and_trips(kernel, kernel.parts[grid], launch.steps, chip)
-    found: list[float] = []
+    never, found = _never(kernel, named), []
     for i, part in enumerate(kernel.parts):
         above = cores if part.parent is None else found[part.parent]
         if i in named:
             above = named[i].times
         elif i == grid:
             above = cores * trips
+        elif i in never:
+            above = 0
         elif grid is not None and part.parent == grid and part.kind == "branch" and i in _around_hot(kernel):
             above = launch.steps  # the first and the last trip only fill and drain the pipeline
         elif part.kind == "loop":
@@ -191,6 +202,12 @@ def _times(kernel: Kernel, launch: Launch, named: dict[int, Run], chip: Chip) ->
             above *= part.trips
         found.append(above)
     return found
+
+
+def _never(kernel: Kernel, named: dict[int, Run]) -> set[int]:
+    """Conditionals of which every hot part is stated to run not once."""
+    alive = {above for i, run in named.items() if run.times for above in _above(kernel, i)}
+    return {i for i in _around_hot(kernel) - alive if kernel.parts[i].kind == "branch"}
 
 
 def _around_hot(kernel: Kernel) -> set[int]:

@@ -9,11 +9,26 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from train.schedule.chips import CHIPS
+from train.schedule.contenders import CONTENDERS
+from train.schedule.cost import Cost
 
 if TYPE_CHECKING:
     from train.schedule.bench import Measurement, ScheduleConfig
 
-_COLUMNS = ("kernel", "blocks", "cost", "floor", "stalls", "HBM", "Mcycles", "hot bundles", "spills", "temp")
+_COLUMNS = (
+    "kernel",
+    "blocks",
+    "cost",
+    "floor",
+    "stalls",
+    "ratios",
+    "needed",
+    "HBM",
+    "Mcycles",
+    "hot bundles",
+    "spills",
+    "temp",
+)
 
 
 def best(results: Sequence[Measurement]) -> list[Measurement]:
@@ -34,29 +49,44 @@ def table(chip: str, config: ScheduleConfig, results: Sequence[Measurement]) -> 
     for number, column in enumerate(_COLUMNS):
         grid.add_column(column, justify="left" if number < 2 else "right", overflow="fold")
     for name in config.contenders:
-        for row in _rows(name, [result for result in results if result.contender == name]):
+        for row in _rows(name, _of(results, name), against(chip, name, results)):
             grid.add_row(*row)
     return grid
 
 
-def _rows(name: str, results: Sequence[Measurement]) -> Iterator[Sequence[str]]:
+def against(chip: str, name: str, results: Sequence[Measurement]) -> Cost | None:
+    """The cost that a contender's is a multiple of, at the best blocks of either; None if it has none here."""
+    other = CONTENDERS[name].against
+    found = best(_of(results, other(chip))) if other else []
+    return found[0].costs[0] if found else None
+
+
+def _of(results: Sequence[Measurement], name: str) -> list[Measurement]:
+    return [result for result in results if result.contender == name]
+
+
+def _rows(name: str, results: Sequence[Measurement], other: Cost | None) -> Iterator[Sequence[str]]:
     kernels = best(results)
     if not kernels:
         yield name, results[0].problem if results else "no block sizes that divide the length"
     for result in kernels:
         (cost,) = result.costs
         label = name if len(kernels) == 1 else f"{name}: {cost.kernel}"
-        hot = ", ".join(f"{part.bundles:,}" for part in cost.hot)
-        spills = ", ".join(f"{part.spills:,}" for part in cost.hot)
-        yield label, _words(result.blocks), *_sums([result]), hot, spills, f"{result.temp_bytes / 2**20:,.1f} MiB"
+        hot = ", ".join(f"{part.bundles:,}" for part in cost.hot if part.times)
+        spills = ", ".join(f"{part.spills:,}" for part in cost.hot if part.times)
+        temp = f"{result.temp_bytes / 2**20:,.1f} MiB"
+        yield label, _words(result.blocks), *_sums([cost], other), hot, spills, temp
     if len(kernels) > 1:
-        yield f"{name}: together", "", *_sums(kernels)
+        yield f"{name}: together", "", *_sums([result.costs[0] for result in kernels], other)
 
 
-def _sums(results: Sequence[Measurement]) -> Iterator[str]:
-    """Cost, floor, cost with stalls, memory and millions of cycles, over one or several kernels."""
-    costs = [result.costs[0] for result in results]
-    for field in ("bundles", "floor", "cycles", "memory_cycles"):
+def _sums(costs: Sequence[Cost], other: Cost | None) -> Iterator[str]:
+    """From cost to millions of cycles, over one or several kernels."""
+    for field in ("bundles", "floor", "cycles"):
+        yield f"{sum(getattr(cost, field) for cost in costs):,.0f}"
+    ratios = (sum(getattr(cost, field) for cost in costs) / getattr(other, field) for field in ("bundles", "cycles"))
+    yield " / ".join(f"{ratio:.3f}" for ratio in ratios) if other else ""
+    for field in ("by_need", "memory_cycles"):
         yield f"{sum(getattr(cost, field) for cost in costs):,.0f}"
     yield f"{sum(cost.total for cost in costs) / 1e6:,.1f}"
 
@@ -71,9 +101,12 @@ def notes(chips: Sequence[str]) -> str:
         "cost: the bundles of every part, times how often it runs; hot parts (those on the MXU) not below the floor",
         "floor: the cycles that the matrix units need at least",
         "stalls: as cost, with the bundles that the compiler's schedule leaves empty for latencies and busy units",
+        "ratios: of the cost, and of that with stalls, to posjax's causal attention in the same direction and mode",
+        "needed: the cost for 512 x 512 of allowed pairs; larger tiles visit more that is forbidden",
+        "  a row that a bound has failed is computed again; that is counted as never happening",
         "HBM: cycles to move the bytes, bytes / (bytes a cycle and core); below the cost, memory keeps up",
         *(f"  {_rates(name)}" for name in chips),
-        "Mcycles: millions for everything, were it on one core; larger tiles visit more beyond the diagonal",
+        "Mcycles: millions for everything, were it on one core",
         "hot bundles, spills: of one run of each hot part; moves of registers that did not fit",
         "temp: HBM beside arguments and results of the whole function, a gradient's forward pass included",
     )
