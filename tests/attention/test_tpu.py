@@ -1,0 +1,421 @@
+"""The TPU kernels in interpret mode: forward against NumPy, every gradient against ``dense``, both in float64.
+
+The interpreter fills memory that was never written with NaN, runs every copy as late as its semaphore allows, and
+prints what it finds of races and of semaphores that are not back at zero; here either fails the test.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from posjax import masks
+from posjax.attention.api import _group, _ungroup, _vary_alike, _with_sinks
+from posjax.attention.dense import dense
+from posjax.attention.operands import Operands
+from posjax.attention.tpu import entry
+from posjax.attention.tpu.blocks import CHIPS
+from posjax.attention.tpu.schedule import Blocks
+from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple, Sandwich
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, Globals, Prefix, Segments, Sinks, Window
+from posjax.positions import Range, as_array, from_segments
+
+TOKENS = 300
+"""Three tiles of 128 along each axis, the last one not full."""
+
+INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+SMALL, LARGE = Blocks(128, 128, 128), Blocks(256, 256, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: lengths, heads, slots, and the largest blocks of both kernels."""
+
+    name: str
+    bias: object = None
+    mask: object = None
+    softcap: float | None = None
+    sinks: bool = False
+    far: tuple = ()
+    queries: int = TOKENS
+    keys: int = TOKENS
+    q_positions: object = None
+    kv_positions: object = None
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 32
+    value_size: int = 48
+    dtype: object = jnp.float32
+    blocks: Blocks = SMALL
+    bounded: bool = False
+    chip: str = "TPU v5 lite"
+    loud: bool = False  # a bound of the logits of the second block of queries is far above all of them
+
+
+def riding(name: str, **slots) -> Case:
+    """On a chip where numbers of the keys and bounds of the queries are features beside those of a head of 128."""
+    return Case(name, mask=Causal(), size=128, dtype=jnp.bfloat16, chip="TPU v6 lite", **slots)
+
+
+def random_ids(seed: int, lowest: int = -1) -> jax.Array:
+    """Segments of several lengths that split tiles, different in each row; some padding first where it is -1."""
+    return jnp.asarray(np.sort(np.random.default_rng(seed).integers(lowest, 4, (2, TOKENS))), jnp.int32)
+
+
+IDS = random_ids(0)
+# What lies in the middle tile of the second row is one segment, so that some of its tiles are whole.
+IDS = IDS.at[1, 100:].set(9)
+PACKED = from_segments(IDS)
+FLAGS = jnp.asarray(np.random.default_rng(1).random((2, TOKENS)) < 0.01)
+SHUFFLED = jnp.asarray(np.random.default_rng(2).permutation(TOKENS), jnp.int32)
+FAR_AWAY = Range(2**30, TOKENS)
+LEARNED = ALiBi(learned=True)
+T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
+
+CASES = [
+    Case("causal learned alibi", bias=LEARNED, mask=Causal(), batch=1),
+    Case(
+        "packed alibi by positions of each row",
+        bias=LEARNED,
+        mask=Causal() & Segments(IDS),
+        q_positions=PACKED,
+        kv_positions=PACKED,
+        bounded=True,
+    ),
+    Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loud=True, batch=1),
+    Case("symmetric alibi without a mask", bias=ALiBi(symmetric=True, learned=True), queries=200, batch=1),
+    Case("window and sinks with t5", bias=T5_NEAR, mask=Causal() & (Window(60) | Sinks(3)), bounded=True, batch=1),
+    Case("two-sided t5 with soft cap and sinks", bias=T5_BOTH, softcap=3.0, sinks=True, bounded=True, batch=1),
+    Case(
+        "kerple from a traced start",
+        bias=Kerple(),
+        mask=Causal(),
+        q_positions=Range(jnp.int32(90), 200),
+        kv_positions=Range(7, TOKENS),
+        queries=200,
+        batch=1,
+    ),
+    Case("fox", bias=FoX(), mask=Causal() & Segments(IDS)),
+    Case("far with t5", bias=T5_NEAR, far=(Beyond(140),), mask=Causal(), batch=1, heads=2, kv_heads=1),
+    Case(
+        "two branches with alibi and segments",
+        bias=LEARNED,
+        far=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
+        mask=Causal() & Segments(IDS),
+        heads=2,
+        kv_heads=1,
+    ),
+    Case(
+        "rows of tiles that see nothing",
+        bias=LEARNED,
+        mask=Causal() & Window(50) | Causal() & Prefix(170),
+        kv_positions=Range(150, TOKENS),
+        softcap=4.0,
+        batch=1,
+    ),
+    Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, heads=2, kv_heads=1, blocks=LARGE),
+    Case("several parts in bfloat16", bias=ALiBi(), mask=Causal(), kv_heads=1, dtype=jnp.bfloat16, blocks=LARGE),
+    riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
+    riding("alibi of far pairs among the features", bias=LEARNED, far=(Beyond(140),), batch=1, heads=2, kv_heads=1),
+]
+
+WIDE = [
+    Case("plain"),
+    Case("one head per key", kv_heads=4, mask=Causal()),
+    Case("one key head", kv_heads=1, mask=Causal(), bias=FoX(), blocks=LARGE),
+    *(Case(f"size {n}", size=n, value_size=n, mask=Causal(), bias=T5_NEAR, batch=1) for n in (16, 64, 80, 96, 128)),
+    *(Case(f"size {n}", size=n, value_size=n // 2, mask=Causal(), far=(Beyond(140),), batch=1) for n in (192, 256)),
+    Case("bfloat16 t5", dtype=jnp.bfloat16, bias=T5_NEAR, mask=Causal() & Segments(IDS)),
+    Case("bfloat16 far", dtype=jnp.bfloat16, far=(Beyond(140),), mask=Causal(), softcap=5.0),
+    Case("one tile", queries=100, keys=100, mask=Causal(), bias=T5_NEAR),
+    Case("whole tiles", queries=256, keys=384, mask=Causal(), bias=LEARNED),
+    Case("few queries", queries=9, q_positions=Range(TOKENS - 9, 9), mask=Causal(), bias=Kerple("power")),
+    Case("few keys", keys=40, mask=Causal(), bias=LEARNED),
+    Case("wide blocks of keys", blocks=Blocks(128, 384, 128), mask=Causal(), bias=T5_NEAR),
+    Case("wide blocks of queries", blocks=Blocks(384, 128, 128), mask=Causal(), bias=T5_NEAR, far=(Beyond(140),)),
+    Case("band", mask=Window(90), bias=T5_BOTH),
+    Case("chunked", mask=Causal() & Chunked(100), bias=LEARNED, softcap=2.0),
+    Case("prefix", mask=Causal() | Prefix(150), bias=Kerple()),
+    Case("lambda", mask=Causal() & (Window(40) | Sinks(4)), far=(Beyond(90) & Window(200),), sinks=True),
+    Case("dilated", mask=Causal() & Dilated(30, 3), bias=LEARNED),
+    Case("globals", mask=(Window(60) | Globals(FLAGS)) & Segments(IDS), bias=T5_BOTH),
+    Case("cross segments", mask=Segments(random_ids(3), random_ids(4)), bias=FoX()),
+    Case("soft cap, sinks and t5", mask=Causal(), bias=T5_NEAR, softcap=2.0, sinks=True),
+    Case("soft cap and far with alibi", mask=Causal(), bias=LEARNED, softcap=2.0, far=(Beyond(140),)),
+    Case("sandwich", mask=Causal(), bias=Sandwich()),
+    Case("shuffled", mask=Causal(), bias=LEARNED, q_positions=SHUFFLED, kv_positions=SHUFFLED),
+    Case("shuffled keys alone", mask=Causal() & Window(80), kv_positions=SHUFFLED, far=(Beyond(60),)),
+    Case("traced keys", mask=Causal() & Window(90), bias=T5_NEAR, kv_positions=Range(jnp.int32(40), TOKENS)),
+    Case("far away", mask=Causal(), bias=LEARNED, q_positions=FAR_AWAY, kv_positions=FAR_AWAY),
+    Case("far, packed", mask=Causal() & Segments(IDS), far=(Beyond(70),), q_positions=PACKED, kv_positions=PACKED),
+    Case("far of segments", mask=Causal(), far=(Segments(IDS),), bias=T5_NEAR),
+    Case("empty rows", mask=Causal() & Window(20), bias=T5_NEAR, q_positions=Range(250, TOKENS)),
+    Case("bounded", bounded=True, heads=2),
+    Case("bounded kerple", mask=Causal(), bias=Kerple(), bounded=True, loud=True, blocks=Blocks(128, 256, 128)),
+    riding("t5 under a bound among the features", bias=T5_NEAR, bounded=True, batch=1),
+    riding("several parts under a bound among the features", bias=LEARNED, bounded=True, kv_heads=1, blocks=LARGE),
+    Case("nothing at all", mask=Causal(), bias=Kerple(), kv_positions=Range(1000, TOKENS)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_races(capsys):
+    pltpu.reset_tpu_interpret_mode_state()
+    yield
+    said = capsys.readouterr().out
+    assert "RACE DETECTED" not in said
+    assert "non-zero count" not in said
+
+
+def inputs(case: Case) -> dict:
+    """Everything that has a gradient, by name; queries are float32, and of the dtype of the case when scaled."""
+    keys = iter(jax.random.split(jax.random.key(7), 8))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), (case.batch, *shape), jnp.float32).astype(case.dtype)
+
+    scaled = normal(case.queries, case.heads, case.size) * 2.0 ** -round(np.log2(case.size) / 2)
+    values = {
+        "q": scaled.astype(jnp.float32) * case.size**0.5 / entry.LOG2E,
+        "k": normal(case.keys, case.kv_heads, case.size),
+        "v": normal(case.keys, case.kv_heads, case.value_size),
+    }
+    if case.loud:
+        values["q"] = values["q"].at[:, :128].multiply(2**-6).at[:, 256:].multiply(2**-6)
+        values["k"] = values["k"].at[:, 290].multiply(64)
+    for n in range(len(case.far)):
+        values[f"q{n}"], values[f"k{n}"] = 2.0 ** (1 - n) * values["q"][..., ::-1], 0.7 * values["k"] ** 2
+    if case.sinks:
+        values["sinks"] = jnp.linspace(-1, 2, case.heads)
+    if isinstance(case.bias, FoX):
+        for name, length in (("q_gates", case.queries), ("kv_gates", case.keys)):
+            steps = jax.random.uniform(next(keys), (case.batch, case.heads, length))
+            values[name] = jnp.cumsum(-0.05 * steps, axis=-1)
+    elif case.bias is not None and (params := case.bias.init(next(keys), case.heads)):
+        values["bias"] = jax.tree.map(lambda x: (30 if isinstance(case.bias, T5) else 1) * x, params)
+    return values
+
+
+def bound(case: Case, values: dict):
+    gates = {name: values[name] for name in ("q_gates", "kv_gates") if name in values}
+    return case.bias and case.bias.bind(values.get("bias"), num_heads=case.heads, **gates)
+
+
+def places(case: Case) -> dict:
+    """What has no gradient: masks and positions. Their arrays are traced."""
+    q_positions = Range(0, case.queries) if case.q_positions is None else case.q_positions
+    kv_positions = Range(0, case.keys) if case.kv_positions is None else case.kv_positions
+    return {"mask": case.mask, "where": case.far, "q_positions": q_positions, "kv_positions": kv_positions}
+
+
+def call(case: Case, backend, values: dict, placed: dict) -> tuple:
+    """Output and log-sum-exp, sinks included, ``[batch, tokens, heads, ...]``."""
+    scale, slots = case.size**-0.5, dict(placed)
+    where = slots.pop("where")
+    operands = Operands(
+        _group(scale * values["q"], case.kv_heads),
+        jnp.moveaxis(values["k"], 1, 2),
+        jnp.moveaxis(values["v"], 1, 2),
+        bias=bound(case, values),
+        far=tuple(
+            Branch(_group(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
+            for n, mask in enumerate(where)
+        ),
+        softcap=case.softcap,
+        **slots,
+    )
+    out, lse = map(_ungroup, backend(operands))
+    return _with_sinks(out, lse, values["sinks"]) if case.sinks else (out, lse)
+
+
+def kernel(case: Case, interpret=INTERPRET):
+    """The TPU backend on queries without its ``log2 e``, rounded once."""
+
+    def scaled(q):
+        return (q * entry.LOG2E).astype(case.dtype)
+
+    def run(x: Operands) -> tuple:
+        far = tuple(dataclasses.replace(branch, q=scaled(branch.q)) for branch in x.far)
+        x = dataclasses.replace(x, q=scaled(x.q), far=far)
+        return entry.tpu(x, (case.blocks, case.blocks), case.bounded, CHIPS[case.chip], interpret)
+
+    return run
+
+
+def loss_of(result: tuple):
+    """A number that every output and every finite log-sum-exp takes part in."""
+    out, lse = result
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal(out.shape), out.dtype)
+    return (out * weights).sum(dtype=lse.dtype) + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum()
+
+
+def outputs_and_gradients(case: Case, backend, values: dict):
+    """Output, log-sum-exp and the gradients of every input, from one compiled program."""
+
+    def run(values, placed):
+        return loss_of(found := call(case, backend, values, placed)), found
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(values, places(case))
+    return *found, gradients
+
+
+def oracle(case: Case, values: dict) -> tuple:
+    placed = places(case)
+    at = [p if p.ndim == 1 else p[:, None] for p in (as_array(placed["q_positions"]), as_array(placed["kv_positions"]))]
+    pairs = partial(masks.materialise, q_positions=placed["q_positions"], kv_positions=placed["kv_positions"])
+    where = [np.asarray(pairs(mask)) for mask in case.far]
+    return oracles.attention(
+        values["q"],
+        values["k"],
+        values["v"],
+        bias=bound(case, values).values(*at) if case.bias else None,
+        allowed=None if case.mask is None else np.asarray(pairs(case.mask)),
+        softcap=case.softcap,
+        sinks=np.asarray(values["sinks"]) if case.sinks else None,
+        far=[(values[f"q{n}"], values[f"k{n}"], w if w.ndim == 4 else w[None, None]) for n, w in enumerate(where)],
+    )
+
+
+def doubled(values: dict) -> dict:
+    return jax.tree.map(lambda x: x.astype(jnp.float64), values)
+
+
+def close(got, want, tolerance: float) -> None:
+    """Every leaf, relative to its own largest number."""
+
+    def check(path, got, want):
+        got, want = np.asarray(got, np.float64), np.asarray(want)
+        assert np.isfinite(got).all(), jax.tree_util.keystr(path)
+        error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
+        assert error < tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.1e} of its largest number"
+
+    jax.tree_util.tree_map_with_path(check, got, want)
+
+
+def check_case(case: Case) -> None:
+    """Forward against the oracle, every gradient against ``dense``."""
+    values = inputs(case)
+    out, lse, gradients = outputs_and_gradients(case, kernel(case), values)
+    with jax.enable_x64(True):
+        want_out, want_lse = oracle(case, doubled(values))
+        _, _, want = outputs_and_gradients(case, dense, doubled(values))
+    coarse = case.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    blind = np.isneginf(want_lse)
+    np.testing.assert_array_equal(np.asarray(out, np.float64)[blind], 0)
+    np.testing.assert_array_equal(np.asarray(gradients["q"], np.float64)[blind], 0)
+    close(np.where(blind, 0, lse), np.where(blind, 0, want_lse), 2e-6)
+    close(out, want_out, 1e-2 if coarse else 2e-6)
+    close(gradients, want, 2e-2 if coarse else 2e-5)
+    assert jax.tree.map(jnp.result_type, gradients) == jax.tree.map(jnp.result_type, values)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_forward_and_every_gradient(case):
+    check_case(case)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+def test_forward_and_every_gradient_over_the_wide_grid(case):
+    check_case(case)
+
+
+def test_cores_that_share_the_heads_do_not_meet():
+    """Two cores, heads in random order: what a head's rows of tiles hand on stays with it."""
+    interpret = dataclasses.replace(INTERPRET, num_cores_or_threads=2, random_seed=4)
+    case = Case("two cores", bias=LEARNED, mask=Causal() & Window(100), heads=3, kv_heads=3, batch=1)
+    values = inputs(case)
+    got = outputs_and_gradients(case, kernel(case, interpret), values)
+    close(got, outputs_and_gradients(case, dense, values), 2e-5)
+
+
+def test_parts_of_a_longer_sequence_merge_with_exact_gradients():
+    """Keys in two parts, merged by their log-sum-exps; the second part begins beyond half of the queries."""
+    case = Case("parts", bias=LEARNED, mask=Causal(), batch=1, heads=2, kv_heads=1)
+    values = inputs(case)
+
+    def part(values, start, end, backend):
+        there = values | {name: values[name][:, start:end] for name in "kv"}
+        cut = dataclasses.replace(case, keys=end - start, kv_positions=Range(start, end - start))
+        return call(cut, backend, there, places(cut))
+
+    @jax.jit
+    @jax.value_and_grad
+    def merged(values):
+        (out, lse), (more, other) = part(values, 0, 200, kernel(case)), part(values, 200, TOKENS, kernel(case))
+        total = jnp.logaddexp(lse, other)
+        return loss_of((out * jnp.exp(lse - total)[..., None] + more * jnp.exp(other - total)[..., None], total))
+
+    want = jax.value_and_grad(lambda values: loss_of(part(values, 0, TOKENS, dense)))(values)
+    close(merged(values), want, 2e-5)
+
+
+def test_tiles_that_the_mask_empties_and_far_keys_that_are_near_are_never_read():
+    """NaN there leaves no trace, forward or backward."""
+    case = Case("poison", mask=Causal() & Window(100), far=(Beyond(60),), queries=128, keys=512, batch=1)
+    case = dataclasses.replace(case, q_positions=Range(256, 128))
+    values = inputs(case)
+    # The queries see keys 157 to 383, in tiles 1 and 2, where keys from 384 on are ahead of all; far is up to 323.
+    lost = {name: values[name].at[:, :128].set(jnp.nan).at[:, 384:].set(jnp.nan) for name in ("k", "v", "k0")}
+    out, lse, gradients = outputs_and_gradients(case, kernel(case), values | lost)
+    want_out, want_lse, want = outputs_and_gradients(case, dense, values)
+    close({"out": out, "lse": lse}, {"out": want_out, "lse": want_lse}, 2e-6)
+    close(gradients, want, 2e-5)
+
+
+@pytest.mark.xfail(strict=True, reason="a mapped kernel has one more grid axis, and copies from arrays cut along it")
+def test_under_vmap():
+    case = Case("mapped", bias=LEARNED, mask=Causal(), queries=200, keys=200, heads=2, kv_heads=1, batch=1)
+    values = inputs(case)
+    many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), values)
+
+    def gradient(backend, values):
+        return jax.grad(lambda v: loss_of(call(case, backend, v, places(case))))(values)
+
+    got = jax.jit(jax.vmap(partial(gradient, kernel(case))))(many)
+    close(got, jax.vmap(partial(gradient, dense))(many), 2e-5)
+
+
+def test_inside_shard_map_with_its_checks():
+    """Rows of the batch on two devices, with the parameters of the bias the same on both."""
+    case = Case("sharded", bias=LEARNED, mask=Causal(), queries=200, keys=200, heads=2, kv_heads=1)
+    values = inputs(case)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    placed = {name: P("data") if name in "qkv" else P() for name in values}
+
+    def gradient(backend):
+        @partial(jax.shard_map, mesh=mesh, in_specs=(placed,), out_specs=P())
+        def local(values):
+            found = call(case, lambda x: backend(_vary_alike(x)), values, places(case))
+            return jax.lax.psum(loss_of(found), "data")
+
+        return jax.jit(jax.grad(local))(values)
+
+    close(gradient(kernel(case)), gradient(dense), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": jnp.float16}, "q must be bfloat16 or float32, found float16"),
+        ({"bias": FIRE()}, "InterpolatedBias is no number for each key"),
+        ({"bias": T5_NEAR, "q_positions": SHUFFLED}, "needs positions that are ranges"),
+        ({"bias": ALiBi(), "softcap": 3.0, "q_positions": SHUFFLED}, "needs positions that are ranges"),
+        ({"bias": FoX(), "softcap": 3.0}, "ForgetBias is no number for each key"),
+        ({"mask": Dilated(30, (1, 2, 1, 2))}, "mask"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused(change, message):
+    case = Case("refused", **change)
+    with pytest.raises(ValueError, match=f"implementation='tpu': .*{message}"):
+        call(case, kernel(case), inputs(case), places(case))

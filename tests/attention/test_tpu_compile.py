@@ -1,0 +1,170 @@
+"""The TPU kernels through the real compiler, for every chip, without a TPU: ``pytest -m compile``.
+
+Each program is compiled in a process of its own. The compiler refuses what does not fit a chip's memory.
+"""
+
+import importlib.util
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from posjax.attention.operands import Operands
+from posjax.attention.tpu import blocks
+from posjax.attention.tpu.entry import tpu
+from posjax.bias import T5, ALiBi, ForgetBias, Kerple
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, ChunksApart, Segments, Sinks, Window
+from posjax.positions import Range
+from train.schedule.chips import CHIPS
+from train.schedule.compiling import compile_for
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed"),
+]
+
+SHORT, LONG, MILLION = 8192, 131_072, 2**20
+NAMED = ("causal", "alibi", "t5", "window and sinks", "segments", "rerope")
+OTHERS = ("plain", "learned alibi", "symmetric alibi", "two-sided t5", "kerple", "fox", "soft cap", "two branches")
+chips = pytest.mark.parametrize("chip", CHIPS)
+
+
+def program(
+    chip: str,
+    name: str,
+    tokens: int,
+    heads: int = 8,
+    kv_heads: int = 8,
+    size: int = 128,
+    dtype: str = "bfloat16",
+    backward: bool = True,
+    mapped: int = 0,
+):
+    """A function and its abstract arguments; heads lie before tokens, as in the kernels, so that nothing is copied."""
+    on = next(known for known in blocks.CHIPS.values() if known.name == chip)
+    array = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    values = {
+        "q": array((1, kv_heads, heads // kv_heads, tokens, size)),
+        "k": array((1, kv_heads, tokens, size)),
+        "v": array((1, kv_heads, tokens, size)),
+    }
+    for n in range({"rerope": 1, "two branches": 2}.get(name, 0)):
+        values |= {f"q{n}": values["q"], f"k{n}": values["k"]}
+    values |= parameters(name, heads, tokens)
+    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+
+    def run(values, ids):
+        return tpu(Operands(values["q"], values["k"], values["v"], **slots(name, values, ids, heads)), on=on)
+
+    def gradients(values, ids, d_out):
+        return jax.vjp(lambda values: run(values, ids)[0], values)[1](d_out)
+
+    function, arguments = (gradients, [values, ids, values["q"]]) if backward else (run, [values, ids])
+    if mapped:
+        function = jax.vmap(function)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct((mapped, *x.shape), x.dtype), arguments)
+    return function, arguments
+
+
+def parameters(name: str, heads: int, tokens: int) -> dict:
+    array = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    if name in ("t5", "two-sided t5"):
+        return {"table": array((32, heads))}
+    if name == "kerple":
+        return {"a": array((heads,)), "p": array((heads,))}
+    if name == "fox":
+        return {"q_gates": array((1, heads, tokens)), "kv_gates": array((1, heads, tokens))}
+    return {"slopes": array((heads,))} if name == "learned alibi" else {}
+
+
+def slots(name: str, values: dict, ids, heads: int) -> dict:
+    """Bias, mask, soft cap, branches and positions of a program."""
+    bias = {
+        "alibi": ALiBi(),
+        "learned alibi": ALiBi(learned=True),
+        "symmetric alibi": ALiBi(symmetric=True),
+        "t5": T5(),
+        "two-sided t5": T5(bidirectional=True),
+        "kerple": Kerple(),
+    }.get(name)
+    far = {"rerope": (Beyond(512),), "two branches": (ChunksApart(2048, 1, 1), ChunksApart(2048, 2))}.get(name, ())
+    mask = {
+        "plain": None,
+        "symmetric alibi": None,
+        "two-sided t5": None,
+        "window and sinks": Causal() & (Window(4096) | Sinks(4)),
+        "segments": Causal() & Segments(ids),
+    }.get(name, Causal())
+    where = Range(0, ids.shape[-1])
+    return {
+        "bias": ForgetBias(values["q_gates"], values["kv_gates"])
+        if name == "fox"
+        else bias and bias.bind(values, num_heads=heads),
+        "mask": mask,
+        "softcap": 30.0 if name == "soft cap" else None,
+        "far": tuple(Branch(values[f"q{n}"], values[f"k{n}"], mask) for n, mask in enumerate(far)),
+        "q_positions": where,
+        "kv_positions": where,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _usual_flags(monkeypatch):
+    """The compiler's own settings, not those with which the rest of the tests compile for CPUs."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+def temp_bytes(chip: str, name: str, tokens: int, **options) -> int:
+    """Main memory beside arguments and outputs, by the compiler's plan; ``DoesNotCompile`` says why there is none."""
+    return compile_for(
+        chip, f"{__file__}:program", {"chip": chip, "name": name, "tokens": tokens, **options}
+    ).temp_bytes
+
+
+@chips
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+def test_forward_and_backward_in_memory_linear_in_the_length(chip, name, tokens):
+    """No more than four float32 arrays like the queries; one is what their gradients are summed up in."""
+    pairs = 2 if name == "rerope" else 1
+    assert temp_bytes(chip, name, tokens) <= 4 * pairs * (8 * tokens * 128 * 4) + 2**20
+
+
+@chips
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_form_of_bias_and_branches(chip, name):
+    temp_bytes(chip, name, SHORT)
+
+
+@chips
+@pytest.mark.parametrize("size", [64, 80, 96, 192, 256])
+def test_head_sizes(chip, size):
+    temp_bytes(chip, "alibi", SHORT, size=size)
+
+
+@chips
+def test_float32(chip):
+    temp_bytes(chip, "alibi", SHORT, heads=2, kv_heads=2, dtype="float32")
+
+
+@chips
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_grouped_heads(chip, name):
+    temp_bytes(chip, name, LONG, heads=16, kv_heads=2)
+
+
+@pytest.mark.parametrize("tokens", [100, 1000, 8300])
+def test_lengths_that_are_no_multiple_of_anything(tokens):
+    temp_bytes("v5e", "t5", tokens)
+
+
+def test_under_vmap():
+    temp_bytes("v5e", "alibi", SHORT, mapped=3)
+
+
+@pytest.mark.parametrize(("heads", "backward"), [(8, False), (4, True)])
+def test_alibi_over_a_million_tokens_fits_one_v5e_chip(heads, backward):
+    """16 GiB in all; the compiler refuses more. One head's logits alone would be 4 TiB."""
+    temp_bytes("v5e", "alibi", MILLION, heads=heads, kv_heads=heads, backward=backward)

@@ -1,0 +1,223 @@
+"""Which tiles the TPU kernels visit, against every pair of tokens looked at by itself."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posjax.attention.operands import Operands
+from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
+from posjax.far import Branch
+from posjax.masks import (
+    Beyond,
+    Causal,
+    Chunked,
+    ChunksApart,
+    Dilated,
+    Globals,
+    Prefix,
+    Segments,
+    Sinks,
+    Window,
+    materialise,
+)
+from posjax.positions import Range, as_array, from_segments
+
+QUERIES, KEYS = 24, 36
+BLOCKS = [Blocks(4, 6, 2), Blocks(8, 4, 4), Blocks(24, 36, 12), Blocks(2, 3, 1)]
+
+IDS = jnp.asarray([[0] * 3 + [1] * 18 + [-1] * 15, [-1] * 2 + [4] * 5 + [5] * 29], jnp.int32)
+FLAGS = jnp.zeros((2, KEYS), bool).at[0, 5].set(True).at[1, 20:].set(True)
+SHUFFLED = jnp.asarray(np.random.default_rng(0).permutation(KEYS), jnp.int32)
+PACKED = from_segments(IDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Masks and positions; ``exact`` where extents tell all there is to know of a tile."""
+
+    name: str
+    mask: object = None
+    far: tuple = ()
+    q_positions: object = Range(0, QUERIES)
+    kv_positions: object = Range(0, KEYS)
+    constant_from: int | None = None
+    exact: bool = True
+
+    @property
+    def ahead(self) -> int:
+        """Distance of the first query from the first key."""
+        return int(as_array(self.q_positions)[..., 0].min() - as_array(self.kv_positions)[..., 0].min())
+
+
+CASES = [
+    Case("plain"),
+    Case("causal", Causal()),
+    Case("causal from further on", Causal(), q_positions=Range(12, QUERIES)),
+    Case("window", Causal() & Window(9), exact=False),
+    Case("band", Window(7)),
+    Case("lambda", Causal() & (Window(5) | Sinks(2)), exact=False),
+    Case("chunked", Causal() & Chunked(8), exact=False),
+    Case("prefix", Causal() | Prefix(10), exact=False),
+    Case("dilated", Dilated(3, 4), exact=False),
+    Case("segments", Segments(IDS[:, :QUERIES], IDS), exact=False),
+    Case("globals", Window(3) | Globals(FLAGS[:, :QUERIES], FLAGS), exact=False),
+    Case("nothing", Causal(), kv_positions=Range(100, KEYS)),
+    Case("empty rows", Causal() & Window(4), q_positions=Range(20, QUERIES), exact=False),
+    Case("far", Causal(), far=(Beyond(7),)),
+    Case("far without a mask", far=(Beyond(7),)),
+    Case("two branches", Causal(), far=(ChunksApart(8, 1, 1), ChunksApart(8, 2)), exact=False),
+    Case("constant", Causal(), constant_from=11),
+    Case("constant on both sides", constant_from=6, q_positions=Range(5, QUERIES)),
+    Case("constant and far", Causal() & Window(20), far=(Beyond(7),), constant_from=11, exact=False),
+    Case("shuffled keys", Causal(), kv_positions=SHUFFLED, exact=False),
+    Case(
+        "packed",
+        Causal() & Segments(IDS[:, :QUERIES], IDS),
+        far=(Beyond(3),),
+        q_positions=PACKED[:, :QUERIES],
+        kv_positions=PACKED,
+        exact=False,
+    ),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+blocks = pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: f"{blocks.q}x{blocks.k}")
+
+
+def operands(case: Case) -> Operands:
+    q, k = jnp.zeros((2, 1, 1, QUERIES, 1)), jnp.zeros((2, 1, KEYS, 1))
+    far = tuple(Branch(q, k, where) for where in case.far)
+    return Operands(q, k, k, None, case.mask, case.q_positions, case.kv_positions, far)
+
+
+def planned(case: Case, blocks: Blocks):
+    return plan(operands(case), blocks, case.constant_from, case.ahead)
+
+
+def traced(case: Case) -> dict:
+    """Masks and positions with no number that is known when tracing."""
+    moved = {name: getattr(case, name) for name in ("mask", "far", "q_positions", "kv_positions")}
+    return {
+        name: Range(jnp.int32(value.start), value.length) if isinstance(value, Range) else value
+        for name, value in moved.items()
+    }
+
+
+def tiles_of(mask, case: Case, blocks: Blocks) -> np.ndarray:
+    """Every pair of tokens, ``[batch, q blocks, k blocks, pairs of a tile]``."""
+    whole = np.ones((1, QUERIES, KEYS), bool)
+    if mask is not None:
+        whole = np.asarray(materialise(mask, case.q_positions, case.kv_positions)).reshape(-1, QUERIES, KEYS)
+    cut = whole.reshape(-1, QUERIES // blocks.q, blocks.q, KEYS // blocks.k, blocks.k).swapaxes(2, 3)
+    return np.broadcast_to(cut.reshape(*cut.shape[:3], -1), (2, *cut.shape[1:3], blocks.q * blocks.k))
+
+
+def kinds_of(plan) -> np.ndarray:
+    """The kind of every tile as an object, None where it is not visited, ``[2, q blocks, k blocks]``."""
+    names = np.array([None, *plan.kinds], dtype=object)
+    grid = names[np.asarray(plan.grid)]
+    return np.broadcast_to(grid, (2, *grid.shape[1:]))
+
+
+@cases
+@blocks
+def test_every_tile_is_of_its_kind(case, blocks):
+    """None of them lacks a pair; where extents tell all, none is visited, masked or scored twice in vain either."""
+    found = kinds_of(planned(case, blocks))
+    allowed = tiles_of(case.mask, case, blocks)
+    branches = [tiles_of(where, case, blocks) for where in case.far]
+    owner = sum((n * branch for n, branch in enumerate(branches, start=1)), np.zeros(allowed.shape, int))
+    for at in np.ndindex(found.shape):
+        kind, seen, pairs = found[at], allowed[at], owner[at]
+        assert not (kind is None and seen.any())
+        assert not (case.exact and kind is not None and not seen.any())
+        if kind is None:
+            continue
+        assert kind.masked or seen.all()
+        assert not (case.exact and kind.masked and seen.all())
+        assert set(pairs[seen]) <= set(kind.pairs)
+        assert len(kind.pairs) in (1, 1 + len(case.far))
+        assert not (case.exact and len(kind.pairs) > 1 and len(set(pairs)) == 1)
+
+
+@cases
+@blocks
+def test_a_bias_is_constant_where_all_distances_of_a_tile_are_beyond(case, blocks):
+    i, j = np.arange(QUERIES) + case.ahead, np.arange(KEYS)
+    distances = (i[:, None] - j[None]).reshape(QUERIES // blocks.q, blocks.q, KEYS // blocks.k, blocks.k)
+    lowest, highest = distances.min((1, 3)), distances.max((1, 3))
+    for at in np.ndindex((found := kinds_of(planned(case, blocks))).shape):
+        if found[at] is None:
+            continue
+        if case.constant_from is None:
+            assert found[at].reach == NEAR
+            continue
+        behind, ahead = lowest[at[1:]] >= case.constant_from, highest[at[1:]] <= -case.constant_from
+        assert found[at].reach == (BEHIND if behind else AHEAD if ahead else NEAR)
+
+
+def check_visits(visits, kinds: tuple[Kind, ...], found: np.ndarray) -> None:
+    """The lists of all rows against the kinds of the tiles, ``found``, ``[batch, rows, columns]``."""
+    order, ends = (np.broadcast_to(np.asarray(a)[:, :, 0], (2, *a.shape[1:2], a.shape[-1])) for a in visits)
+    firsts = np.full(found.shape[:2], -1)
+    for b, r in np.ndindex(found.shape[:2]):
+        entries, bounds = order[b, r], [0, *ends[b, r, :-1]]
+        assert sorted(tile_of(entries)) == list(range(found.shape[2])), "each tile has one entry"
+        assert bounds[-1] == sum(kind is not None for kind in found[b, r])
+        for kind, start, end in zip(kinds, bounds, bounds[1:], strict=False):
+            assert start <= end
+            for entry in entries[start:end]:
+                assert found[b, r, tile_of(entry)] == kind
+                assert choice_of(entry) == (kind.pairs[0] if len(kind.pairs) == 1 else len(kind.pairs))
+        if bounds[-1]:
+            firsts[b, r] = entries[0]
+    following = np.concatenate([firsts[:, 1:], np.full_like(firsts[:, :1], -1)], 1)
+    np.testing.assert_array_equal(ends[..., -1], following)
+
+
+@cases
+@blocks
+def test_lists_visit_every_tile_once_kind_after_kind(case, blocks):
+    """``following`` is the first entry of the next row, or -1 where that row is empty or there is none."""
+    plan = planned(case, blocks)
+    found = kinds_of(plan)
+    check_visits(plan.by_queries, plan.kinds, found)
+    check_visits(plan.by_keys, plan.kinds, found.swapaxes(1, 2))
+
+
+@cases
+@pytest.mark.parametrize("blocks", BLOCKS[:2], ids=lambda blocks: f"{blocks.q}x{blocks.k}")
+def test_plans_of_traced_positions_are_the_same(case, blocks):
+    """They hold every kind there could be, so that the program is one for all positions."""
+    known, kinds = planned(case, blocks), []
+
+    @jax.jit
+    def run(moved, ahead):
+        found = plan(operands(dataclasses.replace(case, **moved)), blocks, case.constant_from, ahead)
+        kinds.extend(found.kinds)
+        return found.grid, found.by_queries, found.by_keys
+
+    grid, *visits = run(traced(case), jnp.int32(case.ahead))
+    assert set(known.kinds) <= set(kinds)
+    found = kinds_of(known)
+    np.testing.assert_array_equal(kinds_of(type(known)(tuple(kinds), grid)), found)
+    check_visits(visits[0], tuple(kinds), found)
+    check_visits(visits[1], tuple(kinds), found.swapaxes(1, 2))
+
+
+def test_positions_known_when_tracing_give_lists_that_are():
+    def run(q):
+        x = dataclasses.replace(operands(CASES[1]), q=q)
+        assert isinstance(plan(x, BLOCKS[0]).grid, np.ndarray)
+        return q
+
+    jax.jit(run)(operands(CASES[1]).q)
+
+
+def test_causal_attention_in_square_tiles_masks_the_diagonal_alone():
+    case = Case("square", Causal(), q_positions=Range(12, QUERIES), kv_positions=Range(0, KEYS))
+    found = planned(case, Blocks(12, 12, 12))
+    assert found.kinds == (Kind((0,), False), Kind((0,), True))
+    np.testing.assert_array_equal(found.grid, [[[1, 2, 0], [1, 1, 2]]])
