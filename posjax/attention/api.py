@@ -1,6 +1,9 @@
 """The one entrance to attention: checks, binds, chooses a backend, and adds what no backend needs to know."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +12,26 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_positive, check_rank
 from posjax._slots import Blockwise
+from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, statistics_dtype
+from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch
 from posjax.masks import Mask
 from posjax.positions import Positions, Range, as_array
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
+"""Those that take everything and run everywhere."""
 CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
 """For biases that are functions of the scores (CoPE)."""
 
 # Up to here a head's logits are no more than one tile of theirs, and the plain formula is what the tiles would compute.
 _DENSE_UP_TO = 512 * 512
+
+_log = logging.getLogger("posjax")
 
 
 def attention(
@@ -71,8 +79,13 @@ def attention(
             ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). No gradient reaches them.
         q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out.
         kv_positions: the same for the keys.
-        implementation: ``"dense"`` (quadratic memory), ``"blockwise"`` (linear), or None: ``"dense"`` while one
-            head's logits are no more than a tile (512 x 512, or one query and many keys), otherwise ``"blockwise"``.
+        implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) take everything and run everywhere;
+            ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, without a bias and the like) take what they
+            can. None: ``"dense"`` while one head's logits are no more than a tile (512 x 512, or one query and many
+            keys), otherwise the kernel of the platform the program is lowered for, ``"blockwise"`` where there is none
+            or it does not take the call. The logger ``"posjax"`` says which and why, at debug level. On a mesh the
+            kernel for TPUs runs inside ``jax.shard_map`` over all its axes; a program for several platforms at once
+            (``jax.export``) needs ``"dense"`` or ``"blockwise"``.
         return_residuals: also return the log-sum-exp of every row, sink included, float32 ``[batch, queries, heads]``;
             the sink alone, or minus infinity without one, for a row that sees nothing. Its gradient is exact, so parts
             of a longer sequence can be merged; give the sinks to one part only.
@@ -81,7 +94,8 @@ def attention(
         The output in the dtype of ``v``, or the pair of output and log-sum-exp.
 
     Raises:
-        ValueError: for shapes that do not fit, naming the argument.
+        ValueError: for shapes that do not fit, naming the argument; for a backend that does not take the call, with the
+            reason.
     """
     _check_shapes(q, k, v)
     heads, kv_heads = q.shape[2], k.shape[2]
@@ -91,24 +105,21 @@ def attention(
             slot.check(q.shape[0], q.shape[1], k.shape[1])
     far = (far,) if isinstance(far, Branch) else tuple(far)
     _check_far(far, decay, q, k)
-    operands = Operands(
-        q=_group(_scaled(q, scale), kv_heads),
+    x = Operands(
+        q=_group(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
         v=jnp.moveaxis(v, 1, 2),
         bias=_bound(bias, heads),
         mask=mask,
         q_positions=_checked_positions("q_positions", q_positions, q),
         kv_positions=_checked_positions("kv_positions", kv_positions, k),
-        far=tuple(Branch(_group(_scaled(b.q, scale), kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
+        far=tuple(Branch(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
         decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, statistics_dtype(q))),
         softcap=softcap,
     )
-    backend = _choose(implementation, q, k)
-    if isinstance(operands.bias, ContextualBias):
-        out, lse = CONTEXTUAL[backend](*_vary_alike((operands, _group(q, kv_heads))))
-    else:
-        out, lse = BACKENDS[backend](_vary_alike(operands))
-    out, lse = _ungroup(out), _ungroup(lse)
+    scale = _grouped_scale(scale, q, kv_heads)
+    out, lse = _run(implementation, x, scale, with_lse=return_residuals or sinks is not None)
+    out, lse = _ungroup(out), None if lse is None else _ungroup(lse)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_residuals else out
@@ -149,15 +160,37 @@ def _check_options(mask, softcap, sinks, heads: int) -> None:
     )
 
 
-def _scaled(q, scale):
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
+def _grouped_scale(scale, q, kv_heads: int):
+    """A number, or factors that broadcast against grouped queries."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if jnp.ndim(scale) == 0:
-        return (q * scale).astype(q.dtype)
+        return scale
     sizes = zip(reversed(scale.shape), reversed(q.shape[:3]), strict=False)
     fits = scale.ndim <= 3 and all(size in (1, wanted) for size, wanted in sizes)
     check(fits, f"scale must broadcast to [batch, queries, heads] = {q.shape[:3]}, found {scale.shape}")
-    return (q.astype(statistics_dtype(q)) * scale[..., None]).astype(q.dtype)
+    return _group(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
+
+
+def _scaled(x: Operands, scale) -> Operands:
+    def times(q):
+        return ((q if jnp.ndim(scale) == 0 else q.astype(statistics_dtype(q))) * scale).astype(q.dtype)
+
+    return _with_queries(x, times)
+
+
+def _scaled_in_base_2(x: Operands, scale) -> Operands:
+    """The queries times ``scale log2 e``, rounded once: in their own precision it would be another temperature."""
+
+    def times(q):
+        dtype = statistics_dtype(q)
+        return (q.astype(dtype) * (jnp.asarray(scale, dtype) * entry.LOG2E)).astype(q.dtype)
+
+    return _with_queries(x, times)
+
+
+def _with_queries(x: Operands, function: Callable) -> Operands:
+    far = tuple(dataclasses.replace(branch, q=function(branch.q)) for branch in x.far)
+    return _vary_alike(dataclasses.replace(x, q=function(x.q), far=far))
 
 
 def _bound(bias, heads: int) -> Bias | None:
@@ -191,11 +224,105 @@ def _checked_positions(name: str, positions: Positions | None, x) -> Positions:
     return positions[0] if positions.shape[0] == 1 and positions.ndim == 2 else positions
 
 
-def _choose(implementation: str | None, q, k) -> str:
+def _run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple:
+    """Output and log-sum-exp, the latter None where it is not wanted and does not come by itself.
+
+    Args:
+        implementation: as ``attention`` takes it.
+        x: the operands, their queries not scaled yet.
+        scale: factor of the queries.
+        with_lse: whether the log-sum-exp is wanted.
+    """
+    small, contextual = x.q.shape[3] * x.k.shape[2] <= _DENSE_UP_TO, isinstance(x.bias, ContextualBias)
     if implementation is None:
-        return "dense" if q.shape[1] * k.shape[1] <= _DENSE_UP_TO else "blockwise"
-    check_choice("implementation", implementation, tuple(BACKENDS))
-    return implementation
+        if not (small or contextual):
+            return _run_on_platform(x, scale, with_lse)
+        implementation = "dense" if small else "blockwise"
+    check_choice("implementation", implementation, (*BACKENDS, *KERNELS))
+    if implementation in KERNELS:
+        return KERNELS[implementation](x, scale, with_lse)
+    if contextual:
+        return CONTEXTUAL[implementation](*_vary_alike((_scaled(x, scale), x.q)))
+    return BACKENDS[implementation](_scaled(x, scale))
+
+
+def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
+    """The kernel of the platform that the program is lowered for, where it takes the call, otherwise ``blockwise``.
+
+    The branches read the operands from outside: as their arguments, NumPy arrays would be known no more when tracing.
+    """
+
+    def wanted(out, lse) -> tuple:
+        return out, lse if with_lse else None
+
+    def plain() -> tuple:
+        return wanted(*BACKENDS["blockwise"](_scaled(x, scale)))
+
+    kernels = {
+        "tpu": (_tpu_refusal(x), lambda: wanted(*entry.tpu(_scaled_in_base_2(x, scale)))),
+        "cuda": (_cudnn_refusal(x, with_lse), lambda: (cudnn.cudnn(_scaled(x, scale)), None)),
+    }
+    for platform, (why, _) in kernels.items():
+        _say(f"attention on {platform}: " + ("its own kernel" if why is None else f"'blockwise', because {why}"))
+    taken = {platform: run for platform, (why, run) in kernels.items() if why is None}
+    return jax.lax.platform_dependent(default=plain, **taken) if taken else plain()
+
+
+def _run_on_tpu(x: Operands, scale, with_lse: bool) -> tuple:
+    check((why := _tpu_refusal(x)) is None, f"implementation='tpu': {why}")
+    try:
+        return entry.tpu(_scaled_in_base_2(x, scale))
+    except (ValueError, NotImplementedError) as error:
+        # When tracing nobody knows yet where the program will run, and jax speaks when it is lowered.
+        if isinstance(x.q, jax.core.Tracer) or jax.default_backend() == "tpu":
+            raise
+        raise ValueError("implementation='tpu': there is no TPU here; use 'blockwise', or None to choose") from error
+
+
+def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> tuple:
+    why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
+    check(why is None, f"implementation='cudnn': {why}")
+    return cudnn.cudnn(_scaled(x, scale)), None
+
+
+KERNELS = {"tpu": _run_on_tpu, "cudnn": _run_on_cudnn}
+"""Those of one platform, which refuse what they cannot do."""
+
+
+def _tpu_refusal(x: Operands) -> str | None:
+    if axes := _split_by_compiler(x):
+        return (
+            f"a TPU kernel is not split over the mesh by itself: call it inside jax.shard_map over all axes, {axes} too"
+        )
+    if jax.config.jax_enable_x64:
+        return "with jax_enable_x64 the integers of a kernel would have 64 bits, which a TPU does not take"
+    return entry.refusal(x)
+
+
+def _split_by_compiler(x: Operands) -> list[str]:
+    """The mesh axes that are not in the hands of a ``shard_map``."""
+    for array in (x.q, x.k, x.v):
+        mesh = jax.typeof(array).sharding.mesh
+        axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+        if axes and (mesh.size > 1 or mesh.manual_axes):
+            return axes
+    return []
+
+
+def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
+    """As for a call that asks for it; also on a host without the GPU whose abilities would have to be guessed."""
+    why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
+    return why or (None if cudnn.has_gpu() else "there is no GPU here that it runs on")
+
+
+def _say(choice: str) -> None:
+    if _log.isEnabledFor(logging.DEBUG):
+        _say_once(choice)
+
+
+@functools.cache
+def _say_once(choice: str) -> None:
+    _log.debug(choice)
 
 
 def _group(q, kv_heads: int):

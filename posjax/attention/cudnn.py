@@ -1,0 +1,93 @@
+"""cuDNN's flash attention on NVIDIA GPUs, through ``jax.nn``, for those calls that it computes as posjax means them."""
+
+import jax
+import jax.numpy as jnp
+
+from posjax.attention.operands import Operands
+from posjax.masks import And, Causal, Mask, Window
+from posjax.positions import Range
+
+_LARGEST_HEAD = 128
+_OLDEST = 8.0
+"""Compute capability of the first devices with fused attention."""
+
+
+def cudnn(x: Operands) -> jax.Array:
+    """``softmax(q k^T where allowed) v``, the output alone: the log-sum-exp that cuDNN returns has no gradient."""
+    batch, kv_heads, group, queries, size = x.q.shape
+    window = _window(x.mask)
+    out = jax.nn.dot_product_attention(
+        jnp.moveaxis(x.q.reshape(batch, kv_heads * group, queries, size), 1, 2),
+        jnp.moveaxis(x.k, 1, 2),
+        jnp.moveaxis(x.v, 1, 2),
+        scale=1.0,
+        is_causal=x.mask is not None,
+        # Keys on either side of the query's own.
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    return jnp.moveaxis(out, 1, 2).reshape(x.q.shape)
+
+
+def refusal(x: Operands, with_lse: bool) -> str | None:
+    """Why cuDNN does not compute this function, or None; ``with_lse`` if the log-sum-exp of the rows is wanted."""
+    dtypes = sorted({str(a.dtype) for a in (x.q, x.k, x.v)})
+    sizes = sorted({x.k.shape[-1], x.v.shape[-1]})
+    reasons = (
+        (with_lse, "the log-sum-exp of cuDNN, for return_residuals and sinks, has no gradient"),
+        (x.bias is not None, f"cuDNN does not know {type(x.bias).__name__}"),
+        (x.softcap is not None, "cuDNN has no soft cap"),
+        (bool(x.far), "cuDNN has no far branches"),
+        (x.decay is not None, "cuDNN does not know the decay of xPos"),
+        (
+            dtypes not in (["bfloat16"], ["float16"]),
+            f"for cuDNN q, k and v must be all bfloat16 or all float16, found {dtypes}",
+        ),
+        (
+            len(sizes) > 1 or sizes[0] > _LARGEST_HEAD or sizes[0] % 8 > 0,
+            f"for cuDNN heads must have one size, a multiple of 8 up to {_LARGEST_HEAD}, found {sizes}",
+        ),
+        (not _known(x.mask), "the masks of cuDNN are none, Causal() and Causal() & Window(n)"),
+        (
+            x.mask is not None and not _aligned(x),
+            "for cuDNN a mask needs equal ranges of positions, known when tracing",
+        ),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
+
+
+def unsupported(x: Operands) -> str | None:
+    """Why the cuDNN of this host, if any, does not take what ``refusal`` lets pass, or None."""
+    try:
+        jax.eval_shape(cudnn, x)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"jax says: {error}"
+    return None
+
+
+def has_gpu() -> bool:
+    """Whether this process computes on NVIDIA GPUs that cuDNN's fused attention runs on."""
+    if jax.default_backend() != "gpu":
+        return False
+    return all(float(getattr(device, "compute_capability", 0)) >= _OLDEST for device in jax.local_devices())
+
+
+def _parts(mask: Mask) -> tuple[Mask, ...]:
+    return (mask.left, mask.right) if isinstance(mask, And) else (mask,)
+
+
+def _known(mask: Mask | None) -> bool:
+    kinds = {Causal} if mask is None else set(map(type, _parts(mask)))
+    return Causal in kinds and kinds <= {Causal, Window}
+
+
+def _window(mask: Mask | None) -> int | None:
+    """How many keys up to its own a query sees."""
+    sizes = [part.size for part in _parts(mask) if isinstance(part, Window)]
+    return min(sizes, default=None)
+
+
+def _aligned(x: Operands) -> bool:
+    """Whether query and key of one index have one position."""
+    q, k = x.q_positions, x.kv_positions
+    return isinstance(q, Range) and isinstance(k, Range) and q.is_static and q == k

@@ -1,0 +1,390 @@
+"""Which backend runs: asked for by name, or chosen when a program is lowered for its platform.
+
+Programs are lowered for TPUs and NVIDIA GPUs on the CPU. What is compared are the kernels that their text names.
+"""
+
+import logging
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+from posjax.attention import api, attention, cudnn
+from posjax.attention.tpu import entry
+from posjax.bias import FIRE, T5, ALiBi, CoPE, Kerple, Sandwich
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, Dilated, Segments, Sinks, Window
+from posjax.positions import Range
+
+BATCH, TOKENS, HEADS, KV_HEADS, SIZE = 8, 520, 4, 2, 16
+FORWARD, BACKWARD = "posjax_attention_forward", "posjax_attention_backward"
+CUDNN, CUDNN_BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+
+
+def inputs(batch=BATCH, tokens=TOKENS, dtype=jnp.float32) -> tuple:
+    """Queries, keys and values of more than one tile."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(
+        jax.random.normal(key, (batch, tokens, heads, SIZE), dtype)
+        for key, heads in zip(keys, (HEADS, KV_HEADS, KV_HEADS), strict=True)
+    )
+
+
+def gradient(function):
+    """Of the sum of squares of what an attention gives, for the first three arguments."""
+    return jax.grad(lambda *x: jnp.square(function(*x).astype(jnp.float32)).sum(), argnums=(0, 1, 2))
+
+
+def lowered(function, *arguments, platform="tpu") -> str:
+    # A function of its own, so that nothing is taken from a trace made before.
+    traced = jax.jit(lambda *x: function(*x)).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def kernels(function, *arguments, platform="tpu") -> set:
+    """The kernels that a program holds when it is lowered for a platform."""
+    return named(lowered(function, *arguments, platform=platform))
+
+
+def named(text: str) -> set:
+    found = re.findall(r'kernel_name = "(\w+)"|custom_call @(__cudnn[^(]*)', text)
+    return {name for names in found for name in names if name}
+
+
+causal = partial(attention, mask=Causal())
+
+
+def test_lowered_for_a_tpu_it_is_the_kernel_and_elsewhere_it_is_not():
+    assert kernels(causal, *inputs()) == {FORWARD}
+    traced = jax.jit(lambda *x: gradient(causal)(*x)).trace(*inputs())
+    for platform, found in {"tpu": {FORWARD, BACKWARD}, "cpu": set(), "cuda": set(), "rocm": set()}.items():
+        assert named(traced.lower(lowering_platforms=(platform,)).as_text()) == found
+
+
+def test_asked_for_it_is_the_kernel_even_for_a_few_tokens():
+    few = inputs(tokens=20)
+    assert kernels(causal, *few) == set()
+    assert kernels(partial(causal, implementation="tpu"), *few) == {FORWARD}
+
+
+def test_on_a_cpu_it_is_blockwise_to_the_bit():
+    settings = {"mask": Causal() & (Window(300) | Sinks(4)), "bias": ALiBi(), "sinks": jnp.ones(HEADS)}
+
+    @partial(jax.jit, static_argnums=0)
+    @partial(jax.grad, argnums=(1, 2, 3), has_aux=True)
+    def results(implementation, *values):
+        out, lse = attention(*values, **settings, return_residuals=True, implementation=implementation)
+        return (jnp.square(out) + lse[..., None]).sum(), (out, lse)
+
+    chex.assert_trees_all_equal(results(None, *inputs(1)), results("blockwise", *inputs(1)))
+
+
+FAR = Branch(jnp.zeros((BATCH, TOKENS, HEADS, SIZE)), jnp.zeros((BATCH, TOKENS, KV_HEADS, SIZE)), Beyond(300))
+IDS = jnp.zeros((BATCH, TOKENS), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bias": ALiBi(), "sinks": jnp.zeros(HEADS)},
+        {"bias": Sandwich(), "return_residuals": True},
+        {"mask": Causal() & Segments(IDS), "scale": jnp.ones((TOKENS, 1))},
+        {"mask": Causal(), "far": FAR},
+    ],
+    ids=["alibi and sinks", "sandwich and residuals", "segments and a scale of each query", "far"],
+)
+def test_what_the_kernel_takes(settings):
+    def run(*values):
+        return jax.tree.leaves(attention(*values, **settings))[0]
+
+    assert kernels(gradient(run), *inputs()) == {FORWARD, BACKWARD}
+
+
+def refused(name: str) -> tuple:
+    """Settings that the kernel does not take, and the reason."""
+    key = jax.random.key(1)
+
+    def bias(spec):
+        return spec.bind(spec.init(key, HEADS), num_heads=HEADS)
+
+    cope = CoPE(16).bind({"table": jnp.zeros((16, SIZE))}, num_heads=HEADS)
+    return {
+        "xpos": ({"decay": np.ones(SIZE) / 500}, "xPos decays every feature"),
+        "fire": ({"bias": bias(FIRE())}, "InterpolatedBias is no number for each key"),
+        "cope": ({"bias": cope}, "ContextualBias is no number for each key"),
+        "weighted kerple": (
+            {"bias": bias(Kerple(kind="weighted-power"))},
+            "WeightedPowerBias is no number for each key",
+        ),
+        "dilated heads": ({"mask": Causal() & Dilated(300, (1, 2, 1, 2))}, "mask differs between heads"),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["xpos", "fire", "cope", "weighted kerple", "dilated heads"])
+def test_what_the_kernel_does_not_take(name):
+    settings, reason = refused(name)
+    settings = {"mask": Causal()} | settings
+    assert kernels(partial(attention, **settings), *inputs()) == set()
+    with pytest.raises(ValueError, match=f"implementation='tpu': .*{reason}"):
+        attention(*inputs(), **settings, implementation="tpu")
+
+
+def test_without_a_tpu_a_plain_call_says_so():
+    with pytest.raises(ValueError, match="implementation='tpu': there is no TPU here; use 'blockwise', or None"):
+        attention(*inputs(1), implementation="tpu")
+    with pytest.raises(ValueError, match="interpret mode"):
+        jax.jit(partial(attention, implementation="tpu"))(*inputs(1))
+
+
+def test_integers_of_64_bits_are_left_to_blockwise():
+    with jax.enable_x64(True):
+        assert kernels(gradient(causal), *inputs()) == set()
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            causal(*inputs(), implementation="tpu")
+
+
+def test_a_misspelt_backend():
+    with pytest.raises(ValueError, match="did you mean 'cudnn'"):
+        attention(*inputs(), implementation="cudn")
+
+
+def test_queries_are_rounded_once_for_the_kernel(monkeypatch):
+    """``q scale log2 e`` to half a unit of the last of bfloat16's 8 digits, far queries too."""
+    seen = []
+    monkeypatch.setattr(entry, "tpu", lambda x: seen.append(x) or (x.q, x.q[..., 0]))
+    q, k, v = inputs(1, 20, jnp.bfloat16)
+    attention(q, k, v, scale=0.1, far=Branch(q, k, Beyond(9)), implementation="tpu")
+    want = np.asarray(api._group(q, KV_HEADS), float) * 0.1 / np.log(2)
+    for found in (seen[0].q, seen[0].far[0].q):
+        assert found.dtype == jnp.bfloat16
+        chex.assert_trees_all_close(np.asarray(found, float), want, rtol=2**-8)
+
+
+def test_the_kernel_computes_what_dense_does():
+    """Base 2 goes in and comes out again."""
+    q, k, v = inputs(1, 200, jnp.bfloat16)
+    scale = jnp.linspace(0.1, 0.4, 200)[:, None]
+    settings = {"mask": Causal(), "scale": scale, "far": Branch(q[:, ::-1], k, Beyond(90)), "return_residuals": True}
+    settings["sinks"] = jnp.linspace(-1, 1, HEADS)
+    with pltpu.force_tpu_interpret_mode():
+        # The interpreter calls jax itself, so nothing else may be under way.
+        got = jax.block_until_ready(jax.jit(partial(attention, **settings, implementation="tpu"))(q, k, v))
+    q, k, v, far = jax.tree.map(lambda x: x.astype(jnp.float32), (q, k, v, settings["far"]))
+    want = attention(q, k, v, **settings | {"far": far}, implementation="dense")
+    chex.assert_trees_all_close(got[1], want[1], atol=0.02)
+    chex.assert_trees_all_close(got[0].astype(jnp.float32), want[0], atol=0.03)
+
+
+# Transformations.
+
+
+def scanned(*values):
+    q, k, v = values
+    return jax.lax.scan(lambda q, _: (causal(q, k, v), None), q, None, length=3)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jax.checkpoint(causal),
+        scanned,
+        jax.checkpoint(causal, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    ],
+    ids=["remat", "scan", "remat but for products"],
+)
+def test_the_kernel_under_transformations(function):
+    assert kernels(gradient(function), *inputs()) == {FORWARD, BACKWARD}
+
+
+def test_on_several_cpus_by_pmap():
+    values = [x[:, None] for x in inputs()]
+    assert named(jax.pmap(gradient(causal)).lower(*values).as_text()) == set()
+
+
+def mesh(*shape, names=("data",)) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(shape or (-1,)), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def with_slopes(q, k, v, slopes):
+    bias = ALiBi(learned=True).bind({"slopes": slopes}, num_heads=slopes.shape[0])
+    return attention(q, k, v, bias=bias, mask=Causal() & Segments(jnp.zeros(q.shape[:2], jnp.int32)))
+
+
+def over_devices(function):
+    """On eight devices, with varying axes checked: rows over one mesh axis, heads over the other."""
+    rows, heads = P("data", None, "model"), P("model")
+    return jax.shard_map(
+        function, mesh=mesh(4, 2, names=("data", "model")), in_specs=(rows, rows, rows, heads), out_specs=rows
+    )
+
+
+def test_inside_shard_map_it_gives_what_one_device_gives():
+    arguments = (*inputs(4), jnp.linspace(0.01, 0.1, HEADS))
+
+    def run(function):
+        return jax.jit(jax.value_and_grad(lambda *x: jnp.square(function(*x)).sum(), argnums=(0, 1, 2, 3)))(*arguments)
+
+    chex.assert_trees_all_close(jax.device_get(run(over_devices(with_slopes))), run(with_slopes), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", ["learned", T5(num_buckets=8, max_distance=40), Sandwich()], ids=str)
+def test_inside_shard_map_it_is_the_kernel(bias):
+    function, learned = with_slopes, jnp.ones(HEADS)
+    if bias != "learned":
+        learned = jnp.ones((8, HEADS))
+        params = (lambda table: {"table": table}) if isinstance(bias, T5) else lambda _: None
+
+        def function(q, k, v, table):
+            return causal(q, k, v, bias=bias.bind(params(table), num_heads=HEADS))
+
+    specs = (P("data"),) * 3 + (P(),)
+    sharded = jax.shard_map(function, mesh=mesh(), in_specs=specs, out_specs=P("data"))
+    assert kernels(gradient(sharded), *inputs(), learned) == {FORWARD, BACKWARD}
+
+
+def test_a_step_of_a_decoder_planned_on_a_cpu_holds_the_kernel():
+    """As ``train`` plans it: parameters the same on all devices, rows over them, blocks in a scan."""
+    config = pj.nn.DecoderConfig(
+        vocab_size=32, num_layers=2, model_dim=64, num_heads=2, scheme=pj.scheme("alibi"), batch_axes=("data",)
+    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: pj.nn.Decoder(config, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((BATCH, TOKENS), jnp.int32)
+
+    def loss(state, tokens):
+        return jnp.square(nnx.merge(graph, state)(tokens)).mean()
+
+    with jax.set_mesh(mesh()):
+        found = kernels(jax.grad(loss), state, tokens)
+    assert found == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize("manual", [{"data"}, set()], ids=["over one axis of two", "nowhere"])
+def test_a_mesh_that_the_compiler_divides_is_left_to_blockwise(manual):
+    devices, rows = mesh(4, 2, names=("data", "model")), P("data")
+    values = jax.device_put(inputs(), NamedSharding(devices, rows))
+
+    def place(function):
+        if not manual:
+            return function
+        return jax.shard_map(function, mesh=devices, in_specs=rows, out_specs=rows, axis_names=manual)
+
+    assert kernels(place(causal), *values) == set()
+    with pytest.raises(ValueError, match=r"inside jax.shard_map over all axes, \[.*'model'\] too"):
+        jax.jit(place(partial(causal, implementation="tpu"))).trace(*values)
+
+
+# NVIDIA GPUs. There is none here: a stand-in for its library tells a version, and programs are lowered, not run.
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A host that looks as if it had an NVIDIA GPU and its libraries."""
+    library = SimpleNamespace(cudnn_get_version=lambda: 91002)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", library)
+    monkeypatch.setattr(cudnn, "has_gpu", lambda: True)
+    yield
+    jax.clear_caches()
+
+
+HALF = partial(inputs, dtype=jnp.bfloat16)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("mask", "kind", "window"),
+    [
+        (None, "NO_MASK", None),
+        (Causal(), "CAUSAL", None),
+        (Causal() & Window(100), "CAUSAL", 100),
+        (Window(100) & Causal(), "CAUSAL", 100),
+    ],
+)
+def test_lowered_for_a_gpu_it_is_cudnn(mask, kind, window):
+    text = lowered(gradient(partial(attention, mask=mask)), *HALF(), platform="cuda")
+    assert named(text) == {CUDNN, CUDNN_BACKWARD}
+    assert set(re.findall(r"mask_type[^A-Z]+([A-Z_]+)", text)) == {kind}
+    assert set(re.findall(r"sliding_window_length\\22: (\d+)", text)) == {str(window or 0)}
+    assert set(re.findall(r"fmha_scale\\22: ([\d.]+)", text)) == {"1.0"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_host_with_a_gpu_other_platforms_have_what_they_have_elsewhere():
+    traced = jax.jit(lambda *x: causal(*x)).trace(*HALF())
+    found = {name: named(traced.lower(lowering_platforms=(name,)).as_text()) for name in ("cuda", "tpu", "cpu")}
+    assert found == {"cuda": {CUDNN}, "tpu": {FORWARD}, "cpu": set()}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_cudnn_inside_shard_map():
+    sharded = jax.shard_map(causal, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
+    assert kernels(gradient(sharded), *HALF(), platform="cuda") == {CUDNN, CUDNN_BACKWARD}
+
+
+def test_without_a_gpu_a_program_for_one_is_blockwise(monkeypatch):
+    assert kernels(causal, *HALF(), platform="cuda") == set()
+    with pytest.raises(ValueError, match="implementation='cudnn': jax says: cuDNN is not detected"):
+        causal(*HALF(), implementation="cudnn")
+    library = SimpleNamespace(cudnn_get_version=lambda: 91002)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", library)
+    assert kernels(causal, *HALF(), platform="cuda") == set()
+    assert kernels(partial(causal, implementation="cudnn"), *HALF(), platform="cuda") == {CUDNN}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"return_residuals": True}, "log-sum-exp"),
+        ({"sinks": jnp.zeros(HEADS)}, "log-sum-exp"),
+        ({"bias": ALiBi()}, "LinearBias"),
+        ({"softcap": 30.0}, "soft cap"),
+        ({"far": FAR}, "far branches"),
+        ({"decay": np.ones(SIZE)}, "decay of xPos"),
+        ({"dtype": jnp.float32}, r"found \['float32'\]"),
+        ({"mask": Window(9)}, "masks of cuDNN"),
+        ({"mask": Causal() | Window(9)}, "masks of cuDNN"),
+        ({"mask": Causal() & Segments(IDS)}, "masks of cuDNN"),
+        ({"mask": Causal(), "q_positions": Range(1, TOKENS)}, "equal ranges of positions"),
+        ({"mask": Causal(), "q_positions": jnp.arange(TOKENS)}, "equal ranges of positions"),
+        ({"value_size": 8}, r"one size, a multiple of 8 up to 128, found \[8, 16\]"),
+    ],
+)
+def test_what_cudnn_does_not_take(settings, reason):
+    settings = dict(settings)
+    q, k, v = inputs(dtype=settings.pop("dtype", jnp.bfloat16))
+    v = v[..., : settings.pop("value_size", SIZE)]
+    assert kernels(partial(attention, **settings), q, k, v, platform="cuda") == set()
+    with pytest.raises(ValueError, match=f"implementation='cudnn': .*{reason}"):
+        attention(q, k, v, **settings, implementation="cudnn")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_choice_and_its_reason_are_said_once(caplog):
+    api._say_once.cache_clear()
+    with caplog.at_level(logging.DEBUG, logger="posjax"):
+        for _ in range(2):
+            lowered(causal, *HALF(), platform="cuda")
+            lowered(partial(causal, bias=ALiBi()), *HALF(), platform="cuda")
+    assert [record.message for record in caplog.records if record.name == "posjax"] == [
+        "attention on tpu: its own kernel",
+        "attention on cuda: its own kernel",
+        "attention on cuda: 'blockwise', because cuDNN does not know LinearBias",
+    ]
+    assert {record.levelno for record in caplog.records if record.name == "posjax"} == {logging.DEBUG}
+
+
+def test_a_choice_is_not_said_where_nobody_listens(caplog):
+    api._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="posjax"):
+        lowered(causal, *inputs(), platform="cpu")
+    assert api._say_once.cache_info().currsize == 0
