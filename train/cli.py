@@ -75,17 +75,21 @@ def tasks(path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def bench(path: str, overrides: Sequence[str], schedule: str | None) -> int:
+def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None) -> int:
     """time attention and its memory against other libraries, side by side"""
     from train.bench import BenchConfig, bench
 
     config = load(path, overrides, BenchConfig)
-    if schedule is None:
-        bench(config)
-    else:
+    if schedule is not None:
         from train.schedule.bench import bench_schedules
 
         bench_schedules(config.schedule, schedule, config.directory)
+    if costs is not None:
+        from train.schedule.costs import write_costs
+
+        write_costs(config.schedule, costs)
+    if schedule is None and costs is None:
+        bench(config)
     return 0
 
 
@@ -101,6 +105,10 @@ COMMANDS: dict[str, Callable[..., int]] = {
 _ARGUMENTS = {
     "bench": {
         "--schedule": {"metavar": "CHIPS", "help": "compile TPU kernels for these chips instead, as in v5e,v6e"},
+        "--costs": {
+            "metavar": "CHIPS",
+            "help": "write what tiles cost on these chips, by which TPU kernels choose theirs",
+        },
     },
     "generate": {
         "--prompt": {"default": "", "help": "the text to continue"},

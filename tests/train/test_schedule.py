@@ -5,16 +5,18 @@ import io
 import json
 import math
 import re
+import runpy
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.masks import Causal, Segments, Sinks, Window
 from train import cli
 from train.config import load, parse
 from train.schedule import bench as module
-from train.schedule import own
+from train.schedule import costs, own
 from train.schedule.bench import Measurement, ScheduleConfig, bench_schedules, measure
 from train.schedule.chips import CHIPS, chip
 from train.schedule.compiling import DoesNotCompile, compile_for
@@ -439,3 +441,31 @@ def test_a_factory_that_fails_is_told_with_its_own_error(tmp_path):
     with pytest.raises(DoesNotCompile, match=r"^RuntimeError: not yet$") as caught:
         compile_for("v5e", f"{file}:factory")
     assert "Traceback" in caught.value.details
+
+
+def test_what_tiles_cost_is_written_as_a_module(tmp_path, monkeypatch, capsys):
+    def fake(name, chip, blocks, shape, timeout):
+        if blocks["kv"] == 4096:
+            raise DoesNotCompile("Ran out of memory in memory space vmem")
+        whole, masked = (Hot(f"{kind}, near, near", n, 1, 10 + n, 0.0, 0) for kind, n in (("whole", 9), ("masked", 3)))
+        again = Hot("whole, near, near, again", 0, 1, 99, 0.0, 0)
+        rows = 4 * 32768 // blocks["kv" if "backward" in name else "q"]
+        return (Cost(name, (whole, masked, again), 0, 9 * 19 + 3 * 13 + rows * 7, 0, 0, 512**2, 1),), 0
+
+    monkeypatch.setattr(costs, "schedule_of", fake)
+    monkeypatch.setattr(costs, "check_compiler", lambda: None)
+    file = tmp_path / "costs.py"
+    costs.write_costs(ScheduleConfig(), "v4, 7x", file)
+    found = runpy.run_path(str(file))
+    fitting = {size: (19, 13, 7) for size in costs.FORWARD_SIZES if size[1] < 4096}
+    assert found["FORWARD"]["7x"] == found["FORWARD"]["v4"] == fitting
+    assert found["BACKWARD"]["v4"] == dict.fromkeys(costs.BACKWARD_SIZES, (19, 13, 7))
+    assert found["FORWARD"]["v5e"] == FORWARD["v5e"]
+    told = capsys.readouterr().out
+    assert "7x: posjax with a bound, forward: (1024, 4096, 512) does not fit into fast memory" in told
+    assert "v4: posjax, forward: (512, 512, 512) (19, 13, 7)" in told
+    monkeypatch.setattr(costs, "schedule_of", lambda *_: (_ for _ in ()).throw(DoesNotCompile("a bug")))
+    with pytest.raises(DoesNotCompile, match="a bug"):
+        costs.write_costs(ScheduleConfig(), "v4", file)
+    with pytest.raises(ValueError, match="--costs: unknown value 'v9'"):
+        costs.write_costs(ScheduleConfig(), "v9", file)

@@ -95,13 +95,17 @@ def measure_all(name: str, chip: str, config: ScheduleConfig) -> Iterator[Measur
 
 
 def measure(name: str, chip: str, blocks: Blocks, config: ScheduleConfig) -> Measurement:
-    """Compiles one program; what does not compile, or not into the expected parts, is told as a problem."""
+    """One program; what does not compile, or not into the expected parts, is told as a problem."""
     try:
-        arguments = order(name, config.shape, blocks, chip)
-        compiled = compile_for(chip, "train.schedule.contenders:make", arguments, timeout=config.timeout)
-        launches = CONTENDERS[name].program(config.shape, blocks, chip).launches
-        kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
-        costs = tuple(cost(kernel, launch, CHIPS[chip]) for kernel, launch in kernels)
+        return Measurement(chip, name, blocks, *schedule_of(name, chip, blocks, config.shape, config.timeout))
     except ValueError as error:
         return Measurement(chip, name, blocks, problem=" ".join(str(error).split()))
-    return Measurement(chip, name, blocks, costs, compiled.temp_bytes)
+
+
+def schedule_of(name: str, chip: str, blocks: Blocks, shape: Shape, timeout: int) -> tuple[tuple[Cost, ...], int]:
+    """Compiles one program: the cost of each of its kernels, and the HBM that it takes beside arguments and results."""
+    arguments = order(name, shape, blocks, chip)
+    compiled = compile_for(chip, "train.schedule.contenders:make", arguments, timeout=timeout)
+    launches = CONTENDERS[name].program(shape, blocks, chip).launches
+    kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
+    return tuple(cost(kernel, launch, CHIPS[chip]) for kernel, launch in kernels), compiled.temp_bytes
