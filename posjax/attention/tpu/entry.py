@@ -71,8 +71,19 @@ def refusal(x: Operands) -> str | None:
     if bias_form(x) == "other":
         return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
     if bias_form(x) == "relative" and not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
-        return "a bias by distance needs positions that are ranges; use 'blockwise'"
+        return (
+            "a bias by distance needs positions that are ranges (within segments they may run on: distances are the "
+            "same); use 'blockwise'"
+        )
+    if bias_form(x) == "relative" and _sums_by_distance(x) > chip().vmem // 2:
+        return "the gradient of a bias by distance does not fit in fast memory at this length; use 'blockwise'"
     return None
+
+
+def _sums_by_distance(x: Operands) -> int:
+    """Bytes of two copies of what the backward kernel sums for each distance and head of a group: 8 float32 numbers."""
+    _, _, group, queries, _ = x.q.shape
+    return 2 * group * (queries + x.k.shape[2]) * 32
 
 
 def _has_heads(mask: Mask | None) -> bool:
