@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from posjax.attention.tpu.costs import BACKWARD, FORWARD
+from posjax.attention.tpu.costs import FORWARD
 from posjax.masks import Causal, Segments, Sinks, Window
 from train import cli
 from train.config import load, parse
@@ -25,7 +25,7 @@ from train.schedule.cost import Cost, Hot, Launch, Run, cost, find_kernel, match
 from train.schedule.kernels import read_kernels
 from train.schedule.listing import parse as parse_listing
 from train.schedule.program import Shape
-from train.schedule.report import table
+from train.schedule.report import by_shape, table
 
 # A grid of 4 steps: a start that some steps skip, two loops over tiles of two kinds, one with a wait in it.
 LISTING = """
@@ -351,7 +351,7 @@ def test_what_does_not_compile_is_a_problem(monkeypatch):
 
     monkeypatch.setattr(module, "compile_for", refuse)
     name = "jax splash, forward"
-    found = measure(name, "v5e", CONTENDERS[name].sweep[0], ScheduleConfig())
+    found = measure(name, "v5e", SHAPE, CONTENDERS[name].sweep[0])
     assert found.problem == "out of VMEM and more"
     assert not found.costs
 
@@ -359,14 +359,14 @@ def test_what_does_not_compile_is_a_problem(monkeypatch):
 def test_the_tables_and_the_file_hold_every_kernel_at_its_best(tmp_path, monkeypatch):
     two = "jax splash, two-kernel backward"
 
-    def fake(name, chip, blocks, config):
+    def fake(name, chip, shape, blocks, timeout):
         part = blocks.get("compute", 512) + 100 * ("ALiBi" in name)
         if part == 1024:
-            return Measurement(chip, name, blocks, problem="out of VMEM")
+            return Measurement(chip, name, shape, blocks, problem="out of VMEM")
         number, hot = blocks["q"] + part, (Hot("tile", 1, 77, 88, 66, 9), Hot("again", 0, 99, 99, 66, 9))
         sizes = 512**2, 512**2 / 2
         costs = (Cost("dkv", hot, number, 2, 3, 4, *sizes), Cost("dq", hot, 8000 - number, 2, 3, 4, *sizes))
-        return Measurement(chip, name, blocks, costs[: 1 + (name == two)], 2**20)
+        return Measurement(chip, name, shape, blocks, costs[: 1 + (name == two)], 2**20)
 
     monkeypatch.setattr(module, "measure", fake)
     monkeypatch.setattr(module, "check_compiler", lambda: None)
@@ -404,6 +404,28 @@ def test_the_tables_and_the_file_hold_every_kernel_at_its_best(tmp_path, monkeyp
     ]
 
 
+def test_other_shapes_have_a_table_of_their_own(tmp_path, monkeypatch):
+    def fake(name, chip, shape, blocks, timeout):
+        if shape.head_dim == 256:
+            return Measurement(chip, name, shape, blocks, problem="out of VMEM")
+        number = shape.length + blocks["q"] + blocks["part"]
+        return Measurement(chip, name, shape, blocks, (Cost(name, (), number, 2, 1000, 4, 5, 6),), 2**20)
+
+    monkeypatch.setattr(module, "measure", fake)
+    monkeypatch.setattr(module, "check_compiler", lambda: None)
+    config = ScheduleConfig(contenders=(), lengths=(4096, 1000), head_dims=(64, 256))
+    results = bench_schedules(config, "v5e", tmp_path)
+    assert len(results) == 2 * (6 + 6 + 5)
+    text = io.StringIO()
+    Console(file=text, width=220).print(by_shape("v5e", config, results))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+    assert rows[:2] == [
+        ["posjax, forward", "64", "5,120 (5.120) 512 x 1024 x 512"],
+        ["posjax, forward", "256", "out of VMEM"],
+    ]
+    assert [row[0] for row in rows] == [name for name in own.CAUSAL for _ in range(2)]
+
+
 def test_the_config_is_read_and_mistakes_are_named():
     from train.bench import BenchConfig
 
@@ -420,8 +442,8 @@ def test_the_config_is_read_and_mistakes_are_named():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_a_real_kernel_costs_what_its_bundles_say():
-    config, blocks = ScheduleConfig(length=2048, heads=1), {"q": 512, "kv": 512, "compute": 512}
-    found = measure("jax splash, forward", "v5e", blocks, config)
+    blocks = {"q": 512, "kv": 512, "compute": 512}
+    found = measure("jax splash, forward", "v5e", Shape(2048, 1, 128), blocks)
     assert found.problem is None
     (launch,) = found.costs
     (tile,) = launch.hot
@@ -444,7 +466,7 @@ def test_a_factory_that_fails_is_told_with_its_own_error(tmp_path):
 
 
 def test_what_tiles_cost_is_written_as_a_module(tmp_path, monkeypatch, capsys):
-    def fake(name, chip, blocks, shape, timeout):
+    def fake(name, chip, shape, blocks, timeout):
         if blocks["kv"] == 4096:
             raise DoesNotCompile("Ran out of memory in memory space vmem")
         whole, masked = (Hot(f"{kind}, near, near", n, 1, 10 + n, 0.0, 0) for kind, n in (("whole", 9), ("masked", 3)))

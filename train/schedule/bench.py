@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from rich.console import Console
 
 from posjax._checks import check_choice, check_count
 from train.machine import versions, write_file
+from train.schedule import own
 from train.schedule.chips import CHIPS
 from train.schedule.compiling import check_compiler, compile_for
 from train.schedule.contenders import CONTENDERS, missing, order
 from train.schedule.cost import Cost, cost, find_kernel
 from train.schedule.program import Blocks, Shape
-from train.schedule.report import notes, table
+from train.schedule.report import by_shape, notes, table
 
 WIDTH = 190
 """Of the tables where there is no terminal."""
@@ -25,17 +27,25 @@ WIDTH = 190
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What is compiled: causal attention in bfloat16, batch 1, every contender at every one of its block sizes."""
+    """What is compiled: causal attention in bfloat16, batch 1, every contender at every one of its block sizes.
+
+    Our own causal kernels are compiled for all `lengths` and `head_dims` too, if there are any.
+    """
 
     length: int = 32768
     heads: int = 4
     head_dim: int = 128
     contenders: tuple[str, ...] = tuple(CONTENDERS)
+    lengths: tuple[int, ...] = ()
+    head_dims: tuple[int, ...] = ()
     timeout: int = 600  # seconds for one compilation
 
     def __post_init__(self):
         for name in ("length", "heads", "head_dim", "timeout"):
             check_count(f"schedule.{name}", getattr(self, name))
+        for name in ("lengths", "head_dims"):
+            for value in getattr(self, name):
+                check_count(f"schedule.{name}", value)
         for name in self.contenders:
             check_choice("schedule.contenders", name, tuple(CONTENDERS))
 
@@ -44,6 +54,14 @@ class ScheduleConfig:
         """What is attended over."""
         return Shape(self.length, self.heads, self.head_dim)
 
+    @property
+    def shapes(self) -> Iterator[Shape]:
+        """All lengths, each with all head sizes."""
+        if self.lengths or self.head_dims:
+            for head_dim in self.head_dims or (self.head_dim,):
+                for length in self.lengths or (self.length,):
+                    yield Shape(length, self.heads, head_dim)
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -51,6 +69,7 @@ class Measurement:
 
     chip: str
     contender: str
+    shape: Shape
     blocks: Blocks
     costs: tuple[Cost, ...] = ()  # one for every kernel of the contender
     temp_bytes: int | None = None  # of the whole function: a gradient's forward pass too
@@ -68,41 +87,47 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
     if not console.is_terminal:
         console = Console(width=WIDTH)
     found = versions(("jax", "jaxlib", "libtpu"))
-    results = []
+    results, others = [], []
     for chip in names:
         for name in config.contenders:
             console.print(f"[dim]{chip}: {name} ...[/dim]")
-            results += measure_all(name, chip, config)
-    lines = [{"config": dataclasses.asdict(config), "versions": found}, *map(dataclasses.asdict, results)]
+            results += measure_all(name, chip, config.shape, config.timeout)
+        for name, shape in itertools.product(own.CAUSAL, config.shapes):
+            console.print(f"[dim]{chip}: {name}, {shape.length} x {shape.head_dim} ...[/dim]")
+            others += measure_all(name, chip, shape, config.timeout)
+    lines = [{"config": dataclasses.asdict(config), "versions": found}, *map(dataclasses.asdict, results + others)]
     write_file(directory / "schedule.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     for chip in names:
-        console.print(table(chip, config, [result for result in results if result.chip == chip]))
+        if config.contenders:
+            console.print(table(chip, config, [result for result in results if result.chip == chip]))
+        if others:
+            console.print(by_shape(chip, config, [result for result in others if result.chip == chip]))
     console.print(notes(names), highlight=False)
     console.print(" · ".join(f"{name} {version}" for name, version in found.items()))
     console.print(f"numbers: {directory / 'schedule.jsonl'}")
-    return results
+    return results + others
 
 
-def measure_all(name: str, chip: str, config: ScheduleConfig) -> Iterator[Measurement]:
+def measure_all(name: str, chip: str, shape: Shape, timeout: int) -> Iterator[Measurement]:
     """One contender on one chip at all of its block sizes."""
     problem = missing(name)
     if problem:
-        yield Measurement(chip, name, {}, problem=problem)
+        yield Measurement(chip, name, shape, {}, problem=problem)
         return
     for blocks in CONTENDERS[name].sweep:
-        if all(config.length % size == 0 for size in blocks.values()):
-            yield measure(name, chip, blocks, config)
+        if all(shape.length % size == 0 for size in blocks.values()):
+            yield measure(name, chip, shape, blocks, timeout)
 
 
-def measure(name: str, chip: str, blocks: Blocks, config: ScheduleConfig) -> Measurement:
+def measure(name: str, chip: str, shape: Shape, blocks: Blocks, timeout: int = 600) -> Measurement:
     """One program; what does not compile, or not into the expected parts, is told as a problem."""
     try:
-        return Measurement(chip, name, blocks, *schedule_of(name, chip, blocks, config.shape, config.timeout))
+        return Measurement(chip, name, shape, blocks, *schedule_of(name, chip, shape, blocks, timeout))
     except ValueError as error:
-        return Measurement(chip, name, blocks, problem=" ".join(str(error).split()))
+        return Measurement(chip, name, shape, blocks, problem=" ".join(str(error).split()))
 
 
-def schedule_of(name: str, chip: str, blocks: Blocks, shape: Shape, timeout: int) -> tuple[tuple[Cost, ...], int]:
+def schedule_of(name: str, chip: str, shape: Shape, blocks: Blocks, timeout: int) -> tuple[tuple[Cost, ...], int]:
     """Compiles one program: the cost of each of its kernels, and the HBM that it takes beside arguments and results."""
     arguments = order(name, shape, blocks, chip)
     compiled = compile_for(chip, "train.schedule.contenders:make", arguments, timeout=timeout)

@@ -15,7 +15,7 @@ from train.schedule.bench import ScheduleConfig, schedule_of
 from train.schedule.chips import CHIPS
 from train.schedule.compiling import ROOT, DoesNotCompile, check_compiler
 from train.schedule.cost import TILE, Cost
-from train.schedule.own import on
+from train.schedule.own import CAUSAL, on
 from train.schedule.program import Shape
 
 Sizes = tuple[int, int, int]
@@ -59,10 +59,9 @@ def write_costs(config: ScheduleConfig, chips: str, file: Path = FILE) -> None:
     check_compiler()
     tables = [dict(FORWARD), dict(BACKWARD)]
     for chip in names:
-        forward = "posjax with a bound, forward" if on(chip).wide else "posjax, forward"
-        for table, name, sizes in zip(
-            tables, (forward, "posjax, backward"), (FORWARD_SIZES, BACKWARD_SIZES), strict=True
-        ):
+        plain, bounded, backward = CAUSAL
+        kernels = bounded if on(chip).wide else plain, backward
+        for table, name, sizes in zip(tables, kernels, (FORWARD_SIZES, BACKWARD_SIZES), strict=True):
             table[chip] = dict(entries(name, chip, sizes, config.timeout))
             check(bool(table[chip]), f"{chip}: no candidate of {name!r} fits into fast memory")
     ordered = [{chip: table[chip] for chip in CHIPS if chip in table} for table in tables]
@@ -75,7 +74,7 @@ def entries(name: str, chip: str, sizes: tuple[Sizes, ...], timeout: int) -> Ite
     for size in sizes:
         blocks = dict(zip(("q", "kv", "part"), size, strict=True))
         try:
-            (cost,), _ = schedule_of(name, chip, blocks, SHAPE, timeout)
+            (cost,), _ = schedule_of(name, chip, SHAPE, blocks, timeout)
         except DoesNotCompile as error:
             if "memory space vmem" not in str(error):
                 raise

@@ -240,7 +240,8 @@ _BACKWARD = tuple(
         (2048, 2048, 512),
     )
 )
-_PLAIN, _BOUNDED, _PLAIN_BACKWARD = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
+CAUSAL = _PLAIN, _BOUNDED, _BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
+"""Names of those without anything else."""
 
 
 def _forward_contender(case: Case) -> Contender:
@@ -251,7 +252,7 @@ def _forward_contender(case: Case) -> Contender:
 
 
 def _backward_contender(case: Case) -> Contender:
-    return Contender(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _PLAIN_BACKWARD)
+    return Contender(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _BACK)
 
 
 CONTENDERS = {
@@ -263,7 +264,7 @@ CONTENDERS = {
     "posjax ReRoPE, forward": _forward_contender(Case(beyond=512)),
     "posjax window and sinks, forward": _forward_contender(Case(mask=_window, bounded=None)),
     "posjax segments, forward": _forward_contender(Case(mask=_segments, bounded=None)),
-    _PLAIN_BACKWARD: _backward_contender(Case(bounded=None)),
+    _BACK: _backward_contender(Case(bounded=None)),
     "posjax ALiBi, backward": _backward_contender(Case(_alibi, bounded=None)),
     "posjax learned ALiBi, backward": _backward_contender(Case(_learned_alibi, bounded=None, learned=True)),
     "posjax T5 with its gradient, backward": _backward_contender(Case(_t5, bounded=None, learned=True)),

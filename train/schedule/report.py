@@ -54,6 +54,27 @@ def table(chip: str, config: ScheduleConfig, results: Sequence[Measurement]) -> 
     return grid
 
 
+def by_shape(chip: str, config: ScheduleConfig, results: Sequence[Measurement]) -> Table:
+    """One chip's measurements at other lengths and head sizes: one row a kernel and head size, one column a length."""
+    lengths = sorted({result.shape.length for result in results})
+    title = f"{chip}: cost, as a multiple of its floor, and blocks; causal, bfloat16, {config.heads} heads"
+    grid = Table("kernel", "head size", *(f"{length:,} tokens" for length in lengths), title=title)
+    for name in dict.fromkeys(result.contender for result in results):
+        for head_dim in sorted({result.shape.head_dim for result in results}):
+            of = [result for result in _of(results, name) if result.shape.head_dim == head_dim]
+            cells = (_cell([result for result in of if result.shape.length == length]) for length in lengths)
+            grid.add_row(name, str(head_dim), *cells)
+    return grid
+
+
+def _cell(results: Sequence[Measurement]) -> str:
+    if not best(results):
+        return results[0].problem if results else "no block sizes that divide the length"
+    (kernel,) = best(results)
+    (cost,) = kernel.costs
+    return f"{cost.bundles:,.0f} ({cost.bundles / cost.floor:.3f}) {' x '.join(map(str, kernel.blocks.values()))}"
+
+
 def against(chip: str, name: str, results: Sequence[Measurement]) -> Cost | None:
     """The cost that a contender's is a multiple of, at the best blocks of either; None if it has none here."""
     other = CONTENDERS[name].against
