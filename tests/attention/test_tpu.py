@@ -373,7 +373,6 @@ def test_tiles_that_the_mask_empties_and_far_keys_that_are_near_are_never_read()
     close(gradients, want, 2e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="a mapped kernel has one more grid axis, and copies from arrays cut along it")
 def test_under_vmap():
     case = Case("mapped", bias=LEARNED, mask=Causal(), queries=200, keys=200, heads=2, kv_heads=1, batch=1)
     values = inputs(case)

@@ -1,0 +1,1 @@
+"""The flash attention kernels for TPUs, in Pallas: ``entry.tpu`` is what ``attention`` calls."""

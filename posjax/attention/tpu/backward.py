@@ -59,6 +59,7 @@ class Gradients(NamedTuple):
     bias: tuple
 
 
+@partial(jax.jit, static_argnums=0, static_argnames="of_bias")
 def backward(call: Call, x: Inputs, saved: Saved, *, of_bias: bool) -> Gradients:
     """All gradients; those of the bias only if wanted."""
     batch, kv_heads, pairs, keys, size = x.k.shape

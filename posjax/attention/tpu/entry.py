@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
@@ -245,7 +246,8 @@ def _tables(x: Operands, blocks: Blocks, form: str | None, bias: dict) -> tuple:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(call: Call, x: Inputs):
     """Output and base-2 log-sum-exp, ``[batch, heads, queries, value size]`` and ``[batch, heads, queries]``."""
-    out, lse = forward(call, x)
+    # A copy in a kernel names every index of its source: what ``vmap`` maps over is taken one by one.
+    out, lse = sequential_vmap(partial(forward, call))(x)
     return out, lse[:, :, 0]
 
 
@@ -280,7 +282,7 @@ def _attend_backward(call: Call, saved: _Residuals, cotangents):
     correction = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse * LOG2E
     lse = jnp.where(blind, jnp.inf, lse - _of_queries(call, x, x.backward, call.backward))
     rows = Saved(d_out, lse[:, :, None], correction[:, :, None])
-    found = backward(call, x, rows, of_bias=saved.of_bias)
+    found = sequential_vmap(partial(backward, call, of_bias=saved.of_bias))(x, rows)
     zeros = jax.tree.map(_no_gradient, x)
     bias = zeros.bias | (_d_bias(call, x, found.bias, d_lse) if saved.of_bias else {})
     return (zeros._replace(q=(found.q * LN2).astype(x.q.dtype), k=found.k, v=found.v, bias=bias),)

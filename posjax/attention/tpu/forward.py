@@ -36,6 +36,7 @@ SMALLEST = 2.0**-100
 """Least sum of weights under a bound: what float32 drops of them, below ``2^-126``, is then below ``2^-26`` of it."""
 
 
+@partial(jax.jit, static_argnums=0)
 def forward(call: Call, x: Inputs):
     """Output ``[batch, heads, queries, value size]`` and base-2 log-sum-exp ``[batch, heads, 1, queries]``, float32."""
     batch, heads, _, queries, _ = x.q.shape
