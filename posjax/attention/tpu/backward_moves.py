@@ -59,6 +59,7 @@ class Sums(NamedTuple):
 
 
 def arrays_of(call: Call, x: Inputs, saved: Saved) -> Arrays:
+    """The arguments of the kernel, from those of the call. ``dQ`` starts at zero."""
     kv_heads = x.k.shape[1]
 
     def grouped(a):
@@ -94,6 +95,7 @@ def arrays_of(call: Call, x: Inputs, saved: Saved) -> Arrays:
 
 
 def specs(arrays: Arrays, block: int) -> Arrays:
+    """Where each argument lives, and which block of it a step of the grid sees."""
     _, _, pairs, _, size = arrays.k.shape
 
     def visit_spec(table):
@@ -148,6 +150,7 @@ def bias_outputs(call: Call, arrays: Arrays, block: int) -> list:
 
 
 def scratch(call: Call, x: Arrays, of_bias: bool) -> list:
+    """Room for what travels, for the sums of a row, and the semaphores."""
     q, k, _ = call.backward
     vmem, pairs = pltpu.VMEM, x.k.shape[2]
     size, value_size = x.k.shape[-1], x.v.shape[-1]
@@ -258,6 +261,7 @@ def _for_pairs(row: Row, choice, then) -> None:
 
 
 def start(row: Row, entry, g, step) -> None:
+    """Begins to fetch the tile of an entry for a head of the group."""
     tile = tile_of(entry)
     for copy in _copies(row, g, tile, step & 1):
         copy.start()
@@ -270,6 +274,7 @@ def start(row: Row, entry, g, step) -> None:
 
 
 def wait(row: Row, kind: Kind, step) -> None:
+    """Waits until what a tile of this kind needs has arrived."""
     for copy in _copies(row, 0, 0, step & 1):
         copy.wait()
     for n in range(len(kind.pairs)):
@@ -278,10 +283,12 @@ def wait(row: Row, kind: Kind, step) -> None:
 
 
 def write(row: Row, kind: Kind, g, entry, step) -> None:
+    """Begins to write ``dQ`` of a tile back."""
     row.choices[jax.lax.rem(step, 3)] = choice_of(entry)
     for n, pair in enumerate(kind.pairs):
         _store_dq(row, g, pair, tile_of(entry), n, step).start()
 
 
 def wait_written(row: Row, third) -> None:
+    """Waits until the ``dQ`` that was in one of the three places has landed."""
     _for_pairs(row, row.choices[third], lambda _, to: _store_dq(row, 0, 0, 0, to, third).wait())

@@ -53,6 +53,7 @@ class Sums(NamedTuple):
 
 
 def arrays_of(call: Call, x: Inputs) -> Arrays:
+    """The arguments of the kernel, from those of the call. A bias by distance becomes a skewed vector."""
     window = None
     if call.bias == "relative":
         # Lanes are keys: the vector runs backwards, so that its index ``queries - (i - j)`` rises with them.
@@ -66,6 +67,7 @@ def arrays_of(call: Call, x: Inputs) -> Arrays:
 
 
 def specs(arrays: Arrays, block: int) -> Arrays:
+    """Where each argument lives, and which block of it a step of the grid sees."""
     _, _, pairs, _, size = arrays.q.shape
 
     def visit_spec(table):
@@ -99,6 +101,7 @@ def specs(arrays: Arrays, block: int) -> Arrays:
 
 
 def scratch(call: Call, x: Arrays) -> list:
+    """Room for what travels, for the sums of a row, and the semaphores."""
     q, k, _ = call.forward
     vmem = pltpu.VMEM
     window, rides, pairs = x.window is not None, call.bias_rides or call.bound_rides, x.k.shape[2]
@@ -165,6 +168,7 @@ def _keys(row: Row, pair, tile, to: int, place):
 
 
 def start(row: Row, i, entry, place) -> None:
+    """Begins to fetch the tile of an entry for the row of block ``i``, to one of two places."""
     tile, choice, pairs = tile_of(entry), choice_of(entry), row.x.k.shape[2]
     for copy in _copies(row, i, tile, place):
         copy.start()
@@ -180,6 +184,7 @@ def start(row: Row, i, entry, place) -> None:
 
 
 def wait(row: Row, kind: Kind, place) -> None:
+    """Waits until what a tile of this kind needs has arrived."""
     for copy in _copies(row, 0, 0, place):
         copy.wait()
     for n in range(len(kind.pairs)):

@@ -111,8 +111,10 @@ def plan(x: Operands, blocks: Blocks, constant_from: int | None = None, ahead=0)
     code = some * (1 + (~every * len(choices) + pair) * reaches + reach)
     if not isinstance(code, np.ndarray):
         return Plan(kinds, code.astype(jnp.int32))
-    found, compact = np.unique(np.append(0, code), return_inverse=True)
-    return Plan(tuple(kinds[n - 1] for n in found[1:]), compact[1:].reshape(code.shape).astype(np.int32))
+    # A mask that allows nothing still has one kind, of which there is no tile.
+    found, compact = np.unique(np.append([0, 1] if not code.any() else [0], code), return_inverse=True)
+    grid = compact[-code.size :].reshape(code.shape).astype(np.int32)
+    return Plan(tuple(kinds[n - 1] for n in found[1:]), grid)
 
 
 def _bounds(mask: Mask | None, q: Extent, k: Extent, grid):
