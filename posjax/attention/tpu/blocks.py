@@ -73,6 +73,8 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: i
     sizes = [Blocks(*size) for size in table]
     small = [size for size in sizes if memory(x, made_to_fit(size, queries, keys)) <= vmem]
     chosen = min(small, key=cost) if small else min(sizes, key=lambda size: size.q * size.k)
+    while memory(x, made_to_fit(chosen, queries, keys)) > vmem and min(chosen.q, chosen.k) > 256:
+        chosen = Blocks(chosen.q // 2, chosen.k // 2, min(chosen.part, chosen.q // 2))
     return made_to_fit(chosen, queries, keys)
 
 
