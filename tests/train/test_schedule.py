@@ -16,7 +16,7 @@ from posjax.masks import Causal, Segments, Sinks, Window
 from train import cli
 from train.config import load, parse
 from train.schedule import bench as module
-from train.schedule import costs, own
+from train.schedule import contenders, costs, layer, own
 from train.schedule.bench import Measurement, ScheduleConfig, bench_schedules, measure
 from train.schedule.chips import CHIPS, chip
 from train.schedule.compiling import DoesNotCompile, compile_for
@@ -349,7 +349,7 @@ def test_what_does_not_compile_is_a_problem(monkeypatch):
     def refuse(*_, **__):
         raise DoesNotCompile("out of VMEM\nand more")
 
-    monkeypatch.setattr(module, "compile_for", refuse)
+    monkeypatch.setattr(contenders, "compile_for", refuse)
     name = "jax splash, forward"
     found = measure(name, "v5e", SHAPE, CONTENDERS[name].sweep[0])
     assert found.problem == "out of VMEM and more"
@@ -426,6 +426,19 @@ def test_other_shapes_have_a_table_of_their_own(tmp_path, monkeypatch):
     assert [row[0] for row in rows] == [name for name in own.CAUSAL for _ in range(2)]
 
 
+def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "check_compiler", lambda: None)
+    expected = {"rope": 3e6, "coca-strict": 2e6}
+    monkeypatch.setattr(layer, "expected_cycles", lambda chip, make, arguments, timeout: expected[arguments["scheme"]])
+    kernel = Cost("forward", (), 0, 2.0, 3, 4, 5e5 * 512**2, 6)
+    monkeypatch.setattr(layer, "schedule_of", lambda *_: ((kernel,), 0))
+    found = bench_schedules(ScheduleConfig(contenders=(), layers=("rope", "coca-strict")), "v6e", tmp_path)
+    assert [(x.others, x.kernel, x.total) for x in found] == [(3e6, 1e6, 4e6), (2e6, 1e6, 3e6)]
+    text = io.StringIO()
+    Console(file=text, width=220).print(layer.table(found))
+    assert re.search(r"v6e +│ coca-strict +│ 2\.00 +│ 1\.00 +│ [\d x]+│ 3\.00 +│ 0\.750", text.getvalue())
+
+
 def test_the_config_is_read_and_mistakes_are_named():
     from train.bench import BenchConfig
 
@@ -433,6 +446,8 @@ def test_the_config_is_read_and_mistakes_are_named():
     for values, message in (
         ({"heads": 0}, "schedule.heads must be positive and whole, found 0"),
         ({"contenders": ["splash"]}, "schedule.contenders: unknown value 'splash'"),
+        ({"layers": ["ropes"]}, "schedule.layers: unknown value 'ropes'; did you mean 'rope'"),
+        ({"lengths": [0]}, "schedule.lengths must be positive and whole, found 0"),
         ({"chips": ["v5e"]}, "schedule: unknown key 'chips'"),
     ):
         with pytest.raises(ValueError, match=message):

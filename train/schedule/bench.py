@@ -12,12 +12,13 @@ from pathlib import Path
 from rich.console import Console
 
 from posjax._checks import check_choice, check_count
+from posjax.presets import scheme_names
 from train.machine import versions, write_file
-from train.schedule import own
+from train.schedule import layer, own
 from train.schedule.chips import CHIPS
-from train.schedule.compiling import check_compiler, compile_for
-from train.schedule.contenders import CONTENDERS, missing, order
-from train.schedule.cost import Cost, cost, find_kernel
+from train.schedule.compiling import check_compiler
+from train.schedule.contenders import CONTENDERS, missing, schedule_of
+from train.schedule.cost import Cost
 from train.schedule.program import Blocks, Shape
 from train.schedule.report import by_shape, notes, table
 
@@ -29,7 +30,8 @@ WIDTH = 190
 class ScheduleConfig:
     """What is compiled: causal attention in bfloat16, batch 1, every contender at every one of its block sizes.
 
-    Our own causal kernels are compiled for all `lengths` and `head_dims` too, if there are any.
+    Our own causal kernels are compiled for all `lengths` and `head_dims` too, if there are any, and whole attention
+    layers of all schemes named in `layers`, whose features need no other kernel than causal attention.
     """
 
     length: int = 32768
@@ -38,6 +40,7 @@ class ScheduleConfig:
     contenders: tuple[str, ...] = tuple(CONTENDERS)
     lengths: tuple[int, ...] = ()
     head_dims: tuple[int, ...] = ()
+    layers: tuple[str, ...] = ()
     timeout: int = 600  # seconds for one compilation
 
     def __post_init__(self):
@@ -48,6 +51,8 @@ class ScheduleConfig:
                 check_count(f"schedule.{name}", value)
         for name in self.contenders:
             check_choice("schedule.contenders", name, tuple(CONTENDERS))
+        for name in self.layers:
+            check_choice("schedule.layers", name, scheme_names())
 
     @property
     def shape(self) -> Shape:
@@ -76,7 +81,7 @@ class Measurement:
     problem: str | None = None
 
 
-def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list[Measurement]:
+def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list[Measurement | layer.Layer]:
     """Compiles every contender for every chip, prints the tables, and writes ``schedule.jsonl`` into `directory`."""
     names = [name.strip() for name in chips.split(",")]
     for name in names:
@@ -87,7 +92,7 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
     if not console.is_terminal:
         console = Console(width=WIDTH)
     found = versions(("jax", "jaxlib", "libtpu"))
-    results, others = [], []
+    results, others, layers = [], [], []
     for chip in names:
         for name in config.contenders:
             console.print(f"[dim]{chip}: {name} ...[/dim]")
@@ -95,17 +100,22 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
         for name, shape in itertools.product(own.CAUSAL, config.shapes):
             console.print(f"[dim]{chip}: {name}, {shape.length} x {shape.head_dim} ...[/dim]")
             others += measure_all(name, chip, shape, config.timeout)
-    lines = [{"config": dataclasses.asdict(config), "versions": found}, *map(dataclasses.asdict, results + others)]
+        for name in config.layers:
+            console.print(f"[dim]{chip}: a layer of {name} ...[/dim]")
+            layers.append(layer.measure(name, chip, config.timeout))
+    lines = [{"config": dataclasses.asdict(config), "versions": found}]
+    lines += map(dataclasses.asdict, (everything := [*results, *others, *layers]))
     write_file(directory / "schedule.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     for chip in names:
-        if config.contenders:
-            console.print(table(chip, config, [result for result in results if result.chip == chip]))
-        if others:
-            console.print(by_shape(chip, config, [result for result in others if result.chip == chip]))
+        for make, some in ((table, results), (by_shape, others)):
+            if of_chip := [result for result in some if result.chip == chip]:
+                console.print(make(chip, config, of_chip))
+    if layers:
+        console.print(layer.table(layers))
     console.print(notes(names), highlight=False)
     console.print(" · ".join(f"{name} {version}" for name, version in found.items()))
     console.print(f"numbers: {directory / 'schedule.jsonl'}")
-    return results + others
+    return everything
 
 
 def measure_all(name: str, chip: str, shape: Shape, timeout: int) -> Iterator[Measurement]:
@@ -125,12 +135,3 @@ def measure(name: str, chip: str, shape: Shape, blocks: Blocks, timeout: int = 6
         return Measurement(chip, name, shape, blocks, *schedule_of(name, chip, shape, blocks, timeout))
     except ValueError as error:
         return Measurement(chip, name, shape, blocks, problem=" ".join(str(error).split()))
-
-
-def schedule_of(name: str, chip: str, shape: Shape, blocks: Blocks, timeout: int) -> tuple[tuple[Cost, ...], int]:
-    """Compiles one program: the cost of each of its kernels, and the HBM that it takes beside arguments and results."""
-    arguments = order(name, shape, blocks, chip)
-    compiled = compile_for(chip, "train.schedule.contenders:make", arguments, timeout=timeout)
-    launches = CONTENDERS[name].program(shape, blocks, chip).launches
-    kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
-    return tuple(cost(kernel, launch, CHIPS[chip]) for kernel, launch in kernels), compiled.temp_bytes

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -54,18 +55,26 @@ def compile_for(
 
     The factory returns a function and a list of its abstract arguments. The dump stays in `keep` if that is given.
     """
-    target = find_chip(chip)
-    check_compiler()
-    order = {"factory": factory, "arguments": dict(arguments or {}), "topology": target.topology}
     with tempfile.TemporaryDirectory(prefix="schedule-") as temporary:
         directory = Path(keep or temporary).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        reply = _run(order, directory, timeout, _LISTINGS if keep is None else ".*")
-        return Compiled(reply["temp_bytes"], read_kernels(directory, target.branch_slots))
+        listings = f"--xla_jf_dump_llo_pass_label_regex={_LISTINGS if keep is None else '.*'}"
+        flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true {listings}"
+        reply = _run(chip, factory, arguments, flags, timeout)
+        return Compiled(reply["temp_bytes"], read_kernels(directory, find_chip(chip).branch_slots))
 
 
-def _run(order: Mapping[str, Any], directory: Path, timeout: int, listings: str) -> dict[str, Any]:
-    flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={listings}"
+def expected_cycles(chip: str, factory: str, arguments: Mapping[str, Any] | None = None, timeout: int = 600) -> int:
+    """What the compiler expects of all that is not a kernel written by hand, compiled as by `compile_for`.
+
+    It is the sum of the `estimated_cycles` in the optimised program, of one core; loops are not multiplied by trips.
+    """
+    return _run(chip, factory, arguments, "", timeout)["expected_cycles"]
+
+
+def _run(chip: str, factory: str, arguments: Mapping[str, Any] | None, flags: str, timeout: int) -> dict[str, Any]:
+    order = {"factory": factory, "arguments": dict(arguments or {}), "topology": find_chip(chip).topology}
+    check_compiler()
     environment = {
         **os.environ,
         "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
@@ -98,8 +107,11 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
     device = topologies.get_topology_desc(topology_name=order["topology"], platform="tpu").devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    mesh = jax.sharding.Mesh([device], ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells a function for which chip it is made
+        compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    expected = map(int, re.findall(r'"estimated_cycles":"(\d+)"', compiled.as_text()))
+    return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "expected_cycles": sum(expected)}
 
 
 def _main(order: Mapping[str, Any]) -> dict[str, Any]:

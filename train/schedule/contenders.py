@@ -14,8 +14,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from train.schedule import own
-from train.schedule.chips import Product
-from train.schedule.cost import Launch, Run
+from train.schedule.chips import CHIPS, Product
+from train.schedule.compiling import compile_for
+from train.schedule.cost import Cost, Launch, Run, cost, find_kernel
 from train.schedule.program import Blocks, Contender, Program, Shape
 
 
@@ -33,6 +34,15 @@ def missing(name: str) -> str | None:
     """Why a contender cannot be compiled here, or None."""
     package = CONTENDERS[name].needs
     return None if package is None or importlib.util.find_spec(package) else f"{package} is not installed"
+
+
+def schedule_of(name: str, chip: str, shape: Shape, blocks: Blocks, timeout: int) -> tuple[tuple[Cost, ...], int]:
+    """Compiles one program: the cost of each of its kernels, and the HBM that it takes beside arguments and results."""
+    arguments = order(name, shape, blocks, chip)
+    compiled = compile_for(chip, "train.schedule.contenders:make", arguments, timeout=timeout)
+    launches = CONTENDERS[name].program(shape, blocks, chip).launches
+    kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
+    return tuple(cost(kernel, launch, CHIPS[chip]) for kernel, launch in kernels), compiled.temp_bytes
 
 
 def causal_tiles(length: int, q: int, kv: int) -> tuple[int, int]:

@@ -73,6 +73,11 @@ class Cost:
         return self.bundles * self.area / TILE**2
 
     @property
+    def total_with_stalls(self) -> float:
+        """The same by the scheduler's cycles."""
+        return self.cycles * self.area / TILE**2
+
+    @property
     def by_need(self) -> float:
         """Cycles for 512 x 512 of allowed pairs, by bundles: larger tiles visit more that is forbidden."""
         return self.bundles * self.area / self.needed

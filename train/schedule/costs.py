@@ -11,10 +11,11 @@ from pathlib import Path
 from posjax._checks import check, check_choice
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from train.machine import versions, write_file
-from train.schedule.bench import ScheduleConfig, schedule_of
+from train.schedule.bench import ScheduleConfig
 from train.schedule.chips import CHIPS
 from train.schedule.compiling import ROOT, DoesNotCompile, check_compiler
-from train.schedule.cost import TILE, Cost
+from train.schedule.contenders import schedule_of
+from train.schedule.cost import Cost
 from train.schedule.own import CAUSAL, on
 from train.schedule.program import Shape
 
@@ -93,7 +94,7 @@ def entry(cost: Cost, rows: int) -> Entry:
     """
     tiles = {part.name.partition(",")[0]: max(part.cycles, part.floor) for part in cost.hot if part.times}
     spent = sum(part.times * max(part.cycles, part.floor) for part in cost.hot)
-    rest = (cost.cycles * cost.area / TILE**2 - spent) / rows
+    rest = (cost.total_with_stalls - spent) / rows
     return round(tiles["whole"]), round(tiles["masked"]), round(rest)
 
 
