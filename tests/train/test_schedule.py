@@ -102,6 +102,15 @@ def test_a_listing_becomes_loops_and_branches():
     ]
 
 
+def test_one_loop_may_follow_another_at_once():
+    second = """  0x15 LB: >> { %v6 = vst %v5 } /* Start region 30 */
+   0xff  : >> { %12 = sbr.rel (!%p9) target = $region30 }
+   0xff  : > { %v6 = vst %v5 }
+"""
+    found = parse_listing(LISTING.replace("  0x16   : > { %v6 = vst %v5 }\n", second), 1)
+    assert [part.bundles for _, part in found.walk() if part.kind == "loop"] == [6, 4, 5, 2]
+
+
 def test_targets_by_number_are_read_too():
     text = LISTING.replace("target = $region6 }", f"target bundleno = {8 + COLD} (0x1c), region = 6 }}")
     assert parse_listing(text, 1) == parse_listing(LISTING, 1)

@@ -107,10 +107,13 @@ def _starts(bundles: Sequence[_Bundle]) -> dict[str, int]:
 
 
 def _behind(bundles: Sequence[_Bundle], branch: int) -> int:
-    """Where a loop's closing branch falls through to: the first bundle outside. An empty one shows no depth."""
+    """Where a loop's closing branch falls through to: the first bundle outside, or where the next loop starts.
+
+    An empty bundle shows no depth.
+    """
     depth = max(bundle.depth for bundle in bundles[max(0, branch - 8) : branch + 1])
     for index in range(branch + 1, len(bundles)):
-        if not bundles[index].is_empty and bundles[index].depth < depth:
+        if bundles[index].label or (not bundles[index].is_empty and bundles[index].depth < depth):
             return index
     return len(bundles)
 
