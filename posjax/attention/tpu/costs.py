@@ -1,7 +1,8 @@
-"""What tiles cost on each chip, in cycles of the compiler's schedule, as ``python -m train bench --costs`` writes them.
+"""What tiles cost on each chip, in bundles of the compiler's schedule, about one cycle each.
 
 For blocks ``(queries, keys, part)`` of causal attention with head size 128 in bfloat16: a whole tile, a masked tile,
 and what a row of tiles costs beside its tiles. The sizes of other calls' tiles are chosen by the same numbers.
+``python -m train bench --costs`` measures them anew, in cycles with stalls.
 """
 
 FORWARD = {
