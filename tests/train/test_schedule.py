@@ -500,6 +500,7 @@ def test_what_tiles_cost_is_written_as_a_module(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(costs, "schedule_of", fake)
     monkeypatch.setattr(costs, "check_compiler", lambda: None)
+    monkeypatch.setattr(costs, "versions", lambda names: dict.fromkeys(names, "1.2.3"))
     file = tmp_path / "costs.py"
     costs.write_costs(ScheduleConfig(), "v4, 7x", file)
     found = runpy.run_path(str(file))
