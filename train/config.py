@@ -13,200 +13,52 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from train.settings import (
+    CompareConfig,
+    ContextConfig,
+    DataConfig,
+    EvaluateConfig,
+    MeshConfig,
+    ModelConfig,
+    MonitorConfig,
+    SchemeConfig,
+    TrainConfig,
+)
+from train.settings.checks import check, check_seed, unknown
 
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _check_positive(section: str, owner: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        _check(value > 0, f"{section}.{name} must be positive, found {value}")
-
-
-def _check_fraction(name: str, value: float) -> None:
-    _check(0 <= value < 1, f"{name} must be at least 0 and below 1, found {value}")
-
-
-def _unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueError:
-    near = get_close_matches(str(found), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"{path}: unknown {what} {found!r}{hint} (known: {', '.join(known)})")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Which text to read. Every file (.txt, .py) or line (.jsonl) is a document; whole documents are held out."""
-
-    source: Literal["stdlib", "files"] = "stdlib"  # Python's own standard library, or `paths`
-    paths: tuple[str, ...] = ()  # files or globs of .txt and .jsonl
-    text_key: str = "text"  # where a .jsonl line keeps its text
-    held_out: float = 0.05  # share of the documents kept from training, for evaluation
-
-    def __post_init__(self):
-        _check_fraction("data.held_out", self.held_out)
-        if self.source == "files":
-            _check(bool(self.paths), "data.paths is empty: name the .txt or .jsonl files (or globs) to read")
-        else:
-            _check(not self.paths, f"data.paths is read only with data.source=files, found source {self.source!r}")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The fields of `posjax.nn.DecoderConfig` but the scheme and the vocabulary, which have their own places."""
-
-    num_layers: int = 2
-    model_dim: int = 96
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp_dim: int | None = None
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    tied_head: bool = True
-    causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always
-    remat: Literal["none", "full", "dots"] = "none"
-    scan_layers: bool = True
-    implementation: str | None = None  # the attention backend; None picks the best one that can
-
-    def __post_init__(self):
-        _check_positive("model", self, "num_layers", "model_dim", "num_heads")
-
-
-@dataclass(frozen=True)
-class SchemeConfig:
-    """A position scheme: ``rope``, or ``{name: rope, label: ..., extend: {...}, option: value, ...}``.
-
-    `options` go to ``posjax.scheme(name, **options)``. `extend` goes to ``Scheme.extend`` after training, without
-    retraining: the run is trained as ``trained()`` and evaluated extended.
-    """
-
-    name: str = "rope"
-    label: str = ""  # in tables and figures; the name unless given
-    options: Mapping[str, Any] = field(default_factory=dict)
-    extend: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self):
-        object.__setattr__(self, "label", self.label or self.name)
-
-    def trained(self) -> SchemeConfig:
-        """What is trained: the same scheme without label and extension. Entries that agree here share one training."""
-        return SchemeConfig(self.name, options=self.options)
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    """How many devices lie along each axis of the mesh; -1 takes all that are left."""
-
-    data: int = -1
-
-    def __post_init__(self):
-        _check(self.data == -1 or self.data > 0, f"train.mesh.data must be positive, or -1 for all, found {self.data}")
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """One run of training: `steps` updates of `batch_tokens` tokens each, in rows of `length` tokens."""
-
-    length: int = 32
-    batch_tokens: int = 2048  # over all devices
-    steps: int = 700
-    learning_rate: float = 3e-3  # the peak, reached after warm-up
-    final_learning_rate: float = 0.1  # the cosine's end, as a share of the peak
-    warmup_steps: int = 50
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1  # on matrices only
-    clip_norm: float = 1.0
-    redraw_every: int = 0  # steps between new random features of Performer; 0 keeps the first ones
-    mask_rate: float = 0.15  # share of the tokens to be predicted when model.causal is false
-    checkpoint_every: int = 500
-    keep: int = 2  # how many checkpoints stay; the newest ones
-    log_every: int = 10
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-
-    def __post_init__(self):
-        _check_positive("train", self, "length", "batch_tokens", "steps", "learning_rate", "clip_norm")
-        _check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
-        for name in ("beta1", "beta2", "mask_rate"):
-            _check_fraction(f"train.{name}", getattr(self, name))
-        _check(self.redraw_every >= 0, f"train.redraw_every must not be negative, found {self.redraw_every}")
-        _check(self.weight_decay >= 0, f"train.weight_decay must not be negative, found {self.weight_decay}")
-        _check(
-            0 <= self.final_learning_rate <= 1,
-            f"train.final_learning_rate is a share of the peak, from 0 to 1, found {self.final_learning_rate}",
-        )
-        _check(
-            0 <= self.warmup_steps < self.steps,
-            f"train.warmup_steps must be at least 0 and below train.steps ({self.steps}), found {self.warmup_steps}",
-        )
-        rows = max(1, round(self.batch_tokens / self.length))
-        _check(
-            self.batch_tokens % self.length == 0,
-            f"train.batch_tokens must be a multiple of train.length ({self.length}), found {self.batch_tokens}; "
-            f"{rows * self.length} would work",
-        )
-
-    @property
-    def rows(self) -> int:
-        """Rows in a batch, over all devices."""
-        return self.batch_tokens // self.length
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Perplexity on the held-out documents, in windows of each length."""
-
-    lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
-    tokens: int = 131072  # tokens measured at each length
-    batch_tokens: int = 4096  # tokens computed at a time
-
-    def __post_init__(self):
-        _check_positive("evaluate", self, "tokens", "batch_tokens")
-        _check(bool(self.lengths), "evaluate.lengths is empty: name at least one length")
-        _check(min(self.lengths) > 1, f"evaluate.lengths must all be above 1, found {min(self.lengths)}")
-        rising = all(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False))
-        _check(rising, f"evaluate.lengths must rise, found {list(self.lengths)}")
-        longest = self.lengths[-1]
-        for name in ("tokens", "batch_tokens"):
-            value = getattr(self, name)
-            _check(value >= longest, f"evaluate.{name} must hold the longest window ({longest}), found {value}")
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """The schemes and seeds that ``compare`` trains over the one base config."""
-
-    seeds: tuple[int, ...] = (0,)
-    schemes: tuple[SchemeConfig, ...] = ()
-
-    def __post_init__(self):
-        _check(bool(self.seeds), "compare.seeds is empty: name at least one seed")
-        for seed in self.seeds:
-            _check_seed("compare.seeds", seed)
-        _check_distinct("compare.seeds", self.seeds, "leave one out")
-        _check_distinct("compare.schemes", [entry.label for entry in self.schemes], "give one of them its own label")
-
-
-def _check_seed(name: str, seed: int) -> None:
-    _check(0 <= seed < 2**32, f"{name} must be at least 0 and below 2**32, found {seed}")
-
-
-def _check_distinct(name: str, values: Sequence[Any], remedy: str) -> None:
-    twice = [value for index, value in enumerate(values) if value in values[:index]]
-    _check(not twice, f"{name}: {twice[0] if twice else None!r} stands there twice; {remedy}")
+__all__ = [
+    "CompareConfig",
+    "Config",
+    "ContextConfig",
+    "DataConfig",
+    "EvaluateConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "SchemeConfig",
+    "TrainConfig",
+    "differences",
+    "dump",
+    "load",
+    "parse",
+    "parse_text",
+    "to_dict",
+]
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run. The run's directory is ``{output}/{name}``."""
+    """Everything that decides a run. The run's directory is ``{output}/{name}``.
+
+    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, scheme: ...}``. What a stage leaves out stays as
+    in the stage before it, the first one's as in the config itself; each starts from the weights of the one before,
+    with an optimizer and a schedule of its own. Without stages the run is one.
+    """
 
     name: str = "run"
     output: str = "runs"
@@ -215,13 +67,33 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    stages: tuple[Mapping, ...] = ()
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
 
     def __post_init__(self):
-        _check(bool(self.name), "name is empty: it names the run's directory")
-        _check("://" not in self.output, f"output must be a local folder, found {self.output!r}")
-        _check_seed("seed", self.seed)
+        check(bool(self.name), "name is empty: it names the run's directory")
+        check("://" not in self.output, f"output must be a local folder, found {self.output!r}")
+        check_seed("seed", self.seed)
+        for number in range(len(self.stages)):
+            self.stage(number)
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The name of every stage; its number where it has none."""
+        return tuple(str(stage.get("name", n)) for n, stage in enumerate(self.stages)) or ("0",)
+
+    def stage(self, number: int) -> Config:
+        """The config of one stage, without stages. Raises ValueError for a stage that is no good, by its number."""
+        values = to_dict(dataclasses.replace(self, stages=()))
+        for n, stage in enumerate(self.stages[: number + 1]):
+            try:
+                values = _with_stage(values, stage)
+                resolved = parse(values)
+            except ValueError as error:
+                raise ValueError(f"stages[{n}]: {error}") from None
+        return resolved if self.stages else self
 
     @property
     def directory(self) -> Path:
@@ -229,9 +101,30 @@ class Config:
         return Path(self.output) / self.name
 
 
+def _with_stage(values: dict[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping of a config with what a stage changes."""
+    known = ("name", "train", "scheme")
+    for key in stage:
+        if key not in known:
+            raise unknown("a stage", key, known, "key")
+    changed = stage.get("train", {})
+    check(isinstance(changed, Mapping), f"train: expected a section of keys, found {changed!r}")
+    return {**values, "train": _merged(values["train"], changed), "scheme": stage.get("scheme", values["scheme"])}
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `changes`, section by section."""
+
+    def both(key: str, change: Any) -> Any:
+        sections = isinstance(change, Mapping) and isinstance(values.get(key), Mapping)
+        return _merged(values[key], change) if sections else change
+
+    return {**values, **{key: both(key, change) for key, change in changes.items()}}
+
+
 # What may change between the start of a run and its resumption without changing a single number of the training.
-_FREE_SECTIONS = ("name", "output", "evaluate", "compare", "scheme.label", "scheme.extend")
-_FREE_TRAIN = ("train.mesh", "train.checkpoint_every", "train.keep", "train.log_every")
+_FREE_SECTIONS = ("name", "output", "monitor", "evaluate", "compare", "scheme.label", "scheme.extend")
+_FREE_TRAIN = ("train.mesh", "train.context", "train.checkpoint_every", "train.keep", "train.log_every")
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
@@ -246,7 +139,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -
         raise FileNotFoundError(f"no config file {str(path)!r}")
     values = _read_yaml(path.read_text(encoding="utf-8"), str(path))
     values = {} if values is None else values
-    _check(isinstance(values, dict), f"{path}: a config is a mapping of keys to values, found {values!r}")
+    check(isinstance(values, dict), f"{path}: a config is a mapping of keys to values, found {values!r}")
     for override in overrides:
         _override(values, override)
     values.setdefault("name", path.stem)
@@ -256,7 +149,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -
 def parse_text(text: str, where: str, kind: type = Config) -> Any:
     """A config from YAML text that `dump` wrote; `where` names it in errors."""
     values = _read_yaml(text, where)
-    _check(isinstance(values, dict), f"{where}: a config is a mapping of keys to values, found {values!r}")
+    check(isinstance(values, dict), f"{where}: a config is a mapping of keys to values, found {values!r}")
     return parse(values, kind)
 
 
@@ -277,11 +170,21 @@ def dump(config: Config) -> str:
 
 def differences(saved: Config, found: Config) -> list[str]:
     """What differs between two configs among the keys that decide the training, as ``key: saved, now found``."""
-    before, after = _flatten(to_dict(saved)), _flatten(to_dict(found))
+    before, after = _decisive(saved), _decisive(found)
     keys = [key for key in dict.fromkeys([*before, *after]) if not _is_free(key)]
     return [
         f"{key} was {before.get(key)!r}, now {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)
     ]
+
+
+def _decisive(config: Config) -> dict[str, Any]:
+    """Every key with its value, those of the stages as they are when filled in."""
+    values = _flatten({**to_dict(config), "stages": len(config.stages)})
+    for number in range(len(config.stages)):
+        stage = to_dict(config.stage(number))
+        own = _flatten({name: stage[name] for name in ("train", "scheme")})
+        values |= {f"stages[{number}].{key}": value for key, value in own.items() if not _is_free(key)}
+    return values
 
 
 def _is_free(key: str) -> bool:
@@ -316,23 +219,23 @@ def _read_yaml(text: str, where: str) -> Any:
 
 def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    _check(bool(equals and key), f"override {override!r}: write key.path=value, as in train.steps=100")
+    check(bool(equals and key), f"override {override!r}: write key.path=value, as in train.steps=100")
     *sections, last = key.split(".")
     for depth, name in enumerate(sections):
         values[name] = {} if values.get(name) is None else values[name]
         values = values[name]
         where = ".".join(sections[: depth + 1])
-        _check(isinstance(values, dict), f"override {override!r}: {where} is a value, not a section")
+        check(isinstance(values, dict), f"override {override!r}: {where} is a value, not a section")
     values[last] = _read_yaml(text, f"override {override!r}")
 
 
 def _section(values: Any, kind: type, path: str) -> Any:
     """The dataclass `kind` from a mapping."""
-    _check(isinstance(values, Mapping), f"{path}: expected a section of keys, found {values!r}")
+    check(isinstance(values, Mapping), f"{path}: expected a section of keys, found {values!r}")
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
-            raise _unknown(path or "config", key, list(hints), "key")
+            raise unknown(path or "config", key, list(hints), "key")
     prefix = f"{path}." if path else ""
     return kind(**{key: _convert(value, hints[key], prefix + key) for key, value in values.items()})
 
@@ -341,7 +244,7 @@ def _scheme(values: Any, path: str) -> SchemeConfig:
     """A scheme entry: a name, or a mapping with a name; the keys beyond the three known ones are options."""
     if isinstance(values, str):
         return SchemeConfig(values)
-    _check(
+    check(
         isinstance(values, Mapping) and "name" in values,
         f"{path}: expected a scheme's name or {{name: ..., option: value}}, found {values!r}",
     )
@@ -349,7 +252,7 @@ def _scheme(values: Any, path: str) -> SchemeConfig:
     extend = _convert(values.get("extend", {}), Mapping, f"{path}.extend")
     options = {key: value for key, value in values.items() if key not in ("name", "label", "extend")}
     for key in (*options, *extend):
-        _check(isinstance(key, str), f"{path}: expected the name of an option, found {key!r}")
+        check(isinstance(key, str), f"{path}: expected the name of an option, found {key!r}")
     return SchemeConfig(**known, options=options, extend=extend)
 
 
@@ -364,14 +267,14 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
         return None if value is None else _convert(value, arguments[0], path)
     if origin is tuple:
         value = [value] if isinstance(value, str) and arguments[0] is str else value
-        _check(isinstance(value, list | tuple), f"{path}: expected a list, found {value!r}")
+        check(isinstance(value, list | tuple), f"{path}: expected a list, found {value!r}")
         return tuple(_convert(item, arguments[0], f"{path}[{index}]") for index, item in enumerate(value))
     if origin is Literal:
         if value not in arguments:
-            raise _unknown(path, value, arguments, "value")
+            raise unknown(path, value, arguments, "value")
         return value
     if kind is Mapping:
-        _check(isinstance(value, Mapping), f"{path}: expected a section of keys, found {value!r}")
+        check(isinstance(value, Mapping), f"{path}: expected a section of keys, found {value!r}")
         return dict(value)
     return _scalar(value, kind, path)
 
@@ -381,8 +284,8 @@ def _scalar(value: Any, kind: type, path: str) -> Any:
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
     accepted = (int, float) if kind is float else kind
     right = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
-    _check(right, f"{path}: expected {wanted}, found {value!r}")
-    _check(kind is not float or math.isfinite(value), f"{path}: expected a finite number, found {value!r}")
+    check(right, f"{path}: expected {wanted}, found {value!r}")
+    check(kind is not float or math.isfinite(value), f"{path}: expected a finite number, found {value!r}")
     return kind(value)
 
 

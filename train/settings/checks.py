@@ -1,0 +1,35 @@
+"""What the checks of values have in common; every mistake is a ValueError in one line that names the key."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_positive(section: str, owner: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        check(value > 0, f"{section}.{name} must be positive, found {value}")
+
+
+def check_fraction(name: str, value: float) -> None:
+    check(0 <= value < 1, f"{name} must be at least 0 and below 1, found {value}")
+
+
+def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueError:
+    near = get_close_matches(str(found), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"{path}: unknown {what} {found!r}{hint} (known: {', '.join(known)})")
+
+
+def check_seed(name: str, seed: int) -> None:
+    check(0 <= seed < 2**32, f"{name} must be at least 0 and below 2**32, found {seed}")
+
+
+def check_distinct(name: str, values: Sequence[Any], remedy: str) -> None:
+    twice = [value for index, value in enumerate(values) if value in values[:index]]
+    check(not twice, f"{name}: {twice[0] if twice else None!r} stands there twice; {remedy}")

@@ -1,0 +1,52 @@
+"""The shape of the model and its position scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from train.settings.checks import check_positive
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields of `posjax.nn.DecoderConfig` but the scheme and the vocabulary, which have their own places."""
+
+    num_layers: int = 2
+    model_dim: int = 96
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_dim: int | None = None
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    tied_head: bool = True
+    causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always
+    remat: Literal["none", "full", "dots", "offload"] = "none"
+    scan_layers: bool = True
+    implementation: str | None = None  # the attention backend; None picks the best one that can
+
+    def __post_init__(self):
+        check_positive("model", self, "num_layers", "model_dim", "num_heads")
+
+
+@dataclass(frozen=True)
+class SchemeConfig:
+    """A position scheme: ``rope``, or ``{name: rope, label: ..., extend: {...}, option: value, ...}``.
+
+    `options` go to ``posjax.scheme(name, **options)``. `extend` goes to ``Scheme.extend`` after training, without
+    retraining: the run is trained as ``trained()`` and evaluated extended.
+    """
+
+    name: str = "rope"
+    label: str = ""  # in tables and figures; the name unless given
+    options: Mapping[str, Any] = field(default_factory=dict)
+    extend: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "label", self.label or self.name)
+
+    def trained(self) -> SchemeConfig:
+        """What is trained: the same scheme without label and extension. Entries that agree here share one training."""
+        return SchemeConfig(self.name, options=self.options)
