@@ -50,6 +50,6 @@ def build_model(config: Config) -> nn.Decoder:
     Raises ValueError for what cannot be built.
     """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    fields |= {"vocab_size": VOCABULARY_SIZE, "batch_axes": (RULES["batch"],)}
+    fields |= {"vocab_size": fields.pop("vocabulary") or VOCABULARY_SIZE, "batch_axes": (RULES["batch"],)}
     options = nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))
     return nn.Decoder(options, rngs=nnx.Rngs(config.seed))

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from train.settings.checks import check_positive
+from train.settings.checks import check, check_positive
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields of `posjax.nn.DecoderConfig` but the scheme and the vocabulary, which have their own places."""
+    """The fields of `posjax.nn.DecoderConfig` but the scheme, which has its own place."""
 
     num_layers: int = 2
     model_dim: int = 96
+    vocabulary: int | None = None  # rows of the embedding; None takes as many as the tokenizer has tokens
     num_heads: int = 4
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -29,6 +30,8 @@ class ModelConfig:
 
     def __post_init__(self):
         check_positive("model", self, "num_layers", "model_dim", "num_heads")
+        vocabulary = self.vocabulary
+        check(vocabulary is None or vocabulary > 0, f"model.vocabulary must be positive, found {vocabulary}")
 
 
 @dataclass(frozen=True)
