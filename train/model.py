@@ -44,12 +44,16 @@ def check_model(config: Config) -> None:
     jax.eval_shape(forward, jax.random.key(0))
 
 
+def decoder_config(config: Config) -> nn.DecoderConfig:
+    """The shape of the decoder that a config trains. Raises ValueError for one that cannot be built."""
+    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
+    fields |= {"vocab_size": fields.pop("vocabulary") or VOCABULARY_SIZE, "batch_axes": (RULES["batch"],)}
+    return nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))
+
+
 def build_model(config: Config) -> nn.Decoder:
     """The decoder that a config trains, with parameters drawn from its seed.
 
     Raises ValueError for what cannot be built.
     """
-    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    fields |= {"vocab_size": fields.pop("vocabulary") or VOCABULARY_SIZE, "batch_axes": (RULES["batch"],)}
-    options = nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))
-    return nn.Decoder(options, rngs=nnx.Rngs(config.seed))
+    return nn.Decoder(decoder_config(config), rngs=nnx.Rngs(config.seed))
