@@ -26,7 +26,7 @@ FOUND = "longrope.json"
 
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", "results.jsonl")
-) | {"member.yaml", FOUND}
+) | {"member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog.txt"}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 
 _PACKAGES = ("posjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

@@ -1,0 +1,56 @@
+"""JAX's cache of compiled programs that outlives the process, so that a run that goes on starts at once."""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def enable_compilation_cache(setting: str) -> str | None:
+    """Turns the cache on as ``monitor.compilation_cache`` says, and returns where it is; None when it is off.
+
+    ``auto`` is `user_cache`, or no cache where nothing can be written there; "" is none, and anything else a folder
+    or a URL. A folder that the environment names in JAX_COMPILATION_CACHE_DIR wins over all of them, and
+    JAX_ENABLE_COMPILATION_CACHE=false turns all of them off. Call it before anything is compiled.
+
+    Raises ValueError for a folder that cannot be written.
+    """
+    if not jax.config.jax_enable_compilation_cache:
+        return None
+    place = os.environ.get(_VARIABLE) or _place(setting)
+    if place != jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", place)
+        compilation_cache.reset_cache()  # JAX decides once in a process where it is
+    return place
+
+
+def user_cache() -> Path:
+    """``posjax/xla`` in the user's cache folder: XDG_CACHE_HOME, ~/Library/Caches on macOS, or ~/.cache."""
+    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "posjax" / "xla"
+
+
+def _place(setting: str) -> str | None:
+    if not setting or "://" in setting:
+        return setting or None
+    folder = user_cache() if setting == "auto" else Path(setting).absolute()
+    if _writable(folder):
+        return str(folder)
+    if setting == "auto":
+        return None
+    raise ValueError(
+        f"monitor.compilation_cache: cannot write into {str(folder)!r}; name another folder, or '' for no cache"
+    )
+
+
+def _writable(folder: Path) -> bool:
+    """Whether the folder is there, or could be made, and takes files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)

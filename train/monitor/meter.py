@@ -1,0 +1,110 @@
+"""How fast a run is, what share of the chips' peak that is, and how much memory it takes.
+
+Metrics are written at log steps. The rates of a line are those of the updates since the line before, by the clock on
+the wall, all that happened between included (evaluation, checkpoints):
+
+* ``tokens_per_second``: tokens of the batches, padding included; ``tokens_per_second_per_chip``: the same by chip.
+* ``model_flops_per_second_per_chip``: `train.flops` names the convention: the FLOPs that the model's mathematics takes,
+  forward and backward, nothing computed again, and of attention only the pairs that the mask allows. The pairs are
+  counted in the batch of the log step, which stands for those since the last one.
+* ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null where no peak is known, as
+  on CPUs.
+* ``data_wait``: the share of the time in which the loop waited for the next batch.
+* ``peak_memory_bytes``: the most that was held so far; see `peak_memory_bytes`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from train.machine import resident_peak_bytes
+
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 2307e12,
+}
+"""Published bfloat16 FLOP/s of a chip, by the name that JAX gives the kind of its devices."""
+
+
+def peak_flops(devices: Sequence[Any]) -> float | None:
+    """The published bfloat16 FLOP/s of one chip of these devices; None where it is not known."""
+    return PEAK_FLOPS.get(devices[0].device_kind)
+
+
+def count_chips(devices: Sequence[Any]) -> int:
+    """Chips that the devices lie on. JAX shows a 7x as two devices, which have the same coordinates."""
+    places = {
+        (getattr(device, "slice_index", 0), tuple(getattr(device, "coords", None) or (device.id,)))
+        for device in devices
+    }
+    return len(places)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory held so far: by the fullest accelerator of this process; on a CPU, resident in RAM."""
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in statistics if "peak_bytes_in_use" in found]
+    return max(peaks) if peaks else resident_peak_bytes()
+
+
+class Meter:
+    """Rates between moments at which the devices are idle: `begin` (once what compiles is done) and every `read`.
+
+    In between nothing waits for the devices: `step` only counts.
+    """
+
+    def __init__(self, chips: int, peak: float | None, clock: Callable[[], float] = time.perf_counter):
+        self._chips, self._peak, self._clock = chips, peak, clock
+        self._all_tokens, self._all_seconds = 0, 0.0
+        self.pause()
+
+    def begin(self) -> None:
+        """Starts the clock; the devices must be idle."""
+        self._began = self._clock()
+        self._steps, self._tokens, self._waited = 0, 0, 0.0
+
+    def pause(self) -> None:
+        """Stops the clock until `begin`; what was counted since the last `read` is forgotten."""
+        self.begin()
+        self._began = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time inside is spent waiting for data."""
+        began = self._clock()
+        yield
+        self._waited += self._clock() - began
+
+    def step(self, tokens: int) -> None:
+        """Counts one more update."""
+        self._steps += 1
+        self._tokens += tokens
+
+    def read(self, flops: float | None = None) -> dict[str, float | None]:
+        """The rates since `begin` or the last `read`; the devices must be idle. None while the clock stands still.
+
+        `flops` are the model FLOPs of one update over all chips.
+        """
+        now = self._clock()
+        names = ("tokens_per_second", "tokens_per_second_per_chip", "model_flops_per_second_per_chip", "mfu")
+        if self._began is None or not self._steps:
+            return dict.fromkeys((*names, "data_wait"))
+        seconds, tokens = now - self._began, self._tokens
+        done = None if flops is None else flops * self._steps / seconds / self._chips
+        share = None if done is None or self._peak is None else done / self._peak
+        rates = (tokens / seconds, tokens / seconds / self._chips, done, share)
+        found = {**dict(zip(names, rates, strict=True)), "data_wait": self._waited / seconds}
+        self._all_tokens, self._all_seconds = self._all_tokens + tokens, self._all_seconds + seconds
+        self._began, self._steps, self._tokens, self._waited = now, 0, 0, 0.0
+        return found
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of everything that was read; None before."""
+        return self._all_tokens / self._all_seconds if self._all_seconds else None

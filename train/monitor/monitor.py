@@ -1,0 +1,150 @@
+"""One value for all that a run tells: the loop calls it, and knows nothing of bars, logs, clocks and threads."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.config import Config
+from train.flops import update_flops
+from train.monitor.logs import Log, MetricsLog, TensorBoardLog, WandbLog, check_wandb
+from train.monitor.meter import Meter, count_chips, peak_flops, peak_memory_bytes
+from train.monitor.progress import show_progress
+from train.monitor.trace import Trace
+from train.monitor.watchdog import Watchdog
+
+
+def check_monitor(config: Config) -> None:
+    """Raises ValueError for what could not be told: steps to trace that never come, a package that is missing."""
+    check_wandb(config.monitor.wandb)
+    steps, profile = sum(stage.train.steps for stage in _stages(config)), config.monitor.profile
+    if profile and not 1 <= profile[0] <= profile[1] <= steps:
+        raise ValueError(f"monitor.profile must lie between steps 1 and {steps}, the last one; found {list(profile)}")
+
+
+class Monitor:
+    """Everything that a run tells, as a context manager; steps count from 1, through all stages.
+
+    Process 0 alone writes and shows; every process watches and traces itself. A loop does:
+
+        batch = monitor.next(stream)
+        monitor.before(step, state)
+        state, metrics = update(state, batch)
+        monitor.after(step, metrics.loss)
+        monitor.write(step, batch.segment_ids, loss=float(metrics.loss), ...)   # at log steps
+
+    and calls `begin` when the first steps of a stage, that compile, are done, and `pause` before they start. Only
+    `begin` and `write` need idle devices; the numbers that `write` is given have waited for them.
+    """
+
+    def __init__(
+        self, config: Config, directory: Path, *, label: str | None = None, devices: Sequence[Any] | None = None
+    ):
+        devices = jax.devices() if devices is None else devices
+        self._config, self._directory, self._label = config, directory, label
+        self._stages = _stages(config)
+        self._meter = Meter(count_chips(devices), peak_flops(devices))
+        self._process = jax.process_index()
+        self.begin, self.pause = self._meter.begin, self._meter.pause
+
+    def __enter__(self):
+        first = self._process == 0
+        steps = sum(stage.train.steps for stage in self._stages)
+        with ExitStack() as stack:
+            self._logs = tuple(self._open_logs(stack)) if first else ()
+            self.last: dict[str, Any] = self._logs[0].last if first else {"step": 0}
+            self._report = stack.enter_context(show_progress(self._label if first else None, steps))
+            self._trace = stack.enter_context(Trace(self._config.monitor.profile, self._directory / "profile"))
+            self._watchdog = stack.enter_context(
+                Watchdog(self._config.monitor.watchdog_seconds, self._append, process=self._process)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        return self._stack.__exit__(*error)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second of wall time, of all that was measured so far."""
+        return self._meter.tokens_per_second
+
+    def next(self, stream: Iterator[Any]) -> Any:
+        """The next batch of a stream; the time it takes is time waited for data."""
+        with self._meter.waiting():
+            return next(stream)
+
+    def before(self, step: int, state: Any) -> None:
+        """A step is about to be dispatched, from this state."""
+        self._trace.before(step, state)
+
+    def after(self, step: int, value: Any) -> None:
+        """A step was dispatched; `value` is a scalar of its result, on the devices."""
+        self._meter.step(self._stages[self._stage(step)].train.batch_tokens)
+        self._watchdog.beat(step, value)
+        self._trace.after(step, value)
+
+    def write(self, step: int, segment_ids: np.ndarray | None = None, **values: Any) -> None:
+        """Writes and shows the values of a step, among them ``loss``, unless that step stands there already.
+
+        Adds the stage's name, if there are stages, and the rates since the last time. `segment_ids` are those of this
+        process's rows of the batch, from which the model FLOPs are counted.
+        """
+        number = self._stage(step)
+        named = {"stage": self._config.stage_names[number]} if self._config.stages else {}
+        rates = self._meter.read(model_flops(self._stages[number], segment_ids))
+        line = {**named, **values, **rates, "peak_memory_bytes": peak_memory_bytes()}
+        if step > self.last["step"]:
+            self.last = {"step": step, **line}
+            for log in self._logs:
+                log.write(step, **line)
+        self._report(step, line, tokens_left(self._stages, step))
+
+    def _stage(self, step: int) -> int:
+        """The number of the stage that a step belongs to."""
+        ends = itertools.accumulate(stage.train.steps for stage in self._stages)
+        return next(number for number, end in enumerate(ends) if step <= end)
+
+    def _open_logs(self, stack: ExitStack) -> Iterator[Log]:
+        """The logs of this run, JSON lines first."""
+        monitor = self._config.monitor
+        makers: list[Callable[[], Log]] = [lambda: MetricsLog(self._directory / "metrics.jsonl")]
+        if monitor.tensorboard:
+            makers.append(lambda: TensorBoardLog(self._directory / "tensorboard"))
+        if monitor.wandb:
+            makers.append(lambda: WandbLog(self._config, self._directory))
+        for make in makers:
+            log = make()
+            stack.callback(log.close)
+            yield log
+
+    def _append(self, text: str) -> None:
+        """What the watchdog saw, where it is found later."""
+        with (self._directory / "watchdog.txt").open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def model_flops(stage: Config, segment_ids: np.ndarray | None) -> float | None:
+    """Model FLOPs of an update over all processes, if all have rows like these; None where they cannot be counted."""
+    try:
+        counted = update_flops(stage, segment_ids).total
+    except ValueError:  # a mask that its positions alone do not decide
+        return None
+    return counted if segment_ids is None else counted * stage.train.rows / len(segment_ids)
+
+
+def tokens_left(stages: Sequence[Config], step: int) -> int:
+    """Tokens of the steps behind `step`, of all stages."""
+    left = 0
+    for stage in stages:
+        left += max(0, stage.train.steps - max(0, step)) * stage.train.batch_tokens
+        step -= stage.train.steps
+    return left
+
+
+def _stages(config: Config) -> list[Config]:
+    return [config.stage(number) for number in range(len(config.stage_names))]

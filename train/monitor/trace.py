@@ -1,0 +1,43 @@
+"""A trace of some steps by JAX's profiler, for TensorBoard, XProf or Perfetto."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Trace:
+    """Traces the steps ``[first, last]`` into `directory`: the devices are idle when it starts and when it ends.
+
+    A run that goes on inside them traces the rest; one that ends inside them keeps what there is.
+    """
+
+    def __init__(self, steps: Sequence[int], directory: Path | str):
+        self._first, self._last = steps or (0, 0)
+        self._directory = directory
+        self._running = False
+
+    def before(self, step: int, state: Any) -> None:
+        """Called before a step is dispatched, with what it starts from."""
+        if self._first <= step <= self._last and not self._running:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self._directory))
+            self._running = True
+
+    def after(self, step: int, result: Any) -> None:
+        """Called when a step is dispatched, with what it gives."""
+        if self._running and step >= self._last:
+            jax.block_until_ready(result)
+            self._end()
+
+    def _end(self) -> None:
+        self._running = False
+        jax.profiler.stop_trace()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._running:
+            self._end()

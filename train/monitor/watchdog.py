@@ -1,0 +1,87 @@
+"""A thread that names a hang: which step, on which process, and what every Python thread is doing."""
+
+import faulthandler
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+
+class Watchdog:
+    """Says so when no step has finished for `seconds`, on standard error and by `write`; it ends nothing.
+
+    `beat(step, value)` tells it that a step was dispatched whose result, a scalar on the devices, is `value`. Dispatch
+    runs ahead of the devices, so the thread asks the values themselves whether they are there, without waiting. Every
+    hang is told once, and once more when it is over. 0 seconds watch nothing.
+    """
+
+    def __init__(self, seconds: float, write: Callable[[str], Any], *, process: int = 0):
+        self._seconds, self._write, self._process = seconds, write, process
+        self._pending: deque[tuple[int, Any]] = deque()
+        self._finished: int | None = None
+        self._since, self._told = time.monotonic(), False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self, step: int, value: Any) -> None:
+        """A step was dispatched that gives `value`."""
+        if self._seconds:
+            self._pending.append((step, value))
+
+    def __enter__(self):
+        if self._seconds:
+            self._since = time.monotonic()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        if self._seconds:
+            self._stop.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        # Often enough to be late by a tenth at most, seldom enough to cost nothing.
+        while not self._stop.wait(min(self._seconds / 10, 5.0)):
+            self._look()
+
+    def _look(self) -> None:
+        """One look at what has finished since the last."""
+        moved = False
+        while self._pending and self._pending[0][1].is_ready():
+            self._finished, moved = self._pending.popleft()[0], True
+        if moved:
+            self._since = time.monotonic()
+            if self._told:
+                self._tell(f"went on: step {self._finished} has finished")
+            self._told = False
+        elif not self._told and time.monotonic() - self._since > self._seconds:
+            self._told = True
+            self._tell(f"{self._hang()}\n{thread_stacks()}")
+
+    def _hang(self) -> str:
+        dispatched = (
+            f"step {self._pending[0][0]} was dispatched and is not done" if self._pending else "none is running"
+        )
+        last = "none so far" if self._finished is None else f"step {self._finished}"
+        return f"no step has finished for {self._seconds:g} s; last finished: {last}; {dispatched}; the threads:"
+
+    def _tell(self, message: str) -> None:
+        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        text = f"watchdog: {when}, process {self._process}: {message}\n"
+        print(text, end="", file=sys.stderr, flush=True)
+        self._write(text)
+
+
+def thread_stacks() -> str:
+    """Where every Python thread of this process stands, by the name of the thread."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    for thread in threading.enumerate():
+        text = text.replace(f"hread 0x{thread.ident:016x}", f"hread {thread.name}")
+    return text
