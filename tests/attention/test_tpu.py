@@ -122,6 +122,7 @@ CASES = [
         softcap=4.0,
         batch=1,
     ),
+    Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
     Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, heads=2, kv_heads=1, blocks=LARGE),
     Case("several parts in bfloat16", bias=ALiBi(), mask=Causal(), kv_heads=1, dtype=jnp.bfloat16, blocks=LARGE),
     riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
@@ -130,6 +131,7 @@ CASES = [
 
 WIDE = [
     Case("plain"),
+    Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
     Case("one head per key", kv_heads=4, mask=Causal()),
     Case("one key head", kv_heads=1, mask=Causal(), bias=FoX(), blocks=LARGE),
     *(Case(f"size {n}", size=n, value_size=n, mask=Causal(), bias=T5_NEAR, batch=1) for n in (16, 64, 80, 96, 128)),

@@ -70,10 +70,9 @@ def arrays_of(call: Call, x: Inputs, saved: Saved) -> Arrays:
 
     window = None
     if call.bias == "relative":
-        values = x.bias["values"]
-        window = terms.skewed(values, values.shape[1] // LANES).reshape(
-            kv_heads, -1, values.shape[1] // LANES, 8, LANES
-        )
+        first, stop = call.band
+        values = x.bias["values"][:, first * LANES : stop * LANES]
+        window = terms.skewed(values, stop - first).reshape(kv_heads, -1, stop - first, 8, LANES)
     visits, *origins = x.backward
     origins = tuple((grouped if o.shape[1] > 1 else alone)(o) for o in origins if o is not None)
     k_rows = tuple(map(alone, x.k_numbers)) + ((grouped(x.bias["k"]),) if call.bias == "gates" else ())
@@ -216,10 +215,12 @@ def _copies(row: Row, g, tile, place) -> list:
 
 
 def window_of(row: Row, tile):
-    """Which rows of the skewed vector a tile reads."""
+    """Which rows of the band of the skewed vector a tile reads; any of them, where the bias is constant."""
     q, k, _ = row.call.backward
-    keys = row.x.k.shape[1] * pl.num_programs(2)
-    return pl.ds(jax.lax.div(keys - k * (row.block + 1) + q * tile, LANES), (q + k) // LANES)
+    first, stop = row.call.band
+    keys, rows = row.x.k.shape[1] * pl.num_programs(2), (q + k) // LANES
+    start = jax.lax.div(keys - k * (row.block + 1) + q * tile, LANES) - first
+    return pl.ds(jnp.clip(start, 0, stop - first - rows), rows)
 
 
 def _block_of(row: Row, g, pair, tile) -> tuple:

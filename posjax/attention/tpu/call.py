@@ -31,6 +31,8 @@ class Call:
         spare: whether the matrix unit takes 128 more features than a head has in the same time. Then what a linear bias
             adds for each key, and the bound of each query, ride along in the product ``Q K^T``: numbers in three pieces
             of bfloat16 on one side, ones on the other.
+        band: the rows of the skewed vector of a bias by distance, from the first to before the last, that the backward
+            kernel's tiles read: those where the bias varies.
         vmem: bytes of fast memory a kernel may use.
         interpret: how to run without a TPU (``pltpu.InterpretParams``), or False.
     """
@@ -47,6 +49,7 @@ class Call:
     softcap: float | None
     bounded: bool
     spare: bool
+    band: tuple[int, int]
     vmem: int
     interpret: Any = False
 

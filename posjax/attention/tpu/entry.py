@@ -61,6 +61,10 @@ def tpu(
     return out, lse.reshape(lse.shape[0], *split, lse.shape[-1])[..., :queries] / LOG2E
 
 
+# Queries and keys of the largest blocks of the backward kernel together.
+_LARGEST_BLOCKS = 4096
+
+
 def refusal(x: Operands) -> str | None:
     """Why the kernels do not take these operands, or None."""
     if x.decay is not None:
@@ -83,8 +87,26 @@ def refusal(x: Operands) -> str | None:
 
 def _sums_by_distance(x: Operands) -> int:
     """Bytes of two copies of what the backward kernel sums for each distance and head of a group: 8 float32 numbers."""
-    _, _, group, queries, _ = x.q.shape
-    return 2 * group * (queries + x.k.shape[2]) * 32
+    first, stop = _band(x, _LARGEST_BLOCKS)
+    return 2 * x.q.shape[2] * (stop - first) * LANES * 32
+
+
+def _band(x: Operands, reach: int) -> tuple[int, int]:
+    """Rows of 128 distances, of those from ``-keys`` to ``queries``, where a bias by distance varies.
+
+    Tiles that lie partly there read up to ``reach`` distances, their queries and keys together, beyond.
+    """
+    queries, keys = x.q.shape[3], x.k.shape[2]
+    rows = -(-(queries + keys) // LANES)
+    starts = [p.start for p in (x.q_positions, x.kv_positions)]
+    edge = x.bias.constant_from
+    if edge is None or not all(isinstance(start, int) for start in starts):
+        return 0, rows
+    middle, aside = keys - (starts[0] - starts[1]), edge + reach + LANES
+    # Never less than one tile reads, wherever the band lies.
+    least = min(rows, reach // LANES)
+    first = min(max(0, (middle - aside) // LANES), rows - least)
+    return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
 
 
 def _has_heads(mask: Mask | None) -> bool:
@@ -149,6 +171,7 @@ def _call(
         None if x.softcap is None else x.softcap * LOG2E,
         bounded,
         on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES,
+        _band(x, backward_blocks.q + backward_blocks.k) if form == "relative" else (0, 0),
         on.vmem,
         interpret,
     )
@@ -324,7 +347,10 @@ def _d_bias(call: Call, x: Inputs, found: tuple, d_lse) -> dict:
         return {"q": d_lse[:, :, None], "k": found[0].reshape(x.bias["k"].shape) * LN2}
     if call.bias == "relative":
         skewed, edges = (a.sum(0).reshape(heads, *a.shape[3:]) * LN2 for a in found)
-        return {"values": unskewed(skewed, x.bias["values"].shape[1]), "edges": edges.sum(-1)}
+        values = unskewed(skewed, skewed.shape[1] * LANES)
+        before = call.band[0] * LANES
+        after = x.bias["values"].shape[1] - before - values.shape[1]
+        return {"values": jnp.pad(values, ((0, 0), (before, after))), "edges": edges.sum(-1)}
     return {}
 
 
