@@ -146,6 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that tells a mistake in one line, as everything else does."""
+
+    def error(self, message: str) -> None:
+        self.exit(WRONG_INPUT, f"error: {message}; see {self.prog} --help\n")
+
+
 def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     """The arguments by name; overrides may stand anywhere behind the config."""
     parser = _parser()
@@ -157,8 +164,8 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     return vars(options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m train", description="Train and compare position schemes.")
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m train", description="Train and compare position schemes.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__)

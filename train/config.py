@@ -137,7 +137,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no config file {str(path)!r}")
-    values = _read_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error.reason} at byte {error.start}") from None
+    values = _read_yaml(text, str(path))
     values = {} if values is None else values
     check(isinstance(values, dict), f"{path}: a config is a mapping of keys to values, found {values!r}")
     for override in overrides:
