@@ -13,6 +13,8 @@ import pytest
 FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Tests leave nothing in the user's cache; a test of the cache turns it on again for itself, or for what it starts.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
 
