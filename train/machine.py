@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from train.paths import write_file as write_file
+
 
 def processor() -> str:
     """The name of this machine's processor, as far as the system tells it, and how many cores it has."""
@@ -42,10 +44,3 @@ def resident_peak_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def write_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
