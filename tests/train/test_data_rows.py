@@ -1,11 +1,24 @@
 """Tokens, packing and the stream of batches."""
 
+import json
+
 import chex
 import numpy as np
 import pytest
 
 from train.config import parse
-from train.data import BOS, EOS, PADDING, VOCABULARY_SIZE, batches, decode, encode, pack, training_rows
+from train.data import (
+    BOS,
+    EOS,
+    PADDING,
+    VOCABULARY_SIZE,
+    batches,
+    decode,
+    encode,
+    held_out_documents,
+    pack,
+    training_rows,
+)
 
 TEXTS = [b"abc", b"defghij", b"k", b"lmnopqrstu"]
 
@@ -87,15 +100,18 @@ def test_stream_resumes_where_it_was():
     chex.assert_trees_all_equal(take(fresh, 5), rest)
 
 
-def test_stream_does_not_depend_on_the_number_of_processes():
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_stream_does_not_depend_on_the_number_of_processes(processes):
     rows = rows_of(2)
-    whole = take(batches(rows, 6, 0), 5)
-    parts = [take(batches(rows, 6, 0, process=index, processes=3), 5) for index in range(3)]
-    for number, batch in enumerate(whole):
-        joined = np.concatenate([part[number].tokens for part in parts])
-        np.testing.assert_array_equal(joined, batch.tokens)
-    with pytest.raises(ValueError, match="6 rows cannot be shared by 4 processes"):
-        batches(rows, 6, 0, processes=4)
+    whole = take(batches(rows, 8, 0), 5)
+    share = 8 // processes
+    slices = [slice(index * share, (index + 1) * share) for index in range(processes)]
+    streams = [batches(rows, 8, 0, part) for part in slices]
+    for batch in whole:
+        joined = [np.concatenate(fields) for fields in zip(*(next(stream) for stream in streams), strict=True)]
+        chex.assert_trees_all_equal(joined, list(batch))
+    states = [stream.get_state() for stream in streams]
+    assert all(json.loads(json.dumps(state)) == states[0] for state in states)
 
 
 def test_training_rows_leave_held_out_text_alone(tmp_path):
@@ -104,9 +120,13 @@ def test_training_rows_leave_held_out_text_alone(tmp_path):
     config = parse(
         {"data": {"source": "files", "paths": [f"{tmp_path}/*.txt"], "held_out": 1e-9}, "train": {"length": 8}}
     )
-    tokens = training_rows(config).tokens
-    assert tokens.size == 3 * 42
-    assert len(set(decode(tokens))) == 3
+    rows = training_rows(config)
+    assert rows.tokens == 3 * 42
+    seen = set(decode(rows.batch(np.arange(len(rows))).tokens))
+    (held_out,) = held_out_documents(config)
+    assert len(seen) == 3
+    assert seen | set(decode(held_out)) == set(b"ABCD")
+    assert seen.isdisjoint(decode(held_out))
 
 
 def test_a_batch_may_be_one_row():

@@ -78,7 +78,7 @@ def test_jsonl_has_a_document_on_each_line(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "a.jsonl, line 2: not valid JSON"),
+        ("{", r"none of the files can be read, 1 in all: .*a.jsonl \(line 2: not valid JSON"),
         ('{"texts": "x"}', "line 2: no text under 'text', found keys .'texts'.; did you mean data.text_key=texts"),
         ('{"text": 3}', "line 2: no text under 'text'"),
         ("[1]", "line 2: no text under 'text'"),
@@ -98,7 +98,7 @@ def test_missing_and_unreadable_paths(tmp_path, books):
     with pytest.raises(FileNotFoundError, match=r"for all of a folder write .*books/\*\*/\*.txt"):
         documents(from_files(books), "train")
     (tmp_path / "a.pdf").write_text("x")
-    with pytest.raises(ValueError, match=r"a.pdf is neither .txt nor .jsonl"):
+    with pytest.raises(ValueError, match=r"a.pdf has no known format \(known: .txt, .py, .jsonl"):
         documents(from_files(tmp_path / "a.pdf"), "train")
 
 
@@ -106,7 +106,7 @@ def test_empty_text_a_lone_document_and_name_clashes(tmp_path, books):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=r"no text in .*empty.txt; every document is empty"):
         documents(from_files(tmp_path / "empty.txt"), "train")
-    with pytest.raises(ValueError, match=r"'0.txt' is the only document, so none can be held out"):
+    with pytest.raises(ValueError, match=r"the text is a single document, so none can be held out"):
         documents(from_files(books / "shelf0" / "0.txt"), "train")
     (books / "shelf1" / "0.txt").write_text("other")
     with pytest.raises(ValueError, match=r"are both called '0.txt'"):

@@ -1,9 +1,9 @@
-"""From text to batches: documents, byte tokens, packed rows, and a deterministic, resumable stream of batches."""
+"""From text to batches: documents, tokens, packed rows, and a deterministic, resumable stream of batches."""
 
 from train.data.packing import Batch, PackedRows, pack
-from train.data.pipeline import batches, training_rows
+from train.data.pipeline import batches, held_out_documents, training_rows
 from train.data.sources import Document, documents
-from train.data.tokenizer import BOS, EOS, MASK, PADDING, VOCABULARY_SIZE, decode, encode
+from train.data.tokenizer import BOS, EOS, MASK, PADDING, VOCABULARY_SIZE, Tokenizer, decode, encode, load_tokenizer
 
 __all__ = [
     "BOS",
@@ -14,10 +14,13 @@ __all__ = [
     "Batch",
     "Document",
     "PackedRows",
+    "Tokenizer",
     "batches",
     "decode",
     "documents",
     "encode",
+    "held_out_documents",
+    "load_tokenizer",
     "pack",
     "training_rows",
 ]

@@ -1,22 +1,24 @@
-"""Documents packed into rows of one length: concatenated, and split wherever a row is full."""
+"""Documents packed into rows of one length, concatenated or best-fit, and any rows of them by number."""
 
-import hashlib
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, UInt16
+from jaxtyping import Bool, Int, Int64, UInt
 
+from train.data.corpus import Corpus, collect
 from train.data.tokenizer import PADDING
 
 
 class Batch(NamedTuple):
     """Rows of packed documents, int32 [rows, length] each.
 
-    `segment_ids` number the documents in a row from 0 and are -1 for padding; a document cut by a row's end is a new
-    segment in the next row. `positions` count from 0 in each segment. `labels` are the next tokens, -1 where the next
-    token belongs to another document or is padding: nothing is to be predicted there.
+    `segment_ids` number the pieces of documents in a row from 0 and are -1 for padding; a document cut by a row's end
+    is a new segment in the next row. `positions` count from 0 in each segment. `labels` are the next tokens of the same
+    document, in whichever row they lie, -1 after its last token and at padding: nothing is to be predicted there.
     """
 
     tokens: np.ndarray
@@ -25,55 +27,229 @@ class Batch(NamedTuple):
     labels: np.ndarray
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """All documents as one stream; rows are cut from it when asked for.
+class Pieces(NamedTuple):
+    """Runs of tokens that follow each other in a row: where they begin in the corpus, how long they are, and whether
+    their document goes on after them."""
 
-    Row r holds tokens [r*length, (r+1)*length) and predicts tokens [r*length + 1, (r+1)*length + 1), so every token
-    but the first of each document is predicted exactly once. ``starts`` holds where each document begins.
+    starts: Int64[np.ndarray, "pieces"]
+    sizes: Int64[np.ndarray, "pieces"]
+    more: Bool[np.ndarray, "pieces"]
+
+
+class Packing(Protocol):
+    """Which pieces each row is made of."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Pieces: ...
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """All documents as one stream, split wherever a row is full.
+
+    Row r holds tokens [r*length, (r+1)*length) of the stream and predicts tokens [r*length + 1, (r+1)*length + 1), so
+    every token but the first of each document is predicted exactly once. There are ceil((tokens - 1) / length) rows.
     """
 
-    tokens: UInt16[np.ndarray, "tokens"]
-    starts: Int[np.ndarray, "documents"]
+    starts: Int64[np.ndarray, "documents"]
+    sizes: Int64[np.ndarray, "documents"]
     length: int
 
+    @cached_property
+    def _ends(self) -> Int64[np.ndarray, "documents"]:
+        """Where in the stream each document ends."""
+        return np.cumsum(self.sizes)
+
     def __len__(self) -> int:
-        return -(-(len(self.tokens) - 1) // self.length)
+        return -(-(int(self._ends[-1]) - 1) // self.length)
+
+    def _at(self, place: int) -> int:
+        """The document that a place in the stream lies in."""
+        return int(np.searchsorted(self._ends, place, side="right"))
+
+    def row(self, number: int) -> Pieces:
+        first, stop = number * self.length, min((number + 1) * self.length, int(self._ends[-1]))
+        documents = slice(self._at(first), self._at(stop - 1) + 1)
+        ends = self._ends[documents]
+        begins = ends - self.sizes[documents]
+        inside = np.maximum(first - begins, 0)
+        return Pieces(self.starts[documents] + inside, np.minimum(ends, stop) - begins - inside, ends > stop)
+
+
+@dataclass(frozen=True)
+class BestFit:
+    """Pieces of documents, each in one row; row r is made of those from ``rows[r]`` to ``rows[r + 1]``."""
+
+    pieces: Pieces
+    rows: Int64[np.ndarray, "rows+1"]
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    def row(self, number: int) -> Pieces:
+        inside = slice(self.rows[number], self.rows[number + 1])
+        return Pieces(*(part[inside] for part in self.pieces))
+
+
+def best_fit(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "documents"], length: int) -> BestFit:
+    """Documents cut into pieces of at most `length` tokens; pieces, the largest first, each put into the row with the
+    least room that holds it, or a new row (Ding et al. 2024, arXiv:2404.10830).
+
+    A document of n tokens is cut at multiples of `length`; a last piece of one token is left out, since it predicts
+    nothing and the piece before predicts it. Equal pieces keep their order, and of rows with equal room the
+    youngest takes the piece.
+    """
+    pieces = _cut(starts, sizes, length)
+    order = np.argsort(-pieces.sizes, kind="stable")
+    row = np.empty(len(order), np.int64)
+    row[order] = _rows_by_best_fit(pieces.sizes[order], length)
+    by_row = order[np.argsort(row[order], kind="stable")]
+    counts = np.bincount(row)
+    return BestFit(Pieces(*(part[by_row] for part in pieces)), np.concatenate([[0], np.cumsum(counts)]))
+
+
+def _cut(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "documents"], length: int) -> Pieces:
+    """The pieces of every document, in order: ceil((n - 1) / length) of a document of n tokens, but at least one."""
+    counts = np.maximum(-(-(sizes - 1) // length), 1)
+    document = np.repeat(np.arange(len(sizes)), counts)
+    offsets = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * length
+    left = sizes[document] - offsets
+    return Pieces(starts[document] + offsets, np.minimum(left, length), left > length)
+
+
+def _rows_by_best_fit(sizes: Int64[np.ndarray, "pieces"], length: int) -> Int64[np.ndarray, "pieces"]:
+    """The row of each piece, for sizes that descend.
+
+    A row that takes a piece of size s stays the one with the least room for the next as long as it has room for it, so
+    rows take floor(room / s) pieces of a size at once.
+    """
+    found = np.empty(len(sizes), np.int64)
+    rows_with: dict[int, list[int]] = {}
+    rooms: list[int] = []  # those that some row has, ascending
+    new = 0
+    values, first, counts = np.unique(-sizes, return_index=True, return_counts=True)
+    for size, place, count in zip((-values).tolist(), first.tolist(), counts.tolist(), strict=True):
+        stop = place + count
+        while place < stop:
+            index = bisect_left(rooms, size)
+            room = rooms[index] if index < len(rooms) else length
+            if index < len(rooms):
+                row = rows_with[room].pop()
+                if not rows_with[room]:
+                    del rooms[index], rows_with[room]
+            else:
+                row, new = new, new + 1
+            taken = min(room // size, stop - place)
+            found[place : place + taken] = row
+            place += taken
+            left = room - taken * size
+            if left and left not in rows_with:
+                insort(rooms, left)
+            if left:
+                rows_with.setdefault(left, []).append(row)
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one part of a mixture, and its share of the training tokens beside the other parts'."""
+
+    corpus: Corpus
+    packing: Packing
+    weight: float
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Tokens in a row, on average; padding is none."""
+        return int(self.corpus.sizes.sum()) / len(self.packing)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of all parts, one part after the other."""
+
+    parts: tuple[Part, ...]
+    length: int
+    padding: int = PADDING
+
+    @cached_property
+    def starts(self) -> Int64[np.ndarray, "parts"]:
+        """The number of the first row of each part."""
+        counts = np.array([len(part.packing) for part in self.parts], np.int64)
+        return np.cumsum(counts) - counts
+
+    def __len__(self) -> int:
+        return sum(len(part.packing) for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the training documents, each counted once."""
+        return sum(int(part.corpus.sizes.sum()) for part in self.parts)
 
     def batch(self, rows: Int[np.ndarray, "rows"]) -> Batch:
-        """The named rows."""
-        columns = np.arange(self.length + 1)
-        index = np.asarray(rows)[:, None] * self.length + columns
-        inside = index < len(self.tokens)
-        tokens = np.where(inside, self.tokens[np.minimum(index, len(self.tokens) - 1)], PADDING).astype(np.int32)
-        document = np.searchsorted(self.starts, index, side="right")
-        segments = np.where(inside, document - document[:, :1], -1).astype(np.int32)
-        same = inside[:, 1:] & (segments[:, 1:] == segments[:, :-1])
-        labels = np.where(same, tokens[:, 1:], -1).astype(np.int32)
-        return Batch(tokens[:, :-1], _positions(segments[:, :-1]), segments[:, :-1], labels)
+        """The named rows. Beyond the arrays returned it takes memory for the tokens of the rows alone."""
+        shape = (len(rows), self.length)
+        batch = Batch(
+            np.full(shape, self.padding, np.int32),
+            np.zeros(shape, np.int32),
+            np.full(shape, -1, np.int32),
+            np.full(shape, -1, np.int32),
+        )
+        columns = np.arange(self.length, dtype=np.int32)
+        owners = np.searchsorted(self.starts, rows, side="right") - 1
+        for index in np.unique(owners):
+            places = np.flatnonzero(owners == index)
+            self._fill(batch, places, self.parts[index], np.asarray(rows)[places] - self.starts[index], columns)
+        return batch
+
+    def _fill(self, batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
+        """Fills rows `places` of the batch with rows `numbers` of a part. All of it is read at once: URLs are slow."""
+        pieces = [part.packing.row(number) for number in numbers.tolist()]
+        starts, sizes, more = (np.concatenate(found) for found in zip(*pieces, strict=True))
+        read = iter(zip(part.corpus.read(starts.tolist(), (sizes + more).tolist()), sizes.tolist(), strict=True))
+        for place, found in zip(places.tolist(), pieces, strict=True):
+            column = 0
+            for segment in range(len(found.sizes)):
+                tokens, size = next(read)
+                here = (place, slice(column, column + size))
+                batch.tokens[here] = tokens[:size]
+                batch.positions[here] = columns[:size]
+                batch.segment_ids[here] = segment
+                batch.labels[place, column : column + len(tokens) - 1] = tokens[1:]
+                column += size
 
     def digest(self) -> str:
-        """A short hash of all tokens and document borders, by which a resumed run knows its corpus again."""
-        return hashlib.sha256(self.tokens.tobytes() + self.starts.tobytes()).hexdigest()[:16]
+        """A short hash of all tokens, document borders and weights, by which a resumed run knows its corpus again."""
+        if len(self.parts) == 1:
+            return self.parts[0].corpus.digest
+        return "-".join(f"{part.corpus.digest}:{part.weight:g}" for part in self.parts)
 
 
-def pack(documents: Sequence[UInt16[np.ndarray, "_"]], length: int) -> PackedRows:
-    """Rows of `length` from encoded documents, in the order given.
+def pack_corpora(
+    corpora: Sequence[Corpus], weights: Sequence[float], length: int, packing: str, padding: int
+) -> PackedRows:
+    """Rows of `length` of encoded documents, in their order.
+
+    Raises ValueError when those of a part do not fill one row.
+    """
+    parts = []
+    for corpus, weight in zip(corpora, weights, strict=True):
+        total = int(corpus.sizes.sum())
+        if total <= length:
+            raise ValueError(
+                f"data: {'the corpus' if len(corpora) == 1 else f'part {len(parts)} of the mixture'} has {total} "
+                f"tokens, too few for one row of train.length={length} and the token after it; add text or train on "
+                "shorter rows"
+            )
+        make = best_fit if packing == "best-fit" else Concatenated
+        parts.append(Part(corpus, make(corpus.starts, corpus.sizes, length), weight))
+    return PackedRows(tuple(parts), length, padding)
+
+
+def pack(documents: Sequence[UInt[np.ndarray, "_"]], length: int, packing: str = "concatenate") -> PackedRows:
+    """Rows of `length` from encoded documents in memory, in the order given.
 
     Raises ValueError when they do not fill one row.
     """
-    sizes = np.array([len(document) for document in documents], np.int64)
-    if sizes.sum() <= length:
-        raise ValueError(
-            f"data: the corpus has {sizes.sum()} tokens, too few for one row of train.length={length} and the token "
-            "after it; add text or train on shorter rows"
-        )
-    return PackedRows(np.concatenate(documents), np.cumsum(sizes) - sizes, length)
-
-
-def _positions(segments: Int32[np.ndarray, "rows length"]) -> Int32[np.ndarray, "rows length"]:
-    """The index of each token within its run of equal segment ids; 0 for padding."""
-    columns = np.arange(segments.shape[1], dtype=np.int32)
-    first: Bool[np.ndarray, "rows length"] = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
-    start = np.maximum.accumulate(np.where(first, columns, 0), axis=1)
-    return np.where(segments < 0, 0, columns - start)
+    return pack_corpora([collect(documents)], [1.0], length, packing, PADDING)

@@ -1,36 +1,102 @@
-"""The training stream: packed rows, shuffled, repeated and batched by Grain; its state is a small JSON value."""
+"""The training stream: packed rows, shuffled, mixed, repeated and batched by Grain; its state is a small JSON value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grain
 import numpy as np
+from jaxtyping import Int64
 
 from train.config import Config
-from train.data.packing import Batch, PackedRows, pack
-from train.data.sources import documents
-from train.data.tokenizer import encode
+from train.data.cache import open_corpora
+from train.data.packing import Batch, PackedRows, pack_corpora
+from train.data.sources import Told, check_held_out, held_out, untold
+from train.data.tokenizer import load_tokenizer
 
 _MANY_ROWS = 2**48
+_CYCLE = 2**14
 
 
-def training_rows(config: Config) -> PackedRows:
-    """The packed rows of the training documents. Raises ValueError for missing, empty or too little text."""
-    return pack([encode(document.text) for document in documents(config.data, "train")], config.train.length)
+def training_rows(config: Config, told: Told = untold) -> PackedRows:
+    """The packed rows of the training documents; `told` gets a line about files that are left out.
 
-
-def batches(
-    rows: PackedRows, batch_rows: int, seed: int, process: int = 0, processes: int = 1
-) -> grain.DatasetIterator[Batch]:
-    """An endless iterator over batches of `batch_rows` rows, of which this process gets its own part.
-
-    Each pass over the rows is shuffled anew from `seed`. Batch number n holds the same rows in the same order
-    whatever the number of processes: process p gets part p of each batch. ``get_state()`` and ``set_state(state)``
-    save and restore the place in the stream.
+    Raises FileNotFoundError and ValueError for missing, empty, unreadable or too little text.
     """
-    if batch_rows % processes:
-        raise ValueError(f"a batch of {batch_rows} rows cannot be shared by {processes} processes evenly")
-    part = slice(process * batch_rows // processes, (process + 1) * batch_rows // processes)
-    # Endless in name: Grain's own endless repetition has a length that no batch of one row can count.
-    passes = _MANY_ROWS // len(rows) + 1
-    numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(passes).batch(batch_rows)
-    # Rows are cut in memory for a whole batch at once, so one thread, ahead by a few batches, is enough.
+    tokenizer = load_tokenizer(config.data)
+    corpora = open_corpora(config, tokenizer, told)
+    masks = held_out([corpus.hashes for corpus in corpora], config.data.held_out)
+    trained = [corpus.select(~mask) for corpus, mask in zip(corpora, masks, strict=True)]
+    weights = [part.weight for part in config.data.parts]
+    return pack_corpora(trained, weights, config.train.length, config.data.packing, tokenizer.padding)
+
+
+def held_out_documents(config: Config, told: Told = untold) -> list[np.ndarray]:
+    """The held-out documents as tokens, by part of the mixture, file and place in it; errors as `training_rows`."""
+    check_held_out(config.data.held_out)
+    corpora = open_corpora(config, load_tokenizer(config.data), told)
+    masks = held_out([corpus.hashes for corpus in corpora], config.data.held_out)
+    found = [corpus.select(mask).documents() for corpus, mask in zip(corpora, masks, strict=True)]
+    return [document for part in found for document in part]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Which part row n of the stream is from, and how many rows of that part came before it.
+
+    The stream repeats a cycle of 16,384 rows. Part s has c_s of them, its share of the rows rounded by largest
+    remainder, and its k-th is at (k + 1/2) / c_s of the cycle; ties go to the part named first. So any stretch of the
+    stream has each part's share, to within a row or so per part.
+    """
+
+    owners: Int64[np.ndarray, "cycle"]
+    ranks: Int64[np.ndarray, "cycle"]
+    counts: Int64[np.ndarray, "parts"]
+
+    def __call__(self, number: int) -> tuple[int, int]:
+        cycle, place = divmod(int(number), len(self.owners))
+        owner = int(self.owners[place])
+        return owner, cycle * int(self.counts[owner]) + int(self.ranks[place])
+
+
+def mix(shares: Sequence[float]) -> Mixture:
+    """The mixture of parts by their shares of the rows. Raises ValueError for a share that would get no row."""
+    exact = np.asarray(shares, np.float64) / sum(shares) * _CYCLE
+    counts = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: _CYCLE - counts.sum()]] += 1
+    if not counts.all():
+        part = int(np.argmin(counts))
+        raise ValueError(f"data.mixture[{part}].weight is too small: the part would be below one row in {_CYCLE}")
+    owners = np.repeat(np.arange(len(counts)), counts)
+    ranks = np.arange(_CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = np.argsort((ranks + 0.5) / counts[owners], kind="stable")
+    return Mixture(owners[order], ranks[order], counts)
+
+
+def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(None)) -> grain.DatasetIterator[Batch]:
+    """An endless iterator over batches of `batch_rows` rows, of which this process gets the rows `part`.
+
+    Batch number n holds the same rows in the same order on every process, whatever their number. The rows of each part
+    of a mixture come in an order of their own, shuffled anew from `seed` at each pass over them, and are repeated as
+    often as needed; how parts are interleaved, `Mixture` says. Weights are by tokens: a part whose rows are emptier,
+    since best-fit left padding, gets more of them.
+
+    ``get_state()`` and ``set_state(state)`` save and restore the place in the stream: the number of the next batch, so
+    that nothing is read again.
+    """
+    mixture = mix([owner.weight / owner.tokens_per_row for owner in rows.parts])
+    orders = [_order(len(owner.packing), (seed + index) % 2**32) for index, owner in enumerate(rows.parts)]
+    starts = rows.starts.tolist()
+
+    def row(number: int) -> int:
+        owner, rank = mixture(number)
+        return starts[owner] + int(orders[owner][rank])
+
+    numbers = grain.MapDataset.range(_MANY_ROWS).map(row).batch(batch_rows)
+    # Rows are cut for a whole batch at once, so one thread, ahead by a few batches, is enough.
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(numbers.map(lambda batch: rows.batch(np.asarray(batch)[part])).to_iter_dataset(ahead))
+
+
+def _order(rows: int, seed: int) -> grain.MapDataset:
+    # Endless in name: Grain's own endless repetition has a length that no batch of one row can count.
+    return grain.MapDataset.range(rows).seed(seed).shuffle().repeat(_MANY_ROWS // rows + 1)

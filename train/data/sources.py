@@ -4,12 +4,26 @@ import glob
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, UInt64
 
 from train.config import DataConfig
+from train.data.readers import CorruptFile, is_readable, known_formats, texts
+from train.data.storage import find, is_url, open_url
+
+_HASH_RANGE = 2**48
+_STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
+
+Told = Callable[[str], Any]
+"""Gets lines for the person who waits: what is left out, what takes long."""
+
+
+def untold(_: str) -> None:
+    """Tells nobody."""
 
 
 class Document(NamedTuple):
@@ -19,54 +33,129 @@ class Document(NamedTuple):
     text: bytes
 
 
-def documents(config: DataConfig, split: Literal["train", "held_out"]) -> list[Document]:
-    """The documents of one split, by name; empty ones are left out.
+class SourceFile(NamedTuple):
+    """A file of text. Size and stamp (its ETag or time of change) tell whether it is still the one that was read."""
 
-    A document is held out when the hash of its name, read as a number in [0, 1), is below ``config.held_out``. At
-    least one document goes to each side, so two are needed unless ``held_out`` is 0, which holds out none.
+    name: str
+    path: str
+    size: int
+    stamp: str
 
-    Raises FileNotFoundError for a path that names nothing, and ValueError for unreadable or missing text.
+
+def documents(config: DataConfig, split: Literal["train", "held_out"], told: Told = untold) -> list[Document]:
+    """The documents of one split, by part of the mixture, file and place in it; empty ones are left out.
+
+    They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files are told of and
+    left out. Which documents are held out, `held_out` says.
+
+    Raises FileNotFoundError for a path that names nothing, and ValueError where no text can be read.
     """
-    found = sorted(document for document in _read(config) if document.text)
+    parts = [
+        _readable(files, part.text_key, told) for files, part in zip(list_files(config), config.parts, strict=True)
+    ]
+    hashes = [np.array([name_hash(document.name) for document in part], np.uint64) for part in parts]
+    masks = held_out(hashes, config.held_out)
+    if split == "held_out":
+        check_held_out(config.held_out)
+    return [
+        document
+        for part, mask in zip(parts, masks, strict=True)
+        for document, out in zip(part, mask, strict=True)
+        if out == (split == "held_out")
+    ]
+
+
+def _readable(files: Sequence[SourceFile], text_key: str, told: Told) -> list[Document]:
+    found: list[Document] = []
+    corrupt: dict[str, str] = {}
+    for file in files:
+        try:
+            inside = list(read(file, text_key))
+        except CorruptFile as error:
+            corrupt[file.path] = str(error)
+        else:
+            found += [document for document in inside if document.text]
+    report_corrupt(corrupt, len(files), told)
     if not found:
-        raise ValueError(f"data: no text in {_describe(config)}; every document is empty")
-    held_out = _held_out([document.name for document in found], config.held_out)
-    if split == "held_out" and not held_out:
-        raise ValueError("data.held_out is 0, so there are no held-out documents to evaluate on; 0.05 would work")
-    return [document for document in found if (document.name in held_out) == (split == "held_out")]
+        raise no_text(files)
+    return found
 
 
-def _held_out(names: list[str], share: float) -> set[str]:
-    if not share:
-        return set()
-    if len(names) < 2:
-        raise ValueError(
-            f"data: {names[0]!r} is the only document, so none can be held out; split the text into several files, "
-            "or set data.held_out=0 to train without evaluation"
-        )
-    ranked = sorted(names, key=_hash)
-    below = sum(_hash(name) < share for name in names)
-    return set(ranked[: min(max(below, 1), len(names) - 1)])
+def read(file: SourceFile, text_key: str) -> Iterator[Document]:
+    """The documents of a file, the empty ones too. Raises CorruptFile where it turns out to be damaged."""
+    for label, text in texts(file.path, text_key):
+        yield Document(file.name + label, text)
 
 
-def _hash(name: str) -> float:
-    """A number in [0, 1) that depends on the name only."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
-
-
-def _describe(config: DataConfig) -> str:
-    return "Python's standard library" if config.source == "stdlib" else ", ".join(config.paths)
-
-
-def _read(config: DataConfig) -> Iterator[Document]:
-    if config.source == "stdlib":
-        yield from standard_library()
+def report_corrupt(corrupt: dict[str, str], files: int, told: Told, shown: int = 5) -> None:
+    """Tells which files were left out and why, or raises ValueError when none is left."""
+    if not corrupt:
         return
-    for name, path in _files(config.paths).items():
-        yield from _read_file(name, path, config.text_key)
+    named = [f"{path} ({reason})" for path, reason in list(corrupt.items())[:shown]]
+    more = f", and {len(corrupt) - shown} more" if len(corrupt) > shown else ""
+    listed = f"{', '.join(named)}{more}"
+    if len(corrupt) == files:
+        raise ValueError(f"data: none of the files can be read, {files} in all: {listed}")
+    told(f"data: {len(corrupt)} of {files} files are damaged and left out: {listed}")
 
 
-def standard_library() -> Iterator[Document]:
+def no_text(files: Sequence[SourceFile]) -> ValueError:
+    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    return ValueError(f"data: no text in {files[0].path}{more}; every document is empty")
+
+
+def held_out(hashes: Sequence[UInt64[np.ndarray, "_"]], share: float) -> list[Bool[np.ndarray, "_"]]:
+    """Which documents are held out, for each part of a mixture.
+
+    A document is held out when the hash of its name, read as a number in [0, 1), is below `share`. Of every part at
+    least one document is trained on, that of the highest hash; and at least one of all is held out, that of the lowest
+    among the parts with several, unless the share is 0, which holds out none.
+
+    Raises ValueError when there is no such document.
+    """
+    masks = [part < share * _HASH_RANGE for part in hashes]
+    for part, mask in zip(hashes, masks, strict=True):
+        mask[np.argmax(part)] = False
+    if share and not any(mask.any() for mask in masks):
+        several = [index for index, part in enumerate(hashes) if len(part) > 1]
+        if not several:
+            raise ValueError(
+                "data: the text is a single document, so none can be held out; split it into several files, or set "
+                "data.held_out=0 to train without evaluation"
+            )
+        lowest = min(several, key=lambda index: hashes[index].min())
+        masks[lowest][np.argmin(hashes[lowest])] = True
+    return masks
+
+
+def check_held_out(share: float) -> None:
+    if not share:
+        raise ValueError("data.held_out is 0, so there are no held-out documents to evaluate on; 0.05 would work")
+
+
+def name_hash(name: str) -> int:
+    """A whole number below 2^48 that depends on the name only."""
+    return int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:6], "big")
+
+
+def list_files(config: DataConfig) -> list[list[SourceFile]]:
+    """The files of every part of the mixture, by name.
+
+    Raises FileNotFoundError for a path that names nothing, and ValueError for files that cannot be told apart, lie in
+    two parts, or have no known format.
+    """
+    if config.source == "stdlib":
+        return [standard_library()]
+    parts = [_list_part(part.paths) for part in config.parts]
+    owner: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        for file in part:
+            if owner.setdefault(file.path, number) != number:
+                raise ValueError(f"data.mixture: {file.path} is in part {owner[file.path]} and in part {number}")
+    return parts
+
+
+def standard_library() -> list[SourceFile]:
     """The .py files of Python's own standard library.
 
     Left out are third-party packages, test directories, and two that are not code: the help texts of ``pydoc_data``
@@ -77,57 +166,77 @@ def standard_library() -> Iterator[Document]:
     paths = [path for path in root.rglob("*.py") if left_out.isdisjoint(path.relative_to(root).parts)]
     if not paths:
         raise ValueError(f"data.source=stdlib: no .py files under {root}; use data.source=files and data.paths")
-    for path in paths:
-        yield Document(path.relative_to(root).as_posix(), path.read_bytes())
+    found = [(path.relative_to(root).as_posix(), path, path.stat()) for path in paths]
+    return sorted(SourceFile(name, str(path), stat.st_size, str(stat.st_mtime)) for name, path, stat in found)
 
 
-def _files(patterns: tuple[str, ...]) -> dict[str, Path]:
+def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
     """The files that the patterns name, under the part of the path that a pattern leaves open (or the file's name)."""
-    files: dict[str, Path] = {}
-    seen: set[Path] = set()
+    files: dict[str, SourceFile] = {}
+    seen: set[str] = set()
     for pattern in patterns:
-        found = [Path(path) for path in glob.glob(pattern, recursive=True)]
-        found = [path for path in found if path.is_file()]
-        if not found:
-            folder = f"; for all of a folder write {pattern.rstrip('/')}/**/*.txt" if Path(pattern).is_dir() else ""
-            raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{folder}")
-        for path in found:
-            if path.resolve() in seen:  # under another name it could be trained on and held out too
+        for file in _matches(pattern):
+            place = _resolved(file.path)
+            if place in seen:  # under another name it could be trained on and held out too
                 continue
-            seen.add(path.resolve())
-            name = path.relative_to(_fixed_part(pattern)).as_posix()
-            if files.setdefault(name, path) is not path:
-                raise ValueError(f"data.paths: {files[name]} and {path} are both called {name!r}; use one common glob")
+            seen.add(place)
+            if not is_readable(file.path):
+                raise ValueError(f"data.paths: {file.path} has no known format (known: {known_formats()})")
+            if files.setdefault(file.name, file) is not file:
+                clash = f"{files[file.name].path} and {file.path} are both called {file.name!r}"
+                raise ValueError(f"data.paths: {clash}; use one common glob")
+    return sorted(files.values())
+
+
+def _resolved(path: str) -> str:
+    return path if is_url(path) else str(Path(path).resolve())
+
+
+def _matches(pattern: str) -> list[SourceFile]:
+    found = find(pattern, "data.paths")
+    start = _fixed_part(open_url(pattern, "data.paths")[1])
+    files = []
+    for path, info in found.items():
+        if info["type"] == "file":
+            files.append(_source_file(path, info, start))
+        elif find(f"{path}/state.json", "data.paths"):
+            files += _dataset_files(path, start)
+    if not files:
+        raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{_folder_hint(pattern, found)}")
     return files
 
 
-def _fixed_part(pattern: str) -> Path:
-    """The folders of a pattern before its first wildcard; of a plain path, its folder."""
-    parts = Path(pattern).parts[:-1]
-    fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    return Path(*parts[:fixed])
+def _folder_hint(pattern: str, found: dict[str, Any]) -> str:
+    if len(found) != 1:
+        return ""
+    folder = pattern.rstrip("/")
+    splits = find(f"{folder}/*/state.json", "data.paths")
+    if splits:
+        return f"; it holds several datasets, so name one, as {folder}/{PurePosixPath(next(iter(splits))).parent.name}"
+    return f"; for all of a folder write {folder}/**/*.txt"
 
 
-def _read_file(name: str, path: Path, text_key: str) -> Iterator[Document]:
-    if path.suffix == ".txt":
-        yield Document(name, path.read_bytes())
-    elif path.suffix == ".jsonl":
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-            if line.strip():
-                yield Document(f"{name}:{number}", _read_line(line, f"{path}, line {number}", text_key))
-    else:
-        raise ValueError(f"data.paths: {path} is neither .txt nor .jsonl")
-
-
-def _read_line(line: bytes, where: str, text_key: str) -> bytes:
+def _dataset_files(folder: str, start: str) -> list[SourceFile]:
+    """The files of a folder that Hugging Face `datasets` saved, as its state.json lists them."""
+    system, path = open_url(folder, "data.paths")
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-        keys = list(record) if isinstance(record, dict) else []
-        near = get_close_matches(text_key, keys, n=1)
-        hint = f"; did you mean data.text_key={near[0]}?" if near else ""
-        raise ValueError(f"{where}: no text under {text_key!r}, found keys {keys}{hint}")
-    # A lone surrogate is legal in JSON but not in UTF-8.
-    return record[text_key].encode(errors="replace")
+        state = json.loads(system.cat_file(f"{path}/state.json"))
+        names = [item["filename"] for item in state["_data_files"]]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"data.paths: {folder}/state.json is not what Hugging Face datasets writes") from None
+    if state.get("_indices_data_files"):
+        raise ValueError(f"data.paths: {folder} is a selection of rows; save it again after flatten_indices()")
+    return [_source_file(f"{folder}/{name}", system.info(f"{path}/{name}"), start) for name in names]
+
+
+def _source_file(path: str, info: dict[str, Any], start: str) -> SourceFile:
+    stamp = next((str(info[key]) for key in _STAMPS if key in info), "")
+    name = PurePosixPath(info["name"]).relative_to(start).as_posix()
+    return SourceFile(name, path, int(info["size"] or 0), stamp)
+
+
+def _fixed_part(pattern: str) -> str:
+    """The folders of a pattern before its first wildcard; of a plain path, its folder."""
+    parts = PurePosixPath(pattern).parts[:-1]
+    fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return str(PurePosixPath(*parts[:fixed]))

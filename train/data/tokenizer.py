@@ -1,13 +1,89 @@
-"""Bytes as tokens: ids 0 to 255 are the bytes themselves, 256 to 259 the four special tokens below."""
+"""Text as tokens: bytes, the tokenizers of Hugging Face, SentencePiece; with four special tokens each."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import UInt16
+from jaxtyping import UInt, UInt16
+
+from train.config import DataConfig
+from train.data.storage import open_url, optional
 
 BOS = 256  # before each document
 EOS = 257  # after each document
 MASK = 258  # stands for a token to be predicted, in the masked-token loss
 PADDING = 259  # fills the last row; its segment id is negative, so it is neither attended to nor predicted
 VOCABULARY_SIZE = 260
+
+_ROLES = ("bos", "eos", "mask", "padding")
+_COMMON_NAMES = {
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "[CLS]", "<|endoftext|>"),
+    "eos": ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]", "<|endoftext|>"),
+    "mask": ("<mask>", "[MASK]", "<|mask|>"),
+    "padding": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
+}
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Ids are below `vocabulary_size`; `bos` and `eos` stand around each document.
+
+    `identity` differs between tokenizers that encode anything differently: a cache of tokens goes by it.
+    """
+
+    vocabulary_size: int
+    bos: int
+    eos: int
+    mask: int
+    padding: int
+    identity: str
+
+    def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
+        """The tokens of one document: BOS, its text, EOS. Never special tokens for what the text spells out."""
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
+        """The tokens of several documents, on all cores where the library can."""
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        """The text of tokens, special ones left out."""
+
+
+def load_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names.
+
+    Raises FileNotFoundError without its file, and ValueError for a file that is no tokenizer, or without its package.
+    """
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    system, path = open_url(config.tokenizer, "data.tokenizer")
+    if not system.isfile(path):
+        raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}")
+    content = system.cat_file(path)
+    if path.endswith(".json"):
+        return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]))
+    return SentencePieceTokenizer(content)
+
+
+def token_type(vocabulary_size: int) -> np.dtype:
+    """The smallest type that holds every id: uint16, or uint32 from 65,537 ids on."""
+    return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
+
+
+class ByteTokenizer:
+    """Bytes as tokens: ids 0 to 255 are the bytes themselves, 256 to 259 the four special tokens."""
+
+    vocabulary_size, bos, eos, mask, padding = VOCABULARY_SIZE, BOS, EOS, MASK, PADDING
+    identity = "bytes"
+
+    def encode(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
+        return encode(text)
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[UInt16[np.ndarray, "_"]]:
+        return [encode(text) for text in texts]
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        return decode(tokens)
 
 
 def encode(text: bytes) -> UInt16[np.ndarray, "tokens"]:
@@ -22,3 +98,119 @@ def decode(tokens: np.ndarray) -> bytes:
     """The bytes among `tokens`; special tokens are left out."""
     tokens = np.asarray(tokens)
     return tokens[tokens < 256].astype(np.uint8).tobytes()
+
+
+class Specials(NamedTuple):
+    """The ids of the special tokens, and how many ids there are with them."""
+
+    bos: int
+    eos: int
+    mask: int
+    padding: int
+    vocabulary_size: int
+
+
+def place_specials(size: int, found: dict[str, int]) -> Specials:
+    """Special ids as `found`; those it lacks are put behind a vocabulary of `size` ids, in the order above."""
+    lacking = [role for role in _ROLES if role not in found]
+    added = {role: size + index for index, role in enumerate(lacking)}
+    return Specials(**{role: (found | added)[role] for role in _ROLES}, vocabulary_size=size + len(lacking))
+
+
+class _FileTokenizer:
+    """What the two tokenizers from files share: special tokens around the ids that `_ids` gives."""
+
+    def __init__(self, size: int, found: dict[str, int], identity: bytes):
+        self._size, self._specials = size, place_specials(size, found)
+        self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
+        self.identity = hashlib.sha256(identity + repr(self._specials).encode()).hexdigest()
+
+    def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
+        kind = token_type(self.vocabulary_size)
+        words = [text.decode("utf-8", errors="replace") for text in texts]
+        return [np.array([self.bos, *ids, self.eos], kind) for ids in self._ids(words)]
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        left_out = set(self._specials[:4])
+        ids = [int(token) for token in np.asarray(tokens).reshape(-1) if token < self._size and token not in left_out]
+        return self._text(ids).encode()
+
+    def _ids(self, texts: list[str]) -> list[Sequence[int]]:
+        raise NotImplementedError
+
+    def _text(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+
+class HuggingFaceTokenizer(_FileTokenizer):
+    """A tokenizer.json. Its special tokens are those that the files beside it declare, else those of common names."""
+
+    def __init__(self, content: bytes, declared: dict[str, str]):
+        library = optional("tokenizers", "data.tokenizer with a tokenizer.json")
+        try:
+            self._tokenizer = library.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"data.tokenizer: not a tokenizer.json of Hugging Face: {error}") from None
+        # A row's length is not the tokenizer's business, and "<s>" in a text is text.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        super().__init__(max(vocabulary.values()) + 1, self._find(vocabulary, declared), content)
+
+    def _find(self, vocabulary: dict[str, int], declared: dict[str, str]) -> dict[str, int]:
+        special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
+        found = {}
+        for role, names in _COMMON_NAMES.items():
+            common = next((name for name in names if name in special), None)
+            name = declared.get(role, common)
+            if name in vocabulary:
+                found[role] = vocabulary[name]
+        return found
+
+    def _ids(self, texts: list[str]) -> list[Sequence[int]]:
+        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _declared(system: Any, folder: str) -> dict[str, str]:
+    """The special tokens that tokenizer_config.json, or else special_tokens_map.json, in a folder names."""
+    keys = {"bos": "bos_token", "eos": "eos_token", "mask": "mask_token", "padding": "pad_token"}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = f"{folder}/{name}"
+        if system.isfile(path):
+            values = json.loads(system.cat_file(path))
+            tokens = {role: values.get(key) for role, key in keys.items()}
+            words = {role: token["content"] if isinstance(token, dict) else token for role, token in tokens.items()}
+            return {role: word for role, word in words.items() if word}
+    return {}
+
+
+class SentencePieceTokenizer(_FileTokenizer):
+    """A .model of SentencePiece, with the special tokens it defines."""
+
+    def __init__(self, content: bytes):
+        library = optional("sentencepiece", "data.tokenizer with a .model")
+        try:
+            self._model = library.SentencePieceProcessor(model_proto=content)
+        except RuntimeError:
+            raise ValueError("data.tokenizer: not a .model of SentencePiece") from None
+        super().__init__(self._model.vocab_size(), self._find(), content)
+
+    def _find(self) -> dict[str, int]:
+        model = self._model
+        found = {"bos": model.bos_id(), "eos": model.eos_id(), "padding": model.pad_id()}
+        masks = [model.piece_to_id(name) for name in _COMMON_NAMES["mask"]]
+        found["mask"] = next((index for index in masks if not model.is_unknown(index)), -1)
+        return {role: index for role, index in found.items() if index >= 0}
+
+    def _ids(self, texts: list[str]) -> list[Sequence[int]]:
+        return self._model.encode(texts, out_type=int)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._model.decode(ids)

@@ -1,0 +1,180 @@
+"""Files on disk and behind URLs, and folders whose files are written whole or not at all."""
+
+import glob
+import os
+import uuid
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import fsspec
+import numpy as np
+from fsspec.core import url_to_fs
+
+
+def is_url(path: str) -> bool:
+    """Whether a path lies elsewhere than on this machine's disks: every host then sees the same file under it."""
+    return "://" in path and not path.startswith(("file://", "local://"))
+
+
+def open_url(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a path or URL, and the path within it; `key` names the setting in errors."""
+    try:
+        return url_to_fs(path)
+    except ImportError as error:
+        raise ValueError(f"{key}: {path!r} needs a package that is not installed ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"{key}: cannot open {path!r}: {error}") from None
+
+
+def find(pattern: str, key: str) -> dict[str, dict[str, Any]]:
+    """What a path, glob or URL names: fsspec's information on each, by full path."""
+    system, path = open_url(pattern, key)
+    if is_url(pattern):
+        return {system.unstrip_protocol(name): info for name, info in system.glob(path, detail=True).items()}
+    return {name: system.info(name) for name in sorted(glob.glob(path, recursive=True))}
+
+
+def optional(module: str, wanted_by: str) -> ModuleType:
+    """A module of the extra `data`, or a ValueError that names the extra."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ValueError(f"{wanted_by} needs {package}, not installed here: pip install 'posjax[data]'") from None
+
+
+class Span(NamedTuple):
+    """Some bytes of a file."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Folder(Protocol):
+    """Named files, each written whole or not at all."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file."""
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None when there is none."""
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file."""
+
+    def spans(self, wanted: Sequence[Span]) -> list[Any]:
+        """The named bytes, as buffers."""
+
+
+class MemoryFolder:
+    """Files of this process."""
+
+    def __init__(self):
+        self._files: dict[str, bytes] = {}
+
+    def write(self, name: str, content: bytes) -> None:
+        self._files[name] = content
+
+    def read(self, name: str) -> bytes | None:
+        return self._files.get(name)
+
+    def sizes(self) -> dict[str, int]:
+        return {name: len(content) for name, content in self._files.items()}
+
+    def spans(self, wanted: Sequence[Span]) -> list[memoryview]:
+        return [memoryview(self._files[span.name])[span.start : span.stop] for span in wanted]
+
+
+class LocalFolder:
+    """Files on a disk of this machine; spans of them are mapped into memory."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._maps: dict[str, np.ndarray] = {}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def write(self, name: str, content: bytes) -> None:
+        part = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self.path / name)
+
+    def read(self, name: str) -> bytes | None:
+        path = self.path / name
+        return path.read_bytes() if path.exists() else None
+
+    def sizes(self) -> dict[str, int]:
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
+
+    def spans(self, wanted: Sequence[Span]) -> list[np.ndarray]:
+        return [self._map(span.name)[span.start : span.stop] for span in wanted]
+
+    def _map(self, name: str) -> np.ndarray:
+        if name not in self._maps:
+            self._maps[name] = np.memmap(self.path / name, np.uint8, "r").view(np.ndarray)
+        return self._maps[name]
+
+
+class RemoteFolder:
+    """Files behind a URL; object stores show a file only when it is whole. Neighbouring spans are one request."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self._system, self._path = open_url(url.rstrip("/"), "data.cache")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def write(self, name: str, content: bytes) -> None:
+        self._system.makedirs(self._path, exist_ok=True)
+        self._system.pipe_file(f"{self._path}/{name}", content)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return self._system.cat_file(f"{self._path}/{name}")
+        except FileNotFoundError:
+            return None
+
+    def sizes(self) -> dict[str, int]:
+        self._system.invalidate_cache(self._path)
+        found = self._system.ls(self._path, detail=True) if self._system.exists(self._path) else []
+        return {info["name"].rpartition("/")[2]: info["size"] for info in found}
+
+    def spans(self, wanted: Sequence[Span]) -> list[memoryview]:
+        runs = _runs(wanted)
+        paths = [f"{self._path}/{run.name}" for run, _ in runs]
+        contents = self._system.cat_ranges(paths, [run.start for run, _ in runs], [run.stop for run, _ in runs])
+        found: list[Any] = [None] * len(wanted)
+        for (run, members), content in zip(runs, contents, strict=True):
+            for index in members:
+                span = wanted[index]
+                found[index] = memoryview(content)[span.start - run.start : span.stop - run.start]
+        return found
+
+
+def _runs(wanted: Sequence[Span]) -> list[tuple[Span, list[int]]]:
+    """Spans that touch or overlap, joined; with each, the indices of those it is made of."""
+    runs: list[tuple[Span, list[int]]] = []
+    for index in sorted(range(len(wanted)), key=wanted.__getitem__):
+        span = wanted[index]
+        if runs and runs[-1][0].name == span.name and span.start <= runs[-1][0].stop:
+            run, members = runs[-1]
+            members.append(index)
+            runs[-1] = (run._replace(stop=max(run.stop, span.stop)), members)
+        else:
+            runs.append((span, [index]))
+    return runs
+
+
+def folder_at(path: str) -> Folder:
+    """The folder at a path or URL."""
+    return RemoteFolder(path) if is_url(path) else LocalFolder(path.removeprefix("file://").removeprefix("local://"))
