@@ -18,9 +18,11 @@ WRONG_INPUT = 2
 def fit(path: str, overrides: Sequence[str]) -> int:
     """train one config, or go on with it"""
     config = load(path, overrides)
+    from train.distributed import processes
     from train.loop import fit
 
-    result = fit(config, progress=config.name)
+    with processes():
+        result = fit(config, progress=config.name)
     if not result.finished:
         print(f"stopped after {result.steps} of {config.train.steps} steps; the same command goes on from there")
         return INTERRUPTED
