@@ -95,6 +95,15 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
     return 0
 
 
+def plan(path: str, overrides: Sequence[str], topology: str, sweep: bool) -> int:
+    """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
+    config = load(path, overrides)
+    from train.plan.command import plan
+
+    plan(config, topology, sweep)
+    return 0
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "fit": fit,
     "compare": compare,
@@ -103,6 +112,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "search": search,
     "tasks": tasks,
     "bench": bench,
+    "plan": plan,
 }
 _ARGUMENTS = {
     "bench": {
@@ -118,6 +128,10 @@ _ARGUMENTS = {
         "--temperature": {"type": float, "default": 0.8, "help": "of the draws; 0 takes the likeliest token (0.8)"},
         "--top-k": {"type": int, "default": 0, "help": "draw from so many likeliest tokens; 0 for all (0)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
+    },
+    "plan": {
+        "--topology": {"required": True, "metavar": "POD", "help": "as in v5p:8x8x8; chips are v5e, v5p, v6e and 7x"},
+        "--sweep": {"action": "store_true", "help": "rank meshes, remat policies and context strategies instead"},
     },
     "search": {
         "--length": {"type": int, "required": True, "help": "the length to reach, beyond that of training"},

@@ -1,0 +1,32 @@
+"""``python -m train plan CONFIG --topology v5p:8x8x8``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from train.config import Config
+from train.plan.plan import make_plan, stages
+from train.plan.pods import Pod, pod
+from train.plan.report import show
+
+WIDTH = 120
+"""Of tables where there is no terminal."""
+
+
+def plan(config: Config, topology: str, sweep: bool = False) -> None:
+    """Plans every stage of a config on a pod, or ranks meshes and remat policies for it.
+
+    Raises ValueError for a pod that does not exist, or a config that does not fit it.
+    """
+    on, console = pod(topology), Console()
+    console = console if console.is_terminal else Console(width=WIDTH)
+    for name, stage in stages(config):
+        if len(config.stage_names) > 1:
+            console.rule(name)
+        _plan_stage(stage, on, sweep, console)
+
+
+def _plan_stage(config: Config, on: Pod, sweep: bool, console: Console) -> None:
+    show(make_plan(config, on), console)

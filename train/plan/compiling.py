@@ -1,0 +1,197 @@
+"""Compiles the train step of a config for a pod, in a process of its own.
+
+So a compiler that runs out of memory or time, or dies, is a line in a table and not the end of a sweep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.config import Config, dump, parse_text
+from train.plan.pods import Place, Pod, pod
+from train.schedule.compiling import ROOT, DoesNotCompile, check_compiler
+
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", re.IGNORECASE)
+
+
+class OutOfMemory(DoesNotCompile):
+    """The program needs more HBM than there is; `used` says how many bytes, where the compiler does."""
+
+    used: float | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """HBM of one device, in bytes."""
+
+    parameters: float
+    optimizer: float
+    batch: float
+    arguments: float  # all that the step is given, as it lies in HBM: padded
+    temp: float  # activations, gradients, what collectives gather
+    program: float  # the instructions
+    kept: float  # results that take no argument's place
+
+    @property
+    def total(self) -> float:
+        """At most, while the step runs."""
+        return self.arguments + self.temp + self.program + self.kept
+
+    @property
+    def padding(self) -> float:
+        """What lies between the numbers of arguments."""
+        return max(0.0, self.arguments - self.parameters - self.optimizer - self.batch)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a step."""
+
+    text: str  # the optimised program
+    memory: Memory
+    axes: dict[str, int]  # of the mesh
+    places: tuple[Place, ...]  # of its devices, in order
+
+
+def compile_step(config: Config, on: Pod, timeout: int = 3600) -> Compiled:
+    """Compiles the step of a config without stages.
+
+    Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` for one that the compiler refuses.
+    """
+    check_compiler()
+    with tempfile.TemporaryDirectory(prefix="plan-") as directory:
+        (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
+        reply = _run(directory, on.name, timeout)
+        text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
+    places = tuple(map(tuple, reply["places"]))
+    return Compiled(text, Memory(**reply["memory"]), reply["axes"], places)
+
+
+def _run(directory: str, topology: str, timeout: int) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a TPU, so nobody needs a lock
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    command = [sys.executable, "-m", "train.plan.compiling", directory, topology]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise DoesNotCompile(f"the compiler took longer than {timeout} s") from None
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        error = DoesNotCompile(f"the compiler died with exit status {done.returncode}")
+        error.details = done.stderr
+        raise error
+    reply = json.loads(lines[-1])
+    if "problem" in reply:
+        raise _problem(reply, done.stderr)
+    return reply
+
+
+def _problem(reply: dict[str, Any], details: str) -> ValueError:
+    found = _OUT_OF_MEMORY.search(reply["problem"])
+    if found:
+        used, has = (float(found[n]) * _UNITS[found[n + 1].upper()] for n in (1, 3))
+        error = OutOfMemory(f"needs {used / 2**30:,.1f} GiB of HBM, a device has {has / 2**30:,.1f}")
+        error.used = used
+    elif reply["is_mistake"]:
+        return ValueError(reply["problem"])
+    else:
+        error = DoesNotCompile(reply["problem"][:400])
+    error.details = details
+    return error
+
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _child(directory: Path, topology: str) -> dict[str, Any]:
+    """Compiles, writes the program, and tells of its memory."""
+    import jax
+    from jax.experimental import topologies
+
+    from train.mesh import make_mesh
+    from train.step import build_program
+
+    on = pod(topology)
+    config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
+    try:
+        devices = topologies.get_topology_desc(topology_name=on.topology, platform="tpu").devices
+    except Exception as error:
+        raise ValueError(f"--topology: the compiler knows no pod {on.name}: {_line(error)}") from None
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, list(devices))
+    with jax.set_mesh(mesh):
+        program = build_program(config, mesh)
+        arguments = program.abstract, abstract_batch(config, mesh)
+        compiled = program.update.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    (directory / "program.txt").write_text(compiled.as_text(), encoding="utf-8")
+    return {
+        "memory": vars(_memory(compiled.memory_analysis(), *arguments)),
+        "axes": dict(mesh.shape),
+        "places": [(*device.coords, device.core_on_chip) for device in mesh.devices.flat],
+    }
+
+
+def abstract_batch(config: Config, mesh: Any) -> Any:
+    """The shapes and shardings of a batch."""
+    import jax
+    import jax.numpy as jnp
+
+    from train.data import Batch
+    from train.sharding import named_sharding
+
+    train = config.train
+    rows = jax.ShapeDtypeStruct(
+        (train.rows, train.length), jnp.int32, sharding=named_sharding(mesh, ("batch", "length"))
+    )
+    return Batch(*(rows for _ in Batch._fields))
+
+
+def _memory(analysis: Any, state: Any, batch: Any) -> Memory:
+    return Memory(
+        parameters=_bytes(state.parameters),
+        optimizer=_bytes(state.optimizer),
+        batch=_bytes(batch),
+        arguments=analysis.argument_size_in_bytes,
+        temp=analysis.temp_size_in_bytes,
+        program=analysis.generated_code_size_in_bytes,
+        kept=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+    )
+
+
+def _bytes(tree: Any) -> float:
+    """Of one device's shards."""
+    import math
+
+    import jax
+
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:2000]
+
+
+def _main(directory: str, topology: str) -> dict[str, Any]:
+    try:
+        return _child(Path(directory), topology)
+    except Exception as error:
+        traceback.print_exc()
+        return {"problem": _line(error), "is_mistake": isinstance(error, ValueError)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_main(*sys.argv[1:])))

@@ -1,0 +1,183 @@
+"""Reads the text of an optimised XLA program: its computations, what they call and how often loops run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
+"""Of one number; four for types that are not here, one for those of eight bits."""
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_ONE_CALL = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Array:
+    """The type of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Without padding."""
+        size = BYTES.get(self.dtype, 1 if self.dtype.startswith("f8") else 4)
+        return math.prod(self.shape) * size
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    arguments: str  # what stands in the parentheses behind the opcode
+    attributes: str
+    is_root: bool
+
+    @property
+    def results(self) -> list[Array]:
+        """The arrays it makes; of a tuple all of them."""
+        return arrays(self.type)
+
+    @property
+    def cycles(self) -> int:
+        """What the compiler expects it to take, on all cores of a device at once."""
+        found = _CYCLES.search(self.attributes)
+        return int(found[1]) if found else 0
+
+    @property
+    def calls(self) -> list[str]:
+        """The computations it runs: a loop's body, all branches of a conditional, the inside of a fusion."""
+        branches = _BRANCHES.search(self.attributes)
+        if branches:
+            return [name.strip().lstrip("%") for name in branches[1].split(",")]
+        return _ONE_CALL.findall(self.attributes)
+
+    def attribute(self, pattern: str) -> str | None:
+        """What stands behind an attribute's name, by a pattern with one group."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
+
+@dataclass(frozen=True)
+class Module:
+    """A program. A computation is the list of its instructions, in the order in which they are started."""
+
+    entry: str
+    computations: dict[str, list[Instruction]]
+
+    def trips(self, loop: Instruction) -> int | None:
+        """How often a loop runs: as the compiler says, or as its counter tells, which runs up to a constant.
+
+        None if neither does.
+        """
+        known = _TRIPS.search(loop.attributes)
+        if known:
+            return int(known[1])
+        condition = self._named(loop.attribute(r"condition=%?([\w.\-]+)"))
+        bound, index = _bound(condition)
+        if bound is None:
+            return None
+        step = self._step(loop.attribute(r"body=%?([\w.\-]+)"), index)
+        return max(1, math.ceil(bound / step))
+
+    def _named(self, computation: str) -> dict[str, Instruction]:
+        return {line.name: line for line in self.computations[computation]}
+
+    def _step(self, body: str, index: int | None) -> int:
+        """How far the counter at this place of the loop's state moves in a trip: the sum of what is added to it."""
+        lines = self._named(body)
+        root = next(line for line in lines.values() if line.is_root)
+        if index is None or root.opcode != "tuple":
+            return 1
+        step, line = 0, lines.get(root.operands[index])
+        while line is not None and line.opcode in ("add", "copy"):
+            parts = [lines.get(name) for name in line.operands]
+            constants = [number for part in parts if part and (number := _constant(part)) is not None]
+            step += sum(constants)
+            line = next((part for part in parts if part and _constant(part) is None), None)
+        return step or 1
+
+
+def _bound(condition: dict[str, Instruction]) -> tuple[int | None, int | None]:
+    """The constant that a loop's counter is compared with, and where in the loop's state the counter stands."""
+    numbers = [number for line in condition.values() if (number := _constant(line)) is not None]
+    places = [line.attribute(r"index=(\d+)") for line in condition.values() if line.opcode == "get-tuple-element"]
+    if len(numbers) != 1:
+        return None, None
+    return numbers[0], int(places[0]) if len(places) == 1 else None
+
+
+def _constant(line: Instruction) -> int | None:
+    is_number = line.opcode == "constant" and re.fullmatch(r"-?\d+", line.arguments)
+    return int(line.arguments) if is_number else None
+
+
+def arrays(text: str) -> list[Array]:
+    """The types of arrays that stand in a text, in order."""
+    return [Array(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in _ARRAY.findall(text)]
+
+
+def parse(text: str) -> Module:
+    """The program of `Compiled.as_text()`.
+
+    Raises ValueError for a text in which no program is found.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    entry = None
+    for line in text.splitlines():
+        head = _HEAD.match(line)
+        if head:
+            current = computations.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif computations and (found := _instruction(line)):
+            current.append(found)
+    if entry is None:
+        raise ValueError("no program found in the compiler's text; its format may have changed")
+    return Module(entry, computations)
+
+
+def _instruction(line: str) -> Instruction | None:
+    """``  %name = type opcode(arguments), attributes``."""
+    name = _NAME.match(line)
+    if not name:
+        return None
+    start = name.end()
+    stop = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    opening = line.index("(", stop)
+    closing = _closing(line, opening)
+    arguments = line[opening + 1 : closing - 1]
+    operands = tuple(_OPERAND.findall(arguments))
+    opcode = line[stop:opening].strip()
+    return Instruction(name[2], opcode, line[start:stop], operands, arguments, line[closing:], bool(name[1]))
+
+
+def _closing(line: str, opening: int) -> int:
+    """Behind the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(line, opening):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return found.end()
+    raise ValueError(f"a parenthesis is never closed in the compiler's text: {line[:80]!r}")
+
+
+def inside(module: Module, computation: str) -> Iterator[Instruction]:
+    """All instructions of a computation and of what it calls."""
+    for line in module.computations[computation]:
+        yield line
+        for name in line.calls:
+            if name in module.computations:
+                yield from inside(module, name)

@@ -1,0 +1,189 @@
+"""Collectives of a compiled program: over which axes of the mesh they run, what they move and how long that takes.
+
+B bytes, on n devices that fill a box of the torus, k_d of them along dimension d with a link of W_d bytes a second one
+way, r_d = 2 directions where the row is a ring and 1 where it is not:
+
+    all-gather, reduce-scatter   B (n - 1) / n / sum_d r_d W_d               B: the whole, gathered or before scattering
+    all-reduce                   twice that
+    all-to-all                   max_d  B k_d / (8 or 4) / W_d               B: of one device; 8 on a ring, 4 on a row
+    collective-permute           B x (pairs routed over the busiest link) / W
+
+and `LATENCY` for each hop. Where s devices apart stand between neighbours of a group, s groups share the links.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from train.plan.hlo import Instruction
+from train.plan.pods import LATENCY, Place, Pod, box
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+
+_EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\)[^)]*)?)\))? ?\{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+
+
+def kind_of(line: Instruction) -> str | None:
+    """Which collective an instruction is or starts; None for any other, and for one that only waits."""
+    opcode = line.opcode.removesuffix("-start")
+    return opcode if opcode in KINDS else None
+
+
+def groups_of(line: Instruction, devices: int) -> list[list[int]]:
+    """The groups of devices that talk to each other; of a permutation the pairs of source and target."""
+    if found := _PAIRS.search(line.attributes):
+        return [list(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)\}", found[1])]
+    if found := _NAMED.search(line.attributes):
+        return _named_groups(found[1], found[2], found[3])
+    if found := _IOTA.search(line.attributes):
+        shape, source, order = (_numbers(text) for text in found.groups(default=""))
+        ids = np.arange(math.prod(source)).reshape(source)
+        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    found = _EXPLICIT.search(line.attributes)
+    given = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", found[1])] if found else []
+    return [list(group) for group in given if group] or [list(range(devices))]
+
+
+def _named_groups(axes: str, ids: str | None, used: str) -> list[list[int]]:
+    """Groups along some axes of a mesh that the text writes down, ``['a'=2,'b'=4] {'b'}``; ``'b':(2)2`` is a part."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in re.findall(
+        r"'([^']+)'(?::\((\d+)\)(\d+))?", used
+    )}
+    shape, chosen = [], []
+    for name, size in sizes.items():
+        before, own = parts.get(name, (1, 1))
+        own = own or size
+        shape += [before, own, size // before // own]
+        chosen += [False, name in parts, False]
+    devices = _order(ids, math.prod(sizes.values())).reshape(shape)
+    rest = [axis for axis, is_chosen in enumerate(chosen) if not is_chosen]
+    along = [axis for axis, is_chosen in enumerate(chosen) if is_chosen]
+    count = math.prod(shape[axis] for axis in along)
+    return devices.transpose(rest + along).reshape(-1, count).tolist()
+
+
+def _order(ids: str | None, count: int) -> np.ndarray:
+    """The devices of a mesh in its order: counted, or ``[8,2]T(1,0)`` transposed, or listed."""
+    if not ids:
+        return np.arange(count)
+    found = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids)
+    if found is None:
+        return np.array(_numbers(ids))
+    devices = np.arange(count).reshape(_numbers(found[1]))
+    return (devices.transpose(_numbers(found[2])) if found[2] else devices).reshape(-1)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One run of a collective."""
+
+    axes: str  # of the mesh, as in "fsdp" or "data+fsdp"; "all" where no axis varies alone
+    bytes: float  # that one device sends
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A mesh laid over a pod: what a collective of the program costs."""
+
+    pod: Pod
+    axes: dict[str, int]
+    places: tuple[Place, ...]  # of every device, in the order of the mesh
+
+    def traffic(self, line: Instruction, kind: str) -> Traffic:
+        """What a collective moves and how long it takes by itself."""
+        groups = groups_of(line, len(self.places))
+        moved = _moved(line, kind, len(groups[0]))
+        if kind == "collective-permute":
+            pairs = [pair for pair in groups if pair[0] != pair[1]]
+            return Traffic(self.axes_of(groups), moved if pairs else 0.0, self._permute(pairs, moved))
+        size = len(groups[0])
+        if size == 1:
+            return Traffic("none", 0.0, 0.0)
+        share = (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        seconds = self._exchange(groups[0], moved) if kind == "all-to-all" else self._ring(groups[0], moved * share)
+        return Traffic(self.axes_of(groups), moved * share, seconds)
+
+    def axes_of(self, groups: Sequence[Sequence[int]]) -> str:
+        """The mesh axes along which the devices of some group differ."""
+        shape = tuple(self.axes.values())
+        varying = set()
+        for group in groups:
+            where = np.unravel_index(np.asarray(group), shape)
+            varying |= {axis for axis, at in zip(self.axes, where, strict=True) if len(set(at.tolist())) > 1}
+        return "+".join(axis for axis in self.axes if axis in varying) or "none"
+
+    def _links(self, group: Sequence[int]) -> Iterator[tuple[int, float, bool]]:
+        """For every dimension along which a group extends: devices, bytes a second one way, whether it is a ring."""
+        places, network = [self.places[device] for device in group], self.pod.network
+        sides = box(places)
+        if sides is None:  # no box: as a row of chips
+            yield len(group), network.link * 1e9, False
+            return
+        *chips, (on_chip, _) = sides
+        sharing = network.devices // on_chip
+        for (count, apart), size in zip(chips, (*self.pod.chips_along, 1), strict=False):
+            if count > 1:
+                closed = count * apart == size and network.closes(size)
+                yield count, network.link * 1e9 / apart / sharing, closed
+        if on_chip > 1 and all(count == 1 for count, _ in chips):
+            yield on_chip, network.within * 1e9, False
+
+    def _ring(self, group: Sequence[int], moved: float) -> float:
+        links = list(self._links(group))
+        bandwidth = sum(link * (2 if closed else 1) for _, link, closed in links)
+        return moved / bandwidth + LATENCY * sum(count // (2 if closed else 1) for count, _, closed in links)
+
+    def _exchange(self, group: Sequence[int], moved: float) -> float:
+        links = list(self._links(group))
+        slowest = max(moved * count / (8 if closed else 4) / link for count, link, closed in links)
+        return slowest + LATENCY * sum(count // (2 if closed else 1) for count, _, closed in links)
+
+    def _permute(self, pairs: Sequence[Sequence[int]], moved: float) -> float:
+        """Every pair is routed the shortest way, one dimension after the other."""
+        load: Counter[tuple] = Counter()
+        hops = 0
+        for source, target in pairs:
+            route = list(self._route(self.places[source], self.places[target]))
+            load.update(route)
+            hops = max(hops, len(route))
+        speed = {link: (self.pod.network.within if link[-1] == "chip" else self.pod.network.link) for link in load}
+        slowest = max((count * moved / (speed[link] * 1e9) for link, count in load.items()), default=0.0)
+        return slowest + LATENCY * hops
+
+    def _route(self, source: Place, target: Place) -> Iterator[tuple]:
+        here, goal = list(source), list(target)
+        for axis, size in enumerate(self.pod.chips_along):
+            ahead, closes = goal[axis] - here[axis], self.pod.network.closes(size)
+            if closes and abs(ahead) > size / 2:
+                ahead -= int(math.copysign(size, ahead))
+            sign = 1 if ahead > 0 else -1
+            for _ in range(abs(ahead)):
+                yield (*here[:-1], axis, sign)
+                here[axis] = (here[axis] + sign) % size
+        if here[-1] != goal[-1]:
+            yield (*here, "chip")
+
+
+def _moved(line: Instruction, kind: str, size: int) -> float:
+    """Bytes of the whole that a group of `size` devices gathers, scatters or reduces; of one device for the others."""
+    results = [array.bytes for array in line.results]
+    if line.opcode.endswith("-start"):
+        # The state of what was started: its operands, its results, and what synchronises them.
+        results = [array.bytes for array in line.results if array.shape]
+        results = results[len(results) // 2 :] if len(results) > 1 and kind != "all-reduce" else results
+    return float(sum(results)) * (size if kind == "reduce-scatter" else 1)

@@ -1,0 +1,72 @@
+"""The plan of a config on a pod: memory, FLOPs, traffic, and a predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from train.config import Config
+from train.flops import Flops, maxtext_flops, update_flops
+from train.model import decoder_config
+from train.plan.compiling import Memory, compile_step
+from train.plan.hlo import parse
+from train.plan.kernels import kernel_seconds, visited_share
+from train.plan.network import Fabric
+from train.plan.pods import Pod
+from train.plan.timeline import Player, Tally
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the compiler says of a step, and what is predicted from it."""
+
+    config: Config
+    pod: Pod
+    axes: dict[str, int]
+    memory: Memory
+    flops: Flops
+    tally: Tally
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, predicted."""
+        return self.tally.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory. A program that the compiler has made does, but for what it cannot see."""
+        return self.memory.total <= self.pod.hbm_bytes
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: model FLOPs as `update_flops` counts them, over what the chips could do meanwhile."""
+        return self._utilisation(self.flops)
+
+    @property
+    def maxtext_mfu(self) -> float:
+        """The same by MaxText's count."""
+        return self._utilisation(maxtext_flops(self.config))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one chip."""
+        return self.config.train.batch_tokens / self.seconds / self.pod.chips
+
+    def _utilisation(self, flops: Flops) -> float:
+        return flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
+
+
+def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
+    """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
+    flops, decoder = update_flops(config), decoder_config(config)
+    compiled = compile_step(config, on, timeout)
+    share = visited_share(decoder.layers, config.train.length, decoder.causal)
+    fabric = Fabric(on, compiled.axes, compiled.places)
+    player = Player(parse(compiled.text), fabric, lambda line: kernel_seconds(line, on, share))
+    return Plan(config, on, compiled.axes, compiled.memory, flops, player.play())
+
+
+def stages(config: Config) -> Iterator[tuple[str, Config]]:
+    """Every stage of a config by name; the config itself where it has none."""
+    for number, name in enumerate(config.stage_names):
+        yield name, config.stage(number)

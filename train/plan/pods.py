@@ -1,0 +1,138 @@
+"""TPU pods by name: ``v5p:8x8x8``. What a chip of each generation holds, and how chips are linked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posjax._checks import check
+from train.schedule.chips import CHIPS, Chip
+
+GIB = 2**30
+
+Place = tuple[int, ...]
+"""Where a device is: the chip's coordinates, and the device's number on its chip."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a generation; bandwidths in GB/s, one way.
+
+    A torus of three dimensions closes its rings where a dimension is a multiple of 4 chips, for cubes of 4 x 4 x 4 are
+    joined by switches; one of two dimensions where it is a whole pod of 16 chips wide.
+    """
+
+    hbm_gib: float  # of a chip
+    link: float  # between two neighbours
+    dimensions: int
+    devices: int = 1  # that a chip shows itself as; they share its links
+    within: float = 0.0  # between the devices of a chip
+
+    def closes(self, size: int) -> bool:
+        """Whether `size` chips in a row are a ring."""
+        return size % 4 == 0 if self.dimensions == 3 else size == 16
+
+
+# The link inside a chip of 7x is said to be six times as fast as one between chips.
+NETWORKS = {
+    "v5e": Network(16, 45, 2),
+    "v5p": Network(95, 90, 3),
+    "v6e": Network(32, 90, 2),
+    "7x": Network(192, 90, 3, devices=2, within=540),
+}
+
+LATENCY = 1e-6
+"""Seconds for one hop between chips."""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One slice of a pod."""
+
+    generation: str
+    chips_along: tuple[int, ...]
+
+    @property
+    def chip(self) -> Chip:
+        """What one chip can do."""
+        return CHIPS[self.generation]
+
+    @property
+    def network(self) -> Network:
+        """How its chips are linked."""
+        return NETWORKS[self.generation]
+
+    @property
+    def chips(self) -> int:
+        """All of them."""
+        return math.prod(self.chips_along)
+
+    @property
+    def devices(self) -> int:
+        """What jax calls devices: a chip, or half of one."""
+        return self.chips * self.network.devices
+
+    @property
+    def cores(self) -> int:
+        """Cores of one device, which share its work."""
+        return self.chip.cores // self.network.devices
+
+    @property
+    def name(self) -> str:
+        """``v5p:8x8x8``."""
+        return f"{self.generation}:{'x'.join(map(str, self.chips_along))}"
+
+    @property
+    def topology(self) -> str:
+        """The name by which the compiler knows it."""
+        return ("tpu" if self.generation == "7x" else "") + self.name
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Of one device."""
+        return self.network.hbm_gib * GIB / self.network.devices
+
+    @property
+    def peak_flops(self) -> float:
+        """Of one chip in bfloat16, a second: 2 x multiply-adds x cores x clock."""
+        return 2 * self.chip.multiply_adds * self.chip.cores * self.chip.gigahertz * 1e9
+
+    @property
+    def seconds_per_cycle(self) -> float:
+        """Of a core."""
+        return 1e-9 / self.chip.gigahertz
+
+
+def pod(name: str) -> Pod:
+    """The pod of that name. Raises ValueError for a name that is not one, or a shape that the compiler refuses."""
+    found = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
+    check(found is not None, f"--topology: expected a pod such as v5p:8x8x8, found {name!r}")
+    generation, sizes = found[1], tuple(map(int, found[2].split("x")))
+    check(
+        generation in NETWORKS,
+        f"--topology: {name!r}: there is no chip {generation!r} (known: {', '.join(NETWORKS)})",
+    )
+    wanted = NETWORKS[generation].dimensions
+    example = {2: "16x16", 3: "8x8x8"}[wanted]
+    check(
+        len(sizes) == wanted and min(sizes) > 0,
+        f"--topology: pods of {generation} have {wanted} dimensions, as in {generation}:{example}, found {name!r}",
+    )
+    return Pod(generation, sizes)
+
+
+def box(places: Sequence[Place]) -> list[tuple[int, int]] | None:
+    """The dimensions of the box that some devices fill: how many stand along each, and how far apart; None for others.
+
+    The device on its chip is the last dimension.
+    """
+    sides = []
+    for values in zip(*places, strict=True):
+        distinct = sorted(set(values))
+        gaps = {b - a for a, b in zip(distinct, distinct[1:], strict=False)}
+        if len(gaps) > 1:
+            return None
+        sides.append((len(distinct), gaps.pop() if gaps else 1))
+    return sides if math.prod(count for count, _ in sides) == len(places) else None

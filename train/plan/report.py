@@ -1,0 +1,79 @@
+"""What a plan looks like on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from train.plan.plan import Plan
+from train.plan.pods import GIB, LATENCY
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints memory, traffic and the predicted step."""
+    console.print(Group(_memory(plan), _traffic(plan), _step(plan)))
+    console.print(assumptions(plan), highlight=False)
+
+
+def mesh_text(axes: dict[str, int]) -> str:
+    """``fsdp 64 x context 8``: the axes that have more than one device."""
+    return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
+
+
+def _memory(plan: Plan) -> Table:
+    of = "half a chip" if plan.pod.network.devices > 1 else "a chip"
+    table = Table("", "GiB", "share", title=f"HBM of {of}: {plan.pod.name}, {mesh_text(plan.axes)}")
+    memory, whole = plan.memory, plan.pod.hbm_bytes
+    rows = {
+        "parameters": memory.parameters,
+        "optimizer": memory.optimizer,
+        "batch": memory.batch,
+        "padding of these": memory.padding,
+        "activations, gradients, gathered parameters": memory.temp,
+        "program": memory.program,
+        "all": memory.total,
+        "there is": whole,
+    }
+    for name, size in rows.items():
+        table.add_row(name, f"{size / GIB:,.2f}", f"{size / whole:.1%}")
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    title = "Collectives of a step, for each device"
+    table = Table("mesh axes", "kind", "GB", title=title)
+    for (axes, kind), size in sorted(plan.tally.moved.items(), key=lambda item: -item[1]):
+        if size:
+            table.add_row(axes, kind, f"{size / 1e9:,.2f}")
+    return table
+
+
+def _step(plan: Plan) -> Table:
+    table = Table("", "", title="A step, predicted")
+    tally, flops = plan.tally, plan.flops
+    rows = {
+        "model FLOPs": f"{flops.total:.4g}, {flops.attention / flops.total:.1%} of them attention",
+        "compute": f"{tally.compute:.4g} s",
+        "attention kernels": f"{tally.kernels:.4g} s",
+        "waiting for collectives": f"{tally.exposed:.4g} s of {sum(tally.busy.values()):.4g} s on the links",
+        "step": f"{plan.seconds:.4g} s",
+        "tokens a second and chip": f"{plan.tokens_per_second:,.0f}",
+        "MFU, allowed pairs only": f"{plan.mfu:.1%}",
+        "MFU as MaxText counts it": f"{plan.maxtext_mfu:.1%}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def assumptions(plan: Plan) -> str:
+    """What a prediction rests on."""
+    pod = plan.pod
+    clock = f"{pod.chip.gigahertz:g} GHz{' (assumed)' if pod.chip.clock_is_assumed else ''}"
+    unknown = ", ".join(f"{name} x {count}" for name, count in plan.tally.unknown.items())
+    return (
+        f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.network.link:g} GB/s one way, "
+        f"{LATENCY * 1e6:g} us a hop; every row one document; collectives overlap only what stands between their start "
+        "and their end in the compiled program; no input, no host, no stragglers."
+        + (f" Left out, for nothing is known of it: {unknown}." if unknown else "")
+    )

@@ -1,0 +1,144 @@
+"""Predicts the time of a compiled program by playing it through.
+
+The instructions of a computation run in the order in which the compiler scheduled them. A fusion takes the cycles that
+the compiler expects of it, its traffic with HBM included; a kernel what `train.plan.kernels` says; a loop its trips; a
+conditional its longest branch. A collective that is started and awaited later runs beside what stands between, one
+inside a fusion beside the fusion, and those over the same axes of the mesh queue up; any other stops everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from train.plan.hlo import Instruction, Module, inside
+from train.plan.network import Fabric, Traffic, kind_of
+
+KernelTime = Callable[[Instruction], float | None]
+
+
+@dataclass
+class Tally:
+    """Where the time of a computation goes, in seconds on one device, and what it moves."""
+
+    compute: float = 0.0  # fusions, copies
+    kernels: float = 0.0  # written by hand
+    exposed: float = 0.0  # waiting for collectives
+    moved: Counter = field(default_factory=Counter)  # bytes by axes and kind of collective
+    busy: Counter = field(default_factory=Counter)  # seconds of collectives by axes, hidden ones too
+    unknown: Counter = field(default_factory=Counter)  # kernels and loops of which no time or number is known
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.compute + self.kernels + self.exposed
+
+    def add(self, other: Tally, times: int = 1) -> None:
+        """Another computation, run so often."""
+        self.compute += times * other.compute
+        self.kernels += times * other.kernels
+        self.exposed += times * other.exposed
+        for name in ("moved", "busy", "unknown"):
+            for key, value in getattr(other, name).items():
+                getattr(self, name)[key] += value * (1 if name == "unknown" else times)
+
+
+@dataclass
+class Player:
+    """Plays a program; every computation once."""
+
+    module: Module
+    fabric: Fabric
+    kernel_time: KernelTime
+    _played: dict[str, Tally] = field(default_factory=dict)
+
+    def play(self, computation: str | None = None) -> Tally:
+        """What a computation takes; the whole program by default."""
+        name = computation or self.module.entry
+        if name not in self._played:
+            self._played[name] = _Run(self, Tally()).through(self.module.computations[name])
+        return self._played[name]
+
+    def seconds(self, line: Instruction) -> float:
+        """What an instruction takes that calls nothing: by cycles."""
+        return line.cycles * self.fabric.pod.seconds_per_cycle
+
+    def hidden_traffic(self, line: Instruction) -> list[tuple[str, Traffic]]:
+        """The collectives inside a fusion, or that an instruction starts."""
+        found = [(kind, part) for name in line.calls for part in self._inside(name) if (kind := kind_of(part))]
+        return [(kind, self.fabric.traffic(part, kind)) for kind, part in found]
+
+    def _inside(self, name: str) -> list[Instruction]:
+        return list(inside(self.module, name)) if name in self.module.computations else []
+
+
+@dataclass
+class _Run:
+    """One computation on its way."""
+
+    player: Player
+    tally: Tally
+    free: Counter = field(default_factory=Counter)  # when the links of some axes are free again
+    done: dict[str, float] = field(default_factory=dict)  # when what was started will be there
+
+    def through(self, lines: list[Instruction]) -> Tally:
+        for line in lines:
+            self._step(line)
+        self._wait(max(self.done.values(), default=0.0))
+        return self.tally
+
+    def _step(self, line: Instruction) -> None:
+        kind = kind_of(line)
+        if line.opcode == "while":
+            self._loop(line)
+        elif line.opcode in ("call", "conditional"):
+            parts = [self.player.play(name) for name in line.calls]
+            self.tally.add(max(parts, key=lambda part: part.seconds))
+        elif kind:
+            self._collective(line, kind, self.player.fabric.traffic(line, kind))
+        elif line.opcode == "async-start":
+            for kind, traffic in self.player.hidden_traffic(line):
+                self._collective(line, kind, traffic)
+        elif line.opcode.endswith("-done") and line.operands[0] in self.done:
+            self._wait(self.done.pop(line.operands[0]))
+        elif line.opcode == "custom-call":
+            self._kernel(line)
+        else:
+            self._compute(line)
+
+    def _loop(self, line: Instruction) -> None:
+        trips = self.player.module.trips(line)
+        if trips is None:
+            self.tally.unknown[f"trips of {line.name}"] += 1
+        body = line.attribute(r"body=%?([\w.\-]+)")
+        self.tally.add(self.player.play(body), 1 if trips is None else trips)
+
+    def _compute(self, line: Instruction) -> None:
+        beside = self.player.hidden_traffic(line) if line.opcode == "fusion" else []
+        ends = [self._start(kind, traffic) for kind, traffic in beside]
+        self.tally.compute += self.player.seconds(line)
+        self._wait(max(ends, default=0.0))
+
+    def _kernel(self, line: Instruction) -> None:
+        seconds = self.player.kernel_time(line)
+        if seconds is None:
+            self.tally.unknown[f"kernel {line.name.split('.')[0]}"] += 1
+        self.tally.kernels += seconds or 0.0
+
+    def _collective(self, line: Instruction, kind: str, traffic: Traffic) -> None:
+        end = self._start(kind, traffic)
+        if line.opcode.endswith("-start"):
+            self.done[line.name] = max(end, self.done.get(line.name, 0.0))
+        else:
+            self._wait(end)
+
+    def _start(self, kind: str, traffic: Traffic) -> float:
+        """When it will be done."""
+        self.tally.moved[traffic.axes, kind] += traffic.bytes
+        self.tally.busy[traffic.axes] += traffic.seconds
+        self.free[traffic.axes] = max(self.tally.seconds, self.free[traffic.axes]) + traffic.seconds
+        return self.free[traffic.axes]
+
+    def _wait(self, until: float) -> None:
+        self.tally.exposed += max(0.0, until - self.tally.seconds)
