@@ -123,7 +123,7 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 # What may change between the start of a run and its resumption without changing a single number of the training.
-_FREE_SECTIONS = ("name", "output", "monitor", "evaluate", "compare", "scheme.label", "scheme.extend")
+_FREE_SECTIONS = ("name", "output", "data.cache", "monitor", "evaluate", "compare", "scheme.label", "scheme.extend")
 _FREE_TRAIN = ("train.mesh", "train.context", "train.checkpoint_every", "train.keep", "train.log_every")
 
 

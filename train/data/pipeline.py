@@ -11,6 +11,7 @@ from train.config import Config
 from train.data.cache import open_corpora
 from train.data.packing import Batch, PackedRows, pack_corpora
 from train.data.sources import Told, check_held_out, held_out, untold
+from train.data.storage import RemoteFolder
 from train.data.tokenizer import load_tokenizer
 
 _MANY_ROWS = 2**48
@@ -92,8 +93,9 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
         return starts[owner] + int(orders[owner][rank])
 
     numbers = grain.MapDataset.range(_MANY_ROWS).map(row).batch(batch_rows)
-    # Rows are cut for a whole batch at once, so one thread, ahead by a few batches, is enough.
-    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    # Rows are cut for a whole batch at once, so one thread, ahead by a few batches, is enough; URLs make threads wait.
+    remote = any(isinstance(owner.corpus.folder, RemoteFolder) for owner in rows.parts)
+    ahead = grain.ReadOptions(num_threads=8 if remote else 1, prefetch_buffer_size=8 if remote else 4)
     return iter(numbers.map(lambda batch: rows.batch(np.asarray(batch)[part])).to_iter_dataset(ahead))
 
 

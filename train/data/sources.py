@@ -194,12 +194,13 @@ def _resolved(path: str) -> str:
 
 def _matches(pattern: str) -> list[SourceFile]:
     found = find(pattern, "data.paths")
-    start = _fixed_part(open_url(pattern, "data.paths")[1])
+    system, start = open_url(pattern, "data.paths")
+    start = _fixed_part(start)
     files = []
     for path, info in found.items():
         if info["type"] == "file":
             files.append(_source_file(path, info, start))
-        elif find(f"{path}/state.json", "data.paths"):
+        elif system.isfile(f"{path}/state.json"):
             files += _dataset_files(path, start)
     if not files:
         raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{_folder_hint(pattern, found)}")

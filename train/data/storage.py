@@ -34,7 +34,8 @@ def find(pattern: str, key: str) -> dict[str, dict[str, Any]]:
     system, path = open_url(pattern, key)
     if is_url(pattern):
         return {system.unstrip_protocol(name): info for name, info in system.glob(path, detail=True).items()}
-    return {name: system.info(name) for name in sorted(glob.glob(path, recursive=True))}
+    found = sorted(glob.glob(path, recursive=True))
+    return {name: system.info(name) for name in found if system.exists(name)}  # a link may lead nowhere
 
 
 def optional(module: str, wanted_by: str) -> ModuleType:
