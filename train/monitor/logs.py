@@ -3,10 +3,12 @@
 import hashlib
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import Config, to_dict
+from train.paths import is_local, path
 
 
 class Log(Protocol):
@@ -23,12 +25,13 @@ class MetricsLog:
     A resumed run repeats the steps since its checkpoint; those that stand there already are not written twice.
     """
 
-    def __init__(self, path: Path):
-        kept = path.read_bytes() if path.exists() else b""
+    def __init__(self, place: Path):
+        kept = place.read_bytes() if place.exists() else b""
         whole = kept[: kept.rfind(b"\n") + 1]
-        self.last: dict[str, Any] = json.loads(whole.splitlines()[-1]) if whole else {"step": 0}
-        self._file = path.open("ab")
-        self._file.truncate(len(whole))
+        self.last: dict[str, Any] = _last_line(whole, place)
+        self._file = place.open("ab") if is_local(place) else _Object(place, whole)
+        if is_local(place):
+            self._file.truncate(len(whole))
 
     def write(self, step: int, **values: Any) -> None:
         """Appends a line, unless one of this step or a later one stands there."""
@@ -48,14 +51,54 @@ class MetricsLog:
         self.close()
 
 
+def _last_line(whole: bytes, place: Path) -> dict[str, Any]:
+    try:
+        last = json.loads(whole.splitlines()[-1]) if whole else {"step": 0}
+        return {**last, "step": int(last["step"])}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{place}: its last line holds no metrics; take the line out to go on with the run") from None
+
+
+class _Object:
+    """A file in an object store, where nothing is appended: every `flush` writes the whole of it."""
+
+    def __init__(self, place: Path, content: bytes = b""):
+        self._place, self._content = place, bytearray(content)
+
+    def write(self, data: bytes) -> None:
+        self._content += data
+
+    def flush(self) -> None:
+        self._place.write_bytes(bytes(self._content))
+
+    def close(self) -> None:
+        self.flush()
+
+
+class _Objects:
+    """How tensorboardX opens files of an object store."""
+
+    def open(self, address: str) -> _Object:
+        return _Object(path(address))
+
+    def directory_check(self, _: str) -> None:
+        """An object store has no folders to make."""
+
+
 class TensorBoardLog:
     """Scalars in TensorBoard's event files, which TensorBoard reads as one run however many there are."""
 
     def __init__(self, directory: Path):
-        # tensorboardX needs half a second to import, so only a run that writes imports it.
+        # tensorboardX takes about a second to import, so only a run that writes imports it.
         from tensorboardX import SummaryWriter
+        from tensorboardX.record_writer import register_writer_factory
 
-        self._writer = SummaryWriter(str(directory))
+        if not is_local(directory):
+            register_writer_factory(directory.protocol, _Objects())
+        # A whole object is written at each flush, so those are rarer.
+        seconds = 10 if is_local(directory) else 60
+        # Files are named by the second, and a run that goes on within it must not write over its first one.
+        self._writer = SummaryWriter(str(directory), flush_secs=seconds, filename_suffix=f".{time.time_ns()}")
 
     def write(self, step: int, **values: Any) -> None:
         """Adds the numbers of a step."""
@@ -74,13 +117,14 @@ class WandbLog:
         check_wandb(config.monitor.wandb)
         import wandb
 
-        own = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+        local = is_local(directory)
+        name = str(directory.absolute() if local else directory)
         self._run = wandb.init(
             project=config.monitor.wandb,
             name=config.name,
-            id=own,
+            id=hashlib.sha256(name.encode()).hexdigest()[:16],
             resume="allow",
-            dir=str(directory),
+            dir=str(directory) if local else None,
             config=to_dict(config),
         )
 

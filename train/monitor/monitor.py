@@ -123,9 +123,11 @@ class Monitor:
             yield log
 
     def _append(self, text: str) -> None:
-        """What the watchdog saw, where it is found later."""
-        with (self._directory / "watchdog.txt").open("a", encoding="utf-8") as file:
-            file.write(text)
+        """What the watchdog saw, where it is found later; each process has a file of its own."""
+        place = self._directory / "watchdog" / f"process-{self._process}.txt"
+        place.parent.mkdir(exist_ok=True)
+        before = place.read_text(encoding="utf-8") if place.exists() else ""
+        place.write_text(before + text, encoding="utf-8")
 
 
 def model_flops(stage: Config, segment_ids: np.ndarray | None) -> float | None:

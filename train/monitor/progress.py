@@ -36,7 +36,7 @@ def _bar(console: Console) -> Progress:
 def status(values: Mapping[str, Any], tokens_left: int) -> str:
     """``extend · loss 2.345 · 31,000 tokens/s · MFU 41.0% · 0:00:42 left``, without what is not known."""
     parts = [values["stage"]] if values.get("stage") else []
-    parts.append(f"loss {values['loss']:.4f}")
+    parts.append("loss not finite" if values["loss"] is None else f"loss {values['loss']:.4f}")
     if values.get("skipped"):
         parts.append(f"{values['skipped']} skipped")
     rate, mfu = values.get("tokens_per_second"), values.get("mfu")

@@ -1,10 +1,13 @@
 """A trace of some steps by JAX's profiler, for TensorBoard, XProf or Perfetto."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from train.paths import is_local
 
 
 class Trace:
@@ -13,16 +16,19 @@ class Trace:
     A run that goes on inside them traces the rest; one that ends inside them keeps what there is.
     """
 
-    def __init__(self, steps: Sequence[int], directory: Path | str):
+    def __init__(self, steps: Sequence[int], directory: Path):
         self._first, self._last = steps or (0, 0)
         self._directory = directory
         self._running = False
+        self._near: tempfile.TemporaryDirectory | None = None  # where the profiler writes what belongs far away
 
     def before(self, step: int, state: Any) -> None:
         """Called before a step is dispatched, with what it starts from."""
         if self._first <= step <= self._last and not self._running:
             jax.block_until_ready(state)
-            jax.profiler.start_trace(str(self._directory))
+            if not is_local(self._directory):
+                self._near = tempfile.TemporaryDirectory()
+            jax.profiler.start_trace(str(self._near.name if self._near else self._directory))
             self._running = True
 
     def after(self, step: int, result: Any) -> None:
@@ -34,6 +40,9 @@ class Trace:
     def _end(self) -> None:
         self._running = False
         jax.profiler.stop_trace()
+        if self._near:
+            with self._near as near:
+                copy_files(Path(near), self._directory)
 
     def __enter__(self):
         return self
@@ -41,3 +50,12 @@ class Trace:
     def __exit__(self, *_):
         if self._running:
             self._end()
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copies all files under a folder to another place, also one of an object store."""
+    for file in source.rglob("*"):
+        if file.is_file():
+            place = target.joinpath(*file.relative_to(source).parts)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(file.read_bytes())
