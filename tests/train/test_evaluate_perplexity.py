@@ -1,12 +1,16 @@
 """Perplexity against models whose probabilities are known in closed form."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.evaluate.perplexity import measure
-from train.evaluate.windows import full_pieces, last_windows, pieces, whole_windows
+from train.evaluate import predictor as predictor_module
+from train.evaluate.perplexity import measure, position_ends
+from train.evaluate.predictor import Predictor
+from train.evaluate.windows import full_pieces, last_windows, pieces, sliding_pieces, whole_windows
 
 VOCABULARY = 11
 
@@ -30,7 +34,8 @@ def by_position(parameters, tokens, length):
 
 def run(apply, documents, parameters=None, **changes):
     options = {"lengths": (4, 8, 16), "train_length": 4, "tokens": 10_000, "batch_tokens": 32}
-    return list(measure(apply, parameters, documents, **{**options, **changes}))
+    predictor = Predictor(apply, lambda parameters, hidden: hidden)
+    return list(measure(predictor, parameters, documents, **{**options, **changes}))
 
 
 @pytest.fixture
@@ -79,6 +84,85 @@ def test_the_last_tokens_stand_at_the_end_of_the_window():
     found = run(by_position, [np.zeros(17, np.uint16)])
     wanted = [np.log(np.arange(2, 2 + length)[-4:]).mean() for length in (4, 8, 16)]
     np.testing.assert_allclose([measurement.last_nll for measurement in found], wanted, rtol=1e-6)
+
+
+def test_sliding_windows_score_every_target_that_the_longest_can_reach_once(documents):
+    table = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (VOCABULARY, VOCABULARY)))
+    cost = -np.asarray(table, np.float64)
+    wanted = []
+    for document in documents:
+        steps = (len(document) - 1 - 16) // 3 + 1  # windows of 16 inputs that fit, 3 tokens apart
+        if steps > 0:
+            start, end = 16 - 3, 16 + 3 * (steps - 1)
+            wanted.append(cost[document[start:end], document[start + 1 : end + 1]])
+    for found in run(bigram, documents, table, stride=3):
+        assert found.sliding_tokens == sum(map(len, wanted)) == 105
+        assert found.sliding_nll == pytest.approx(np.concatenate(wanted).mean(), rel=1e-6)
+        assert found.as_row()["sliding_perplexity"] == pytest.approx(np.exp(found.sliding_nll))
+
+
+def test_a_sliding_window_has_full_context_but_for_its_stride():
+    found = run(by_position, [np.zeros(40, np.uint16)], stride=2)
+    wanted = [np.log([length, length + 1]).mean() for length in (4, 8, 16)]
+    np.testing.assert_allclose([measurement.sliding_nll for measurement in found], wanted, rtol=1e-6)
+
+
+def test_sliding_windows_keep_the_budget():
+    documents = [np.full(100, name, np.uint16) for name in range(10)]
+    assert len(sliding_pieces(documents, 16, 2, 320)) == 20
+    assert len(sliding_pieces(documents, 16, 2, 10**6)) == 10 * 42
+    assert {piece[0] for piece in sliding_pieces(documents, 16, 2, 320)} == set(range(10))
+
+
+def test_without_a_stride_nothing_slides(documents):
+    assert {found.sliding_nll for found in run(uniform, documents)} == {None}
+
+
+def test_perplexity_by_position_tells_the_places_of_a_window_apart():
+    found = run(by_position, [np.zeros(size, np.uint16) for size in (100, 7, 33, 17)])[-1]
+    assert found.position_ends == (1, 2, 3, 4, 6, 8, 12, 16)
+    costs = np.log(np.arange(2, 18))
+    # Windows of up to 16 targets: of 100 - 1, 7 - 1, 33 - 1 and 17 - 1.
+    sizes = [16] * 6 + [3] + [6] + [16] * 2 + [16]
+    counts = np.array([sum(size > place for size in sizes) for place in range(16)])
+    edges = [0, *found.position_ends]
+    wanted = [np.average(costs[a:b], weights=counts[a:b]) for a, b in pairwise(edges) if counts[a:b].any()]
+    np.testing.assert_allclose(found.position_nll, wanted, rtol=1e-6)
+    parts = [counts[a:b].sum() for a, b in pairwise(edges)]
+    assert found.window_nll == pytest.approx(np.average(found.position_nll, weights=parts), rel=1e-6)
+
+
+def test_positions_at_which_no_token_stands_have_no_number():
+    # The budget takes one piece, and it is the short one in the middle.
+    documents = [np.zeros(size, np.uint16) for size in (17, 3, 17)]
+    found = run(by_position, documents, lengths=(16,), tokens=1)[0]
+    assert found.window_tokens == 2
+    assert found.position_nll == (pytest.approx(np.log(2)), pytest.approx(np.log(3)), *[None] * 6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 100])
+def test_the_parts_of_a_window_double_every_second_time_and_end_with_it(length):
+    ends = position_ends(length)
+    assert ends[-1] == length
+    assert list(ends) == sorted(set(ends))
+    assert all(c == 2 * a for a, c in zip(ends[1:-1], ends[3:-1], strict=False))
+
+
+def test_logits_in_parts_are_the_same_numbers(documents, monkeypatch):
+    table = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (VOCABULARY, VOCABULARY)))
+    whole = run(bigram, documents, table)
+    monkeypatch.setattr(predictor_module, "_LOGITS", 5 * VOCABULARY)
+    seen = []
+
+    def logits(parameters, hidden):
+        seen.append(hidden.shape[:2])
+        return hidden
+
+    given = {"lengths": (4, 8, 16), "train_length": 4, "tokens": 10_000, "batch_tokens": 32}
+    for part, found in zip(measure(Predictor(bigram, logits), table, documents, **given), whole, strict=True):
+        assert part.window_nll == pytest.approx(found.window_nll, rel=1e-6)
+        assert part.position_nll == pytest.approx(found.position_nll, rel=1e-6)
+    assert max(rows * places for rows, places in seen) <= 8  # 8 rows of one place, 4 of one, 2 of two
 
 
 def test_last_windows_differ_by_context_alone(documents):

@@ -1,4 +1,6 @@
-"""Perplexity against length: over whole windows, and of the last tokens while the context grows."""
+"""Perplexity against length: over whole windows, in sliding windows, of the last tokens while the context grows, and by
+position within a window.
+"""
 
 import dataclasses
 import math
@@ -10,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, whole_windows
+from train.evaluate.predictor import Predictor, next_nll
+from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, sliding_pieces, whole_windows
 
-# (parameters, tokens [rows, length], length) -> logits [rows, length, vocabulary]. `length` is a Python integer.
-Apply = Callable[[Any, Int[Array, "rows length"], int], Float[Array, "rows length vocabulary"]]
+MEASURES = ("window", "last", "sliding")
 
 _LARGEST_NLL = 700.0  # exp of more is no float64
 
@@ -25,7 +27,10 @@ class Measurement:
     """What was measured at one evaluation length. NLL is in nats per token, the mean over all scored tokens.
 
     `window` scores every token of non-overlapping windows; `last` only the final tokens, the same ones at each length,
-    as many as the training length. Where the model refused the length, `error` says why and the numbers are None.
+    as many as the training length; `sliding` those that a window uncovers with every step, also the same at each
+    length. `position_nll` tells the tokens of `window` apart by where they stand: the mean over those with more than
+    ``position_ends[n - 1]`` and up to ``position_ends[n]`` tokens before them. Where the model refused the length,
+    `error` says why and the numbers are None.
     """
 
     length: int
@@ -33,6 +38,10 @@ class Measurement:
     window_tokens: int = 0
     last_nll: float | None = None
     last_tokens: int = 0
+    sliding_nll: float | None = None
+    sliding_tokens: int = 0
+    position_ends: tuple[int, ...] = ()
+    position_nll: tuple[float | None, ...] = ()  # None where no token stands
     tokens_per_second: float | None = None  # tokens computed, compilation excluded
     error: str | None = None
 
@@ -46,10 +55,16 @@ class Measurement:
         """exp(NLL) of the last tokens."""
         return perplexity(self.last_nll)
 
+    @property
+    def sliding_perplexity(self) -> float | None:
+        """exp(NLL) in sliding windows."""
+        return perplexity(self.sliding_nll)
+
     def as_row(self) -> dict[str, Any]:
-        """All numbers, the two perplexities among them, as plain values for JSON."""
-        perplexities = {"window_perplexity": self.window_perplexity, "last_perplexity": self.last_perplexity}
-        return {**dataclasses.asdict(self), **perplexities}
+        """All numbers, the perplexities among them, as plain values for JSON."""
+        perplexities = {f"{name}_perplexity": perplexity(getattr(self, f"{name}_nll")) for name in MEASURES}
+        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, tuple)}
+        return {**dataclasses.asdict(self), **lists, **perplexities}
 
 
 def perplexity(nll: float | None) -> float | None:
@@ -58,7 +73,7 @@ def perplexity(nll: float | None) -> float | None:
 
 
 def measure(
-    apply: Apply,
+    predictor: Predictor,
     parameters: Any,
     documents: Sequence[Tokens],
     *,
@@ -66,29 +81,35 @@ def measure(
     train_length: int,
     tokens: int,
     batch_tokens: int,
+    stride: int = 0,
 ) -> Iterator[Measurement]:
     """Yields one `Measurement` for each of `lengths`, in nats per token.
 
     1. *Whole window*: non-overlapping windows of each length, from about `tokens` tokens of the documents.
     2. *Last tokens*: `train_length` targets at the end of pieces that have full context at every length, in one
        document; documents shorter than the longest length are left out. At most `tokens` tokens are computed.
+    3. *Sliding window*, unless `stride` is 0: a window of each length moves on by `stride` tokens and scores those, so
+       each has a context of more than ``length - stride`` tokens, or of all but as many. The same targets at every
+       length: those that the longest window can reach. At most `tokens` tokens are computed.
 
-    Both are sums of NLL over all scored tokens divided by their number, never means of windows. A window lies in one
-    document and starts at position 0. `apply` is compiled once for each length, for batches of about `batch_tokens`
-    tokens. A length beyond the training length that `apply` refuses with ValueError gives a `Measurement` with that
-    error: a learned embedding has no row for it.
+    All are sums of NLL over all scored tokens divided by their number, never means of windows. A window lies in one
+    document and starts at position 0. The model is compiled once for each length, for batches of about `batch_tokens`
+    tokens. A length beyond the training length that it refuses with ValueError gives a `Measurement` with that error:
+    a learned embedding has no row for it.
 
     Raises ValueError, before anything compiles, for a length below `train_length` or above every document's.
     """
     check_lengths(documents, lengths, train_length)
     span = max(lengths)
-    ends = full_pieces(documents, span, tokens)
-    chosen = pieces(documents, span, tokens)
+    ends, chosen = full_pieces(documents, span, tokens), pieces(documents, span, tokens)
+    slid = sliding_pieces(documents, span, stride, tokens) if stride else []
 
     def at(length: int) -> Measurement:
-        window, last = whole_windows(chosen, length), last_windows(ends, length, train_length)
+        windows = {"window": whole_windows(chosen, length), "last": last_windows(ends, length, train_length)}
+        if slid:
+            windows["sliding"] = last_windows(slid, length, stride)
         try:
-            return _measure_length(apply, parameters, window, last, max(1, batch_tokens // length))
+            return _measure_length(predictor, parameters, windows, length, max(1, batch_tokens // length))
         except ValueError as error:
             if length == train_length:
                 raise
@@ -110,33 +131,58 @@ def check_lengths(documents: Sequence[Sized], lengths: Sequence[int], train_leng
         )
 
 
-def _measure_length(apply: Apply, parameters: Any, window: Windows, last: Windows, rows: int) -> Measurement:
-    """Both measurements at one length, through one compiled function of `rows` windows."""
-    length = window.weights.shape[1]
-    rows = min(rows, max(len(window.tokens), len(last.tokens)))
-    score = _compiled(apply, parameters, rows, length)
+def _measure_length(
+    predictor: Predictor, parameters: Any, windows: dict[str, Windows], length: int, rows: int
+) -> Measurement:
+    """All measurements at one length, through one compiled function of `rows` windows."""
+    rows = min(rows, max(len(each.tokens) for each in windows.values()))
+    score = _compiled(predictor, parameters, rows, length)
     _warm(score, parameters, rows, length)
     start = time.perf_counter()
-    window_nll, last_nll = (_mean_nll(score, parameters, windows, rows) for windows in (window, last))
+    sums = {name: _nll_by_place(score, parameters, each, rows) for name, each in windows.items()}
     seconds = time.perf_counter() - start
-    if not max(window_nll, last_nll) < _LARGEST_NLL:
-        return Measurement(length, error=f"the loss is not finite ({window_nll} and {last_nll} nats per token)")
-    computed = (_batches(window, rows) + _batches(last, rows)) * rows * length
-    return Measurement(length, window_nll, window.scored, last_nll, last.scored, computed / seconds)
+    means = {name: float(sums[name].sum()) / each.scored for name, each in windows.items()}
+    if not max(means.values()) < _LARGEST_NLL:
+        found = " and ".join(str(value) for value in means.values())
+        return Measurement(length, error=f"the loss is not finite ({found} nats per token)")
+    computed = sum(_batches(each, rows) for each in windows.values()) * rows * length
+    ends, by_position = _by_position(sums["window"], windows["window"])
+    numbers = {f"{name}_nll": value for name, value in means.items()}
+    numbers |= {f"{name}_tokens": each.scored for name, each in windows.items()}
+    return Measurement(
+        length, **numbers, position_ends=ends, position_nll=by_position, tokens_per_second=computed / seconds
+    )
 
 
-def _compiled(apply: Apply, parameters: Any, rows: int, length: int) -> Callable[..., Float[Array, "rows"]]:
-    """`(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL of each row`, compiled."""
+def position_ends(length: int) -> tuple[int, ...]:
+    """Where the parts of a window end that it is cut into by position: 1, 2, 3, 4, 6, 8, 12, ..., 2^n, 3 2^(n-1), ...
 
-    def row_nll(parameters, tokens, weights):
-        logits = apply(parameters, tokens[:, :-1], length).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-        nll = jax.nn.logsumexp(logits, axis=-1) - chosen
-        return jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=-1)
+    Two parts for each doubling, so that each is about as wide as the others on a logarithmic axis; `length` ends the
+    last one.
+    """
+    doublings = [2**n for n in range(length.bit_length())]
+    ends = sorted({*doublings, *(3 * end // 2 for end in doublings if end > 1)})
+    return (*(end for end in ends if end < length), length)
+
+
+def _by_position(sums: Float[np.ndarray, "length"], windows: Windows) -> tuple[tuple[int, ...], tuple]:
+    """The ends of the parts of a window, and the mean NLL in each of them; None where nothing was scored."""
+    ends = position_ends(len(sums))
+    starts, counts = [0, *ends[:-1]], windows.weights.sum(axis=0, dtype=np.float64)
+    totals, scored = np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
+    return ends, tuple(float(total / count) if count else None for total, count in zip(totals, scored, strict=True))
+
+
+def _compiled(predictor: Predictor, parameters: Any, rows: int, length: int) -> Callable[..., Float[Array, "length"]]:
+    """`(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL at each place`, compiled."""
+
+    def place_nll(parameters, tokens, weights):
+        nll = next_nll(predictor, parameters, tokens, length)
+        return jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=0)
 
     tokens = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
     weights = jax.ShapeDtypeStruct((rows, length), jnp.float32)
-    return jax.jit(row_nll).lower(parameters, tokens, weights).compile()
+    return jax.jit(place_nll).lower(parameters, tokens, weights).compile()
 
 
 def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
@@ -145,13 +191,13 @@ def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
     jax.block_until_ready(score(parameters, tokens, weights))
 
 
-def _mean_nll(score: Callable, parameters: Any, windows: Windows, rows: int) -> float:
-    """Sum of NLL over sum of weights, in float64; the last batch is filled up with windows that do not count."""
+def _nll_by_place(score: Callable, parameters: Any, windows: Windows, rows: int) -> Float[np.ndarray, "length"]:
+    """The sum of NLL over windows at each place, in float64; the last batch is filled up with what does not count."""
     missing = _batches(windows, rows) * rows - len(windows.tokens)
     filled = [np.pad(values, ((0, missing), (0, 0))) for values in windows]
     batches = zip(*(np.split(values, len(values) // rows) for values in filled), strict=True)
     sums = [score(parameters, *batch) for batch in batches]
-    return float(np.sum(np.asarray(sums, np.float64))) / windows.scored
+    return np.sum(np.asarray(sums, np.float64), axis=0)
 
 
 def _batches(windows: Windows, rows: int) -> int:

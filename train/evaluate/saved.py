@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
@@ -13,8 +12,11 @@ from rich.console import Console
 from train import report
 from train.checkpoint import read_config, restore_model
 from train.config import Config, SchemeConfig, differences, load
-from train.data import documents, encode
+from train.data import held_out_documents, load_tokenizer
+from train.evaluate.decoder import predictor_of
 from train.evaluate.perplexity import Measurement, check_lengths, measure
+from train.evaluate.predictor import Predictor
+from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop import read_result
 from train.machine import write_file
 from train.model import evaluated_scheme
@@ -62,7 +64,12 @@ def measure_entries(
     held_out = held_out_tokens(config)
     _, model = restore_model(directory)
     fitted = read_result(directory)
-    rows = []
+    rows: list[report.Row] = []
+
+    def add(row: report.Row) -> None:
+        rows.append(row)
+        told(_in_words(row))
+
     for entry in entries:
         about = {
             "label": entry.label,
@@ -72,50 +79,69 @@ def measure_entries(
             "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.extend else None,
             "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.extend else None,
         }
-        for found in measure_model(model, entry, config, held_out):
-            rows.append({**about, **found.as_row()})
-            told(f"{entry.label} at {found.length}: {_in_words(found)}")
+        predictor, parameters = predictor_of(_under(model, entry, config), config.seed)
+        for found in measure_held_out(predictor, parameters, config, held_out):
+            add({**about, **found.as_row()})
+        for found in measure_tasks(predictor, parameters, config):
+            add({**{name: about[name] for name in ("label", "base", "seed", "train_length")}, **found})
     return rows
+
+
+def _under(model: nnx.Module, entry: SchemeConfig, config: Config) -> nnx.Module:
+    """The model under the scheme of `entry`, its extension included, which reads the length evaluated."""
+    return model.with_scheme(evaluated_scheme(entry, config.model.num_layers))
 
 
 def held_out_tokens(config: Config) -> list[np.ndarray]:
     """The held-out documents as tokens.
 
-    Raises ValueError when a model of this config cannot be measured on them at ``evaluate.lengths``.
+    Raises ValueError when a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
+    ``evaluate.tasks``.
     """
     check_causal(config)
-    held_out = [encode(document.text) for document in documents(config.data, "held_out")]
+    check_tasks(config.evaluate, _vocabulary(config))
+    held_out = held_out_documents(config)
     check_lengths(held_out, config.evaluate.lengths, config.train.length)
     return held_out
 
 
-def _in_words(found: Measurement) -> str:
-    return found.error or f"perplexity {found.window_perplexity:.2f}, last tokens {found.last_perplexity:.2f}"
+def _in_words(row: report.Row) -> str:
+    """A row as a line for the terminal."""
+    where = f"{row['label']} at {row['length']}"
+    if "task" in row:
+        depth = "" if row["depth"] is None else f", depth {row['depth']:.2f}"
+        return f"{where}: {row['task']}{depth}: {row['error'] or format(row['accuracy'], '.1%')}"
+    last = "" if row["error"] else f", last tokens {row['last_perplexity']:.2f}"
+    return f"{where}: " + (row["error"] or f"perplexity {row['window_perplexity']:.2f}{last}")
 
 
-def measure_model(
-    model: nnx.Module, entry: SchemeConfig, config: Config, held_out: Sequence[np.ndarray]
+def measure_held_out(
+    predictor: Predictor, parameters: Any, config: Config, held_out: Sequence[np.ndarray]
 ) -> Iterator[Measurement]:
-    """Measures a model under the scheme of `entry`, its extension included, which reads the length evaluated."""
-    scheme = evaluated_scheme(entry, config.model.num_layers)
-    graph, parameters = nnx.split(model.with_scheme(scheme))
-
-    def apply(parameters, tokens, length):
-        where = {"length": length}
-        if scheme.positions is not None:
-            drawn = scheme.positions.evaluate(length, key=jax.random.key(config.seed), batch=len(tokens))
-            where |= {name: value for name, value in drawn._asdict().items() if value is not None}
-        return nnx.merge(graph, parameters)(tokens, **where)
-
+    """Perplexity on the held-out documents at every length, as ``config.evaluate`` says."""
     return measure(
-        apply,
+        predictor,
         parameters,
         held_out,
         lengths=config.evaluate.lengths,
         train_length=config.train.length,
         tokens=config.evaluate.tokens,
         batch_tokens=config.evaluate.batch_tokens,
+        stride=config.evaluate.stride,
     )
+
+
+def measure_tasks(predictor: Predictor, parameters: Any, config: Config) -> Iterator[dict[str, Any]]:
+    """The results of every task of ``config.evaluate.tasks``: one row for each length and depth."""
+    vocabulary, sizes = _vocabulary(config), config.evaluate
+    for name in sizes.tasks:
+        for length in lengths_of(name, sizes, vocabulary):
+            given = (vocabulary, name, sizes.section(name), length, sizes.batch_tokens)
+            yield from measure_task(predictor, parameters, *given)
+
+
+def _vocabulary(config: Config) -> Vocabulary:
+    return Vocabulary(load_tokenizer(config.data))
 
 
 def check_causal(config: Config) -> None:

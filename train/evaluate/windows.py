@@ -1,6 +1,6 @@
 """Which tokens of the held-out documents are scored, and in what context.
 
-Both measurements look at *pieces*: runs of at most `span + 1` tokens of one document, where `span` is the longest
+All measurements look at *pieces*: runs of at most `span + 1` tokens of one document, where `span` is the longest
 evaluation length. The pieces are the same at every length, so the curves differ by the context alone.
 """
 
@@ -41,6 +41,16 @@ def full_pieces(documents: Sequence[Tokens], span: int, tokens: int) -> list[Tok
     """The pieces of exactly `span + 1` tokens, at most `tokens // span` of them, evenly over all documents."""
     full = [piece for piece in pieces(documents, span, _everything(documents)) if len(piece) == span + 1]
     return _evenly(full, max(1, tokens // span))
+
+
+def sliding_pieces(documents: Sequence[Tokens], span: int, stride: int, tokens: int) -> list[Tokens]:
+    """Overlapping pieces of exactly `span + 1` tokens, each `stride` tokens after the one before in its document.
+
+    At most `tokens // span` of them, evenly over all documents. The last `stride` targets of one piece are followed by
+    those of the next.
+    """
+    starts = [(document, start) for document in documents for start in range(0, len(document) - span, stride)]
+    return _evenly([document[start : start + span + 1] for document, start in starts], max(1, tokens // span))
 
 
 def whole_windows(chosen: Sequence[Tokens], length: int) -> Windows:

@@ -1,0 +1,7 @@
+"""Tasks whose answers are right or wrong: where they come from, and how a model does on them."""
+
+from train.evaluate.tasks.registry import TASKS, cases, check_tasks, lengths_of
+from train.evaluate.tasks.scoring import measure_task
+from train.evaluate.tasks.vocabulary import Vocabulary
+
+__all__ = ["TASKS", "Vocabulary", "cases", "check_tasks", "lengths_of", "measure_task"]

@@ -1,0 +1,56 @@
+"""A number hidden in idle text (Mohtashami and Jaggi, arXiv 2305.16300)."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from train.evaluate.tasks.sample import Sample, joined, too_short
+from train.evaluate.tasks.text import compose
+from train.evaluate.tasks.vocabulary import Vocabulary
+
+OPENING = "One fact is hidden in the idle talk below. Find it and keep it in mind, for it is asked for at the end.\n"
+IDLE = ("Grass is green. ", "The sky is blue. ", "The sun is yellow. ", "Off we go. ", "There and back once more. ")
+QUESTION = "\nWhat is the pass key? The pass key is"
+
+
+class Prompt(NamedTuple):
+    """A text that ends in a question, and what the text that follows it must hold."""
+
+    tokens: np.ndarray
+    answer: bytes
+
+
+def passkey(
+    generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float, new_tokens: int
+) -> Prompt:
+    """`length - new_tokens` tokens: an opening, a share `depth` of the filler, the fact, the rest of the filler, the
+    question. The key is uniform over the integers of five digits; the filler repeats five sentences in their order.
+
+    Raises ValueError for a length that does not hold it.
+    """
+    key = str(generator.integers(10_000, 100_000))
+    fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
+    ending = [(QUESTION, False)]
+    text = compose(vocabulary, length, OPENING, itertools.cycle(IDLE), [fact], [depth], ending, room=new_tokens)
+    return Prompt(text.tokens, key.encode())
+
+
+def passkey_tokens(
+    generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float, key_tokens: int
+) -> Sample:
+    """The same for models too small for words: random symbols, among them a marker with a key of `key_tokens` symbols
+    behind it. At the end the marker stands once more, and then the key, every symbol of which is an answer.
+
+    The marker, drawn too, stands nowhere else. A share `depth` of the other symbols stands before it.
+
+    Raises ValueError for a length that does not hold it.
+    """
+    marker, *others = generator.permutation(vocabulary.symbols)
+    idle = length - 1 - 2 * (1 + key_tokens)
+    if idle < 1:
+        raise too_short(length, length - idle + 1)
+    key, filler = generator.choice(others, key_tokens), generator.choice(others, idle)
+    before = round(depth * idle)
+    parts = [vocabulary.begin, filler[:before], [marker], key, filler[before:], [marker]]
+    return joined([*((part, False) for part in parts), *(([symbol], True) for symbol in key)], len(others))

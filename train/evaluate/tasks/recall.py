@@ -1,0 +1,63 @@
+"""Associative recall, copying and induction: random symbols whose continuation stands earlier in the row."""
+
+import numpy as np
+
+from train.evaluate.tasks.sample import Sample, joined, too_short
+from train.evaluate.tasks.vocabulary import Vocabulary
+
+
+def mqar(generator: np.random.Generator, vocabulary: Vocabulary, length: int, pairs: int, power: float) -> Sample:
+    """Multi-query associative recall (Arora et al., arXiv 2312.04927, section 4 and appendix).
+
+    `pairs` pairs of a key and a value, then every key once more, each with its value behind it, which is an answer.
+    The g-th of the slots of two symbols behind the pairs is taken with a chance in proportion to ``g**(power - 1)``,
+    as in the paper; the others hold values. No key stands anywhere else. Here values may repeat.
+
+    Raises ValueError for a length that does not hold every pair twice, or more pairs than keys.
+    """
+    symbols = generator.permutation(vocabulary.symbols)
+    all_keys, values = np.split(symbols, [len(symbols) // 2])
+    if pairs > len(all_keys):
+        raise ValueError(f"{pairs} pairs need as many keys, the vocabulary has {len(all_keys)}")
+    slots = (length - 1) // 2 - pairs
+    if slots < pairs:
+        raise too_short(length, 4 * pairs + 1)
+    shown = np.stack([all_keys[:pairs], generator.choice(values, pairs)], axis=1)
+    law = np.arange(1, slots + 1) ** (power - 1)
+    taken = generator.choice(slots, pairs, replace=False, p=law / law.sum())
+    behind = generator.choice(values, (slots, 2))
+    behind[taken] = shown
+    rest = generator.choice(values, length - 1 - 2 * (pairs + slots))
+    tokens = np.concatenate([vocabulary.begin, shown.ravel(), behind.ravel(), rest])
+    places = sorted(1 + 2 * (pairs + slot) + 1 for slot in taken.tolist())
+    return Sample(tokens.astype(np.int32), tuple((place, place + 1) for place in places), len(values))
+
+
+def copy(generator: np.random.Generator, vocabulary: Vocabulary, length: int) -> Sample:
+    """A string of random symbols, a marker that stands nowhere in it, and the string again, every symbol an answer.
+
+    Where the length is odd the second string lacks its last symbol.
+    """
+    size = length // 2 - 1 + length % 2
+    if length < 4:
+        raise too_short(length, 4)
+    marker, *others = generator.permutation(vocabulary.symbols)
+    string = generator.choice(others, size)
+    again = [([symbol], True) for symbol in string[: length - 2 - size]]
+    return joined([(vocabulary.begin, False), (string, False), ([marker], False), *again], len(others))
+
+
+def induction(generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float) -> Sample:
+    """What induction heads do (Olsson et al., arXiv 2209.11895): ``... a b ... a`` goes on with ``b``.
+
+    Random symbols, a pair of them at a depth, and at the end the first of the pair again; the answer is the second.
+    The first stands nowhere else; a share `depth` of the other symbols stands before the pair.
+    """
+    idle = length - 1 - 4
+    if idle < 0:
+        raise too_short(length, 5)
+    first, *others = generator.permutation(vocabulary.symbols)
+    filler, second = generator.choice(others, idle), generator.choice(others, 1)
+    before = round(depth * idle)
+    parts = [vocabulary.begin, filler[:before], [first], second, filler[before:], [first]]
+    return joined([*((part, False) for part in parts), (second, True)], len(others))

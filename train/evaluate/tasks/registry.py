@@ -1,0 +1,105 @@
+"""Every task by name, and its cases."""
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from train.evaluate.tasks.frequencies import common_words, frequent_words
+from train.evaluate.tasks.needles import needle_multi_key, needle_multi_query, needle_multi_value, needle_single
+from train.evaluate.tasks.passkey import Prompt, passkey, passkey_tokens
+from train.evaluate.tasks.recall import copy, induction, mqar
+from train.evaluate.tasks.sample import Sample
+from train.evaluate.tasks.variables import variable_tracking
+from train.evaluate.tasks.vocabulary import Vocabulary
+from train.settings import EvaluateConfig
+from train.settings.evaluate import SECTIONS, TaskConfig
+
+
+@dataclass(frozen=True)
+class Task:
+    """A generator of samples, or of prompts that a model continues. Its sizes are those of the config that it names."""
+
+    draw: Callable[..., Sample | Prompt]
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The names of the sizes that it takes, the depth among them if it has one."""
+        return tuple(inspect.signature(self.draw).parameters)[3:]
+
+    @property
+    def has_depth(self) -> bool:
+        """Whether an answer stands at a depth that is chosen."""
+        return "depth" in self.sizes
+
+
+TASKS: dict[str, Task] = {
+    function.__name__: Task(function)
+    for function in (
+        passkey,
+        passkey_tokens,
+        needle_single,
+        needle_multi_key,
+        needle_multi_value,
+        needle_multi_query,
+        variable_tracking,
+        common_words,
+        frequent_words,
+        mqar,
+        copy,
+        induction,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The cases of a task at one length, and at one depth if it has one."""
+
+    depth: float | None
+    samples: tuple[Sample | Prompt, ...]
+
+
+def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -> Iterator[Cases]:
+    """The cases of a task at a length, depth by depth; the same ones every time, and for every model.
+
+    Raises ValueError for a length that does not hold the task.
+    """
+    task = TASKS[name]
+    sizes = {size: getattr(section, size) for size in task.sizes if size != "depth"}
+    depths = np.linspace(0, 1, section.depths).tolist() if task.has_depth else [None]
+    for number, depth in enumerate(depths):
+        given = sizes | ({} if depth is None else {"depth": depth})
+        generator = np.random.default_rng([zlib.crc32(name.encode()), length, number])
+        yield Cases(depth, tuple(task.draw(generator, vocabulary, length, **given) for _ in range(section.cases)))
+
+
+def lengths_of(name: str, config: EvaluateConfig, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """The lengths that a task is measured at: its own, or those of ``evaluate.lengths`` that hold it.
+
+    Raises ValueError for lengths of its own that do not hold it, and where no other does.
+    """
+    section = config.section(name)
+    reasons = {n: _refusal(name, section, vocabulary, n) for n in section.lengths or config.lengths}
+    found = tuple(length for length, reason in reasons.items() if reason is None)
+    refused = [reason for reason in reasons.values() if reason]
+    if refused and (section.lengths or not found):
+        raise ValueError(f"evaluate.tasks: {name}: {refused[-1]}; see evaluate.{SECTIONS[name]}.lengths")
+    return found
+
+
+def _refusal(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -> str | None:
+    """Why there are no cases of a task at a length; None where there are."""
+    try:
+        list(cases(name, section, vocabulary, length))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_tasks(config: EvaluateConfig, vocabulary: Vocabulary) -> None:
+    """Raises ValueError for a task that cannot be measured, before anything is."""
+    for name in config.tasks:
+        lengths_of(name, config, vocabulary)

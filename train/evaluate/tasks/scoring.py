@@ -1,0 +1,112 @@
+"""How a model does on a task: the share of answers that are right."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from train.evaluate.predictor import NOT_FINITE, Predictor, likeliest_next
+from train.evaluate.tasks.passkey import Prompt
+from train.evaluate.tasks.registry import Cases, cases
+from train.evaluate.tasks.sample import Sample
+from train.evaluate.tasks.vocabulary import Vocabulary
+from train.settings.evaluate import TaskConfig
+
+
+def measure_task(
+    predictor: Predictor,
+    parameters: Any,
+    vocabulary: Vocabulary,
+    name: str,
+    section: TaskConfig,
+    length: int,
+    batch_tokens: int,
+) -> Iterator[dict[str, Any]]:
+    """Yields a row of results for the task at this length, or one for each of its depths.
+
+    `accuracy` is the mean over cases of the share of answers that are right; `chance` is that of a guess, None where it
+    is next to nothing. A length that the model refuses with ValueError, or where it gives no finite logits, gives rows
+    with that as their `error`. The model is compiled once, for batches of about `batch_tokens` tokens.
+    """
+    groups = list(cases(name, section, vocabulary, length))
+    samples = [sample for group in groups for sample in group.samples]
+    score = _continued if isinstance(samples[0], Prompt) else _forced
+    try:
+        shares, error = score(predictor, parameters, vocabulary, samples, section, batch_tokens // length), None
+    except ValueError as refusal:
+        shares, error = np.full(len(samples), np.nan), " ".join(str(refusal).split())
+    for group, part in zip(groups, np.split(shares, len(groups)), strict=True):
+        yield {"task": name, "length": length, **_row(group, part, error)}
+
+
+def _row(group: Cases, shares: np.ndarray, error: str | None) -> dict[str, Any]:
+    broken = None if np.isfinite(shares).all() else error or "the logits are not finite"
+    choices = getattr(group.samples[0], "choices", 0)
+    return {
+        "depth": group.depth,
+        "accuracy": None if broken else float(shares.mean()),
+        "chance": 1 / choices if choices else None,
+        "cases": len(group.samples),
+        "error": broken,
+    }
+
+
+def _forced(
+    predictor: Predictor, parameters: Any, _: Vocabulary, samples: Sequence[Sample], __: TaskConfig, rows: int
+) -> np.ndarray:
+    """For every sample the share of its answers that are right; NaN where any of the logits asked for is not finite.
+
+    Every token of an answer must be the likeliest one to follow what stands before it. So an answer is right just if
+    greedy decoding, given the text up to it, writes it. All tokens are read in one forward pass.
+    """
+    length = len(samples[0].tokens)
+    places = [np.concatenate([np.arange(*span) for span in sample.answers]) for sample in samples]
+    at = np.stack([np.pad(place, (0, max(map(len, places)) - len(place)), mode="edge") - 1 for place in places])
+    tokens = np.stack([sample.tokens for sample in samples])
+    likeliest = jax.jit(lambda parameters, *given: likeliest_next(predictor, parameters, *given, length))
+    found = _batched(functools.partial(likeliest, parameters), rows, tokens, at.astype(np.int32))
+    return np.array([_share(sample, *pair) for sample, *pair in zip(samples, places, found, strict=True)])
+
+
+def _share(sample: Sample, places: Int[np.ndarray, "places"], found: Int[np.ndarray, "more"]) -> float:
+    """The share of answers of which all tokens were found; NaN if any was `NOT_FINITE`."""
+    found = found[: len(places)]
+    if (found == NOT_FINITE).any():
+        return np.nan
+    right = dict(zip(places.tolist(), (found == sample.tokens[places]).tolist(), strict=True))
+    return float(np.mean([all(right[place] for place in range(*span)) for span in sample.answers]))
+
+
+def _continued(
+    predictor: Predictor,
+    parameters: Any,
+    vocabulary: Vocabulary,
+    prompts: Sequence[Prompt],
+    section: TaskConfig,
+    rows: int,
+) -> np.ndarray:
+    """For every prompt 1 if the answer is anywhere in the text that greedy decoding writes behind it, else 0."""
+    tokens = np.stack([prompt.tokens for prompt in prompts])
+    write = jax.jit(lambda parameters, prompts: predictor.greedy(parameters, prompts, section.new_tokens))
+    found = _batched(functools.partial(write, parameters), rows, tokens)
+    return np.array([_holds(vocabulary, prompt, text) for prompt, text in zip(prompts, found, strict=True)])
+
+
+def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"]) -> float:
+    """Whether the text, up to the end of the document, has the answer in it; NaN if it breaks off before."""
+    ends = np.flatnonzero((text == vocabulary.tokenizer.eos) | (text == NOT_FINITE))
+    if ends.size and text[ends[0]] == NOT_FINITE:
+        return np.nan
+    return float(prompt.answer in vocabulary.tokenizer.decode(text[: ends[0]] if ends.size else text))
+
+
+def _batched(function: Any, rows: int, *arrays: np.ndarray) -> np.ndarray:
+    """``function(*arrays)`` in batches of at most `rows` rows; the last one is filled up with its last row."""
+    count = len(arrays[0])
+    rows = max(1, min(rows, count))
+    filled = [np.pad(x, ((0, -count % rows), (0, 0)), mode="edge") for x in arrays]
+    batches = zip(*(np.split(x, len(x) // rows) for x in filled), strict=True)
+    return np.concatenate([np.asarray(function(*batch)) for batch in batches])[:count]

@@ -1,0 +1,97 @@
+"""Texts of an exact number of tokens: an opening, idle sentences with others hidden among them, a question, answers.
+
+Every part is made into tokens by itself, so no token spans two of them, and lengths and places are exact with any
+tokenizer.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from train.evaluate.tasks.sample import Sample, Tokens, joined, too_short
+from train.evaluate.tasks.vocabulary import Vocabulary
+
+IDLE = (
+    "The river is wide. ",
+    "Bread is best when it is warm. ",
+    "A cat sleeps on the wall. ",
+    "Nobody knows who built the old bridge. ",
+    "It rained for most of the week. ",
+    "The kettle takes its time. ",
+    "Some doors open to the left. ",
+    "The evening train was late again. ",
+    "Apples keep well in a cool room. ",
+    "She walked home along the harbour. ",
+    "The clock in the hall has stopped. ",
+    "Two boats lay on the sand. ",
+    "He left his coat on the chair. ",
+    "The garden needs water in June. ",
+    "Every path here leads uphill. ",
+    "They talked about the weather. ",
+)
+"""Sentences that say nothing to the purpose."""
+
+Answer = tuple[str, bool]
+"""A part of the end of a text, and whether it is an answer."""
+
+
+def drawn(generator: np.random.Generator, sentences: Sequence[str] = IDLE) -> Iterator[str]:
+    """The sentences in random order, without end: all of them once, then again in another order."""
+    while True:
+        yield from (sentences[index] for index in generator.permutation(len(sentences)))
+
+
+def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list[Tokens]:
+    """Sentences of `size` tokens together; the first one lacks its beginning where it does not fit."""
+    chosen, total = [], 0
+    while total < size:
+        chosen.append(vocabulary.tokens(next(sentences)))
+        total += len(chosen[-1])
+    return [chosen[0][total - size :], *chosen[1:]] if chosen else []
+
+
+def hidden(filling: Sequence[Tokens], needles: Sequence[Tokens], depths: Sequence[float]) -> list[Tokens]:
+    """The filling with every needle where the sentence begins that is nearest to its depth; 0 is the front, 1 the back.
+
+    Needles go in by depth, lowest first, those of one place in the order given. A needle at depth x has a share x of
+    the filling before it, to within half a sentence.
+    """
+    places = np.cumsum([0, *map(len, filling)])
+    nearest = [int(np.argmin(np.abs(places - depth * places[-1]))) for depth in depths]
+    inside = sorted(zip(nearest, range(len(needles)), strict=True))
+    found = list(filling)
+    for place, index in reversed(inside):
+        found.insert(place, needles[index])
+    return found
+
+
+def compose(
+    vocabulary: Vocabulary,
+    length: int,
+    opening: str,
+    sentences: Iterator[str],
+    needles: Sequence[str],
+    depths: Sequence[float],
+    ending: Sequence[Answer],
+    room: int = 0,
+) -> Sample:
+    """The beginning of a document, opening, needles in as much filling as it takes, ending; `length` tokens in all.
+
+    With `room` the text ends so many tokens earlier, for an answer that is to be generated.
+
+    Raises ValueError for a length that does not hold them with some filling.
+    """
+    first = [vocabulary.begin, vocabulary.tokens(opening)]
+    last = [(vocabulary.tokens(text), answer) for text, answer in ending]
+    inserted = [vocabulary.tokens(needle) for needle in needles]
+    fixed = sum(map(len, first)) + sum(map(len, inserted)) + sum(len(tokens) for tokens, _ in last) + room
+    if fixed >= length:
+        raise too_short(length, fixed + 1)
+    middle = hidden(filling(vocabulary, sentences, length - fixed), inserted, depths)
+    return joined([*((tokens, False) for tokens in (*first, *middle)), *last])
+
+
+def listed(answers: Sequence[str]) -> list[Answer]:
+    """Answers one after the other, " a, b, c.", as the end of a text."""
+    marks = [","] * (len(answers) - 1) + ["."]
+    return [part for answer, mark in zip(answers, marks, strict=True) for part in ((f" {answer}", True), (mark, False))]

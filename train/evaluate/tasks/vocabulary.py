@@ -1,0 +1,32 @@
+"""What tasks are written in: text by way of a tokenizer, and single tokens as symbols."""
+
+import string
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from train.data import Tokenizer
+from train.evaluate.tasks.sample import Tokens
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model, by its tokenizer."""
+
+    tokenizer: Tokenizer
+
+    def tokens(self, text: str) -> Tokens:
+        """The tokens of a piece of text, without those of a document's ends."""
+        return np.asarray(self.tokenizer.encode(text.encode())[1:-1], np.int32)
+
+    @cached_property
+    def begin(self) -> Tokens:
+        """The token that begins a document."""
+        return np.array([self.tokenizer.bos], np.int32)
+
+    @cached_property
+    def symbols(self) -> Tokens:
+        """The visible ASCII characters that are one token each: letters, digits, signs."""
+        found = [self.tokens(character) for character in string.digits + string.ascii_letters + string.punctuation]
+        return np.unique([tokens[0] for tokens in found if len(tokens) == 1])
