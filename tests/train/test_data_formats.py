@@ -1,0 +1,215 @@
+"""Every format of text, on disk and behind URLs, from files that other libraries wrote; damaged ones are left out."""
+
+import gzip
+import json
+
+import fsspec
+import pytest
+
+from train.config import DataConfig
+from train.data import documents
+
+TEXTS = ["één", "two\nlines", "3" * 5000, "𝄞"]
+
+
+def from_files(*paths, **options):
+    return DataConfig(source="files", paths=tuple(str(path) for path in paths), **{"held_out": 0.0, **options})
+
+
+def found(config, told=lambda _: None):
+    return {name: text.decode() for name, text in documents(config, "train", told)}
+
+
+def jsonl(texts=TEXTS, key="text"):
+    return "".join(json.dumps({"id": index, key: text}) + "\n" for index, text in enumerate(texts)).encode()
+
+
+def write_parquet(path, texts=TEXTS, kind=None):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array(texts, kind and getattr(pyarrow, kind)())
+    parquet.write_table(pyarrow.table({"id": range(len(texts)), "text": column}), path, row_group_size=2)
+
+
+def write_arrow(path, texts):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": texts})
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+
+
+def write_dataset(folder, parts, **state):
+    """A folder as `datasets.Dataset.save_to_disk` lays it out (seen with datasets 5.2)."""
+    folder.mkdir(parents=True)
+    names = [f"data-{index:05}-of-{len(parts):05}.arrow" for index in range(len(parts))]
+    for name, texts in zip(names, parts, strict=True):
+        write_arrow(folder / name, texts)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], **state}))
+
+
+def write_records(path, records):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), "group_size:2")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def write_zst(path, *frames):
+    zstandard = pytest.importorskip("zstandard")
+    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames))
+
+
+WRITERS = {
+    "a.jsonl": lambda path: path.write_bytes(jsonl()),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl()[:40]) + gzip.compress(jsonl()[40:])),
+    "a.jsonl.zst": lambda path: write_zst(path, jsonl()[:40], jsonl()[40:]),
+    "a.parquet": write_parquet,
+    "a.arrow": lambda path: write_arrow(path, TEXTS),
+    "a.array_record": lambda path: write_records(path, [text.encode() for text in TEXTS]),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_document_is_a_line_row_or_record(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    assert found(from_files(tmp_path / name)) == {f"{name}:{n}": text for n, text in enumerate(TEXTS, start=1)}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.txt.gz", "a.txt.zst"])
+def test_a_document_is_a_whole_file(tmp_path, name):
+    text = "one\ntwo\n"
+    if name.endswith(".zst"):
+        write_zst(tmp_path / name, text.encode())
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    assert found(from_files(tmp_path / name)) == {name: text}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_urls_name_the_same_documents_as_folders(tmp_path, name):
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    WRITERS[name](folder / name)
+    system = fsspec.filesystem("memory")
+    system.pipe_file(f"/{tmp_path.name}/shelf/{name}", (folder / name).read_bytes())
+    on_disk = found(from_files(tmp_path / "*" / name))
+    assert f"shelf/{name}:1" in on_disk
+    assert found(from_files(f"memory://{tmp_path.name}/*/{name}")) == on_disk
+
+
+@pytest.mark.parametrize("kind", ["large_string", "binary"])
+def test_parquet_columns_of_other_types_of_text(tmp_path, kind):
+    texts = [text.encode() for text in TEXTS] if kind == "binary" else TEXTS
+    write_parquet(tmp_path / "a.parquet", texts, kind)
+    assert list(found(from_files(tmp_path / "a.parquet")).values()) == TEXTS
+
+
+def test_folders_of_hugging_face_datasets(tmp_path):
+    write_dataset(tmp_path / "sets" / "train", [TEXTS[:3], TEXTS[3:]])
+    write_dataset(tmp_path / "sets" / "validation", [["never read"]])
+    names = [f"train/data-0000{part}-of-00002.arrow:{row}" for part, row in ((0, 1), (0, 2), (0, 3), (1, 1))]
+    assert found(from_files(tmp_path / "sets" / "train")) == dict(zip(names, TEXTS, strict=True))
+    with pytest.raises(FileNotFoundError, match=r"it holds several datasets, so name one, as .*/sets/train"):
+        documents(from_files(tmp_path / "sets"), "train")
+    write_dataset(tmp_path / "some", [TEXTS], _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(ValueError, match=r"is a selection of rows; save it again after flatten_indices\(\)"):
+        documents(from_files(tmp_path / "some"), "train")
+    (tmp_path / "some" / "state.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"some/state.json is not what Hugging Face datasets writes"):
+        documents(from_files(tmp_path / "some"), "train")
+
+
+def overwritten(parquet):
+    """A file whose footer alone is as it was written."""
+    footer = 8 + int.from_bytes(parquet[-8:-4], "little")
+    return parquet[:4] + b"\xff" * (len(parquet) - footer - 4) + parquet[-footer:]
+
+
+DAMAGE = {
+    "cut.jsonl.gz": ("a.jsonl.gz", lambda content: content[:-20], r"ended before the end-of-stream|CRC"),
+    "no.jsonl.gz": ("a.jsonl", lambda content: content, r"[Nn]ot a gzipped file"),
+    "cut.jsonl.zst": ("a.jsonl.zst", lambda content: content[:-9], "the file ends inside a compressed frame"),
+    "no.jsonl.zst": ("a.jsonl", lambda content: content, "[Uu]nknown frame descriptor"),
+    "line.jsonl": ("a.jsonl", lambda content: content[:-3] + b"\n", "line 4: not valid JSON"),
+    "cut.parquet": ("a.parquet", lambda content: content[:-40], "Parquet magic bytes not found"),
+    "page.parquet": ("a.parquet", overwritten, ""),
+    "cut.arrow": ("a.arrow", lambda content: content[:-2900], ""),
+    "no.arrow": ("a.jsonl", lambda content: content, ""),
+    "cut.array_record": ("a.array_record", lambda content: content[:-100], "Corrupted"),
+    "short.array_record": ("a.array_record", lambda content: content[:50], "at least 64KB"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_named_counted_and_left_out(tmp_path, name):
+    source, damage, reason = DAMAGE[name]
+    WRITERS[source](tmp_path / source)
+    (tmp_path / name).write_bytes(damage((tmp_path / source).read_bytes()))
+    (tmp_path / "good.txt").write_text("good")
+    lines = []
+    assert found(from_files(tmp_path / name, tmp_path / "good.txt"), lines.append) == {"good.txt": "good"}
+    (line,) = lines
+    assert line.startswith(f"data: 1 of 2 files are damaged and left out: {tmp_path / name} (")
+    assert "\n" not in line
+    with pytest.raises(ValueError, match=rf"none of the files can be read, 1 in all: .*{name} \(.*{reason}"):
+        documents(from_files(tmp_path / name), "train")
+
+
+def test_only_the_first_damaged_files_are_named(tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.jsonl").write_text("{")
+    (tmp_path / "good.txt").write_text("good")
+    lines = []
+    found(from_files(tmp_path / "*.jsonl", tmp_path / "good.txt"), lines.append)
+    (line,) = lines
+    assert line.startswith("data: 8 of 9 files")
+    assert line.count(".jsonl") == 5
+    assert line.endswith(", and 3 more")
+
+
+def test_columns_and_records_without_text_are_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"row 1: no text under 'texts', found keys \['id', 'text'\]; did you mean"):
+        documents(from_files(tmp_path / "a.parquet", text_key="texts"), "train")
+    with pytest.raises(ValueError, match=r"row 1: no text under 'id', found keys"):
+        documents(from_files(tmp_path / "a.parquet", text_key="id"), "train")
+    write_records(tmp_path / "a.array_record", [b"good", b"\xff\x00"])
+    with pytest.raises(ValueError, match=r"a.array_record \('utf-8' codec can't decode byte 0xff"):
+        documents(from_files(tmp_path / "a.array_record"), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("a.parquet", "pyarrow.parquet", "pyarrow"),
+        ("a.arrow", "pyarrow.ipc", "pyarrow"),
+        ("a.jsonl.zst", "zstandard", "zstandard"),
+        ("a.array_record", "array_record.python.array_record_module", "array_record"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatch, name, module, package):
+    WRITERS[name](tmp_path / name)
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ValueError, match=rf"needs {package}, not installed here: pip install 'posjax\[data\]'$"):
+        documents(from_files(tmp_path / name), "train")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere://bucket/a.txt", r"data.paths: cannot open 'nowhere://bucket/a.txt': Protocol not known: nowhere"),
+        ("memory://none/*.txt", r"data.paths: no file matches 'memory://none/\*.txt'"),
+    ],
+)
+def test_urls_that_lead_nowhere(path, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        documents(from_files(path), "train")
+
+
+def test_links_are_followed_and_may_lead_nowhere(tmp_path):
+    (tmp_path / "real.txt").write_text("text")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "a.txt").symlink_to(tmp_path / "real.txt")
+    (tmp_path / "linked" / "b.txt").symlink_to(tmp_path / "none.txt")
+    assert found(from_files(tmp_path / "linked" / "*.txt")) == {"a.txt": "text"}
