@@ -1,5 +1,6 @@
 """What the slots of a scheme have in common: values taken block by block, and maps of queries, keys and values."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 from jaxtyping import Array, Float, Int
@@ -26,6 +27,17 @@ class Blockwise:
 
     def pad(self, queries: int, keys: int) -> Self:
         """The same value with its arrays lengthened to ``queries`` and ``keys`` tokens."""
+        return self
+
+    def map_tokens(self, queries: Callable[[Array], Any], keys: Callable[[Array], Any]) -> Self:
+        """The same value with ``queries`` applied to its arrays over queries, and ``keys`` to those over keys.
+
+        Tokens are the last axis of those arrays.
+        """
+        return self
+
+    def heads(self, start, size: int) -> Self:
+        """The same value for the ``size`` query heads from ``start``."""
         return self
 
     def check(self, batch: int, queries: int, keys: int) -> None:
@@ -93,6 +105,10 @@ class Features:
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """Learned parameters of one layer, ``{}`` where there are none."""
         return {} if self.frequencies is None else self.frequencies.init(key, head_dim)
+
+    def heads(self, params, start, size: int):
+        """The parameters of the ``size`` key heads from ``start``; most methods have the same for all."""
+        return params
 
     def query_size(self, head_dim: int) -> int:
         """Width of a head's query projection."""

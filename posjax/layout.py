@@ -102,9 +102,16 @@ class Layout:
             shard: its number, which may be traced (``jax.lax.axis_index``).
         """
         self.check(length)
+        return tuple(self.piece(length, shard, n) for n in range(self.chunks))
+
+    def piece(self, length: int, shard: int | Int[Array, ""], n: int | Int[Array, ""]) -> Range | Int[Array, "tokens"]:
+        """Piece ``n`` of ``local``, where ``n`` may be traced too."""
         size = length // (self.shards * self.chunks)
-        if not self.moves:
-            return (Range(shard * size, size),) if self.chunks == 1 else (Range(0, size), Range(size, size))
-        if self.kind == "striped":
-            return (jnp.asarray(shard, jnp.int32) + self.shards * jnp.arange(size, dtype=jnp.int32),)
-        return Range(shard * size, size), Range((2 * self.shards - 1 - shard) * size, size)
+        if self.kind == "striped" and self.moves:
+            return jnp.asarray(shard, jnp.int32) + self.shards * jnp.arange(size, dtype=jnp.int32)
+        # Zigzag: chunk ``shard`` for the first piece, ``2 shards - 1 - shard`` for the second.
+        return Range((shard + n * (2 * self.shards - 1 - 2 * shard)) * size, size)
+
+
+CONTIGUOUS = Layout()
+"""Every token in its own place."""

@@ -269,6 +269,9 @@ class Dilated(Mask):
         """The dilations, with axes for batch, heads, queries and keys if they differ."""
         return np.reshape(self._each, (1, -1, 1, 1)) if isinstance(self.dilation, tuple) else self.dilation
 
+    def heads(self, start, size):
+        return _OfHeads(self, jnp.asarray(start, jnp.int32), size) if isinstance(self.dilation, tuple) else self
+
     def pairs(self, i, j):
         distance = i - j
         return (distance % self._steps == 0) & (abs(distance) < self.size * self._steps)
@@ -286,6 +289,30 @@ class Dilated(Mask):
     def visible(self, count, positions, causal):
         """As of the least dilated head: one count serves all heads, and from the widest reach on all agree."""
         return jnp.minimum(-(-count // min(self._each)), self.size if causal else 2 * self.size - 1)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["start"], meta_fields=["whole", "size"])
+@dataclasses.dataclass(frozen=True)
+class _OfHeads(Mask):
+    """A position mask with one pattern for each head, narrowed to the ``size`` heads from ``start``."""
+
+    whole: Mask
+    start: Int[Array, ""]
+    size: int
+
+    def _narrow(self, found):
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(found), self.start, self.size, axis=1)
+
+    def pairs(self, i, j):
+        return self._narrow(self.whole.pairs(i, j))
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        some, every = self.whole.bounds(i_low, i_high, j_low, j_high)
+        return self._narrow(some), self._narrow(every)
+
+    @property
+    def retained(self):
+        return self.whole.retained
 
 
 class _First(_Counted):
@@ -423,6 +450,10 @@ class OfTokens(Mask):
         pairs = zip(self.arrays, missing, strict=True)
         return type(self)(*(jnp.pad(x, ((0, 0), (0, more)), constant_values=self._filler) for x, more in pairs))
 
+    def map_tokens(self, queries, keys):
+        q, k = self.arrays
+        return type(self)(queries(q), keys(k))
+
     def check(self, batch, queries, keys):
         kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
         for field, array, length in zip(dataclasses.fields(self), self.arrays, (queries, keys), strict=True):
@@ -526,6 +557,12 @@ class Pair(Mask):
 
     def pad(self, queries, keys):
         return self._map("pad", queries, keys)
+
+    def map_tokens(self, queries, keys):
+        return self._map("map_tokens", queries, keys)
+
+    def heads(self, start, size):
+        return self._map("heads", start, size)
 
     def check(self, batch, queries, keys):
         self.left.check(batch, queries, keys)

@@ -55,6 +55,10 @@ class PoPE(Features):
         delta = jax.random.uniform(delta_key, shape, jnp.float32, low, 0.0) if low else jnp.zeros(shape, jnp.float32)
         return {"delta": delta} | self.frequencies.init(rule_key, 2 * head_dim)
 
+    def heads(self, params, start, size):
+        """The phases of some key heads, beside what the rule learns."""
+        return dict(params) | {"delta": jax.lax.dynamic_slice_in_dim(params["delta"], start, size)}
+
     def query_size(self, head_dim: int) -> int:
         """``head_dim``; raises ValueError if the rule leaves channels without a phase."""
         width = self.frequencies.rotary_dim(2 * head_dim)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from posjax._checks import check, check_count
 from posjax._slots import Features
 from posjax.attention import attention
 from posjax.attention.cache import Cache, empty
+from posjax.attention.sharded import Placement, context_attention
 from posjax.compose import check_composition, check_same_parameters, init_spec
 from posjax.linear import LinearState
 from posjax.positions import Positions, Range, as_array
@@ -284,6 +286,7 @@ class Scheme:
         kv_positions: Positions | None = None,
         coordinates: Float[Array, "*b tokens axes"] | Int[Array, "*b tokens axes"] | None = None,
         length: int | Int[Array, "..."] | None = None,
+        across: Placement | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
         """Attention with this scheme: norm, features, scale, bias and mask around one call of ``attention``.
@@ -298,19 +301,25 @@ class Scheme:
             coordinates: positions of the tokens for the features alone, in several axes (images) or real-valued, where
                 queries and keys are the same tokens; masks, biases and scales go on reading the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
+            across: how rows and heads lie over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and all that
+                has an axis of tokens are then those of one device, positions may be a ``Range`` over the whole row, and
+                ``params`` are those of all heads. What it returns is what it would for the whole rows.
             options: the further arguments of ``attend_stored``.
 
         Raises:
             ValueError: for a bias of the other direction, missing parameters, or shapes that do not fit.
         """
         params = params or {}
-        length = k.shape[1] if length is None else length
-        kv_positions = Range(0, k.shape[1]) if kv_positions is None else kv_positions
-        q_positions = Range(0, q.shape[1]) if q_positions is None else q_positions
-        where = self._places(kv_positions, coordinates)
+        across = Placement() if across is None else across
+        length = across.whole(k.shape[1]) if length is None else length
+        kv_positions = Range(0, across.whole(k.shape[1])) if kv_positions is None else kv_positions
+        q_positions = Range(0, across.whole(q.shape[1])) if q_positions is None else q_positions
+        where = self._places(across.local(kv_positions, k.shape[1]), coordinates)
         if self.caches == "state":
-            at_q = self._places(q_positions, coordinates)
+            across.check_scheme(self)
+            at_q = self._places(across.local(q_positions, q.shape[1]), coordinates)
             return self._attend_whole_rows(q, k, v, params, at_q, where, **options)
+        params = self._of_heads(params, across, k.shape[2])
         head_dim = self._features.head_dim(k.shape[-1])
         k, v = self.stored(params, k, v, where, length=length)
         return self.attend_stored(
@@ -323,8 +332,16 @@ class Scheme:
             kv_positions=kv_positions,
             coordinates=coordinates,
             length=length,
+            across=across,
             **options,
         )
+
+    def _of_heads(self, params, across: Placement, kv_heads: int):
+        """The parameters with those of the features narrowed to the key heads at hand; the rest is left to them all."""
+        if "features" not in params or across.all_heads(kv_heads) == kv_heads:
+            return params
+        narrow = self._features.heads(params["features"], across.first_head(kv_heads), kv_heads)
+        return dict(params) | {"features": narrow}
 
     def _attend_whole_rows(self, q, k, v, params, at_q, at_k, *, causal=True, mask=None, **options):
         """``attend`` for linear attention, which only segments narrow."""
@@ -353,6 +370,7 @@ class Scheme:
         mask: masks.Mask | None = None,
         visible: Int[Array, "*b queries"] | None = None,
         gates: tuple[Float[Array, "batch heads queries"], Float[Array, "batch heads keys"]] | None = None,
+        across: Placement | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
         """``attend`` on keys and values as ``stored`` made them: the same function, for caches.
@@ -373,16 +391,22 @@ class Scheme:
                 from the first key to the query's own position, otherwise all. Packed rows need their own counts.
                 What the scheme's own mask leaves of them is worked out here.
             gates: what ``prepare`` gave for the queries and for the keys, for schemes that read tokens.
+            across: see ``attend``; parameters of the features are then those of the heads at hand.
             options: passed on to ``attention`` (``implementation``, ``softcap``, ``return_residuals``).
         """
         self.check_direction(causal)
         learned = params.get("features", {})
         maps = {"head_dim": head_dim, "length": length}
-        at_q, at_k = self._places(q_positions, coordinates), self._places(kv_positions, coordinates)
+        across = Placement() if across is None else across
+        at_q = self._places(across.local(q_positions, q.shape[1]), coordinates)
+        at_k = self._places(across.local(kv_positions, k.shape[1]), coordinates)
         if self.norm is not None:
             q = self.norm.apply(params.get("norm", {}), q, q)[0]
         own = _all_of(self.mask, self._far_mask)
-        scale = self._scale(params, q, q_positions, kv_positions, visible, own, causal, head_dim)
+        heads = across.all_heads(q.shape[2])
+        if visible is None and self.scale is not None:
+            visible = _count_visible(across, q, q_positions, kv_positions, causal)
+        scale = self._scale(params, across.local(q_positions, q.shape[1]), visible, own, causal, (heads, head_dim))
         if self.caches != "rotated":
             v = self._features.value(learned, v, at_k, **maps)
         far = ()
@@ -391,14 +415,15 @@ class Scheme:
         else:
             k = k if self.caches == "rotated" else self._features.key(learned, k, at_k, **maps)
             q = self._features.query(learned, q, at_q, **maps)
-        out = attention(
+        attend = partial(context_attention, across=across) if across.axes or across.layout.moves else attention
+        out = attend(
             q,
             k,
             v,
-            bias=self._bound(params, q.shape[2], gates),
+            bias=self._bound(params, heads, gates),
             mask=_all_of(masks.Causal() if causal else None, own, mask),
             scale=scale,
-            sinks=self._sinks(params, q.shape[2], options.pop("sinks", None)),
+            sinks=self._sinks(params, heads, options.pop("sinks", None)),
             far=far,
             decay=self._features.decay(head_dim),
             q_positions=q_positions,
@@ -536,7 +561,8 @@ class Scheme:
         if not self.reads_tokens:
             return self.bias.bind(params.get("bias"), num_heads=heads)
         check(gates is not None, f"gates: {type(self.bias).__name__} reads the tokens: pass what Scheme.prepare gives")
-        return self.bias.bind(params.get("bias"), num_heads=heads, q_gates=gates[0], kv_gates=gates[1])
+        # Gates are of tokens, and so of the heads at hand.
+        return self.bias.bind(params.get("bias"), num_heads=gates[0].shape[1], q_gates=gates[0], kv_gates=gates[1])
 
     def _sinks(self, params, heads: int, given):
         if self.sinks is None:
@@ -544,18 +570,17 @@ class Scheme:
         check(given is None, "sinks: the scheme has sinks of its own")
         return self.sinks.logits(params.get("sinks", {}), num_heads=heads)
 
-    def _scale(self, params, q, q_positions, kv_positions, visible, own, causal: bool, head_dim: int):
-        """``c_h(i) / sqrt(d)``, with the softmax factor that some frequency rules (YaRN) ask for."""
+    def _scale(self, params, positions: Positions, visible, own, causal: bool, sizes: tuple[int, int]):
+        """``c_h(i) / sqrt(d)`` of all heads, with the softmax factor that some frequency rules (YaRN) ask for."""
+        heads, head_dim = sizes
         fixed = head_dim**-0.5 * self._features.softmax_scale
         if self.scale is None:
             return fixed
-        positions = as_array(q_positions)
-        if visible is None:
-            visible = _count_visible(q_positions, kv_positions, causal)
+        positions = as_array(positions)
         if own is not None:
             visible = own.visible(visible, positions, causal)
         made = params.get("scale", {})
-        return fixed * self.scale.factor(made, positions=positions, visible=visible, num_heads=q.shape[2])
+        return fixed * self.scale.factor(made, positions=positions, visible=visible, num_heads=heads)
 
 
 _LEARNING = ("norm", "scale", "bias", "features", "sinks", "linear")
@@ -583,12 +608,15 @@ def _with_rule(features, rule):
     return dataclasses.replace(features, frequencies=rule)
 
 
-def _count_visible(q_positions: Positions, kv_positions: Positions, causal: bool) -> Int[Array, "*b queries"]:
+def _count_visible(
+    across: Placement, q, q_positions: Positions, kv_positions: Positions, causal: bool
+) -> Int[Array, "*b queries"]:
     """Keys at or before each query, for contiguous keys; all keys when not causal. Unchanged by a common shift."""
-    q, k = as_array(q_positions), as_array(kv_positions)
+    at = as_array(across.local(q_positions, q.shape[1]))
     if not causal:
-        return jnp.full_like(q, k.shape[-1])
-    return q - k.min(-1, keepdims=True) + 1
+        keys = kv_positions.length if isinstance(kv_positions, Range) else across.whole(kv_positions.shape[-1])
+        return jnp.full_like(at, keys)
+    return at - across.lowest(kv_positions) + 1
 
 
 def _all_of(*parts: masks.Mask | None) -> masks.Mask | None:

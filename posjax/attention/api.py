@@ -16,7 +16,7 @@ from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
-from posjax.attention.operands import Operands, statistics_dtype
+from posjax.attention.operands import Operands, statistics_dtype, vary_alike
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch
@@ -97,9 +97,33 @@ def attention(
         ValueError: for shapes that do not fit, naming the argument; for a backend that does not take the call, with the
             reason.
     """
+    x, scale = prepared(
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        far=far,
+        decay=decay,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    )
+    check_sinks(sinks, q.shape[2])
+    out, lse = run(implementation, x, scale, with_lse=return_residuals or sinks is not None)
+    return finished(out, lse, sinks, return_residuals)
+
+
+def prepared(
+    q, k, v, *, bias, mask, scale, softcap, far, decay, q_positions: Positions | None, kv_positions: Positions | None
+) -> tuple:
+    """The arguments of ``attention``, checked: operands, their queries not scaled yet, and the scale."""
     _check_shapes(q, k, v)
     heads, kv_heads = q.shape[2], k.shape[2]
-    _check_options(mask, softcap, sinks, heads)
+    check(mask is None or isinstance(mask, Mask), f"mask must be a posjax.masks.Mask, found {type(mask).__name__}")
+    if softcap is not None:
+        check_positive("softcap", softcap)
     for slot in (mask, bias):
         if isinstance(slot, Blockwise):
             slot.check(q.shape[0], q.shape[1], k.shape[1])
@@ -109,7 +133,7 @@ def attention(
         q=_group(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
         v=jnp.moveaxis(v, 1, 2),
-        bias=_bound(bias, heads),
+        bias=bound(bias, heads),
         mask=mask,
         q_positions=_checked_positions("q_positions", q_positions, q),
         kv_positions=_checked_positions("kv_positions", kv_positions, k),
@@ -117,8 +141,11 @@ def attention(
         decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, statistics_dtype(q))),
         softcap=softcap,
     )
-    scale = _grouped_scale(scale, q, kv_heads)
-    out, lse = _run(implementation, x, scale, with_lse=return_residuals or sinks is not None)
+    return x, _grouped_scale(scale, q, kv_heads)
+
+
+def finished(out, lse, sinks, return_residuals: bool):
+    """What ``attention`` returns of what a backend gives."""
     out, lse = _ungroup(out), None if lse is None else _ungroup(lse)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
@@ -150,10 +177,8 @@ def _check_far(far: tuple[Branch, ...], decay, q, k) -> None:
         check(not far, "decay: the decay of xPos reads true distances, which far branches replace; leave one out")
 
 
-def _check_options(mask, softcap, sinks, heads: int) -> None:
-    check(mask is None or isinstance(mask, Mask), f"mask must be a posjax.masks.Mask, found {type(mask).__name__}")
-    if softcap is not None:
-        check_positive("softcap", softcap)
+def check_sinks(sinks, heads: int) -> None:
+    """Raises ValueError unless ``sinks`` is None or one logit for each head."""
     check(
         sinks is None or sinks.shape == (heads,),
         f"sinks must have shape {(heads,)}, one logit per query head, found {getattr(sinks, 'shape', None)}",
@@ -190,10 +215,11 @@ def _scaled_in_base_2(x: Operands, scale) -> Operands:
 
 def _with_queries(x: Operands, function: Callable) -> Operands:
     far = tuple(dataclasses.replace(branch, q=function(branch.q)) for branch in x.far)
-    return _vary_alike(dataclasses.replace(x, q=function(x.q), far=far))
+    return vary_alike(dataclasses.replace(x, q=function(x.q), far=far))
 
 
-def _bound(bias, heads: int) -> Bias | None:
+def bound(bias, heads: int) -> Bias | None:
+    """A bound bias for ``heads`` heads, of a bound one or a spec without parameters."""
     if bias is None:
         return None
     if not isinstance(bias, Bias):
@@ -201,10 +227,15 @@ def _bound(bias, heads: int) -> Bias | None:
         return bias.bind(num_heads=heads)
     if isinstance(bias, ContextualBias):
         return bias
-    here = jnp.zeros(1, jnp.int32)
-    found = jax.eval_shape(lambda: bias.queries(0, 1).keys(0, 1).values(here, here)).shape[-3]
+    found = heads_of(bias)
     check(found == heads, f"bias is bound for {found} heads, but q has {heads}")
     return bias
+
+
+def heads_of(bias: Bias) -> int:
+    """For how many heads a bias is bound."""
+    here = jnp.zeros(1, jnp.int32)
+    return jax.eval_shape(lambda: bias.queries(0, 1).keys(0, 1).values(here, here)).shape[-3]
 
 
 def _checked_positions(name: str, positions: Positions | None, x) -> Positions:
@@ -224,7 +255,7 @@ def _checked_positions(name: str, positions: Positions | None, x) -> Positions:
     return positions[0] if positions.shape[0] == 1 and positions.ndim == 2 else positions
 
 
-def _run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple:
+def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: tuple | None = None) -> tuple:
     """Output and log-sum-exp, the latter None where it is not wanted and does not come by itself.
 
     Args:
@@ -232,21 +263,22 @@ def _run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tupl
         x: the operands, their queries not scaled yet.
         scale: factor of the queries.
         with_lse: whether the log-sum-exp is wanted.
+        given: for the gradients of a part of longer rows; see ``posjax.attention.dense.dense``.
     """
     small, contextual = x.q.shape[3] * x.k.shape[2] <= _DENSE_UP_TO, isinstance(x.bias, ContextualBias)
     if implementation is None:
         if not (small or contextual):
-            return _run_on_platform(x, scale, with_lse)
+            return _run_on_platform(x, scale, with_lse, given)
         implementation = "dense" if small else "blockwise"
     check_choice("implementation", implementation, (*BACKENDS, *KERNELS))
     if implementation in KERNELS:
-        return KERNELS[implementation](x, scale, with_lse)
+        return KERNELS[implementation](x, scale, with_lse, given)
     if contextual:
-        return CONTEXTUAL[implementation](*_vary_alike((_scaled(x, scale), x.q)))
-    return BACKENDS[implementation](_scaled(x, scale))
+        return CONTEXTUAL[implementation](*vary_alike((_scaled(x, scale), x.q)))
+    return BACKENDS[implementation](_scaled(x, scale), given=given)
 
 
-def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
+def _run_on_platform(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
     """The kernel of the platform that the program is lowered for, where it takes the call, otherwise ``blockwise``.
 
     The branches read the operands from outside: as their arguments, NumPy arrays would be known no more when tracing.
@@ -256,10 +288,10 @@ def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
         return out, lse if with_lse else None
 
     def plain() -> tuple:
-        return wanted(*BACKENDS["blockwise"](_scaled(x, scale)))
+        return wanted(*BACKENDS["blockwise"](_scaled(x, scale), given=given))
 
     kernels = {
-        "tpu": (_tpu_refusal(x), lambda: wanted(*entry.tpu(_scaled_in_base_2(x, scale)))),
+        "tpu": (_tpu_refusal(x), lambda: wanted(*entry.tpu(_scaled_in_base_2(x, scale), given=given))),
         "cuda": (_cudnn_refusal(x, with_lse), lambda: (cudnn.cudnn(_scaled(x, scale)), None)),
     }
     for platform, (why, _) in kernels.items():
@@ -268,10 +300,10 @@ def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
     return jax.lax.platform_dependent(default=plain, **taken) if taken else plain()
 
 
-def _run_on_tpu(x: Operands, scale, with_lse: bool) -> tuple:
+def _run_on_tpu(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
     check((why := _tpu_refusal(x)) is None, f"implementation='tpu': {why}")
     try:
-        return entry.tpu(_scaled_in_base_2(x, scale))
+        return entry.tpu(_scaled_in_base_2(x, scale), given=given)
     except (ValueError, NotImplementedError) as error:
         # When tracing nobody knows yet where the program will run, and jax speaks when it is lowered.
         if isinstance(x.q, jax.core.Tracer) or jax.default_backend() == "tpu":
@@ -279,7 +311,7 @@ def _run_on_tpu(x: Operands, scale, with_lse: bool) -> tuple:
         raise ValueError("implementation='tpu': there is no TPU here; use 'blockwise', or None to choose") from error
 
 
-def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> tuple:
+def _run_on_cudnn(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
     why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
     check(why is None, f"implementation='cudnn': {why}")
     return cudnn.cudnn(_scaled(x, scale)), None
@@ -333,25 +365,6 @@ def _group(q, kv_heads: int):
 def _ungroup(x):
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
-
-
-def _vary_alike(operands):
-    """Inside ``shard_map``: every array varies over all mesh axes that any of them varies over.
-
-    A parameter that is the same on all devices, such as a slope, then gets its gradient summed over them by the
-    transpose of this very step.
-    """
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(operands)))
-
-    def vary(leaf):
-        missing = tuple(axes - _varying(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, operands) if axes else operands
-
-
-def _varying(leaf) -> frozenset:
-    return jax.typeof(leaf).manual_axis_type.varying
 
 
 def _with_sinks(out, lse, sinks):

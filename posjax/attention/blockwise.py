@@ -25,12 +25,13 @@ from posjax.attention.operands import (
     decay_factors,
     gather,
     group_mask,
+    like_zeros,
     mix,
     scores,
     statistics_dtype,
     with_bias,
 )
-from posjax.attention.padding import pad
+from posjax.attention.padding import lengthen, pad
 from posjax.far import Branch
 from posjax.masks import Extent, Mask, extent
 from posjax.positions import Range
@@ -46,7 +47,7 @@ class Blocks(NamedTuple):
     k: int
 
 
-def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
+def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = None) -> tuple:
     """The same function as ``dense`` in memory linear in the length, forward and backward.
 
     Where the masks or the positions differ between the rows of a batch, the rows are taken one after the other, so that
@@ -55,6 +56,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     Args:
         x: the operands.
         blocks: tile sizes; chosen from the shapes when left out.
+        given: see ``dense``.
     """
     masks = (x.mask, *(branch.where for branch in x.far))
     batched = any(mask is not None and mask.batched for mask in masks) or any(
@@ -62,8 +64,13 @@ def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     )
     rows = x.q.shape[0]
     if not batched or rows == 1:
-        return _one_plan(x, blocks)
-    out, lse = jax.lax.map(lambda index: _one_plan(_row(x, index), blocks), jnp.arange(rows))
+        return _one_plan(x, blocks, given)
+
+    def one(index):
+        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, index, 1), given)
+        return _one_plan(_row(x, index), blocks, own)
+
+    out, lse = jax.lax.map(one, jnp.arange(rows))
     return out[:, 0], lse[:, 0]
 
 
@@ -80,10 +87,15 @@ def _row(x: Operands, index) -> Operands:
     return dataclasses.replace(x, **narrow, far=far)
 
 
-def _one_plan(x: Operands, blocks: Blocks | None) -> tuple:
+def _one_plan(x: Operands, blocks: Blocks | None, given: tuple | None) -> tuple:
     queries = x.q.shape[3]
     blocks = blocks or _choose_blocks(x)
-    out, lse = _attend(blocks, pad(x, blocks.q, blocks.k, _present))
+    padded = pad(x, blocks.q, blocks.k, _present)
+    if given is None:
+        out, lse = _attend(blocks, padded)
+    else:
+        more = padded.q.shape[3] - queries
+        out, lse = _attend_part(blocks, padded, *(lengthen(array, more, axis=3) for array in given))
     return out[..., :queries, :], lse[..., :queries]
 
 
@@ -180,13 +192,6 @@ def _visit(visits: Visits, kinds: tuple[Kind, ...], block, tile, carry):
         carry = jax.lax.fori_loop(start, end, lambda m, c, kind=kind: tile(kind, order[m], c), carry)
         start = end
     return carry
-
-
-def _zeros(shape, dtype, like, fill=0.0):
-    """A constant that varies over the same mesh axes as ``like``, as a loop's carry must inside ``shard_map``."""
-    axes = tuple(jax.typeof(like).manual_axis_type.varying)
-    constant = jnp.full(shape, fill, dtype)
-    return jax.lax.pcast(constant, axes, to="varying") if axes else constant
 
 
 def _slice(x, block, size: int, axis: int):
@@ -294,9 +299,9 @@ def _forward(blocks: Blocks, x: Operands):
 
     def row(i, results):
         start = (
-            _zeros((*batch, blocks.q), dtype, x.q),
-            _zeros((*batch, blocks.q), dtype, x.q, lowest),
-            _zeros((*batch, blocks.q, x.v.shape[-1]), dtype, x.q),
+            like_zeros((*batch, blocks.q), dtype, x.q),
+            like_zeros((*batch, blocks.q), dtype, x.q, lowest),
+            like_zeros((*batch, blocks.q, x.v.shape[-1]), dtype, x.q),
         )
         total, highest, out = _visit(visits, kinds, i, partial(tile, i), start)
         seen = total > 0
@@ -308,8 +313,8 @@ def _forward(blocks: Blocks, x: Operands):
 
     length = x.q.shape[3]
     results = (
-        _zeros((*batch, length, x.v.shape[-1]), x.v.dtype, x.q),
-        _zeros((*batch, length), dtype, x.q),
+        like_zeros((*batch, length, x.v.shape[-1]), x.v.dtype, x.q),
+        like_zeros((*batch, length), dtype, x.q),
     )
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
@@ -376,8 +381,8 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     saved = _Saved(d_out, lse, correction)
 
     def column(j, whole: _Gradients) -> _Gradients:
-        blank = [_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
-        start = whole._replace(k=blank, v=_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
+        blank = [like_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
+        start = whole._replace(k=blank, v=like_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
         part = _visit(visits, kinds, j, partial(_backward_tile, x, blocks, saved, j), start)
 
         def store(whole, part):
@@ -387,10 +392,10 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
         return part._replace(k=[store(*pair) for pair in zip(whole.k, part.k, strict=True)], v=store(whole.v, part.v))
 
     start = _Gradients(
-        [_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
-        [_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
-        _zeros(x.v.shape, x.v.dtype, x.q),
-        [_zeros(leaf.shape, jnp.promote_types(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(x.bias)[0]],
+        [like_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
+        [like_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
+        like_zeros(x.v.shape, x.v.dtype, x.q),
+        [like_zeros(leaf.shape, jnp.promote_types(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(x.bias)[0]],
     )
     return (_cotangent(x, jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start)),)
 
@@ -434,8 +439,25 @@ def _cotangent(x: Operands, found: _Gradients) -> Operands:
 
 def _no_gradient(leaf):
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return _zeros(leaf.shape, leaf.dtype, leaf)
+        return like_zeros(leaf.shape, leaf.dtype, leaf)
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_part(blocks: Blocks, x: Operands, out, lse):
+    """``out`` and ``lse`` of whole rows as they are, with the gradients of ``x``, which holds some of their keys."""
+    return out, lse
+
+
+def _attend_part_forward(blocks: Blocks, x: Operands, out, lse):
+    return (out, lse), (x, out, lse)
+
+
+def _attend_part_backward(blocks: Blocks, residuals, cotangents):
+    return *_attend_backward(blocks, residuals, cotangents), *map(_no_gradient, residuals[1:])
+
+
+_attend_part.defvjp(_attend_part_forward, _attend_part_backward)

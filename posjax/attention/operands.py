@@ -1,6 +1,7 @@
 """What every attention backend takes, in one canonical form."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ from posjax._checks import check
 from posjax.bias import Bias
 from posjax.far import Branch
 from posjax.masks import Mask
-from posjax.positions import Positions
+from posjax.positions import Positions, Range
 
 _LARGEST_EXPONENT = 40.0
 
@@ -53,6 +54,59 @@ class Operands:
     def pairs(self) -> tuple[tuple[Array, Array], ...]:
         """The queries and keys of the first pair of features and of every branch."""
         return ((self.q, self.k), *((branch.q, branch.k) for branch in self.far))
+
+
+def map_tokens(x: Operands, queries: Callable, keys: Callable) -> Operands:
+    """The operands with a function applied to every array over queries, and one to every array over keys.
+
+    They are called as ``function(array, axis)`` with the axis of the tokens, which is negative. Positions that are a
+    ``Range`` stay as they are.
+    """
+    numbers = partial(queries, axis=-1), partial(keys, axis=-1)
+
+    def slot(part):
+        return part if part is None else part.map_tokens(*numbers)
+
+    def place(positions, function):
+        return positions if isinstance(positions, Range) else function(positions)
+
+    return dataclasses.replace(
+        x,
+        q=queries(x.q, axis=-2),
+        k=keys(x.k, axis=-2),
+        v=keys(x.v, axis=-2),
+        bias=slot(x.bias),
+        mask=slot(x.mask),
+        q_positions=place(x.q_positions, numbers[0]),
+        kv_positions=place(x.kv_positions, numbers[1]),
+        far=tuple(Branch(queries(b.q, axis=-2), keys(b.k, axis=-2), slot(b.where)) for b in x.far),
+    )
+
+
+def vary_alike(operands):
+    """Inside ``shard_map``: every array varies over all mesh axes that any of them varies over.
+
+    A parameter that is the same on all devices, such as a slope, then gets its gradient summed over them by the
+    transpose of this very step.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(operands)))
+
+    def vary(leaf):
+        missing = tuple(axes - _varying(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, operands) if axes else operands
+
+
+def _varying(leaf) -> frozenset:
+    return jax.typeof(leaf).manual_axis_type.varying
+
+
+def like_zeros(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) -> Array:
+    """A constant that varies over the same mesh axes as ``like``, as a loop's carry must inside ``shard_map``."""
+    axes = tuple(_varying(like))
+    constant = jnp.full(shape, fill, dtype)
+    return jax.lax.pcast(constant, axes, to="varying") if axes else constant
 
 
 def statistics_dtype(x: Array) -> jnp.dtype:

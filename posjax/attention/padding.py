@@ -29,17 +29,17 @@ def pad(x: Operands, q_block: int, k_block: int, present: Callable[[int, int, in
         mask = true if mask is None else mask & true
     return dataclasses.replace(
         x,
-        q=_lengthen(x.q, more_q, axis=3),
-        k=_lengthen(x.k, more_k, axis=2),
-        v=_lengthen(x.v, more_k, axis=2),
+        q=lengthen(x.q, more_q, axis=3),
+        k=lengthen(x.k, more_k, axis=2),
+        v=lengthen(x.v, more_k, axis=2),
         bias=x.bias if x.bias is None else x.bias.pad(total_q, total_k),
         mask=mask,
         q_positions=_lengthen_positions(x.q_positions, more_q),
         kv_positions=_lengthen_positions(x.kv_positions, more_k),
         far=tuple(
             Branch(
-                _lengthen(branch.q, more_q, axis=3),
-                _lengthen(branch.k, more_k, axis=2),
+                lengthen(branch.q, more_q, axis=3),
+                lengthen(branch.k, more_k, axis=2),
                 branch.where.pad(total_q, total_k),
             )
             for branch in x.far
@@ -47,7 +47,8 @@ def pad(x: Operands, q_block: int, k_block: int, present: Callable[[int, int, in
     )
 
 
-def _lengthen(x, more: int, axis: int, mode: str = "constant"):
+def lengthen(x, more: int, axis: int, mode: str = "constant"):
+    """``x`` with ``more`` entries at the end of an axis, zeros or another mode of ``jnp.pad``."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, more)
     return jnp.pad(x, widths, mode=mode)
@@ -58,4 +59,4 @@ def _lengthen_positions(positions, more: int):
         if not positions.is_static or positions.start + positions.length + more - 1 <= _LARGEST_POSITION:
             return Range(positions.start, positions.length + more)
         positions = as_array(positions)
-    return _lengthen(positions, more, axis=positions.ndim - 1, mode="edge")
+    return lengthen(positions, more, axis=positions.ndim - 1, mode="edge")

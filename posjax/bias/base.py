@@ -1,7 +1,8 @@
 """The protocol of additive biases, and what their specs have in common."""
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -26,6 +27,10 @@ class Bias(Blockwise):
     def values(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Float[Array, "*b heads q k"]:
         """The tile, ``[heads, q, k]`` for positions ``[n]`` and ``[batch, heads, q, k]`` for ``[batch, 1, n]``."""
         raise TypeError(f"{type(self).__name__} does not say its values")
+
+    def heads(self, start, size: int) -> Self:
+        """The bias of the ``size`` heads from ``start``; this is right where heads are every leaf's last axis."""
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=-1), self)
 
     def apply(
         self,

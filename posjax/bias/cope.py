@@ -23,6 +23,9 @@ class ContextualBias(Bias):
 
     table: Float[Array, "max_position head_dim"]
 
+    def heads(self, start, size):
+        return self
+
     def levels(self, q: Float[Array, "*b q head_dim"]) -> Float[Array, "*b q max_position"]:
         """``q_i . e[p]`` at every whole position. ``q`` is the query as projected, *not* divided by ``sqrt(d)``."""
         table = widened(self.table)

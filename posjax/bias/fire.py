@@ -33,6 +33,10 @@ class InterpolatedBias(Bias):
     b2: Float[Array, "heads"]
     threshold: float
 
+    def heads(self, start, size):
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
+        return dataclasses.replace(self, w2=cut(self.w2), b2=cut(self.b2))
+
     def values(self, q_positions, kv_positions):
         x = self._relative(q_positions, kv_positions)
         x = x[:, 0] if x.ndim == 4 else x

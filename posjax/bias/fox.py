@@ -42,6 +42,13 @@ class ForgetBias(Bias):
         pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
         return ForgetBias(pick(self.q_gates), pick(self.kv_gates), self.symmetric)
 
+    def map_tokens(self, queries, keys):
+        return ForgetBias(queries(self.q_gates), keys(self.kv_gates), self.symmetric)
+
+    def heads(self, start, size):
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
+        return ForgetBias(cut(self.q_gates), cut(self.kv_gates), self.symmetric)
+
     def pad(self, queries, keys):
         def lengthen(gates, length):
             return jnp.pad(gates, ((0, 0), (0, 0), (0, length - gates.shape[2])), mode="edge")

@@ -20,6 +20,9 @@ class ScaleInvariantBias(Bias):
     spec: "ScaleInvariant"
     num_heads: int
 
+    def heads(self, start, size):
+        return ScaleInvariantBias(self.spec, size)
+
     def values(self, q_positions, kv_positions):
         offset = self._parts(q_positions, kv_positions)[1]
         *batch, q, k = offset.shape

@@ -161,7 +161,7 @@ def test_a_misspelt_backend():
 def test_queries_are_rounded_once_for_the_kernel(monkeypatch):
     """``q scale log2 e`` to half a unit of the last of bfloat16's 8 digits, far queries too."""
     seen = []
-    monkeypatch.setattr(entry, "tpu", lambda x: seen.append(x) or (x.q, x.q[..., 0]))
+    monkeypatch.setattr(entry, "tpu", lambda x, given: seen.append(x) or (x.q, x.q[..., 0]))
     q, k, v = inputs(1, 20, jnp.bfloat16)
     attention(q, k, v, scale=0.1, far=Branch(q, k, Beyond(9)), implementation="tpu")
     want = np.asarray(api._group(q, KV_HEADS), float) * 0.1 / np.log(2)

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
 from posjax.attention.operands import Operands
-from posjax.attention.padding import pad
+from posjax.attention.padding import lengthen, pad
 from posjax.attention.tpu.backward import LN2, Saved, backward
 from posjax.attention.tpu.blocks import Chip, cheapest_backward, cheapest_forward, chip, divide, fit
 from posjax.attention.tpu.call import Call, Inputs, Tables
@@ -32,6 +32,7 @@ def tpu(
     bounded: bool | None = None,
     on: Chip | None = None,
     interpret=False,
+    given: tuple | None = None,
 ) -> tuple:
     """Attention by the kernels; ``x.q`` includes ``log2 e`` beside its scale.
 
@@ -42,6 +43,7 @@ def tpu(
             left out.
         on: the chip; the one at hand when left out.
         interpret: ``pltpu.InterpretParams`` to run without a TPU.
+        given: see ``posjax.attention.dense.dense``.
 
     Raises:
         ValueError: for what the kernels do not take, saying why.
@@ -55,7 +57,11 @@ def tpu(
     backward_blocks = divide(blocks[1], *lengths) if blocks else cheapest_backward(on, padded)
     bounded = on.wide if bounded is None else bounded
     call, inputs = _call(padded, forward_blocks, backward_blocks, bounded, on, interpret)
-    out, lse = attend(call, inputs)
+    if given is None:
+        out, lse = attend(call, inputs)
+    else:
+        whole, more = (given[0], given[1] * LOG2E), padded.q.shape[3] - queries
+        out, lse = _attend_part(call, inputs, *(_flat(lengthen(array, more, axis=3)) for array in whole))
     split = (x.k.shape[1], -1)
     out = out.reshape(out.shape[0], *split, *out.shape[2:])[..., :queries, :]
     return out, lse.reshape(lse.shape[0], *split, lse.shape[-1])[..., :queries] / LOG2E
@@ -355,3 +361,22 @@ def _d_bias(call: Call, x: Inputs, found: tuple, d_lse) -> dict:
 
 
 attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_part(call: Call, x: Inputs, out, lse):
+    """``out`` and ``lse`` of whole rows as they are, with the gradients of ``x``, which holds some of their keys."""
+    return out, lse
+
+
+def _attend_part_forward(call: Call, *arguments):
+    of_bias = any(leaf.perturbed for leaf in jax.tree.leaves(arguments[0].bias, is_leaf=_is_primal))
+    x, out, lse = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=_is_primal)
+    return (out, lse), _Residuals(x, out, lse, of_bias)
+
+
+def _attend_part_backward(call: Call, saved: _Residuals, cotangents):
+    return *_attend_backward(call, saved, cotangents), *map(_no_gradient, (saved.out, saved.lse))
+
+
+_attend_part.defvjp(_attend_part_forward, _attend_part_backward, symbolic_zeros=True)

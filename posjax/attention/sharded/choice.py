@@ -1,0 +1,136 @@
+"""Which way of splitting a sequence an attention layer should take, and which it cannot."""
+
+import math
+from typing import NamedTuple
+
+from posjax.layout import CONTIGUOUS, Layout
+
+STRATEGIES = ("ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
+
+GATHER_BYTES = 2**30
+"""Up to so many bytes of keys and values of whole rows are gathered on every device."""
+
+
+class Sizes(NamedTuple):
+    """What the choice depends on. Batch and heads are those of one device, the length is that of whole rows.
+
+    Args:
+        batch: rows.
+        length: tokens of a row.
+        heads: query heads.
+        kv_heads: key heads.
+        shards: devices that share a row.
+        features: numbers of a key and its value together, for one head.
+        query_features: numbers of a query and its output together, for one head.
+        itemsize: bytes of a number.
+        window: the most keys a query sees, itself included, if they are all recent; or None.
+        counts: whether the bias counts along whole rows (CoPE).
+        layout: order of the tokens.
+        ulysses: shards that form one group in ``"ring-ulysses"``.
+    """
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    shards: int
+    features: int = 256
+    query_features: int = 256
+    itemsize: int = 2
+    window: int | None = None
+    counts: bool = False
+    layout: Layout = CONTIGUOUS
+    ulysses: int = 1
+
+    @property
+    def chunk(self) -> int:
+        """Consecutive tokens that a shard holds."""
+        return self.length // (self.shards * self.layout.chunks)
+
+
+def copies(kv_heads: int, shards: int) -> int:
+    """How often key heads are repeated so that ``shards`` devices share them evenly: ``n / gcd(kv heads, n)``."""
+    return shards // math.gcd(kv_heads, shards)
+
+
+def refusal(strategy: str, sizes: Sizes) -> str | None:
+    """Why a strategy cannot split a layer, with what would work; or None."""
+    if strategy in ("ring", "ring-ulysses") and sizes.counts:
+        return (
+            "CoPE counts along whole rows, which a ring never sees; use strategy 'all-gather', or 'ulysses' with "
+            "enough heads"
+        )
+    if strategy == "ring-ulysses":
+        group = sizes.ulysses
+        if not 1 < group < sizes.shards or sizes.shards % group:
+            return (
+                f"'ring-ulysses' needs groups of shards: ulysses must divide the {sizes.shards} shards, and be neither "
+                f"1 nor all of them, found {group}; use 'ring' or 'ulysses' for those"
+            )
+        return _too_few_heads(sizes.heads, group)
+    if strategy == "ulysses":
+        return _too_few_heads(sizes.heads, sizes.shards)
+    return _no_neighbour(sizes) if strategy == "neighbour" else None
+
+
+def _too_few_heads(heads: int, shards: int) -> str | None:
+    if heads % shards == 0:
+        return None
+    fitting = math.gcd(heads, shards)
+    remedy = f"'ring-ulysses' with ulysses={fitting}" if fitting > 1 else "'ring' or 'all-gather'"
+    return (
+        f"Ulysses deals the {heads} query heads of a device out to {shards} shards, which does not come out even; use "
+        f"{remedy}"
+    )
+
+
+def _no_neighbour(sizes: Sizes) -> str | None:
+    if sizes.counts:
+        return "CoPE counts along whole rows; use 'all-gather'"
+    if sizes.layout.kind == "striped":
+        return "striped shards hold no neighbouring tokens; use a contiguous or a zigzag layout, or 'ring'"
+    if sizes.window is None:
+        return (
+            "'neighbour' needs a mask that shows recent keys alone, such as Window(w); with sinks, or without a "
+            "window, use 'ring' or 'all-gather'"
+        )
+    if sizes.window - 1 > sizes.chunk:
+        return (
+            f"a window of {sizes.window} reaches beyond the chunk of {sizes.chunk} tokens next to it; use a window of "
+            f"at most {sizes.chunk + 1}, fewer shards, or 'ring'"
+        )
+    return None
+
+
+def bytes_gathered(sizes: Sizes) -> int:
+    """Keys and values that a device receives, in a ring as well: ``(n - 1) batch length/n kv_heads features``."""
+    tokens = sizes.batch * (sizes.length // sizes.shards)
+    return (sizes.shards - 1) * tokens * sizes.kv_heads * sizes.features * sizes.itemsize
+
+
+def bytes_exchanged(sizes: Sizes) -> int:
+    """What a device receives with Ulysses: ``(n - 1) / n`` of its own queries, outputs, keys and values."""
+    tokens = sizes.batch * (sizes.length // sizes.shards)
+    keys = sizes.kv_heads * copies(sizes.kv_heads, sizes.shards) * sizes.features
+    share = (sizes.heads * sizes.query_features + keys) * sizes.itemsize
+    return tokens * share * (sizes.shards - 1) // sizes.shards
+
+
+def choose(sizes: Sizes) -> str:
+    """The strategy of a layer, by the bytes that each moves per device and by whether compute can hide them.
+
+    1. ``"neighbour"`` where the window fits: it moves ``window - 1`` tokens once, whatever the length.
+    2. ``"ulysses"`` where the heads suffice and it moves no more than a gather (``bytes_exchanged`` against
+       ``bytes_gathered``): what it moves does not grow with the number of shards, and the work is even in any layout.
+    3. ``"all-gather"`` while keys and values of whole rows take at most ``GATHER_BYTES``: one collective, and no kernel
+       is cut into parts, but nothing hides the transfer.
+    4. ``"ring"`` beyond: the same bytes, hidden behind the attention to the keys at hand, in memory for two shards.
+
+    A strategy that is refused is passed over; a gather never is.
+    """
+    if refusal("neighbour", sizes) is None:
+        return "neighbour"
+    if refusal("ulysses", sizes) is None and bytes_exchanged(sizes) <= bytes_gathered(sizes):
+        return "ulysses"
+    whole = bytes_gathered(sizes) * sizes.shards // max(1, sizes.shards - 1)
+    return "all-gather" if whole <= GATHER_BYTES or refusal("ring", sizes) else "ring"

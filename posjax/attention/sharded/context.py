@@ -1,0 +1,184 @@
+"""Attention inside ``shard_map`` for the queries of one device over the keys of all devices that share the row."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check
+from posjax.attention import api
+from posjax.attention.operands import statistics_dtype, vary_alike
+from posjax.attention.sharded.choice import Sizes, choose
+from posjax.attention.sharded.exchange import dealt, gathered
+from posjax.attention.sharded.neighbour import neighbour
+from posjax.attention.sharded.parts import Call, Line, join
+from posjax.attention.sharded.placement import Placement
+from posjax.attention.sharded.ring import Plan, ring
+from posjax.bias import Bias, ContextualBias
+from posjax.far import Branch
+from posjax.masks import Mask
+from posjax.positions import Positions, Range, as_array
+
+
+def context_attention(
+    q: Float[Array, "batch queries heads size"],
+    k: Float[Array, "batch keys kv_heads size"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    across: Placement,
+    bias=None,
+    mask: Mask | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    sinks: Float[Array, "all_heads"] | None = None,
+    softcap: float | None = None,
+    far: Branch | Sequence[Branch] = (),
+    decay: Float[Array, "size"] | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    implementation: str | None = None,
+    return_residuals: bool = False,
+) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
+    """``posjax.attention`` of whole rows, whose queries, keys and heads are those of this device inside ``shard_map``.
+
+    What it returns for them, gradients too, is what ``attention`` gives for the whole row. Arguments mean what they
+    mean there; those with an axis of tokens (positions, the arrays of masks and biases, a scale) hold the tokens of
+    this device, in the order of ``across.layout``.
+
+    Args:
+        q, k, v: the tokens and heads of this device.
+        across: which axes share a row and the heads, and by which strategy. Axes that are not at hand count as one
+            device.
+        bias: a spec, or a bound bias: for all heads of the model, or with arrays of tokens (FoX), for those at hand.
+        mask: with a head axis it is that of all heads.
+        scale: with a head axis, of all heads or of those at hand.
+        sinks: one logit for every head of the model.
+        q_positions: a ``Range`` over the whole row with a known start, from 0 when left out; or an array over the
+            tokens at hand.
+        kv_positions: the same for the keys.
+        softcap, far, decay, implementation, return_residuals: see ``attention``.
+
+    Raises:
+        ValueError: as ``attention``, and for a strategy that cannot split the call, with the reason.
+    """
+    heads = _Heads(across, q.shape[2])
+    row = tuple(_whole(across, p, x.shape[1]) for p, x in ((q_positions, q), (kv_positions, k)))
+    local = [None if isinstance(p, Range) else p for p in row]
+    x, scale = api.prepared(
+        q,
+        k,
+        v,
+        bias=heads.of_bias(bias),
+        mask=None if mask is None else heads.of_mask(mask),
+        scale=heads.last(scale),
+        softcap=softcap,
+        far=tuple(heads.of_branch(branch) for branch in ((far,) if isinstance(far, Branch) else far)),
+        decay=decay,
+        q_positions=local[0],
+        kv_positions=local[1],
+    )
+    sinks = heads.last(sinks)
+    api.check_sinks(sinks, q.shape[2])
+    call = Call(x, jnp.asarray(scale, statistics_dtype(q)))
+    call = call.at(*(p if isinstance(p, Range) else as_array(p) for p in row))
+    with_lse = return_residuals or sinks is not None
+    out, lse = _spread(across, vary_alike(call), implementation, with_lse)
+    return api.finished(out, lse, sinks, return_residuals)
+
+
+class _Heads:
+    """Narrows what is meant for all heads of the model to the ``size`` ones at hand."""
+
+    def __init__(self, across: Placement, size: int):
+        self.size, self.all, self.start = size, across.all_heads(size), across.first_head(size)
+
+    def last(self, array):
+        """An array whose last axis may be the heads."""
+        if array is None or jnp.ndim(array) == 0 or array.shape[-1] != self.all or self.all == self.size:
+            return array
+        return jax.lax.dynamic_slice_in_dim(array, self.start, self.size, axis=-1)
+
+    def of_mask(self, mask):
+        return mask if self.all == self.size or not isinstance(mask, Mask) else mask.heads(self.start, self.size)
+
+    def of_branch(self, branch: Branch) -> Branch:
+        return Branch(branch.q, branch.k, self.of_mask(branch.where))
+
+    def of_bias(self, bias) -> Bias | None:
+        if bias is None or isinstance(bias, ContextualBias):
+            return bias
+        if isinstance(bias, Bias) and api.heads_of(bias) == self.size:
+            return bias
+        bias = api.bound(bias, self.all)
+        return bias if self.all == self.size else bias.heads(self.start, self.size)
+
+
+def _whole(across: Placement, positions: Positions | None, tokens: int) -> Positions:
+    """A ``Range`` over the whole row, or an array over the tokens at hand."""
+    if positions is None:
+        return Range(0, across.whole(tokens))
+    if isinstance(positions, Range):
+        whole = across.whole(tokens)
+        check(
+            positions.length == whole and positions.is_static,
+            f"positions must be a Range over the whole row of {whole} tokens whose start is known, or an array over "
+            f"the {tokens} tokens at hand; found {positions}",
+        )
+        return positions
+    return across.local(positions, tokens)
+
+
+def _spread(across: Placement, call: Call, implementation: str | None, with_lse: bool) -> tuple:
+    """Output and log-sum-exp of a call by the strategy of the placement."""
+    shards, length = across.shards, across.whole(call.x.q.shape[3])
+
+    def here(call: Call) -> tuple:
+        return api.run(implementation, call.x, call.scale, with_lse)
+
+    if shards == 1:
+        # One device may still hold a row that was laid out for several.
+        line = Line(None, 1, 1, across.layout, length)
+        return dealt(line, call, here) if across.layout.moves else here(call)
+    layout = across.layout_over(shards)
+    layout.check(length)
+    sizes = _sizes(call, across, length)
+    across.check_strategy(sizes)
+    strategy = choose(sizes) if across.strategy == "auto" else across.strategy
+    line = Line(across.context, shards, 1, layout, length)
+    if strategy == "all-gather":
+        return _by_pieces(line, gathered(line, call), here)
+    if strategy == "neighbour":
+        return neighbour(line, call, sizes.window, here)
+    if strategy == "ring":
+        return ring(Plan(line, implementation), call)
+    width = shards if strategy == "ulysses" else across.ulysses
+    line = Line(across.context, shards // width, width, layout, length)
+    return dealt(line, call, here if line.shards == 1 else partial(ring, Plan(line, implementation)))
+
+
+def _sizes(call: Call, across: Placement, length: int) -> Sizes:
+    """What the choice of a strategy depends on, of a call."""
+    x = call.x
+    bounds = None if x.mask is None else x.mask.retained
+    return Sizes(
+        batch=x.q.shape[0],
+        length=length,
+        heads=x.q.shape[1] * x.q.shape[2],
+        kv_heads=x.q.shape[1],
+        shards=across.shards,
+        features=sum(k.shape[-1] for _, k in x.pairs) + x.v.shape[-1],
+        query_features=sum(q.shape[-1] for q, _ in x.pairs) + x.v.shape[-1],
+        itemsize=x.q.dtype.itemsize,
+        window=bounds[1] if bounds is not None and bounds[0] == 0 else None,
+        counts=isinstance(x.bias, ContextualBias),
+        layout=across.layout_over(across.shards),
+        ulysses=across.ulysses,
+    )
+
+
+def _by_pieces(line: Line, call: Call, run: Callable) -> tuple:
+    """Query piece by query piece, so that the positions of each are a range, over the keys as they are."""
+    if not isinstance(call.x.q_positions, Range):
+        return run(call)
+    return join([run(line.queries(call, n)) for n in range(line.chunks)])

@@ -1,0 +1,122 @@
+"""Whole rows on every device: keys gathered, or tokens exchanged for heads (Ulysses, Jacobs et al., 2309.14509)."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax.attention.operands import Operands
+from posjax.attention.sharded.choice import copies
+from posjax.attention.sharded.parts import Call, Line, keep
+from posjax.far import Branch
+
+
+def gathered(line: Line, call: Call) -> Call:
+    """The call with the keys of the whole row in their true order; its transpose scatters their gradients."""
+
+    def gather(array, axis):
+        whole = jax.lax.all_gather(array, line.axis, axis=array.ndim + axis, tiled=True)
+        return line.layout.restore(whole, axis)
+
+    return call.map_tokens(keep, gather)
+
+
+def dealt(line: Line, call: Call, run: Callable) -> tuple:
+    """``run`` on all tokens of a group of devices, in ascending order, for an even share of the heads; and back.
+
+    Where there are fewer key heads than devices they are repeated, just enough.
+    """
+    heads = _Deal(line)
+    x = call.x
+    kv_heads = x.k.shape[1]
+    found = run(heads.to_heads(call))
+    return tuple(None if a is None else _regrouped(heads.to_tokens(_flat(a)), kv_heads) for a in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Deal:
+    """The exchange between the devices of a group of ``line``."""
+
+    line: Line
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The devices of every group."""
+        width = self.line.width
+        return [list(range(g * width, (g + 1) * width)) for g in range(self.line.shards)]
+
+    def split(self, array):
+        """``[batch, heads, tokens, ...]``: all tokens of the group, ascending, of this device's share of the heads."""
+        if self.line.width > 1:
+            array = jax.lax.all_to_all(array, self.line.axis, 1, 2, axis_index_groups=self.groups, tiled=True)
+        return jnp.take(array, self.line.ascending, axis=2)
+
+    def to_tokens(self, array):
+        """The inverse of ``split``."""
+        array = jnp.take(array, np.argsort(self.line.ascending), axis=2)
+        if self.line.width == 1:
+            return array
+        return jax.lax.all_to_all(array, self.line.axis, 2, 1, axis_index_groups=self.groups, tiled=True)
+
+    def whole(self, array, axis: int):
+        """An array of tokens, of all heads: those of the group, ascending."""
+        if self.line.width > 1:
+            array = jax.lax.all_gather(
+                array, self.line.axis, axis=array.ndim + axis, axis_index_groups=self.groups, tiled=True
+            )
+        return jnp.take(array, self.line.ascending, axis=axis)
+
+    def to_heads(self, call: Call) -> Call:
+        """The call of this device's share of the heads and of all tokens of its group."""
+        x, width = call.x, self.line.width
+        repeats = copies(x.k.shape[1], width)
+        kv_heads, heads = x.k.shape[1] * repeats // width, x.q.shape[1] * x.q.shape[2] // width
+
+        def queries(array):
+            return _regrouped(self.split(_flat(array)), kv_heads)
+
+        def keys(array):
+            return self.split(jnp.repeat(array, repeats, axis=1))
+
+        def slot(part):
+            if part is None:
+                return None
+            part = part.map_tokens(*[partial(self.whole, axis=-1)] * 2)
+            return part if width == 1 else part.heads(self._position * heads, heads)
+
+        found = dataclasses.replace(
+            x,
+            q=queries(x.q),
+            k=keys(x.k),
+            v=keys(x.v),
+            bias=slot(x.bias),
+            mask=slot(x.mask),
+            far=tuple(Branch(queries(b.q), keys(b.k), slot(b.where)) for b in x.far),
+        )
+        scale = call.scale if jnp.ndim(call.scale) == 0 else queries(call.scale)
+        return Call(self._placed(found), scale)
+
+    @property
+    def _position(self):
+        """Of this device in its group."""
+        return jax.lax.axis_index(self.line.axis) % self.line.width
+
+    def _placed(self, x: Operands) -> Operands:
+        places = {
+            name: self.whole(getattr(x, name), -1)
+            for name in ("q_positions", "kv_positions")
+            if isinstance(getattr(x, name), jax.Array)
+        }
+        return dataclasses.replace(x, **places)
+
+
+def _flat(array):
+    """``[batch, kv heads, group, ...]`` with all query heads on one axis."""
+    return array.reshape(array.shape[0], -1, *array.shape[3:])
+
+
+def _regrouped(array, kv_heads: int):
+    return array.reshape(array.shape[0], kv_heads, -1, *array.shape[2:])

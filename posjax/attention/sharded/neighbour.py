@@ -1,0 +1,100 @@
+"""Windows: a query sees no further than the chunk next to its own, of which one exchange brings the edge."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from posjax.attention.sharded.parts import Call, Line, join, keep
+from posjax.masks import And, Causal, Mask, Or
+from posjax.positions import Range
+
+# The position of a key that is not there: further away than any window.
+_NOWHERE = -(2**30)
+
+
+def neighbour(line: Line, call: Call, window: int, run: Callable) -> tuple:
+    """``run`` on every query chunk, over its own keys, the ``window - 1`` before them, and as many after unless causal.
+
+    Positions must rise by at least one from a token to the next, within whatever the mask lets a query see, as they do
+    in packed documents; so tokens within a window of positions are at most as many places away.
+    """
+    reach = window - 1
+    edges = _Edges(line, reach, 0 if _is_causal(call.x.mask) else reach)
+    return join([run(edges.piece(call, n)) for n in range(line.chunks)])
+
+
+def _is_causal(mask: Mask | None) -> bool:
+    if isinstance(mask, And):
+        return _is_causal(mask.left) or _is_causal(mask.right)
+    if isinstance(mask, Or):
+        return _is_causal(mask.left) and _is_causal(mask.right)
+    return isinstance(mask, Causal)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["first", "last"])
+@dataclasses.dataclass(frozen=True)
+class _Inside(Mask):
+    """``first <= j <= last``: hides keys before and after the row."""
+
+    first: int
+    last: int
+
+    def pairs(self, i, j):
+        return (j >= self.first) & (j <= self.last) & (i == i)
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        return (j_high >= self.first) & (j_low <= self.last), (j_low >= self.first) & (j_high <= self.last)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edges:
+    """Chunks with ``before`` tokens of the chunk before, and ``after`` of the one after."""
+
+    line: Line
+    before: int
+    after: int
+
+    def piece(self, call: Call, n: int) -> Call:
+        """Query chunk ``n`` of this device and the keys that it may see."""
+        row = call.x.kv_positions
+        found = self.line.queries(call, n).map_tokens(keep, partial(self._widened, n=n))
+        if not isinstance(row, Range):
+            return found.at(found.x.q_positions, self._hidden(found.x.kv_positions, n))
+        start = self.line.positions(row, self.line.shard, n).start - self.before
+        keys = Range(start, self.before + self.line.piece + self.after)
+        inside = found.x.mask & _Inside(row.start, row.start + row.length - 1)
+        return dataclasses.replace(found, x=dataclasses.replace(found.x, mask=inside)).at(found.x.q_positions, keys)
+
+    def _widened(self, array, axis: int, n: int):
+        pieces = jnp.split(array, self.line.chunks, axis)
+        size = self.line.piece
+        tails = [jax.lax.slice_in_dim(a, size - self.before, size, axis=axis) for a in pieces]
+        heads = [jax.lax.slice_in_dim(a, 0, self.after, axis=axis) for a in pieces]
+        parts = [self._from(tails, n, 1)] * (self.before > 0) + [pieces[n]]
+        return jnp.concatenate(parts + [self._from(heads, n, -1)] * (self.after > 0), axis)
+
+    def _from(self, ends: list, n: int, step: int):
+        """The ends of the chunks one ``step`` before chunk ``n``, or after it where ``step`` is -1.
+
+        In a zigzag the second chunks run against the shards, and the last shard holds the two that meet.
+        """
+        moved = self._shifted(ends[n], step if n == 0 else -step)
+        if self.line.chunks == 1 or (n == 1) != (step == 1):
+            return moved
+        return jnp.where(self.line.shard == self.line.shards - 1, ends[1 - n], moved)
+
+    def _shifted(self, array, step: int):
+        """What the shard ``step`` before this one holds."""
+        shards = self.line.shards
+        return jax.lax.ppermute(array, self.line.axis, [(s, (s + step) % shards) for s in range(shards)])
+
+    def _hidden(self, positions, n: int):
+        """Positions of the keys of chunk ``n``, where those beyond the ends of the row are nowhere."""
+        place = jnp.arange(positions.shape[-1])
+        first = (self.line.shard == 0) & (n == 0)
+        last = (self.line.shard == (self.line.shards - 1 if self.line.chunks == 1 else 0)) & (n == self.line.chunks - 1)
+        beyond = (first & (place < self.before)) | (last & (place >= self.before + self.line.piece))
+        return jnp.where(beyond, _NOWHERE, positions)

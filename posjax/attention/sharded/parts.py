@@ -1,0 +1,130 @@
+"""An attention call whose tokens are spread over devices, and how to cut and join its arrays along the tokens.
+
+What belongs to the queries of a call stays where it is: ``q``, far queries, the scale, and the query side of positions,
+mask and bias. What belongs to its keys travels: ``k``, ``v``, far keys, and the key side of positions, mask and bias.
+``posjax.attention.operands.map_tokens`` tells them apart.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax.attention.operands import Operands, map_tokens
+from posjax.layout import Layout
+from posjax.positions import Positions, Range
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "scale"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Operands, their queries not scaled yet, and the scale.
+
+    Positions are arrays over the tokens at hand, or a ``Range`` over the whole row, of which ``Line`` knows the part.
+    """
+
+    x: Operands
+    scale: Any
+
+    def map_tokens(self, queries: Callable, keys: Callable) -> "Call":
+        """The call with functions applied to all arrays over queries and over keys, and the axis of their tokens."""
+        scale = self.scale if jnp.ndim(self.scale) == 0 else queries(self.scale, axis=-2)
+        return Call(map_tokens(self.x, queries, keys), scale)
+
+    def at(self, q_positions: Positions, kv_positions: Positions) -> "Call":
+        """The call at other positions."""
+        return Call(dataclasses.replace(self.x, q_positions=q_positions, kv_positions=kv_positions), self.scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """How a row lies along an axis: over ``shards`` groups of ``width`` neighbouring devices.
+
+    With one device in each the groups are the devices. Wider ones hold their tokens in ascending order within every
+    chunk of ``layout``, which is the one over groups.
+
+    Args:
+        axis: of the mesh.
+        shards: groups.
+        width: devices in each.
+        layout: order of the tokens over the devices.
+        length: tokens of a row.
+    """
+
+    axis: str | None
+    shards: int
+    width: int
+    layout: Layout
+    length: int
+
+    @property
+    def groups(self) -> Layout:
+        """The order of the tokens over the groups; within striped groups see ``positions``."""
+        return Layout(self.layout.kind if self.shards > 1 else "contiguous", self.shards)
+
+    @property
+    def chunks(self) -> int:
+        """Runs of tokens that each group holds."""
+        return self.groups.chunks
+
+    @property
+    def piece(self) -> int:
+        """Tokens in each of them."""
+        return self.length // (self.shards * self.chunks)
+
+    @property
+    def shard(self):
+        """The group of this device."""
+        return 0 if self.shards == 1 else jax.lax.axis_index(self.axis) // self.width
+
+    @property
+    def ascending(self) -> np.ndarray:
+        """The order that sorts the tokens of a group, put one device after the other: the same in every group."""
+        return np.argsort(self._first_group)
+
+    @property
+    def _first_group(self) -> np.ndarray:
+        order = self.layout.order(self.length)
+        return order if self.shards == 1 else order[: self.length // self.shards]
+
+    def positions(self, row: Range, shard, n) -> Positions:
+        """The positions of piece ``n`` of group ``shard``, of a row that has those of ``row``."""
+        if self.groups.kind == "striped":
+            return row.start + shard * self.width + jnp.asarray(np.sort(self._first_group))
+        found = self.groups.piece(self.length, shard, n)
+        return Range(row.start + found.start, found.length)
+
+    def cut(self, n) -> Callable:
+        """The function that takes piece ``n`` out of an array."""
+
+        def cut(array, axis):
+            return array if self.chunks == 1 else jax.lax.dynamic_slice_in_dim(array, n * self.piece, self.piece, axis)
+
+        return cut
+
+    def part(self, call: Call, i, j, source) -> Call:
+        """Query piece ``i`` of this group and key piece ``j`` of a call whose keys are those of group ``source``."""
+        found = call.map_tokens(self.cut(i), self.cut(j))
+        return found.at(self._placed(found.x.q_positions, self.shard, i), self._placed(found.x.kv_positions, source, j))
+
+    def queries(self, call: Call, i) -> Call:
+        """Query piece ``i`` of this group, with the keys as they are."""
+        found = call.map_tokens(self.cut(i), keep)
+        return found.at(self._placed(found.x.q_positions, self.shard, i), found.x.kv_positions)
+
+    def _placed(self, positions: Positions, shard, n) -> Positions:
+        return self.positions(positions, shard, n) if isinstance(positions, Range) else positions
+
+
+def keep(array, axis):
+    """The array as it is."""
+    return array
+
+
+def join(parts: list):
+    """Results of query pieces, ``[batch, kv heads, group, queries, ...]``, one after the other."""
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=3), *parts)
