@@ -61,8 +61,8 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}")
     content = system.cat_file(path)
     if path.endswith(".json"):
-        return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]))
-    return SentencePieceTokenizer(content)
+        return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]), config.tokenizer)
+    return SentencePieceTokenizer(content, config.tokenizer)
 
 
 def token_type(vocabulary_size: int) -> np.dtype:
@@ -148,12 +148,13 @@ class _FileTokenizer:
 class HuggingFaceTokenizer(_FileTokenizer):
     """A tokenizer.json. Its special tokens are those that the files beside it declare, else those of common names."""
 
-    def __init__(self, content: bytes, declared: dict[str, str]):
+    def __init__(self, content: bytes, declared: dict[str, str], path: str):
         library = optional("tokenizers", "data.tokenizer with a tokenizer.json")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"data.tokenizer: not a tokenizer.json of Hugging Face: {error}") from None
+            reason = " ".join(str(error).split())
+            raise ValueError(f"data.tokenizer: {path} is not a tokenizer.json of Hugging Face: {reason}") from None
         # A row's length is not the tokenizer's business, and "<s>" in a text is text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -184,23 +185,34 @@ def _declared(system: Any, folder: str) -> dict[str, str]:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = f"{folder}/{name}"
         if system.isfile(path):
-            values = json.loads(system.cat_file(path))
+            values = _read_json(system.cat_file(path), path)
             tokens = {role: values.get(key) for role, key in keys.items()}
-            words = {role: token["content"] if isinstance(token, dict) else token for role, token in tokens.items()}
+            words = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
             return {role: word for role, word in words.items() if word}
     return {}
+
+
+def _read_json(content: bytes, path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer: {path} beside it is not valid JSON: {error}") from None
+    return values if isinstance(values, dict) else {}
 
 
 class SentencePieceTokenizer(_FileTokenizer):
     """A .model of SentencePiece, with the special tokens it defines."""
 
-    def __init__(self, content: bytes):
+    def __init__(self, content: bytes, path: str):
         library = optional("sentencepiece", "data.tokenizer with a .model")
         try:
             self._model = library.SentencePieceProcessor(model_proto=content)
+            size = self._model.vocab_size()
         except RuntimeError:
-            raise ValueError("data.tokenizer: not a .model of SentencePiece") from None
-        super().__init__(self._model.vocab_size(), self._find(), content)
+            size = 0
+        if not size:  # an empty file loads, as nothing
+            raise ValueError(f"data.tokenizer: {path} is not a .model of SentencePiece")
+        super().__init__(size, self._find(), content)
 
     def _find(self) -> dict[str, int]:
         model = self._model
