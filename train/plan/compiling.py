@@ -133,9 +133,9 @@ def _child(directory: Path, topology: str) -> dict[str, Any]:
     except Exception as error:
         raise ValueError(f"--topology: the compiler knows no pod {on.name}: {_line(error)}") from None
     mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, list(devices))
+    program = build_program(config, mesh)  # outside: what it computes on the way would be sent to the mesh
+    arguments = program.abstract, abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
-        program = build_program(config, mesh)
-        arguments = program.abstract, abstract_batch(config, mesh)
         compiled = program.update.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
     (directory / "program.txt").write_text(compiled.as_text(), encoding="utf-8")
     return {
