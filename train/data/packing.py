@@ -97,8 +97,8 @@ def best_fit(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "d
     least room that holds it, or a new row (Ding et al. 2024, arXiv:2404.10830).
 
     A document of n tokens is cut at multiples of `length`; a last piece of one token is left out, since it predicts
-    nothing and the piece before predicts it. Equal pieces keep their order, and of rows with equal room the
-    youngest takes the piece.
+    nothing and the piece before predicts it. Equal pieces keep their order, and of rows with equal room the one that
+    was filled so far last takes the piece.
     """
     pieces = _cut(starts, sizes, length)
     order = np.argsort(-pieces.sizes, kind="stable")

@@ -1,0 +1,209 @@
+"""Packing against plain loops: every token predicted once, best-fit as it is defined, mixtures by weight."""
+
+import itertools
+import tracemalloc
+
+import chex
+import numpy as np
+import pytest
+
+from train.data import PADDING, batches, encode, pack
+from train.data.corpus import collect
+from train.data.packing import pack_corpora
+from train.data.pipeline import mix
+
+
+def documents_of(sizes, seed=0):
+    """Documents in which no pair of neighbouring tokens occurs twice, so that a pair says where it is from."""
+    numbers = np.random.default_rng(seed).permutation(sum(sizes)).astype(np.uint16) + 300
+    return np.split(numbers, np.cumsum(sizes)[:-1])
+
+
+def pairs(batch):
+    predicted = batch.labels >= 0
+    return sorted(zip(batch.tokens[predicted].tolist(), batch.labels[predicted].tolist(), strict=True))
+
+
+def everything(rows):
+    return rows.batch(np.arange(len(rows)))
+
+
+def naive_best_fit(sizes, length):
+    """The sizes in each row: pieces by size, each put into the fullest row that holds it, the last to become so."""
+    pieces = []
+    for size in sizes:
+        cuts = [min(length, size - first) for first in range(0, size, length)]
+        pieces += cuts if len(cuts) == 1 or cuts[-1] > 1 else cuts[:-1]
+    rows = []
+    for piece in sorted(pieces, reverse=True):
+        fits = [index for index, row in enumerate(rows) if sum(row) + piece <= length]
+        chosen = rows.pop(max(fits, key=lambda index: (sum(rows[index]), index))) if fits else []
+        rows.append([*chosen, piece])
+    return sorted(sorted(row) for row in rows)
+
+
+SIZES = {
+    "few": [5, 9, 3, 12, 2, 2, 30],
+    "many": (2 + np.random.default_rng(1).geometric(0.08, 300)).tolist(),
+    "equal": [4] * 23,
+    "edges": [16, 17, 18, 32, 33, 34, 2, 15],
+}
+
+
+@pytest.mark.parametrize("length", [2, 5, 16, 29])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_best_fit_is_the_rule_that_it_names(sizes, length):
+    batch = everything(pack(documents_of(sizes), length, "best-fit"))
+    found = []
+    for segments in batch.segment_ids:
+        counts = np.bincount(segments[segments >= 0]).tolist()
+        assert segments.tolist() == [n for n, count in enumerate(counts) for _ in range(count)] + [-1] * (
+            length - sum(counts)
+        )
+        found.append(sorted(counts))
+    assert sorted(found) == naive_best_fit(sizes, length)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 29])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_each_token_but_the_first_of_a_document_is_predicted_once(sizes, length, packing):
+    documents = documents_of(sizes)
+    rows = pack(documents, length, packing)
+    batch = everything(rows)
+    chex.assert_shape(batch, (len(rows), length))
+    chex.assert_type(batch, np.int32)
+    expected = itertools.chain.from_iterable(itertools.pairwise(document.tolist()) for document in documents)
+    assert pairs(batch) == sorted(expected)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_positions_restart_and_padding_is_marked(packing):
+    batch = everything(pack(documents_of(SIZES["many"]), 16, packing))
+    for tokens, positions, segments, labels in zip(*batch, strict=True):
+        for column in range(16):
+            same = column > 0 and segments[column] == segments[column - 1] >= 0
+            assert positions[column] == (positions[column - 1] + 1 if same else 0)
+        padding = segments < 0
+        assert (tokens[padding] == PADDING).all()
+        assert (labels[padding] == -1).all()
+        assert (tokens[~padding] != PADDING).all()
+        inside = np.flatnonzero((segments[1:] == segments[:-1]) & ~padding[1:])
+        np.testing.assert_array_equal(labels[inside], tokens[inside + 1])
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_rows_by_number_are_those_of_the_whole(packing):
+    rows = pack(documents_of(SIZES["many"]), 7, packing)
+    whole = everything(rows)
+    some = np.random.default_rng(0).permutation(len(rows))[:20]
+    chex.assert_trees_all_equal(rows.batch(some), type(whole)(*(part[some] for part in whole)))
+
+
+def test_a_document_of_one_row_and_one_token_needs_no_second_row():
+    rows = pack([np.arange(9)], 8, "best-fit")
+    assert len(rows) == 1
+    np.testing.assert_array_equal(everything(rows).labels, [range(1, 9)])
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_long_rows_take_little_more_memory_than_they_are_large(packing):
+    length = 2**20
+    rows = pack([np.zeros(1000, np.uint16)] * 2200, length, packing)
+    tracemalloc.start()
+    try:
+        batch = rows.batch(np.array([0, 1]))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(part.nbytes for part in batch) == 2 * length * 16
+    assert peak < 1.5 * 2 * length * 16
+
+
+def part_of(value, documents, size):
+    return collect([np.full(size, value, np.uint16) for _ in range(documents)])
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (5.0, 3.0, 2.0), (0.9, 0.05, 0.05)])
+def test_mixtures_give_each_part_its_share_of_tokens(packing, weights):
+    # Rows of the second part are three quarters full when packed best-fit, so it needs more of them.
+    corpora = [part_of(300, 40, 16), part_of(301, 40, 12), part_of(302, 4, 160)]
+    rows = pack_corpora(corpora, weights, 16, packing, PADDING)
+    stream = batches(rows, 50, seed=0)
+    tokens = np.concatenate([next(stream).tokens for _ in range(40)])
+    shares = np.array([(tokens == value).sum() for value in (300, 301, 302)]) / (tokens >= 300).sum()
+    np.testing.assert_allclose(shares, np.array(weights) / sum(weights), atol=0.003)
+    owners = tokens.max(axis=1)
+    assert ((tokens == owners[:, None]) | (tokens == PADDING)).all()  # no row is of two parts
+
+
+def test_each_part_is_shuffled_on_its_own_and_repeats_when_it_is_through():
+    documents = [[np.full(5, 300 + 50 * part + number, np.uint16) for number in range(20)] for part in range(2)]
+    rows = pack_corpora([collect(part) for part in documents], [3.0, 1.0], 5, "concatenate", PADDING)
+    stream = batches(rows, 8, seed=3)
+    first = np.concatenate([next(stream).tokens[:, 0] for _ in range(20)])  # 120 rows of one, 40 of the other
+    often, seldom = first[first < 350].reshape(6, 20), first[first >= 350].reshape(2, 20)
+    for passes in (often, seldom):
+        assert (np.sort(passes) == np.sort(passes[0])).all()
+        assert len(np.unique(passes, axis=0)) == len(passes)
+    assert (often[:2] + 50 != seldom).any()
+
+
+def test_mixture_counts_are_as_its_docstring_says():
+    shares = np.array([0.5, 0.3, 0.15, 0.05])
+    mixture = mix(shares.tolist())
+    owners, ranks = zip(*(mixture(number) for number in range(3 * 2**14)), strict=True)
+    owners = np.array(owners)
+    for owner, share in enumerate(shares):
+        mine = np.flatnonzero(owners == owner)
+        assert np.array(ranks)[mine].tolist() == list(range(len(mine)))
+        ahead = (np.arange(len(mine)) + 0.5) - mine * share
+        assert np.abs(ahead).max() < 3
+    assert mix([1.0])(123456) == (0, 123456)
+
+
+def test_mixtures_resume_and_are_shared_by_processes():
+    corpora = [part_of(300, 40, 16), collect([encode(bytes(range(65, 90)))] * 9)]
+    rows = pack_corpora(corpora, [1.0, 2.0], 8, "best-fit", PADDING)
+    stream = batches(rows, 4, seed=1)
+    for _ in range(7):
+        next(stream)
+    state = stream.get_state()
+    rest = [next(stream) for _ in range(5)]
+    for part in (slice(None), slice(0, 2), slice(3, 4)):
+        fresh = batches(rows, 4, 1, part)
+        fresh.set_state(state)
+        for batch in rest:
+            chex.assert_trees_all_equal(next(fresh), type(batch)(*(field[part] for field in batch)))
+
+
+def test_resuming_reads_no_row_before_its_place(monkeypatch):
+    rows = pack(documents_of(SIZES["many"]), 7)
+    stream = batches(rows, 4, seed=1)
+    for _ in range(50):
+        next(stream)
+    state = stream.get_state()
+    asked = []
+    batch = type(rows).batch
+    monkeypatch.setattr(type(rows), "batch", lambda self, numbers: asked.append(numbers) or batch(self, numbers))
+    fresh = batches(rows, 4, seed=1)
+    fresh.set_state(state)
+    next(fresh)
+    assert 1 <= len(asked) <= 8  # and those it prefetches
+
+
+def test_digest_knows_parts_and_weights():
+    def digest(weights, value=300):
+        return pack_corpora([part_of(value, 4, 16), part_of(301, 4, 12)], weights, 8, "best-fit", PADDING).digest()
+
+    assert digest([1.0, 2.0]) == digest([1.0, 2.0])
+    assert len({digest([1.0, 2.0]), digest([2.0, 1.0]), digest([1.0, 2.0], 305)}) == 3
+
+
+def test_parts_that_cannot_be_mixed():
+    with pytest.raises(ValueError, match=r"data.mixture\[1\].weight is too small"):
+        mix([1.0, 1e-6])
+    corpora = [part_of(300, 4, 16), part_of(301, 1, 8)]
+    with pytest.raises(ValueError, match=r"part 1 of the mixture has 8 tokens, too few for one row of train.length=8"):
+        pack_corpora(corpora, [1.0, 1.0], 8, "best-fit", PADDING)
