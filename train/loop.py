@@ -1,26 +1,30 @@
-"""Training from a config to a finished run directory."""
+"""Training from a config to a finished run directory: stage after stage, on every process of a run alike."""
 
 import json
 import math
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from train.checkpoint import Checkpoints, check_run, create_run
+from posjax.layout import Layout
+from train.checkpoint import Checkpoints, Saved, check_run, create_run
 from train.config import Config
-from train.data import PackedRows, batches, training_rows
-from train.machine import write_file
+from train.convert import check_continues, convert
+from train.data import batches, held_out_rows, training_rows
+from train.distributed import decide, reached_preemption, stop_requested
 from train.mesh import make_mesh
-from train.metrics import MetricsLog, Report, Throughput, peak_memory_bytes, show_progress
-from train.sharding import global_batch
-from train.step import Program, StepMetrics, build_program
+from train.model import placement
+from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
+from train.paths import path, write_file
+from train.sharding import global_batch, rows_of_process
+from train.step import Program, StepMetrics, TrainState, build_program
 
 # Compilation and the first steps after it (caches, lazy allocation) are left out of tokens per second.
 WARM_STEPS = 5
@@ -32,13 +36,12 @@ class FitResult:
 
     Attributes:
       directory: the run directory.
-      steps: updates done; fewer than asked for when the run was interrupted.
+      steps: updates done, of all stages; fewer than asked for when the run was interrupted.
       finished: whether all of them are done.
       final_loss: the training loss of the last update that was logged, in nats per token.
-      tokens_per_second: training tokens of all devices per second of wall time, from the end of the first
-        `WARM_STEPS` steps of the last process that trained (fewer in a run of fewer) to the end of its last step,
-        checkpoints included.
-      peak_memory_bytes: the most that process held, as `train.metrics.peak_memory_bytes` says.
+      tokens_per_second: training tokens of all devices per second of wall time, of the last process that trained,
+        without the first `WARM_STEPS` steps of every stage, checkpoints included.
+      peak_memory_bytes: the most that process held, as `train.monitor.peak_memory_bytes` says.
     """
 
     directory: Path
@@ -52,75 +55,88 @@ class FitResult:
 def fit(config: Config, directory: str | Path | None = None, *, progress: str | None = None) -> FitResult:
     """Trains the config in `directory` (its own by default), resuming whatever is there, and saves the result.
 
-    A finished run is returned as it is. SIGINT (Ctrl-C) and SIGTERM save a checkpoint and return; the same call then
-    goes on as if nothing had happened: bit for bit on the same devices. `progress` is the label under which progress
-    is shown; None shows nothing.
+    A finished run is returned as it is. SIGINT (Ctrl-C), SIGTERM and a pod's notice of preemption save a checkpoint and
+    return; the same call then goes on as if nothing had happened: bit for bit on the same devices. `progress` is the
+    label under which progress is shown; None shows nothing.
 
-    Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, a batch
-    that the devices cannot share, or a directory that belongs to another config.
+    Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, a mesh,
+    a batch or a stage that cannot work, or a directory that belongs to another config.
     """
-    directory = Path(directory or config.directory)
-    if jax.process_count() > 1:
-        raise ValueError(f"this version trains in one process, found {jax.process_count()}; run it on one host")
+    directory = path(directory or config.directory)
     check_run(config, directory)
     finished = read_result(directory)
     if finished:
         return finished
-    rows = training_rows(config)
-    mesh = make_mesh(config.train.mesh, config.train.rows)
-    program = build_program(config, mesh)
+    check_monitor(config)
+    enable_compilation_cache(config.monitor.compilation_cache)
+    stages = prepare(config, told=print if progress and jax.process_index() == 0 else lambda _: None)
     create_run(config, directory)
     with ExitStack() as stack:
         run = _Run(
             config,
-            mesh,
-            program,
-            stack.enter_context(Checkpoints(config, directory, rows.digest())),
-            stack.enter_context(MetricsLog(directory / "metrics.jsonl")),
-            stack.enter_context(show_progress(progress, config.train)),
+            stages,
+            stack.enter_context(Checkpoints(config, directory, [stage.rows.digest() for stage in stages])),
+            stack.enter_context(Monitor(config, directory, label=progress)),
             stack.enter_context(stop_requested()),
         )
-        stack.enter_context(jax.set_mesh(mesh))
-        step = run.train(rows)
-        last = run.log.last
-    result = FitResult(
-        directory,
-        step,
-        step == config.train.steps,
-        last.get("loss"),
-        last.get("tokens_per_second"),
-        peak_memory_bytes(),
-    )
+        step = run.train()
+        last, speed = run.monitor.last, run.monitor.tokens_per_second
+    done = step == sum(stage.config.train.steps for stage in stages)
+    result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes())
     if result.finished:
         values = {key: value for key, value in vars(result).items() if key != "directory"}
-        write_file(directory / "fit.json", json.dumps(values) + "\n")
+        decide(lambda: write_file(directory / "fit.json", json.dumps(values) + "\n"))
     return result
 
 
 def read_result(directory: str | Path) -> FitResult | None:
     """The result of a finished run; None when it is not finished."""
-    path = Path(directory) / "fit.json"
-    return FitResult(Path(directory), **json.loads(path.read_text())) if path.exists() else None
+    place = path(directory) / "fit.json"
+    values = decide(lambda: json.loads(place.read_text()) if place.exists() else None)
+    return FitResult(path(directory), **values) if values else None
 
 
-@contextmanager
-def stop_requested() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one acts as usual. In the main thread only."""
-    stop = threading.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    usual = {number: signal.getsignal(number) for number in numbers}
+@dataclass(frozen=True)
+class Stage:
+    """One stage, ready to be compiled: what it is made from, and the number of updates before it."""
 
-    def ask(number: int, _: Any) -> None:
-        stop.set()
-        signal.signal(number, usual[number])
+    number: int
+    first_step: int
+    config: Config
+    mesh: Mesh
+    program: Program
+    layout: Layout
+    rows: Any
 
-    for number in numbers:
-        signal.signal(number, ask)
-    try:
-        yield stop
-    finally:
-        for number in numbers:
-            signal.signal(number, usual[number])
+    @property
+    def last_step(self) -> int:
+        """The number of updates of the run once this stage is done."""
+        return self.first_step + self.config.train.steps
+
+    @property
+    def part(self) -> slice:
+        """Which rows of every batch this process reads."""
+        return rows_of_process(self.mesh, self.config.train.rows)
+
+    def on_devices(self, batch: Any, rows: int, part: slice) -> Any:
+        """This process's rows of a batch, in the order of the layout, as arrays over the mesh."""
+        return global_batch(self.mesh, jax.tree.map(self.layout.apply, batch), rows, part)
+
+
+def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
+    """All stages of a config, checked against each other; nothing is compiled."""
+    stages: list[Stage] = []
+    for number in range(len(config.stage_names)):
+        own = config.stage(number)
+        train = own.train
+        mesh = make_mesh(train.mesh, train.rows // train.accumulate)
+        program = build_program(own, mesh)
+        if stages:
+            check_continues(stages[-1].config, own)
+        first = stages[-1].last_step if stages else 0
+        layout = placement(own, mesh).layout
+        stages.append(Stage(number, first, own, mesh, program, layout, training_rows(own, told=told)))
+    return stages
 
 
 @dataclass(frozen=True)
@@ -128,63 +144,114 @@ class _Run:
     """One process's part in a run: from the newest checkpoint, or the beginning, to the end or a request to stop."""
 
     config: Config
-    mesh: Mesh
-    program: Program
+    stages: list[Stage]
     checkpoints: Checkpoints
-    log: MetricsLog
-    report: Report
+    monitor: Monitor
     stop: threading.Event
 
-    def train(self, rows: PackedRows) -> int:
+    def train(self) -> int:
         """Trains and returns the number of updates that the saved state has seen."""
-        train = self.config.train
-        stream = batches(rows, train.rows, self.config.seed, jax.process_index(), jax.process_count())
-        state, step = self._first_state(stream)
-        throughput = Throughput(train.batch_tokens)
-        warm = step + min(WARM_STEPS, train.steps - step - 1)
+        saved = self.checkpoints.newest()
+        first = 0 if saved is None else saved.stage
+        if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):
+            first += 1
+        for stage in self.stages[first:]:
+            with jax.set_mesh(stage.mesh):
+                step = self._train_stage(stage, saved)
+            if step < stage.last_step:
+                return step
+            saved = Saved(step, stage.number, None)
+        return step
+
+    def _train_stage(self, stage: Stage, saved: Saved | None) -> int:
+        """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
+        train = stage.config.train
+        stream = batches(stage.rows, train.rows, self.config.seed + stage.number, stage.part)
+        state, step = self._first_state(stage, saved, stream)
+        evaluate = _Evaluation(stage, self.config) if self.config.monitor.evaluate_every else None
+        warm = step + min(WARM_STEPS, stage.last_step - step - 1)
+        self.monitor.pause()
         if warm == step:
-            throughput.begin()
-        while step < train.steps:
+            self.monitor.begin()
+        while step < stage.last_step:
             # Dispatch is asynchronous: the loop waits for the devices only where it reads a number.
-            state, metrics = self.program.update(state, global_batch(self.mesh, next(stream)))
+            batch = self.monitor.next(stream)
+            self.monitor.before(step + 1, state)
+            state, metrics = stage.program.update(state, stage.on_devices(batch, train.rows, stage.part))
             step += 1
-            throughput.step()
-            last = step == train.steps or self.stop.is_set()
+            self.monitor.after(step, metrics.loss)
+            last = step == stage.last_step or reached_preemption(step, self.stop)
             if step == warm:
                 jax.block_until_ready(metrics)
-                throughput.begin()
-            if step == train.steps or step % train.log_every == 0:
-                self._log(step, metrics, throughput)
-            if last or step % train.checkpoint_every == 0:
-                _refuse_divergence(step, metrics)
-                self.checkpoints.save(step, state, stream.get_state())
+                self.monitor.begin()
+            if step == stage.last_step or (step - stage.first_step) % train.log_every == 0:
+                measured = evaluate.measure(step, state.parameters) if evaluate else {}
+                self._log(stage, step, metrics, batch.segment_ids, measured)
+            if last or (step - stage.first_step) % train.checkpoint_every == 0:
+                _refuse_divergence(stage, step, metrics)
+                self.checkpoints.save(step, stage.number, state, stream.get_state())
             if last:
                 break
         return step
 
-    def _first_state(self, stream: Any) -> tuple[Any, int]:
-        saved = self.checkpoints.restore(self.program.abstract)
+    def _first_state(self, stage: Stage, saved: Saved | None, stream: Any) -> tuple[TrainState, int]:
+        """The state to go on from: the saved one, that of the saved parameters of the stage before, or a new one."""
         if saved is None:
-            return self.program.initialize(), 0
-        state, place = saved
-        stream.set_state(place)
-        return state, int(state.step)
+            return stage.program.initialize(), 0
+        if saved.stage == stage.number:
+            stream.set_state(saved.stream)
+            return self.checkpoints.restore(saved, stage.program.abstract), saved.step
+        before = self.stages[saved.stage]
+        abstract = build_program(before.config, stage.mesh).abstract.parameters
+        parameters = self.checkpoints.restore_parameters(saved, abstract)
+        turned = partial(convert, before.config, stage.config)
+        return stage.program.begin(jax.jit(turned)(parameters)), saved.step
 
-    def _log(self, step: int, metrics: StepMetrics, throughput: Throughput) -> None:
-        _refuse_divergence(step, metrics)
-        loss, gradient_norm, rate = (float(value) for value in metrics)
-        tokens, speed = step * self.config.train.batch_tokens, throughput.rate()
-        self.log.write(
-            step, loss=loss, gradient_norm=gradient_norm, learning_rate=rate, tokens=tokens, tokens_per_second=speed
-        )
-        self.report(step, loss, speed)
+    def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
+        _refuse_divergence(stage, step, metrics)
+        values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "learning_rate": metrics.learning_rate}
+        found = {name: _finite(value) for name, value in values.items()}
+        done = step - stage.first_step
+        tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
+        tokens += done * stage.config.train.batch_tokens
+        self.monitor.write(step, segment_ids, **found, tokens=tokens, skipped=int(metrics.skipped), **measured)
 
 
-def _refuse_divergence(step: int, metrics: StepMetrics) -> None:
+def _finite(value: Any) -> float | None:
+    """A number for JSON, which has no other."""
+    return float(value) if math.isfinite(float(value)) else None
+
+
+class _Evaluation:
+    """The loss of held-out rows at the training length, every so many steps."""
+
+    def __init__(self, stage: Stage, config: Config):
+        train, monitor = stage.config.train, config.monitor
+        self._stage, self._every = stage, monitor.evaluate_every
+        rows, size = held_out_rows(stage.config), train.rows // train.accumulate
+        count = max(1, min(len(rows), monitor.evaluate_tokens // train.length) // size)
+        part = rows_of_process(stage.mesh, size)
+        numbers = (np.arange(n * size, (n + 1) * size) % len(rows) for n in range(count))
+        self._batches = [stage.on_devices(rows.batch(number[part]), size, part) for number in numbers]
+        self._next = -(-stage.first_step // self._every) * self._every
+
+    def measure(self, step: int, parameters: Any) -> dict[str, float]:
+        """``held_out_loss``, in nats per token, at the first log step after it is due; otherwise nothing."""
+        if step < self._next + self._every and step != self._stage.last_step:
+            return {}
+        self._next = step // self._every * self._every
+        losses = [self._stage.program.loss(parameters, batch) for batch in self._batches]
+        total, count = (sum(float(getattr(loss, name)) for loss in losses) for name in ("nll", "count"))
+        return {"held_out_loss": total / max(count, 1)}
+
+
+def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
     """Raises ValueError when training diverged, before anything of it is written or saved."""
-    loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    in_row = int(metrics.skipped_in_row)
+    if in_row >= min(stage.config.train.stop_after_skips, step - stage.first_step):
+        loss, norm = float(metrics.loss), float(metrics.gradient_norm)
         raise ValueError(
-            f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}. What was saved "
-            "before is kept; lower train.learning_rate, or look at what the scheme does with these positions"
+            f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}, and {in_row} "
+            "updates in a row were left out. What was saved before is kept; lower train.learning_rate, raise "
+            "train.spike_factor if it is set, or look at what the scheme does with these positions"
         )

@@ -1,25 +1,72 @@
 """The devices of a run, as a mesh with named axes."""
 
+import math
+
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from train.config import MeshConfig
 
+AXES = ("replica", "data", "fsdp", "context", "tensor")
+"""From the slowest network to the fastest: neighbours along `tensor` are neighbours on the chip's links."""
 
-def make_mesh(config: MeshConfig, rows: int) -> Mesh:
-    """A mesh of the first ``config.data`` devices (all of them for -1), over which a batch of `rows` rows is split.
+BATCH_AXES = ("replica", "data", "fsdp")
+"""The axes over which the rows of a batch are split."""
 
-    Raises ValueError, before anything is compiled, when there are too few devices or the rows cannot be shared evenly.
+
+def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
+    """How many devices lie along each axis, -1 filled in.
+
+    Raises ValueError for axes that `devices` devices cannot fill or that need more of them.
     """
-    devices = jax.devices()
-    data = len(devices) if config.data == -1 else config.data
-    if data > len(devices):
-        raise ValueError(f"train.mesh.data={data}, but there are {len(devices)} devices; -1 takes them all")
-    if rows % data:
-        fits = max(count for count in range(1, data + 1) if rows % count == 0)
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    named = math.prod(size for size in sizes.values() if size > 0)
+    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+    if named > devices or (open_axis and devices % named):
+        fits = max(count for count in range(1, named + 1) if devices % count == 0)
         raise ValueError(
-            f"train.batch_tokens gives {rows} rows, which {data} devices cannot share evenly; train.mesh.data={fits} "
-            f"would work, or a batch of {-(-rows // data) * data} rows"
+            f"train.mesh ({asked}) needs {'a multiple of ' if open_axis else ''}{named} devices, but there are "
+            f"{devices}; sizes whose product is {fits} would work"
         )
-    return Mesh(np.array(devices[:data]), ("data",), axis_types=(AxisType.Auto,))
+    return sizes | ({open_axis: devices // named} if open_axis else {})
+
+
+def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mesh:
+    """A mesh of as many of the `devices` (all there are, unless given) as `config` asks for.
+
+    Raises ValueError, before anything is compiled, when there are too few devices, or the `rows` of a batch cannot be
+    shared evenly.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = mesh_shape(config, len(devices))
+    check_rows(sizes, rows)
+    return Mesh(_arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_rows(sizes: dict[str, int], rows: int) -> None:
+    """Raises ValueError for a batch whose rows the mesh cannot share evenly."""
+    shares = math.prod(sizes[axis] for axis in BATCH_AXES)
+    if rows % shares:
+        fits = max(count for count in range(1, shares + 1) if rows % count == 0)
+        raise ValueError(
+            f"train.batch_tokens and train.accumulate give {rows} rows at a time, which {shares} devices along "
+            f"replica, data and fsdp cannot share evenly; {fits} along them would work (train.mesh.data={fits}), or "
+            f"{-(-rows // shares) * shares} rows"
+        )
+
+
+def _arranged(sizes: dict[str, int], devices: list) -> np.ndarray:
+    """The devices in the shape of the mesh, neighbours along the last axes first; slices along `replica`."""
+    used = devices[: math.prod(sizes.values())]
+    shape = tuple(sizes.values())
+    if getattr(used[0], "platform", "cpu") != "tpu" or len(used) < len(devices):
+        return np.array(used).reshape(shape)
+    slices = len({getattr(device, "slice_index", 0) for device in used})
+    if slices > 1 and sizes["replica"] % slices == 0:
+        within = (sizes["replica"] // slices, *shape[1:])
+        across = (slices, *(1 for _ in shape[1:]))
+        return mesh_utils.create_hybrid_device_mesh(within, across, used)
+    return mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)

@@ -5,14 +5,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from posjax import nn
+from posjax.attention.sharded import Placement
 from posjax.layers import Layers
+from posjax.layout import Layout
 from posjax.presets import scheme, scheme_options
 from posjax.scheme import Scheme
 from train.config import Config, SchemeConfig
 from train.data import VOCABULARY_SIZE
-from train.sharding import RULES
+from train.mesh import BATCH_AXES
 
 
 def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
@@ -44,16 +47,38 @@ def check_model(config: Config) -> None:
     jax.eval_shape(forward, jax.random.key(0))
 
 
-def decoder_config(config: Config) -> nn.DecoderConfig:
-    """The shape of the decoder that a config trains. Raises ValueError for one that cannot be built."""
+def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig:
+    """The shape of the decoder that a config trains, over a mesh if there is one.
+
+    Raises ValueError for one that cannot be built.
+    """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    fields |= {"vocab_size": fields.pop("vocabulary") or VOCABULARY_SIZE, "batch_axes": (RULES["batch"],)}
+    fields |= {"vocab_size": fields.pop("vocabulary") or VOCABULARY_SIZE, "placement": placement(config, mesh)}
     return nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))
 
 
-def build_model(config: Config) -> nn.Decoder:
+def placement(config: Config, mesh: Mesh | None) -> Placement:
+    """How activations lie over the mesh of a stage. Raises ValueError for a mesh that the model cannot use."""
+    if mesh is None:
+        return Placement()
+    shards, context = mesh.shape["context"], config.train.context
+    kind = context.layout
+    if kind == "auto":
+        balanced = context.strategy in ("auto", "ring") and config.model.causal and shards > 1
+        kind = "zigzag" if balanced and config.train.length % (2 * shards) == 0 else "contiguous"
+    return Placement(
+        batch=BATCH_AXES,
+        context="context" if shards > 1 else None,
+        heads="tensor" if mesh.shape["tensor"] > 1 else None,
+        strategy=context.strategy,
+        layout=Layout(kind, shards),
+        ulysses=context.ulysses,
+    )
+
+
+def build_model(config: Config, mesh: Mesh | None = None) -> nn.Decoder:
     """The decoder that a config trains, with parameters drawn from its seed.
 
     Raises ValueError for what cannot be built.
     """
-    return nn.Decoder(decoder_config(config), rngs=nnx.Rngs(config.seed))
+    return nn.Decoder(decoder_config(config, mesh), rngs=nnx.Rngs(config.seed))

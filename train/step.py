@@ -10,72 +10,54 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Int32, Key
+from jaxtyping import Array, Float, Int32, Key
 
+from posjax.layout import Layout
 from posjax.nn import logical_axes
-from train.config import Config, TrainConfig
+from train.config import Config
 from train.data import MASK, Batch
-from train.model import build_model, build_scheme
+from train.loss import Losses, token_losses
+from train.model import build_model, build_scheme, placement
+from train.optimizer import STAYS, labels, learning_rate, make_optimizer
 from train.sharding import named_sharding, optimizer_shardings, tree_shardings
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "parameters", "optimizer"], meta_fields=[])
+class Guard(NamedTuple):
+    """What tells a spike from a step.
+
+    Attributes:
+      norm: running mean of the gradient norms of the updates made; 0 before the first.
+      skipped: updates left out so far in this stage.
+      in_row: the last of them that follow each other.
+    """
+
+    norm: Float[Array, ""]
+    skipped: Int32[Array, ""]
+    in_row: Int32[Array, ""]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "parameters", "optimizer", "guard"], meta_fields=[])
 @dataclass(frozen=True)
 class TrainState:
-    """All that an update changes. `parameters` is the plain nested dict of the model's parameters, in float32."""
+    """All that an update changes. `parameters` is the plain nested dict of the model's parameters, in float32.
+
+    `step` counts the batches seen in this stage, whether they led to an update or were skipped.
+    """
 
     step: Int32[Array, ""]
     parameters: Any
     optimizer: Any
+    guard: Guard
 
 
 class StepMetrics(NamedTuple):
-    """What an update reports, as float32 scalars on the devices."""
+    """What an update reports, as scalars on the devices."""
 
-    loss: Float[Array, ""]
-    gradient_norm: Float[Array, ""]  # before clipping
+    loss: Float[Array, ""]  # nats per token, without the z-loss
+    gradient_norm: Float[Array, ""]  # before clipping, of the parameters that train
     learning_rate: Float[Array, ""]
-
-
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """The rate of update number n, from 0: a line up to the peak, reached by update ``warmup_steps``, and half a cosine
-    down to the final share of it, reached by the last update. The first update already moves.
-    """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.steps,
-        end_value=config.learning_rate * config.final_learning_rate,
-    )
-    return lambda count: schedule(count + 1)
-
-
-def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) after clipping by the global norm.
-
-    Only the model's matrices decay: parameters with two named axes or more in `axes`, a tree of logical axis names, not
-    counting the layers'. So norms, biases, scalars and what a position scheme learns do not.
-    """
-    decays = jax.tree.map(
-        lambda names: len(set(names) - {None, "layers"}) > 1, axes, is_leaf=lambda node: isinstance(node, tuple)
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(learning_rate(config), config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decays),
-    )
-
-
-def token_loss(
-    logits: Float[Array, "*axes vocabulary"], labels: Int[Array, "*axes"]
-) -> tuple[Float[Array, ""], Int32[Array, ""]]:
-    """The summed negative log-likelihood in nats, and the number of tokens it is summed over.
-
-    Labels below 0 are not predicted. Dividing once, after all sums, weights every token alike.
-    """
-    predicted = labels >= 0
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(predicted, labels, 0))
-    return jnp.sum(losses, where=predicted), jnp.sum(predicted)
+    skipped: Int32[Array, ""]
+    skipped_in_row: Int32[Array, ""]
 
 
 def mask_tokens(
@@ -90,16 +72,22 @@ def mask_tokens(
     return jnp.where(chosen, MASK, tokens), jnp.where(chosen, tokens, -1)
 
 
-def draw_positions(config: Config, key: Key[Array, ""], batch: Batch) -> dict[str, Array]:
+def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
     """Where the tokens of a batch stand, as arguments of the model: counted in each document, or as the scheme draws.
 
-    Drawn ids run through a row, across its documents, which do not see each other.
+    Drawn ids run through a row, across its documents, which do not see each other; they are put into the places of the
+    `layout`, in which the batch is.
     """
     rule = build_scheme(config.scheme, config.model.num_layers).positions
     where = {"positions": batch.positions}
     if rule is not None:
-        drawn = rule.draw(key, *batch.tokens.shape)
-        where |= {name: value for name, value in drawn._asdict().items() if value is not None}
+        drawn = rule.draw(key, *batch.tokens.shape)._asdict()
+        axes = {"positions": -1, "coordinates": -2}
+        where |= {
+            name: layout.apply(value, axes[name]) if name in axes else value
+            for name, value in drawn.items()
+            if value is not None
+        }
     return where
 
 
@@ -122,60 +110,172 @@ def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], paramete
 
 @dataclass(frozen=True)
 class Program:
-    """What a config compiles to over a mesh.
+    """What a stage's config compiles to over a mesh.
 
-    ``initialize()`` gives the first state. ``update(state, batch)`` gives the next state and the metrics, and takes
-    the buffers of the state it is given. ``abstract`` holds the shapes, dtypes and shardings of a state.
+    ``initialize()`` gives the first state, ``begin(parameters)`` that of given parameters. ``update(state, batch)``
+    gives the next state and the metrics, and takes the buffers of the state it is given. ``loss(parameters, batch)``
+    gives the ``Losses`` of a batch. ``abstract`` holds the shapes, dtypes and shardings of a state.
     """
 
     initialize: Any
+    begin: Any
     update: Any
+    loss: Any
     abstract: TrainState
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What an update is made of, known when tracing."""
+
+    config: Config
+    mesh: Mesh
+    graph: nnx.GraphDef
+    axes: Any
+    optimizer: optax.GradientTransformation
+    layout: Layout
+
+
 def build_program(config: Config, mesh: Mesh) -> Program:
-    """Compiles nothing yet; raises ValueError for a model or a scheme that cannot be built."""
-    model = nnx.eval_shape(lambda: build_model(config))
+    """Compiles nothing yet; raises ValueError for a model, a scheme or a mesh that cannot work."""
+    model = nnx.eval_shape(lambda: build_model(config, mesh))
     graph, _ = nnx.split(model)
     axes = logical_axes(model)
     optimizer = make_optimizer(config.train, axes)
-    initialize = partial(_initialize, config, optimizer)
-    shapes = jax.eval_shape(initialize)
-    parameters = tree_shardings(mesh, axes)
+    parts = _Parts(config, mesh, graph, axes, optimizer, placement(config, mesh).layout)
+    shapes = jax.eval_shape(partial(_initialize, parts))
+    parameters = tree_shardings(mesh, axes, shapes.parameters)
+    whole = named_sharding(mesh, ())
     shardings = TrainState(
-        named_sharding(mesh, ()), parameters, optimizer_shardings(mesh, optimizer, shapes.optimizer, parameters)
+        whole,
+        parameters,
+        optimizer_shardings(mesh, shapes.optimizer, shapes.parameters, parameters),
+        Guard(whole, whole, whole),
     )
     return Program(
-        jax.jit(initialize, out_shardings=shardings),
-        jax.jit(partial(_update, config, graph, optimizer), donate_argnums=0, out_shardings=(shardings, None)),
+        jax.jit(partial(_initialize, parts), out_shardings=shardings),
+        jax.jit(partial(_begin, parts), out_shardings=shardings),
+        jax.jit(partial(_update, parts), donate_argnums=0, out_shardings=(shardings, None)),
+        jax.jit(partial(_batch_loss, parts)),
         jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
     )
 
 
-def _initialize(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
-    parameters = nnx.to_pure_dict(nnx.state(build_model(config)))
-    return TrainState(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters))
+def _initialize(parts: _Parts) -> TrainState:
+    return _begin(parts, nnx.to_pure_dict(nnx.state(build_model(parts.config))))
 
 
-def _update(
-    config: Config, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
-) -> tuple[TrainState, StepMetrics]:
-    tokens, labels = batch.tokens, batch.labels
-    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-    for_masks, for_positions, for_features = jax.random.split(key, 3)
-    if not config.model.causal:
-        tokens, labels = mask_tokens(for_masks, batch.tokens, batch.segment_ids, config.train.mask_rate)
-    where = draw_positions(config, for_positions, batch)
+def _begin(parts: _Parts, parameters: Any) -> TrainState:
+    none = jnp.zeros((), jnp.int32)
+    guard = Guard(jnp.zeros((), jnp.float32), none, none)
+    return TrainState(none, parameters, parts.optimizer.init(parameters), guard)
 
-    def mean_loss(parameters):
-        model = nnx.merge(graph, parameters)
-        logits = model(tokens, segment_ids=batch.segment_ids, **where)
-        total, count = token_loss(logits, labels)
-        return total / jnp.maximum(count, 1)
 
-    before = redraw(config, for_features, state.step, state.parameters)
-    loss, gradients = jax.value_and_grad(mean_loss)(before)
-    updates, moments = optimizer.update(gradients, state.optimizer, before)
-    following = TrainState(state.step + 1, optax.apply_updates(before, updates), moments)
-    rate = jnp.asarray(learning_rate(config.train)(state.step), jnp.float32)
-    return following, StepMetrics(loss, optax.tree.norm(gradients), rate)
+def _update(parts: _Parts, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    key = jax.random.fold_in(jax.random.key(parts.config.seed), state.step)
+    for_batch, for_features = jax.random.split(key)
+    before = redraw(parts.config, for_features, state.step, state.parameters)
+    losses, gradients = _gradients(parts, for_batch, before, batch)
+    loss, norm = losses.nll / jnp.maximum(losses.count, 1), optax.tree.norm(gradients)
+    rate = jnp.asarray(learning_rate(parts.config.train)(state.step - state.guard.skipped), jnp.float32)
+
+    updates, moments = parts.optimizer.update(gradients, state.optimizer, before)
+    sound, guard = _guard(parts, state.guard, loss, norm)
+    after = _choose(sound, (optax.apply_updates(before, updates), moments), (before, state.optimizer))
+    following = TrainState(state.step + 1, *after, guard)
+    return following, StepMetrics(loss, norm, rate, guard.skipped, guard.in_row)
+
+
+def _choose(condition, chosen: Any, otherwise: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, otherwise)
+
+
+def _guard(parts: _Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
+    """Whether an update is to be made, and what is known after it.
+
+    It is left out if a number is not finite, or its norm is more than ``spike_factor`` times the running mean
+    ``m <- 0.95 m + 0.05 norm``. After ``stop_after_skips`` in a row all are, until the loop looks and stops.
+    """
+    train = parts.config.train
+    sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (before.in_row < train.stop_after_skips)
+    if train.spike_factor:
+        sound &= (before.norm == 0) | (norm <= train.spike_factor * before.norm)
+    mean = jnp.where(before.norm == 0, norm, 0.95 * before.norm + 0.05 * norm)
+    skipped = (~sound).astype(jnp.int32)
+    in_row = jnp.where(sound, 0, before.in_row + 1)
+    return sound, Guard(jnp.where(sound, mean, before.norm), before.skipped + skipped, in_row)
+
+
+def _gradients(parts: _Parts, key, parameters: Any, batch: Batch) -> tuple[Losses, Any]:
+    """The losses of a batch and the gradient of their mean over its tokens, computed in ``accumulate`` parts."""
+    count = parts.config.train.accumulate
+    batch = _prepared(parts, key, batch)
+    predicted = jnp.maximum(jnp.sum(batch.labels >= 0), 1)
+
+    def objective(parameters, part, key):
+        losses = _losses(parts, parameters, part, key)
+        return (losses.nll + parts.config.train.z_loss * losses.z) / predicted, losses
+
+    def one(part, number):
+        found = jax.grad(objective, has_aux=True)(parameters, part, jax.random.fold_in(key, number))
+        return found[1], found[0]
+
+    if count == 1:
+        return one(batch, 0)
+
+    def add(so_far, part):
+        return jax.tree.map(jnp.add, so_far, one(*part)), None
+
+    pieces = (_in_parts(parts, batch), jnp.arange(count))
+    shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], pieces))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, start, pieces)[0]
+
+
+def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
+    """The batch as the model sees it: with tokens masked, where the model predicts those."""
+    if parts.config.model.causal:
+        return batch
+    tokens, predicted = mask_tokens(key, batch.tokens, batch.segment_ids, parts.config.train.mask_rate)
+    return batch._replace(tokens=tokens, labels=predicted)
+
+
+def _in_parts(parts: _Parts, batch: Batch) -> Batch:
+    """The rows dealt out in turn, ``[parts, rows, length]``, so that no device gives up a row of its own."""
+    count = parts.config.train.accumulate
+    sharding = named_sharding(parts.mesh, (None, "batch", "length"))
+
+    def deal(x):
+        return jax.lax.with_sharding_constraint(jnp.swapaxes(x.reshape(-1, count, x.shape[1]), 0, 1), sharding)
+
+    return jax.tree.map(deal, batch)
+
+
+def _losses(parts: _Parts, parameters: Any, batch: Batch, key) -> Losses:
+    where = draw_positions(parts.config, key, batch, parts.layout)
+    model = nnx.merge(parts.graph, _cast(parts, parameters))
+    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **where)
+    head = model.output_matrix.astype(hidden.dtype)
+    return token_losses(hidden, head, batch.labels, parts.config.train.loss_chunks)
+
+
+def _batch_loss(parts: _Parts, parameters: Any, batch: Batch) -> Losses:
+    """The losses of a batch as it is, positions counted in each document."""
+    model = nnx.merge(parts.graph, _cast(parts, parameters))
+    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions)
+    head = model.output_matrix.astype(hidden.dtype)
+    return token_losses(hidden, head, batch.labels, parts.config.train.loss_chunks)
+
+
+def _cast(parts: _Parts, parameters: Any) -> Any:
+    """The parameters as the model computes with them: matrices narrow, before they travel; the frozen ones constant."""
+    dtype = jnp.dtype(parts.config.model.compute_dtype)
+    moves = labels(parts.config.train, parts.axes)
+
+    def cast(names, leaf, label):
+        leaf = jax.lax.stop_gradient(leaf) if label == STAYS else leaf
+        if dtype == leaf.dtype or len(set(names) - {None, "layers"}) < 2:
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(parts.mesh, names, leaf.shape))
+
+    return jax.tree.map(cast, parts.axes, parameters, moves, is_leaf=lambda node: isinstance(node, tuple))

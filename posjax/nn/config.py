@@ -5,10 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from posjax._checks import check, check_choice, check_positive
+from posjax.attention.sharded import Placement
 from posjax.layers import Layers, uniform
 from posjax.scheme import Scheme
 
-REMAT = ("none", "full", "dots")
+REMAT = ("none", "full", "dots", "offload")
 ACTIVATIONS = ("swiglu", "gelu")
 
 
@@ -31,11 +32,11 @@ class DecoderConfig:
         compute_dtype: of activations and matrix products, ``"float32"`` or ``"bfloat16"``; parameters, norms, logits
             and softmax statistics are float32.
         remat: what the backward pass recomputes in each block: ``"none"``, ``"full"`` (everything), ``"dots"``
-            (everything but matrix products with parameters).
+            (everything but matrix products with parameters), ``"offload"`` (the same, those kept in the host's memory).
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
-        batch_axes: the mesh axes over which the batch is split, if any; attention then runs under ``shard_map``. The
-            mesh in use (``jax.set_mesh``) must have them, with ``AxisType.Auto``.
+        placement: how activations lie over the mesh in use (``jax.set_mesh``, with ``AxisType.Auto``), if there is one;
+            attention then runs under ``shard_map``.
     """
 
     vocab_size: int
@@ -53,7 +54,7 @@ class DecoderConfig:
     remat: str = "none"
     scan_layers: bool = True
     implementation: str | None = None
-    batch_axes: tuple[str, ...] = ()
+    placement: Placement = Placement()
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):

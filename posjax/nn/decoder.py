@@ -12,13 +12,14 @@ from posjax._checks import check, check_rank
 from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
-from posjax.nn.modules import Block, Context, RMSNorm, parameter, plain, scheme_parameters
+from posjax.nn.modules import Block, Context, RMSNorm, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Scheme
 
 _POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 
 
@@ -73,7 +74,22 @@ class Decoder(nnx.Module):
         length: int | Int[Array, "..."] | None = None,
         coordinates: Float[Array, "*b length axes"] | Int[Array, "*b length axes"] | None = None,
     ) -> Float[Array, "batch length vocab"]:
-        """Logits of every token, float32.
+        """Logits of every token, float32; the arguments are those of ``hidden``."""
+        where = {"positions": positions, "segment_ids": segment_ids, "length": length, "coordinates": coordinates}
+        return self.logits(self.hidden(tokens, **where))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch length"],
+        *,
+        positions: Positions | None = None,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        length: int | Int[Array, "..."] | None = None,
+        coordinates: Float[Array, "*b length axes"] | Int[Array, "*b length axes"] | None = None,
+    ) -> Float[Array, "batch length embed"]:
+        """What the blocks make of every token, after the last norm; ``logits`` turns any of it into logits.
+
+        On a mesh (``config.placement``) all arguments are in the order of its layout.
 
         Args:
             tokens: int32 ids.
@@ -92,7 +108,16 @@ class Decoder(nnx.Module):
         x = self._embed(tokens, context)
         for stack in self.stacks:
             x = self._run(stack, x, context)
-        return self._logits(x)
+        return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
+        """Logits of what ``hidden`` gave, float32."""
+        return jnp.matmul(hidden, self.output_matrix.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    @property
+    def output_matrix(self) -> Float[Array, "embed vocab"]:
+        """The matrix from the last hidden states to the logits."""
+        return self.embed[...].T if self.head is None else self.head[...]
 
     def init_cache(self, batch: int, capacity: int, *, chunk: int = 1) -> DecoderCache:
         """An empty cache for ``decode``.
@@ -154,7 +179,7 @@ class Decoder(nnx.Module):
             x, kept = self._run_decode(stack, kept, x, context)
             stacks.append(kept)
         fits = seen[:, -1] <= cache.capacity
-        logits = jnp.where(fits[:, None, None], self._logits(x), jnp.nan)
+        logits = jnp.where(fits[:, None, None], self.logits(self.norm(x)), jnp.nan)
         return logits, DecoderCache(tuple(stacks), seen[:, -1], cache.capacity)
 
     def with_scheme(self, scheme: Scheme | Layers) -> "Decoder":
@@ -171,11 +196,13 @@ class Decoder(nnx.Module):
         return nnx.merge(graph, state)
 
     def _context(self, tokens, positions, segment_ids, length, coordinates) -> Context:
-        columns = tokens.shape[1]
-        where = Range(0, columns) if segment_ids is None else from_segments(segment_ids)
-        counted = as_array(where) + 1
+        columns, layout = tokens.shape[1], self.config.placement.layout
+        ids = None if segment_ids is None else layout.restore(segment_ids)
+        # A range stands for the whole row in its own order, whatever places its tokens are in.
+        where = Range(0, columns) if ids is None else layout.apply(from_segments(ids))
+        counted = self._in_places(where) + 1
         if not self.config.causal:
-            counted = jnp.full_like(counted, columns) if segment_ids is None else _segment_sizes(segment_ids)
+            counted = jnp.full_like(counted, columns) if ids is None else layout.apply(_segment_sizes(ids))
         return Context(
             positions=where if positions is None else positions,
             mask=None if segment_ids is None else Segments(segment_ids),
@@ -184,6 +211,11 @@ class Decoder(nnx.Module):
             shared=self._shared(),
             coordinates=coordinates,
         )
+
+    def _in_places(self, positions: Positions):
+        """Positions as an array, those of a range in the order of the layout."""
+        array = as_array(positions)
+        return self.config.placement.layout.apply(array) if isinstance(positions, Range) else array
 
     def _shared(self) -> dict:
         shared = {}
@@ -196,14 +228,10 @@ class Decoder(nnx.Module):
         x = self.embed[...][tokens] * self.config.model_dim**0.5
         spec = self.config.layers.embedding
         if spec is not None:
-            where = context.positions if context.coordinates is None else context.coordinates[..., 0]
+            here = context.coordinates
+            where = self._in_places(context.positions) if here is None else here[..., 0]
             x = x + spec.embed(plain(self.embedding).get("embedding", {}), where, self.config.model_dim)
-        return x.astype(self.config.dtype)
-
-    def _logits(self, x):
-        x = self.norm(x)
-        head = self.embed[...].T if self.head is None else self.head[...]
-        return jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        return placed(x.astype(self.config.dtype), self.config.placement)
 
     def _run(self, stack: nnx.List, x, context: Context):
         """The blocks of one pattern, repeated: a scan over its repeats, or the same in a Python loop."""
@@ -211,7 +239,7 @@ class Decoder(nnx.Module):
 
         def period(x, layer):
             for block in nnx.merge(graph, layer):
-                x = block(x, context)
+                x = placed(block(x, context), self.config.placement)
             return x, None
 
         if self.config.remat != "none":

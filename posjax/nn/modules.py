@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax.attention.sharded import over_batch
+from posjax.attention.sharded import Placement, attend_on_mesh
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.positions import Positions
@@ -62,6 +63,14 @@ def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
 def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
     """The arrays of ``scheme_parameters`` again."""
     return {slot: {name: leaf[...] for name, leaf in made.items()} for slot, made in params.items()}
+
+
+def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float[Array, "batch length embed"]:
+    """``x``, told to lie over the mesh in use as the placement says; as it is where there is no mesh to lie over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not placement.axes or mesh.empty or mesh.manual_axes:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(placement.batch or None, placement.context, None))
 
 
 def _split_by_batch(values: dict, rows: int) -> tuple[dict, dict]:
@@ -135,7 +144,8 @@ class Attention(nnx.Module):
         settings |= {"coordinates": coordinates, "gates": self.scheme.prepare(params, x)}
         same, per_row = _split_by_batch(settings, x.shape[0])
         same |= {"params": params}
-        out = over_batch(partial(self._attend, length), self.config.batch_axes, same, self._project(x), per_row)
+        attend = partial(self._attend, length)
+        out = attend_on_mesh(attend, self.config.placement, same, self._project(x), per_row)
         return self._merge(out)
 
     def decode(
@@ -175,6 +185,7 @@ class Attention(nnx.Module):
             kv_positions=positions,
             gates=None if gates is None else (gates, gates),
             implementation=self.config.implementation,
+            across=self.config.placement,
         )
 
 

@@ -1,5 +1,6 @@
 """One update: its loss, its optimizer, and what it does to a state."""
 
+import dataclasses
 import itertools
 
 import chex
@@ -10,11 +11,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from posjax.layout import Layout
 from train.config import TrainConfig, parse
 from train.data import EOS, MASK, PADDING, Batch, encode, pack
 from train.mesh import make_mesh
+from train.optimizer import learning_rate, make_optimizer
 from train.sharding import global_batch
-from train.step import build_program, draw_positions, learning_rate, make_optimizer, mask_tokens, token_loss
+from train.step import build_program, draw_positions, mask_tokens
 
 SMALL = {
     "model": {"num_layers": 2, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
@@ -26,24 +29,15 @@ def small(**model):
     return parse({**SMALL, "model": {**SMALL["model"], **model}})
 
 
+def placed(mesh, batch):
+    """A whole batch over the mesh."""
+    return global_batch(mesh, batch, len(batch.tokens), slice(0, len(batch.tokens)))
+
+
 @pytest.fixture(scope="module")
 def batch() -> Batch:
     rows = pack([encode(b"to be, or not to be"), encode(b"that is the question"), encode(b"whether nobler")], 8)
     return rows.batch(np.arange(8))
-
-
-def test_token_loss_is_a_mean_over_predicted_tokens():
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=(2, 3, 5))
-    labels = np.array([[1, -1, 4], [-1, -1, 0]])
-    total, count = token_loss(jnp.float32(logits), jnp.asarray(labels))
-    by_hand = sum(
-        np.log(np.exp(logits[place]).sum()) - logits[place][labels[place]]
-        for place in np.ndindex(2, 3)
-        if labels[place] >= 0
-    )
-    np.testing.assert_allclose(total, by_hand, rtol=1e-6)
-    assert count == 3
 
 
 def test_masked_tokens_are_bytes_of_documents_only():
@@ -59,19 +53,19 @@ def test_masked_tokens_are_bytes_of_documents_only():
 
 def test_positions_are_counted_or_drawn_as_the_scheme_says(batch):
     keys = jax.random.split(jax.random.key(0))
-    counted = draw_positions(small(), keys[0], batch)
+    counted = draw_positions(small(), keys[0], batch, Layout())
     assert list(counted) == ["positions"]
     np.testing.assert_array_equal(counted["positions"], batch.positions)
     randomised = parse({**SMALL, "scheme": {"name": "randomised", "max_length": 64}})
-    first, second = (np.asarray(draw_positions(randomised, key, batch)["positions"]) for key in keys)
+    first, second = (np.asarray(draw_positions(randomised, key, batch, Layout())["positions"]) for key in keys)
     chex.assert_shape([first, second], batch.tokens.shape)
     assert (first != second).any()
     assert (np.diff(first) > 0).all()
     assert first.max() < 64
-    drawn = draw_positions(parse({**SMALL, "scheme": "equal-mean"}), keys[0], batch)
+    drawn = draw_positions(parse({**SMALL, "scheme": "equal-mean"}), keys[0], batch, Layout())
     chex.assert_shape(drawn["coordinates"], (*batch.tokens.shape, 1))
     clex = {"name": "clex", "original_length": 8, "max_factor": 4, "steps": 5}
-    assert int(draw_positions(parse({**SMALL, "scheme": clex}), keys[0], batch)["length"]) in (8, 16, 24, 32)
+    assert int(draw_positions(parse({**SMALL, "scheme": clex}), keys[0], batch, Layout())["length"]) in (8, 16, 24, 32)
 
 
 def test_random_features_are_redrawn_every_so_many_steps(batch):
@@ -83,7 +77,7 @@ def test_random_features_are_redrawn_every_so_many_steps(batch):
         state, found = program.initialize(), []
         for _ in range(4):
             found.append(np.asarray(state.parameters["stacks"][0][0]["attention"]["learned"]["linear"]["projection"]))
-            state, metrics = program.update(state, global_batch(mesh, batch))
+            state, metrics = program.update(state, placed(mesh, batch))
     assert np.isfinite(metrics.loss)
     same = [np.array_equal(a, b) for a, b in itertools.pairwise(found)]
     assert same == [True, True, False]  # the third update, of step 2, drew anew
@@ -128,7 +122,7 @@ def run(program, mesh, batch, steps=3):
     with jax.set_mesh(mesh):
         for _ in range(steps):
             before = jax.tree.leaves(state.parameters)
-            state, metrics = program.update(state, global_batch(mesh, batch))
+            state, metrics = program.update(state, placed(mesh, batch))
             assert all(leaf.is_deleted() for leaf in before), "the update takes the buffers it is given"
             losses.append(float(metrics.loss))
     return state, losses
@@ -155,9 +149,10 @@ def test_eight_devices_give_the_loss_of_one(batch, on_one_device):
 
 
 def test_batches_are_split_over_the_data_axis(batch):
-    placed = global_batch(make_mesh(TrainConfig().mesh, 8), batch)
-    chex.assert_trees_all_equal(placed, batch)
-    assert all(array.sharding.spec == PartitionSpec("data", None) for array in placed)
+    arrays = placed(make_mesh(TrainConfig().mesh, 8), batch)
+    chex.assert_trees_all_equal(arrays, batch)
+    assert all(array.sharding.spec == PartitionSpec(("replica", "data", "fsdp"), "context") for array in arrays)
+    assert all(array.addressable_shards[0].data.shape == (1, 8) for array in arrays)
 
 
 def test_padding_does_not_matter(batch, one_device, on_one_device):
@@ -185,18 +180,110 @@ def test_masked_token_training_learns_and_draws_new_masks_at_each_step(batch):
     assert len(set(losses)) == 20
 
 
+def changed(model=None, **train):
+    return parse({**SMALL, "model": {**SMALL["model"], **(model or {})}, "train": {**SMALL["train"], **train}})
+
+
 @pytest.mark.parametrize(
-    ("devices", "rows", "message"),
+    "train",
     [
-        (9, 8, r"train.mesh.data=9, but there are 8 devices; -1 takes them all"),
-        (
-            -1,
-            6,
-            r"6 rows, which 8 devices cannot share evenly; train.mesh.data=6 would work, or a batch of 8 rows",
-        ),
-        (4, 9, r"train.mesh.data=3 would work, or a batch of 12 rows"),
+        {"accumulate": 4, "mesh": {"data": 2}},
+        {"loss_chunks": 5},
+        {"accumulate": 2, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2},
+        {"mesh": {"replica": 2, "data": 1, "fsdp": 4}},
+        {"mesh": {"data": 2, "context": 4}},
+        {"mesh": {"data": 2, "context": 2, "tensor": 2}, "context": {"strategy": "ring"}},
     ],
+    ids=str,
 )
-def test_impossible_meshes_are_refused(devices, rows, message):
-    with pytest.raises(ValueError, match=message):
-        make_mesh(parse({"train": {"mesh": {"data": devices}}}).train.mesh, rows)
+def test_parts_chunks_and_meshes_change_no_loss(batch, on_one_device, train):
+    config = changed(**train)
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate)
+    state, losses = run(build_program(config, mesh), mesh, batch)
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+    chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_parameters_and_moments_are_split_alike(batch, optimizer):
+    config = changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2})
+    mesh = make_mesh(config.train.mesh, config.train.rows)
+    program = build_program(config, mesh)
+    up = program.abstract.parameters["stacks"][0][0]["mlp"]["up"]
+    assert up.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
+    state, losses = run(program, mesh, batch, steps=8)
+    assert losses[-1] < losses[0] - 0.2
+    held = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.size, state.optimizer)
+    assert sum(jax.tree.leaves(held)) < sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) / 3
+
+
+def test_muon_turns_the_matrices_of_every_layer_alone(batch):
+    """An update of Muon has singular values of one size, in each layer; of AdamW it does not."""
+    spread = {}
+    for optimizer in ("adamw", "muon"):
+        config = changed(optimizer=optimizer, warmup_steps=0, weight_decay=0.0)
+        mesh = make_mesh(config.train.mesh, config.train.rows)
+        program = build_program(config, mesh)
+        before = np.asarray(program.initialize().parameters["stacks"][0][0]["attention"]["o"])
+        state, _ = run(program, mesh, batch, steps=1)
+        moved = np.asarray(state.parameters["stacks"][0][0]["attention"]["o"]) - before
+        sizes = [np.linalg.svd(layer.reshape(16, 16), compute_uv=False) for layer in moved]
+        spread[optimizer] = [size[len(size) // 2] / size[0] for size in sizes]
+    assert min(spread["muon"]) > 0.6 > max(spread["adamw"])
+
+
+def test_only_what_is_named_moves(batch):
+    config = changed(trains=["*/attention/[qk]"])
+    program, mesh = build(config, 1)
+    before = jax.tree.map(np.asarray, program.initialize().parameters)
+    after = run(program, mesh, batch)[0].parameters
+    still = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), before, after)
+    attention = still["stacks"][0][0]["attention"]
+    assert [attention[name] for name in "qkvo"] == [False, False, True, True]
+    assert still["embed"]
+    assert still["stacks"][0][0]["mlp"]["up"]
+    with pytest.raises(ValueError, match=r"train.trains: 'keys' names no parameter; .* embed, .*attention/k"):
+        build(changed(trains=["keys"]), 1)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_counted(batch):
+    config = changed(stop_after_skips=2)
+    program, mesh = build(config, 1)
+    state = program.initialize()
+    poisoned = jax.tree.map(jnp.copy, state.parameters)
+    poisoned["norm"]["gain"] = poisoned["norm"]["gain"] * jnp.nan
+    state = dataclasses.replace(state, parameters=poisoned)
+    kept = jax.tree.map(np.asarray, (state.parameters, state.optimizer))
+    with jax.set_mesh(mesh):
+        for expected in (1, 2, 3):
+            state, metrics = program.update(state, placed(mesh, batch))
+            assert (int(metrics.skipped), int(metrics.skipped_in_row), int(state.step)) == (expected,) * 3
+    chex.assert_trees_all_equal((state.parameters, state.optimizer), kept)
+
+
+def test_spikes_are_left_out_by_the_running_mean_of_norms(batch):
+    program, mesh = build(changed(spike_factor=1.5), 1)
+    state = program.initialize()
+    state = dataclasses.replace(state, guard=state.guard._replace(norm=jnp.float32(1e-3)))
+    before = jax.tree.map(np.asarray, state.parameters)
+    with jax.set_mesh(mesh):
+        state, metrics = program.update(state, placed(mesh, batch))
+        assert metrics.gradient_norm > 1.5e-3
+        assert int(metrics.skipped) == 1
+        chex.assert_trees_all_equal(state.parameters, before)
+        state = dataclasses.replace(state, guard=state.guard._replace(norm=metrics.gradient_norm + 0))
+        state, after = program.update(state, placed(mesh, batch))
+    assert (int(after.skipped), int(after.skipped_in_row)) == (1, 0)
+    np.testing.assert_allclose(state.guard.norm, metrics.gradient_norm, rtol=1e-6)
+
+
+def test_z_loss_moves_the_gradient_and_not_the_reported_loss(batch, on_one_device):
+    losses, norms = [], []
+    for z_loss in (0.0, 0.1):
+        program, mesh = build(changed(z_loss=z_loss), 1)
+        with jax.set_mesh(mesh):
+            _, metrics = program.update(program.initialize(), placed(mesh, batch))
+        losses.append(float(metrics.loss))
+        norms.append(float(metrics.gradient_norm))
+    assert losses[0] == losses[1] == on_one_device[1][0]
+    assert abs(norms[1] - norms[0]) > 1e-3

@@ -1,0 +1,63 @@
+"""Meshes: what they are made of, and what they refuse."""
+
+import types
+
+import jax
+import pytest
+
+from train.config import MeshConfig
+from train.mesh import AXES, make_mesh, mesh_shape
+from train.sharding import named_sharding, rows_of_process
+
+
+def test_one_axis_takes_what_is_left():
+    assert mesh_shape(MeshConfig(fsdp=2, tensor=2), 8) == dict(zip(AXES, (1, 2, 2, 1, 2), strict=True))
+    assert mesh_shape(MeshConfig(data=1, context=-1), 8)["context"] == 8
+    assert mesh_shape(MeshConfig(data=3), 8)["data"] == 3
+
+
+def test_a_mesh_takes_the_first_devices():
+    mesh = make_mesh(MeshConfig(data=2, context=3), rows=4)
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5]
+    assert mesh.shape["context"] == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "message"),
+    [
+        (
+            {"data": 9},
+            9,
+            r"train.mesh \(data=9\) needs 9 devices, but there are 8; sizes whose product is 8 would work",
+        ),
+        ({"tensor": 3}, 8, r"\(data=-1, tensor=3\) needs a multiple of 3 devices, but there are 8; .* product is 2"),
+        ({"data": 1, "context": 16}, 8, r"needs 16 devices, but there are 8"),
+        ({}, 6, r"6 rows at a time, which 8 devices along replica, data and fsdp .*train.mesh.data=6\), or 8 rows"),
+        ({"data": 2, "fsdp": 2}, 9, r"9 rows at a time, which 4 devices .*train.mesh.data=3\), or 12 rows"),
+    ],
+)
+def test_what_cannot_be_is_refused(sizes, rows, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(MeshConfig(**sizes), rows)
+
+
+def test_axes_that_do_not_divide_are_whole_everywhere():
+    mesh = make_mesh(MeshConfig(data=2, tensor=4), rows=4)
+    assert named_sharding(mesh, ("vocab", "embed"), (260, 16)).spec == jax.P("tensor", "fsdp")
+    assert named_sharding(mesh, ("vocab", "embed"), (263, 16)).spec == jax.P(None, "fsdp")
+
+
+def test_a_process_reads_the_rows_that_its_devices_hold(monkeypatch):
+    """Four processes of two devices: the first two share rows 0 and 1, the others rows 2 and 3."""
+    devices = {_Device(n // 2): (slice(n // 4 * 2, n // 4 * 2 + 2),) for n in range(8)}
+    mesh = make_mesh(MeshConfig(data=2, context=4), rows=4)
+    assert rows_of_process(mesh, 4) == slice(0, 4)
+    sharding = types.SimpleNamespace(devices_indices_map=lambda shape: devices)
+    monkeypatch.setattr("train.sharding.named_sharding", lambda *_: sharding)
+    found = [rows_of_process(mesh, 4, process) for process in range(4)]
+    assert found == [slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)]
+
+
+class _Device:
+    def __init__(self, process_index):
+        self.process_index = process_index

@@ -1,0 +1,124 @@
+"""The loss of hidden states under an output matrix, without an array of [tokens, vocabulary] where that is too much."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Losses(NamedTuple):
+    """Sums over the predicted tokens, float32.
+
+    Attributes:
+      nll: negative log-likelihoods, in nats.
+      z: squared log-normalisers of the logits.
+      count: how many tokens are predicted.
+    """
+
+    nll: Float[Array, ""]
+    z: Float[Array, ""]
+    count: Float[Array, ""]
+
+
+def token_losses(
+    hidden: Float[Array, "*tokens size"],
+    head: Float[Array, "size vocabulary"],
+    labels: Int[Array, "*tokens"],
+    chunks: int = 1,
+) -> Losses:
+    """The sums of what every token loses, of logits ``z = hidden head``:
+
+        nll = log sum_v exp(z_v) - z_label,      z = (log sum_v exp(z_v))^2
+
+    Labels below 0 are not predicted. With several `chunks` the logits are made for one part of the vocabulary at a
+    time, and made again in the backward pass; no more than a part of them ever exists. Dividing once, after all sums,
+    weights every token alike.
+
+    Raises:
+      ValueError: if the chunks do not divide the vocabulary.
+    """
+    vocabulary = head.shape[1]
+    if vocabulary % chunks:
+        fits = max(count for count in range(1, chunks + 1) if vocabulary % count == 0)
+        raise ValueError(
+            f"train.loss_chunks must divide the vocabulary of {vocabulary} tokens, found {chunks}; {fits} would work"
+        )
+    label = jnp.maximum(labels, 0)
+    normaliser, picked = _whole(hidden, head, label) if chunks == 1 else _in_chunks(chunks, hidden, head, label)
+    predicted = (labels >= 0).astype(jnp.float32)
+    nll, z = normaliser - picked, jnp.square(normaliser)
+    return Losses(jnp.sum(nll * predicted), jnp.sum(z * predicted), jnp.sum(predicted))
+
+
+def _logits(hidden, head):
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _whole(hidden, head, label):
+    """The log-normaliser of every token's logits, and the logit of its label."""
+    logits = _logits(hidden, head)
+    return jax.nn.logsumexp(logits, axis=-1), jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
+
+
+def _parts(head, chunks: int):
+    """The columns of the output matrix, dealt out in turn: part c has v = c, c + chunks, ...
+
+    So every part lies over the devices as the whole matrix does.
+    """
+    size, vocabulary = head.shape
+    return jnp.moveaxis(head.reshape(size, vocabulary // chunks, chunks), 2, 0)
+
+
+def _is_label(label, part, chunks: int, columns: int):
+    """Which logit of a part is that of the label."""
+    here = jnp.where(label % chunks == part, label // chunks, -1)
+    return here[..., None] == jnp.arange(columns)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_chunks(chunks: int, hidden, head, label):
+    """`_whole`, a part of the vocabulary at a time."""
+
+    def part(carry, chunk):
+        highest, total, picked = carry
+        number, columns = chunk
+        logits = _logits(hidden, columns)
+        risen = jnp.maximum(highest, logits.max(-1))
+        total = total * jnp.exp(highest - risen) + jnp.exp(logits - risen[..., None]).sum(-1)
+        own = _is_label(label, number, chunks, logits.shape[-1])
+        return (risen, total, picked + jnp.where(own, logits, 0).sum(-1)), None
+
+    blank = jnp.zeros(label.shape, jnp.float32)
+    start = (jnp.full(label.shape, -jnp.inf), blank, blank)
+    (highest, total, picked), _ = jax.lax.scan(part, start, (jnp.arange(chunks), _parts(head, chunks)))
+    return highest + jnp.log(total), picked
+
+
+def _in_chunks_forward(chunks: int, hidden, head, label):
+    normaliser, picked = _in_chunks(chunks, hidden, head, label)
+    return (normaliser, picked), (hidden, head, label, normaliser)
+
+
+def _in_chunks_backward(chunks: int, saved, cotangents):
+    """With p = exp(z - normaliser): ``dz_v = p_v d_normaliser + [v = label] d_picked``."""
+    hidden, head, label, normaliser = saved
+    d_normaliser, d_picked = (cotangent[..., None] for cotangent in cotangents)
+
+    def part(d_hidden, chunk):
+        number, columns = chunk
+        shares = jnp.exp(_logits(hidden, columns) - normaliser[..., None])
+        own = _is_label(label, number, chunks, columns.shape[-1])
+        d_logits = (shares * d_normaliser + jnp.where(own, d_picked, 0)).astype(hidden.dtype)
+        d_hidden = d_hidden + jnp.matmul(d_logits, columns.T, preferred_element_type=jnp.float32)
+        d_columns = jnp.einsum("...e,...v->ev", hidden, d_logits, preferred_element_type=jnp.float32)
+        return d_hidden, d_columns.astype(head.dtype)
+
+    start = jnp.zeros(hidden.shape, jnp.float32)
+    d_hidden, d_parts = jax.lax.scan(part, start, (jnp.arange(chunks), _parts(head, chunks)))
+    d_head = jnp.moveaxis(d_parts, 0, 2).reshape(head.shape)
+    return d_hidden.astype(hidden.dtype), d_head, None
+
+
+_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
