@@ -16,6 +16,7 @@ from train.data.tokenizer import load_tokenizer
 
 _MANY_ROWS = 2**48
 _CYCLE = 2**14
+_MANY_PASSES = 2**16
 
 
 def training_rows(config: Config, told: Told = untold) -> PackedRows:
@@ -85,7 +86,7 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
     that nothing is read again.
     """
     mixture = mix([owner.weight / owner.tokens_per_row for owner in rows.parts])
-    orders = [_order(len(owner.packing), (seed + index) % 2**32) for index, owner in enumerate(rows.parts)]
+    orders = [_order(len(owner.packing), seed + index * _MANY_PASSES) for index, owner in enumerate(rows.parts)]
     starts = rows.starts.tolist()
 
     def row(number: int) -> int:
@@ -100,5 +101,6 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
 
 
 def _order(rows: int, seed: int) -> grain.MapDataset:
+    """Rows in the order of pass after pass; Grain shuffles pass n by the seed plus n."""
     # Endless in name: Grain's own endless repetition has a length that no batch of one row can count.
-    return grain.MapDataset.range(rows).seed(seed).shuffle().repeat(_MANY_ROWS // rows + 1)
+    return grain.MapDataset.range(rows).seed(seed % 2**32).shuffle().repeat(_MANY_ROWS // rows + 1)
