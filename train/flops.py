@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from math import prod
 from typing import NamedTuple
 
@@ -163,15 +164,18 @@ def _documents(segment_ids: np.ndarray) -> Counter[int]:
     return Counter(lengths[ids.reshape(-1)[at] >= 0].tolist())
 
 
+def allowed(scheme: Scheme, causal: bool) -> Mask | None:
+    """What the scheme lets a query see, beside the documents; None for everything."""
+    parts = (masks.Causal() if causal else None, scheme.mask, None if scheme.far is None else scheme.far.mask())
+    found = [part for part in parts if part is not None]
+    return reduce(operator.and_, found) if found else None
+
+
 @cache
 def _masks_of_heads(scheme: Scheme, causal: bool) -> tuple[Mask | None, ...]:
-    """What a head of each kind may see, beside the documents; one for all heads unless a dilation differs."""
-    parts = [masks.Causal() if causal else None, scheme.mask, None if scheme.far is None else scheme.far.mask()]
-    found = [part for part in parts if part is not None]
-    whole = None
-    for part in found:
-        whole = part if whole is None else whole & part
-    kinds = max([1, *(len(d) for d in _dilations(whole))])
+    """The mask of a head of each kind; one for all heads unless a dilation differs."""
+    whole = allowed(scheme, causal)
+    kinds = max([1, *(len(each) for each in _dilations(whole))])
     return tuple(_of_head(whole, head) for head in range(kinds))
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.layers import Layers
-from posjax.masks import Causal, Mask, extent
+from posjax.masks import Mask, extent
 from posjax.positions import Range
+from train.flops import allowed
 from train.plan.hlo import Array, Instruction, arrays
 from train.plan.pods import Pod
 
@@ -75,7 +76,7 @@ def visited_share(layers: Layers, length: int, causal: bool) -> Share:
     A row is taken as one document, the most work it can be. On several shards of the sequence it is the share of all
     tiles: exact where the layout balances the shards.
     """
-    masks = [_mask(scheme, causal) for scheme in layers.schemes if scheme.linear is None]
+    masks = [allowed(scheme, causal) for scheme in layers.schemes if scheme.linear is None]
 
     @cache
     def share(queries: int, keys: int) -> float:
@@ -83,13 +84,6 @@ def visited_share(layers: Layers, length: int, causal: bool) -> Share:
         return sum(shares[mask] for mask in masks) / max(1, len(masks))
 
     return share
-
-
-def _mask(scheme, causal: bool) -> Mask | None:
-    found = None
-    for part in (Causal() if causal else None, scheme.mask, None if scheme.far is None else scheme.far.mask()):
-        found = part if found is None or part is None else found & part
-    return found
 
 
 def _share(mask: Mask | None, length: int, queries: int, keys: int) -> float:

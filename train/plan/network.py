@@ -56,9 +56,10 @@ def groups_of(line: Instruction, devices: int) -> list[list[int]]:
 def _named_groups(axes: str, ids: str | None, used: str) -> list[list[int]]:
     """Groups along some axes of a mesh that the text writes down, ``['a'=2,'b'=4] {'b'}``; ``'b':(2)2`` is a part."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in re.findall(
-        r"'([^']+)'(?::\((\d+)\)(\d+))?", used
-    )}
+    parts = {
+        name: (int(before or 1), int(size or 0))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
+    }
     shape, chosen = [], []
     for name, size in sizes.items():
         before, own = parts.get(name, (1, 1))

@@ -1,0 +1,276 @@
+"""Plans: what is read out of compiled programs, against programs whose collectives are known, and closed forms."""
+
+import importlib.util
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from posjax.attention.tpu.costs import FORWARD
+from posjax.layers import uniform
+from posjax.masks import Causal, Window
+from posjax.presets import scheme
+from train.cli import WRONG_INPUT, main
+from train.plan.hlo import parse
+from train.plan.kernels import kernel_seconds, visited_share
+from train.plan.network import Fabric, groups_of, kind_of
+from train.plan.pods import Pod, pod
+from train.plan.timeline import Player
+
+ROWS, COLUMNS, NUMBERS = 2, 4, 64
+
+
+def fabric(name: str, **axes: int) -> Fabric:
+    """A mesh that lies over a pod in the order of the chips' coordinates."""
+    on = pod(name)
+    sides = (*on.chips_along, *(1 for _ in range(3 - len(on.chips_along))), on.network.devices)
+    return Fabric(on, axes, tuple(itertools.product(*map(range, sides))))
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Collectives of every kind over a mesh of 2 x 4, two of them in a loop of five trips."""
+    mesh = jax.make_mesh((ROWS, COLUMNS), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
+
+    def trip(x, _):
+        y = jax.lax.psum(x, "columns") * 0.1
+        return jax.lax.ppermute(y, "rows", [(0, 1), (1, 0)]), None
+
+    def body(x):
+        x, _ = jax.lax.scan(trip, x, None, length=5)
+        whole = jax.lax.all_gather(x, "rows", tiled=True)
+        part = jax.lax.psum_scatter(whole, "columns", tiled=True)
+        swapped = jax.lax.all_to_all(part.reshape(COLUMNS, -1), "columns", 0, 0, tiled=True)
+        return swapped.sum()[None] * jax.lax.psum(part.sum(), ("rows", "columns"))
+
+    where = P(("rows", "columns"))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=where, out_specs=where, check_vma=False))
+    return parse(run.lower(jax.ShapeDtypeStruct((8 * NUMBERS,), jnp.float32)).compile().as_text())
+
+
+def test_bytes_by_axis_of_a_program_with_known_collectives(program):
+    tally = Player(program, fabric("v5e:2x4", rows=ROWS, columns=COLUMNS), lambda line: 0.0).play()
+    size = 4 * NUMBERS
+    assert tally.moved == {
+        ("columns", "all-reduce"): 5 * 2 * size * 3 / 4,
+        ("rows", "collective-permute"): 5 * size,
+        ("rows", "all-gather"): 2 * size / 2,
+        ("columns", "reduce-scatter"): 2 * size * 3 / 4,
+        ("columns", "all-to-all"): 2 * size / 4 * 3 / 4,
+        ("rows+columns", "all-reduce"): 2 * 4 * 7 / 8,
+    }
+    assert not tally.unknown
+
+
+def test_trips_from_the_counter_alone(program):
+    loop = next(line for lines in program.computations.values() for line in lines if line.opcode == "while")
+    assert program.trips(loop) == 5
+    assert (
+        program.trips(loop.__class__(**{**vars(loop), "attributes": loop.attributes.split(", backend_config")[0]})) == 5
+    )
+
+
+def test_a_loop_that_counts_by_two():
+    text = """
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[4]{0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %k = s32[] add(%j, %one)
+  ROOT %t = (s32[], f32[4]{0}) tuple(%k, %x)
+}
+
+%condition (p: (s32[], f32[4])) -> pred[] {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(7)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %x = (s32[], f32[4]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[4]{0}) while(%x), condition=%condition, body=%body
+}
+"""
+    module = parse(text)
+    assert module.trips(module.computations["main"][-1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=1,'b'=4] {'a','b'}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+    ],
+)
+def test_groups_in_every_notation(text, expected):
+    line = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  ROOT %g = f32[4]{{0}} all-reduce(%x), {text}, to_apply=%add\n}}"
+    (found,) = parse(line).computations["main"]
+    assert kind_of(found) == "all-reduce"
+    assert groups_of(found, 4) == expected
+
+
+def gather(devices: list[list[int]], kind: str = "all-gather", numbers: int = 2**20):
+    groups = ",".join("{" + ",".join(map(str, group)) + "}" for group in devices)
+    name = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+    text = f"ENTRY %m (x: f32[4]) -> f32[4] {{\n  ROOT %g = f32[{numbers}]{{0}} {kind}(%x), {name}={{{groups}}}\n}}"
+    return parse(text).computations["m"][0]
+
+
+def test_a_whole_torus_gathers_over_all_links():
+    on = fabric("v5p:8x8x8", all=512)
+    line = gather([list(range(512))])
+    seconds = 4 * 2**20 * 511 / 512 / (6 * 90e9) + 12e-6
+    assert on.traffic(line, "all-gather").seconds == pytest.approx(seconds)
+    assert on.traffic(line, "all-reduce").seconds == pytest.approx(2 * (seconds - 12e-6) + 12e-6)
+
+
+def test_a_row_that_is_no_ring_has_one_direction():
+    on = fabric("v5e:4x4", rows=4, columns=4)
+    found = on.traffic(gather([[0, 1, 2, 3]]), "all-gather")
+    assert found.axes == "columns"
+    assert found.seconds == pytest.approx(4 * 2**20 * 3 / 4 / 45e9 + 4e-6)
+
+
+def test_neighbours_that_stand_apart_share_their_links():
+    on = fabric("v5e:4x4", rows=4, columns=4)
+    apart, together = (on.traffic(gather([group]), "all-gather").seconds for group in ([0, 2], [0, 1]))
+    assert apart - 2e-6 == pytest.approx(2 * (together - 2e-6))
+
+
+def test_an_exchange_is_bound_by_the_cut_of_the_longest_dimension():
+    on = fabric("v5p:4x4x4", all=64)
+    found = on.traffic(gather([list(range(64))], "all-to-all"), "all-to-all").seconds
+    # Half of what two chips hold of each other's crosses the cut of a ring of four: B x 4 / 8 over one link.
+    assert found == pytest.approx(4 * 2**20 * 4 / 8 / 90e9 + 6e-6)
+
+
+def test_a_permutation_is_routed():
+    on = fabric("v5e:1x4", ring=4)
+    ring = [[0, 1], [1, 2], [2, 3], [3, 0]]
+    # The row is no ring: what goes from its end to its start crosses all links backwards, where nothing else goes.
+    found = on.traffic(gather(ring, "collective-permute"), "collective-permute")
+    assert found.seconds == pytest.approx(4 * 2**20 / 45e9 + 3e-6)
+    crossing = on.traffic(gather([[0, 2], [1, 3]], "collective-permute"), "collective-permute")
+    assert crossing.seconds == pytest.approx(2 * 4 * 2**20 / 45e9 + 2e-6)
+
+
+OVERLAP = """
+ENTRY %main (x: f32[262144]) -> f32[262144] {
+  %x = f32[262144]{0} parameter(0)
+  %start = (f32[262144]{0}, f32[1048576]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %work = f32[262144]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"CYCLES"}
+  ROOT %done = f32[1048576]{0} all-gather-done(%start)
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
+def test_what_is_started_early_hides_behind_work(cycles):
+    on = fabric("v5e:1x4", ring=4)
+    tally = Player(parse(OVERLAP.replace("CYCLES", str(cycles))), on, lambda line: 0.0).play()
+    alone = 4 * 2**20 * 3 / 4 / 45e9 + 4e-6
+    assert tally.compute == pytest.approx(cycles / 1.5e9)
+    assert tally.seconds == pytest.approx(max(alone, cycles / 1.5e9))
+
+
+KERNEL = """
+ENTRY %main (x: f32[4]) -> f32[4] {
+  ROOT %posjax_attention_forward.1 = (bf16[2,16,4096,128]{3,2,1,0}, f32[2,16,1,4096]{3,2,1,0}) custom-call(%x), \
+custom_call_target="tpu_custom_call", operand_layout_constraints={s32[2,4,1,2]{3,2,1,0}, s32[2,4,1,3]{3,2,1,0}, \
+s32[2]{0}, bf16[2,16,1,4096,128]{4,3,2,1,0}, bf16[2,4,1,4096,128]{4,3,2,1,0}, bf16[2,4,4096,128]{3,2,1,0}}, \
+frontend_attributes={kernel_metadata={}}
+}
+"""
+
+
+def test_a_kernel_takes_its_visited_tiles_and_rows():
+    (line,) = parse(KERNEL).computations["main"]
+    share = visited_share(uniform(scheme("rope"), 3), 4096, causal=True)
+    whole, _, row = FORWARD["v5p"][1024, 2048, 512]
+    # Four rows of two tiles, of which the causal mask needs 1, 1, 2 and 2.
+    cycles = 2 * 16 * (6 * whole + 4 * row) / 2
+    assert kernel_seconds(line, pod("v5p:2x2x1"), share) == pytest.approx(cycles / 1.75e9)
+
+
+def test_the_share_of_tiles_is_that_of_the_mask():
+    layers = uniform(scheme("window", size=100), 2)
+    here = np.arange(1024)
+    allowed = (Causal() & Window(100)).allowed(here, here)
+    tiles = allowed.reshape(8, 128, 4, 256).any((1, 3)).mean()
+    assert visited_share(layers, 1024, causal=True)(128, 256) == tiles
+
+
+def test_pods():
+    assert pod("7x:4x4x4") == pod("tpu7x:4x4x4") == Pod("7x", (4, 4, 4))
+    assert (pod("7x:4x4x4").devices, pod("v5p:8x8x8").devices, pod("v5e:16x16").devices) == (128, 512, 256)
+    assert pod("v5p:2x2x1").peak_flops == pytest.approx(459e12, rel=1e-3)
+    assert math.prod(pod("v6e:8x16").chips_along) == pod("v6e:8x16").chips
+
+
+@pytest.mark.parametrize(
+    ("topology", "reason"),
+    [
+        ("v5p", "expected a pod such as v5p:8x8x8, found 'v5p'"),
+        ("v9:2x2", "there is no chip 'v9' (known: v5e, v5p, v6e, 7x)"),
+        ("v5p:8x8", "pods of v5p have 3 dimensions, as in v5p:8x8x8, found 'v5p:8x8'"),
+        ("v5e:0x8", "pods of v5e have 2 dimensions"),
+    ],
+)
+def test_a_pod_that_is_none_is_one_line(topology, reason, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model: {num_layers: 1}\n")
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", topology]) == WRONG_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("error: --topology: ")
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+TINY = """
+model: {num_layers: 2, model_dim: 256, num_heads: 2, vocabulary: 1024, compute_dtype: bfloat16, remat: full}
+train: {length: 1024, batch_tokens: 8192, mesh: {data: 2, fsdp: 2, tensor: 2}}
+"""
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_a_tiny_config_is_planned(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(TINY)
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4"]) == 0
+    out = capsys.readouterr().out
+    for part in ("HBM of a chip: v5e:2x4", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
+        assert part in out
+    assert "Left out" not in out
+
+
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("topology", "override", "reason"),
+    [
+        ("v5e:3x5", "train.mesh.data=-1", "the compiler knows no pod v5e:3x5"),
+        ("v5e:2x4", "train.mesh.data=3", "devices"),
+    ],
+)
+def test_what_the_pod_cannot_do_is_one_line(topology, override, reason, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(TINY)
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", topology, override]) == WRONG_INPUT
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
