@@ -28,7 +28,7 @@ def kernel_seconds(line: Instruction, pod: Pod, share: Share) -> float | None:
 
         cycles = batch x heads x (rows x columns x share x tile + rows x row) x head size / 128 / cores
 
-    Tile and row are the costs in `posjax.attention.tpu.costs`, of whole tiles; the masked ones, a few in a hundred, cost
+    Tile and row are the costs in `posjax.attention.tpu.costs`, of whole tiles; masked ones, a few in a hundred, cost
     little more.
     """
     if line.attribute(r'custom_call_target="([^"]*)"') != "tpu_custom_call":

@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: model FLOPs as `update_flops` counts them, over what the chips could do meanwhile."""
+        """Model FLOPs utilisation: what `update_flops` counts, over what the chips could do in that time."""
         return self._utilisation(self.flops)
 
     @property

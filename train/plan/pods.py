@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -131,7 +132,7 @@ def box(places: Sequence[Place]) -> list[tuple[int, int]] | None:
     sides = []
     for values in zip(*places, strict=True):
         distinct = sorted(set(values))
-        gaps = {b - a for a, b in zip(distinct, distinct[1:], strict=False)}
+        gaps = {b - a for a, b in itertools.pairwise(distinct)}
         if len(gaps) > 1:
             return None
         sides.append((len(distinct), gaps.pop() if gaps else 1))
