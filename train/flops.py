@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, lru_cache, reduce
-from math import prod
 from typing import NamedTuple
 
 import jax
@@ -45,6 +44,17 @@ class Flops(NamedTuple):
 
 
 def update_flops(config: Config, segment_ids: np.ndarray | None = None) -> Flops:
+    """`decoder_flops` of a config; without segment ids of a batch in which every row is one document.
+
+    It reads the tokenizer, for the vocabulary: count many batches by `decoder_flops`.
+    """
+    ids = np.zeros((1, config.train.length), np.int32) if segment_ids is None else segment_ids
+    found = decoder_flops(decoder_config(config), ids)
+    rows = config.train.rows if segment_ids is None else 1
+    return Flops(rows * found.parameters, rows * found.attention)
+
+
+def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     """Model FLOPs of one update: no recomputation, only tokens that are not padding, only pairs that are allowed,
 
         parameters = 6 N tokens                        N: `product_parameters`
@@ -55,16 +65,12 @@ def update_flops(config: Config, segment_ids: np.ndarray | None = None) -> Flops
     attention has no pairs: it costs ``12 heads m d_v`` a token, m features updating and reading a state of ``m d_v``.
 
     Args:
-        config: of the run.
-        segment_ids: ``[rows, length]``, the documents of a batch as the model gets them, negative at padding; when left
-            out, every row of the batch is one document.
+        decoder: the shape of the model.
+        segment_ids: ``[rows, length]``, the documents of a batch as the model gets them, negative at padding.
     """
-    decoder, train = decoder_config(config), config.train
-    shape = (train.rows, train.length) if segment_ids is None else segment_ids.shape
-    tokens = prod(shape) if segment_ids is None else int(np.count_nonzero(segment_ids >= 0))
-    documents = Counter({shape[1]: shape[0]}) if segment_ids is None else _documents(segment_ids)
+    tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
     attention = sum(
-        6 * decoder.num_heads * layers * _pair_work(scheme, decoder, shape[1], documents, tokens)
+        6 * decoder.num_heads * layers * _pair_work(scheme, decoder, segment_ids.shape[1], documents, tokens)
         for scheme, layers in Counter(decoder.layers.schemes).items()
     )
     return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
