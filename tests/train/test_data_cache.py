@@ -1,0 +1,277 @@
+"""The cache of tokens: built once, resumed when killed, the same wherever it lies; who builds it, and who waits."""
+
+import json
+import threading
+import time
+
+import chex
+import numpy as np
+import pytest
+
+from train.config import differences, parse
+from train.data import batches, cache, corpus, held_out_documents, load_tokenizer, training_rows
+from train.data.storage import LocalFolder, MemoryFolder, RemoteFolder, Span
+from train.data.tokenizer import ByteTokenizer
+
+
+class Killed(BaseException):
+    """What a process that ends between two shards does not outlive."""
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_bytes(bytes([65 + number]) * (30 + number))
+    lines = [json.dumps({"text": f"line {number} " * number}) for number in range(25)]
+    (folder / "lines.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(corpus, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(corpus, "_GROUP_BYTES", 64)
+    monkeypatch.setattr(cache, "_POLL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Every text that is handed to the tokenizer."""
+    seen = []
+    plain = ByteTokenizer.encode_all
+    monkeypatch.setattr(ByteTokenizer, "encode_all", lambda self, given: seen.extend(given) or plain(self, given))
+    return seen
+
+
+def config_of(texts, kept=None, **data):
+    values = {"source": "files", "paths": [f"{texts}/*.txt", f"{texts}/*.jsonl"], "held_out": 0.2, **data}
+    values |= {} if kept is None else {"cache": str(kept)}
+    return parse({"data": values, "train": {"length": 16, "batch_tokens": 64}, "output": f"{texts}/../runs"})
+
+
+def everything(config):
+    rows = training_rows(config)
+    return [*rows.batch(np.arange(len(rows))), *held_out_documents(config)]
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_cache_gives_what_memory_gives(texts, tmp_path, where, packing, encoded):
+    plain = config_of(texts, packing=packing)
+    kept = config_of(texts, tmp_path / "kept" if where == "disk" else f"memory://{tmp_path.name}/kept", packing=packing)
+    first = everything(plain)
+    chex.assert_trees_all_equal(everything(kept), first)
+    assert training_rows(kept).digest() == training_rows(plain).digest()
+    encoded.clear()
+    chex.assert_trees_all_equal(everything(kept), first)
+    assert encoded == []
+    chex.assert_trees_all_equal(next(batches(training_rows(kept), 4, 0)), next(batches(training_rows(plain), 4, 0)))
+
+
+def test_the_place_of_a_cache_decides_nothing_else(texts, tmp_path):
+    assert differences(config_of(texts), config_of(texts, tmp_path / "kept")) == []
+
+
+def stop_at(monkeypatch, kind, count):
+    """Ends the build when it is about to write file number `count`."""
+    written = []
+    plain = kind.write
+
+    def write(self, name, content):
+        if len(written) == count:
+            raise Killed
+        written.append(name)
+        plain(self, name, content)
+
+    monkeypatch.setattr(kind, "write", write)
+    return written
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 6, 9])
+def test_a_killed_build_goes_on_where_it_stopped(texts, tmp_path, monkeypatch, encoded, count, damaged):
+    if damaged:  # found only after many of its lines are in shards
+        (texts / "lines.jsonl").write_text((texts / "lines.jsonl").read_text() + "\n{")
+    whole = everything(config_of(texts, tmp_path / "whole"))
+    all_encoded = len(encoded)
+    encoded.clear()
+    killed = config_of(texts, tmp_path / "killed")
+    with monkeypatch.context() as patched:
+        written = stop_at(patched, LocalFolder, count)
+        with pytest.raises(Killed):
+            training_rows(killed)
+    assert len(written) == count
+    before = len(encoded)
+    chex.assert_trees_all_equal(everything(killed), whole)
+    left = [len(np.load(path)["sizes"]) for path in sorted((tmp_path / "killed").glob("*/shard-*.npz"))]
+    assert len(encoded) - before == all_encoded - sum(left[: count // 2])
+    (first,), (second,) = ((tmp_path / name).glob("*") for name in ("whole", "killed"))
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == {
+        path.name: path.read_bytes() for path in second.iterdir()
+    }
+
+
+def test_a_shard_that_was_cut_off_is_written_again(texts, tmp_path, monkeypatch):
+    killed = config_of(texts, tmp_path / "kept")
+    with monkeypatch.context() as patched:
+        stop_at(patched, LocalFolder, 6)
+        with pytest.raises(Killed):
+            training_rows(killed)
+    (shard,) = (tmp_path / "kept").glob("*/shard-000001.tokens")
+    shard.write_bytes(shard.read_bytes()[:-4])
+    chex.assert_trees_all_equal(everything(killed), everything(config_of(texts)))
+
+
+def test_a_damaged_cache_is_named(texts, tmp_path):
+    config = config_of(texts, tmp_path / "kept")
+    training_rows(config)
+    (shard,) = (tmp_path / "kept").glob("*/shard-000001.tokens")
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"data.cache: .*/shard-000001.tokens is damaged; delete .*/kept/\w+ to build"):
+        training_rows(config)
+
+
+def test_damaged_files_are_told_of_at_every_start(texts, tmp_path):
+    (texts / "lines.jsonl").write_text((texts / "lines.jsonl").read_text() + "\n{")
+    config = config_of(texts, tmp_path / "kept")
+    first, second = [], []
+    training_rows(config, first.append)
+    training_rows(config, second.append)
+    assert first[0].startswith(f"data: tokenising 7 files into {tmp_path}/kept/")
+    assert first[1:] == second
+    assert second[0].startswith(f"data: 1 of 7 files are damaged and left out: {texts}/lines.jsonl (line 26: not valid")
+    only = config_of(texts, tmp_path / "kept", paths=[f"{texts}/lines.jsonl"])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="none of the files can be read, 1 in all"):
+            training_rows(only)
+
+
+def test_only_what_changed_is_built_anew(texts, tmp_path, encoded):
+    def build(**changes):
+        encoded.clear()
+        parts = [{"paths": [f"{texts}/*.txt"]}, {"paths": [f"{texts}/*.jsonl"], "weight": 2.0}]
+        training_rows(config_of(texts, tmp_path / "kept", paths=[], mixture=parts, **changes))
+        return len(encoded)
+
+    assert build() == 6 + 24  # the first line has no text
+    assert build(packing="best-fit", held_out=0.5) == 0
+    (texts / "6.txt").write_bytes(b"new" * 20)
+    assert build() == 7
+    (texts / "6.txt").write_bytes(b"old" * 20)
+    assert build() == 7
+    assert build() == 0
+
+
+def test_the_tokenizer_is_part_of_the_key(texts, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"line": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    plain, other = (config_of(texts, tmp_path / "kept", tokenizer=t) for t in ("bytes", f"{tmp_path}/tokenizer.json"))
+    before = everything(plain)
+    words = held_out_documents(other)
+    loaded = load_tokenizer(other.data)
+    assert all(document[0] == loaded.bos and document[-1] == loaded.eos for document in words)
+    assert max(document.max() for document in words) == loaded.eos
+    assert training_rows(other).padding == loaded.padding == 5
+    chex.assert_trees_all_equal(everything(plain), before)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_without_a_place_only_bytes_of_a_small_corpus_are_not_kept(texts, tmp_path, monkeypatch):
+    training_rows(config_of(texts))
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setattr(cache, "_SMALL_BYTES", 100)
+    training_rows(config_of(texts))
+    assert list((tmp_path / "runs" / "tokens").glob("*/index.npz"))
+
+
+def test_whoever_comes_first_builds_on_a_disk(texts, tmp_path):
+    # A lock belongs to an open file, so it keeps threads apart as it does processes.
+    barrier, lines = threading.Barrier(3), []
+
+    def build():
+        barrier.wait(60)
+        training_rows(config_of(texts, tmp_path / "kept"), lines.append)
+
+    threads = [threading.Thread(target=build) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (line,) = lines
+    assert line.startswith("data: tokenising 7 files")
+
+
+def test_other_hosts_wait_for_the_first_ones_cache(texts, tmp_path, monkeypatch):
+    keys, got = [], []
+
+    def from_first(given):
+        if given[0]:
+            keys[:] = given
+        while not keys:
+            time.sleep(0.01)
+        return keys
+
+    index = threading.local()
+    monkeypatch.setattr(cache, "_from_first", from_first)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: getattr(index, "value", 0))
+    url = f"memory://{tmp_path.name}/kept"
+
+    def wait():
+        index.value = 1
+        got.append(training_rows(config_of("/nowhere", url)))  # which sees none of the files
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    rows = training_rows(config_of(texts, url))
+    waiting.join(60)
+    assert got[0].digest() == rows.digest()
+    chex.assert_trees_all_equal(got[0].batch(np.arange(5)), rows.batch(np.arange(5)))
+
+
+@pytest.mark.parametrize("make", [MemoryFolder, "local", "remote"], ids=["memory", "local", "remote"])
+def test_folders(tmp_path, make):
+    kinds = {"local": lambda: LocalFolder(tmp_path), "remote": lambda: RemoteFolder(f"memory://{tmp_path.name}")}
+    folder = kinds.get(make, make)()
+    content = np.random.default_rng(0).bytes(1000)
+    assert folder.read("a") is None
+    assert folder.sizes() == {}
+    folder.write("a", content)
+    folder.write("b", content[::-1])
+    folder.write("b", content)
+    assert folder.read("b") == content
+    assert folder.sizes() == {"a": 1000, "b": 1000}
+    spans = [
+        Span("a", 5, 9),
+        Span("b", 990, 1000),
+        Span("a", 0, 5),
+        Span("a", 3, 4),
+        Span("a", 9, 9),
+        Span("a", 50, 60),
+    ]
+    assert [bytes(found) for found in folder.spans(spans)] == [content[span.start : span.stop] for span in spans]
+
+
+def test_neighbouring_spans_are_one_request(tmp_path, monkeypatch):
+    folder = RemoteFolder(f"memory://{tmp_path.name}")
+    folder.write("a", bytes(100))
+    asked = []
+    plain = type(folder._system).cat_ranges
+    monkeypatch.setattr(
+        type(folder._system),
+        "cat_ranges",
+        lambda self, paths, starts, ends, **options: (
+            asked.append(list(zip(starts, ends, strict=True))) or plain(self, paths, starts, ends, **options)
+        ),
+    )
+    folder.spans([Span("a", 0, 5), Span("a", 20, 30), Span("a", 5, 12)])
+    assert asked == [[(0, 12), (20, 30)]]
+
+
+def test_urls_that_no_cache_can_have(texts):
+    with pytest.raises(ValueError, match=r"data.cache: cannot open 'nowhere://a/\w+': Protocol not known: nowhere"):
+        training_rows(config_of(texts, "nowhere://a"))
