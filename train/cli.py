@@ -24,7 +24,7 @@ def fit(path: str, overrides: Sequence[str]) -> int:
     with processes():
         result = fit(config, progress=config.name)
     if not result.finished:
-        print(f"stopped after {result.steps} of {config.train.steps} steps; the same command goes on from there")
+        print(f"stopped after {result.steps} of {config.steps} steps; the same command goes on from there")
         return INTERRUPTED
     speed = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else "speed not measured"
     memory = f"{result.peak_memory_bytes / 2**20:,.0f} MiB at most"
@@ -77,8 +77,13 @@ def tasks(path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None) -> int:
+def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None, loop: bool) -> int:
     """time attention and its memory against other libraries, side by side"""
+    if loop:
+        from train.bench_loop import bench_loop
+
+        bench_loop(load(path, overrides))
+        return 0
     from train.bench import BenchConfig, bench
 
     config = load(path, overrides, BenchConfig)
@@ -95,7 +100,7 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
     return 0
 
 
-def plan(path: str, overrides: Sequence[str], topology: str, sweep: bool) -> int:
+def plan(path: str, overrides: Sequence[str], topology: str, sweep: int) -> int:
     """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
     config = load(path, overrides)
     from train.plan.command import plan
@@ -121,6 +126,7 @@ _ARGUMENTS = {
             "metavar": "CHIPS",
             "help": "write what tiles cost on these chips, by which TPU kernels choose theirs",
         },
+        "--loop": {"action": "store_true", "help": "time the training loop of a config beside its bare jitted step"},
     },
     "generate": {
         "--prompt": {"default": "", "help": "the text to continue"},
@@ -131,7 +137,14 @@ _ARGUMENTS = {
     },
     "plan": {
         "--topology": {"required": True, "metavar": "POD", "help": "as in v5p:8x8x8; chips are v5e, v5p, v6e and 7x"},
-        "--sweep": {"action": "store_true", "help": "rank meshes, remat policies and context strategies instead"},
+        "--sweep": {
+            "type": int,
+            "nargs": "?",
+            "const": 8,
+            "default": 0,
+            "metavar": "N",
+            "help": "compile N (8) meshes, remat policies and context strategies instead, and rank them",
+        },
     },
     "search": {
         "--length": {"type": int, "required": True, "help": "the length to reach, beyond that of training"},

@@ -8,13 +8,14 @@ from train.config import Config
 from train.plan.plan import make_plan, stages
 from train.plan.pods import Pod, pod
 from train.plan.report import show
+from train.plan.sweep import sweep as rank
 
 WIDTH = 120
 """Of tables where there is no terminal."""
 
 
-def plan(config: Config, topology: str, sweep: bool = False) -> None:
-    """Plans every stage of a config on a pod, or ranks meshes and remat policies for it.
+def plan(config: Config, topology: str, sweep: int = 0) -> None:
+    """Plans every stage of a config on a pod, or compiles `sweep` ways to run it there and ranks them.
 
     Raises ValueError for a pod that does not exist, or a config that does not fit it.
     """
@@ -26,5 +27,8 @@ def plan(config: Config, topology: str, sweep: bool = False) -> None:
         _plan_stage(stage, on, sweep, console)
 
 
-def _plan_stage(config: Config, on: Pod, sweep: bool, console: Console) -> None:
-    show(make_plan(config, on), console)
+def _plan_stage(config: Config, on: Pod, sweep: int, console: Console) -> None:
+    if sweep:
+        rank(config, on, sweep, console)
+    else:
+        show(make_plan(config, on), console)

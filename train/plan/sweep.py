@@ -1,0 +1,183 @@
+"""Ranks meshes, remat policies and context strategies of a config on a pod.
+
+There are hundreds, and a compile takes a minute. So what cannot be split is left out, what cannot fit by a rough count
+of memory too, and of the rest those are compiled that look fastest by a rough count of work and traffic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from jax.sharding import AbstractMesh
+from rich.console import Console
+from rich.table import Table
+
+from posjax.nn import DecoderConfig
+from train.config import Config
+from train.flops import product_parameters, update_flops
+from train.mesh import check_rows, mesh_shape
+from train.model import decoder_config, placement
+from train.plan.compiling import DoesNotCompile
+from train.plan.plan import Plan, make_plan
+from train.plan.pods import GIB, Pod
+from train.plan.report import mesh_text
+
+REMAT = ("none", "dots", "full", "offload")
+STRATEGIES = ("ring", "all-gather", "ulysses")
+RECOMPUTED = {"none": 1.0, "dots": 1.05, "full": 4 / 3, "offload": 4 / 3}
+"""Work of an update, over that without recomputation."""
+
+_HEADROOM = 1.3
+"""The rough count may be wrong by so much before a candidate is left out."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a config."""
+
+    config: Config
+    axes: dict[str, int]
+    bytes: float  # of HBM on a device, roughly
+    seconds: float  # of a step, roughly
+
+    @property
+    def name(self) -> str:
+        """The mesh, the policy, and the strategy where the sequence is split."""
+        split = f", {self.config.train.context.strategy}" if self.axes["context"] > 1 else ""
+        return f"{mesh_text(self.axes)}, {self.config.model.remat}{split}"
+
+
+def sweep(config: Config, on: Pod, count: int, console: Console) -> list[tuple[Candidate, Plan | str]]:
+    """Compiles `count` candidates and prints them, the fastest first; what does not compile last, with the reason.
+
+    Raises ValueError if there is no candidate at all.
+    """
+    found = sorted(candidates(config, on), key=lambda one: one.seconds)
+    chosen = [one for one in found if one.bytes <= on.hbm_bytes * _HEADROOM][:count]
+    if not chosen:
+        raise ValueError(
+            f"--sweep: none of {len(found)} ways to split the work over {on.name} fits into its memory; more chips, "
+            "more train.accumulate, or more train.loss_chunks would help"
+        )
+    results = [(one, _attempt(one, on, console)) for one in chosen]
+    results.sort(key=lambda pair: pair[1].seconds if isinstance(pair[1], Plan) else float("inf"))
+    console.print(_table(results, on, len(found)))
+    return results
+
+
+def _attempt(one: Candidate, on: Pod, console: Console) -> Plan | str:
+    console.print(f"[dim]{one.name} ...[/dim]")
+    try:
+        return make_plan(one.config, on)
+    except (DoesNotCompile, ValueError) as error:
+        return " ".join(str(error).split())[:200]
+
+
+def candidates(config: Config, on: Pod) -> Iterator[Candidate]:
+    """All that can be split evenly, by powers of two along each axis."""
+    powers = [2**n for n in range(on.devices.bit_length()) if on.devices % 2**n == 0]
+    for fsdp, context, tensor in itertools.product(powers, repeat=3):
+        if on.devices % (fsdp * context * tensor):
+            continue
+        sizes = {"data": on.devices // (fsdp * context * tensor), "fsdp": fsdp, "context": context, "tensor": tensor}
+        for remat, strategy in itertools.product(REMAT, STRATEGIES if context > 1 else ("auto",)):
+            changed = _changed(config, sizes, remat, strategy)
+            if changed is not None:
+                axes = {"replica": 1, **sizes}
+                yield Candidate(changed, axes, rough_bytes(changed, axes), rough_seconds(changed, axes, on))
+
+
+def _changed(config: Config, sizes: dict[str, int], remat: str, strategy: str) -> Config | None:
+    """The config so changed; None if it cannot be split so."""
+    mesh = dataclasses.replace(config.train.mesh, replica=1, **sizes)
+    context = dataclasses.replace(config.train.context, strategy=strategy)
+    train = dataclasses.replace(config.train, mesh=mesh, context=context)
+    changed = dataclasses.replace(config, train=train, model=dataclasses.replace(config.model, remat=remat), stages=())
+    try:
+        _check(changed, prod(sizes.values()))
+    except ValueError:
+        return None
+    return changed
+
+
+def _check(config: Config, devices: int) -> None:
+    """Raises ValueError for rows, heads or a length that the mesh cannot share."""
+    sizes, train = mesh_shape(config.train.mesh, devices), config.train
+    check_rows(sizes, train.rows // train.accumulate)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    decoder = decoder_config(config)
+    for scheme in set(decoder.layers.schemes):
+        placement(config, mesh).check(
+            sizes,
+            batch=train.rows // train.accumulate,
+            length=train.length,
+            heads=decoder.num_heads,
+            kv_heads=decoder.num_kv_heads,
+            scheme=scheme,
+        )
+
+
+def _tokens(config: Config, axes: dict[str, int]) -> float:
+    """Of one device at a time."""
+    shares = prod(axes[name] for name in ("replica", "data", "fsdp", "context"))
+    return config.train.batch_tokens / config.train.accumulate / shares
+
+
+def rough_bytes(config: Config, axes: dict[str, int]) -> float:
+    """HBM of a device: state, gradients, what a layer keeps for each token, one layer at work, and the logits.
+
+    State and gradients are 16 bytes a parameter, for AdamW in float32; two layers' parameters are gathered in bfloat16.
+    """
+    decoder, tokens, tensor = decoder_config(config), _tokens(config, axes), axes["tensor"]
+    parameters = _all_parameters(decoder)
+    state = 16 * parameters / axes["fsdp"] / tensor
+    gathered = 4 * parameters / decoder.num_layers / tensor
+    inner = _inner(decoder) / tensor
+    kept = {"none": 2 * inner + decoder.model_dim, "dots": inner + decoder.model_dim, "full": decoder.model_dim}
+    logits = 8 * tokens * decoder.vocab_size / tensor / config.train.loss_chunks
+    activations = 2 * tokens * decoder.num_layers * kept.get(config.model.remat, 0)
+    return state + gathered + activations + 4 * tokens * (inner + 2 * decoder.model_dim) + logits
+
+
+def _inner(decoder: DecoderConfig) -> int:
+    """Numbers of a token inside a layer: projections and hidden units."""
+    return decoder.head_dim * 2 * (decoder.num_heads + decoder.num_kv_heads) + 3 * decoder.mlp_dim
+
+
+def _all_parameters(decoder: DecoderConfig) -> int:
+    return product_parameters(decoder) + (0 if decoder.tied_head else decoder.vocab_size * decoder.model_dim)
+
+
+def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
+    """Work at 60% of the peak or the gathering of parameters, whichever is longer, and the traffic inside layers.
+
+    Parameters are gathered twice and their gradients scattered once, in bfloat16; along `tensor` a layer reduces its
+    tokens four times, and along `context` keys and values go round three times.
+    """
+    decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
+    work = update_flops(config).total * RECOMPUTED[config.model.remat] / (0.6 * on.chips * on.peak_flops)
+    link = 2e9 * on.network.link
+    per_layer = 2 * tokens * decoder.num_layers / link
+    gathered = 6 * _all_parameters(decoder) / axes["tensor"] * config.train.accumulate / link
+    inside = 8 * per_layer * decoder.model_dim * (axes["tensor"] > 1)
+    around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
+    return max(work, gathered * (axes["fsdp"] > 1) + around) + inside
+
+
+def _table(results: list[tuple[Candidate, Plan | str]], on: Pod, count: int) -> Table:
+    title = f"{len(results)} of {count} ways to run it on {on.name}, predicted"
+    table = Table("mesh, remat, context", "HBM GiB", "step s", "MFU", "tokens/s/chip", title=title)
+    for one, found in results:
+        if isinstance(found, Plan):
+            numbers = (found.memory.total / GIB, found.seconds, found.mfu, found.tokens_per_second)
+            table.add_row(one.name, *(text.format(number) for text, number in zip(_FORMATS, numbers, strict=True)))
+        else:
+            table.add_row(one.name, "", "", "", found)
+    return table
+
+
+_FORMATS = ("{:,.1f}", "{:.4g}", "{:.1%}", "{:,.0f}")
