@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from train import integrity
+from train import integrity, report
 from train.config import Config, differences, dump, parse, parse_text, to_dict
 from train.distributed import decide, gather, is_loss
 from train.machine import versions
@@ -41,7 +41,7 @@ FOUND = "longrope.json"
 
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", "results.jsonl")
-) | {"member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog.txt"}
+) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog"}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 
 _PACKAGES = ("posjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

@@ -4,7 +4,6 @@ Each (scheme, seed) trains in a process of its own (`train.member`), one after t
 peak memory are its own. Entries that extend a scheme without retraining are measured by the process that trained it.
 """
 
-import json
 import os
 import re
 import signal
@@ -22,10 +21,11 @@ from rich.console import Console
 from train import report
 from train.checkpoint import read_config
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump
+from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
-from train.machine import processor, write_file
 from train.member import ERROR, MEMBER, RESULTS
 from train.model import check_model, evaluated_scheme
+from train.paths import write_file
 
 
 def compare(config: Config, console: Console | None = None) -> Path:
@@ -125,7 +125,7 @@ def _refuse_other_things(directory: Path) -> None:
     if directory.is_file():
         raise ValueError(f"{directory} is a file; choose another name for the comparison")
     for path in sorted(directory.glob("*")):
-        ours = path.name in ("config.yaml", RESULTS, "figure.png", "index.html") or path.suffix == ".log"
+        ours = path.name in ("config.yaml", RESULTS, *report.FILES) or path.suffix == ".log"
         member = path.is_dir() and (path / "config.yaml").exists()
         empty = path.is_dir() and not any(path.iterdir())
         if not (ours or member or empty):
@@ -225,10 +225,9 @@ def _report(
     order = [entry.label for entry in config.compare.schemes]
     rows.sort(key=lambda row: (order.index(row["label"]), row["seed"], row["length"]))
     done = next(member for member in planned if member.name not in failures)
-    versions = json.loads((done.directory / "versions.json").read_text(encoding="utf-8"))
     write_file(config.directory / "config.yaml", dump(config))
     write_rows(config.directory / RESULTS, rows)
-    report.write(config.directory, rows, about(config, held_out, {**versions, "cpu": processor()}))
+    report.write(config.directory, rows, about(config, held_out, read_versions(done.directory)))
     report.show(rows, console)
     console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")
 
@@ -250,18 +249,3 @@ def _failed(member: Config, why: str) -> list[report.Row]:
         for entry in member.compare.schemes
         for length in member.evaluate.lengths
     ]
-
-
-def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str, str]) -> report.About:
-    """What the report says of a comparison: text and model in words, the config, the versions."""
-    size = sum(len(document) for document in held_out)
-    source = "Python's standard library" if config.data.source == "stdlib" else ", ".join(config.data.paths)
-    model, train = config.model, config.train
-    return report.About(
-        title=f"{config.name}: perplexity beyond the training length of {train.length} tokens",
-        text=f"Text: {source}, as bytes; {len(held_out):,} documents of {size:,} tokens held out",
-        model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, trained for "
-        f"{train.steps:,} steps of {train.batch_tokens:,} tokens",
-        config=dump(config),
-        versions=versions,
-    )

@@ -27,7 +27,7 @@ class Measurement:
     """What was measured at one evaluation length. NLL is in nats per token, the mean over all scored tokens.
 
     `window` scores every token of non-overlapping windows; `last` only the final tokens, the same ones at each length,
-    as many as the training length; `sliding` those that a window uncovers with every step, also the same at each
+    `last_length` of each window; `sliding` those that a window uncovers with every step, also the same at each
     length. `position_nll` tells the tokens of `window` apart by where they stand: the mean over those with more than
     ``position_ends[n - 1]`` and up to ``position_ends[n]`` tokens before them. Where the model refused the length,
     `error` says why and the numbers are None.
@@ -37,6 +37,7 @@ class Measurement:
     window_nll: float | None = None
     window_tokens: int = 0
     last_nll: float | None = None
+    last_length: int = 0  # the number of final tokens
     last_tokens: int = 0
     sliding_nll: float | None = None
     sliding_tokens: int = 0
@@ -109,7 +110,8 @@ def measure(
         if slid:
             windows["sliding"] = last_windows(slid, length, stride)
         try:
-            return _measure_length(predictor, parameters, windows, length, max(1, batch_tokens // length))
+            found = _measure_length(predictor, parameters, windows, length, max(1, batch_tokens // length))
+            return dataclasses.replace(found, last_length=train_length)
         except ValueError as error:
             if length == train_length:
                 raise

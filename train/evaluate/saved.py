@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,20 @@ from train import report
 from train.checkpoint import read_config, restore_model
 from train.config import Config, SchemeConfig, differences, load
 from train.data import held_out_documents, load_tokenizer
+from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.perplexity import Measurement, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop import read_result
-from train.machine import write_file
 from train.model import evaluated_scheme
+from train.paths import path, write_file
 
 EVALUATION = "evaluation.jsonl"
 
 
 def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Console | None = None) -> list[report.Row]:
-    """Measures the run saved in `directory` at every length of ``evaluate.lengths``, and shows the tables.
+    """Measures the run saved in `directory` as ``evaluate`` says, shows the tables and writes ``index.html``.
 
     `overrides` may change what training did not depend on: ``evaluate.*``, and ``scheme.extend``, which evaluates the
     trained parameters under an extended scheme. The rows are returned and replace those in ``evaluation.jsonl``.
@@ -33,10 +35,12 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     Raises FileNotFoundError without a trained run, and ValueError for overrides that would need another training, for
     models without a perplexity and for held-out documents that are too short.
     """
-    directory = Path(directory)
+    directory = path(directory)
     config = load_saved(directory, overrides)
-    rows = measure_entries(directory, config, [config.scheme])
+    held_out = held_out_tokens(config)
+    rows = _measure(directory, config, held_out, [config.scheme])
     write_rows(directory / EVALUATION, rows)
+    report.write(directory, rows, about(config, held_out, read_versions(directory)))
     report.show(rows, console or Console())
     return rows
 
@@ -61,35 +65,57 @@ def measure_entries(
 
     The columns about training are None for extensions and for a run that is not finished.
     """
-    held_out = held_out_tokens(config)
-    _, model = restore_model(directory)
-    fitted = read_result(directory)
-    rows: list[report.Row] = []
+    return _measure(directory, config, held_out_tokens(config), entries, told)
+
+
+def _measure(
+    directory: Path,
+    config: Config,
+    held_out: Sequence[np.ndarray],
+    entries: Sequence[SchemeConfig],
+    told: Callable[[str], Any] = lambda _: None,
+) -> list[report.Row]:
+    stage, model = _restore(directory, config)
+    fitted, rows = read_result(directory), []
 
     def add(row: report.Row) -> None:
         rows.append(row)
         told(_in_words(row))
 
     for entry in entries:
-        about = {
-            "label": entry.label,
-            "base": config.scheme.label if entry.extend else None,
-            "seed": config.seed,
-            "train_length": config.train.length,
+        base = stage.scheme.label if entry.extend else None
+        which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": stage.train.length}
+        costs = {
             "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.extend else None,
             "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.extend else None,
         }
-        predictor, parameters = predictor_of(_under(model, entry, config), config.seed)
+        scheme = evaluated_scheme(_in_stage(entry, config, stage), config.model.num_layers)
+        predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
         for found in measure_held_out(predictor, parameters, config, held_out):
-            add({**about, **found.as_row()})
+            add({**which, **costs, **found.as_row()})
         for found in measure_tasks(predictor, parameters, config):
-            add({**{name: about[name] for name in ("label", "base", "seed", "train_length")}, **found})
+            add({**which, **found})
     return rows
 
 
-def _under(model: nnx.Module, entry: SchemeConfig, config: Config) -> nnx.Module:
-    """The model under the scheme of `entry`, its extension included, which reads the length evaluated."""
-    return model.with_scheme(evaluated_scheme(entry, config.model.num_layers))
+def _restore(directory: Path, config: Config) -> tuple[Config, nnx.Module]:
+    """The config of the stage that the newest checkpoint is from, overrides included, and the model."""
+    trained, model = restore_model(directory)
+    saved = read_config(directory)
+    number = next(n for n in range(len(saved.stage_names)) if saved.stage(n) == trained)
+    return config.stage(number), model
+
+
+def _in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:
+    """An entry as the stage has it: a stage that changed the scheme of the config changed that of its entries."""
+    if stage.scheme.trained() == config.scheme.trained():
+        return entry
+    return replace(stage.scheme, label=entry.label, extend=entry.extend or stage.scheme.extend)
+
+
+def shortest_stage(config: Config) -> int:
+    """The training length, of a curriculum that of its shortest rows."""
+    return min(config.stage(number).train.length for number in range(len(config.stage_names)))
 
 
 def held_out_tokens(config: Config) -> list[np.ndarray]:
@@ -101,7 +127,7 @@ def held_out_tokens(config: Config) -> list[np.ndarray]:
     check_causal(config)
     check_tasks(config.evaluate, _vocabulary(config))
     held_out = held_out_documents(config)
-    check_lengths(held_out, config.evaluate.lengths, config.train.length)
+    check_lengths(held_out, config.evaluate.lengths, shortest_stage(config))
     return held_out
 
 
@@ -124,7 +150,7 @@ def measure_held_out(
         parameters,
         held_out,
         lengths=config.evaluate.lengths,
-        train_length=config.train.length,
+        train_length=shortest_stage(config),
         tokens=config.evaluate.tokens,
         batch_tokens=config.evaluate.batch_tokens,
         stride=config.evaluate.stride,
@@ -153,11 +179,11 @@ def check_causal(config: Config) -> None:
         )
 
 
-def write_rows(path: Path, rows: Sequence[report.Row]) -> None:
+def write_rows(place: Path, rows: Sequence[report.Row]) -> None:
     """Writes rows as JSON lines, whole or not at all."""
-    write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_file(place, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(place: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]

@@ -16,6 +16,10 @@ from train.evaluate.tasks.vocabulary import Vocabulary
 from train.settings.evaluate import TaskConfig
 
 
+class _Refused(Exception):
+    """What a model said of a length that it refuses."""
+
+
 def measure_task(
     predictor: Predictor,
     parameters: Any,
@@ -36,8 +40,8 @@ def measure_task(
     score = _continued if isinstance(samples[0], Prompt) else _forced
     try:
         shares, error = score(predictor, parameters, vocabulary, samples, section, batch_tokens // length), None
-    except ValueError as refusal:
-        shares, error = np.full(len(samples), np.nan), " ".join(str(refusal).split())
+    except _Refused as refusal:
+        shares, error = np.full(len(samples), np.nan), str(refusal)
     for group, part in zip(groups, np.split(shares, len(groups)), strict=True):
         yield {"task": name, "length": length, **_row(group, part, error)}
 
@@ -62,13 +66,18 @@ def _forced(
     Every token of an answer must be the likeliest one to follow what stands before it. So an answer is right just if
     greedy decoding, given the text up to it, writes it. All tokens are read in one forward pass.
     """
-    length = len(samples[0].tokens)
     places = [np.concatenate([np.arange(*span) for span in sample.answers]) for sample in samples]
-    at = np.stack([np.pad(place, (0, max(map(len, places)) - len(place)), mode="edge") - 1 for place in places])
+    # A power of two, so that tasks with about as many tokens to answer share a program.
+    most = 1 << (max(map(len, places)) - 1).bit_length()
+    at = np.stack([np.pad(place, (0, most - len(place)), mode="edge") - 1 for place in places]).astype(np.int32)
     tokens = np.stack([sample.tokens for sample in samples])
-    likeliest = jax.jit(lambda parameters, *given: likeliest_next(predictor, parameters, *given, length))
-    found = _batched(functools.partial(likeliest, parameters), rows, tokens, at.astype(np.int32))
+    found = _batched(functools.partial(_likeliest, predictor, parameters), rows, tokens, at)
     return np.array([_share(sample, *pair) for sample, *pair in zip(samples, places, found, strict=True)])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _likeliest(predictor: Predictor, parameters: Any, tokens: Any, at: Any) -> Any:
+    return likeliest_next(predictor, parameters, tokens, at, tokens.shape[1])
 
 
 def _share(sample: Sample, places: Int[np.ndarray, "places"], found: Int[np.ndarray, "more"]) -> float:
@@ -90,9 +99,14 @@ def _continued(
 ) -> np.ndarray:
     """For every prompt 1 if the answer is anywhere in the text that greedy decoding writes behind it, else 0."""
     tokens = np.stack([prompt.tokens for prompt in prompts])
-    write = jax.jit(lambda parameters, prompts: predictor.greedy(parameters, prompts, section.new_tokens))
-    found = _batched(functools.partial(write, parameters), rows, tokens)
+    write = functools.partial(_greedy, predictor, section.new_tokens, parameters)
+    found = _batched(write, rows, tokens)
     return np.array([_holds(vocabulary, prompt, text) for prompt, text in zip(prompts, found, strict=True)])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _greedy(predictor: Predictor, new: int, parameters: Any, prompts: Any) -> Any:
+    return predictor.greedy(parameters, prompts, new)
 
 
 def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"]) -> float:
@@ -104,9 +118,15 @@ def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"])
 
 
 def _batched(function: Any, rows: int, *arrays: np.ndarray) -> np.ndarray:
-    """``function(*arrays)`` in batches of at most `rows` rows; the last one is filled up with its last row."""
+    """``function(*arrays)`` in batches of at most `rows` rows; the last one is filled up with its last row.
+
+    Raises _Refused for what the model refuses.
+    """
     count = len(arrays[0])
     rows = max(1, min(rows, count))
     filled = [np.pad(x, ((0, -count % rows), (0, 0)), mode="edge") for x in arrays]
     batches = zip(*(np.split(x, len(x) // rows) for x in filled), strict=True)
-    return np.concatenate([np.asarray(function(*batch)) for batch in batches])[:count]
+    try:
+        return np.concatenate([np.asarray(function(*batch)) for batch in batches])[:count]
+    except ValueError as error:
+        raise _Refused(" ".join(str(error).split())) from None

@@ -42,12 +42,14 @@ def drawn(generator: np.random.Generator, sentences: Sequence[str] = IDLE) -> It
 
 
 def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list[Tokens]:
-    """Sentences of `size` tokens together; the first one lacks its beginning where it does not fit."""
-    chosen, total = [], 0
-    while total < size:
+    """Sentences of `size` tokens together, one at least; the first one lacks its beginning where it does not fit."""
+    chosen, surplus = [], -size
+    while surplus < 0:
         chosen.append(vocabulary.tokens(next(sentences)))
-        total += len(chosen[-1])
-    return [chosen[0][total - size :], *chosen[1:]] if chosen else []
+        surplus += len(chosen[-1])
+    while surplus >= len(chosen[0]):
+        surplus -= len(chosen.pop(0))
+    return [chosen[0][surplus:], *chosen[1:]]
 
 
 def hidden(filling: Sequence[Tokens], needles: Sequence[Tokens], depths: Sequence[float]) -> list[Tokens]:

@@ -1,0 +1,34 @@
+"""What a report says besides the numbers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from train.config import Config, dump
+from train.machine import processor
+from train.report import About
+
+
+def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str, str]) -> About:
+    """Text and model of a run or a comparison in words, its config, the versions."""
+    size, data, model = sum(len(document) for document in held_out), config.data, config.model
+    paths = ", ".join(path for part in data.parts for path in part.paths)
+    source = "Python's standard library" if data.source == "stdlib" else paths
+    tokens = "as bytes" if data.tokenizer == "bytes" else f"by the tokenizer {Path(data.tokenizer).name}"
+    stages = [config.stage(number).train for number in range(len(config.stage_names))]
+    trained = ", then ".join(f"{each.steps:,} steps of {each.batch_tokens:,} tokens" for each in stages)
+    return About(
+        title=f"{config.name}: perplexity beyond the training length of {stages[-1].length} tokens",
+        text=f"Text: {source}, {tokens}; {len(held_out):,} documents of {size:,} tokens held out",
+        model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, trained for "
+        f"{trained}",
+        config=dump(config),
+        versions=versions,
+    )
+
+
+def read_versions(directory: Path) -> dict[str, str]:
+    """The versions that a run was trained with, and this machine's processor, which measures it."""
+    return {**json.loads((directory / "versions.json").read_text(encoding="utf-8")), "cpu": processor()}

@@ -1,0 +1,7 @@
+"""What an evaluation found: figures, tables for the terminal, and one HTML page that carries everything."""
+
+from train.report.numbers import Estimate, Row, estimate
+from train.report.page import FILES, About, pictures, render, write
+from train.report.tables import Table, show, tables
+
+__all__ = ["FILES", "About", "Estimate", "Row", "Table", "estimate", "pictures", "render", "show", "tables", "write"]

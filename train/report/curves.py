@@ -1,0 +1,76 @@
+"""Figures of lines: perplexity against position, accuracy on tasks against length."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from train.report import style
+from train.report.numbers import Estimate, Row, accuracies, held_out, labels, lengths, positions, tasks
+from train.report.tables import spoken
+
+_COLUMNS = 3
+
+
+def draw_positions(rows: Sequence[Row]) -> bytes:
+    """Perplexity of tokens against how many stand before them in the window, as a PNG of 1800 x 825 pixels or higher.
+
+    A part of several positions is drawn at the middle of its range, on the logarithmic axis.
+    """
+    rows = held_out(rows)
+    figure = style.new_figure(12, max(5.5, 0.9 + 0.17 * len(labels(rows))))
+    panel = figure.subplots()
+    points = {label: _by_position(rows, label) for label in labels(rows)}
+    for label, line in style.lines(rows).items():
+        style.plot(panel, label, line, points[label], low=1.0)
+    style.length_axis(panel, _powers(lengths(rows)[-1]), rows[0]["train_length"])
+    style.value_axis(panel, *style.limits([point.mean for each in points.values() for point in each.values()]))
+    panel.set_title("By position in windows of the longest length", fontsize=11)
+    panel.set_xlabel("tokens before, in the window (times the training length)")
+    panel.set_ylabel("perplexity per token on held-out text")
+    style.legend(figure, panel, any(row["base"] for row in rows))
+    figure.set_layout_engine("constrained")
+    return style.png(figure)
+
+
+def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
+    """Perplexity by the middle of the range of tokens before; its spread is that of exp(NLL), to first order."""
+    ends, parts = positions(rows, label)
+    starts = [1, *(end + 1 for end in ends)]
+    middles = [math.sqrt(start * end) for start, end in zip(starts, ends, strict=False)]
+    return {
+        middle: Estimate(math.exp(part.mean), part.spread and part.spread * math.exp(part.mean))
+        for middle, part in zip(middles, parts, strict=True)
+        if part is not None
+    }
+
+
+def _powers(longest: int) -> list[int]:
+    return [2**n for n in range(longest.bit_length())]
+
+
+def draw_tasks(rows: Sequence[Row]) -> bytes:
+    """Accuracy against length, one panel for each task, three in a row."""
+    found = tasks(rows)
+    columns, high = min(_COLUMNS, len(found)), math.ceil(len(found) / _COLUMNS)
+    figure = style.new_figure(2.6 + 4.2 * columns, max(0.5 + 3.6 * high, 0.9 + 0.17 * len(labels(rows))))
+    panels = figure.subplots(high, columns, squeeze=False).ravel()
+    lines = style.lines(rows)
+    for panel, (name, mine) in zip(panels, found.items(), strict=False):
+        _draw_task(panel, name, mine, lines)
+    for panel in panels[len(found) :]:
+        panel.set_axis_off()
+    style.legend(figure, panels[0], any(row["base"] for row in rows))
+    figure.set_layout_engine("constrained")
+    return style.png(figure)
+
+
+def _draw_task(panel: Any, name: str, rows: Sequence[Row], lines: dict[str, style.Line]) -> None:
+    for label in labels(rows):
+        style.plot(panel, label, lines[label], accuracies(rows, label))
+    style.length_axis(panel, lengths(rows), rows[0]["train_length"])
+    if rows[0]["chance"]:
+        panel.axhline(rows[0]["chance"], color="#888888", linestyle=":", linewidth=1.0, label="_guess")
+    panel.set_ylim(-0.03, 1.03)
+    panel.set_title(spoken(name), fontsize=11)
+    panel.set_xlabel("length in tokens (times the training length)")
+    panel.set_ylabel("right answers")

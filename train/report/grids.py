@@ -1,0 +1,45 @@
+"""The figure of accuracy by depth and length: a map for each task and scheme."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from train.report import style
+from train.report.numbers import Row, at_depth, depths, labels, lengths, tasks
+from train.report.tables import spoken
+
+_COLUMNS = 4
+_LIGHT = 0.55  # from this accuracy on a cell is dark, and its number light
+
+
+def draw(rows: Sequence[Row]) -> bytes:
+    """Maps of every task that has depths: length to the right, depth downwards as one reads, four maps in a row.
+
+    A cell is the darker the more answers are right, with the share in % in it; without a number it is left white.
+    """
+    maps = [(name, mine, label) for name, mine in tasks(rows).items() if depths(mine) for label in labels(mine)]
+    columns, high = min(_COLUMNS, len(maps)), math.ceil(len(maps) / _COLUMNS)
+    figure = style.new_figure(0.8 + 3.2 * columns, 0.3 + 2.9 * high)
+    panels = figure.subplots(high, columns, squeeze=False).ravel()
+    for panel, (name, mine, label) in zip(panels, maps, strict=False):
+        _draw_map(panel, mine, label)
+        panel.set_title(f"{spoken(name)}\n{label}", fontsize=9)
+    for panel in panels[len(maps) :]:
+        panel.set_axis_off()
+    figure.set_layout_engine("constrained")
+    return style.png(figure)
+
+
+def _draw_map(panel: Any, rows: Sequence[Row], label: str) -> None:
+    across, down, cells = lengths(rows), depths(rows), at_depth(rows, label)
+    values = [[cells.get((depth, length), math.nan) for length in across] for depth in down]
+    panel.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            text = "-" if math.isnan(value) else f"{100 * value:.0f}"
+            colour = "white" if value > _LIGHT else "black"
+            panel.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
+    panel.set_xticks(range(len(across)), [str(length) for length in across], fontsize=8)
+    panel.set_yticks(range(len(down)), [f"{depth:.2f}" for depth in down], fontsize=8)
+    panel.set_xlabel("length in tokens", fontsize=8)
+    panel.set_ylabel("depth", fontsize=8)

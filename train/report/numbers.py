@@ -1,0 +1,140 @@
+"""The rows of an evaluation, and means over seeds.
+
+Everything in a report is made from rows of plain numbers, as ``results.jsonl`` and ``evaluation.jsonl`` keep them. All
+have the `label` of the scheme; `base`, for one extended without retraining the label of the scheme that was trained;
+the `seed`; `length`, the evaluation length in tokens; `train_length`; and `error`, why there are no numbers.
+
+Rows of perplexity, one for each (scheme, seed, length):
+
+    window_perplexity   over whole windows;  window_tokens: how many tokens were scored
+    last_perplexity     of the last `last_length` tokens, with all context before them;  last_tokens
+    sliding_perplexity  of the tokens that a sliding window uncovers, if asked for;  sliding_tokens
+    position_ends, position_nll   the tokens of `window` by where they stand, see `train.evaluate.perplexity`
+    tokens_per_second   evaluation, tokens computed
+    train_tokens_per_second, peak_memory_bytes   of the training process; None for one that was not trained
+
+Rows of tasks, one for each (scheme, seed, task, length, depth):
+
+    task, depth         the depth is None for a task that has none
+    accuracy, chance    the share of right answers, and that of a guess or None;  cases
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+MEASURES = ("window", "last", "sliding")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean over seeds, and the sample standard deviation when there are several."""
+
+    mean: float
+    spread: float | None = None
+
+
+def estimate(values: Iterable[float | None]) -> Estimate | None:
+    """Mean and spread over seeds; None if any seed has no number, since a mean over the others would flatter."""
+    values = list(values)
+    if not values or any(value is None for value in values):
+        return None
+    return Estimate(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def held_out(rows: Sequence[Row]) -> list[Row]:
+    """The rows of perplexity."""
+    return [row for row in rows if "task" not in row]
+
+
+def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of every task."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "task" in row:
+            found.setdefault(row["task"], []).append(row)
+    return found
+
+
+def measures(rows: Sequence[Row]) -> list[str]:
+    """What was measured of perplexity: over windows, of the last tokens, and perhaps in sliding windows."""
+    return [name for name in MEASURES if name != "sliding" or any(row.get("sliding_tokens") for row in rows)]
+
+
+def last_length(rows: Sequence[Row]) -> int:
+    """How many tokens count as the last ones: the training length, of a curriculum that of its shortest rows."""
+    return next((row["last_length"] for row in rows if row.get("last_length")), rows[0]["train_length"])
+
+
+def labels(rows: Sequence[Row]) -> list[str]:
+    """The schemes, in the order of the rows."""
+    return list(dict.fromkeys(row["label"] for row in rows))
+
+
+def lengths(rows: Sequence[Row]) -> list[int]:
+    """The lengths evaluated at, rising."""
+    return sorted({row["length"] for row in rows})
+
+
+def curve(rows: Sequence[Row], label: str, measure: str) -> dict[int, Estimate]:
+    """Perplexity at each length for one scheme; lengths without a number are left out. `measure`: see `MEASURES`."""
+    mine = [row for row in held_out(rows) if row["label"] == label]
+    found = {n: estimate(row.get(f"{measure}_perplexity") for row in mine if row["length"] == n) for n in lengths(mine)}
+    return {length: value for length, value in found.items() if value is not None}
+
+
+def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Estimate | None]]:
+    """NLL by position for one scheme at the longest length that has numbers: where its parts end, and each part's."""
+    mine = [row for row in held_out(rows) if row["label"] == label and row.get("position_ends")]
+    longest = [row for row in mine if row["length"] == max(lengths(mine))]
+    if not longest:
+        return (), []
+    parts = zip(*(row["position_nll"] for row in longest), strict=True)
+    return tuple(longest[0]["position_ends"]), [estimate(part) for part in parts]
+
+
+def accuracies(rows: Sequence[Row], label: str) -> dict[int, Estimate]:
+    """Accuracy on one task at each length for one scheme: the mean over depths of each seed, then over seeds."""
+    mine = [row for row in rows if row["label"] == label]
+    found = {n: estimate(_over_depths([row for row in mine if row["length"] == n])) for n in lengths(mine)}
+    return {length: value for length, value in found.items() if value is not None}
+
+
+def _over_depths(rows: Sequence[Row]) -> list[float | None]:
+    """The mean of the rows of every seed; None where one has no number."""
+    by_seed: dict[int, list[float | None]] = {}
+    for row in rows:
+        by_seed.setdefault(row["seed"], []).append(row["accuracy"])
+    return [None if None in values else statistics.fmean(values) for values in by_seed.values()]
+
+
+def depths(rows: Sequence[Row]) -> list[float]:
+    """The depths of a task, rising; none if it has no depth."""
+    return sorted({row["depth"] for row in rows if row["depth"] is not None})
+
+
+def at_depth(rows: Sequence[Row], label: str) -> dict[tuple[float, int], float]:
+    """Accuracy on one task at each (depth, length) for one scheme, the mean over seeds; without those that lack one."""
+    cells: dict[tuple[float, int], list[float | None]] = {}
+    for row in rows:
+        if row["label"] == label:
+            cells.setdefault((row["depth"], row["length"]), []).append(row["accuracy"])
+    found = {cell: estimate(values) for cell, values in cells.items()}
+    return {cell: value.mean for cell, value in found.items() if value is not None}
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """One line for each scheme, or scheme and task, without a number at some length, with the reason at the first."""
+    failed: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["error"]:
+            what = row["label"] + (f", {row['task']}" if "task" in row else "")
+            failed.setdefault(what, []).append(row)
+    return [f"{what} at {_joined(r['length'] for r in mine)}: {mine[0]['error']}" for what, mine in failed.items()]
+
+
+def _joined(lengths: Iterable[int]) -> str:
+    return ", ".join(str(length) for length in sorted(set(lengths)))

@@ -1,0 +1,133 @@
+"""How schemes are drawn, the same in every figure."""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from train.report.numbers import Estimate, Row
+
+# Okabe and Ito's palette, tellable apart with any colour vision; without its yellow, too pale for lines.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
+_DASHES = ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
+# Perplexities more than this many times the lowest one leave the figure at the top; the note below says which.
+_CLIP = 40.0
+_FEW = 20  # lines that a legend names at its ease
+
+
+@dataclass(frozen=True)
+class Line:
+    """How one scheme is drawn: a colour for each trained model, a dash for each way of extending it."""
+
+    colour: str
+    marker: str
+    dashes: tuple[float, ...] | None
+
+
+def lines(rows: Sequence[Row]) -> dict[str, Line]:
+    base = {row["label"]: row["base"] for row in rows}
+    trained = [label for label in base if base[label] is None]
+    trained += sorted({name for name in base.values() if name is not None and name not in trained})
+    styles: dict[str, Line] = {}
+    for label in base:
+        root = base[label] or label
+        siblings = [name for name in base if base[name] == root]
+        dashes = _DASHES[siblings.index(label) % len(_DASHES)] if label in siblings else None
+        styles[label] = Line(
+            _COLOURS[trained.index(root) % len(_COLOURS)], _MARKERS[trained.index(root) % len(_MARKERS)], dashes
+        )
+    return styles
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches, 150 pixels each, that needs no screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Any) -> bytes:
+    """The figure as a file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+def plot(panel: Any, label: str, style: Line, points: dict[float, Estimate], low: float = -math.inf) -> None:
+    """One scheme's line, with a band of one standard deviation, not below `low`, when there are several seeds."""
+    xs, means = list(points), [point.mean for point in points.values()]
+    spreads = [point.spread or 0.0 for point in points.values()]
+    extended = style.dashes is not None
+    (line,) = panel.plot(
+        xs, means, color=style.colour, marker=style.marker, label=label, linewidth=1.8, markersize=6,
+        markerfacecolor="white" if extended else style.colour, markeredgewidth=1.4, zorder=3 - extended,
+    )  # fmt: skip
+    if extended:
+        line.set_dashes(style.dashes)
+    if any(spreads):
+        below = [max(mean - spread, low) for mean, spread in zip(means, spreads, strict=True)]
+        above = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+        panel.fill_between(xs, below, above, color=style.colour, alpha=0.15, linewidth=0)
+
+
+def length_axis(panel: Any, lengths: Sequence[int], train_length: int) -> None:
+    """A logarithmic axis with ticks at the lengths, and the training length marked."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_locator(FixedLocator(lengths))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}\n({x / train_length:.3g}x)"))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.grid(True, which="major", color="#dddddd", linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.axvline(train_length, color="#555555", linestyle=":", linewidth=1.3, zorder=1)
+    panel.annotate(
+        f"training length {train_length}", (train_length, 0.98), xycoords=("data", "axes fraction"),
+        xytext=(4, 0), textcoords="offset points", rotation=90, va="top", fontsize=8, color="#555555",
+    )  # fmt: skip
+
+
+def value_axis(panel: Any, low: float, top: float) -> None:
+    """A logarithmic axis of perplexity between two limits."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    panel.set_yscale("log")
+    panel.set_ylim(low, top)
+    panel.yaxis.set_major_locator(FixedLocator(_ticks(low, top)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.tick_params(labelleft=True)
+
+
+def limits(values: Sequence[float]) -> tuple[float, float]:
+    """An axis for these perplexities, with a top that explosions do not set."""
+    values = values or [1.0]
+    return min(values) / 1.08, min(max(values) * 1.12, min(values) * _CLIP)
+
+
+def _ticks(low: float, top: float) -> list[float]:
+    """Round numbers between the limits, about a dozen at most."""
+    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if top / low < 20 else (1, 2, 5)
+    if top / low < 2:
+        steps = tuple(tenths / 10 for tenths in range(10, 100, 2))
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(top)) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    return [tick for tick in ticks if low <= tick <= top]
+
+
+def legend(figure: Any, panel: Any, extended: bool) -> None:
+    """One legend for all panels, the highest scheme at its longest length first, as the lines lie."""
+    lines = sorted(panel.get_lines(), key=lambda line: -(line.get_ydata()[-1] if len(line.get_ydata()) else 0.0))
+    lines = [line for line in lines if not line.get_label().startswith("_")]
+    heading = "solid: as trained\ndashed: not retrained" if extended else None
+    few = len(lines) <= _FEW
+    legend = figure.legend(
+        handles=lines, title=heading, title_fontsize=8.5, fontsize=9 if few else 7.5, loc="outside center right",
+        frameon=False, handlelength=3.2, labelspacing=0.9 if few else 0.5,
+    )  # fmt: skip
+    legend.get_title().set_color("#555555")
