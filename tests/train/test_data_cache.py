@@ -140,7 +140,10 @@ def test_damaged_files_are_told_of_at_every_start(texts, tmp_path):
     training_rows(config, first.append)
     training_rows(config, second.append)
     assert first[0].startswith(f"data: tokenising 7 files into {tmp_path}/kept/")
-    assert first[1:] == second
+    shards = len(list((tmp_path / "kept").glob("*/shard-*.tokens")))
+    assert first[1] == "data: 1 shards, in file 4 of 7"
+    assert sum(" shards, in file " in line for line in first) in (shards, shards - 1)  # the last one is not full
+    assert [line for line in first[1:] if " shards, in file " not in line] == second
     assert second[0].startswith(f"data: 1 of 7 files are damaged and left out: {texts}/lines.jsonl (line 26: not valid")
     only = config_of(texts, tmp_path / "kept", paths=[f"{texts}/lines.jsonl"])
     for _ in range(2):
@@ -201,8 +204,7 @@ def test_whoever_comes_first_builds_on_a_disk(texts, tmp_path):
         thread.start()
     for thread in threads:
         thread.join(60)
-    (line,) = lines
-    assert line.startswith("data: tokenising 7 files")
+    assert [line.startswith("data: tokenising 7 files") for line in lines].count(True) == 1
 
 
 def test_other_hosts_wait_for_the_first_ones_cache(texts, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 
 from train.config import Config
 from train.data.corpus import Corpus, build_corpus, open_corpus
-from train.data.sources import SourceFile, Told, list_files, report_corrupt
+from train.data.sources import SourceFile, Told, list_files, report_corrupt, untold
 from train.data.storage import Folder, LocalFolder, MemoryFolder, folder_at, is_url
 from train.data.tokenizer import Tokenizer
 
@@ -91,9 +91,9 @@ def _open_or_build(
         return corpus
     with _lock(folder):
         if folder.read("index.npz") is None:  # nobody built it while this process waited for the lock
-            if not isinstance(folder, MemoryFolder):
-                told(f"data: tokenising {len(files)} files into {folder}, once")
-            build_corpus(files, text_key, tokenizer, folder)
+            told = untold if isinstance(folder, MemoryFolder) else told
+            told(f"data: tokenising {len(files)} files into {folder}, once")
+            build_corpus(files, text_key, tokenizer, folder, told)
         return open_corpus(folder)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, UInt64
 
 from train.data.readers import CorruptFile
-from train.data.sources import Document, SourceFile, name_hash, no_text, read, report_corrupt, untold
+from train.data.sources import Document, SourceFile, Told, name_hash, no_text, read, report_corrupt, untold
 from train.data.storage import Folder, MemoryFolder, Span
 from train.data.tokenizer import Tokenizer, token_type
 
@@ -77,17 +77,20 @@ def open_corpus(folder: Folder) -> Corpus | None:
     return Corpus(folder, kind, np.cumsum(shard_sizes) - shard_sizes, **documents, **about)
 
 
-def build_corpus(files: Sequence[SourceFile], text_key: str, tokenizer: Tokenizer, folder: Folder) -> None:
+def build_corpus(
+    files: Sequence[SourceFile], text_key: str, tokenizer: Tokenizer, folder: Folder, told: Told = untold
+) -> None:
     """Encodes the documents of the files into shards of `folder`, and writes the index when all are there.
 
     Shard n is two files: shard-n.tokens, then shard-n.npz, which says what is in it and where the text after it
     begins. A build that was stopped goes on after the last shard that has both; what it then writes is what it would
     have written without the stop. Of a file that turns out to be damaged no document is kept, not even in shards that
-    are written.
+    are written. `told` gets a line for every full shard.
 
     Raises ValueError when no file is readable, or none has text.
     """
-    build = _Build(files, text_key, tokenizer, folder, _finished(folder, token_type(tokenizer.vocabulary_size)))
+    shards = _finished(folder, token_type(tokenizer.vocabulary_size))
+    build = _Build(files, text_key, tokenizer, folder, told, shards)
     build.run()
     build.write_index()
 
@@ -144,6 +147,7 @@ class _Build:
     text_key: str
     tokenizer: Tokenizer
     folder: Folder
+    told: Told
     shards: list[_Shard]
     corrupt: dict[int, str] = field(default_factory=dict)
     buffer: _Buffer = field(default_factory=_Buffer)
@@ -165,6 +169,7 @@ class _Build:
                     self.buffer.add(file, name, tokens)
                 if self.buffer.size >= SHARD_TOKENS:
                     self._flush(file, number + 1)
+                    self.told(f"data: {len(self.shards)} shards, in file {file + 1} of {len(self.files)}")
         except CorruptFile as error:
             self.buffer.forget(file)
             self.corrupt[file] = str(error)

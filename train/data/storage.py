@@ -2,7 +2,6 @@
 
 import glob
 import os
-import uuid
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -102,7 +101,7 @@ class LocalFolder:
         return str(self.path)
 
     def write(self, name: str, content: bytes) -> None:
-        part = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
+        part = self.path / f".{name}.part"
         with part.open("wb") as file:
             file.write(content)
             file.flush()
