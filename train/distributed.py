@@ -6,8 +6,10 @@ A pod runs one process a host, each the same command. On one host all of this do
 import json
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,19 +20,20 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from train.tether import tied
+
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """What names a process when no cluster does: where process 0 listens (host:port), how many there are, which this is."""
 
 LOST = "another process ended or cannot be reached"
+LOST_LINE = "no sign of life from process"
 _SIGNS_OF_LOSS = (
-    "Gloo",
-    "closed by peer",
-    "Connection reset",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "CoordinationService",
+    *("Gloo", "closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CoordinationService"),
+    LOST_LINE,
 )
 _INTERRUPTED, _WRONG_INPUT, _FAILED = 130, 2, 1
+_GRACE = 1.0  # seconds
+_leaving = threading.Lock()
 
 
 def start(environment: Mapping[str, str] = os.environ) -> None:
@@ -154,19 +157,38 @@ def processes() -> Iterator[None]:
     """Joins the other processes for the time of a `with`; when this one fails, it ends at once, with one line.
 
     Waiting for the others, as jax does at the end of a program, would hang: they wait for this one inside a step. They
-    find its connections closed, and end in the same way. On one host errors pass through.
+    find its `tether` torn, and end in the same way. On one host errors pass through.
     """
     start()
-    try:
+    if jax.process_count() == 1:
         yield
+        return
+    try:
+        with tied(jax.process_index(), _hosts(), _lost, decide, gather) as apart:
+            if apart and jax.process_index() == 0:
+                print(
+                    f"warning: processes {apart} do not reach process 0; their loss would be noticed late", flush=True
+                )
+            yield
     except BaseException as error:
-        if not jax.distributed.is_initialized():
-            raise
         _leave(error)
+
+
+def _hosts() -> list[str]:
+    """Names under which the other processes may reach this one."""
+    named = os.environ.get(EXPLICIT[0], "").rpartition(":")[0]
+    return [name for name in (named, socket.gethostname(), socket.getfqdn()) if name]
+
+
+def _lost(process: int) -> None:
+    """Ends this process, from a thread, unless it ends by its own error in a moment: one that all of them have."""
+    time.sleep(_GRACE)
+    _leave(TimeoutError(f"{LOST_LINE} {process}"))
 
 
 def _leave(error: BaseException) -> None:
     """Ends this process with a line for a mistake or a lost process, and a traceback for anything else."""
+    _leaving.acquire()  # for good: one thread leaves
     where = f"process {jax.process_index()} of {jax.process_count()}"
     if isinstance(error, KeyboardInterrupt):
         message, status = f"{where} stopped; the same command goes on from the newest checkpoint", _INTERRUPTED
