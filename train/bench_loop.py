@@ -1,0 +1,99 @@
+"""``python -m train bench CONFIG --loop``: a step of the training loop beside the bare jitted step, in one run.
+
+The loop is the one that `fit` runs, with its data, its logs, its watchdog and its clock; checkpoints are left out, and
+evaluation. It runs in blocks of ``train.log_every`` steps, so each block writes one line of metrics. Before each block
+the devices come to rest, and a block of as many bare steps runs: the same program, over one batch that lies on the
+devices already. So whatever else the machine does meets both alike.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from train.checkpoint import Checkpoints
+from train.config import Config
+from train.loop import Run, prepare
+from train.machine import processor
+from train.monitor import Monitor
+
+BLOCKS = 24
+WARM_BLOCKS = 2
+"""Left out at the beginning: they compile, and fill caches."""
+
+
+@dataclass
+class Blocks:
+    """Seconds of blocks of `size` steps, of the loop and of the bare step in turn.
+
+    ``around(program)`` gives a program whose update runs the bare blocks and keeps the time.
+    """
+
+    size: int
+    loop: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter
+    _steps: int = 0
+    _began: float = 0.0
+
+    def around(self, program: Any) -> Any:
+        """`program`, measured."""
+        own = [None]
+
+        def update(state: Any, batch: Any) -> Any:
+            if self._steps % self.size == 0:
+                self._turn(program, own, state, batch)
+            self._steps += 1
+            return program.update(state, batch)
+
+        return dataclasses.replace(program, update=update)
+
+    def _turn(self, program: Any, own: list, state: Any, batch: Any) -> None:
+        """The loop has done a block: takes its time, and runs a bare one."""
+        jax.block_until_ready((state, batch))
+        now = self.clock()
+        if self._steps:
+            self.loop.append((now - self._began) / self.size)
+        own[0] = program.initialize() if own[0] is None else own[0]
+        began = self.clock()
+        for _ in range(self.size):
+            own[0], metrics = program.update(own[0], batch)
+        jax.block_until_ready((own[0], metrics))
+        self._began = self.clock()
+        self.bare.append((self._began - began) / self.size)
+
+    def medians(self) -> tuple[float, float]:
+        """Seconds of a step, of the loop and bare, without the first blocks."""
+        return statistics.median(self.loop[WARM_BLOCKS:]), statistics.median(self.bare[WARM_BLOCKS : len(self.loop)])
+
+
+def bench_loop(config: Config) -> tuple[float, float]:
+    """Measures the first stage of a config; prints and returns the medians. Nothing is left on disk."""
+    size = config.train.log_every
+    steps = BLOCKS * size + 1
+    train = dataclasses.replace(config.stage(0).train, steps=steps, checkpoint_every=steps)
+    monitor = dataclasses.replace(config.monitor, evaluate_every=0, profile=())
+    config = dataclasses.replace(config.stage(0), train=train, monitor=monitor)
+    blocks = Blocks(size)
+    (stage,) = prepare(config)
+    stage = dataclasses.replace(stage, program=blocks.around(stage.program))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Checkpoints(config, Path(directory), [stage.rows.digest()]) as checkpoints,
+        Monitor(config, Path(directory)) as monitor,
+    ):
+        Run(config, [stage], checkpoints, monitor, threading.Event()).train()
+    loop, bare = blocks.medians()
+    Console().print(
+        f"{processor()} · medians of {BLOCKS - WARM_BLOCKS} blocks of {size} steps in turn\n"
+        f"the loop {1000 * loop:.3f} ms a step · the bare jitted step {1000 * bare:.3f} ms · {loop / bare - 1:+.2%}"
+    )
+    return loop, bare
