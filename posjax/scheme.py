@@ -404,7 +404,9 @@ class Scheme:
             q = self.norm.apply(params.get("norm", {}), q, q)[0]
         own = _all_of(self.mask, self._far_mask)
         heads = across.all_heads(q.shape[2])
-        if visible is None and self.scale is not None:
+        if visible is not None:
+            visible = across.local(visible, q.shape[1])
+        elif self.scale is not None:
             visible = _count_visible(across, q, q_positions, kv_positions, causal)
         scale = self._scale(params, across.local(q_positions, q.shape[1]), visible, own, causal, (heads, head_dim))
         if self.caches != "rotated":

@@ -27,7 +27,7 @@ Scheme scheme scheme_names Layers nn.Attention nn.Block nn.Decoder nn.DecoderCon
 FLOORS = [
     {"_checks"},
     {"positions"},
-    {"_slots", "angles", "sampling"},
+    {"_slots", "angles", "sampling", "layout"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "sinks", "far", "linear"},
     {"attention"},
     {"registry", "compose"},

@@ -1,0 +1,202 @@
+"""Cases of attention over a mesh, and the comparison with one device that they all go through."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+import posjax as pj
+from posjax import masks
+from posjax.attention.sharded import Placement, attend_on_mesh
+from posjax.layout import Layout
+from posjax.positions import from_segments
+
+ROWS, LENGTH, HEADS, SIZE = 4, 48, 4, 8
+MESHES = {"2x4": (2, 4), "4x2": (4, 2), "2x2x2": (2, 2, 2)}
+"""Devices along batch, context and heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One representative of a class of slots.
+
+    Args:
+        scheme: what is computed.
+        kv_heads: of the keys.
+        causal: whether no query sees ahead.
+        packed: whether rows hold documents, which straddle shards, and padding at their ends.
+        restart: whether positions then restart with every document.
+        softcap: see ``attention``.
+    """
+
+    scheme: pj.Scheme
+    kv_heads: int = 2
+    causal: bool = True
+    packed: bool = False
+    restart: bool = True
+    softcap: float | None = None
+
+
+ALIBI, WINDOW = pj.bias.ALiBi(learned=True), masks.Window(5)
+CASES = {
+    "rope, packed": Case(pj.Scheme(features=pj.rotary.Rotary(), norm=pj.scales.QKNorm()), packed=True),
+    "alibi, soft cap": Case(pj.Scheme(bias=ALIBI), softcap=3.0),
+    "t5, packed": Case(pj.Scheme(bias=pj.bias.T5(8, 12)), packed=True, restart=False),
+    "fox, packed": Case(pj.Scheme(bias=pj.bias.FoX()), packed=True, restart=False),
+    "ssmax": Case(pj.Scheme(scale=pj.scales.SSMax(bias=True), features=pj.rotary.Rotary()), kv_heads=4),
+    "log-n, key norm, packed": Case(
+        pj.Scheme(scale=pj.scales.LogN(16), norm=pj.scales.KeyNorm(), features=pj.rotary.Rotary()), packed=True
+    ),
+    "learned sinks, first tokens": Case(
+        pj.Scheme(sinks=pj.sinks.LearnedSinks(), bias=ALIBI, mask=WINDOW | masks.Sinks(3))
+    ),
+    "rerope": Case(pj.Scheme(features=pj.rotary.Rotary(), far=pj.far.ReRoPE(7))),
+    "coca": Case(pj.Scheme(features=pj.coca.Coca("strict"))),
+    "two sides": Case(pj.Scheme(bias=pj.bias.T5(8, 12, bidirectional=True)), causal=False, packed=True),
+}
+WINDOWS = {
+    "window": Case(pj.Scheme(bias=ALIBI, mask=WINDOW)),
+    "window, packed": Case(pj.Scheme(features=pj.rotary.Rotary(), mask=WINDOW), packed=True),
+    "window on two sides": Case(pj.Scheme(bias=pj.bias.ALiBi(symmetric=True), mask=WINDOW), causal=False),
+    "fox in a window": Case(pj.Scheme(bias=pj.bias.FoX(), mask=WINDOW), packed=True, restart=False),
+}
+WHOLE_ROWS = {"cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False)}
+PER_HEAD = {
+    "dilated heads": Case(pj.Scheme(mask=masks.Dilated(4, (1, 1, 2, 3)), features=pj.rotary.MixedRotary())),
+    "kerple": Case(pj.Scheme(bias=pj.bias.Kerple("weighted-power"), features=pj.pope.PoPE())),
+    "fire": Case(pj.Scheme(bias=pj.bias.FIRE(4), features=pj.rotary.Rotary())),
+    "scale-invariant": Case(pj.Scheme(bias=pj.bias.ScaleInvariant(), sinks=pj.sinks.LearnedSinks())),
+    "xpos": Case(pj.Scheme(features=pj.rotary.XPos())),
+}
+
+
+def placement(mesh: str, strategy: str, kind: str) -> Placement:
+    """The placement over a named mesh, with groups of two for ``"ring-ulysses"``."""
+    heads = "heads" if len(MESHES[mesh]) == 3 else None
+    return Placement(("batch",), "context", heads, strategy, Layout(kind, MESHES[mesh][1]), ulysses=2)
+
+
+@cache
+def device_mesh(name: str):
+    """The mesh of a name."""
+    shape = MESHES[name]
+    return jax.make_mesh(shape, ("batch", "context", "heads")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+@cache
+def inputs(case: Case) -> dict[str, Any]:
+    """Differentiable inputs, with codes for the row, the token and the head in them, and cotangents."""
+    keys = iter(jax.random.split(jax.random.key(7), 12))
+    scheme = case.scheme
+    tokens = jnp.arange(LENGTH)[None, :, None, None] / LENGTH
+    rows = jnp.arange(ROWS)[:, None, None, None] / ROWS
+
+    def projection(heads, size):
+        code = jnp.sin(5 * tokens + rows + jnp.arange(heads)[:, None])
+        return jax.random.normal(next(keys), (ROWS, LENGTH, heads, size)) + code
+
+    params = scheme.init(next(keys), HEADS, SIZE, num_kv_heads=case.kv_heads, model_dim=SIZE)
+    params |= scheme.init_shared(next(keys), HEADS, SIZE)
+    # Away from where they start, which is often the same for all heads.
+    params = jax.tree.map(lambda a: a + 0.1 * jax.random.uniform(next(keys), a.shape), params)
+    made = {
+        "q": projection(HEADS, scheme.query_size(SIZE)),
+        "k": projection(case.kv_heads, scheme.key_size(SIZE)),
+        "v": projection(case.kv_heads, SIZE) + 3 * tokens,
+        "params": params,
+    }
+    if scheme.reads_tokens:
+        made["gates"] = -jnp.cumsum(jax.random.uniform(next(keys), (ROWS, HEADS, LENGTH)), axis=-1)
+    return made
+
+
+def segments() -> np.ndarray:
+    """Documents of other lengths in every row, with padding behind the last."""
+    draw = np.random.default_rng(3)
+    ids = np.sort(draw.integers(0, 5, (ROWS, LENGTH)), axis=-1)
+    ids[:, LENGTH - 3 :] = -1
+    return ids.astype(np.int32)
+
+
+def of_rows(case: Case) -> dict[str, Any]:
+    """What belongs to the tokens beside their projections, by the names of ``Scheme.attend``."""
+    if not case.packed:
+        return {}
+    ids = jnp.asarray(segments())
+    since = from_segments(ids)
+    found = {"mask": masks.Segments(ids), "visible": since + 1}
+    return found | {"positions": since} if case.restart else found
+
+
+def loss(case: Case, attend):
+    """A function of ``inputs``: ``(loss, (output, log-sum-exp))``, in which both have cotangents."""
+    draw = jax.random.key(11)
+    d_out = jax.random.normal(draw, (ROWS, LENGTH, HEADS, SIZE))
+    d_lse = jax.random.normal(jax.random.fold_in(draw, 1), (ROWS, LENGTH, HEADS))
+
+    def run(made):
+        out, lse = attend(made)
+        seen = jnp.where(jnp.isneginf(lse), 0, lse)
+        return (out * d_out).sum() + (seen * d_lse).sum(), (out, lse)
+
+    return run
+
+
+def attend(case: Case, implementation: str | None, across: Placement | None, same, projected, rows):
+    """``Scheme.attend`` of the tokens at hand."""
+    given = dict(rows)
+    positions, gates = given.pop("positions", None), given.pop("gates", None)
+    return case.scheme.attend(
+        *projected,
+        params=same,
+        q_positions=positions,
+        kv_positions=positions,
+        gates=None if gates is None else (gates, gates),
+        causal=case.causal,
+        softcap=case.softcap,
+        implementation=implementation,
+        across=across,
+        return_residuals=True,
+        **given,
+    )
+
+
+@cache
+def on_one_device(case: Case):
+    """Loss, results and gradients of the whole rows, by the plain formula."""
+
+    def run(made):
+        rows = of_rows(case) | ({"gates": made["gates"]} if "gates" in made else {})
+        return attend(case, "dense", None, made["params"], [made["q"], made["k"], made["v"]], rows)
+
+    return jax.device_get(jax.jit(jax.value_and_grad(loss(case, run), has_aux=True))(inputs(case)))
+
+
+def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | None):
+    """The same over a mesh, from tokens in the order of the layout, and back in their own order."""
+    layout = where.layout
+
+    def run(made):
+        projected = [layout.apply(made[name], 1) for name in "qkv"]
+        rows = jax.tree.map(layout.apply, of_rows(case) | ({"gates": made["gates"]} if "gates" in made else {}))
+
+        def inside(*parts):
+            return attend(case, implementation, where, *parts)
+
+        found = attend_on_mesh(inside, where, made["params"], projected, rows)
+        return tuple(layout.restore(array, 1) for array in found)
+
+    with jax.set_mesh(device_mesh(mesh)):
+        return jax.device_get(jax.jit(jax.value_and_grad(loss(case, run), has_aux=True))(inputs(case)))
+
+
+def check(case: Case, mesh: str, where: Placement, implementation: str | None = "dense", tolerance: float = 1e-5):
+    """Asserts that loss, output, log-sum-exp and every gradient are those of one device."""
+    found, wanted = on_a_mesh(case, mesh, where, implementation), on_one_device(case)
+    for (path, got), want in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        size = np.abs(want[np.isfinite(want)]).max(initial=1e-3)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * size, err_msg=jax.tree_util.keystr(path))
