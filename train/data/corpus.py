@@ -45,14 +45,13 @@ class Corpus:
         parts = {name: getattr(self, name)[mask] for name in ("starts", "sizes", "hashes")}
         return replace(self, **parts, digest=_digest(self.digest, parts["starts"], parts["sizes"]))
 
-    def read(self, starts: Sequence[int], sizes: Sequence[int]) -> list[np.ndarray]:
+    def read(self, starts: Int64[np.ndarray, "runs"], sizes: Int64[np.ndarray, "runs"]) -> list[np.ndarray]:
         """Runs of tokens, each within one document, by place and size."""
         shards = np.searchsorted(self.shard_starts, starts, side="right") - 1
-        width = self.kind.itemsize
-        spans = []
-        for shard, start, size in zip(shards.tolist(), starts, sizes, strict=True):
-            first = int(start - self.shard_starts[shard]) * width
-            spans.append(Span(_tokens_name(shard), first, first + int(size) * width))
+        first = (starts - self.shard_starts[shards]) * self.kind.itemsize
+        stop = first + sizes * self.kind.itemsize
+        names = map(_tokens_name, shards.tolist())
+        spans = list(map(Span, names, first.tolist(), stop.tolist()))
         return [np.frombuffer(content, self.kind) for content in self.folder.spans(spans)]
 
     def documents(self) -> list[np.ndarray]:

@@ -39,9 +39,11 @@ class Pieces(NamedTuple):
 class Packing(Protocol):
     """Which pieces each row is made of."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """How many rows there are."""
 
-    def row(self, number: int) -> Pieces: ...
+    def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
+        """The pieces of the named rows, one row after the other, and how many each row has."""
 
 
 @dataclass(frozen=True)
@@ -64,32 +66,38 @@ class Concatenated:
     def __len__(self) -> int:
         return -(-(int(self._ends[-1]) - 1) // self.length)
 
-    def _at(self, place: int) -> int:
-        """The document that a place in the stream lies in."""
-        return int(np.searchsorted(self._ends, place, side="right"))
-
-    def row(self, number: int) -> Pieces:
-        first, stop = number * self.length, min((number + 1) * self.length, int(self._ends[-1]))
-        documents = slice(self._at(first), self._at(stop - 1) + 1)
-        ends = self._ends[documents]
-        begins = ends - self.sizes[documents]
+    def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
+        first = numbers * self.length
+        stop = np.minimum(first + self.length, self._ends[-1])
+        documents = np.searchsorted(self._ends, first, side="right")
+        counts = np.searchsorted(self._ends, stop - 1, side="right") + 1 - documents
+        document = ranges(documents, counts)
+        first, stop, ends = np.repeat(first, counts), np.repeat(stop, counts), self._ends[document]
+        begins = ends - self.sizes[document]
         inside = np.maximum(first - begins, 0)
-        return Pieces(self.starts[documents] + inside, np.minimum(ends, stop) - begins - inside, ends > stop)
+        sizes = np.minimum(ends, stop) - begins - inside
+        return Pieces(self.starts[document] + inside, sizes, ends > stop), counts
 
 
 @dataclass(frozen=True)
 class BestFit:
-    """Pieces of documents, each in one row; row r is made of those from ``rows[r]`` to ``rows[r + 1]``."""
+    """Pieces of documents, each in one row; row r is made of those from ``first[r]`` to ``first[r + 1]``."""
 
     pieces: Pieces
-    rows: Int64[np.ndarray, "rows+1"]
+    first: Int64[np.ndarray, "rows+1"]
 
     def __len__(self) -> int:
-        return len(self.rows) - 1
+        return len(self.first) - 1
 
-    def row(self, number: int) -> Pieces:
-        inside = slice(self.rows[number], self.rows[number + 1])
-        return Pieces(*(part[inside] for part in self.pieces))
+    def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
+        counts = self.first[numbers + 1] - self.first[numbers]
+        inside = ranges(self.first[numbers], counts)
+        return Pieces(*(part[inside] for part in self.pieces)), counts
+
+
+def ranges(firsts: Int64[np.ndarray, "n"], counts: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "total"]:
+    """``counts[i]`` whole numbers from ``firsts[i]`` on, for one i after the other."""
+    return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
 
 def best_fit(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "documents"], length: int) -> BestFit:
@@ -113,7 +121,7 @@ def _cut(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "docum
     """The pieces of every document, in order: ceil((n - 1) / length) of a document of n tokens, but at least one."""
     counts = np.maximum(-(-(sizes - 1) // length), 1)
     document = np.repeat(np.arange(len(sizes)), counts)
-    offsets = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * length
+    offsets = ranges(np.zeros_like(counts), counts) * length
     left = sizes[document] - offsets
     return Pieces(starts[document] + offsets, np.minimum(left, length), left > length)
 
@@ -197,33 +205,34 @@ class PackedRows:
             np.full(shape, -1, np.int32),
         )
         columns = np.arange(self.length, dtype=np.int32)
+        rows = np.asarray(rows, np.int64)
         owners = np.searchsorted(self.starts, rows, side="right") - 1
         for index in np.unique(owners):
             places = np.flatnonzero(owners == index)
-            self._fill(batch, places, self.parts[index], np.asarray(rows)[places] - self.starts[index], columns)
+            _fill(batch, places, self.parts[index], rows[places] - self.starts[index], columns)
         return batch
-
-    def _fill(self, batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
-        """Fills rows `places` of the batch with rows `numbers` of a part. All of it is read at once: URLs are slow."""
-        pieces = [part.packing.row(number) for number in numbers.tolist()]
-        starts, sizes, more = (np.concatenate(found) for found in zip(*pieces, strict=True))
-        read = iter(zip(part.corpus.read(starts.tolist(), (sizes + more).tolist()), sizes.tolist(), strict=True))
-        for place, found in zip(places.tolist(), pieces, strict=True):
-            column = 0
-            for segment in range(len(found.sizes)):
-                tokens, size = next(read)
-                here = (place, slice(column, column + size))
-                batch.tokens[here] = tokens[:size]
-                batch.positions[here] = columns[:size]
-                batch.segment_ids[here] = segment
-                batch.labels[place, column : column + len(tokens) - 1] = tokens[1:]
-                column += size
 
     def digest(self) -> str:
         """A short hash of all tokens, document borders and weights, by which a resumed run knows its corpus again."""
         if len(self.parts) == 1:
             return self.parts[0].corpus.digest
         return "-".join(f"{part.corpus.digest}:{part.weight:g}" for part in self.parts)
+
+
+def _fill(batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
+    """Fills rows `places` of the batch with rows `numbers` of a part. All of it is read at once: URLs are slow."""
+    (starts, sizes, more), counts = part.packing.rows(numbers)
+    found = iter(zip(part.corpus.read(starts, sizes + more), sizes.tolist(), strict=True))
+    for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+        column = 0
+        for segment in range(count):
+            tokens, size = next(found)
+            stop = column + size
+            batch.tokens[place, column:stop] = tokens[:size]
+            batch.positions[place, column:stop] = columns[:size]
+            batch.segment_ids[place, column:stop] = segment
+            batch.labels[place, column : column + len(tokens) - 1] = tokens[1:]
+            column = stop
 
 
 def pack_corpora(
