@@ -30,7 +30,7 @@ def predictor_of(model: nn.Decoder, seed: int) -> tuple[Predictor, Any]:
         return nnx.merge(graph, parameters).logits(hidden)
 
     def greedy(parameters, prompts, new):
-        return _greedy(graph, parameters, prompts, new, drawn(prompts.shape[1] + new, 1))
+        return _greedy(graph, parameters, prompts, new, drawn(prompts.shape[1] + new, len(prompts)))
 
     return Predictor(hidden, logits, greedy), parameters
 
@@ -50,7 +50,7 @@ def _greedy(
 
     def step(cache, tokens, valid):
         index = jnp.minimum(cache.used[:, None] + jnp.arange(tokens.shape[1]), total - 1)
-        where = {"length": total, **_at(drawn, index)}
+        where = {"length": total, **_at(drawn, index, total)}
         return nnx.merge(graph, parameters).decode(tokens, cache, valid=valid, **where)
 
     def read(carry, part):
@@ -72,11 +72,10 @@ def _greedy(
     return jax.lax.scan(write, carry, None, length=new)[1].T
 
 
-def _at(drawn: Drawn, index: Int[Array, "rows tokens"]) -> dict[str, Array]:
-    """What a rule of positions says of the tokens of these indices."""
+def _at(drawn: Drawn, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:
+    """What a rule of positions says in use of the tokens of these indices, in rows of `total` tokens."""
     found = _given(drawn)
     if "positions" in found:
-        found["positions"] = found["positions"].reshape(-1)[index]
-    if "coordinates" in found:
-        found["coordinates"] = found["coordinates"].reshape(-1)[index][..., None]
+        ids = jnp.broadcast_to(found["positions"], (len(index), total))
+        found["positions"] = jnp.take_along_axis(ids, index, axis=1)
     return found
