@@ -83,8 +83,8 @@ def build_corpus(
 
     Shard n is two files: shard-n.tokens, then shard-n.npz, which says what is in it and where the text after it
     begins. A build that was stopped goes on after the last shard that has both; what it then writes is what it would
-    have written without the stop. Of a file that turns out to be damaged no document is kept, not even in shards that
-    are written. `told` gets a line for every full shard.
+    have written without the stop. Of a file that turns out to be damaged no document is in the index, though what came
+    before the damage is in the shards. `told` gets a line for every full shard.
 
     Raises ValueError when no file is readable, or none has text.
     """
@@ -133,12 +133,6 @@ class _Buffer:
         self.hashes.append(name_hash(name))
         self.size += len(tokens)
 
-    def forget(self, file: int) -> None:
-        while self.files and self.files[-1] == file:
-            self.files.pop()
-            self.hashes.pop()
-            self.size -= len(self.tokens.pop())
-
 
 @dataclass
 class _Build:
@@ -170,7 +164,6 @@ class _Build:
                     self._flush(file, number + 1)
                     self.told(f"data: {len(self.shards)} shards, in file {file + 1} of {len(self.files)}")
         except CorruptFile as error:
-            self.buffer.forget(file)
             self.corrupt[file] = str(error)
 
     def _encoded(self, file: SourceFile, done: int) -> Iterator[tuple[str, np.ndarray]]:
