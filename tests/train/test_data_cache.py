@@ -3,13 +3,14 @@
 import json
 import threading
 import time
+import tracemalloc
 
 import chex
 import numpy as np
 import pytest
 
 from train.config import differences, parse
-from train.data import batches, cache, corpus, held_out_documents, load_tokenizer, training_rows
+from train.data import batches, cache, corpus, held_out_documents, load_tokenizer, readers, training_rows
 from train.data.storage import LocalFolder, MemoryFolder, RemoteFolder, Span
 from train.data.tokenizer import ByteTokenizer
 
@@ -165,6 +166,23 @@ def test_only_what_changed_is_built_anew(texts, tmp_path, encoded):
     (texts / "6.txt").write_bytes(b"old" * 20)
     assert build() == 7
     assert build() == 0
+
+
+def test_a_corpus_need_not_fit_into_memory(tmp_path, monkeypatch):
+    lines = [json.dumps({"text": chr(97 + number % 26) * 20_000}) + "\n" for number in range(400)]
+    (tmp_path / "large.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(corpus, "SHARD_TOKENS", 2**15)
+    monkeypatch.setattr(readers, "_CHUNK_BYTES", 2**15)
+    config = config_of(tmp_path, tmp_path / "kept", paths=[f"{tmp_path}/large.jsonl"])
+    tracemalloc.start()
+    try:
+        rows = training_rows(config)
+        next(batches(rows, 4, 0))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rows.tokens > 2**22
+    assert peak < 2**20
 
 
 def test_the_tokenizer_is_part_of_the_key(texts, tmp_path):

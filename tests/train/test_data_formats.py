@@ -200,9 +200,11 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatc
     [
         ("nowhere://bucket/a.txt", r"data.paths: cannot open 'nowhere://bucket/a.txt': Protocol not known: nowhere"),
         ("memory://none/*.txt", r"data.paths: no file matches 'memory://none/\*.txt'"),
+        ("s3://bucket/a.txt", r"data.paths: 's3://bucket/a.txt' needs a package that is not installed \(Install s3fs"),
     ],
 )
-def test_urls_that_lead_nowhere(path, message):
+def test_urls_that_lead_nowhere(path, message, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         documents(from_files(path), "train")
 
