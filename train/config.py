@@ -84,6 +84,11 @@ class Config:
         """The name of every stage; its number where it has none."""
         return tuple(str(stage.get("name", n)) for n, stage in enumerate(self.stages)) or ("0",)
 
+    @property
+    def steps(self) -> int:
+        """Updates of all stages."""
+        return sum(self.stage(number).train.steps for number in range(len(self.stage_names)))
+
     def stage(self, number: int) -> Config:
         """The config of one stage, without stages. Raises ValueError for a stage that is no good, by its number."""
         values = to_dict(dataclasses.replace(self, stages=()))

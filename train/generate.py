@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from posjax import nn
 from posjax.sampling import Drawn
 from train.checkpoint import restore_model
-from train.data.tokenizer import BOS, EOS, decode, encode
+from train.data import load_tokenizer
 from train.evaluate.saved import check_causal, load_saved
 from train.model import evaluated_scheme
 
@@ -60,8 +60,8 @@ def choose(
     return jax.random.categorical(key, logits / temperature)
 
 
-def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Sampling) -> Iterator[int]:
-    """Yields the tokens that follow a prompt, until the end of the document or as many as asked for.
+def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Sampling, end: int) -> Iterator[int]:
+    """Yields the tokens that follow a prompt, until `end` (the end of a document) or as many as asked for.
 
     Schemes that read the current length go by that of prompt and generated tokens together, from the first chunk on.
 
@@ -90,7 +90,7 @@ def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling:
         if not np.isfinite(last).all():
             raise ValueError(f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
         token = draw(jax.random.fold_in(jax.random.key(sampling.seed), n), last)
-        if int(token[0]) == EOS:
+        if int(token[0]) == end:
             return
         yield int(token[0])
         logits, cache = step(state, token[:, None].astype(jnp.int32), np.ones((1, 1), bool), cache)
@@ -123,10 +123,16 @@ def generate(
     check_causal(config)
     scheme = evaluated_scheme(config.scheme, config.model.num_layers)
     model = restore_model(directory)[1].with_scheme(scheme)
-    tokens = encode(prompt.encode("utf-8"))[:-1]
+    tokenizer = load_tokenizer(config.data)
+    tokens = tokenizer.encode(prompt.encode("utf-8"))[:-1]
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
-    for token in tokens_after(model, tokens, sampling):
-        piece = text.decode(decode(np.asarray([token]))) if token < BOS else ""
+    made: list[int] = []
+    told = 0
+    for token in tokens_after(model, tokens, sampling, tokenizer.eos):
+        made.append(token)
+        # What a token adds can depend on those before it: spaces, and characters of several tokens.
+        whole = tokenizer.decode(np.asarray(made))
+        piece, told = text.decode(whole[told:]), len(whole)
         write(piece)
         found += piece
     rest = text.decode(b"", final=True)

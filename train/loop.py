@@ -17,7 +17,7 @@ from posjax.layout import Layout
 from train.checkpoint import Checkpoints, Saved, check_run, create_run
 from train.config import Config
 from train.convert import check_continues, convert
-from train.data import batches, held_out_rows, training_rows
+from train.data import batches, held_out_documents, pack, training_rows
 from train.distributed import decide, reached_preemption, stop_requested
 from train.mesh import make_mesh
 from train.model import placement
@@ -72,7 +72,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     stages = prepare(config, told=print if progress and jax.process_index() == 0 else lambda _: None)
     create_run(config, directory)
     with ExitStack() as stack:
-        run = _Run(
+        run = Run(
             config,
             stages,
             stack.enter_context(Checkpoints(config, directory, [stage.rows.digest() for stage in stages])),
@@ -81,7 +81,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         )
         step = run.train()
         last, speed = run.monitor.last, run.monitor.tokens_per_second
-    done = step == sum(stage.config.train.steps for stage in stages)
+    done = step == config.steps
     result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes())
     if result.finished:
         values = {key: value for key, value in vars(result).items() if key != "directory"}
@@ -135,12 +135,12 @@ def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
             check_continues(stages[-1].config, own)
         first = stages[-1].last_step if stages else 0
         layout = placement(own, mesh).layout
-        stages.append(Stage(number, first, own, mesh, program, layout, training_rows(own, told=told)))
+        stages.append(Stage(number, first, own, mesh, program, layout, training_rows(own, told)))
     return stages
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """One process's part in a run: from the newest checkpoint, or the beginning, to the end or a request to stop."""
 
     config: Config
@@ -228,10 +228,11 @@ class _Evaluation:
     def __init__(self, stage: Stage, config: Config):
         train, monitor = stage.config.train, config.monitor
         self._stage, self._every = stage, monitor.evaluate_every
-        rows, size = held_out_rows(stage.config), train.rows // train.accumulate
+        rows, size = pack(held_out_documents(stage.config), train.length), train.rows // train.accumulate
         count = max(1, min(len(rows), monitor.evaluate_tokens // train.length) // size)
         part = rows_of_process(stage.mesh, size)
-        numbers = (np.arange(n * size, (n + 1) * size) % len(rows) for n in range(count))
+        spread = np.linspace(0, len(rows) - 1, count * size).astype(int)
+        numbers = (spread[n * size : (n + 1) * size] for n in range(count))
         self._batches = [stage.on_devices(rows.batch(number[part]), size, part) for number in numbers]
         self._next = -(-stage.first_step // self._every) * self._every
 

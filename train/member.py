@@ -22,7 +22,7 @@ def run(config: Config) -> None:
     """
     fitted = fit(config, progress=config.scheme.label)
     if not fitted.finished:
-        raise ValueError(f"interrupted after {fitted.steps} of {config.train.steps} steps; run again to go on")
+        raise ValueError(f"interrupted after {fitted.steps} of {config.steps} steps; run again to go on")
     rows = measure_entries(config.directory, config, config.compare.schemes, told=lambda line: print(line, flush=True))
     write_rows(config.directory / RESULTS, rows)
     write_file(config.directory / MEMBER, dump(config))

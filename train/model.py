@@ -14,7 +14,7 @@ from posjax.layout import Layout
 from posjax.presets import scheme, scheme_options
 from posjax.scheme import Scheme
 from train.config import Config, SchemeConfig
-from train.data import VOCABULARY_SIZE
+from train.data import load_tokenizer
 from train.mesh import BATCH_AXES
 
 
@@ -53,7 +53,10 @@ def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig
     Raises ValueError for one that cannot be built.
     """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    fields |= {"vocab_size": fields.pop("vocabulary") or VOCABULARY_SIZE, "placement": placement(config, mesh)}
+    fields |= {
+        "vocab_size": fields.pop("vocabulary") or load_tokenizer(config.data).vocabulary_size,
+        "placement": placement(config, mesh),
+    }
     return nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))
 
 

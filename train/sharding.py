@@ -11,7 +11,7 @@ from train.mesh import BATCH_AXES
 RULES: dict[str, str | tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "length": "context",
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",

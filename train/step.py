@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32, Key
 from posjax.layout import Layout
 from posjax.nn import logical_axes
 from train.config import Config
-from train.data import MASK, Batch
+from train.data import Batch, Tokenizer, load_tokenizer
 from train.loss import Losses, token_losses
 from train.model import build_model, build_scheme, placement
 from train.optimizer import STAYS, labels, learning_rate, make_optimizer
@@ -61,15 +61,20 @@ class StepMetrics(NamedTuple):
 
 
 def mask_tokens(
-    key: Key[Array, ""], tokens: Int32[Array, "rows length"], segment_ids: Int32[Array, "rows length"], rate: float
+    key: Key[Array, ""],
+    tokens: Int32[Array, "rows length"],
+    segment_ids: Int32[Array, "rows length"],
+    rate: float,
+    tokenizer: Tokenizer,
 ) -> tuple[Int32[Array, "rows length"], Int32[Array, "rows length"]]:
-    """Tokens with a share `rate` of the bytes replaced by MASK, and labels that are -1 everywhere else.
+    """Tokens with a share `rate` of the text replaced by the mask token, and labels that are -1 everywhere else.
 
     The masked-token loss of Devlin et al. 2019, section 3.1, without its random and unchanged replacements.
     """
-    maskable = (segment_ids >= 0) & (tokens < 256)
+    special = jnp.asarray([tokenizer.bos, tokenizer.eos, tokenizer.mask, tokenizer.padding])
+    maskable = (segment_ids >= 0) & ~jnp.isin(tokens, special)
     chosen = maskable & jax.random.bernoulli(key, rate, tokens.shape)
-    return jnp.where(chosen, MASK, tokens), jnp.where(chosen, tokens, -1)
+    return jnp.where(chosen, tokenizer.mask, tokens), jnp.where(chosen, tokens, -1)
 
 
 def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
@@ -236,7 +241,8 @@ def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
     """The batch as the model sees it: with tokens masked, where the model predicts those."""
     if parts.config.model.causal:
         return batch
-    tokens, predicted = mask_tokens(key, batch.tokens, batch.segment_ids, parts.config.train.mask_rate)
+    rate, tokenizer = parts.config.train.mask_rate, load_tokenizer(parts.config.data)
+    tokens, predicted = mask_tokens(key, batch.tokens, batch.segment_ids, rate, tokenizer)
     return batch._replace(tokens=tokens, labels=predicted)
 
 

@@ -13,7 +13,7 @@ from posjax import rotary
 from train import cli
 from train.checkpoint import restore_model
 from train.config import load
-from train.data.tokenizer import encode
+from train.data.tokenizer import EOS, encode
 from train.evaluate.saved import held_out_tokens
 from train.evaluate.windows import full_pieces, last_windows
 from train.generate import Sampling, choose, tokens_after
@@ -49,7 +49,7 @@ def test_the_command_streams_what_the_model_learned(run, capsys):
 def test_a_prompt_in_chunks_and_beyond_the_training_length_is_the_full_forward_pass(run):
     _, model = restore_model(run)
     prompt = encode(b"abcdefghijklmnopqrstuvwxyz" * 5)[:-1]
-    found = list(tokens_after(model, prompt, Sampling(tokens=3, temperature=0)))
+    found = list(tokens_after(model, prompt, Sampling(tokens=3, temperature=0), EOS))
     graph, state = nnx.split(model)
     forward = jax.jit(lambda tokens: nnx.merge(graph, state)(tokens)[0, -1].argmax())
     text = jnp.asarray(prompt, jnp.int32)

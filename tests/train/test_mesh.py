@@ -43,8 +43,8 @@ def test_what_cannot_be_is_refused(sizes, rows, message):
 
 def test_axes_that_do_not_divide_are_whole_everywhere():
     mesh = make_mesh(MeshConfig(data=2, tensor=4), rows=4)
-    assert named_sharding(mesh, ("vocab", "embed"), (260, 16)).spec == jax.P("tensor", "fsdp")
-    assert named_sharding(mesh, ("vocab", "embed"), (263, 16)).spec == jax.P(None, "fsdp")
+    assert named_sharding(mesh, ("vocab", "embed"), (260, 16)).spec == jax.P("tensor", ("fsdp", "context"))
+    assert named_sharding(mesh, ("vocab", "embed"), (263, 16)).spec == jax.P(None, ("fsdp", "context"))
 
 
 def test_a_process_reads_the_rows_that_its_devices_hold(monkeypatch):

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from posjax.layout import Layout
-from train.config import TrainConfig, parse
-from train.data import EOS, MASK, PADDING, Batch, encode, pack
+from train.config import DataConfig, TrainConfig, parse
+from train.data import EOS, MASK, PADDING, Batch, encode, load_tokenizer, pack
 from train.mesh import make_mesh
 from train.optimizer import learning_rate, make_optimizer
 from train.sharding import global_batch
@@ -43,7 +43,7 @@ def batch() -> Batch:
 def test_masked_tokens_are_bytes_of_documents_only():
     tokens = jnp.tile(jnp.array([256, 65, 66, EOS, PADDING], jnp.int32), (200, 20))
     segments = jnp.where(tokens == PADDING, -1, 0)
-    masked, labels = mask_tokens(jax.random.key(0), tokens, segments, 0.25)
+    masked, labels = mask_tokens(jax.random.key(0), tokens, segments, 0.25, load_tokenizer(DataConfig()))
     chosen = np.asarray(labels >= 0)
     assert 0.22 < chosen[np.asarray(tokens < 256)].mean() < 0.28
     assert not chosen[np.asarray(tokens >= 256)].any()
@@ -210,7 +210,7 @@ def test_parameters_and_moments_are_split_alike(batch, optimizer):
     mesh = make_mesh(config.train.mesh, config.train.rows)
     program = build_program(config, mesh)
     up = program.abstract.parameters["stacks"][0][0]["mlp"]["up"]
-    assert up.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
+    assert up.sharding.spec == PartitionSpec(None, ("fsdp", "context"), "tensor")
     state, losses = run(program, mesh, batch, steps=8)
     assert losses[-1] < losses[0] - 0.2
     held = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.size, state.optimizer)

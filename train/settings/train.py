@@ -11,7 +11,8 @@ class MeshConfig:
     """How many devices lie along each axis of the mesh; one of them may be -1 and takes all that are left.
 
     The batch is split over `replica`, `data` and `fsdp`, the sequence over `context`, heads and hidden units over
-    `tensor`. Parameters and moments are split over `fsdp` and `tensor`, and are whole on each of `replica` and `data`.
+    `tensor`. Parameters and moments are split over `fsdp`, `context` and `tensor`, and whole on each of `replica` and
+    `data`.
     """
 
     replica: int = 1  # slices of a multi-slice pod, which talk over the data-centre network
