@@ -82,14 +82,14 @@ def _measure(
         rows.append(row)
         told(_in_words(row))
 
-    for entry in entries:
+    for entry in (_in_stage(entry, config, stage) for entry in entries):
         base = stage.scheme.label if entry.extend else None
         which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": stage.train.length}
         costs = {
             "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.extend else None,
             "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.extend else None,
         }
-        scheme = evaluated_scheme(_in_stage(entry, config, stage), config.model.num_layers)
+        scheme = evaluated_scheme(entry, config.model.num_layers)
         predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
         for found in measure_held_out(predictor, parameters, config, held_out):
             add({**which, **costs, **found.as_row()})
