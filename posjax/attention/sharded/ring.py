@@ -201,10 +201,12 @@ def _ring_backward(plan: Plan, saved: _Saved, cotangents):
 
             return _unless_empty(part(i, j, values), added, so_far)
 
-        return _over_pairs(plan.line, pair, (d_keys, d_own))
+        # From zeros, not from what arrives: so the kernels need not wait for it.
+        share, d_own = _over_pairs(plan.line, pair, (nothing[0], d_own))
+        return jax.tree.map(jnp.add, d_keys, share), d_own
 
-    zeros = (list(map(_accumulator, _chosen(call, which))) for which in (of_keys, of_own))
-    d_keys, d_own = _round(plan.line, step, _chosen(call, are_keys), *zeros)
+    nothing = [list(map(_accumulator, _chosen(call, which))) for which in (of_keys, of_own)]
+    d_keys, d_own = _round(plan.line, step, _chosen(call, are_keys), *nothing)
     found = _replaced(jax.tree.map(_no_gradient, call), of_keys, d_keys)
     found = _replaced(found, of_own, d_own)
     return (jax.tree.map(_like, found, call),)
