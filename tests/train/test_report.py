@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import struct
 from html.parser import HTMLParser
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from train import report
-from train.report import figure, style
+from train.report import figure, numbers, style
 
 LENGTHS = (32, 64, 256)
 
@@ -181,3 +182,89 @@ def test_the_terminal_shows_every_table_and_note():
         "1.2e+05",
     ):
         assert expected in text
+
+
+def sliding(rows):
+    """The same rows with sliding windows, and with NLL by position."""
+    more = {"sliding_tokens": 96, "position_ends": [1, 2, 4], "position_nll": [2.0, None, 1.0], "last_length": 16}
+    return [{**row, **more, "sliding_perplexity": row["window_perplexity"] and 3.25} for row in rows]
+
+
+def task(name, label, length, accuracy, *, depth=None, seed=0, base=None, chance=None, error=None):
+    about = {"label": label, "base": base, "seed": seed, "train_length": 32, "task": name, "length": length}
+    return {**about, "depth": depth, "accuracy": accuracy, "chance": chance, "cases": 20, "error": error}
+
+
+TASKS = [
+    *(task("copy", "alibi", length, share, chance=0.125) for length, share in ((32, 1.0), (64, 0.5), (256, 0.25))),
+    *(task("copy", "rope <b>", length, share, chance=0.125) for length, share in ((32, 0.75), (64, 0.25))),
+    task("copy", "rope <b>", 256, None, chance=0.125, error="the logits are not finite"),
+    *(task("needle_single", "alibi", 256, share, depth=depth) for depth, share in ((0.0, 0.1), (0.5, 0.2), (1.0, 0.9))),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    report.write(directory, sliding(ROWS) + TASKS, ABOUT)
+    return directory
+
+
+def test_the_page_carries_every_figure(whole):
+    page = Page((whole / "index.html").read_text(encoding="utf-8"))
+    names = ["figure.png", "positions.png", "tasks.png", "depths.png"]
+    assert sorted(path.name for path in whole.iterdir()) == sorted([*names, "index.html"]) == sorted(report.FILES)
+    assert [base64.b64decode(data.partition(",")[2]) for data in page.loads] == [
+        (whole / name).read_bytes() for name in names
+    ]
+    assert page.open == []
+
+
+def test_sliding_windows_get_a_panel_and_a_table(whole):
+    page = Page((whole / "index.html").read_text(encoding="utf-8"))
+    assert page.tables[2][1] == ["rope <b>", "3.25", "3.25", "3.25"]
+    assert "sliding windows (the same 96 tokens at each length)" in page.text["h2"]
+    assert "last 16 tokens" in page.text["h2"]
+    assert struct.unpack(">II", (whole / "figure.png").read_bytes()[16:24]) == (2400, 900)
+
+
+def test_tasks_have_tables_of_accuracy_over_all_depths(whole):
+    page = Page((whole / "index.html").read_text(encoding="utf-8"))
+    copied, needles = page.tables[4:6]
+    assert copied[1:] == [["alibi", "100.0", "50.0", "25.0"], ["rope <b>", "75.0", "25.0", "-"]]
+    assert needles == [["scheme", "256 (8x)"], ["alibi", "40.0"]]
+    assert "Copy: right answers in % (20 cases at each length; a guess has 12.5)" in page.text["h2"]
+    assert "Needle single: right answers in % (20 cases at each of 3 depths of each length)" in page.text["h2"]
+    assert "rope <b>, copy at 256: the logits are not finite" in page.text["li"]
+
+
+def test_pictures_without_numbers_are_left_out_and_old_ones_go(whole, tmp_path):
+    for name in report.FILES:
+        (tmp_path / name).write_bytes(b"old")
+    report.write(tmp_path, ROWS + TASKS[:6], ABOUT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figure.png", "index.html", "tasks.png"]
+    assert (tmp_path / "figure.png").read_bytes() != b"old"
+
+
+def test_accuracy_is_the_mean_over_depths_of_each_seed_and_then_over_seeds():
+    rows = [
+        task("copy", "rope", 64, share, depth=depth, seed=seed)
+        for seed, shares in ((0, (0.0, 1.0)), (1, (0.5, 0.75)))
+        for depth, share in zip((0.0, 1.0), shares, strict=True)
+    ]
+    (found,) = numbers.accuracies(rows, "rope").values()
+    assert found == report.Estimate(0.5625, pytest.approx(0.125 / math.sqrt(2)))
+    assert numbers.at_depth(rows, "rope") == {(0.0, 64): 0.25, (1.0, 64): 0.875}
+
+
+def test_a_depth_without_a_number_leaves_no_mean():
+    rows = [task("copy", "rope", 64, share, depth=depth) for depth, share in ((0.0, None), (1.0, 0.5))]
+    assert numbers.accuracies(rows, "rope") == {}
+    assert numbers.at_depth(rows, "rope") == {(1.0, 64): 0.5}
+
+
+def test_positions_are_those_of_the_longest_length_that_has_numbers():
+    rows = sliding(ROWS)
+    rows[0] = {**rows[0], "position_nll": [9.0, 9.0, 9.0]}  # of length 32
+    assert numbers.positions(rows, "rope <b>") == ((1, 2, 4), [report.Estimate(2.0), None, report.Estimate(1.0)])
+    assert numbers.positions(ROWS, "alibi") == ((), [])

@@ -9,6 +9,7 @@ from train.report.numbers import Estimate, Row, accuracies, held_out, labels, le
 from train.report.tables import spoken
 
 _COLUMNS = 3
+_LARGEST_NLL = 700.0  # exp of more is no float64
 
 
 def draw_positions(rows: Sequence[Row]) -> bytes:
@@ -28,7 +29,7 @@ def draw_positions(rows: Sequence[Row]) -> bytes:
     panel.set_xlabel("tokens before, in the window (times the training length)")
     panel.set_ylabel("perplexity per token on held-out text")
     style.legend(figure, panel, any(row["base"] for row in rows))
-    figure.set_layout_engine("constrained")
+    style.lay_out(figure)
     return style.png(figure)
 
 
@@ -37,10 +38,11 @@ def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
     ends, parts = positions(rows, label)
     starts = [1, *(end + 1 for end in ends)]
     middles = [math.sqrt(start * end) for start, end in zip(starts, ends, strict=False)]
+    measured = [(middle, part) for middle, part in zip(middles, parts, strict=True) if part is not None]
+    perplexities = [math.exp(min(part.mean, _LARGEST_NLL)) for _, part in measured]
     return {
-        middle: Estimate(math.exp(part.mean), part.spread and part.spread * math.exp(part.mean))
-        for middle, part in zip(middles, parts, strict=True)
-        if part is not None
+        middle: Estimate(perplexity, part.spread and part.spread * perplexity)
+        for (middle, part), perplexity in zip(measured, perplexities, strict=True)
     }
 
 
@@ -55,12 +57,13 @@ def draw_tasks(rows: Sequence[Row]) -> bytes:
     figure = style.new_figure(2.6 + 4.2 * columns, max(0.5 + 3.6 * high, 0.9 + 0.17 * len(labels(rows))))
     panels = figure.subplots(high, columns, squeeze=False).ravel()
     lines = style.lines(rows)
-    for panel, (name, mine) in zip(panels, found.items(), strict=False):
+    for number, (panel, (name, mine)) in enumerate(zip(panels, found.items(), strict=False)):
         _draw_task(panel, name, mine, lines)
+        panel.set_ylabel("" if number % columns else "right answers")
     for panel in panels[len(found) :]:
         panel.set_axis_off()
     style.legend(figure, panels[0], any(row["base"] for row in rows))
-    figure.set_layout_engine("constrained")
+    style.lay_out(figure)
     return style.png(figure)
 
 
@@ -73,4 +76,3 @@ def _draw_task(panel: Any, name: str, rows: Sequence[Row], lines: dict[str, styl
     panel.set_ylim(-0.03, 1.03)
     panel.set_title(spoken(name), fontsize=11)
     panel.set_xlabel("length in tokens (times the training length)")
-    panel.set_ylabel("right answers")

@@ -26,7 +26,7 @@ def draw(rows: Sequence[Row]) -> bytes:
         panel.set_title(f"{spoken(name)}\n{label}", fontsize=9)
     for panel in panels[len(maps) :]:
         panel.set_axis_off()
-    figure.set_layout_engine("constrained")
+    style.lay_out(figure)
     return style.png(figure)
 
 

@@ -51,6 +51,11 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
+def lay_out(figure: Any) -> None:
+    """Room for everything, with some air around it."""
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+
+
 def png(figure: Any) -> bytes:
     """The figure as a file."""
     content = io.BytesIO()
@@ -79,9 +84,13 @@ def length_axis(panel: Any, lengths: Sequence[int], train_length: int) -> None:
     """A logarithmic axis with ticks at the lengths, and the training length marked."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+    def written(length: float, _: int) -> str:
+        times = f"\n({length / train_length:.3g}x)" if length >= train_length else ""
+        return f"{length:.0f}{times}"
+
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_locator(FixedLocator(lengths))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}\n({x / train_length:.3g}x)"))
+    panel.xaxis.set_major_formatter(FuncFormatter(written))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.grid(True, which="major", color="#dddddd", linewidth=0.7)
     panel.set_axisbelow(True)
