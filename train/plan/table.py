@@ -1,0 +1,243 @@
+"""``python -m train.plan.table``: plans what is in `configs/pods` and what others have published, and writes the page.
+
+A plan takes minutes, so results are kept in a file, one a line, and only what is missing there is planned; give names
+to plan these anew. ``--page`` plans nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from train.config import Config, load
+from train.machine import versions, write_file
+from train.plan.plan import Plan, make_plan
+from train.plan.pods import pod
+from train.plan.published import PUBLISHED
+from train.plan.report import mesh_text
+from train.schedule.compiling import ROOT
+
+FILE = ROOT / "configs" / "pods" / "plans.jsonl"
+PAGE = ROOT / "docs" / "plans.md"
+
+PODS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16", "7x:4x4x8")
+SIZES, LENGTHS = ("1b", "8b", "70b"), ("8k", "128k", "1m")
+
+OVERRIDES = {
+    ("70b", "8k", "v5e:16x16"): ("train.mesh.context=2", "train.context.strategy=ring", "train.accumulate=4"),
+    ("70b", "1m", "v5e:16x16"): ("train.mesh.context=256", "train.accumulate=4"),
+    ("70b", "1m", "v6e:16x16"): ("train.mesh.context=256", "train.accumulate=4"),
+}
+"""Where a pod needs another mesh than the file has."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table."""
+
+    name: str
+    topology: str
+    config: Config
+    command: str = ""
+    teraflops: float | None = None  # published
+    guessed: str = ""
+
+    @property
+    def key(self) -> str:
+        """By which its result is found."""
+        return f"{self.name} on {self.topology}"
+
+
+def entries() -> Iterator[Entry]:
+    """Published runs first, then ours."""
+    for run in PUBLISHED:
+        yield Entry(run.name, run.topology, run.config, teraflops=run.teraflops, guessed=run.guessed)
+    for size, length, topology in itertools.product(SIZES, LENGTHS, PODS):
+        yield _ours(size, length, topology)
+
+
+def _ours(size: str, length: str, topology: str) -> Entry:
+    path, devices = f"configs/pods/llama-{size}-{length}.yaml", pod(topology).devices
+    # Four million tokens are too many at once for half the devices that the files are made for.
+    halved = () if devices >= 512 else ("train.accumulate=2",)
+    overrides = OVERRIDES.get((size, length, topology), halved)
+    command = " ".join(("python -m train plan", path, "--topology", topology, *overrides))
+    return Entry(f"llama-{size}-{length}", topology, load(ROOT / path, overrides), command)
+
+
+def measure(entry: Entry) -> dict[str, Any]:
+    """The numbers of a plan, or why there is none."""
+    try:
+        return {"key": entry.key, **numbers(make_plan(entry.config, pod(entry.topology)))}
+    except ValueError as error:
+        return {"key": entry.key, "problem": " ".join(str(error).split())[:300]}
+
+
+def numbers(plan: Plan) -> dict[str, Any]:
+    """What the page tells of a plan."""
+    memory, tally = plan.memory, plan.tally
+    return {
+        "mesh": mesh_text(plan.axes),
+        "remat": plan.config.model.remat,
+        "hbm": memory.total / plan.pod.hbm_bytes,
+        "gib": {name: round(getattr(memory, name) / 2**30, 3) for name in ("parameters", "optimizer", "temp", "total")},
+        "flops": plan.flops.total,
+        "attention": plan.flops.attention / plan.flops.total,
+        "seconds": plan.seconds,
+        "compute": tally.compute,
+        "kernels": tally.kernels,
+        "exposed": tally.exposed,
+        "gigabytes": {axes: round(size / 1e9, 2) for axes, size in _by_axes(plan).items()},
+        "tokens": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "maxtext_mfu": plan.maxtext_mfu,
+        "teraflops": plan.maxtext_mfu * plan.pod.peak_flops / 1e12,
+        "unknown": dict(tally.unknown),
+        "versions": versions(("jax", "libtpu")),
+    }
+
+
+def _by_axes(plan: Plan) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for (axes, _), size in plan.tally.moved.items():
+        if size:
+            found[axes] = found.get(axes, 0.0) + size
+    return found
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """Results by key; the last one of a key counts."""
+    lines = FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []
+    return {found["key"]: found for found in map(json.loads, lines)}
+
+
+def write(results: dict[str, dict[str, Any]]) -> None:
+    """Keeps the results and writes the page."""
+    write_file(FILE, "".join(json.dumps(found) + "\n" for found in results.values()))
+    write_file(PAGE, page(results))
+
+
+_HEAD = """\
+# Plans for pods
+
+<!-- Written by python -m train.plan.table; do not edit. -->
+
+`python -m train plan CONFIG --topology v5p:8x8x8` compiles the exact train step of a config for a pod with the TPU
+compiler, on any machine, and tells the HBM of a chip by kind, the model FLOPs, the bytes of collectives by mesh axis,
+and a predicted step. `--sweep` compiles several meshes, remat policies and context strategies and ranks them.
+
+Memory is the compiler's own plan and final; **everything about speed is predicted, not measured on a TPU**:
+
+* fusions and copies by the cycles that the compiler expects of them, at the chip's clock, times the trips of loops;
+* our attention kernels by the compiler's schedule of their tiles and the tiles that the mask needs, every row being one
+  document;
+* collectives by the bytes that a device sends over the links of its torus that the mesh axis lies along, one way
+  {links} GB/s, and {latency:g} us a hop; they overlap only what the compiler scheduled between their start and end;
+* no input, host, stragglers or checkpoints. MFU counts only pairs that the mask allows, and no recomputation.
+"""
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The whole page."""
+    from train.plan.pods import LATENCY, NETWORKS
+
+    links = ", ".join(f"{network.link:g} ({name})" for name, network in NETWORKS.items())
+    parts = [_HEAD.format(links=links, latency=LATENCY * 1e6), _calibration(results), _pods(results)]
+    return "\n".join(parts)
+
+
+def _calibration(results: dict[str, dict[str, Any]]) -> str:
+    head = [
+        "## Against published runs",
+        "",
+        "MaxText's numbers, by its own count of FLOPs (half of all pairs), and what is predicted for the same shape on",
+        "the same chips with this trainer's step. Nothing is fitted. Their programs recompute less: here a layer is",
+        "recomputed whole, a third more work than model FLOPs. What was not published is guessed.",
+        "",
+        "| run | pod | mesh | TFLOP/s a chip, published | predicted | error | HBM | guessed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines = [_compared(entry, results.get(entry.key)) for entry in entries() if entry.teraflops]
+    return "\n".join([*head, *lines, ""])
+
+
+def _compared(entry: Entry, found: dict[str, Any] | None) -> str:
+    cells = [entry.name, entry.topology]
+    if found is None or "problem" in found:
+        why = "not planned yet" if found is None else found["problem"]
+        return _row(*cells, "", f"{entry.teraflops:.0f}", why, "", "", entry.guessed)
+    error = found["teraflops"] / entry.teraflops - 1
+    shown = (f"{entry.teraflops:.0f}", f"{found['teraflops']:.0f}", f"{error:+.0%}", f"{found['hbm']:.0%}")
+    return _row(*cells, f"{found['mesh']}, {found['remat']}", *shown, entry.guessed)
+
+
+def _pods(results: dict[str, dict[str, Any]]) -> str:
+    head = [
+        "## Llama-shaped models",
+        "",
+        "The configs of `configs/pods`, 4,194,304 tokens a step. HBM is of a chip (of half a chip for 7x).",
+        "",
+        "| config | pod | mesh | HBM GiB: parameters, optimizer, rest | share | step s | tokens/s/chip | MFU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ours = [entry for entry in entries() if entry.command]
+    lines = [_planned(entry, results.get(entry.key)) for entry in ours]
+    commands = [f"    {entry.command}" for entry in ours]
+    return "\n".join(
+        [
+            *head,
+            *lines,
+            "",
+            "Each line by a command, and all of them by `python -m train.plan.table`:",
+            "",
+            *commands,
+            "",
+        ]
+    )
+
+
+def _planned(entry: Entry, found: dict[str, Any] | None) -> str:
+    if found is None or "problem" in found:
+        return _row(entry.name, entry.topology, "", "not planned yet" if found is None else found["problem"], *[""] * 4)
+    gib = found["gib"]
+    rest = gib["total"] - gib["parameters"] - gib["optimizer"]
+    memory = f"{gib['parameters']:.1f}, {gib['optimizer']:.1f}, {rest:.1f}"
+    speed = (f"{found['hbm']:.0%}", f"{found['seconds']:.3g}", f"{found['tokens']:,.0f}", f"{found['mfu']:.1%}")
+    return _row(entry.name, entry.topology, f"{found['mesh']}, {found['remat']}", memory, *speed)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    """Plans what is missing or named; 2 for a name that is none."""
+    parser = argparse.ArgumentParser(prog="python -m train.plan.table", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="as in 'llama-8b-1m on v5p:8x8x8', or a part of it")
+    parser.add_argument("--page", action="store_true", help="write the page from the results there are")
+    options = parser.parse_args()
+    results, everything = read(), list(entries())
+    chosen = [entry for entry in everything if any(name in entry.key for name in options.names)]
+    if options.names and not chosen:
+        print(
+            f"error: no plan is named {options.names}; there are {[entry.key for entry in everything]}", file=sys.stderr
+        )
+        return 2
+    if not options.names and not options.page:
+        chosen = [entry for entry in everything if entry.key not in results]
+    for entry in chosen:
+        found = measure(entry)
+        results = {**read(), entry.key: found}
+        write(results)
+        print(entry.key, found.get("problem") or f"{found['seconds']:.4g} s, MFU {found['mfu']:.1%}", flush=True)
+    write(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
