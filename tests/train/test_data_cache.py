@@ -93,7 +93,8 @@ def stop_at(monkeypatch, kind, count):
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 6, 9])
 def test_a_killed_build_goes_on_where_it_stopped(texts, tmp_path, monkeypatch, encoded, count, damaged):
-    if damaged:  # found only after most of its lines are in shards
+    if damaged:  # one found at once, and one after most of its lines are in shards
+        (texts / "00.jsonl").write_text('{"text": "first"}\n{')
         (texts / "lines.jsonl").write_text('{"text": "twenty letters or so"}\n' * 41 + "{")
     whole = everything(config_of(texts, tmp_path / "whole"))
     all_encoded = len(encoded)
