@@ -133,30 +133,46 @@ def _rows_by_best_fit(sizes: Int64[np.ndarray, "pieces"], length: int) -> Int64[
     rows take floor(room / s) pieces of a size at once.
     """
     found = np.empty(len(sizes), np.int64)
-    rows_with: dict[int, list[int]] = {}
-    rooms: list[int] = []  # those that some row has, ascending
-    new = 0
-    values, first, counts = np.unique(-sizes, return_index=True, return_counts=True)
-    for size, place, count in zip((-values).tolist(), first.tolist(), counts.tolist(), strict=True):
+    rooms = _Rooms(length)
+    negative, first, counts = np.unique(-sizes, return_index=True, return_counts=True)
+    for size, place, count in zip((-negative).tolist(), first.tolist(), counts.tolist(), strict=True):
         stop = place + count
         while place < stop:
-            index = bisect_left(rooms, size)
-            room = rooms[index] if index < len(rooms) else length
-            if index < len(rooms):
-                row = rows_with[room].pop()
-                if not rows_with[room]:
-                    del rooms[index], rows_with[room]
-            else:
-                row, new = new, new + 1
+            row, room = rooms.take(size)
             taken = min(room // size, stop - place)
             found[place : place + taken] = row
+            rooms.give(row, room - taken * size)
             place += taken
-            left = room - taken * size
-            if left and left not in rows_with:
-                insort(rooms, left)
-            if left:
-                rows_with.setdefault(left, []).append(row)
     return found
+
+
+class _Rooms:
+    """Rows by the room they have left."""
+
+    def __init__(self, length: int):
+        self._length, self._count = length, 0
+        self._sizes: list[int] = []  # of the rooms that some row has, ascending
+        self._rows: dict[int, list[int]] = {}  # with a room of each of these sizes
+
+    def take(self, size: int) -> tuple[int, int]:
+        """The row with the least room that holds `size`, or a new one, and its room."""
+        index = bisect_left(self._sizes, size)
+        if index == len(self._sizes):
+            self._count += 1
+            return self._count - 1, self._length
+        room = self._sizes[index]
+        row = self._rows[room].pop()
+        if not self._rows[room]:
+            del self._sizes[index], self._rows[room]
+        return row, room
+
+    def give(self, row: int, room: int) -> None:
+        """Puts a row back, unless it is full."""
+        if room and room not in self._rows:
+            insort(self._sizes, room)
+            self._rows[room] = []
+        if room:
+            self._rows[room].append(row)
 
 
 @dataclass(frozen=True)

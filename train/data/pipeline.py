@@ -22,6 +22,8 @@ _MANY_PASSES = 2**16
 def training_rows(config: Config, told: Told = untold) -> PackedRows:
     """The packed rows of the training documents; `told` gets a line about files that are left out.
 
+    Where several processes share a cache behind a URL, all of them call this together.
+
     Raises FileNotFoundError and ValueError for missing, empty, unreadable or too little text.
     """
     tokenizer = load_tokenizer(config.data)
@@ -33,7 +35,10 @@ def training_rows(config: Config, told: Told = untold) -> PackedRows:
 
 
 def held_out_documents(config: Config, told: Told = untold) -> list[np.ndarray]:
-    """The held-out documents as tokens, by part of the mixture, file and place in it; errors as `training_rows`."""
+    """The held-out documents as tokens, by part of the mixture, file and place in it.
+
+    Errors, and who has to call it, are as for `training_rows`.
+    """
     check_held_out(config.data.held_out)
     corpora = open_corpora(config, load_tokenizer(config.data), told)
     masks = held_out([corpus.hashes for corpus in corpora], config.data.held_out)
