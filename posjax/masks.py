@@ -300,6 +300,9 @@ class _OfHeads(Mask):
     start: Int[Array, ""]
     size: int
 
+    def heads(self, start, size):
+        return _OfHeads(self.whole, self.start + start, size)
+
     def _narrow(self, found):
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(found), self.start, self.size, axis=1)
 
