@@ -28,6 +28,7 @@ from posjax.attention import attention
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement, context_attention
 from posjax.compose import check_composition, check_same_parameters, init_spec
+from posjax.layout import Layout
 from posjax.linear import LinearState
 from posjax.positions import Positions, Range, as_array
 from posjax.registry import check_known, slot
@@ -252,6 +253,7 @@ class Scheme:
         *,
         start: Float[Array, "batch heads"] | None = None,
         valid: Bool[Array, "batch length"] | None = None,
+        layout: Layout | None = None,
     ) -> Float[Array, "batch heads length"] | None:
         """What ``attend`` needs of the tokens beside their projections: FoX's cumulative gates; None without.
 
@@ -260,10 +262,13 @@ class Scheme:
             x: the tokens' hidden states, as the projections see them.
             start: the last gates of the tokens before, for a chunk of a longer sequence.
             valid: False at padding.
+            layout: the order of the tokens, where it is not their own; the gates come in it too.
         """
         if not self.reads_tokens:
             return None
-        return bias.accumulate(self.bias.prepare(params["bias"], x), start, valid)
+        layout = Layout() if layout is None else layout
+        gates = layout.restore(self.bias.prepare(params["bias"], x), axis=1)
+        return layout.apply(bias.accumulate(gates, start, valid))
 
     def stored(self, params, k, v, positions: Positions, *, length=None) -> tuple[Array, Array]:
         """What a cache holds of raw key and value projections: norm, and the maps that never change (``caches``)."""

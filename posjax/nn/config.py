@@ -54,7 +54,7 @@ class DecoderConfig:
     remat: str = "none"
     scan_layers: bool = True
     implementation: str | None = None
-    placement: Placement = Placement()
+    placement: Placement = dataclasses.field(default=Placement())
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):

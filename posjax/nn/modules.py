@@ -70,6 +70,7 @@ def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float
     mesh = jax.sharding.get_abstract_mesh()
     if not placement.axes or mesh.empty or mesh.manual_axes:
         return x
+    placement.check_axes(mesh.shape)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(placement.batch or None, placement.context, None))
 
 
@@ -141,7 +142,7 @@ class Attention(nnx.Module):
         """
         params = plain(self.learned) | (shared or {})
         settings = {"positions": positions, "mask": mask, "visible": visible, "length": length}
-        settings |= {"coordinates": coordinates, "gates": self.scheme.prepare(params, x)}
+        settings |= {"coordinates": coordinates, "gates": self._gates(params, x)}
         same, per_row = _split_by_batch(settings, x.shape[0])
         same |= {"params": params}
         attend = partial(self._attend, length)
@@ -166,6 +167,9 @@ class Attention(nnx.Module):
             gates=self.scheme.prepare(params, x, start=start, valid=context.valid),
         )
         return self._merge(out), kept
+
+    def _gates(self, params, x):
+        return self.scheme.prepare(params, x, layout=self.config.placement.layout)
 
     def _project(self, x) -> list:
         return [jnp.einsum("bte,ehd->bthd", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v)]

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import posjax as pj
 from posjax.attention import api, attention, cudnn
+from posjax.attention.sharded import Placement
 from posjax.attention.tpu import entry
 from posjax.bias import FIRE, T5, ALiBi, CoPE, Kerple, Sandwich
 from posjax.far import Branch
@@ -255,7 +256,12 @@ def test_inside_shard_map_it_is_the_kernel(bias):
 def test_a_step_of_a_decoder_planned_on_a_cpu_holds_the_kernel():
     """As ``train`` plans it: parameters the same on all devices, rows over them, blocks in a scan."""
     config = pj.nn.DecoderConfig(
-        vocab_size=32, num_layers=2, model_dim=64, num_heads=2, scheme=pj.scheme("alibi"), batch_axes=("data",)
+        vocab_size=32,
+        num_layers=2,
+        model_dim=64,
+        num_heads=2,
+        scheme=pj.scheme("alibi"),
+        placement=Placement(batch=("data",)),
     )
     graph, state = nnx.split(nnx.eval_shape(lambda: pj.nn.Decoder(config, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((BATCH, TOKENS), jnp.int32)

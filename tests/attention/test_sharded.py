@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import posjax as pj
 from posjax import nn
-from posjax.attention.sharded import over_batch
+from posjax.attention.sharded import Placement
 
 ROWS, LENGTH = 8, 24
 
@@ -46,7 +46,7 @@ def loss(graph, state, tokens, ids):
 
 
 def on_axis(decoder, axis):
-    config = dataclasses.replace(decoder.config, batch_axes=(axis,))
+    config = dataclasses.replace(decoder.config, placement=Placement(batch=(axis,)))
     graph, _ = nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
     return graph
 
@@ -80,22 +80,9 @@ def test_without_a_mesh_it_is_a_plain_call(decoder, batch):
     chex.assert_trees_all_close(loss(on_axis(decoder, "data"), state, *batch), loss(graph, state, *batch), atol=1e-6)
 
 
-def test_inside_a_shard_map_over_the_axis_it_is_a_plain_call(mesh):
-    def double(factor, x):
-        return factor * x
-
-    def local(x):
-        return over_batch(double, ("data",), jnp.float32(2), x)
-
-    with jax.set_mesh(mesh):
-        x = jnp.arange(8.0)
-        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(x)
-    chex.assert_trees_all_close(got, 2 * x)
-
-
-def test_a_batch_that_does_not_fit_the_mesh_is_named(mesh):
-    with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match=r"no axis \['dta'\]; it has \['data', 'model'\]"):
-            over_batch(lambda _, x: x, ("dta",), (), jnp.zeros(8))
-        with pytest.raises(ValueError, match="6 rows cannot be shared evenly by 4 devices"):
-            over_batch(lambda _, x: x, ("data",), (), jnp.zeros(6))
+def test_a_batch_that_does_not_fit_the_mesh_is_named(decoder, batch, mesh):
+    _, state = nnx.split(decoder)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"no axis \['dta'\]; it has \['data', 'model'\]"):
+        loss(on_axis(decoder, "dta"), state, *batch)
+    with pytest.raises(ValueError, match="6 rows cannot be shared evenly by 4 devices"):
+        Placement(batch=("data",)).check(mesh.shape, batch=6, length=LENGTH, heads=2, kv_heads=2)

@@ -6,6 +6,6 @@ for the tokens of every device exactly what ``posjax.attention`` computes for th
 
 from posjax.attention.sharded.choice import Sizes, choose
 from posjax.attention.sharded.context import context_attention
-from posjax.attention.sharded.placement import Placement, attend_on_mesh, over_batch
+from posjax.attention.sharded.placement import Placement, attend_on_mesh
 
-__all__ = ["Placement", "Sizes", "attend_on_mesh", "choose", "context_attention", "over_batch"]
+__all__ = ["Placement", "Sizes", "attend_on_mesh", "choose", "context_attention"]

@@ -90,8 +90,7 @@ class Placement:
         Raises:
             ValueError: with the reason, and what would work.
         """
-        unknown = [axis for axis in self.axes if axis not in mesh]
-        check(not unknown, f"placement: the mesh in use has no axis {unknown}; it has {list(mesh)}")
+        self.check_axes(mesh)
         devices = math.prod(mesh[axis] for axis in self.batch)
         where = f"{devices} devices along {self.batch}"
         check(batch % devices == 0, f"a batch of {batch} rows cannot be shared evenly by {where}")
@@ -115,6 +114,11 @@ class Placement:
             f"placement: linear attention carries a state along the row, which cannot be split over the {shards} "
             f"shards of axis {self.context!r}; give that axis one device, or use softmax attention",
         )
+
+    def check_axes(self, mesh: Mapping[str, int]) -> None:
+        """Raises ValueError if the mesh lacks an axis that is named here."""
+        unknown = [axis for axis in self.axes if axis not in mesh]
+        check(not unknown, f"placement: the mesh in use has no axis {unknown}; it has {list(mesh)}")
 
     def _check_heads(self, split: int, heads: int, kv_heads: int) -> None:
         for name, count in (("query heads", heads), ("key heads", kv_heads)):
@@ -233,33 +237,3 @@ def attend_on_mesh(
     axes = set(mesh.axis_names) - set(mesh.manual_axes)
     inside = jax.shard_map(function, in_specs=(PartitionSpec(), tokens, of_rows), out_specs=tokens, axis_names=axes)
     return inside(replicated, projected, dict(per_row))
-
-
-def over_batch(function: Callable[..., Any], axes: tuple[str, ...], replicated: Any, *rows: Any) -> Any:
-    """``function(replicated, *rows)`` on every device's own rows, under ``shard_map`` over the mesh axes ``axes``.
-
-    Attention loops over tiles, and with packed documents over rows, in an order that depends on the data; a compiler
-    that partitions such a loop by itself would gather the whole batch on every device.
-
-    Args:
-        function: called as it is without ``axes``, without a mesh in use (``jax.set_mesh``), or inside a ``shard_map``
-            over those axes.
-        axes: the mesh axes over which the batch is split.
-        replicated: a tree whose arrays are the same on all devices.
-        rows: trees whose arrays have the batch as their first axis.
-
-    Raises:
-        ValueError: if the mesh in use lacks an axis, or its devices cannot share the rows evenly.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not axes or mesh.empty or set(axes) <= set(mesh.manual_axes):
-        return function(replicated, *rows)
-    unknown = [axis for axis in axes if axis not in mesh.axis_names]
-    check(not unknown, f"batch_axes: the mesh in use has no axis {unknown}; it has {list(mesh.axis_names)}")
-    devices = math.prod(mesh.shape[axis] for axis in axes)
-    count = jax.tree.leaves(rows)[0].shape[0]
-    check(count % devices == 0, f"a batch of {count} rows cannot be shared evenly by {devices} devices along {axes}")
-    specs = (PartitionSpec(), *(PartitionSpec(axes) for _ in rows))
-    return jax.shard_map(function, in_specs=specs, out_specs=PartitionSpec(axes), axis_names=set(axes))(
-        replicated, *rows
-    )

@@ -1,0 +1,105 @@
+"""Decoders on meshes: whatever the mesh, the layout and the scheme, the loss and gradients of one device."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+import posjax as pj
+from posjax import nn
+from posjax.attention.sharded import Placement
+from posjax.layout import Layout
+
+ROWS, LENGTH, LAYERS = 2, 32, 2
+
+CASES = {
+    "rope": {},
+    "t5": {"num_buckets": 8, "max_distance": 12},
+    "fox": {},
+    "coca-slack": {},
+    "rerope": {"window": 6},
+    "learned-sinks": {},
+    "ssmax": {},
+    "window": {"size": 6},
+    "cope": {},
+}
+MESHES = {
+    "ring, zigzag": ((1, 4, 2), Placement(("data",), "context", "tensor", "ring", Layout("zigzag", 4))),
+    "ring, striped": ((2, 4, 1), Placement(("data",), "context", None, "ring", Layout("striped", 4))),
+    "gathered, zigzag": ((2, 2, 2), Placement(("data",), "context", "tensor", "all-gather", Layout("zigzag", 2))),
+    "ulysses": ((2, 4, 1), Placement(("data",), "context", None, "ulysses")),
+    "auto": ((2, 2, 2), Placement(("data",), "context", "tensor", "auto", Layout("zigzag", 2))),
+}
+# Every scheme on one mesh, every mesh with one scheme or two; the grid of all is that of `posjax.attention.sharded`.
+PAIRS = [
+    *((name, "auto") for name in CASES),
+    *(("rope", mesh) for mesh in MESHES if mesh != "auto"),
+    ("fox", "ring, striped"),
+    ("t5", "ring, zigzag"),
+]
+
+
+def decoder(name: str) -> nn.Decoder:
+    scheme = pj.scheme("rope", scale={"name": "ssmax"}) if name == "ssmax" else pj.scheme(name, **CASES[name])
+    config = nn.DecoderConfig(vocab_size=16, num_layers=LAYERS, model_dim=32, num_heads=4, mlp_dim=16, scheme=scheme)
+    return nn.Decoder(config, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(0, 3, (ROWS, LENGTH)), axis=-1)
+    ids[1, -3:] = -1
+    return jnp.asarray(rng.integers(0, 16, (ROWS, LENGTH))), jnp.asarray(ids)
+
+
+def gradients(model: nn.Decoder, placement: Placement, tokens, ids):
+    """The loss and its gradients; every token counts by a weight of its own, so that none can take another's place."""
+    config = dataclasses.replace(model.config, placement=placement)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
+    layout = placement.layout
+    weights = jnp.linspace(1, 2, LENGTH)
+
+    def loss(state):
+        hidden = nnx.merge(graph, state).hidden(layout.apply(tokens), segment_ids=layout.apply(ids))
+        shares = layout.apply(weights)[None] * (layout.apply(ids) >= 0)
+        return (jnp.square(hidden[..., ::3] - 0.5).mean(-1) * shares).sum()
+
+    return jax.jit(jax.value_and_grad(loss))(nnx.state(model))
+
+
+@pytest.fixture(scope="module")
+def alone(batch):
+    found = {}
+
+    def of(name: str):
+        if name not in found:
+            found[name] = gradients(decoder(name), Placement(), *batch)
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "mesh"), PAIRS)
+def test_a_mesh_changes_nothing(name, mesh, batch, alone):
+    sizes, placement = MESHES[mesh]
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    with jax.set_mesh(Mesh(devices, ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)):
+        found = gradients(decoder(name), placement, *batch)
+    expected = alone(name)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    chex.assert_trees_all_close(
+        jax.tree.map(np.asarray, found[1]), jax.tree.map(np.asarray, expected[1]), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_without_a_mesh_a_layout_is_an_order_of_tokens(batch, alone):
+    """A row that lies in the places of four shards, all of them here."""
+    placement = Placement(layout=Layout("zigzag", 4))
+    found = gradients(decoder("fox"), placement, *batch)
+    np.testing.assert_allclose(found[0], alone("fox")[0], rtol=1e-5)
