@@ -16,10 +16,16 @@ from posjax.layers import uniform
 from posjax.masks import Causal, Window
 from posjax.presets import scheme
 from train.cli import WRONG_INPUT, main
+from train.config import load
+from train.flops import product_parameters
+from train.model import decoder_config
+from train.plan import table
 from train.plan.hlo import parse
 from train.plan.kernels import kernel_seconds, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
 from train.plan.pods import Pod, pod
+from train.plan.published import PUBLISHED
+from train.plan.sweep import candidates, check_split
 from train.plan.timeline import Player
 
 ROWS, COLUMNS, NUMBERS = 2, 4, 64
@@ -274,3 +280,81 @@ def test_what_the_pod_cannot_do_is_one_line(topology, override, reason, tmp_path
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
+
+
+LONG = """
+model: {num_layers: 4, model_dim: 1024, num_heads: 4, num_kv_heads: 2, vocabulary: 32000, compute_dtype: bfloat16}
+train: {length: 4096, batch_tokens: 16384}
+"""
+
+
+@pytest.fixture
+def long_rows(tmp_path):
+    """A config whose rows, heads and length can be split."""
+    (tmp_path / "long.yaml").write_text(LONG)
+    return load(tmp_path / "long.yaml")
+
+
+def test_a_sweep_tries_what_can_be_split(long_rows):
+    found = list(candidates(long_rows, pod("v5e:2x4")))
+    names = {one.name for one in found}
+    assert len(names) == len(found)
+    meshes = {tuple(one.axes.values()) for one in found}
+    # Four rows, two key heads: eight devices cannot all hold rows, and three cannot share the key heads.
+    powers = [(d, f, c, t) for d, f, c, t in itertools.product((1, 2, 4, 8), repeat=4) if d * f * c * t == 8]
+    assert meshes == {(1, *sizes) for sizes in powers if sizes[0] * sizes[1] <= 4 and sizes[3] <= 2}
+    assert "fsdp 4 x context 2, full, ulysses" in names
+    assert "context 8, full, ulysses" not in names  # four query heads
+
+
+def test_rough_memory_is_that_of_state_and_activations(long_rows):
+    by_name = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
+    whole, split = by_name["data 4 x tensor 2, full"], by_name["fsdp 4 x tensor 2, full"]
+    parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
+    assert whole.bytes - split.bytes == pytest.approx(16 * parameters / 2 * 3 / 4)
+    kept = by_name["fsdp 4 x tensor 2, dots"].bytes - split.bytes
+    assert kept == pytest.approx(2 * 4096 * 4 * (2 * 1024 + 2 * 512 + 3 * 2736) / 2)
+
+
+def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):
+    (tmp_path / "large.yaml").write_text(LONG.replace("model_dim: 1024", "model_dim: 65536"))
+    status = main(["plan", str(tmp_path / "large.yaml"), "--topology", "v5e:2x4", "--sweep", "2"])
+    assert status == WRONG_INPUT
+    error = capsys.readouterr().err
+    assert "ways to split the work over v5e:2x4 fits into its memory" in error
+    assert error.count("\n") == 1
+
+
+def test_every_entry_of_the_table_can_be_split_over_its_pod():
+    everything = list(table.entries())
+    assert len({entry.key for entry in everything}) == len(everything) == len(PUBLISHED) + 36
+    for entry in everything:
+        check_split(entry.config, pod(entry.topology).devices)
+
+
+def test_the_page_tells_what_was_planned_and_what_was_not():
+    first, second, *_ = [entry for entry in table.entries() if entry.teraflops]
+    ours = next(entry for entry in table.entries() if entry.command)
+    made = {
+        "mesh": "fsdp 4",
+        "remat": "full",
+        "hbm": 0.5,
+        "gib": {"parameters": 1.0, "optimizer": 2.0, "total": 8.0},
+        "seconds": 2.0,
+        "tokens": 1000.0,
+        "mfu": 0.4,
+        "teraflops": first.teraflops * 0.9,
+    }
+    page = table.page({first.key: made, second.key: {"problem": "needs 9.0 GiB of HBM"}, ours.key: made})
+    assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | 50% |" in page
+    assert "needs 9.0 GiB of HBM" in page
+    assert f"| {ours.name} | {ours.topology} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
+    assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
+
+
+def test_published_shapes_have_the_parameters_of_their_names():
+    for run in PUBLISHED:
+        decoder = decoder_config(run.config)
+        named = float(run.name.split("-")[2].partition("B")[0]) * 1e9
+        embedding = decoder.vocab_size * decoder.model_dim
+        assert product_parameters(decoder) + embedding == pytest.approx(named, rel=0.05)

@@ -98,13 +98,13 @@ def _changed(config: Config, sizes: dict[str, int], remat: str, strategy: str) -
     train = dataclasses.replace(config.train, mesh=mesh, context=context)
     changed = dataclasses.replace(config, train=train, model=dataclasses.replace(config.model, remat=remat), stages=())
     try:
-        _check(changed, prod(sizes.values()))
+        check_split(changed, prod(sizes.values()))
     except ValueError:
         return None
     return changed
 
 
-def _check(config: Config, devices: int) -> None:
+def check_split(config: Config, devices: int) -> None:
     """Raises ValueError for rows, heads or a length that the mesh cannot share."""
     sizes, train = mesh_shape(config.train.mesh, devices), config.train
     check_rows(sizes, train.rows // train.accumulate)
