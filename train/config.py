@@ -55,9 +55,10 @@ __all__ = [
 class Config:
     """Everything that decides a run. The run's directory is ``{output}/{name}``.
 
-    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, scheme: ...}``. What a stage leaves out stays as
-    in the stage before it, the first one's as in the config itself; each starts from the weights of the one before,
-    with an optimizer and a schedule of its own. Without stages the run is one.
+    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, scheme: ..., extend: {...}}``. What a stage
+    leaves out stays as in the stage before it, the first one's as in the config itself; each starts from the weights of
+    the one before, with an optimizer and a schedule of its own. `scheme` is another scheme, `extend` changes options of
+    the one there is, as in ``extend: {frequencies: {name: yarn, ...}}``. Without stages the run is one.
     """
 
     name: str = "run"
@@ -108,13 +109,16 @@ class Config:
 
 def _with_stage(values: dict[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping of a config with what a stage changes."""
-    known = ("name", "train", "scheme")
+    known = ("name", "train", "scheme", "extend")
     for key in stage:
         if key not in known:
             raise unknown("a stage", key, known, "key")
-    changed = stage.get("train", {})
-    check(isinstance(changed, Mapping), f"train: expected a section of keys, found {changed!r}")
-    return {**values, "train": _merged(values["train"], changed), "scheme": stage.get("scheme", values["scheme"])}
+    for key in ("train", "extend"):
+        check(isinstance(stage.get(key, {}), Mapping), f"{key}: expected a section of keys, found {stage.get(key)!r}")
+    scheme = stage.get("scheme", values["scheme"])
+    if "extend" in stage:
+        scheme = {**({"name": scheme} if isinstance(scheme, str) else scheme), **stage["extend"]}
+    return {**values, "train": _merged(values["train"], stage.get("train", {})), "scheme": scheme}
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ CURRICULUM = [
     {"name": "collinear", "scheme": "coca-slack", "train": {"trains": ["*/attention/k"], "mesh": {"context": 2}}},
     {
         "name": "long",
-        "scheme": {"name": "coca-slack", "frequencies": {"name": "yarn", "factor": 2.0, "original_length": 16}},
+        "extend": {"frequencies": {"name": "yarn", "factor": 2.0, "original_length": 16}},
         "train": {"length": 32, "steps": 2, "trains": [], "learning_rate": 1e-3},
     },
 ]
@@ -160,4 +160,5 @@ def test_a_stage_that_cannot_follow_is_told_before_the_first_begins(config, tmp_
 def test_stages_keep_what_they_do_not_change(config):
     last = config.stage(2)
     assert (last.train.warmup_steps, last.train.mesh.context, last.train.trains) == (1, 2, ())
+    assert last.scheme.options == CURRICULUM[2]["extend"]
     assert config.stage_names == ("short", "collinear", "long")
