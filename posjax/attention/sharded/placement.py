@@ -175,7 +175,7 @@ class Placement:
         whole = self.whole(tokens)
         check(row.length == whole, f"positions must cover the whole row of {whole} tokens, found {row}")
         if self.shards == 1:
-            return as_array(row.start) + self.layout.positions(whole) if self.layout.moves else row
+            return row.start + self.layout.positions(whole) if self.layout.moves else row
         shard = jax.lax.axis_index(self.context)
         pieces = self.layout_over(self.shards).local(whole, shard)
         if len(pieces) == 1 and isinstance(pieces[0], Range):
@@ -236,4 +236,5 @@ def attend_on_mesh(
     tokens = PartitionSpec(rows, context, heads)
     axes = set(mesh.axis_names) - set(mesh.manual_axes)
     inside = jax.shard_map(function, in_specs=(PartitionSpec(), tokens, of_rows), out_specs=tokens, axis_names=axes)
-    return inside(replicated, projected, dict(per_row))
+    # Outside of ``jit`` jax runs no custom gradient with symbolic zeros under ``shard_map``.
+    return jax.jit(inside)(replicated, projected, dict(per_row))

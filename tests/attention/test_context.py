@@ -1,0 +1,282 @@
+"""What a placement refuses and chooses, what its programs send and keep, and attention over a mesh against NumPy."""
+
+import re
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from attention import spread
+from jax.sharding import AxisType
+
+import posjax as pj
+from posjax import masks
+from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose, context_attention
+from posjax.bias import ALiBi
+from posjax.layout import KINDS, Layout
+from posjax.positions import Range
+
+MESH = {"batch": 2, "context": 4, "heads": 2}
+FITS = {"batch": 4, "length": 64, "heads": 8, "kv_heads": 4}
+
+
+def over(strategy="auto", kind="contiguous", **options) -> Placement:
+    return Placement(("batch",), "context", "heads", strategy, Layout(kind, 4), **options)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring", "all-gather", "ulysses"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fits_passes(strategy, kind):
+    over(strategy, kind).check(MESH, **FITS)
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "message"),
+    [
+        (over(), {"batch": 3}, "a batch of 3 rows cannot be shared evenly by 2 devices along ('batch',)"),
+        (over(), {"heads": 9}, "axis 'heads' splits heads over 2 devices, which 9 query heads do not fill evenly"),
+        (over(), {"kv_heads": 1}, "which 1 key heads do not fill evenly; an axis whose size divides 1 would work"),
+        (over(), {"length": 66}, "multiple of 4 for a contiguous layout over 4 shards, found 66; 64 would work"),
+        (over(kind="zigzag"), {"length": 68}, "must be a multiple of 8 for a zigzag layout over 4 shards, found 68"),
+        (Placement(context="context", layout=Layout("zigzag", 2)), {}, "made for 2 shards, but axis 'context' has 4"),
+        (Placement(context="line"), {}, "the mesh in use has no axis ['line']; it has ['batch', 'context', 'heads']"),
+        (over("ulysses"), {"heads": 4}, "the 2 query heads of a device out to 4 shards, which does not come out even"),
+        (over("ulysses"), {"heads": 4}, "use 'ring-ulysses' with ulysses=2"),
+        (over("ulysses"), {"heads": 2, "kv_heads": 2}, "use 'ring' or 'all-gather'"),
+        (over("ring-ulysses", ulysses=3), {}, "ulysses must divide the 4 shards, and be neither 1 nor all of them"),
+        (over("ring-ulysses"), {}, "found 1; use 'ring' or 'ulysses' for those"),
+        (over("neighbour"), {"window": 18}, "a window of 18 reaches beyond the chunk of 16 tokens"),
+        (over("neighbour", "striped"), {"window": 4}, "striped shards hold no neighbouring tokens"),
+        (over("neighbour"), {"scheme": pj.Scheme()}, "needs a mask that shows recent keys alone"),
+        (over("neighbour"), {"scheme": pj.Scheme(mask=masks.Window(4) | masks.Sinks(2))}, "with sinks"),
+        (over("neighbour"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "CoPE counts along whole rows"),
+        (over("ring"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "use strategy 'all-gather', or 'ulysses'"),
+        (over(), {"scheme": pj.Scheme(linear=pj.linear.Elu())}, "linear attention carries a state along the row"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_what_would_work(where, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        where.check(MESH, **FITS | changes)
+
+
+def test_a_placement_names_its_parts():
+    with pytest.raises(ValueError, match="did you mean 'ulysses'"):
+        Placement(strategy="ulises")
+    with pytest.raises(ValueError, match="every axis can hold one thing"):
+        Placement(("x",), "x")
+    assert over().axes == ("batch", "context", "heads")
+
+
+LARGE = Sizes(batch=1, length=2**20, heads=32, kv_heads=8, shards=16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy"),
+    [
+        (LARGE._replace(length=2**15, heads=32, kv_heads=32), "ulysses"),
+        # Grouped heads: each shard sends all its queries, or receives few keys. 32 + 16 heads against 15/16 16 x 8.
+        (LARGE._replace(length=2**15), "ulysses"),
+        (LARGE._replace(length=2**15, shards=4), "all-gather"),
+        # Keys and values of a row are 1 MiB for 256 tokens: 1 GiB at 262,144.
+        (LARGE._replace(heads=8, kv_heads=8, length=2**18), "all-gather"),
+        (LARGE._replace(heads=8, kv_heads=8, length=2**19), "ring"),
+        (LARGE._replace(heads=8, kv_heads=8, length=2**19, counts=True), "all-gather"),
+        (LARGE._replace(window=4096), "neighbour"),
+        (LARGE._replace(window=2**16 + 1), "neighbour"),
+        (LARGE._replace(window=2**16 + 2), "ulysses"),
+        (LARGE._replace(window=2**15 + 2, layout=Layout("zigzag", 16)), "ulysses"),
+        (LARGE._replace(window=4096, layout=Layout("striped", 16)), "ulysses"),
+    ],
+)
+def test_the_cost_rule(sizes, strategy):
+    assert choose(sizes) == strategy
+
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+CAUSAL = masks.Causal()
+
+
+def projections(rows, length, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(5), 3)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    return [jax.random.normal(key, (rows, length, n, SIZE), dtype) for key, n in zip(keys, heads, strict=True)]
+
+
+def spread_attention(where: Placement, mesh, q, k, v, rows=None, **options):
+    """``context_attention`` over a mesh of tokens in their own order."""
+    layout = where.layout
+    take = partial(layout.apply, axis=1)
+
+    def inside(_, projected, rows):
+        return context_attention(*projected, across=where, **options, **rows)
+
+    with jax.set_mesh(mesh):
+        call = jax.jit(partial(attend_on_mesh, inside, where))
+        out = call((), [take(q), take(k), take(v)], jax.tree.map(layout.apply, rows or {}))
+    return jax.tree.map(lambda a: np.asarray(layout.restore(jax.device_get(a), 1)), out)
+
+
+@pytest.mark.parametrize(("mesh", "kind"), [("2x4", "zigzag"), ("4x2", "striped")])
+def test_a_ring_against_numpy(mesh, kind):
+    """ALiBi, a soft cap, sinks and packed rows, one logit at a time in float64."""
+    rows, length = 4, 16
+    q, k, v = projections(rows, length)
+    ids = np.sort(np.random.default_rng(1).integers(-1, 3, (rows, length)), axis=-1)[:, ::-1].astype(np.int32)
+    sinks = np.array([0.3, -1.0, 0.0, 2.0], np.float32)
+    r = np.arange(length)[:, None] - np.arange(length)
+    allowed = (r >= 0) & (ids[:, None, :, None] == ids[:, None, None]) & (ids >= 0)[:, None, None]
+    bias = -(2.0 ** -(2 * np.arange(1, HEADS + 1)))[:, None, None] * r
+    want = oracles.attention(q, k, v, bias=bias, allowed=allowed, sinks=sinks, softcap=2.0)
+
+    where = spread.placement(mesh, "ring", kind)
+
+    def inside(sinks, projected, rows):
+        mask = masks.Causal() & masks.Segments(rows["ids"])
+        options = {"bias": ALiBi(), "mask": mask, "sinks": sinks, "softcap": 2.0, "return_residuals": True}
+        return context_attention(*projected, across=where, **options)
+
+    with jax.set_mesh(spread.device_mesh(mesh)):
+        placed = [where.layout.apply(x, 1) for x in (q, k, v)]
+        found = attend_on_mesh(inside, where, jnp.asarray(sinks), placed, {"ids": where.layout.apply(ids)})
+    for got, wanted in zip(found, want, strict=True):
+        np.testing.assert_allclose(where.layout.restore(np.asarray(got), 1), wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses"])
+def test_a_range_covers_the_whole_row(strategy):
+    q, k, v = projections(2, 16)
+    start = Range(1000, 16)
+    options = {"bias": pj.bias.FIRE(4).bind(pj.bias.FIRE(4).init(jax.random.key(0), HEADS), num_heads=HEADS)}
+    options |= {"mask": masks.Causal(), "q_positions": start, "kv_positions": start}
+    found = spread_attention(spread.placement("2x4", strategy, "zigzag"), spread.device_mesh("2x4"), q, k, v, **options)
+    chex.assert_trees_all_close(found, np.asarray(pj.attention(q, k, v, **options)), atol=1e-5)
+
+
+def test_another_range_is_refused():
+    where, mesh = spread.placement("2x4", "ring", "contiguous"), spread.device_mesh("2x4")
+    with pytest.raises(ValueError, match="whole row of 16 tokens whose start is known, or an array over the 4 tokens"):
+        spread_attention(where, mesh, *projections(2, 16), kv_positions=Range(0, 4))
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "striped"])
+@pytest.mark.parametrize("bias", ["alibi", "cope"])
+def test_one_device_may_hold_a_row_laid_out_for_several(kind, bias):
+    """The same order of tokens, without a mesh."""
+    q, k, v = projections(2, 16)
+    scheme = pj.Scheme(bias=ALiBi() if bias == "alibi" else pj.bias.CoPE(4))
+    params = scheme.init(jax.random.key(1), HEADS, SIZE)
+    params = jax.tree.map(lambda a: a + jax.random.normal(jax.random.key(2), a.shape), params)
+    where = over("ring", kind)
+    placed = (where.layout.apply(x, 1) for x in (q, k, v))
+    found = where.layout.restore(scheme.attend(*placed, params=params, across=where), 1)
+    chex.assert_trees_all_close(found, scheme.attend(q, k, v, params=params), atol=1e-5)
+
+
+def test_keys_that_a_whole_part_hides_are_never_read():
+    """Keys of later shards are NaN: had an earlier shard computed with them, NaN times 0 would show."""
+    q, k, v = projections(2, 32)
+    for kind in ("contiguous", "zigzag"):
+        where = spread.placement("2x4", "ring", kind)
+        options = {"mask": masks.Causal()}
+        poisoned = v.at[:, 16:].set(jnp.nan)
+        found = spread_attention(where, spread.device_mesh("2x4"), q, k, poisoned, **options)
+        assert np.isfinite(found[:, :16]).all()
+
+
+def test_in_a_scan_of_layers_that_are_recomputed():
+    q, k, v = projections(2, 16)
+    where = spread.placement("2x4", "ring", "zigzag")
+    slopes = jnp.arange(1.0, 3.0)[:, None] * jnp.ones(HEADS) / 8
+
+    def layers(attend):
+        def layer(x, slopes):
+            return x + attend(slopes, x), None
+
+        return lambda q, slopes: jax.lax.scan(jax.checkpoint(layer), q, slopes)[0]
+
+    def bias(slopes):
+        return {"bias": ALiBi(learned=True).bind({"slopes": slopes}, num_heads=HEADS), "mask": masks.Causal()}
+
+    def inside(slopes, projected, _):
+        return context_attention(*projected, across=where, **bias(slopes))
+
+    def sharded(slopes, x):
+        return attend_on_mesh(inside, where, slopes, [x, k_placed, v_placed], {})
+
+    k_placed, v_placed = (where.layout.apply(x, 1) for x in (k, v))
+    plain = layers(lambda slopes, x: pj.attention(x, k, v, **bias(slopes)))
+    want = jax.jit(jax.grad(lambda *given: jnp.sin(plain(*given)).sum(), argnums=(0, 1)))(q, slopes)
+    with jax.set_mesh(spread.device_mesh("2x4")):
+        run = layers(sharded)
+        grad = jax.jit(jax.grad(lambda *given: jnp.sin(run(*given)).sum(), argnums=(0, 1)))
+        d_q, d_slopes = jax.device_get(grad(where.layout.apply(q, 1), slopes))
+    chex.assert_trees_all_close((where.layout.restore(d_q, 1), d_slopes), jax.device_get(want), atol=2e-5)
+
+
+def compiled(where: Placement, shards: int, length: int, mask=CAUSAL, **options):
+    """The program of a loss' gradients over ``shards`` devices."""
+    mesh = jax.make_mesh((shards,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
+
+    def loss(projected):
+        def inside(_, projected, rows):
+            return context_attention(*projected, across=where, mask=mask, **options)
+
+        return jnp.square(attend_on_mesh(inside, where, (), projected, {})).sum()
+
+    spec = jax.sharding.NamedSharding(mesh, jax.P(None, "context"))
+    shapes = [(1, length, HEADS, SIZE), *[(1, length, KV_HEADS, SIZE)] * 2]
+    with jax.set_mesh(mesh):
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spec) for shape in shapes]
+        return jax.jit(jax.grad(loss)).lower(arrays).compile()
+
+
+def test_the_memory_of_a_ring_does_not_grow_with_its_shards():
+    """At 64 tokens for each device; a gather's does."""
+
+    def temp(strategy, shards):
+        where = Placement(context="context", strategy=strategy)
+        program = compiled(where, shards, 64 * shards, implementation="blockwise")
+        return program.memory_analysis().temp_size_in_bytes
+
+    ring, gather = ([temp(strategy, shards) for shards in (2, 8)] for strategy in ("ring", "all-gather"))
+    assert ring[1] <= ring[0] * 1.05
+    assert gather[1] > 2 * gather[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sends", "never"),
+    [
+        ("ring", "collective-permute", "all-gather|all-to-all"),
+        ("ulysses", "all-to-all", "all-gather|collective-permute"),
+        ("all-gather", "all-gather", "all-to-all|collective-permute"),
+    ],
+)
+def test_what_is_sent(strategy, sends, never):
+    text = compiled(Placement(context="context", strategy=strategy), 4, 64).as_text()
+    assert re.search(sends, text)
+    assert not re.search(never, text)
+
+
+def test_neighbours_exchange_the_edge_of_a_chunk_alone():
+    """Four tokens of 64: no more travels, forward or backward, of keys or of values."""
+    text = compiled(
+        Placement(context="context", strategy="neighbour"), 4, 256, mask=masks.Causal() & masks.Window(5)
+    ).as_text()
+    sent = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute\(", text)
+    assert len(sent) == 4
+    assert {np.prod([int(n) for n in shape.split(",")]) for shape in sent} == {4 * KV_HEADS * SIZE}
+    assert not re.search("all-gather|all-to-all", text)
+
+
+def test_bfloat16_parts_are_merged_in_float32():
+    """No further from float64 than the whole row in bfloat16 is."""
+    q, k, v = projections(2, 64, jnp.bfloat16)
+    r = np.arange(64)[:, None] - np.arange(64)
+    want = oracles.attention(q, k, v, allowed=r >= 0)[0]
+    whole = np.asarray(pj.attention(q, k, v, mask=masks.Causal()), np.float64)
+    where = spread.placement("2x4", "ring", "contiguous")
+    found = spread_attention(where, spread.device_mesh("2x4"), q, k, v, mask=masks.Causal()).astype(np.float64)
+    assert np.abs(found - want).max() <= 1.5 * np.abs(whole - want).max()

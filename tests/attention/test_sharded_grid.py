@@ -1,0 +1,27 @@
+"""Attention over a mesh is attention on one device: outputs, log-sum-exps and every gradient, in float32.
+
+Every class of slots meets every strategy, every strategy every layout, mesh and backend; ``test_sharded_wide.py`` has
+all combinations.
+"""
+
+import pytest
+from attention import spread
+
+from posjax.layout import KINDS
+
+STRATEGIES = ("all-gather", "ring", "ulysses", "ring-ulysses")
+BACKENDS = ("dense", "blockwise", None)
+
+
+def grid():
+    for n, name in enumerate(spread.CASES):
+        for s, strategy in enumerate(STRATEGIES):
+            # Only four shards make groups of two.
+            mesh = "2x4" if strategy == "ring-ulysses" else tuple(spread.MESHES)[(n + 2 * s) % 3]
+            yield name, mesh, strategy, KINDS[(n // 3 + n + s) % 3], BACKENDS[(n + s) % 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "strategy", "kind", "implementation"), grid())
+def test_sharded_is_single_device(name, mesh, strategy, kind, implementation):
+    spread.check(spread.CASES[name], mesh, spread.placement(mesh, strategy, kind), implementation)

@@ -1,0 +1,41 @@
+"""Attention over a mesh for what not every strategy takes: windows, counts along whole rows, parameters per head."""
+
+import pytest
+from attention import spread
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "kind", "implementation"),
+    [
+        ("window", "2x4", "zigzag", "blockwise"),
+        ("window, packed", "2x4", "zigzag", "dense"),
+        ("window, packed", "2x2x2", "contiguous", "blockwise"),
+        ("window on two sides", "2x4", "contiguous", "dense"),
+        ("window on two sides", "2x4", "zigzag", "dense"),
+        ("fox in a window", "4x2", "contiguous", None),
+    ],
+)
+def test_windows_by_their_neighbours(name, mesh, kind, implementation):
+    spread.check(spread.WINDOWS[name], mesh, spread.placement(mesh, "neighbour", kind), implementation)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "kind", "implementation"),
+    [("2x4", "all-gather", "zigzag", "blockwise"), ("2x4", "ulysses", "striped", "dense")],
+)
+def test_counts_along_whole_rows(mesh, strategy, kind, implementation):
+    spread.check(spread.WHOLE_ROWS["cope, packed"], mesh, spread.placement(mesh, strategy, kind), implementation)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "kind"),
+    [
+        ("dilated heads", "ulysses", "contiguous"),
+        ("kerple", "ring", "zigzag"),
+        ("fire", "ulysses", "zigzag"),
+        ("scale-invariant", "ulysses", "striped"),
+        ("xpos", "ring", "contiguous"),
+    ],
+)
+def test_heads_over_an_axis_take_their_own_parameters(name, strategy, kind):
+    spread.check(spread.PER_HEAD[name], "2x2x2", spread.placement("2x2x2", strategy, kind), None)
