@@ -142,6 +142,22 @@ def test_the_text_alone_gives_the_answers(name, vocabulary):
     assert SOLVERS[name](prompt(samples[0], vocabulary)) not in others
 
 
+def test_a_variable_is_set_to_the_one_before_in_its_chain():
+    for sample in every("variable_tracking", BYTES, 600):
+        lines = re.findall(r"Let (\w+) = (\w+)\. ", prompt(sample, BYTES))
+        sources = [source for _, source in lines]
+        assert len(set(sources)) == len(sources) == 2 * 3  # two chains of three, none of which branches
+        assert sum(source.isdigit() for source in sources) == 2
+
+
+def test_short_lists_have_no_two_words_that_are_equally_frequent_either():
+    config = EvaluateConfig(words=CONFIG.words.__class__(cases=1))
+    samples = [every("frequent_words", BYTES, length, config)[0] for length in range(230, 480, 5)]
+    assert len({len(words(prompt(sample, BYTES))) for sample in samples}) > 5
+    for sample in samples:
+        assert solve_frequent(prompt(sample, BYTES)) == answers(sample, BYTES)
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_a_passkey_is_hidden_in_filler_and_asked_for_once(vocabulary):
     keys = []

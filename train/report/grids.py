@@ -8,17 +8,20 @@ from train.report import style
 from train.report.numbers import Row, at_depth, depths, labels, lengths, tasks
 from train.report.tables import spoken
 
-_COLUMNS = 4
+_COLUMNS, _MOST = 4, 5
 _LIGHT = 0.55  # from this accuracy on a cell is dark, and its number light
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """Maps of every task that has depths: length to the right, depth downwards as one reads, four maps in a row.
+    """Maps of every task that has depths: length to the right, depth downwards as one reads; a task has its own row of
+    maps where there are few schemes.
 
     A cell is the darker the more answers are right, with the share in % in it; without a number it is left white.
     """
     maps = [(name, mine, label) for name, mine in tasks(rows).items() if depths(mine) for label in labels(mine)]
-    columns, high = min(_COLUMNS, len(maps)), math.ceil(len(maps) / _COLUMNS)
+    schemes = len({label for *_, label in maps})
+    columns = schemes if 1 < schemes <= _MOST else min(_COLUMNS, len(maps))
+    high = math.ceil(len(maps) / columns)
     figure = style.new_figure(0.8 + 3.2 * columns, 0.3 + 2.9 * high)
     panels = figure.subplots(high, columns, squeeze=False).ravel()
     for panel, (name, mine, label) in zip(panels, maps, strict=False):

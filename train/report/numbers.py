@@ -24,6 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from train.settings.evaluate import SECTIONS
+
 Row = Mapping[str, Any]
 
 MEASURES = ("window", "last", "sliding")
@@ -51,12 +53,9 @@ def held_out(rows: Sequence[Row]) -> list[Row]:
 
 
 def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of every task."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        if "task" in row:
-            found.setdefault(row["task"], []).append(row)
-    return found
+    """The rows of every task, in the order of the documentation."""
+    found = {name: [row for row in rows if row.get("task") == name] for name in SECTIONS}
+    return {name: mine for name, mine in found.items() if mine}
 
 
 def measures(rows: Sequence[Row]) -> list[str]:

@@ -122,6 +122,8 @@ def limits(values: Sequence[float]) -> tuple[float, float]:
 def _ticks(low: float, top: float) -> list[float]:
     """Round numbers between the limits, about a dozen at most."""
     steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if top / low < 20 else (1, 2, 5)
+    if top / low < 4:
+        steps = (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
     if top / low < 2:
         steps = tuple(tenths / 10 for tenths in range(10, 100, 2))
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(top)) + 1)
