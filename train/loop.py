@@ -1,5 +1,6 @@
 """Training from a config to a finished run directory: stage after stage, on every process of a run alike."""
 
+import itertools
 import json
 import math
 import threading
@@ -17,12 +18,13 @@ from posjax.layout import Layout
 from train.checkpoint import Checkpoints, Saved, check_run, create_run
 from train.config import Config
 from train.convert import check_continues, convert
-from train.data import batches, held_out_documents, pack, training_rows
+from train.data import Batch, batches, held_out_documents, pack, training_rows
 from train.distributed import decide, reached_preemption, stop_requested
 from train.mesh import make_mesh
 from train.model import placement
 from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
 from train.paths import path, write_file
+from train.settings.checks import check_distinct
 from train.sharding import global_batch, rows_of_process
 from train.step import Program, StepMetrics, TrainState, build_program
 
@@ -124,19 +126,32 @@ class Stage:
 
 
 def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
-    """All stages of a config, checked against each other; nothing is compiled."""
-    stages: list[Stage] = []
+    """All stages of a config, traced and checked against each other before any text is read; nothing is compiled."""
+    check_distinct("stages", config.stage_names, "give one of them its own name")
+    built: list[tuple[Config, Mesh, Program]] = []
     for number in range(len(config.stage_names)):
-        own = config.stage(number)
-        train = own.train
-        mesh = make_mesh(train.mesh, train.rows // train.accumulate)
-        program = build_program(own, mesh)
-        if stages:
-            check_continues(stages[-1].config, own)
-        first = stages[-1].last_step if stages else 0
-        layout = placement(own, mesh).layout
-        stages.append(Stage(number, first, own, mesh, program, layout, training_rows(own, told)))
-    return stages
+        try:
+            built.append(_build(config.stage(number), built[-1][0] if built else None))
+        except ValueError as error:
+            raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
+    firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)
+    return [
+        Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, told))
+        for number, (first, (own, mesh, program)) in enumerate(zip(firsts, built, strict=False))
+    ]
+
+
+def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
+    """The program of a stage, traced: what attention or the loss refuses is refused here."""
+    train = config.train
+    mesh = make_mesh(train.mesh, train.rows // train.accumulate)
+    program = build_program(config, mesh)
+    if before is not None:
+        check_continues(before, config)
+    field = jax.ShapeDtypeStruct((train.rows, train.length), np.int32)
+    with jax.set_mesh(mesh):
+        program.update.eval_shape(program.abstract, Batch(*(field for _ in Batch._fields)))
+    return config, mesh, program
 
 
 @dataclass(frozen=True)
