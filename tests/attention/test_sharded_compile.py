@@ -1,0 +1,116 @@
+"""Sharded attention through the TPU compiler, without a TPU: ``pytest -m compile``.
+
+Each program is compiled in a process of its own, by this very file.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+from posjax.attention.sharded import Placement, attend_on_mesh
+from posjax.layout import Layout
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed"),
+]
+
+ROOT = Path(__file__).parents[2]
+LOCAL, HEADS, KV_HEADS, SIZE = 4096, 8, 2, 128
+
+
+def gradients(mesh: Mesh, strategy: str, kind: str, bias: str):
+    """A loss' gradients, and its abstract arguments, of which every device has ``LOCAL`` tokens of a row."""
+    rows, shards = mesh.shape["batch"], mesh.shape["context"]
+    where = Placement(("batch",), "context", None, strategy, Layout(kind, shards), 2)
+    scheme = pj.Scheme(features=pj.rotary.Rotary(), bias={"alibi": pj.bias.ALiBi(), "t5": pj.bias.T5()}[bias])
+    on = partial(NamedSharding, mesh)
+    array = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=on(P("batch", "context")))
+    projected = [array((rows, LOCAL * shards, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    params = jax.eval_shape(lambda: scheme.init_shared(jax.random.key(0), HEADS, SIZE))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(P())), params)
+
+    def loss(params, projected):
+        def inside(params, projected, _):
+            return scheme.attend(*projected, params=params, across=where)
+
+        return jnp.square(attend_on_mesh(inside, where, params, projected, {}).astype(jnp.float32)).sum()
+
+    return jax.grad(loss, argnums=(0, 1)), (params, projected)
+
+
+def compile_here(topology: str, shards: int, *options: str) -> dict:
+    """What the compiler makes of it for a whole slice."""
+    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    mesh = Mesh(np.array(devices).reshape(-1, shards), ("batch", "context"), axis_types=(AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        function, arguments = gradients(mesh, *options)
+        program = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    return {"text": program.as_text(), "temp": program.memory_analysis().temp_size_in_bytes}
+
+
+def compiled(*order) -> dict:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, __file__, json.dumps(order)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bodies(text: str) -> list[list[str]]:
+    """The instructions of every computation, in the order in which they are scheduled."""
+    assert "is_scheduled=true" in text
+    return [part.splitlines() for part in re.split(r"\n\n", text)]
+
+
+def hidden(body: list[str]) -> int:
+    """How many transfers are under way while attention is computed: a branch, or the loop over pairs of pieces."""
+    found, under_way = 0, set()
+    for line in body:
+        if started := re.search(r"(%\S+) = .* collective-permute-start\(", line):
+            under_way.add(started[1])
+        if ended := re.search(r" collective-permute-done\((?:.* )?(%[^\s)]+)\)", line):
+            under_way.discard(ended[1])
+        if re.search(r" (conditional|while)\(", line):
+            found = max(found, len(under_way))
+    return found
+
+
+@pytest.mark.parametrize(("topology", "shards"), [("v5e:2x4", 4), ("v5p:2x2x2", 8)])
+@pytest.mark.parametrize(("kind", "bias"), [("zigzag", "alibi"), ("contiguous", "t5")])
+def test_a_ring_runs_the_kernel_while_the_next_keys_travel(topology, shards, kind, bias):
+    """Forward: keys and values. Backward: those, and the gradients of both, all hidden behind the kernel."""
+    found = compiled(topology, shards, "ring", kind, bias)
+    assert found["text"].count('custom_call_target="tpu_custom_call"') == 4
+    assert not re.search(r" all-gather| all-to-all", found["text"])
+    loops = sorted(hidden(body) for body in bodies(found["text"]) if any("-permute-start(" in line for line in body))
+    assert {2, 4} <= set(loops)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sends"), [("ulysses", "all-to-all"), ("all-gather", "all-gather"), ("ring-ulysses", "all-to-all")]
+)
+def test_other_strategies_run_the_kernel(strategy, sends):
+    found = compiled("v5e:2x4", 4, strategy, "zigzag", "alibi")
+    assert "tpu_custom_call" in found["text"]
+    assert sends in found["text"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_here(*json.loads(sys.argv[1]))))
