@@ -1,6 +1,8 @@
 """Every format of text, on disk and behind URLs, from files that other libraries wrote; damaged ones are left out."""
 
+import errno
 import gzip
+import io
 import json
 
 import fsspec
@@ -153,6 +155,19 @@ def test_damaged_files_are_named_counted_and_left_out(tmp_path, name):
     assert line.startswith(f"data: 1 of 2 files are damaged and left out: {tmp_path / name} (")
     assert "\n" not in line
     with pytest.raises(ValueError, match=rf"none of the files can be read, 1 in all: .*{name} \(.*{reason}"):
+        documents(from_files(tmp_path / name), "train")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, name):
+    class Failing(io.BytesIO):
+        def read(self, *_):
+            raise OSError(errno.EIO, "Input/output error")
+
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(bytes(100))
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", lambda *_, **__: Failing(bytes(100)))
+    with pytest.raises(OSError, match="Input/output error"):
         documents(from_files(tmp_path / name), "train")
 
 

@@ -121,6 +121,7 @@ def test_special_tokens_that_a_file_lacks_are_behind_its_vocabulary(tmp_path, se
         found = (tokenizer.bos, tokenizer.eos, tokenizer.mask, tokenizer.padding, tokenizer.vocabulary_size)
         assert found == tuple(range(first, first + 5))
         assert tokenizer.encode(b"cat").max() == tokenizer.eos
+        assert tokenizer.decode(np.array([tokenizer.vocabulary_size + 3])) == b""  # of a model that rounds it up
         assert tokenizer.decode(np.array([*tokenizer.encode(b"cat"), tokenizer.mask, tokenizer.padding])) == b"cat"
 
 
