@@ -93,9 +93,10 @@ class TrainConfig:
             f"train.batch_tokens must be a multiple of train.length ({self.length}), found {self.batch_tokens}; "
             f"{rows * self.length} would work",
         )
+        fits = max(n for n in range(1, self.accumulate + 1) if self.rows % n == 0)
         check(
             self.rows % self.accumulate == 0,
-            f"train.accumulate must divide the {self.rows} rows of a batch, found {self.accumulate}",
+            f"train.accumulate must divide the {self.rows} rows of a batch, found {self.accumulate}; {fits} would work",
         )
 
     @property
