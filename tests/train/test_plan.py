@@ -21,7 +21,7 @@ from train.flops import product_parameters
 from train.model import decoder_config
 from train.plan import table
 from train.plan.hlo import parse
-from train.plan.kernels import kernel_seconds, visited_share
+from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
 from train.plan.pods import Pod, pod
 from train.plan.published import PUBLISHED
@@ -29,6 +29,7 @@ from train.plan.sweep import candidates, check_split
 from train.plan.timeline import Player
 
 ROWS, COLUMNS, NUMBERS = 2, 4, 64
+NONE = Kernels(pod("v5e:2x4"), lambda queries, keys: 1.0)
 
 
 def fabric(name: str, **axes: int) -> Fabric:
@@ -60,7 +61,7 @@ def program():
 
 
 def test_bytes_by_axis_of_a_program_with_known_collectives(program):
-    tally = Player(program, fabric("v5e:2x4", rows=ROWS, columns=COLUMNS), lambda line: 0.0).play()
+    tally = Player(program, fabric("v5e:2x4", rows=ROWS, columns=COLUMNS), NONE).play()
     size = 4 * NUMBERS
     assert tally.moved == {
         ("columns", "all-reduce"): 5 * 2 * size * 3 / 4,
@@ -189,7 +190,7 @@ ENTRY %main (x: f32[262144]) -> f32[262144] {
 @pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
 def test_what_is_started_early_hides_behind_work(cycles):
     on = fabric("v5e:1x4", ring=4)
-    tally = Player(parse(OVERLAP.replace("CYCLES", str(cycles))), on, lambda line: 0.0).play()
+    tally = Player(parse(OVERLAP.replace("CYCLES", str(cycles))), on, NONE).play()
     alone = 4 * 2**20 * 3 / 4 / 45e9 + 4e-6
     assert tally.compute == pytest.approx(cycles / 1.5e9)
     assert tally.seconds == pytest.approx(max(alone, cycles / 1.5e9))
@@ -211,7 +212,36 @@ def test_a_kernel_takes_its_visited_tiles_and_rows():
     whole, _, row = FORWARD["v5p"][1024, 2048, 512]
     # Four rows of two tiles, of which the causal mask needs 1, 1, 2 and 2.
     cycles = 2 * 16 * (6 * whole + 4 * row) / 2
-    assert kernel_seconds(line, pod("v5p:2x2x1"), share) == pytest.approx(cycles / 1.75e9)
+    assert Kernels(pod("v5p:2x2x1"), share).seconds(line) == pytest.approx(cycles / 1.75e9)
+
+
+BRANCHES = """
+%idle (x: f32[4]) -> f32[4] {
+  ROOT %x = f32[4]{0} parameter(0)
+}
+
+%busy (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %work = f32[4]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"1750000"}
+  CALL
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %p = s32[] parameter(0)
+  ROOT %c = f32[4]{0} conditional(%p, %x, %x), branch_computations={%idle, %busy}
+}
+"""
+
+
+def test_a_branch_runs_as_often_as_its_kernel_sees_something():
+    call = KERNEL.split("\n")[2].strip()
+    text, on = BRANCHES.replace("CALL", call), fabric("v5p:2x2x1", ring=4)
+    share = visited_share(uniform(scheme("rope"), 1), 16384, causal=True)
+    tally = Player(parse(text), on, Kernels(on.pod, share)).play()
+    # Of 4 x 4 pairs of parts of 4,096 tokens ten see each other.
+    assert tally.compute == pytest.approx(1e-3 * 10 / 16)
+    (line,) = parse(KERNEL).computations["main"]
+    assert tally.kernels == pytest.approx(Kernels(on.pod, share).seconds(line))
 
 
 def test_the_share_of_tiles_is_that_of_the_mask():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,44 +25,79 @@ Share = Callable[[int, int], float]
 """Of tiles of so many queries and keys, the share that is visited."""
 
 
-def kernel_seconds(line: Instruction, pod: Pod, share: Share) -> float | None:
-    """The time of a custom call on one device; None for a kernel that is not known, 0 for what is no kernel.
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a program on one device."""
 
-        cycles = batch x heads x (rows x columns x share x tile + rows x row) x head size / 128 / cores
+    pod: Pod
+    share: Share
 
-    Tile and row are the costs in `posjax.attention.tpu.costs`, of whole tiles; masked ones, a few in a hundred, cost
-    little more.
-    """
-    if line.attribute(r'custom_call_target="([^"]*)"') != "tpu_custom_call":
-        return 0.0
+    def seconds(self, line: Instruction) -> float | None:
+        """The time of a custom call; None for a kernel that is not known, 0 for what is no kernel.
+
+            cycles = batch x heads x (rows x columns x share x tile + rows x row) x head size / 128 / cores
+
+        Tile and row are the costs in `posjax.attention.tpu.costs`, of whole tiles; masked ones, a few in a hundred,
+        cost little more.
+        """
+        if line.attribute(r'custom_call_target="([^"]*)"') != "tpu_custom_call":
+            return 0.0
+        call = _call(line)
+        if call is None:
+            return None
+        tile = call.queries // call.q_blocks, call.keys // call.k_blocks
+        whole, row = _cost(call.table[self.pod.generation], *tile)
+        tiles = call.q_blocks * call.k_blocks * self.share(*tile)
+        cycles = call.heads * (tiles * whole + call.rows * row) * max(1, call.head_size / HEAD) / self.pod.cores
+        return cycles * self.pod.seconds_per_cycle
+
+    def chance(self, line: Instruction) -> float | None:
+        """How likely it is that the mask allows anything between the queries and the keys of a call.
+
+        A ring calls the kernel for a part of the queries and a part of the keys, if they see each other at all. None
+        for what is no kernel of ours.
+        """
+        call = _call(line)
+        return None if call is None else self.share(call.queries, call.keys)
+
+
+class Call(NamedTuple):
+    """What a call of a kernel says of itself."""
+
+    table: dict  # of costs, by generation
+    heads: int  # times batch
+    queries: int
+    keys: int
+    head_size: int
+    q_blocks: int
+    k_blocks: int
+    rows: int  # of tiles: blocks of queries or of keys
+
+
+def _call(line: Instruction) -> Call | None:
+    """The call of a kernel of ours; None for anything else."""
     name = line.name.partition(".")[0]
-    if name not in _KERNELS:
-        return None
-    table, sizes = _KERNELS[name]
     operands = arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
-    batch_and_heads, queries, keys, head, by_queries = sizes(line.results, operands)
-    order = operands[0].shape  # [batch or 1, rows, 1, columns]
-    rows, columns = order[1], order[3]
-    tile = (queries // rows, keys // columns) if by_queries else (queries // columns, keys // rows)
-    whole, row = _cost(table[pod.generation], *tile)
-    cycles = batch_and_heads * (rows * columns * share(*tile) * whole + rows * row) * max(1, head / HEAD) / pod.cores
-    return cycles * pod.seconds_per_cycle
+    if name not in _KERNELS or not operands:
+        return None
+    _, rows, _, columns = operands[0].shape  # of the order in which tiles are visited
+    return _KERNELS[name](line.results, operands, rows, columns)
 
 
-def _forward(results: list[Array], operands: list[Array]) -> tuple[int, int, int, int, bool]:
-    """Batch times heads, queries, keys, head size: of ``[batch, heads, queries, size]`` and keys of rank 5."""
+def _forward(results: list[Array], operands: list[Array], rows: int, columns: int) -> Call:
+    """Of ``[batch, heads, queries, size]``, and keys ``[batch, kv heads, pairs, keys, size]`` behind the queries."""
     batch, heads, queries, _ = results[0].shape
     k = [array for array in operands if len(array.shape) == 5 and array.dtype in ("bf16", "f32")][1]
-    return batch * heads, queries, k.shape[3], k.shape[4], True
+    return Call(FORWARD, batch * heads, queries, k.shape[3], k.shape[4], rows, columns, rows)
 
 
-def _backward(results: list[Array], operands: list[Array]) -> tuple[int, int, int, int, bool]:
-    """The same of ``dq``, ``[batch, kv heads, group, pairs, queries, size]``, and of ``dk``."""
+def _backward(results: list[Array], operands: list[Array], rows: int, columns: int) -> Call:
+    """Of ``dq``, ``[batch, kv heads, group, pairs, queries, size]``, and ``dk``; rows of tiles are blocks of keys."""
     batch, kv_heads, group, _, queries, size = results[0].shape
-    return batch * kv_heads * group, queries, results[1].shape[3], size, False
+    return Call(BACKWARD, batch * kv_heads * group, queries, results[1].shape[3], size, columns, rows, rows)
 
 
-_KERNELS = {"posjax_attention_forward": (FORWARD, _forward), "posjax_attention_backward": (BACKWARD, _backward)}
+_KERNELS = {"posjax_attention_forward": _forward, "posjax_attention_backward": _backward}
 
 
 def _cost(table: dict, queries: int, keys: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from train.flops import Flops, maxtext_flops, update_flops
 from train.model import decoder_config
 from train.plan.compiling import Memory, compile_step
 from train.plan.hlo import parse
-from train.plan.kernels import kernel_seconds, visited_share
+from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric
 from train.plan.pods import Pod
 from train.plan.timeline import Player, Tally
@@ -62,8 +62,8 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
     compiled = compile_step(config, on, timeout)
     share = visited_share(decoder.layers, config.train.length, decoder.causal)
     fabric = Fabric(on, compiled.axes, compiled.places)
-    player = Player(parse(compiled.text), fabric, lambda line: kernel_seconds(line, on, share))
-    return Plan(config, on, compiled.axes, compiled.memory, flops, player.play())
+    tally = Player(parse(compiled.text), fabric, Kernels(on, share)).play()
+    return Plan(config, on, compiled.axes, compiled.memory, flops, tally)
 
 
 def stages(config: Config) -> Iterator[tuple[str, Config]]:

@@ -2,20 +2,19 @@
 
 The instructions of a computation run in the order in which the compiler scheduled them. A fusion takes the cycles that
 the compiler expects of it, its traffic with HBM included; a kernel what `train.plan.kernels` says; a loop its trips; a
-conditional its longest branch. A collective that is started and awaited later runs beside what stands between, one
-inside a fusion beside the fusion, and those over the same axes of the mesh queue up; any other stops everything.
+conditional its longest branch, as often as the mask lets the kernels in it run. A collective that is started and
+awaited later runs beside what stands between, one inside a fusion beside the fusion, and those over the same axes of
+the mesh queue up; any other stops everything.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from train.plan.hlo import Instruction, Module, inside
+from train.plan.kernels import Kernels
 from train.plan.network import Fabric, Traffic, kind_of
-
-KernelTime = Callable[[Instruction], float | None]
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Player:
 
     module: Module
     fabric: Fabric
-    kernel_time: KernelTime
+    kernels: Kernels
     _played: dict[str, Tally] = field(default_factory=dict)
 
     def play(self, computation: str | None = None) -> Tally:
@@ -63,6 +62,11 @@ class Player:
     def seconds(self, line: Instruction) -> float:
         """What an instruction takes that calls nothing: by cycles."""
         return line.cycles * self.fabric.pod.seconds_per_cycle
+
+    def chance(self, branch: str) -> float:
+        """How likely a branch is taken: that of the likeliest kernel in it, or 1."""
+        found = (self.kernels.chance(line) for line in self._inside(branch) if line.opcode == "custom-call")
+        return max((chance for chance in found if chance is not None), default=1.0)
 
     def hidden_traffic(self, line: Instruction) -> list[tuple[str, Traffic]]:
         """The collectives inside a fusion, or that an instruction starts."""
@@ -93,8 +97,7 @@ class _Run:
         if line.opcode == "while":
             self._loop(line)
         elif line.opcode in ("call", "conditional"):
-            parts = [self.player.play(name) for name in line.calls]
-            self.tally.add(max(parts, key=lambda part: part.seconds))
+            self._branch(line)
         elif kind:
             self._collective(line, kind, self.player.fabric.traffic(line, kind))
         elif line.opcode == "async-start":
@@ -114,6 +117,16 @@ class _Run:
         body = line.attribute(r"body=%?([\w.\-]+)")
         self.tally.add(self.player.play(body), 1 if trips is None else trips)
 
+    def _branch(self, line: Instruction) -> None:
+        parts = {name: self.player.play(name) for name in line.calls}
+        longest = max(parts, key=lambda name: parts[name].seconds)
+        self.tally.add(parts[longest])
+        if len(parts) > 1:
+            # Its kernels count only the tiles that they visit, on average: no tiles where it does not run.
+            spared = 1 - self.player.chance(longest)
+            self.tally.compute -= spared * parts[longest].compute
+            self.tally.exposed -= spared * parts[longest].exposed
+
     def _compute(self, line: Instruction) -> None:
         beside = self.player.hidden_traffic(line) if line.opcode == "fusion" else []
         ends = [self._start(kind, traffic) for kind, traffic in beside]
@@ -121,7 +134,7 @@ class _Run:
         self._wait(max(ends, default=0.0))
 
     def _kernel(self, line: Instruction) -> None:
-        seconds = self.player.kernel_time(line)
+        seconds = self.player.kernels.seconds(line)
         if seconds is None:
             self.tally.unknown[f"kernel {line.name.split('.')[0]}"] += 1
         self.tally.kernels += seconds or 0.0
