@@ -124,6 +124,7 @@ class Checkpoints:
         self._config, self._corpora = config, list(corpora)
         self._folder = directory / "checkpoints"
         check_checkpoints(self._folder)
+        _check_alike(config, self._corpora)
         decide(lambda: self._folder.mkdir(parents=True, exist_ok=True))
         _check_shared(self._folder)
         self._newest = self._find()
@@ -329,6 +330,17 @@ def _remove(folder: Path) -> None:
         elif place.exists():
             system, root = fsspec.core.url_to_fs(str(place))
             system.rm(root, recursive=True)
+
+
+def _check_alike(config: Config, corpora: list[str]) -> None:
+    """Raises ValueError, on every process, unless all of them were given the same config and read the same text."""
+    first, *others = map(json.loads, gather(json.dumps([to_dict(config), corpora])))
+    for process, (values, texts) in enumerate(others, start=1):
+        changed = differences(parse(first[0]), parse(values))
+        if changed:
+            raise ValueError(f"process {process} has another config than process 0: {'; '.join(changed)}")
+        if texts != first[1]:
+            raise ValueError(f"process {process} reads other text than process 0; data.paths must hold the same on all")
 
 
 def _check_shared(folder: Path, patience: float = 30.0) -> None:

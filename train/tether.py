@@ -40,10 +40,12 @@ def tied(
         ends = {0: own} if own else {}
         if server is not None:
             ends = _accept(server, place[2], len(answers) - 1 - len(apart))
+        done = threading.Event()
         for process, end in ends.items():
             stack.enter_context(end)
-            threading.Thread(target=_watch, args=(end, process, lost), name="tether", daemon=True).start()
+            threading.Thread(target=_watch, args=(end, process, lost, done), name="tether", daemon=True).start()
         yield apart
+        done.set()
         for end in ends.values():
             with suppress(OSError):
                 end.sendall(_GOODBYE)
@@ -83,11 +85,11 @@ def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.
     return ends
 
 
-def _watch(end: socket.socket, process: int, lost: Callable[[int], None]) -> None:
-    """Reads until the other side says goodbye or is gone."""
+def _watch(end: socket.socket, process: int, lost: Callable[[int], None], done: threading.Event) -> None:
+    """Reads until the other side says goodbye or is gone, which means nothing once this side is done."""
     try:
         said = end.recv(1)
     except OSError:
         said = b""
-    if said != _GOODBYE:
+    if said != _GOODBYE and not done.is_set():
         lost(process)
