@@ -1,6 +1,7 @@
 """The cases of every task: solved from their text alone by small programs that know nothing of how they were made."""
 
 import re
+import zlib
 from collections import Counter
 
 import numpy as np
@@ -276,6 +277,13 @@ def test_cases_are_the_same_every_time_and_differ_from_each_other(name):
     assert len({sample.tokens.tobytes() for sample in once}) == len(once)
     section = CONFIG.section(name)
     assert len(once) == section.cases * (section.depths if TASKS[name].has_depth else 1)
+
+
+def test_cases_are_the_same_in_every_process():
+    for number, group in enumerate(cases("passkey", CONFIG.passkey, BYTES, 600)):
+        generator = np.random.default_rng([zlib.crc32(b"passkey"), 600, number])
+        keys = [str(generator.integers(10_000, 100_000)).encode() for _ in group.samples]
+        assert [sample.answer for sample in group.samples] == keys
 
 
 @pytest.mark.parametrize("name", TASKS)
