@@ -22,6 +22,6 @@ def grid():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "strategy", "kind", "implementation"), grid())
+@pytest.mark.parametrize(("name", "mesh", "strategy", "kind", "implementation"), list(grid()))
 def test_sharded_is_single_device(name, mesh, strategy, kind, implementation):
     spread.check(spread.CASES[name], mesh, spread.placement(mesh, strategy, kind), implementation)
