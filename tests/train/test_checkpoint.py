@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import fsspec
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -18,11 +19,20 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from posjax.nn import logical_axes
-from train import integrity
-from train.checkpoint import Checkpoints, Saved, kept_steps, newest_whole, restore_model
+from train import checkpoint, integrity
+from train.checkpoint import (
+    Checkpoints,
+    Saved,
+    check_run,
+    create_run,
+    kept_steps,
+    newest_whole,
+    read_config,
+    restore_model,
+)
 from train.config import dump, parse, to_dict
 from train.model import build_model
-from train.paths import path
+from train.paths import path, write_file
 
 TEXT = ["a digest of the text"]
 Moments = namedtuple("Moments", "count mean")
@@ -404,6 +414,38 @@ def test_the_format_is_the_documented_one_and_orbax_reads_it_alone(two):
         wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract(state(6).parameters)))
         found = manager.restore(manager.latest_step(), args=wanted).parameters
     chex.assert_trees_all_equal(found, state(6).parameters)
+
+
+def test_an_object_store_is_checked_and_cleaned_alike(two, capsys):
+    system, root = fsspec.filesystem("memory"), "/store/checkpoints"
+    for step in ("3", "6", "9.orbax-checkpoint-tmp"):
+        system.put(
+            str(two / "checkpoints" / step.replace("9.orbax-checkpoint-tmp", "6")), f"{root}/{step}", recursive=True
+        )
+    system.pipe(f"{root}/6/run/metadata", b"{}")
+    folder = path(f"memory:/{root}")
+    assert newest_whole(path("memory://store")) == 3
+    with pytest.raises(ValueError, match="cannot be written to memory://"):
+        Checkpoints(config(), path("memory://store"), TEXT)
+    assert checkpoint._clean(folder) == [6, 3]
+    checkpoint._set_aside(folder, 6, integrity.problem(folder / "6"))
+    assert {place.name for place in folder.iterdir()} == {"3", "6.damaged"}
+    assert integrity.files(folder / "6.damaged").keys() == integrity.files(two / "checkpoints" / "6").keys()
+    assert (folder / "6.damaged" / "run" / "metadata").read_bytes() == b"{}"
+    assert "step 6 in memory://store/checkpoints is damaged (run/metadata has 2 bytes of" in capsys.readouterr().err
+
+
+def test_a_run_directory_may_be_in_an_object_store():
+    directory = path("memory://runs/mine")
+    check_run(config(), directory)
+    create_run(config(), directory)
+    assert read_config(directory) == config()
+    write_file(directory / "metrics.jsonl", '{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"memory://runs/mine belongs to another config: seed was 0, now 3"):
+        check_run(parse({**to_dict(config()), "seed": 3}), directory)
+    write_file(directory / "thesis.tex", "")
+    with pytest.raises(ValueError, match="holds other things than a run"):
+        check_run(config(), directory)
 
 
 def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():
