@@ -177,6 +177,24 @@ def test_a_permutation_is_routed():
     assert crossing.seconds == pytest.approx(2 * 4 * 2**20 / 45e9 + 2e-6)
 
 
+def test_on_a_ring_the_end_is_beside_the_start():
+    on = fabric("v5p:4x4x4", slow=16, ring=4)
+    ring = [[0, 1], [1, 2], [2, 3], [3, 0]]
+    found = on.traffic(gather(ring, "collective-permute"), "collective-permute")
+    assert found.axes == "ring"
+    assert found.seconds == pytest.approx(4 * 2**20 / 90e9 + 1e-6)
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    on = fabric("7x:4x4x4", chips=64, halves=2)
+    half, both = (on.traffic(gather([list(range(0, 128, step))]), "all-gather") for step in (2, 1))
+    assert (half.axes, both.axes) == ("chips", "chips+halves")
+    assert half.seconds == pytest.approx(4 * 2**20 * 63 / 64 / (3 * 90e9) + 6e-6)
+    assert both.seconds == pytest.approx(4 * 2**20 * 127 / 128 / (6 * 90e9) + 6e-6)
+    within = on.traffic(gather([[0, 1]]), "all-gather")
+    assert within.seconds == pytest.approx(4 * 2**20 / 2 / 540e9 + 2e-6)
+
+
 OVERLAP = """
 ENTRY %main (x: f32[262144]) -> f32[262144] {
   %x = f32[262144]{0} parameter(0)
