@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
+from train.paths import check_output, path
 from train.settings import (
     CompareConfig,
     ContextConfig,
@@ -75,7 +76,7 @@ class Config:
 
     def __post_init__(self):
         check(bool(self.name), "name is empty: it names the run's directory")
-        check("://" not in self.output, f"output must be a local folder, found {self.output!r}")
+        check_output(self.output)
         check_seed("seed", self.seed)
         for number in range(len(self.stages)):
             self.stage(number)
@@ -104,7 +105,7 @@ class Config:
     @property
     def directory(self) -> Path:
         """The run's directory."""
-        return Path(self.output) / self.name
+        return path(self.output) / self.name
 
 
 def _with_stage(values: dict[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:

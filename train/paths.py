@@ -40,6 +40,14 @@ def is_local(place: Path) -> bool:
     return isinstance(place, Path)
 
 
+def check_output(output: str) -> None:
+    """Raises ValueError for a key `output` that names no place of runs."""
+    try:
+        check_checkpoints(path(output))
+    except ValueError as error:
+        raise ValueError(f"output: {error}") from None
+
+
 def check_checkpoints(place: Path) -> None:
     """Raises ValueError where no checkpoint can be written."""
     scheme = getattr(place, "protocol", "")

@@ -83,7 +83,7 @@ def test_an_empty_file_is_all_defaults(tmp_path, text):
         ({"name": ""}, "name is empty"),
         ({"train": 3}, "train: expected a section of keys, found 3"),
         ({"data": {"paths": 3}}, "data.paths: expected a list, found 3"),
-        ({"output": "gs://bucket/runs"}, "output must be a local folder, found 'gs://bucket/runs'"),
+        ({"output": "memory://runs"}, "output: memory://runs: checkpoints cannot be written to memory://"),
         ({"scheme": {"name": "rope", 3: 4}}, "scheme: expected the name of an option, found 3"),
         ({"scheme": {"name": "rope", "extend": {1: 2}}}, "scheme: expected the name of an option, found 1"),
         ({"data": {"source": "files"}}, "data.paths is empty"),
