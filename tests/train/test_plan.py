@@ -214,6 +214,26 @@ def test_what_is_started_early_hides_behind_work(cycles):
     assert tally.seconds == pytest.approx(max(alone, cycles / 1.5e9))
 
 
+CUT_OUT = """
+%all-reduce-scatter.1 (x: f32[1024]) -> f32[256] {
+  %x = f32[1024]{0} parameter(0)
+  %sum = f32[1024]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %part = f32[256]{0} dynamic-slice(%sum), dynamic_slice_sizes={256}
+}
+
+ENTRY %main (x: f32[1024]) -> f32[256] {
+  %x = f32[1024]{0} parameter(0)
+  ROOT %f = f32[256]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_sum_of_which_a_part_is_cut_out_is_scattered():
+    tally = Player(parse(CUT_OUT), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.moved == {("ring", "reduce-scatter"): 4 * 1024 * 3 / 4}
+    assert tally.exposed == tally.seconds == pytest.approx(4 * 1024 * 3 / 4 / 45e9 + 4e-6)
+
+
 KERNEL = """
 ENTRY %main (x: f32[4]) -> f32[4] {
   ROOT %posjax_attention_forward.1 = (bf16[2,16,4096,128]{3,2,1,0}, f32[2,16,1,4096]{3,2,1,0}) custom-call(%x), \

@@ -187,4 +187,5 @@ def _moved(line: Instruction, kind: str, size: int) -> float:
         # The state of what was started: its operands, its results, and what synchronises them.
         results = [array.bytes for array in line.results if array.shape]
         results = results[len(results) // 2 :] if len(results) > 1 and kind != "all-reduce" else results
-    return float(sum(results)) * (size if kind == "reduce-scatter" else 1)
+    # An all-reduce of which each device keeps its part is a reduce-scatter too, but names the whole as its result.
+    return float(sum(results)) * (size if line.opcode.startswith("reduce-scatter") else 1)

@@ -70,11 +70,17 @@ class Player:
 
     def hidden_traffic(self, line: Instruction) -> list[tuple[str, Traffic]]:
         """The collectives inside a fusion, or that an instruction starts."""
-        found = [(kind, part) for name in line.calls for part in self._inside(name) if (kind := kind_of(part))]
+        found = [(kind, part) for name in line.calls for part in self._inside(name) if (kind := _kind(name, part))]
         return [(kind, self.fabric.traffic(part, kind)) for kind, part in found]
 
     def _inside(self, name: str) -> list[Instruction]:
         return list(inside(self.module, name)) if name in self.module.computations else []
+
+
+def _kind(computation: str, line: Instruction) -> str | None:
+    """Which collective; for TPUs a reduce-scatter is an all-reduce in a fusion that cuts each device's part out."""
+    kind = kind_of(line)
+    return "reduce-scatter" if kind == "all-reduce" and computation.startswith("all-reduce-scatter") else kind
 
 
 @dataclass
