@@ -235,10 +235,15 @@ def kept_steps(stages: Mapping[int, int], keep: int, saving: int | None = None) 
     return last | set([step for step in steps if step != saving][-keep:]) | ({saving} & set(steps))
 
 
-def newest_whole(directory: Path) -> int | None:
-    """The newest whole checkpoint of a run directory, which is left as it is; those that are not are told."""
+def newest_whole(directory: Path, stage: int | None = None) -> int | None:
+    """The newest whole checkpoint of a run directory, or of one stage of it, all of which is left as it is.
+
+    Those that are not whole are told.
+    """
     folder = directory / "checkpoints"
     for step in _steps(folder):
+        if stage is not None and _stages(folder)[step] != stage:
+            continue
         problem = integrity.problem(folder / str(step))
         if not problem:
             return step
@@ -246,16 +251,19 @@ def newest_whole(directory: Path) -> int | None:
     return None
 
 
-def restore_model(directory: str | Path) -> tuple[Config, nnx.Module]:
-    """The config and the trained model of a run directory, from its newest whole checkpoint, on the first device.
+def restore_model(directory: str | Path, stage: str = "") -> tuple[Config, nnx.Module]:
+    """The config of a stage and the model as it was trained there, from a run directory, on the first device.
 
-    Raises FileNotFoundError when there is no run or no checkpoint.
+    Without a stage it is that of the newest whole checkpoint.
+
+    Raises FileNotFoundError when there is no run or no checkpoint, and ValueError for an unknown stage.
     """
     directory = path(directory)
     config = read_config(directory)
-    step = newest_whole(directory)
+    step = newest_whole(directory, config.stage_number(stage) if stage else None)
     if step is None:
-        raise FileNotFoundError(f"{directory} has no checkpoint; train it first with `python -m train fit`")
+        which = f" of stage {stage!r}" if stage else ""
+        raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
     config = config.stage(_read_run(directory / "checkpoints", step)["stage"])
     graph, abstract = nnx.split(nnx.eval_shape(lambda: build_model(config)))
     device = SingleDeviceSharding(jax.devices()[0])
@@ -280,8 +288,12 @@ def _read_run(folder: Path, step: int) -> dict[str, Any]:
 
 def _steps(folder: Path) -> list[int]:
     """The steps that Orbax has finished writing, the newest first."""
-    names = [place.name for place in folder.iterdir()] if folder.exists() else []
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    return sorted((int(name) for name in _names(folder) if name.isdigit()), reverse=True)
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing where there is none, as in an object store where an empty one does not exist."""
+    return sorted(place.name for place in folder.iterdir()) if folder.exists() else []
 
 
 def _stages(folder: Path) -> dict[int, int]:
@@ -297,17 +309,17 @@ def _stages(folder: Path) -> dict[int, int]:
 
 def _clean(folder: Path) -> list[int]:
     """The steps to look at, after what Orbax had not finished writing is told and removed."""
-    for place in sorted(folder.iterdir()):
-        step, unfinished, _ = place.name.partition(".orbax-checkpoint-tmp")
+    for name in _names(folder):
+        step, unfinished, _ = name.partition(".orbax-checkpoint-tmp")
         if unfinished:
             _tell(f"the checkpoint of step {step} in {folder} was not finished when the run ended; removing it")
-            _remove(place)
+            _remove(folder / name)
     return _steps(folder)
 
 
 def _set_aside(folder: Path, step: int, problem: str) -> None:
     """Keeps a damaged checkpoint under a name that is no step."""
-    taken = {place.name for place in folder.iterdir()}
+    taken = _names(folder)
     names = (f"{step}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, len(taken) + 3))))
     name = next(name for name in names if name not in taken)
     _tell(f"the checkpoint of step {step} in {folder} is damaged ({problem}); it is kept as {name}, and skipped")
