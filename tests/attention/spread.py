@@ -31,6 +31,7 @@ class Case:
         packed: whether rows hold documents, which straddle shards, and padding at their ends.
         restart: whether positions then restart with every document.
         softcap: see ``attention``.
+        given: whether positions are an array though they rise by one, like a range.
     """
 
     scheme: pj.Scheme
@@ -39,6 +40,7 @@ class Case:
     packed: bool = False
     restart: bool = True
     softcap: float | None = None
+    given: bool = False
 
 
 ALIBI, WINDOW = pj.bias.ALiBi(learned=True), masks.Window(5)
@@ -62,6 +64,8 @@ WINDOWS = {
     "window": Case(pj.Scheme(bias=ALIBI, mask=WINDOW)),
     "window, packed": Case(pj.Scheme(features=pj.rotary.Rotary(), mask=WINDOW), packed=True),
     "window on two sides": Case(pj.Scheme(bias=pj.bias.ALiBi(symmetric=True), mask=WINDOW), causal=False),
+    # Over two shards the chunk before and the one after are the same, and what reaches out of either overlaps.
+    "wide window on two sides": Case(pj.Scheme(mask=masks.Window(17)), causal=False, given=True),
     "fox in a window": Case(pj.Scheme(bias=pj.bias.FoX(), mask=WINDOW), packed=True, restart=False),
 }
 WHOLE_ROWS = {"cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False)}
@@ -89,7 +93,7 @@ def device_mesh(name: str):
 
 @cache
 def inputs(case: Case) -> dict[str, Any]:
-    """Differentiable inputs, with codes for the row, the token and the head in them, and cotangents."""
+    """Differentiable inputs, with codes for the row, the token and the head in them; in NumPy, so on no mesh."""
     keys = iter(jax.random.split(jax.random.key(7), 12))
     scheme = case.scheme
     tokens = jnp.arange(LENGTH)[None, :, None, None] / LENGTH
@@ -111,7 +115,7 @@ def inputs(case: Case) -> dict[str, Any]:
     }
     if scheme.reads_tokens:
         made["gates"] = -jnp.cumsum(jax.random.uniform(next(keys), (ROWS, HEADS, LENGTH)), axis=-1)
-    return made
+    return jax.device_get(made)
 
 
 def segments() -> np.ndarray:
@@ -125,7 +129,7 @@ def segments() -> np.ndarray:
 def of_rows(case: Case) -> dict[str, Any]:
     """What belongs to the tokens beside their projections, by the names of ``Scheme.attend``."""
     if not case.packed:
-        return {}
+        return {"positions": jnp.tile(jnp.arange(3, LENGTH + 3), (ROWS, 1))} if case.given else {}
     ids = jnp.asarray(segments())
     since = from_segments(ids)
     found = {"mask": masks.Segments(ids), "visible": since + 1}
@@ -178,7 +182,7 @@ def on_one_device(case: Case):
 
 def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | None):
     """The same over a mesh, from tokens in the order of the layout, and back in their own order."""
-    layout = where.layout
+    layout, made = where.layout, inputs(case)
 
     def run(made):
         projected = [layout.apply(made[name], 1) for name in "qkv"]
@@ -191,7 +195,7 @@ def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | Non
         return tuple(layout.restore(array, 1) for array in found)
 
     with jax.set_mesh(device_mesh(mesh)):
-        return jax.device_get(jax.jit(jax.value_and_grad(loss(case, run), has_aux=True))(inputs(case)))
+        return jax.device_get(jax.jit(jax.value_and_grad(loss(case, run), has_aux=True))(made))
 
 
 def check(case: Case, mesh: str, where: Placement, implementation: str | None = "dense", tolerance: float = 1e-5):

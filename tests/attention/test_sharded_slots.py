@@ -12,6 +12,7 @@ from attention import spread
         ("window, packed", "2x2x2", "contiguous", "blockwise"),
         ("window on two sides", "2x4", "contiguous", "dense"),
         ("window on two sides", "2x4", "zigzag", "dense"),
+        ("wide window on two sides", "4x2", "contiguous", "dense"),
         ("fox in a window", "4x2", "contiguous", None),
     ],
 )

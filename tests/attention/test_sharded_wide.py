@@ -19,7 +19,7 @@ def takes(name: str, mesh: str, strategy: str, kind: str) -> bool:
         spread.HEADS // (shape[2] if len(shape) == 3 else 1),
         case.kv_heads,
         shape[1],
-        window=5 if name in spread.WINDOWS else None,
+        window=case.scheme.mask.size if name in spread.WINDOWS else None,
         counts=name in spread.WHOLE_ROWS,
         layout=Layout(kind, shape[1]),
         ulysses=2,
