@@ -72,14 +72,14 @@ def members(config: Config) -> list[Config]:
     entries = config.compare.schemes
     if not entries:
         raise ValueError("compare.schemes is empty: list the schemes to compare, as in [rope, alibi]")
-    bases = [entry for entry in entries if not entry.extend]
+    bases = [entry for entry in entries if not entry.only_measured]
     for entry in entries:
         _check_entry(config, entry)
         trained = [base.label for base in bases if _same_training(entry, base)]
         if not trained:
             raise ValueError(
                 f"compare.schemes: {entry.label!r} extends a {entry.name!r} that is not trained here; "
-                f"list {entry.name!r} with the same options, without extend"
+                f"list {entry.name!r} with the same options, without extend and stage"
             )
         if len(trained) > 1:
             raise ValueError(f"compare.schemes: {trained[0]!r} and {trained[1]!r} are the same; leave one out")
@@ -93,7 +93,8 @@ def _check_entry(config: Config, entry: SchemeConfig) -> None:
     """Raises ValueError, with the entry's label, for a scheme that cannot be built or does not fit the model."""
     try:
         evaluated_scheme(entry, config.model.num_layers)
-        if not entry.extend:
+        config.stage_number(entry.stage)
+        if not entry.only_measured:
             check_model(replace(config, scheme=entry))
     except ValueError as error:
         raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
@@ -104,7 +105,7 @@ def _same_training(one: SchemeConfig, other: SchemeConfig) -> bool:
 
 
 def _member(config: Config, base: SchemeConfig, seed: int) -> Config:
-    extensions = tuple(entry for entry in config.compare.schemes if entry.extend and _same_training(entry, base))
+    extensions = tuple(entry for entry in config.compare.schemes if entry.only_measured and _same_training(entry, base))
     return replace(
         config,
         name=f"{_file_name(base.label)}-seed{seed}",
@@ -238,7 +239,7 @@ def _failed(member: Config, why: str) -> list[report.Row]:
     return [
         {
             "label": entry.label,
-            "base": member.scheme.label if entry.extend else None,
+            "base": member.scheme.label if entry.only_measured else None,
             "seed": member.seed,
             "length": length,
             "train_length": member.train.length,

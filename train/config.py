@@ -86,6 +86,14 @@ class Config:
         """The name of every stage; its number where it has none."""
         return tuple(str(stage.get("name", n)) for n, stage in enumerate(self.stages)) or ("0",)
 
+    def stage_number(self, name: str) -> int:
+        """The number of a stage by its name, the last one's without a name. Raises ValueError for an unknown name."""
+        if not name:
+            return len(self.stage_names) - 1
+        if name not in self.stage_names:
+            raise unknown("stage", name, self.stage_names, "stage")
+        return self.stage_names.index(name)
+
     @property
     def steps(self) -> int:
         """Updates of all stages."""
@@ -133,7 +141,8 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 # What may change between the start of a run and its resumption without changing a single number of the training.
-_FREE_SECTIONS = ("name", "output", "data.cache", "monitor", "evaluate", "compare", "scheme.label", "scheme.extend")
+_FREE_SECTIONS = ("name", "output", "data.cache", "monitor", "evaluate", "compare")
+_FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
 _FREE_TRAIN = ("train.mesh", "train.context", "train.checkpoint_every", "train.keep", "train.log_every")
 
 
@@ -202,7 +211,7 @@ def _decisive(config: Config) -> dict[str, Any]:
 
 
 def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in _FREE_SECTIONS + _FREE_TRAIN)
+    return any(key == free or key.startswith(free + ".") for free in _FREE_SECTIONS + _FREE_SCHEME + _FREE_TRAIN)
 
 
 def _flatten(values: Any, path: str = "") -> dict[str, Any]:
@@ -262,9 +271,9 @@ def _scheme(values: Any, path: str) -> SchemeConfig:
         isinstance(values, Mapping) and "name" in values,
         f"{path}: expected a scheme's name or {{name: ..., option: value}}, found {values!r}",
     )
-    known = {key: _convert(values[key], str, f"{path}.{key}") for key in ("name", "label") if key in values}
+    known = {key: _convert(values[key], str, f"{path}.{key}") for key in ("name", "label", "stage") if key in values}
     extend = _convert(values.get("extend", {}), Mapping, f"{path}.extend")
-    options = {key: value for key, value in values.items() if key not in ("name", "label", "extend")}
+    options = {key: value for key, value in values.items() if key not in ("name", "label", "extend", "stage")}
     for key in (*options, *extend):
         check(isinstance(key, str), f"{path}: expected the name of an option, found {key!r}")
     return SchemeConfig(**known, options=options, extend=extend)
@@ -306,6 +315,7 @@ def _scalar(value: Any, kind: type, path: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, SchemeConfig):
         extend = {"extend": _plain(value.extend)} if value.extend else {}
+        extend |= {"stage": value.stage} if value.stage else {}
         return {"name": value.name, "label": value.label, **extend, **_plain(value.options)}
     if dataclasses.is_dataclass(value):
         return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}

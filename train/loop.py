@@ -181,7 +181,7 @@ class Run:
     def _train_stage(self, stage: Stage, saved: Saved | None) -> int:
         """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
         train = stage.config.train
-        stream = batches(stage.rows, train.rows, self.config.seed + stage.number, stage.part)
+        stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
         evaluate = _Evaluation(stage, self.config) if self.config.monitor.evaluate_every else None
         warm = step + min(WARM_STEPS, stage.last_step - step - 1)
@@ -230,6 +230,11 @@ class Run:
         tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
         tokens += done * stage.config.train.batch_tokens
         self.monitor.write(step, segment_ids, **found, tokens=tokens, skipped=int(metrics.skipped), **measured)
+
+
+def _stream_seed(seed: int, stage: int) -> int:
+    """A seed for every stage. Each pass over the text takes the next one, so those of stages lie far apart."""
+    return (seed + 104_729 * stage) % 2**32
 
 
 def _finite(value: Any) -> float | None:

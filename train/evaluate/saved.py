@@ -75,19 +75,23 @@ def _measure(
     entries: Sequence[SchemeConfig],
     told: Callable[[str], Any] = lambda _: None,
 ) -> list[report.Row]:
-    stage, model = _restore(directory, config)
     fitted, rows = read_result(directory), []
+    restored: dict[str, tuple[Config, nnx.Module]] = {}
 
     def add(row: report.Row) -> None:
         rows.append(row)
         told(_in_words(row))
 
-    for entry in (_in_stage(entry, config, stage) for entry in entries):
-        base = stage.scheme.label if entry.extend else None
+    for entry in entries:
+        if entry.stage not in restored:
+            restored[entry.stage] = _restore(directory, config, entry.stage)
+        stage, model = restored[entry.stage]
+        entry = _in_stage(entry, config, stage)
+        base = stage.scheme.label if entry.only_measured else None
         which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": stage.train.length}
         costs = {
-            "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.extend else None,
-            "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.extend else None,
+            "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.only_measured else None,
+            "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.only_measured else None,
         }
         scheme = evaluated_scheme(entry, config.model.num_layers)
         predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
@@ -98,9 +102,9 @@ def _measure(
     return rows
 
 
-def _restore(directory: Path, config: Config) -> tuple[Config, nnx.Module]:
-    """The config of the stage that the newest checkpoint is from, overrides included, and the model."""
-    trained, model = restore_model(directory)
+def _restore(directory: Path, config: Config, name: str) -> tuple[Config, nnx.Module]:
+    """The config of a stage, or of that of the newest checkpoint, overrides included, and the model."""
+    trained, model = restore_model(directory, name)
     saved = read_config(directory)
     number = next(n for n in range(len(saved.stage_names)) if saved.stage(n) == trained)
     return config.stage(number), model
@@ -110,7 +114,7 @@ def _in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfi
     """An entry as the stage has it: a stage that changed the scheme of the config changed that of its entries."""
     if stage.scheme.trained() == config.scheme.trained():
         return entry
-    return replace(stage.scheme, label=entry.label, extend=entry.extend or stage.scheme.extend)
+    return replace(stage.scheme, label=entry.label, extend=entry.extend or stage.scheme.extend, stage=entry.stage)
 
 
 def shortest_stage(config: Config) -> int:

@@ -36,7 +36,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class SchemeConfig:
-    """A position scheme: ``rope``, or ``{name: rope, label: ..., extend: {...}, option: value, ...}``.
+    """A position scheme: ``rope``, or ``{name: rope, label: ..., extend: {...}, stage: ..., option: value, ...}``.
 
     `options` go to ``posjax.scheme(name, **options)``. `extend` goes to ``Scheme.extend`` after training, without
     retraining: the run is trained as ``trained()`` and evaluated extended.
@@ -46,10 +46,16 @@ class SchemeConfig:
     label: str = ""  # in tables and figures; the name unless given
     options: Mapping[str, Any] = field(default_factory=dict)
     extend: Mapping[str, Any] = field(default_factory=dict)
+    stage: str = ""  # of a curriculum, whose weights are measured; those of the last one unless given
 
     def __post_init__(self):
         object.__setattr__(self, "label", self.label or self.name)
 
+    @property
+    def only_measured(self) -> bool:
+        """Whether it names no training, but another way of measuring what one gave."""
+        return bool(self.extend or self.stage)
+
     def trained(self) -> SchemeConfig:
-        """What is trained: the same scheme without label and extension. Entries that agree here share one training."""
+        """What is trained: no label, extension or stage. Entries that agree here share one training."""
         return SchemeConfig(self.name, options=self.options)
