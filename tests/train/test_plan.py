@@ -214,6 +214,28 @@ def test_what_is_started_early_hides_behind_work(cycles):
     assert tally.seconds == pytest.approx(max(alone, cycles / 1.5e9))
 
 
+SPREAD = """
+%gather (x: f32[262144]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  ROOT %g = f32[1048576]{0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[262144]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  %async-collective-start.1 = f32[1048576]{0} fusion(%x), kind=kCustom, calls=%gather
+  %fusion.2 = f32[262144]{0} fusion(%x), kind=kOutput, calls=%gather, backend_config={"estimated_cycles":"CYCLES"}
+  ROOT %async-collective-done.1 = f32[1048576]{0} fusion(%x), kind=kCustom, calls=%gather
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
+def test_a_collective_that_is_spread_over_fusions_counts_once(cycles):
+    tally = Player(parse(SPREAD.replace("CYCLES", str(cycles))), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.moved == {("ring", "all-gather"): 4 * 2**20 * 3 / 4}
+    assert tally.seconds == pytest.approx(max(4 * 2**20 * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9))
+
+
 CUT_OUT = """
 %all-reduce-scatter.1 (x: f32[1024]) -> f32[256] {
   %x = f32[1024]{0} parameter(0)

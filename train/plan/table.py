@@ -137,7 +137,9 @@ Memory is the compiler's own plan and final; **everything about speed is predict
 * our attention kernels by the compiler's schedule of their tiles and the tiles that the mask needs, every row being one
   document;
 * collectives by the bytes that a device sends over the links of its torus that the mesh axis lies along, one way
-  {links} GB/s, and {latency:g} us a hop; they overlap only what the compiler scheduled between their start and end;
+  {links} GB/s,
+  and {latency:g} us a hop; they overlap only what the compiler scheduled between their start and end;
+* flags of the compiler in `LIBTPU_INIT_ARGS` count: give the run those that it was planned with; here there are none;
 * no input, host, stragglers or checkpoints. MFU counts only pairs that the mask allows, and no recomputation.
 """
 

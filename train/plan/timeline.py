@@ -68,10 +68,11 @@ class Player:
         found = (self.kernels.chance(line) for line in self._inside(branch) if line.opcode == "custom-call")
         return max((chance for chance in found if chance is not None), default=1.0)
 
-    def hidden_traffic(self, line: Instruction) -> list[tuple[str, Traffic]]:
-        """The collectives inside a fusion, or that an instruction starts."""
+    def hidden_traffic(self, line: Instruction) -> list[tuple[str, Traffic, str]]:
+        """The collectives inside a fusion, or that an instruction starts: kind, traffic and channel."""
         found = [(kind, part) for name in line.calls for part in self._inside(name) if (kind := _kind(name, part))]
-        return [(kind, self.fabric.traffic(part, kind)) for kind, part in found]
+        channel = r"channel_id=(\d+)"
+        return [(kind, self.fabric.traffic(part, kind), part.attribute(channel) or part.name) for kind, part in found]
 
     def _inside(self, name: str) -> list[Instruction]:
         return list(inside(self.module, name)) if name in self.module.computations else []
@@ -107,7 +108,7 @@ class _Run:
         elif kind:
             self._collective(line, kind, self.player.fabric.traffic(line, kind))
         elif line.opcode == "async-start":
-            for kind, traffic in self.player.hidden_traffic(line):
+            for kind, traffic, _ in self.player.hidden_traffic(line):
                 self._collective(line, kind, traffic)
         elif line.opcode.endswith("-done") and line.operands[0] in self.done:
             self._wait(self.done.pop(line.operands[0]))
@@ -134,10 +135,27 @@ class _Run:
             self.tally.exposed -= spared * parts[longest].exposed
 
     def _compute(self, line: Instruction) -> None:
-        beside = self.player.hidden_traffic(line) if line.opcode == "fusion" else []
-        ends = [self._start(kind, traffic) for kind, traffic in beside]
+        ends = [self._fused(line, *found) for found in self._hidden(line)]
         self.tally.compute += self.player.seconds(line)
         self._wait(max(ends, default=0.0))
+
+    def _hidden(self, line: Instruction) -> list[tuple[str, Traffic, str]]:
+        return self.player.hidden_traffic(line) if line.opcode == "fusion" else []
+
+    def _fused(self, line: Instruction, kind: str, traffic: Traffic, channel: str) -> float:
+        """When a fusion has what the collective inside it brings.
+
+        One that is started by a fusion and awaited by another stands once more in each fusion that runs beside it.
+        """
+        if line.name.startswith("async-collective-done"):
+            return self.done.pop(channel, 0.0)
+        if channel in self.done:
+            return 0.0
+        end = self._start(kind, traffic)
+        if line.name.startswith("async-collective-start"):
+            self.done[channel] = end
+            return 0.0
+        return end
 
     def _kernel(self, line: Instruction) -> None:
         seconds = self.player.kernels.seconds(line)
