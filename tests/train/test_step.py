@@ -287,3 +287,16 @@ def test_z_loss_moves_the_gradient_and_not_the_reported_loss(batch, on_one_devic
         norms.append(float(metrics.gradient_norm))
     assert losses[0] == losses[1] == on_one_device[1][0]
     assert abs(norms[1] - norms[0]) > 1e-3
+
+
+def test_a_step_of_131072_tokens_holds_no_square():
+    """One layer, compiled and not run: no array of length times length, nor of tokens times vocabulary."""
+    length = 131072
+    config = changed({"num_layers": 1}, length=length, batch_tokens=length, mesh={"data": 1}, loss_chunks=10)
+    mesh = make_mesh(config.train.mesh, 1)
+    program = build_program(config, mesh)
+    rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    with jax.set_mesh(mesh):
+        compiled = program.update.lower(program.abstract, Batch(rows, rows, rows, rows)).compile()
+    # A thousand float32 numbers a token; a square, even of one bit a pair, would be four times that.
+    assert compiled.memory_analysis().temp_size_in_bytes < length * 4096
