@@ -18,17 +18,20 @@ WRONG_INPUT = 2
 def fit(path: str, overrides: Sequence[str]) -> int:
     """train one config, or go on with it"""
     config = load(path, overrides)
+    import jax
+
     from train.distributed import processes
     from train.loop import fit
 
     with processes():
         result = fit(config, progress=config.name)
+        told = print if jax.process_index() == 0 else lambda _: None
     if not result.finished:
-        print(f"stopped after {result.steps} of {config.steps} steps; the same command goes on from there")
+        told(f"stopped after {result.steps} of {config.steps} steps; the same command goes on from there")
         return INTERRUPTED
     speed = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else "speed not measured"
     memory = f"{result.peak_memory_bytes / 2**20:,.0f} MiB at most"
-    print(f"{result.directory}: {result.steps} steps · loss {result.final_loss:.4f} · {speed} · {memory}")
+    told(f"{result.directory}: {result.steps} steps · loss {result.final_loss:.4f} · {speed} · {memory}")
     return 0
 
 
