@@ -144,6 +144,7 @@ def test_strangers_are_turned_away_and_members_are_known():
             with tether._connect(["localhost"], port, secret, 2) as member:
                 [(number, end)] = tether._accept(server, secret, 1).items()
                 end.sendall(b"!")
+                member.settimeout(10)
                 assert (number, member.recv(1)) == (2, b"!")
                 end.close()
             assert stranger.recv(1) == b""
