@@ -1,7 +1,7 @@
-"""Passkey texts to train on: ``python -m train.evaluate.tasks LENGTH --cases N --seed S > passkey.jsonl``.
+"""Texts of tasks to train on: ``python -m train.evaluate.tasks NAME LENGTH --cases N --seed S > NAME.jsonl``.
 
-One JSON line a text, its key at a random depth and its question answered. The cases that `evaluate` draws come from
-other seeds, so none is trained on.
+One JSON line a text of LENGTH bytes with its answers; where an answer stands at a depth, at a random one. The cases
+that `evaluate` draws come from other seeds, so none is trained on.
 """
 
 import argparse
@@ -11,27 +11,34 @@ from collections.abc import Iterator
 import numpy as np
 
 from train.data import load_tokenizer
-from train.evaluate.tasks.passkey import passkey
+from train.evaluate.tasks.passkey import Prompt
+from train.evaluate.tasks.registry import TASKS
 from train.evaluate.tasks.vocabulary import Vocabulary
-from train.settings import DataConfig
+from train.settings import DataConfig, EvaluateConfig
 
 _SEED = 0x7EA1  # of all that is drawn here, before the user's
+_ANSWER = 7  # bytes of a pass key behind its question
 
 
-def texts(length: int, cases: int, seed: int) -> Iterator[str]:
-    """`cases` answered passkey texts of `length` bytes, their answer included."""
-    generator = np.random.default_rng([_SEED, seed])
-    tokenizer = load_tokenizer(DataConfig())
-    vocabulary = Vocabulary(tokenizer)
-    for depth in generator.random(cases):
-        prompt = passkey(generator, vocabulary, length, float(depth), new_tokens=7)
-        yield f"{tokenizer.decode(prompt.tokens).decode()} {prompt.answer.decode()}."
+def texts(name: str, length: int, cases: int, seed: int) -> Iterator[str]:
+    """`cases` texts of a task with their answers, `length` bytes each."""
+    task, section = TASKS[name], EvaluateConfig().section(name)
+    generator, tokenizer = np.random.default_rng([_SEED, seed]), load_tokenizer(DataConfig())
+    sizes = {size: getattr(section, size) for size in task.sizes if size not in ("depth", "new_tokens")}
+    sizes |= {"new_tokens": _ANSWER} if "new_tokens" in task.sizes else {}
+    for _ in range(cases):
+        depth = {"depth": float(generator.random())} if task.has_depth else {}
+        # The token that begins a document is none of its bytes.
+        made = task.draw(generator, Vocabulary(tokenizer), length + 1, **depth, **sizes)
+        text = tokenizer.decode(made.tokens).decode()
+        yield f"{text} {made.answer.decode()}." if isinstance(made, Prompt) else text
 
 
 def main() -> None:
     """Prints the texts."""
-    parser = argparse.ArgumentParser(prog="python -m train.evaluate.tasks", description="Passkey texts to train on.")
-    parser.add_argument("length", type=int, help="bytes of a text")
+    parser = argparse.ArgumentParser(prog="python -m train.evaluate.tasks", description="Texts of tasks to train on.")
+    parser.add_argument("name", choices=list(TASKS), metavar="NAME", help=", ".join(TASKS))
+    parser.add_argument("length", type=int, metavar="LENGTH", help="bytes of a text")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     for text in texts(**vars(parser.parse_args())):
