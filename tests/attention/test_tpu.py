@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from posjax import masks
-from posjax.attention.api import _group, _ungroup, _vary_alike, _with_sinks
+from posjax.attention.api import _group, _ungroup, _with_sinks
 from posjax.attention.dense import dense
-from posjax.attention.operands import Operands
+from posjax.attention.operands import Operands, vary_alike
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import CHIPS
 from posjax.attention.tpu.schedule import Blocks
@@ -397,7 +397,7 @@ def test_inside_shard_map_with_its_checks():
     def gradient(backend):
         @partial(jax.shard_map, mesh=mesh, in_specs=(placed,), out_specs=P())
         def local(values):
-            found = call(case, lambda x: backend(_vary_alike(x)), values, places(case))
+            found = call(case, lambda x: backend(vary_alike(x)), values, places(case))
             return jax.lax.psum(loss_of(found), "data")
 
         return jax.jit(jax.grad(local))(values)
