@@ -178,8 +178,7 @@ def _hosts() -> list[str]:
 
 
 def _lost(process: int) -> None:
-    """Ends this process, from a thread, unless it ends by its own error in a moment: one that all of them have."""
-    time.sleep(_GRACE)
+    """Ends this process, from a thread. When process 0 is gone, jax does so too, and may be first with its own words."""
     _leave(TimeoutError(f"{LOST_LINE} {process}"))
 
 
