@@ -178,7 +178,7 @@ def _hosts() -> list[str]:
 
 
 def _lost(process: int) -> None:
-    """Ends this process, from a thread. When process 0 is gone, jax does so too, and may be first with its own words."""
+    """Ends this process, from a thread; when process 0 is gone, jax does so too, and may be first in its own words."""
     _leave(TimeoutError(f"{LOST_LINE} {process}"))
 
 
