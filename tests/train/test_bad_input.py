@@ -256,7 +256,7 @@ def lines(*texts):
         ("one.txt", b"one short document", "single document.*data.held_out=0"),
         ("broken.jsonl", lines('{"text": "a', "no JSON", "[1, 2"), "broken.jsonl.*JSON"),
         ("other.jsonl", lines('{"texts": "a"}', '{"texts": "b"}'), "other.jsonl.*data.text_key=texts"),
-        ("cut.jsonl.gz", gzip.compress(lines('{"text": "a"}') * 99)[:40], "cut.jsonl.gz"),
+        ("cut.jsonl.gz", gzip.compress(lines('{"text": "a"}') * 99, mtime=0)[:40], "cut.jsonl.gz"),
         ("plain.jsonl.gz", b"not compressed at all", "plain.jsonl.gz"),
         ("bad.parquet", b"PAR1 and nothing else", "bad.parquet"),
         ("bad.jsonl.zst", b"not compressed either", "bad.jsonl.zst"),
