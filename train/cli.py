@@ -46,16 +46,21 @@ def compare(path: str, overrides: Sequence[str]) -> int:
 
 def evaluate(path: str, overrides: Sequence[str]) -> int:
     """measure a trained run: its directory, or the config it was trained from"""
-    directory = path if Path(path).is_dir() else load(path, overrides).directory
+    directory = _run_of(path, overrides)
     from train.evaluate.saved import evaluate
 
     evaluate(directory, overrides)
     return 0
 
 
+def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
+    """The run directory that an argument names: itself, on this machine or at a URL, or that of a config."""
+    return path if "://" in path or Path(path).is_dir() else load(path, overrides).directory
+
+
 def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> int:
     """continue a prompt with a trained run: its directory, or the config it was trained from"""
-    directory = path if Path(path).is_dir() else load(path, overrides).directory
+    directory = _run_of(path, overrides)
     from train.generate import Sampling, generate
 
     generate(directory, prompt, Sampling(**sampling), overrides)
@@ -65,7 +70,7 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
 
 def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> int:
     """search LongRoPE's factors for a trained run with RoPE: its directory, or the config it was trained from"""
-    directory = path if Path(path).is_dir() else load(path, overrides).directory
+    directory = _run_of(path, overrides)
     from train.search import search
 
     search(directory, overrides, length, **sizes)

@@ -16,6 +16,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from train.config import parse
+from train.model import decoder_config
 from train.monitor import Meter, MetricsLog, Monitor, Trace, check_monitor, enable_compilation_cache, peak_memory_bytes
 from train.monitor import monitor as module
 from train.monitor import progress as bars
@@ -246,8 +247,9 @@ def test_flops_of_a_part_of_the_rows_stand_for_all_of_them():
     config = parse({**CONFIG, "stages": []})
     ids = np.zeros((2, 16), np.int32)
     ids[:, 8:] = 1
-    whole = module.model_flops(config, np.concatenate([ids, ids]))
-    assert module.model_flops(config, ids) == whole < module.model_flops(config, None)
+    decoder = decoder_config(config)
+    whole = module.model_flops(config.train, decoder, np.concatenate([ids, ids]))
+    assert module.model_flops(config.train, decoder, ids) == whole < module.model_flops(config.train, decoder, None)
 
 
 class Wandb:

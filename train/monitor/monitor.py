@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.config import Config
-from train.flops import update_flops
+from posjax.nn import DecoderConfig
+from train.config import Config, TrainConfig
+from train.flops import decoder_flops
+from train.model import decoder_config
 from train.monitor.logs import Log, MetricsLog, TensorBoardLog, WandbLog, check_wandb
 from train.monitor.meter import Meter, count_chips, peak_flops, peak_memory_bytes
 from train.monitor.progress import show_progress
@@ -47,6 +49,8 @@ class Monitor:
         devices = jax.devices() if devices is None else devices
         self._config, self._directory, self._label = config, directory, label
         self._stages = _stages(config)
+        # Made once: a vocabulary may have to be read from a file.
+        self._decoders = [decoder_config(stage) for stage in self._stages]
         self._meter = Meter(count_chips(devices), peak_flops(devices))
         self._process = jax.process_index()
         self.begin, self.pause = self._meter.begin, self._meter.pause
@@ -96,7 +100,8 @@ class Monitor:
         """
         number = self._stage(step)
         named = {"stage": self._config.stage_names[number]} if self._config.stages else {}
-        rates = self._meter.read(model_flops(self._stages[number], segment_ids))
+        flops = model_flops(self._stages[number].train, self._decoders[number], segment_ids)
+        rates = self._meter.read(flops)
         line = {**named, **values, **rates, "peak_memory_bytes": peak_memory_bytes()}
         if step > self.last["step"]:
             self.last = {"step": step, **line}
@@ -130,13 +135,16 @@ class Monitor:
         place.write_text(before + text, encoding="utf-8")
 
 
-def model_flops(stage: Config, segment_ids: np.ndarray | None) -> float | None:
-    """Model FLOPs of an update over all processes, if all have rows like these; None where they cannot be counted."""
+def model_flops(train: TrainConfig, decoder: DecoderConfig, segment_ids: np.ndarray | None) -> float | None:
+    """Model FLOPs of an update over all processes, if all have rows like these; None where they cannot be counted.
+
+    Without segment ids every row is one document.
+    """
+    ids = np.zeros((1, train.length), np.int32) if segment_ids is None else segment_ids
     try:
-        counted = update_flops(stage, segment_ids).total
+        return decoder_flops(decoder, ids).total * train.rows / len(ids)
     except ValueError:  # a mask that its positions alone do not decide
         return None
-    return counted if segment_ids is None else counted * stage.train.rows / len(segment_ids)
 
 
 def tokens_left(stages: Sequence[Config], step: int) -> int:
