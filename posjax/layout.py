@@ -76,18 +76,31 @@ class Layout:
 
     def apply(self, x, axis: int = -1):
         """``x`` with the tokens along ``axis``, which stand in their true order, put in their places."""
-        return self._taken(x, axis, lambda order: order)
+        return self._moved(x, axis, self._placed)
 
     def restore(self, x, axis: int = -1):
         """The inverse of ``apply``."""
-        return self._taken(x, axis, np.argsort)
+        return self._moved(x, axis, self._restored)
 
-    def _taken(self, x, axis: int, index):
+    def _moved(self, x, axis: int, move):
+        """``x`` with whole runs of tokens moved: cheaper than to gather them one by one, above all in the transpose."""
         self.check(x.shape[axis])
         if not self.moves:
             return x
         xp = np if isinstance(x, np.ndarray) else jnp
-        return xp.take(x, index(self.order(x.shape[axis])), axis=axis)
+        return xp.moveaxis(move(xp, xp.moveaxis(x, axis, 0)).reshape(x.shape[axis], *_others(x, axis)), 0, axis)
+
+    def _placed(self, xp, x):
+        if self.kind == "striped":
+            return x.reshape(-1, self.shards, *x.shape[1:]).swapaxes(0, 1)
+        first, last = x.reshape(2, self.shards, -1, *x.shape[1:])
+        return xp.stack([first, last[::-1]], axis=1)
+
+    def _restored(self, xp, x):
+        if self.kind == "striped":
+            return x.reshape(self.shards, -1, *x.shape[1:]).swapaxes(0, 1)
+        chunks = x.reshape(self.shards, 2, -1, *x.shape[1:])
+        return xp.concatenate([chunks[:, 0], chunks[::-1, 1]], axis=0)
 
     def positions(self, length: int) -> Range | Int[Array, "length"]:
         """The positions of the tokens in all places, for a sequence that counts from 0."""
@@ -115,3 +128,9 @@ class Layout:
 
 CONTIGUOUS = Layout()
 """Every token in its own place."""
+
+
+def _others(x, axis: int) -> tuple[int, ...]:
+    """The sizes of all axes but one."""
+    axis %= x.ndim
+    return (*x.shape[:axis], *x.shape[axis + 1 :])

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 import posjax as pj
 from posjax import masks
 from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose, context_attention
+from posjax.attention.sharded.parts import taken
 from posjax.bias import ALiBi
 from posjax.layout import KINDS, Layout
 from posjax.positions import Range
@@ -280,3 +281,12 @@ def test_bfloat16_parts_are_merged_in_float32():
     where = spread.placement("2x4", "ring", "contiguous")
     found = spread_attention(where, spread.device_mesh("2x4"), q, k, v, mask=masks.Causal()).astype(np.float64)
     assert np.abs(found - want).max() <= 1.5 * np.abs(whole - want).max()
+
+
+@pytest.mark.parametrize(
+    "order", [range(12), [6, 7, 8, 0, 1, 2, 9, 10, 11, 3, 4, 5], [1, 2, 3, 0, 5, 6, 7, 4, 8, 9, 10, 11]]
+)
+@pytest.mark.parametrize("axis", [1, -2])
+def test_tokens_are_taken_by_runs(order, axis):
+    x = np.random.default_rng(0).normal(size=(2, 12, 3))
+    np.testing.assert_array_equal(taken(jnp.asarray(x), np.asarray(order), axis), np.take(x, order, axis).astype("f4"))

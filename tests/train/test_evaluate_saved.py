@@ -104,3 +104,18 @@ def test_a_task_that_no_length_holds_is_refused_before_anything_is_read(run):
         held_out_tokens(load_saved(run.directory, ["evaluate.tasks=[passkey]"]))
     needed = int(re.search(r"takes (\d+)", str(error.value))[1])
     assert 250 < needed < 500
+
+
+def test_an_earlier_stage_is_measured_with_its_own_weights_and_scheme(run):
+    overrides = ["scheme.stage=short", "evaluate.tasks=[]", "evaluate.stride=0", "evaluate.lengths=[16, 32]"]
+    found = evaluate(run.directory, overrides, Console(file=io.StringIO()))
+    config, model = restore_model(run.directory, "short")
+    assert (config.train.length, config.scheme.options) == (16, {})
+    chosen = whole_windows(pieces(held_out_tokens(run), 32, run.evaluate.tokens), 32)
+    logits = np.asarray(model(jnp.asarray(chosen.tokens[:, :-1]), length=32), np.float64)
+    exact = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, chosen.tokens[:, 1:, None], -1)[..., 0]
+    nll = (exact * chosen.weights).sum() / chosen.weights.sum()
+    assert found[1]["window_nll"] == pytest.approx(nll, rel=1e-5)
+    assert found[0]["train_length"] == 16
+    with pytest.raises(ValueError, match="unknown stage 'shrt'; did you mean 'short'"):
+        evaluate(run.directory, ["scheme.stage=shrt"])

@@ -10,7 +10,7 @@ import numpy as np
 
 from posjax.attention.operands import Operands
 from posjax.attention.sharded.choice import copies
-from posjax.attention.sharded.parts import Call, Line, keep
+from posjax.attention.sharded.parts import Call, Line, keep, taken
 from posjax.far import Branch
 
 
@@ -52,11 +52,11 @@ class _Deal:
         """``[batch, heads, tokens, ...]``: all tokens of the group, ascending, of this device's share of the heads."""
         if self.line.width > 1:
             array = jax.lax.all_to_all(array, self.line.axis, 1, 2, axis_index_groups=self.groups, tiled=True)
-        return jnp.take(array, self.line.ascending, axis=2)
+        return taken(array, self.line.ascending, 2)
 
     def to_tokens(self, array):
         """The inverse of ``split``."""
-        array = jnp.take(array, np.argsort(self.line.ascending), axis=2)
+        array = taken(array, np.argsort(self.line.ascending), 2)
         if self.line.width == 1:
             return array
         return jax.lax.all_to_all(array, self.line.axis, 2, 1, axis_index_groups=self.groups, tiled=True)
@@ -67,7 +67,7 @@ class _Deal:
             array = jax.lax.all_gather(
                 array, self.line.axis, axis=array.ndim + axis, axis_index_groups=self.groups, tiled=True
             )
-        return jnp.take(array, self.line.ascending, axis=axis)
+        return taken(array, self.line.ascending, axis)
 
     def to_heads(self, call: Call) -> Call:
         """The call of this device's share of the heads and of all tokens of its group."""

@@ -120,6 +120,22 @@ class Line:
         return self.positions(positions, shard, n) if isinstance(positions, Range) else positions
 
 
+def taken(array, order: np.ndarray, axis: int):
+    """``jnp.take`` along an axis, of whole runs of the order at once: tokens would be scattered in the transpose.
+
+    Nothing at all where every token stays.
+    """
+    breaks = np.flatnonzero(np.diff(order) != 1) + 1
+    starts = order[np.concatenate([[0], breaks])]
+    run = int(np.gcd.reduce([len(order), *breaks, *starts]))
+    if run == len(order):
+        return array
+    axis %= array.ndim
+    shape = array.shape
+    runs = array.reshape(*shape[:axis], shape[axis] // run, run, *shape[axis + 1 :])
+    return jnp.take(runs, order[::run] // run, axis=axis).reshape(shape)
+
+
 def keep(array, axis):
     """The array as it is."""
     return array
