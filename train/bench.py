@@ -22,7 +22,8 @@ from rich.table import Table
 
 from posjax._checks import check
 from train.contenders import BACKWARD, CONTENDERS, FORWARD, Shape, refuses
-from train.machine import processor, resident_peak_bytes, versions, write_file
+from train.machine import processor, resident_peak_bytes, versions
+from train.paths import write_file
 from train.schedule.bench import ScheduleConfig
 
 

@@ -242,7 +242,7 @@ def newest_whole(directory: Path, stage: int | None = None) -> int | None:
     """
     folder = directory / "checkpoints"
     for step in _steps(folder):
-        if stage is not None and _stages(folder)[step] != stage:
+        if stage is not None and _stages(folder).get(step) != stage:
             continue
         problem = integrity.problem(folder / str(step))
         if not problem:
@@ -297,13 +297,13 @@ def _names(folder: Path) -> list[str]:
 
 
 def _stages(folder: Path) -> dict[int, int]:
-    """The stage of every checkpoint. One that was half removed has none of its own and counts to the first."""
+    """The stage of every checkpoint; one that was half removed is none."""
     stages = {}
     for step in _steps(folder):
         try:
             stages[step] = _read_run(folder, step)["stage"]
         except (OSError, ValueError):
-            stages[step] = 0
+            continue
     return stages
 
 

@@ -25,14 +25,21 @@ def fit(path: str, overrides: Sequence[str]) -> int:
 
     with processes():
         result = fit(config, progress=config.name)
-        told = print if jax.process_index() == 0 else lambda _: None
+        first = jax.process_index() == 0
+    if first:
+        _tell(config, result)
+    return 0 if result.finished else INTERRUPTED
+
+
+def _tell(config: Any, result: Any) -> None:
+    """What came out of a training, in a line."""
     if not result.finished:
-        told(f"stopped after {result.steps} of {config.steps} steps; the same command goes on from there")
-        return INTERRUPTED
+        print(f"stopped after {result.steps} of {config.steps} steps; the same command goes on from there")
+        return
+    loss = "loss not finite" if result.final_loss is None else f"loss {result.final_loss:.4f}"
     speed = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else "speed not measured"
     memory = f"{result.peak_memory_bytes / 2**20:,.0f} MiB at most"
-    told(f"{result.directory}: {result.steps} steps · loss {result.final_loss:.4f} · {speed} · {memory}")
-    return 0
+    print(f"{result.directory}: {result.steps} steps · {loss} · {speed} · {memory}")
 
 
 def compare(path: str, overrides: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from rich.console import Console
 from train import report
 from train.checkpoint import read_config
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump
+from train.convert import check_continues
 from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.member import ERROR, MEMBER, RESULTS
@@ -38,6 +40,8 @@ def compare(config: Config, console: Console | None = None) -> Path:
     some trainings failed, after the report of the others is written.
     """
     console = console or Console(highlight=False)
+    if "://" in config.output:
+        raise ValueError(f"output: compare trains on this machine, into a local folder; found {config.output!r}")
     planned, held_out = members(config), held_out_tokens(config)
     _refuse_other_things(config.directory)
     for member in planned:
@@ -95,9 +99,18 @@ def _check_entry(config: Config, entry: SchemeConfig) -> None:
         evaluated_scheme(entry, config.model.num_layers)
         config.stage_number(entry.stage)
         if not entry.only_measured:
-            check_model(replace(config, scheme=entry))
+            _check_stages(replace(config, scheme=entry))
     except ValueError as error:
         raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
+
+
+def _check_stages(config: Config) -> None:
+    """Raises ValueError for a stage whose scheme does not fit the model, its length or the stage before."""
+    stages = [config.stage(number) for number in range(len(config.stage_names))]
+    for stage in stages:
+        check_model(stage)
+    for before, after in pairwise(stages):
+        check_continues(before, after)
 
 
 def _same_training(one: SchemeConfig, other: SchemeConfig) -> bool:

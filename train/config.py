@@ -125,6 +125,9 @@ def _with_stage(values: dict[str, Any], stage: Mapping[str, Any]) -> dict[str, A
     for key in ("train", "extend"):
         check(isinstance(stage.get(key, {}), Mapping), f"{key}: expected a section of keys, found {stage.get(key)!r}")
     scheme = stage.get("scheme", values["scheme"])
+    check(
+        isinstance(scheme, str | Mapping), f"scheme: expected a name or {{name: ..., option: value}}, found {scheme!r}"
+    )
     if "extend" in stage:
         scheme = {**({"name": scheme} if isinstance(scheme, str) else scheme), **stage["extend"]}
     return {**values, "train": _merged(values["train"], stage.get("train", {})), "scheme": scheme}
@@ -142,8 +145,17 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 # What may change between the start of a run and its resumption without changing a single number of the training.
 _FREE_SECTIONS = ("name", "output", "data.cache", "monitor", "evaluate", "compare")
+# How a model computes, not what: equal up to rounding, and another mesh may need another.
+_FREE_MODEL = ("model.remat", "model.scan_layers")
 _FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
-_FREE_TRAIN = ("train.mesh", "train.context", "train.checkpoint_every", "train.keep", "train.log_every")
+_FREE_TRAIN = (
+    "train.mesh",
+    "train.context",
+    "train.loss_chunks",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.log_every",
+)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
@@ -211,7 +223,9 @@ def _decisive(config: Config) -> dict[str, Any]:
 
 
 def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in _FREE_SECTIONS + _FREE_SCHEME + _FREE_TRAIN)
+    return any(
+        key == free or key.startswith(free + ".") for free in _FREE_SECTIONS + _FREE_MODEL + _FREE_SCHEME + _FREE_TRAIN
+    )
 
 
 def _flatten(values: Any, path: str = "") -> dict[str, Any]:

@@ -124,10 +124,11 @@ def stop_requested() -> Iterator[threading.Event]:
     usual = {number: signal.getsignal(number) for number in numbers}
 
     def ask(number: int, _: Any) -> None:
-        stop.set()
         signal.signal(number, usual[number])
         if jax.distributed.is_initialized():
             os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            stop.set()
 
     for number in numbers:
         signal.signal(number, ask)
@@ -141,12 +142,22 @@ def stop_requested() -> Iterator[threading.Event]:
 def reached_preemption(step: int, stop: threading.Event) -> bool:
     """Whether to save after `step` updates and end, because a process was told to; the same answer on all of them.
 
-    All processes must ask after every step. The one that was told keeps going, until the step after the furthest that
-    any process has reached.
+    All processes must ask after every step, and before the first one, with `listen`. The one that was told keeps going,
+    until the step after the furthest that any process has reached. Once the answer is yes, `stop` is set and it stays.
     """
-    if jax.distributed.is_initialized():
-        return multihost_utils.reached_preemption_sync_point(step)
+    if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(step):
+        stop.set()
     return stop.is_set()
+
+
+def listen(step: int, stop: threading.Event) -> None:
+    """Asks at the beginning of a process's part, which goes on after `step` updates; call it on all processes.
+
+    jax answers yes at one step alone, the one after the furthest that was asked for. A process that was told before it
+    ever asked would wait for step 1, which a run that goes on never asks for.
+    """
+    reached_preemption(1, stop)
+    reached_preemption(max(step, 1), stop)
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from posjax.layout import Layout
 from train.checkpoint import Checkpoints, Saved, check_run, create_run
-from train.config import Config
+from train.config import Config, MonitorConfig
 from train.convert import check_continues, convert
 from train.data import Batch, batches, held_out_documents, pack, training_rows
-from train.distributed import decide, reached_preemption, stop_requested
+from train.distributed import decide, listen, reached_preemption, stop_requested
 from train.mesh import make_mesh
 from train.model import placement
 from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
@@ -109,6 +109,7 @@ class Stage:
     program: Program
     layout: Layout
     rows: Any
+    held_out: Any  # rows of held-out text, or None where none are measured while it trains
 
     @property
     def last_step(self) -> int:
@@ -136,9 +137,23 @@ def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)
     return [
-        Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, told))
+        Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, told), _held_out(own))
         for number, (first, (own, mesh, program)) in enumerate(zip(firsts, built, strict=False))
     ]
+
+
+def _held_out(config: Config) -> Any:
+    """The rows that are measured while a stage trains, if any are; ValueError for too little held-out text."""
+    if not config.monitor.evaluate_every:
+        return None
+    documents, length = held_out_documents(config), config.train.length
+    found = sum(map(len, documents))
+    if found <= length:
+        raise ValueError(
+            f"monitor.evaluate_every: the held-out text has {found} tokens, too few for a row of {length} "
+            "(train.length); raise data.held_out, or set monitor.evaluate_every=0"
+        )
+    return pack(documents, length)
 
 
 def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
@@ -167,13 +182,14 @@ class Run:
     def train(self) -> int:
         """Trains and returns the number of updates that the saved state has seen."""
         saved = self.checkpoints.newest()
+        listen(0 if saved is None else saved.step, self.stop)
         first = 0 if saved is None else saved.stage
         if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):
             first += 1
         for stage in self.stages[first:]:
             with jax.set_mesh(stage.mesh):
                 step = self._train_stage(stage, saved)
-            if step < stage.last_step:
+            if step < stage.last_step or self.stop.is_set():
                 return step
             saved = Saved(step, stage.number, None)
         return step
@@ -183,7 +199,7 @@ class Run:
         train = stage.config.train
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
-        evaluate = _Evaluation(stage, self.config) if self.config.monitor.evaluate_every else None
+        evaluate = _Evaluation(stage, self.config.monitor, step) if stage.held_out else None
         warm = step + min(WARM_STEPS, stage.last_step - step - 1)
         self.monitor.pause()
         if warm == step:
@@ -195,7 +211,8 @@ class Run:
             state, metrics = stage.program.update(state, stage.on_devices(batch, train.rows, stage.part))
             step += 1
             self.monitor.after(step, metrics.loss)
-            last = step == stage.last_step or reached_preemption(step, self.stop)
+            told = reached_preemption(step, self.stop)
+            last = told or step == stage.last_step
             if step == warm:
                 jax.block_until_ready(metrics)
                 self.monitor.begin()
@@ -245,22 +262,22 @@ def _finite(value: Any) -> float | None:
 class _Evaluation:
     """The loss of held-out rows at the training length, every so many steps."""
 
-    def __init__(self, stage: Stage, config: Config):
-        train, monitor = stage.config.train, config.monitor
+    def __init__(self, stage: Stage, monitor: MonitorConfig, step: int):
+        train, rows = stage.config.train, stage.held_out
         self._stage, self._every = stage, monitor.evaluate_every
-        rows, size = pack(held_out_documents(stage.config), train.length), train.rows // train.accumulate
+        size = train.rows // train.accumulate
         count = max(1, min(len(rows), monitor.evaluate_tokens // train.length) // size)
         part = rows_of_process(stage.mesh, size)
         spread = np.linspace(0, len(rows) - 1, count * size).astype(int)
         numbers = (spread[n * size : (n + 1) * size] for n in range(count))
         self._batches = [stage.on_devices(rows.batch(number[part]), size, part) for number in numbers]
-        self._next = -(-stage.first_step // self._every) * self._every
+        self._last = step // self._every
 
     def measure(self, step: int, parameters: Any) -> dict[str, float]:
         """``held_out_loss``, in nats per token, at the first log step after it is due; otherwise nothing."""
-        if step < self._next + self._every and step != self._stage.last_step:
+        if step // self._every == self._last and step != self._stage.last_step:
             return {}
-        self._next = step // self._every * self._every
+        self._last = step // self._every
         losses = [self._stage.program.loss(parameters, batch) for batch in self._batches]
         total, count = (sum(float(getattr(loss, name)) for loss in losses) for name in ("nll", "count"))
         return {"held_out_loss": total / max(count, 1)}
@@ -269,7 +286,8 @@ class _Evaluation:
 def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
     """Raises ValueError when training diverged, before anything of it is written or saved."""
     in_row = int(metrics.skipped_in_row)
-    if in_row >= min(stage.config.train.stop_after_skips, step - stage.first_step):
+    never = in_row == step - stage.first_step and step == stage.last_step
+    if in_row >= stage.config.train.stop_after_skips or never:
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
         raise ValueError(
             f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}, and {in_row} "

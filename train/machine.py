@@ -1,4 +1,4 @@
-"""What a number was measured on (processor, versions, memory held), and files that are written whole or not at all."""
+"""What a number was measured on: processor, versions, memory held."""
 
 import importlib.metadata
 import os
@@ -6,8 +6,6 @@ import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-
-from train.paths import write_file as write_file
 
 
 def processor() -> str:

@@ -8,7 +8,7 @@ import sys
 from train.config import Config, dump, parse_text
 from train.evaluate.saved import measure_entries, write_rows
 from train.loop import fit
-from train.machine import write_file
+from train.paths import write_file
 
 RESULTS = "results.jsonl"
 MEMBER = "member.yaml"  # the config that the results belong to

@@ -43,6 +43,13 @@ def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mes
     devices = jax.devices() if devices is None else devices
     sizes = mesh_shape(config, len(devices))
     check_rows(sizes, rows)
+    used = {device.process_index for device in devices[: math.prod(sizes.values())]}
+    idle = sorted({device.process_index for device in devices} - used)
+    if idle:
+        raise ValueError(
+            f"train.mesh takes {math.prod(sizes.values())} of {len(devices)} devices, none of process {idle[0]}; start "
+            "fewer processes, or let an axis be -1"
+        )
     return Mesh(_arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -65,8 +72,13 @@ def _arranged(sizes: dict[str, int], devices: list) -> np.ndarray:
     if getattr(used[0], "platform", "cpu") != "tpu" or len(used) < len(devices):
         return np.array(used).reshape(shape)
     slices = len({getattr(device, "slice_index", 0) for device in used})
-    if slices > 1 and sizes["replica"] % slices == 0:
+    if slices > 1:
+        if sizes["replica"] % slices:
+            raise ValueError(
+                f"train.mesh.replica must be a multiple of the {slices} slices, found {sizes['replica']}; "
+                f"train.mesh.replica={slices} would work"
+            )
         within = (sizes["replica"] // slices, *shape[1:])
         across = (slices, *(1 for _ in shape[1:]))
-        return mesh_utils.create_hybrid_device_mesh(within, across, used)
+        return mesh_utils.create_hybrid_device_mesh(within, across, used, allow_split_physical_axes=True)
     return mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)

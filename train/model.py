@@ -67,7 +67,7 @@ def placement(config: Config, mesh: Mesh | None) -> Placement:
     shards, context = mesh.shape["context"], config.train.context
     kind = context.layout
     if kind == "auto":
-        balanced = context.strategy in ("auto", "ring") and config.model.causal and shards > 1
+        balanced = context.strategy in ("auto", "ring", "ring-ulysses") and config.model.causal and shards > 1
         kind = "zigzag" if balanced and config.train.length % (2 * shards) == 0 else "contiguous"
     return Placement(
         batch=BATCH_AXES,

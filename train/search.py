@@ -21,8 +21,8 @@ from train.checkpoint import FOUND, restore_model
 from train.config import Config
 from train.evaluate.saved import held_out_tokens, load_saved
 from train.evaluate.windows import full_pieces, last_windows
-from train.machine import write_file
 from train.model import build_scheme
+from train.paths import write_file
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -242,7 +242,9 @@ def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
     if parts.config.model.causal:
         return batch
     rate, tokenizer = parts.config.train.mask_rate, load_tokenizer(parts.config.data)
-    tokens, predicted = mask_tokens(key, batch.tokens, batch.segment_ids, rate, tokenizer)
+    # Drawn in the tokens' own order, so that the layout changes nothing.
+    own = (parts.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
+    tokens, predicted = map(parts.layout.apply, mask_tokens(key, *own, rate, tokenizer))
     return batch._replace(tokens=tokens, labels=predicted)
 
 
@@ -258,17 +260,17 @@ def _in_parts(parts: _Parts, batch: Batch) -> Batch:
 
 
 def _losses(parts: _Parts, parameters: Any, batch: Batch, key) -> Losses:
-    where = draw_positions(parts.config, key, batch, parts.layout)
-    model = nnx.merge(parts.graph, _cast(parts, parameters))
-    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **where)
-    head = model.output_matrix.astype(hidden.dtype)
-    return token_losses(hidden, head, batch.labels, parts.config.train.loss_chunks)
+    return _losses_at(parts, parameters, batch, draw_positions(parts.config, key, batch, parts.layout))
 
 
 def _batch_loss(parts: _Parts, parameters: Any, batch: Batch) -> Losses:
     """The losses of a batch as it is, positions counted in each document."""
+    return _losses_at(parts, parameters, batch, {"positions": batch.positions})
+
+
+def _losses_at(parts: _Parts, parameters: Any, batch: Batch, where: dict[str, Array]) -> Losses:
     model = nnx.merge(parts.graph, _cast(parts, parameters))
-    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions)
+    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **where)
     head = model.output_matrix.astype(hidden.dtype)
     return token_losses(hidden, head, batch.labels, parts.config.train.loss_chunks)
 

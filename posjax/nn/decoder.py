@@ -196,7 +196,11 @@ class Decoder(nnx.Module):
         return nnx.merge(graph, state)
 
     def _context(self, tokens, positions, segment_ids, length, coordinates) -> Context:
-        columns, layout = tokens.shape[1], self.config.placement.layout
+        (rows, columns), layout = tokens.shape, self.config.placement.layout
+        if positions is not None and not isinstance(positions, Range) and jnp.ndim(positions) == 2:
+            positions = jnp.broadcast_to(positions, (rows, columns))
+        if coordinates is not None:
+            coordinates = jnp.broadcast_to(coordinates, (rows, columns, coordinates.shape[-1]))
         ids = None if segment_ids is None else layout.restore(segment_ids)
         # A range stands for the whole row in its own order, whatever places its tokens are in.
         where = Range(0, columns) if ids is None else layout.apply(from_segments(ids))

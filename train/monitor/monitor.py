@@ -26,6 +26,11 @@ def check_monitor(config: Config) -> None:
     steps, profile = sum(stage.train.steps for stage in _stages(config)), config.monitor.profile
     if profile and not 1 <= profile[0] <= profile[1] <= steps:
         raise ValueError(f"monitor.profile must lie between steps 1 and {steps}, the last one; found {list(profile)}")
+    if config.monitor.evaluate_every and not config.model.causal:
+        raise ValueError(
+            "monitor.evaluate_every measures how well the next token is predicted, which model.causal=false does not "
+            "learn; leave it 0"
+        )
 
 
 class Monitor:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.config import Config, load
-from train.machine import versions, write_file
+from train.machine import versions
+from train.paths import write_file
 from train.plan.plan import Plan, make_plan
 from train.plan.pods import pod
 from train.plan.published import PUBLISHED

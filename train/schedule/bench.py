@@ -13,7 +13,8 @@ from rich.console import Console
 
 from posjax._checks import check_choice, check_count
 from posjax.presets import scheme_names
-from train.machine import versions, write_file
+from train.machine import versions
+from train.paths import write_file
 from train.schedule import layer, own
 from train.schedule.chips import CHIPS
 from train.schedule.compiling import check_compiler

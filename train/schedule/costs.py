@@ -10,7 +10,8 @@ from pathlib import Path
 
 from posjax._checks import check, check_choice
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from train.machine import versions, write_file
+from train.machine import versions
+from train.paths import write_file
 from train.schedule.bench import ScheduleConfig
 from train.schedule.chips import CHIPS
 from train.schedule.compiling import ROOT, DoesNotCompile, check_compiler

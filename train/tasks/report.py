@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from train.machine import write_file
+from train.paths import write_file
 from train.tasks.config import TasksConfig
 from train.tasks.generators import TASKS
 from train.tasks.trainer import check_fit, train_and_test
