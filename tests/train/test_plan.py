@@ -23,9 +23,10 @@ from train.plan import table
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
+from train.plan.plan import check_split
 from train.plan.pods import Pod, pod
 from train.plan.published import PUBLISHED
-from train.plan.sweep import candidates, check_split
+from train.plan.sweep import candidates
 from train.plan.timeline import Player
 
 ROWS, COLUMNS, NUMBERS = 2, 4, 64

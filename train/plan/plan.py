@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jax.sharding import AbstractMesh
+
 from train.config import Config
 from train.flops import Flops, maxtext_flops, update_flops
-from train.model import decoder_config
+from train.mesh import check_rows, mesh_shape
+from train.model import decoder_config, placement
 from train.plan.compiling import Memory, compile_step
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
@@ -56,8 +59,26 @@ class Plan:
         return flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
 
 
+def check_split(config: Config, devices: int) -> None:
+    """Raises ValueError for rows, heads or a length that the mesh cannot share."""
+    sizes, train = mesh_shape(config.train.mesh, devices), config.train
+    check_rows(sizes, train.rows // train.accumulate)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    decoder = decoder_config(config)
+    for scheme in set(decoder.layers.schemes):
+        placement(config, mesh).check(
+            sizes,
+            batch=train.rows // train.accumulate,
+            length=train.length,
+            heads=decoder.num_heads,
+            kv_heads=decoder.num_kv_heads,
+            scheme=scheme,
+        )
+
+
 def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
+    check_split(config, on.devices)  # by name and at once, also where there is no compiler
     flops, decoder = update_flops(config), decoder_config(config)
     compiled = compile_step(config, on, timeout)
     share = visited_share(decoder.layers, config.train.length, decoder.causal)

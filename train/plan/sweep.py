@@ -12,17 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from jax.sharding import AbstractMesh
 from rich.console import Console
 from rich.table import Table
 
 from posjax.nn import DecoderConfig
 from train.config import Config
 from train.flops import product_parameters, update_flops
-from train.mesh import check_rows, mesh_shape
-from train.model import decoder_config, placement
+from train.model import decoder_config
 from train.plan.compiling import DoesNotCompile
-from train.plan.plan import Plan, make_plan
+from train.plan.plan import Plan, check_split, make_plan
 from train.plan.pods import GIB, Pod
 from train.plan.report import mesh_text
 
@@ -102,23 +100,6 @@ def _changed(config: Config, sizes: dict[str, int], remat: str, strategy: str) -
     except ValueError:
         return None
     return changed
-
-
-def check_split(config: Config, devices: int) -> None:
-    """Raises ValueError for rows, heads or a length that the mesh cannot share."""
-    sizes, train = mesh_shape(config.train.mesh, devices), config.train
-    check_rows(sizes, train.rows // train.accumulate)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    decoder = decoder_config(config)
-    for scheme in set(decoder.layers.schemes):
-        placement(config, mesh).check(
-            sizes,
-            batch=train.rows // train.accumulate,
-            length=train.length,
-            heads=decoder.num_heads,
-            kv_heads=decoder.num_kv_heads,
-            scheme=scheme,
-        )
 
 
 def _tokens(config: Config, axes: dict[str, int]) -> float:
