@@ -1,10 +1,10 @@
-"""Masks: each against its one-line definition, tiles against the materialised mask."""
+"""Masks: each against its one-line definition, what it declares, and what it refuses."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from masks.cases import CASES, COLUMN, FLAGS, IDS, ROW, N
 
 from posjax import masks, positions
 from posjax.masks import (
@@ -22,45 +22,6 @@ from posjax.masks import (
     Window,
 )
 
-N = 24
-ROW, COLUMN = np.mgrid[:N, :N]
-IDS = np.array([[0] * 5 + [1] * 12 + [2] * 4 + [-1] * 3, [-1] * 2 + [7] * 22])
-SAME = (IDS[:, :, None] == IDS[:, None, :]) & (IDS[:, :, None] >= 0)
-FLAGS = np.array([np.isin(np.arange(N), [3, 17]), np.arange(N) < 2])
-DISTANCE, CHUNKS = ROW - COLUMN, ROW // 7 - COLUMN // 7
-EITHER = FLAGS[:, :, None] | FLAGS[:, None, :]
-
-
-def dilated(size, *steps):
-    return np.stack([(DISTANCE % d == 0) & (abs(DISTANCE) // d < size) for d in steps])
-
-
-CASES = {
-    "causal": (Causal(), COLUMN <= ROW),
-    "window": (Window(5), abs(ROW - COLUMN) < 5),
-    "causal window": (Causal() & Window(5), (COLUMN <= ROW) & (ROW - COLUMN < 5)),
-    "sinks": (Sinks(3), COLUMN < 3),
-    "lambda": (Causal() & (Window(4) | Sinks(2)), (COLUMN <= ROW) & ((ROW - COLUMN < 4) | (COLUMN < 2))),
-    "chunked": (Causal() & Chunked(7), (COLUMN <= ROW) & (ROW // 7 == COLUMN // 7)),
-    "odd band": (Band(5), abs(DISTANCE) <= 2),
-    "even band": (Band(6), (DISTANCE <= 3) & (DISTANCE >= -2)),
-    "beyond": (Beyond(5), DISTANCE >= 5),
-    "previous chunk": (ChunksApart(7, 1, 1), CHUNKS == 1),
-    "older chunks": (ChunksApart(7, 2), CHUNKS >= 2),
-    "dilated": (Dilated(3, 4), dilated(3, 4)[0]),
-    "dilated heads": (Dilated(4, (1, 2, 5)), dilated(4, 1, 2, 5)[None]),
-    "global first": (GlobalFirst(2), (ROW < 2) | (COLUMN < 2)),
-    "window and global": (Window(3) | GlobalFirst(2), (abs(DISTANCE) < 3) | (ROW < 2) | (COLUMN < 2)),
-    "globals": (Globals(jnp.asarray(FLAGS)), EITHER[:, None]),
-    "longformer": (
-        Segments(jnp.asarray(IDS)) & (Dilated(3, (1, 2)) | Globals(jnp.asarray(FLAGS))),
-        SAME[:, None] & (dilated(3, 1, 2)[None] | EITHER[:, None]),
-    ),
-    "prefix": (Causal() | Prefix(6), (COLUMN <= ROW) | ((ROW < 6) & (COLUMN < 6))),
-    "segments": (Segments(jnp.asarray(IDS)), SAME[:, None]),
-    "packed": (Causal() & Segments(jnp.asarray(IDS)), SAME[:, None] & (COLUMN <= ROW)),
-    "either": (Segments(jnp.asarray(IDS)) | Sinks(1), SAME[:, None] | (COLUMN < 1)),
-}
 cases = pytest.mark.parametrize("name", CASES)
 
 
@@ -72,68 +33,10 @@ def test_materialised_mask_is_its_definition(name):
     np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
 
 
-@cases
-@pytest.mark.parametrize("block", [(4, 6), (8, 3), (1, 1)])
-def test_tiles_never_lie(name, block):
-    mask, want = CASES[name]
-    kinds = masks.tile_kinds(mask, positions.Range(0, N), positions.Range(0, N), *block)
-    chex.assert_shape(kinds, (..., N // block[0], N // block[1]))
-    chex.assert_type(kinds, jnp.int8)
-    tiles = np.broadcast_to(want, (*want.shape[:-2], N, N))
-    tiles = tiles.reshape(*want.shape[:-2], N // block[0], block[0], N // block[1], block[1]).swapaxes(-3, -2)
-    some, every = tiles.any((-2, -1)), tiles.all((-2, -1))
-    kinds = np.broadcast_to(kinds, some.shape)
-    assert not (some & (kinds == masks.EMPTY)).any()
-    assert not (~every & (kinds == masks.FULL)).any()
-
-
-SINGLE = ["causal", "window", "odd band", "even band", "beyond", "sinks", "chunked", "previous chunk", "older chunks"]
-
-
-@pytest.mark.parametrize("name", [*SINGLE, "globals", "global first", "segments"])
-def test_single_masks_classify_every_tile_exactly(name):
-    mask, want = CASES[name]
-    kinds = masks.tile_kinds(mask, positions.Range(0, N), positions.Range(0, N), 1, 1)
-    np.testing.assert_array_equal(kinds == masks.FULL, np.broadcast_to(want, kinds.shape))
-    np.testing.assert_array_equal(kinds == masks.EMPTY, ~np.broadcast_to(want, kinds.shape))
-
-
-@pytest.mark.parametrize("name", [*SINGLE, "globals", "global first"])
-def test_only_tiles_on_a_boundary_are_mixed(name):
-    mask, want = CASES[name]
-    kinds = masks.tile_kinds(mask, positions.Range(0, N), positions.Range(0, N), 4, 3)
-    tiles = want.reshape(*want.shape[:-2], N // 4, 4, N // 3, 3).swapaxes(-3, -2)
-    exact = np.where(tiles.all((-2, -1)), masks.FULL, np.where(tiles.any((-2, -1)), masks.MIXED, masks.EMPTY))
-    np.testing.assert_array_equal(kinds, np.broadcast_to(exact, kinds.shape))
-
-
-def test_dilated_heads_visit_their_own_band():
-    kinds = masks.tile_kinds(Dilated(16, (1, 4)), positions.Range(0, 512), positions.Range(0, 512), 16, 16)
-    chex.assert_shape(kinds, (1, 2, 32, 32))
-    tiles = (np.asarray(kinds) != masks.EMPTY).sum((0, 2, 3))
-    np.testing.assert_array_equal(tiles, [32 * 3 - 2, 32 * 9 - 2 * (1 + 2 + 3 + 4)])
-
-
 def test_dilation_of_one_is_a_window():
     there = positions.Range(0, N)
     one, window = (masks.materialise(mask, there, there) for mask in (Dilated(5, 1), Window(5)))
     np.testing.assert_array_equal(one, window)
-
-
-def test_causal_window_visits_a_band_only():
-    kinds = masks.tile_kinds(Causal() & Window(16), positions.Range(0, 4096), positions.Range(0, 4096), 64, 64)
-    assert int((np.asarray(kinds) != masks.EMPTY).sum()) == 64 + 63
-
-
-def test_tiles_of_a_range_are_known_when_tracing():
-    def trace(_):
-        extent = masks.extent(positions.Range(3, 8), 4)
-        some, every = Causal().tiles(extent, extent)
-        assert isinstance(some, np.ndarray)
-        assert isinstance(every, np.ndarray)
-        return 0.0
-
-    jax.jit(trace)(0.0)
 
 
 def test_positions_not_buffer_indices_decide():
@@ -211,11 +114,6 @@ def test_masks_of_tokens_are_taken_apart(make):
 def test_a_mask_composes_with_masks_only():
     with pytest.raises(ValueError, match="composes with masks only"):
         _ = Causal() & True
-
-
-def test_tile_kinds_wants_whole_tiles():
-    with pytest.raises(ValueError, match="q_positions has length 10, not a multiple of its block 4"):
-        masks.tile_kinds(Causal(), positions.Range(0, 10), positions.Range(0, 8), 4, 4)
 
 
 BOTH_WAYS = ["window", "odd band", "even band"]

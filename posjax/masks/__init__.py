@@ -1,0 +1,62 @@
+"""Typed, lazy, composable masks: which key each query may see.
+
+A mask is a value, never an ``n x n`` array, until a tile of it is asked for. Two kinds exist:
+
+* position masks are pure functions of the two integer positions: ``Causal``, ``Window``, ``Band``, ``Dilated``,
+  ``Sinks``, ``GlobalFirst``, ``Chunked``, ``Prefix``, and those that select the far pairs of ``posjax.far``, ``Beyond``
+  and ``ChunksApart``;
+* ``Segments`` carries the segment ids of the tokens, ``Globals`` their flags.
+
+They compose with ``&`` and ``|``. Every mask is a registered pytree: hyper-parameters are static metadata, arrays are
+leaves. Every mask can also say for a tile, from the extent of its positions alone, whether it is empty, full or mixed,
+so that an attention loop never visits an empty tile and never masks a full one.
+
+Shapes. Positions arrive as ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile is ``[queries, keys]`` or
+``[batch or 1, heads or 1, queries, keys]``. Positions are those of the tokens, not of the buffer, so left padding,
+packing, decoding and reordered sequences need nothing special.
+"""
+
+from posjax.masks.base import And, Mask, Or, Pair
+from posjax.masks.by_position import (
+    Band,
+    Beyond,
+    Causal,
+    Chunked,
+    ChunksApart,
+    Dilated,
+    GlobalFirst,
+    Prefix,
+    Sinks,
+    Window,
+)
+from posjax.masks.by_token import Globals, OfTokens, Segments, padding
+from posjax.masks.extents import Extent, extent
+from posjax.masks.tiles import EMPTY, FULL, MIXED, materialise, tile_kinds
+
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "MIXED",
+    "And",
+    "Band",
+    "Beyond",
+    "Causal",
+    "Chunked",
+    "ChunksApart",
+    "Dilated",
+    "Extent",
+    "GlobalFirst",
+    "Globals",
+    "Mask",
+    "OfTokens",
+    "Or",
+    "Pair",
+    "Prefix",
+    "Segments",
+    "Sinks",
+    "Window",
+    "extent",
+    "materialise",
+    "padding",
+    "tile_kinds",
+]

@@ -1,0 +1,146 @@
+"""Masks that carry a number of every token: segments, and tokens that see all."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from posjax._checks import check, check_rank
+from posjax.masks.base import Mask
+from posjax.masks.extents import Extent, block_extent
+
+
+class OfTokens(Mask):
+    """A mask that carries ``[batch, q]`` of the queries and ``[batch, k]`` of the keys, that of the queries if None.
+
+    A pair is allowed if ``meet`` says so of the two tokens' numbers; positions play no part.
+    """
+
+    _filler: int
+    """What a token that padding adds gets."""
+
+    @staticmethod
+    def meet(q, k):
+        """Whether a query may see a key, for numbers that broadcast against each other."""
+        raise NotImplementedError
+
+    @property
+    def arrays(self) -> tuple[Array, Array]:
+        """The numbers of the queries and of the keys."""
+        q, k = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return q, k
+
+    def __post_init__(self):
+        q, k = dataclasses.fields(self)
+        if getattr(self, k.name) is None:
+            object.__setattr__(self, k.name, getattr(self, q.name))
+
+    def allowed(self, q_positions, kv_positions):
+        return self.meet(*self._columns())
+
+    def _columns(self):
+        """Both arrays, as ``[batch, 1, q, 1]`` and ``[batch, 1, 1, k]``."""
+        q, k = self.arrays
+        return q[:, None, :, None], k[:, None, None, :]
+
+    def _extents(self, q: Extent, k: Extent):
+        """The masks of the smallest and of the largest value in every block."""
+        blocks = (block_extent(x, size) for x, size in zip(self.arrays, (q.size, k.size), strict=True))
+        return (type(self)(*ends) for ends in zip(*blocks, strict=True))
+
+    def queries(self, start, size):
+        q, k = self.arrays
+        return type(self)(jax.lax.dynamic_slice_in_dim(q, start, size, axis=1), k)
+
+    def keys(self, start, size):
+        q, k = self.arrays
+        return type(self)(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1))
+
+    def row(self, index):
+        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
+        return type(self)(*map(pick, self.arrays))
+
+    def pad(self, queries, keys):
+        missing = (queries - self.arrays[0].shape[1], keys - self.arrays[1].shape[1])
+        pairs = zip(self.arrays, missing, strict=True)
+        return type(self)(*(jnp.pad(x, ((0, 0), (0, more)), constant_values=self._filler) for x, more in pairs))
+
+    def map_tokens(self, queries, keys):
+        q, k = self.arrays
+        return type(self)(queries(q), keys(k))
+
+    def check(self, batch, queries, keys):
+        kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
+        for field, array, length in zip(dataclasses.fields(self), self.arrays, (queries, keys), strict=True):
+            name, found = field.name, jnp.shape(array)
+            check(found == (batch, length), f"{kind} {name} must have shape {(batch, length)}, found {found}")
+            fits = jnp.issubdtype(array.dtype, self._dtype)
+            check(fits, f"{kind} {name} must be {wanted}, found {array.dtype}")
+
+    @property
+    def batched(self):
+        return True
+
+
+_of_tokens = partial(jax.tree_util.register_dataclass, meta_fields=[])
+
+
+@partial(_of_tokens, data_fields=["q_ids", "kv_ids"])
+@dataclasses.dataclass(frozen=True)
+class Segments(OfTokens):
+    """Query and key belong to one segment, and neither is padding: ``q_ids[i] == kv_ids[j] >= 0``.
+
+    Negative ids are padding and match nothing, not even each other.
+
+    Args:
+        q_ids: int32 ``[batch, q]``, the segment of every query.
+        kv_ids: int32 ``[batch, k]``, the segment of every key; that of the queries when left out.
+    """
+
+    q_ids: Int[Array, "batch q"]
+    kv_ids: Int[Array, "batch k"] | None = None
+
+    _filler, _dtype = -1, jnp.integer
+
+    @staticmethod
+    def meet(q, k):
+        return (q == k) & (q >= 0)
+
+    def tiles(self, q: Extent, k: Extent):
+        (q_low, k_low), (q_high, k_high) = (ends._columns() for ends in self._extents(q, k))
+        some = (q_high >= 0) & (k_high >= 0) & (q_low <= k_high) & (k_low <= q_high)
+        return some, (q_low >= 0) & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+
+
+@partial(_of_tokens, data_fields=["q_flags", "kv_flags"])
+@dataclasses.dataclass(frozen=True)
+class Globals(OfTokens):
+    """``q_flags[i] or kv_flags[j]``: tokens with a flag see all and are seen by all (Longformer, 2004.05150).
+
+    ``(Window(w // 2 + 1) | Globals(flags)) & padding(valid)`` is Longformer's attention.
+
+    Args:
+        q_flags: bool ``[batch, q]``, whether a query is global.
+        kv_flags: bool ``[batch, k]``, whether a key is; those of the queries when left out.
+    """
+
+    q_flags: Bool[Array, "batch q"]
+    kv_flags: Bool[Array, "batch k"] | None = None
+
+    _filler, _dtype = False, jnp.bool_
+
+    @staticmethod
+    def meet(q, k):
+        return (q | k) != 0
+
+    def tiles(self, q: Extent, k: Extent):
+        every, some = (ends.allowed(None, None) for ends in self._extents(q, k))
+        return some, every
+
+
+def padding(valid: Bool[Array, "batch length"]) -> Segments:
+    """The mask that hides padding: tokens where ``valid`` is false see nothing and are seen by nothing."""
+    check_rank("valid", valid, 2, "[batch, length]")
+    return Segments(jnp.where(valid, 0, -1).astype(jnp.int32))
