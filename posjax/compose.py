@@ -1,4 +1,4 @@
-"""What composes in a scheme and what does not, with the reasons; and what may change after training."""
+"""What composes in a scheme and what does not, with the reasons; and the parameters of its specs."""
 
 import inspect
 from collections.abc import Mapping
@@ -109,19 +109,4 @@ def _check_linear(scheme: Any) -> None:
     check(
         scheme.features is None or type(scheme.features) is rotary.Rotary,
         f"features: linear attention rotates its numerator with Rotary only, found {scheme.features!r}",
-    )
-
-
-def check_same_parameters(name: str, before, after) -> None:
-    """Both specs must learn arrays of the same names and shapes."""
-    if before == after:
-        return
-
-    def shapes(spec):
-        sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "model_dim": 64}
-        return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: init_spec(spec, jax.random.key(0), sizes)))
-
-    check(
-        shapes(before) == shapes(after),
-        f"{name}: {after!r} needs parameters {shapes(after)}, but the model has {shapes(before)}; train it instead",
     )

@@ -147,8 +147,7 @@ class Scheme:
             ValueError: for an unknown slot, or a change that would need other parameters.
         """
         extended = self.replace(**changes)
-        for name in ("embedding", "norm", "scale", "bias", "features", "sinks", "linear"):
-            check_same_parameters(name, getattr(self, name), getattr(extended, name))
+        check_same_parameters(self, extended)
         check(
             self._features.widths == extended._features.widths,
             f"features: {extended.features!r} needs other projections than {self.features!r}; train it instead",
@@ -163,31 +162,7 @@ class Scheme:
         """
         for name in changes:
             check_known("slot", name, SLOT_NAMES)
-        rule = changes.pop("frequencies", None)
-        changed = dataclasses.replace(self, **{name: self._resolve(name, value) for name, value in changes.items()})
-        if rule is None:
-            return changed
-        features = _with_rule(changed.features, changed._resolve("frequencies", rule))
-        return dataclasses.replace(changed, features=features)
-
-    def _resolve(self, slot_name: str, value):
-        """A spec from ``{"name": ...}``; a frequency rule keeps what it does not change."""
-        if slot_name == "frequencies":
-            check(self.rotates, "frequencies: this scheme rotates nothing, so it has no frequencies")
-        if not isinstance(value, Mapping):
-            return value
-        options = dict(value)
-        check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {value!r}")
-        if slot_name == "frequencies":
-            before = self.features.frequencies
-            check(
-                before.partial_rotary_factor == 1
-                or isinstance(before, rotary.Proportional) == (options["name"] == "proportional"),
-                f"frequencies: {options['name']!r} would not rotate the pairs that {before!r} does, for the share of "
-                "p-RoPE and that of partial rotary are different things; give the rule itself if that is meant",
-            )
-            options = {key: getattr(before, key) for key in ("base", "head_dim", "partial_rotary_factor")} | options
-        return slot(slot_name, options.pop("name"), **options)
+        return replaced(self, changes)
 
     def check_direction(self, causal: bool) -> None:
         """Refuses methods that are meant for causal attention in bidirectional attention.
@@ -604,15 +579,6 @@ _PROTOCOL = {
 }
 SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Scheme)))
 """The slots that ``replace`` and ``extend`` take."""
-
-
-def _with_rule(features, rule):
-    """The features with another rule; where a rule deals out the frequencies of a rule to several axes, that one."""
-    before = features.frequencies
-    if isinstance(before, rotary.MRoPE | rotary.RoPETie) and isinstance(rule, rotary.FrequencyRule) and rule.axes == 1:
-        own = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
-        rule = dataclasses.replace(before, rule=rule, **own)
-    return dataclasses.replace(features, frequencies=rule)
 
 
 def _count_visible(

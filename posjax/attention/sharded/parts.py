@@ -108,13 +108,23 @@ class Line:
 
     def part(self, call: Call, i, j, source) -> Call:
         """Query piece ``i`` of this group and key piece ``j`` of a call whose keys are those of group ``source``."""
-        found = call.map_tokens(self.cut(i), self.cut(j))
-        return found.at(self._placed(found.x.q_positions, self.shard, i), self._placed(found.x.kv_positions, source, j))
+        return self.placed(call.map_tokens(self.cut(i), self.cut(j)), i, j, source)
+
+    def placed(self, pieces: Call, i, j, source) -> Call:
+        """Those pieces, cut out already, at their positions."""
+        x = pieces.x
+        return pieces.at(self._placed(x.q_positions, self.shard, i), self._placed(x.kv_positions, source, j))
 
     def queries(self, call: Call, i) -> Call:
         """Query piece ``i`` of this group, with the keys as they are."""
         found = call.map_tokens(self.cut(i), keep)
         return found.at(self._placed(found.x.q_positions, self.shard, i), found.x.kv_positions)
+
+    def stored(self, n, whole, piece, axis: int):
+        """``whole`` with ``piece`` in the place of piece ``n``."""
+        if self.chunks == 1:
+            return piece
+        return jax.lax.dynamic_update_slice_in_dim(whole, piece, n * self.piece, axis % whole.ndim)
 
     def _placed(self, positions: Positions, shard, n) -> Positions:
         return self.positions(positions, shard, n) if isinstance(positions, Range) else positions

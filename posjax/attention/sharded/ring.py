@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from posjax.attention.api import run
 from posjax.attention.operands import like_zeros, statistics_dtype
-from posjax.attention.sharded.parts import Call, Line, keep
+from posjax.attention.sharded.parts import Call, Line
 from posjax.masks import extent
 
 
@@ -45,6 +45,7 @@ def ring(plan: Plan, call: Call) -> tuple:
 
 def _forward(plan: Plan, call: Call) -> tuple:
     x, dtype = call.x, statistics_dtype(call.x.q)
+    are_keys = [leaf.of_keys for leaf in _sides(call)]
     rows = x.q.shape[:-1]
     start = (
         like_zeros((*rows, x.v.shape[-1]), dtype, x.q),
@@ -52,17 +53,17 @@ def _forward(plan: Plan, call: Call) -> tuple:
     )
 
     def step(source, keys, travelling, so_far):
-        moved = _replaced(call, _are_keys(call), keys)
+        moved = _replaced(call, are_keys, keys)
 
         def pair(i, j, so_far):
             part = plan.line.part(moved, i, j, source)
             own = tuple(plan.line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
             merged = _unless_empty(part, lambda: _merged(own, run(plan.implementation, *_parts(part), True)), own)
-            return tuple(map(partial(_stored, plan.line, i), so_far, merged, (-2, -1)))
+            return tuple(map(partial(plan.line.stored, i), so_far, merged, (-2, -1)))
 
         return travelling, _over_pairs(plan.line, pair, so_far)
 
-    _, (out, lse) = _round(plan.line, step, _chosen(call, _are_keys(call)), [], start)
+    _, (out, lse) = _round(plan.line, step, _chosen(call, are_keys), [], start)
     return out.astype(x.v.dtype), lse
 
 
@@ -76,13 +77,6 @@ def _merged(first: tuple, second: tuple) -> tuple:
     finite = jnp.where(jnp.isneginf(lse), 0, lse)
     out = sum(part.astype(lse.dtype) * jnp.exp(own - finite)[..., None] for part, own in (first, second))
     return out, lse
-
-
-def _stored(line: Line, i, whole, piece, axis: int):
-    """``whole`` with piece ``i`` in its place."""
-    if line.chunks == 1:
-        return piece
-    return jax.lax.dynamic_update_slice_in_dim(whole, piece, i * line.piece, whole.ndim + axis)
 
 
 def _unless_empty(part: Call, compute: Callable, otherwise):
@@ -128,14 +122,18 @@ def _sent_on(line: Line, arrays: list) -> list:
     return jax.lax.ppermute(arrays, line.axis, [(n, (n + line.width) % devices) for n in range(devices)])
 
 
-class _OfKeys:
-    """Stands for an array over keys."""
+class _Side(NamedTuple):
+    """Whose tokens a leaf of a call has, and along which axis: none for what all tokens share."""
+
+    of_keys: bool = False
+    axis: int | None = None
 
 
-def _are_keys(call: Call) -> list[bool]:
-    """For every leaf whether it belongs to the keys, and travels."""
-    marked = call.map_tokens(keep, lambda array, axis: _OfKeys())
-    return [isinstance(leaf, _OfKeys) for leaf in jax.tree.leaves(marked)]
+def _sides(call: Call) -> list[_Side]:
+    """For every leaf. What belongs to the keys travels."""
+    marked = call.map_tokens(lambda array, axis: _Side(False, axis), lambda array, axis: _Side(True, axis))
+    leaves = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, _Side))
+    return [leaf if isinstance(leaf, _Side) else _Side() for leaf in leaves]
 
 
 def _chosen(tree, which: list[bool]) -> list:
@@ -173,43 +171,58 @@ def _is_primal(leaf) -> bool:
 
 
 def _ring_backward(plan: Plan, saved: _Saved, cotangents):
-    call, rows = saved.call, (saved.out, saved.lse)
+    call, rows, line = saved.call, (saved.out, saved.lse), plan.line
     d_out, d_lse = (like_zeros(c.shape, c.dtype, saved.out) if isinstance(c, SymbolicZero) else c for c in cotangents)
     # A row that sees nothing is constant.
     d_rows = d_out, jnp.where(jnp.isneginf(saved.lse), 0, d_lse)
-    are_keys = _are_keys(call)
-    of_keys = [wanted and key for wanted, key in zip(saved.wanted, are_keys, strict=True)]
-    of_own = [wanted and not key for wanted, key in zip(saved.wanted, are_keys, strict=True)]
+    sides = _sides(call)
+    are_keys = [side.of_keys for side in sides]
+    of_keys, of_own = (
+        [want and key is which for want, key in zip(saved.wanted, are_keys, strict=True)] for which in (True, False)
+    )
+    axes = [[side.axis for side, chosen in zip(sides, which, strict=True) if chosen] for which in (of_keys, of_own)]
 
     def step(source, keys, d_keys, d_own):
         moved = _replaced(call, are_keys, keys)
 
-        def part(i, j, values) -> Call:
-            changed = _replaced(_replaced(moved, of_keys, values[0]), of_own, values[1])
-            return plan.line.part(changed, i, j, source)
-
         def pair(i, j, so_far):
-            values = _chosen(moved, of_keys), _chosen(moved, of_own)
-            whole, d_whole = (tuple(map(plan.line.cut(i), pair, (-2, -1))) for pair in (rows, d_rows))
+            # Gradients are of pieces: those of whole arrays would be zeros but for a piece, and added as such.
+            pieces = moved.map_tokens(line.cut(i), line.cut(j))
+            whole, d_whole = (tuple(map(line.cut(i), pair, (-2, -1))) for pair in (rows, d_rows))
+            own = [_cut(line, n, *lists) for n, *lists in zip((j, i), axes, so_far, strict=True)]
 
             def attended(values):
-                return run(plan.implementation, *_parts(part(i, j, values)), True, whole)
+                part = _replaced(_replaced(pieces, of_keys, values[0]), of_own, values[1])
+                return run(plan.implementation, *_parts(line.placed(part, i, j, source)), True, whole)
 
             def added():
+                values = [_chosen(pieces, of_keys), _chosen(pieces, of_own)]
                 found = jax.vjp(attended, values)[1](d_whole)[0]
-                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), so_far, found)
+                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), own, found)
 
-            return _unless_empty(part(i, j, values), added, so_far)
+            found = _unless_empty(line.placed(pieces, i, j, source), added, own)
+            return [_stored(line, n, *lists) for n, *lists in zip((j, i), axes, so_far, found, strict=True)]
 
         # From zeros, not from what arrives: so the kernels need not wait for it.
-        share, d_own = _over_pairs(plan.line, pair, (nothing[0], d_own))
+        share, d_own = _over_pairs(line, pair, [nothing[0], d_own])
         return jax.tree.map(jnp.add, d_keys, share), d_own
 
     nothing = [list(map(_accumulator, _chosen(call, which))) for which in (of_keys, of_own)]
-    d_keys, d_own = _round(plan.line, step, _chosen(call, are_keys), *nothing)
+    d_keys, d_own = _round(line, step, _chosen(call, are_keys), *nothing)
     found = _replaced(jax.tree.map(_no_gradient, call), of_keys, d_keys)
     found = _replaced(found, of_own, d_own)
     return (jax.tree.map(_like, found, call),)
+
+
+def _cut(line: Line, n, axes: list, arrays: list) -> list:
+    """Piece ``n`` of arrays; without an axis of tokens they are whole."""
+    return [array if axis is None else line.cut(n)(array, axis) for axis, array in zip(axes, arrays, strict=True)]
+
+
+def _stored(line: Line, n, axes: list, wholes: list, pieces: list) -> list:
+    """The arrays with others in the place of piece ``n``."""
+    arrays = zip(axes, wholes, pieces, strict=True)
+    return [piece if axis is None else line.stored(n, whole, piece, axis) for axis, whole, piece in arrays]
 
 
 def _accumulator(leaf):
