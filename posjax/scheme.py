@@ -11,8 +11,6 @@ compose freely. What does not compose is refused when the scheme is built, with 
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -21,17 +19,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax import bias, linear, masks, rotary
+from posjax import bias, linear, masks
 from posjax._checks import check, check_count
 from posjax._slots import Features
+from posjax.arguments import all_of, bound_bias, count_visible, sink_logits
 from posjax.attention import attention
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement, context_attention
-from posjax.compose import check_composition, check_same_parameters, init_spec
+from posjax.compose import check_composition, init_spec
+from posjax.extension import check_same_parameters, replaced
 from posjax.layout import Layout
 from posjax.linear import LinearState
 from posjax.positions import Positions, Range, as_array
-from posjax.registry import check_known, slot
+from posjax.registry import check_known
 
 _PLAIN = Features()
 
@@ -382,13 +382,14 @@ class Scheme:
         at_k = self._places(across.local(kv_positions, k.shape[1]), coordinates)
         if self.norm is not None:
             q = self.norm.apply(params.get("norm", {}), q, q)[0]
-        own = _all_of(self.mask, self._far_mask)
+        own = all_of(self.mask, self._far_mask)
         heads = across.all_heads(q.shape[2])
+        here = across.local(q_positions, q.shape[1])
         if visible is not None:
             visible = across.local(visible, q.shape[1])
         elif self.scale is not None:
-            visible = _count_visible(across, q, q_positions, kv_positions, causal)
-        scale = self._scale(params, across.local(q_positions, q.shape[1]), visible, own, causal, (heads, head_dim))
+            visible = count_visible(across, here, kv_positions, causal)
+        scale = self._scale(params, here, visible, own, causal, (heads, head_dim))
         if self.caches != "rotated":
             v = self._features.value(learned, v, at_k, **maps)
         far = ()
@@ -402,10 +403,10 @@ class Scheme:
             q,
             k,
             v,
-            bias=self._bound(params, heads, gates),
-            mask=_all_of(masks.Causal() if causal else None, own, mask),
+            bias=bound_bias(self.bias, params, heads, gates),
+            mask=all_of(masks.Causal() if causal else None, own, mask),
             scale=scale,
-            sinks=self._sinks(params, heads, options.pop("sinks", None)),
+            sinks=sink_logits(self.sinks, params, heads, options.pop("sinks", None)),
             far=far,
             decay=self._features.decay(head_dim),
             q_positions=q_positions,
@@ -537,21 +538,6 @@ class Scheme:
             return linear.bidirectional(v=v, segment_ids=segment_ids, **made), None
         return linear.chunked(v=v, segment_ids=segment_ids, state=state, **made)
 
-    def _bound(self, params, heads: int, gates):
-        if self.bias is None:
-            return None
-        if not self.reads_tokens:
-            return self.bias.bind(params.get("bias"), num_heads=heads)
-        check(gates is not None, f"gates: {type(self.bias).__name__} reads the tokens: pass what Scheme.prepare gives")
-        # Gates are of tokens, and so of the heads at hand.
-        return self.bias.bind(params.get("bias"), num_heads=gates[0].shape[1], q_gates=gates[0], kv_gates=gates[1])
-
-    def _sinks(self, params, heads: int, given):
-        if self.sinks is None:
-            return given
-        check(given is None, "sinks: the scheme has sinks of its own")
-        return self.sinks.logits(params.get("sinks", {}), num_heads=heads)
-
     def _scale(self, params, positions: Positions, visible, own, causal: bool, sizes: tuple[int, int]):
         """``c_h(i) / sqrt(d)`` of all heads, with the softmax factor that some frequency rules (YaRN) ask for."""
         heads, head_dim = sizes
@@ -579,19 +565,3 @@ _PROTOCOL = {
 }
 SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Scheme)))
 """The slots that ``replace`` and ``extend`` take."""
-
-
-def _count_visible(
-    across: Placement, q, q_positions: Positions, kv_positions: Positions, causal: bool
-) -> Int[Array, "*b queries"]:
-    """Keys at or before each query, for contiguous keys; all keys when not causal. Unchanged by a common shift."""
-    at = as_array(across.local(q_positions, q.shape[1]))
-    if not causal:
-        keys = kv_positions.length if isinstance(kv_positions, Range) else across.whole(kv_positions.shape[-1])
-        return jnp.full_like(at, keys)
-    return at - across.lowest(kv_positions) + 1
-
-
-def _all_of(*parts: masks.Mask | None) -> masks.Mask | None:
-    found = [part for part in parts if part is not None]
-    return None if not found else functools.reduce(operator.and_, found)

@@ -31,6 +31,7 @@ FLOORS = [
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "sinks", "far", "linear"},
     {"attention"},
     {"registry", "compose"},
+    {"extension", "arguments"},
     {"scheme"},
     {"layers"},
     {"presets"},

@@ -1,0 +1,64 @@
+"""What the slots of a scheme give to one call of attention."""
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from posjax._checks import check
+from posjax.attention.sharded import Placement
+from posjax.bias import Bias
+from posjax.masks import Mask
+from posjax.positions import Positions, Range, as_array
+
+Params = Mapping[str, Mapping[str, Array]]
+
+
+def bound_bias(bias: Any, params: Params, heads: int, gates: tuple[Array, Array] | None) -> Bias | None:
+    """The bias with its parameters, and with the gates of the tokens where it reads them (FoX).
+
+    Raises:
+        ValueError: for gates that are missing.
+    """
+    if bias is None:
+        return None
+    if not bias.reads_tokens:
+        return bias.bind(params.get("bias"), num_heads=heads)
+    check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass what Scheme.prepare gives")
+    # Gates are of tokens, and so of the heads at hand.
+    return bias.bind(params.get("bias"), num_heads=gates[0].shape[1], q_gates=gates[0], kv_gates=gates[1])
+
+
+def sink_logits(sinks: Any, params: Params, heads: int, given: Array | None) -> Float[Array, "heads"] | None:
+    """The logits of the slot of sinks, or those that a call is given where the slot is empty.
+
+    Raises:
+        ValueError: for both.
+    """
+    if sinks is None:
+        return given
+    check(given is None, "sinks: the scheme has sinks of its own")
+    return sinks.logits(params.get("sinks", {}), num_heads=heads)
+
+
+def count_visible(
+    across: Placement, q_positions: Positions, kv_positions: Positions, causal: bool
+) -> Int[Array, "*b queries"]:
+    """Keys at or before each query, for contiguous keys; all keys when not causal. Unchanged by a common shift.
+
+    ``q_positions`` are of the tokens at hand, ``kv_positions`` may be a ``Range`` over the whole row.
+    """
+    at = as_array(q_positions)
+    if not causal:
+        keys = kv_positions.length if isinstance(kv_positions, Range) else across.whole(kv_positions.shape[-1])
+        return jnp.full_like(at, keys)
+    return at - across.lowest(kv_positions) + 1
+
+
+def all_of(*parts: Mask | None) -> Mask | None:
+    """What all masks allow, those that are None left out."""
+    found = [part for part in parts if part is not None]
+    return None if not found else functools.reduce(operator.and_, found)

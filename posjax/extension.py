@@ -1,0 +1,79 @@
+"""A scheme with other slots: how they are given, and what may change after training."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from posjax import rotary
+from posjax._checks import check
+from posjax.compose import init_spec
+from posjax.registry import slot
+
+
+def replaced(scheme: Any, changes: Mapping[str, Any]) -> Any:
+    """The ``Scheme`` with some slots replaced, the frequency rule last; see ``Scheme.replace``.
+
+    Raises:
+        ValueError: for an unknown name or option, or a frequency rule where nothing is rotated.
+    """
+    changes = dict(changes)
+    rule = changes.pop("frequencies", None)
+    made = {name: _resolved(scheme, name, value) for name, value in changes.items()}
+    changed = dataclasses.replace(scheme, **made)
+    if rule is None:
+        return changed
+    check(changed.rotates, "frequencies: this scheme rotates nothing, so it has no frequencies")
+    features = _with_rule(changed.features, _resolved(changed, "frequencies", rule))
+    return dataclasses.replace(changed, features=features)
+
+
+def _resolved(scheme, slot_name: str, value):
+    """A spec from ``{"name": ...}``; a frequency rule keeps what it does not change."""
+    if not isinstance(value, Mapping):
+        return value
+    options = dict(value)
+    check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {value!r}")
+    if slot_name == "frequencies":
+        options = _kept(scheme.features.frequencies, options["name"]) | options
+    return slot(slot_name, options.pop("name"), **options)
+
+
+def _kept(before: rotary.FrequencyRule, name: str) -> dict[str, Any]:
+    """The options that a frequency rule by name takes over from the rule before it."""
+    check(
+        before.partial_rotary_factor == 1 or isinstance(before, rotary.Proportional) == (name == "proportional"),
+        f"frequencies: {name!r} would not rotate the pairs that {before!r} does, for the share of "
+        "p-RoPE and that of partial rotary are different things; give the rule itself if that is meant",
+    )
+    return {key: getattr(before, key) for key in ("base", "head_dim", "partial_rotary_factor")}
+
+
+def _with_rule(features, rule):
+    """The features with another rule; where a rule deals out the frequencies of a rule to several axes, that one."""
+    before = features.frequencies
+    if isinstance(before, rotary.MRoPE | rotary.RoPETie) and isinstance(rule, rotary.FrequencyRule) and rule.axes == 1:
+        own = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
+        rule = dataclasses.replace(before, rule=rule, **own)
+    return dataclasses.replace(features, frequencies=rule)
+
+
+def check_same_parameters(before: Any, after: Any) -> None:
+    """Raises ValueError, naming the slot, unless two schemes learn arrays of the same names and shapes."""
+    for name in ("embedding", "norm", "scale", "bias", "features", "sinks", "linear"):
+        _check_slot(name, getattr(before, name), getattr(after, name))
+
+
+def _check_slot(name: str, before, after) -> None:
+    if before == after:
+        return
+    check(
+        _shapes(before) == _shapes(after),
+        f"{name}: {after!r} needs parameters {_shapes(after)}, but the model has {_shapes(before)}; train it instead",
+    )
+
+
+def _shapes(spec) -> dict[str, tuple[int, ...]]:
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "model_dim": 64}
+    return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: init_spec(spec, jax.random.key(0), sizes)))
