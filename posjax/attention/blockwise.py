@@ -27,6 +27,7 @@ from posjax.attention.operands import (
     group_mask,
     like_zeros,
     mix,
+    named,
     scores,
     statistics_dtype,
     with_bias,
@@ -320,7 +321,7 @@ def _forward(blocks: Blocks, x: Operands):
 
 
 def _attend_forward(blocks: Blocks, x: Operands):
-    out, lse = _forward(blocks, x)
+    out, lse = named(*_forward(blocks, x))
     return (out, lse), (x, out, lse)
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
@@ -13,6 +14,9 @@ from posjax.bias import Bias
 from posjax.far import Branch
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
+
+ATTENDED = "posjax_attended"
+"""Name of what attention computes, for policies of ``jax.checkpoint``: see ``named``."""
 
 _LARGEST_EXPONENT = 40.0
 
@@ -107,6 +111,15 @@ def like_zeros(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) ->
     axes = tuple(_varying(like))
     constant = jnp.full(shape, fill, dtype)
     return jax.lax.pcast(constant, axes, to="varying") if axes else constant
+
+
+def named(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Output and log-sum-exp as they are, by the name ``ATTENDED``.
+
+    The backward pass of a kernel needs no more than these and its operands. So where ``jax.checkpoint`` keeps what has
+    that name, the kernel does not run again.
+    """
+    return checkpoint_name(out, ATTENDED), checkpoint_name(lse, ATTENDED)
 
 
 def statistics_dtype(x: Array) -> jnp.dtype:

@@ -9,7 +9,7 @@ from posjax.attention.sharded import Placement
 from posjax.layers import Layers, uniform
 from posjax.scheme import Scheme
 
-REMAT = ("none", "full", "dots", "offload")
+REMAT = ("none", "dots", "offload", "attention", "full")
 ACTIVATIONS = ("swiglu", "gelu")
 
 
@@ -31,8 +31,10 @@ class DecoderConfig:
         scheme: how position is told: one ``Scheme`` for all layers, or ``Layers``.
         compute_dtype: of activations and matrix products, ``"float32"`` or ``"bfloat16"``; parameters, norms, logits
             and softmax statistics are float32.
-        remat: what the backward pass recomputes in each block: ``"none"``, ``"full"`` (everything), ``"dots"``
-            (everything but matrix products with parameters), ``"offload"`` (the same, those kept in the host's memory).
+        remat: what the backward pass recomputes in each block: ``"none"``, ``"dots"`` (everything but matrix products
+            with parameters and what attention computes), ``"offload"`` (the same, the products kept in the host's
+            memory), ``"attention"`` (everything but what attention computes: for long sequences, where that takes most
+            of the time and little memory), ``"full"`` (everything).
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
         placement: how activations lie over the mesh in use (``jax.set_mesh``, with ``AxisType.Auto``), if there is one;

@@ -1,6 +1,7 @@
 """A pre-norm Transformer for any scheme: causal language model, or bidirectional encoder."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_rank
+from posjax.attention.operands import ATTENDED
 from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
@@ -16,10 +18,19 @@ from posjax.nn.modules import Block, Context, RMSNorm, parameter, placed, plain,
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Scheme
 
+_KEEPS_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
+
+
+def _keeping_attended(policy: Callable) -> Callable:
+    """The policy, which keeps what attention computes, too: it takes the longest to do again for its size."""
+    return lambda *args, **parameters: _KEEPS_ATTENDED(*args, **parameters) or policy(*args, **parameters)
+
+
 _POLICIES = {
+    "dots": _keeping_attended(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "offload": _keeping_attended(jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")),
+    "attention": _KEEPS_ATTENDED,
     "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 
 

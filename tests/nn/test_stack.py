@@ -22,7 +22,9 @@ T5 = preset("t5")
 PATTERNS = pj.Layers((((dataclasses.replace(T5, mask=masks.Window(3)),), 2), ((T5,), 1)))
 
 
-@pytest.mark.parametrize(("scan", "remat"), [(False, "none"), (True, "full"), (False, "dots")], ids=str)
+@pytest.mark.parametrize(
+    ("scan", "remat"), [(False, "none"), (True, "full"), (False, "dots"), (True, "attention")], ids=str
+)
 def test_scan_and_remat_change_nothing(scan, remat):
     plain = config(PATTERNS, num_layers=3)
     other = dataclasses.replace(plain, scan_layers=scan, remat=remat)
@@ -30,14 +32,28 @@ def test_scan_and_remat_change_nothing(scan, remat):
     assert_same(run(other, separate()), run(plain, separate()), 1e-5)
 
 
+def recomputing(remat):
+    graph, state = made(config(preset("rope"), remat=remat, scan_layers=False, implementation="blockwise"))
+    tokens = jnp.zeros((1, LENGTH), jnp.int32)
+    return lambda state: nnx.merge(graph, state)(tokens), state
+
+
 def test_remat_recomputes():
     def saved(remat):
-        graph, state = made(config(preset("rope"), remat=remat))
-        tokens = jnp.zeros((1, LENGTH), jnp.int32)
-        _, residuals = jax.eval_shape(lambda s: jax.vjp(lambda s: nnx.merge(graph, s)(tokens), s), state)
+        logits, state = recomputing(remat)
+        _, residuals = jax.eval_shape(lambda state: jax.vjp(logits, state), state)
         return sum(leaf.size for leaf in jax.tree.leaves(residuals))
 
-    assert saved("full") < saved("dots") < saved("none")
+    assert saved("full") < saved("attention") < saved("dots") < saved("none")
+
+
+def test_remat_runs_attention_again_only_when_asked():
+    def loops(remat):
+        logits, state = recomputing(remat)
+        gradient = jax.jit(jax.grad(lambda state: logits(state).sum()))
+        return gradient.lower(state).as_text().count("stablehlo.while")
+
+    assert loops("attention") == loops("dots") < loops("full")
 
 
 def rms(x, gain):

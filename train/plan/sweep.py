@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posjax.nn import DecoderConfig
+from posjax.nn.config import REMAT
 from train.config import Config
 from train.flops import product_parameters, update_flops
 from train.model import decoder_config
@@ -24,10 +25,7 @@ from train.plan.plan import Plan, check_split, make_plan
 from train.plan.pods import GIB, Pod
 from train.plan.report import mesh_text
 
-REMAT = ("none", "dots", "full", "offload")
 STRATEGIES = ("ring", "all-gather", "ulysses")
-RECOMPUTED = {"none": 1.0, "dots": 1.05, "full": 4 / 3, "offload": 4 / 3}
-"""Work of an update, over that without recomputation."""
 
 _HEADROOM = 1.3
 """The rough count may be wrong by so much before a candidate is left out."""
@@ -118,9 +116,16 @@ def rough_bytes(config: Config, axes: dict[str, int]) -> float:
     state = 16 * parameters / axes["fsdp"] / tensor
     gathered = 4 * parameters / decoder.num_layers / tensor
     inner = _inner(decoder) / tensor
-    kept = {"none": 2 * inner + decoder.model_dim, "dots": inner + decoder.model_dim, "full": decoder.model_dim}
+    width, attended = decoder.model_dim, decoder.head_dim * decoder.num_heads / tensor
+    kept = {
+        "none": 2 * inner + width,
+        "dots": inner + width + attended,
+        "offload": width + attended,
+        "attention": width + attended,
+        "full": width,
+    }
     logits = 8 * tokens * decoder.vocab_size / tensor / config.train.loss_chunks
-    activations = 2 * tokens * decoder.num_layers * kept.get(config.model.remat, 0)
+    activations = 2 * tokens * decoder.num_layers * kept[config.model.remat]
     return state + gathered + activations + 4 * tokens * (inner + 2 * decoder.model_dim) + logits
 
 
@@ -133,6 +138,13 @@ def _all_parameters(decoder: DecoderConfig) -> int:
     return product_parameters(decoder) + (0 if decoder.tied_head else decoder.vocab_size * decoder.model_dim)
 
 
+def _work(config: Config) -> float:
+    """FLOPs of an update, recomputed ones too: a third more of what the backward pass runs again."""
+    flops = update_flops(config)
+    again = {"attention": flops.total - flops.attention, "full": flops.total}
+    return flops.total + again.get(config.model.remat, 0.0) / 3
+
+
 def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     """Work at 60% of the peak or the gathering of parameters, whichever is longer, and the traffic inside layers.
 
@@ -140,7 +152,7 @@ def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     tokens four times, and along `context` keys and values go round three times.
     """
     decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
-    work = update_flops(config).total * RECOMPUTED[config.model.remat] / (0.6 * on.chips * on.peak_flops)
+    work = _work(config) / (0.6 * on.chips * on.peak_flops)
     link = 2e9 * on.network.link
     per_layer = 2 * tokens * decoder.num_layers / link
     gathered = 6 * _all_parameters(decoder) / axes["tensor"] * config.train.accumulate / link

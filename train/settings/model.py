@@ -24,7 +24,7 @@ class ModelConfig:
     tied_head: bool = True
     causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always
-    remat: Literal["none", "full", "dots", "offload"] = "none"
+    remat: Literal["none", "dots", "offload", "attention", "full"] = "none"
     scan_layers: bool = True
     implementation: str | None = None  # the attention backend; None picks the best one that can
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from posjax.attention.api import run
-from posjax.attention.operands import like_zeros, statistics_dtype
+from posjax.attention.operands import like_zeros, named, statistics_dtype
 from posjax.attention.sharded.parts import Call, Line
 from posjax.masks import extent
 
@@ -162,7 +162,7 @@ def _ring_forward(plan: Plan, call: Call):
     primals = jax.tree.leaves(call, is_leaf=_is_primal)
     wanted = tuple(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in primals)
     call = jax.tree.map(lambda leaf: leaf.value, call, is_leaf=_is_primal)
-    out, lse = _forward(plan, call)
+    out, lse = named(*_forward(plan, call))
     return (out, lse), _Saved(call, out, lse, wanted)
 
 

@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
-from posjax.attention.operands import Operands
+from posjax.attention.operands import Operands, named
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tpu.backward import LN2, Saved, backward
 from posjax.attention.tpu.blocks import Chip, cheapest_backward, cheapest_forward, chip, divide, fit
@@ -294,7 +294,7 @@ class _Residuals:
 def _attend_forward(call: Call, x: Inputs):
     of_bias = any(leaf.perturbed for leaf in jax.tree.leaves(x.bias, is_leaf=_is_primal))
     x = jax.tree.map(lambda leaf: leaf.value, x, is_leaf=_is_primal)
-    out, lse = attend(call, x)
+    out, lse = named(*attend(call, x))
     return (out, lse), _Residuals(x, out, lse, of_bias)
 
 
