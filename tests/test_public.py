@@ -124,5 +124,5 @@ def test_imports_go_down(path):
             assert allowed(room(path), inside.partition(".")[0]), name
         else:
             known = package in sys.stdlib_module_names or package in NUMERICS
-            extra = {"nn": {"flax"}, "diagnostics": {"flax", "matplotlib"}}.get(room(path), set())
+            extra = {"nn": {"flax"}, "diagnostics": {"matplotlib"}}.get(room(path), set())
             assert known or package in extra, name

@@ -35,23 +35,6 @@ def slack_and_fox():
     return decoder(pj.Layers((((pj.scheme("coca-slack"),), 1), ((pj.scheme("fox"),), 1))))
 
 
-def test_the_layers_are_those_that_the_model_runs(rope, monkeypatch):
-    calls, attend = [], pj.Scheme.attend
-
-    def record(self, q, k, v, **options):
-        calls.append((q, k))
-        return attend(self, q, k, v, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pj.Scheme, "attend", record)
-        _, want = jax.jit(lambda tokens: (rope(tokens), calls))(TOKENS)
-    found = list(capture(rope, TOKENS))
-    chex.assert_trees_all_close([(layer.q, layer.k) for layer in found], want, atol=1e-5)
-    chex.assert_shape(want[2], [(2, 12, 4, 8), (2, 12, 2, 8)])
-    assert [layer.scheme for layer in found] == list(rope.config.layers.schemes)
-    assert found[1].params["bias"].keys() == {"table"}
-
-
 def test_each_layer_is_measured_with_its_norm_and_mask(rope):
     window = pj.scheme("rope", norm={"name": "key-norm"}, mask=pj.masks.Window(4))
     model = rope.with_scheme(layers(window))

@@ -1,0 +1,69 @@
+"""What the attention of every layer of a decoder is given, for whoever looks into a model."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from posjax.nn.decoder import Decoder
+from posjax.nn.modules import Block, Context, plain
+from posjax.positions import Range
+from posjax.scheme import Scheme
+
+
+class Layer(NamedTuple):
+    """What attention of one layer is given: projections after the norm of the scheme and before its features.
+
+    ``gates`` are those that ``Scheme.prepare`` makes of the tokens (FoX), or None.
+    """
+
+    scheme: Scheme
+    params: dict[str, dict[str, Array]]
+    q: Float[Array, "batch length heads query_size"]
+    k: Float[Array, "batch length kv_heads key_size"]
+    gates: Float[Array, "batch heads length"] | None
+
+
+def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int | None = None) -> Iterator[Layer]:
+    """The queries and keys of every layer in turn, for tokens at positions ``0, 1, 2, ...``.
+
+    Only one period of the layers' pattern is held at a time.
+
+    Args:
+        model: any decoder.
+        tokens: int32 ids, one document in each row.
+        length: the current length, for schemes that read it; that of the rows when left out.
+    """
+    context = model._context(tokens, None, None, length, None)
+    x = model._embed(tokens, context)
+    for stack, (schemes, repeats) in zip(model.stacks, model.config.layers.patterns, strict=True):
+        graph, state = nnx.split(stack)
+        where = {"graph": graph, "schemes": schemes, "length": context.length}
+        shared = [context.shared.get(scheme, {}) for scheme in schemes]
+        for n in range(repeats):
+            x, found = _run_period(jax.tree.map(lambda leaf, n=n: leaf[n], state), x, context.visible, shared, **where)
+            yield from (Layer(scheme, *given) for scheme, given in zip(schemes, found, strict=True))
+
+
+@partial(jax.jit, static_argnames=("graph", "schemes", "length"))
+def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[Array, list[tuple]]:
+    """The blocks of one period: what comes out, and what each of their attentions was given."""
+    context = Context(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
+    found = []
+    for block in nnx.merge(graph, state):
+        found.append(_given(block, x, context))
+        x = block(x, context)
+    return x, found
+
+
+def _given(block: Block, x: Array, context: Context) -> tuple:
+    attention, x = block.attention, block.attention_norm(x)
+    scheme = attention.scheme
+    params = plain(attention.learned) | context.shared.get(scheme, {})
+    q, k, _ = attention._project(x)
+    if scheme.norm is not None:
+        q, k = scheme.norm.apply(params.get("norm", {}), q, k)
+    return params, q, k, scheme.prepare(params, x)
