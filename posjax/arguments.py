@@ -44,6 +44,19 @@ def sink_logits(sinks: Any, params: Params, heads: int, given: Array | None) -> 
     return sinks.logits(params.get("sinks", {}), num_heads=heads)
 
 
+def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False, implementation=None) -> None:
+    """Checks the options of ``attention`` that a call passes on, for linear attention, which has no logits.
+
+    ``implementation`` chooses among the backends of softmax attention, which the same model may have in other layers.
+
+    Raises:
+        ValueError: for an option about logits.
+        TypeError: for a keyword that ``attention`` does not know either, or that is no option of a call.
+    """
+    for name, given in (("softcap", softcap), ("sinks", sinks), ("return_residuals", return_residuals or None)):
+        check(given is None, f"{name}: linear attention has no logits for it; leave it out")
+
+
 def count_visible(
     across: Placement, q_positions: Positions, kv_positions: Positions, causal: bool
 ) -> Int[Array, "*b queries"]:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from posjax import bias, linear, masks
 from posjax._checks import check, check_count
 from posjax._slots import Features
-from posjax.arguments import all_of, bound_bias, count_visible, sink_logits
+from posjax.arguments import all_of, bound_bias, check_no_logits, count_visible, sink_logits
 from posjax.attention import attention
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement, context_attention
@@ -288,6 +288,7 @@ class Scheme:
 
         Raises:
             ValueError: for a bias of the other direction, missing parameters, or shapes that do not fit.
+            TypeError: for an option that there is not.
         """
         params = params or {}
         across = Placement() if across is None else across
@@ -323,14 +324,15 @@ class Scheme:
         narrow = self._features.heads(params["features"], across.first_head(kv_heads), kv_heads)
         return dict(params) | {"features": narrow}
 
-    def _attend_whole_rows(self, q, k, v, params, at_q, at_k, *, causal=True, mask=None, **options):
-        """``attend`` for linear attention, which only segments narrow."""
+    def _attend_whole_rows(
+        self, q, k, v, params, at_q, at_k, *, causal=True, mask=None, visible=None, gates=None, **options
+    ):
+        """``attend`` for linear attention, which only segments narrow; it has no slot that reads counts or gates."""
         check(
             mask is None or isinstance(mask, masks.Segments),
             f"mask: linear attention sees whole documents, so masks.Segments is all it takes, found {mask!r}",
         )
-        for name in ("softcap", "sinks", "return_residuals"):
-            check(not options.get(name), f"{name}: linear attention has no logits for it; leave it out")
+        check_no_logits(**options)
         ids = None if mask is None else mask.q_ids
         return self.attend_linear(q, k, v, params=params, at_q=at_q, at_k=at_k, causal=causal, segment_ids=ids)[0]
 
@@ -487,6 +489,7 @@ class Scheme:
         where = self._places(positions, coordinates)
         ids = jnp.where(valid, 0, -1)
         if self.caches == "state":
+            check_no_logits(**options)
             return self.attend_linear(q, k, v, params=params, at_q=where, at_k=where, segment_ids=ids, state=kept)
         check(
             coordinates is None or self.caches == "rotated",

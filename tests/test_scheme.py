@@ -289,3 +289,35 @@ def test_attend_refuses_the_other_direction(scheme, option):
 def test_attend_says_which_parameters_are_missing():
     with pytest.raises(ValueError, match="params must hold 'table'"):
         pj.scheme("t5").attend(*as_float32(*projections()))
+
+
+def decoded(scheme, **options):
+    index, valid = jnp.broadcast_to(jnp.arange(TOKENS), (BATCH, TOKENS)), jnp.ones((BATCH, TOKENS), bool)
+    kept = scheme.init_cache(BATCH, TOKENS, num_heads=HEADS, num_kv_heads=KV, head_dim=SIZE, chunk=TOKENS)
+    given = {"index": index, "valid": valid, "length": TOKENS} | options
+    return scheme.decode(*as_float32(*projections()), kept, **given)
+
+
+def attended(scheme, **options):
+    return scheme.attend(*as_float32(*projections()), **options)
+
+
+@pytest.mark.parametrize("name", ["rope", "linear-elu"])
+@pytest.mark.parametrize("call", [attended, decoded])
+def test_an_option_that_there_is_not_is_refused(call, name):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'soft_cap'"):
+        call(pj.scheme(name), soft_cap=2.0)
+
+
+@pytest.mark.parametrize("call", [attended, decoded])
+@pytest.mark.parametrize("option", [{"softcap": 2.0}, {"sinks": jnp.zeros(HEADS)}, {"return_residuals": True}])
+def test_linear_attention_refuses_what_is_about_logits(call, option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name}: linear attention has no logits for it"):
+        call(pj.scheme("linear-elu"), **option)
+
+
+@pytest.mark.parametrize("call", [attended, decoded])
+def test_linear_attention_leaves_the_backend_to_other_layers(call):
+    scheme = pj.scheme("linear-elu")
+    chex.assert_trees_all_equal(call(scheme, implementation="blockwise"), call(scheme))
