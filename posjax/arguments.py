@@ -57,18 +57,42 @@ def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False,
         check(given is None, f"{name}: linear attention has no logits for it; leave it out")
 
 
-def count_visible(
-    across: Placement, q_positions: Positions, kv_positions: Positions, causal: bool
-) -> Int[Array, "*b queries"]:
-    """Keys at or before each query, for contiguous keys; all keys when not causal. Unchanged by a common shift.
+def scale_factor(
+    scale: Any, params: Params, heads: int, positions: Positions, visible: Int[Array, "*b queries"]
+) -> Float[Array, "*b queries heads"]:
+    """``c_h(i)`` of all heads, for queries that stand at ``positions`` and see ``visible`` keys."""
+    made = params.get("scale", {})
+    return scale.factor(made, positions=as_array(positions), visible=visible, num_heads=heads)
 
-    ``q_positions`` are of the tokens at hand, ``kv_positions`` may be a ``Range`` over the whole row.
+
+def count_visible(
+    across: Placement,
+    q_positions: Positions,
+    kv_positions: Positions,
+    causal: bool,
+    own: Mask | None,
+    given: Int[Array, "*b queries"] | None,
+) -> Int[Array, "*b queries"]:
+    """How many keys each query sees, unchanged by a common shift of all positions.
+
+    Args:
+        across: how rows lie over a mesh.
+        q_positions: of the queries at hand.
+        kv_positions: of the keys, at hand or, as a ``Range``, of the whole row.
+        causal: whether a query sees only the keys at or before its position.
+        own: the scheme's mask, which leaves some of them.
+        given: how many there are before the mask; where it is None those at or before each query, or all where not
+            causal, for contiguous keys.
     """
     at = as_array(q_positions)
-    if not causal:
+    if given is not None:
+        count = across.local(given, at.shape[-1])
+    elif causal:
+        count = at - across.lowest(kv_positions) + 1
+    else:
         keys = kv_positions.length if isinstance(kv_positions, Range) else across.whole(kv_positions.shape[-1])
-        return jnp.full_like(at, keys)
-    return at - across.lowest(kv_positions) + 1
+        count = jnp.full_like(at, keys)
+    return count if own is None else own.visible(count, at, causal)
 
 
 def all_of(*parts: Mask | None) -> Mask | None:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from posjax import bias, linear, masks
 from posjax._checks import check, check_count
 from posjax._slots import Features
-from posjax.arguments import all_of, bound_bias, check_no_logits, count_visible, sink_logits
+from posjax.arguments import all_of, bound_bias, check_no_logits, count_visible, scale_factor, sink_logits
 from posjax.attention import attention
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement, context_attention
@@ -124,9 +124,9 @@ class Scheme:
     def _features(self) -> Features:
         return _PLAIN if self.features is None else self.features
 
-    def _places(self, positions: Positions, coordinates):
-        """Where the features stand, with an axis of coordinates for those that have several, without for others."""
-        several = self._features.axes > 1
+    def _places(self, across: Placement, x, positions: Positions, coordinates):
+        """Where the features of ``x`` stand, with an axis of coordinates where they have several, without elsewhere."""
+        several, positions = self._features.axes > 1, across.local(positions, x.shape[1])
         if coordinates is None:
             rows = several and not isinstance(positions, Range) and jnp.ndim(positions) == 2
             return as_array(positions)[..., None] if rows else positions
@@ -276,8 +276,7 @@ class Scheme:
             k: raw key projections, of width ``key_size(head_dim)``.
             v: values.
             params: what ``init`` and ``init_shared`` made, merged.
-            q_positions: see ``attention``.
-            kv_positions: see ``attention``.
+            q_positions, kv_positions: see ``attention``.
             coordinates: positions of the tokens for the features alone, in several axes (images) or real-valued, where
                 queries and keys are the same tokens; masks, biases and scales go on reading the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
@@ -295,14 +294,14 @@ class Scheme:
         length = across.whole(k.shape[1]) if length is None else length
         kv_positions = Range(0, across.whole(k.shape[1])) if kv_positions is None else kv_positions
         q_positions = Range(0, across.whole(q.shape[1])) if q_positions is None else q_positions
-        where = self._places(across.local(kv_positions, k.shape[1]), coordinates)
+        at_k = self._places(across, k, kv_positions, coordinates)
         if self.caches == "state":
             across.check_scheme(self)
-            at_q = self._places(across.local(q_positions, q.shape[1]), coordinates)
-            return self._attend_whole_rows(q, k, v, params, at_q, where, **options)
+            at_q = self._places(across, q, q_positions, coordinates)
+            return self._attend_whole_rows(q, k, v, params, at_q, at_k, **options)
         params = self._of_heads(params, across, k.shape[2])
         head_dim = self._features.head_dim(k.shape[-1])
-        k, v = self.stored(params, k, v, where, length=length)
+        k, v = self.stored(params, k, v, at_k, length=length)
         return self.attend_stored(
             q,
             k,
@@ -363,8 +362,7 @@ class Scheme:
             v: stored values.
             params: see ``attend``.
             head_dim: size of a head.
-            q_positions: see ``attention``.
-            kv_positions: see ``attention``.
+            q_positions, kv_positions: see ``attention``.
             coordinates: see ``attend``.
             length: the current length, for schemes that read it.
             causal: whether a query sees only the keys at or before its position.
@@ -377,29 +375,17 @@ class Scheme:
             options: passed on to ``attention`` (``implementation``, ``softcap``, ``return_residuals``).
         """
         self.check_direction(causal)
-        learned = params.get("features", {})
-        maps = {"head_dim": head_dim, "length": length}
         across = Placement() if across is None else across
-        at_q = self._places(across.local(q_positions, q.shape[1]), coordinates)
-        at_k = self._places(across.local(kv_positions, k.shape[1]), coordinates)
-        if self.norm is not None:
-            q = self.norm.apply(params.get("norm", {}), q, q)[0]
-        own = all_of(self.mask, self._far_mask)
-        heads = across.all_heads(q.shape[2])
-        here = across.local(q_positions, q.shape[1])
-        if visible is not None:
-            visible = across.local(visible, q.shape[1])
-        elif self.scale is not None:
-            visible = count_visible(across, here, kv_positions, causal)
-        scale = self._scale(params, here, visible, own, causal, (heads, head_dim))
-        if self.caches != "rotated":
-            v = self._features.value(learned, v, at_k, **maps)
-        far = ()
-        if self.far is not None:
-            q, k, far = self.far.branches(self._features, learned, q, k, at_q, at_k, **maps)
-        else:
-            k = k if self.caches == "rotated" else self._features.key(learned, k, at_k, **maps)
-            q = self._features.query(learned, q, at_q, **maps)
+        heads, own = across.all_heads(q.shape[2]), all_of(self.mask, self._far_mask)
+        at_q = self._places(across, q, q_positions, coordinates)
+        at_k = self._places(across, k, kv_positions, coordinates)
+        scale = head_dim**-0.5 * self._features.softmax_scale
+        if self.scale is not None:
+            at = across.local(q_positions, q.shape[1])
+            visible = count_visible(across, at, kv_positions, causal, own, visible)
+            scale = scale * scale_factor(self.scale, params, heads, at, visible)
+        maps = {"head_dim": head_dim, "length": length}
+        q, k, v, far = self._mapped(params, q, k, v, at_q, at_k, **maps)
         attend = partial(context_attention, across=across) if across.axes or across.layout.moves else attention
         out = attend(
             q,
@@ -415,9 +401,25 @@ class Scheme:
             kv_positions=kv_positions,
             **options,
         )
-        if options.get("return_residuals"):
-            return self._features.output(learned, out[0], at_q, **maps), out[1]
-        return self._features.output(learned, out, at_q, **maps)
+        return self._finished(params, out, at_q, **maps)
+
+    def _mapped(self, params, q, k, v, at_q, at_k, **maps) -> tuple:
+        """What attention takes: queries, keys, values and far branches, of raw queries and of what is stored."""
+        learned, rotated = params.get("features", {}), self.caches == "rotated"
+        if self.norm is not None:
+            q = self.norm.apply(params.get("norm", {}), q, q)[0]
+        v = v if rotated else self._features.value(learned, v, at_k, **maps)
+        if self.far is not None:
+            q, k, far = self.far.branches(self._features, learned, q, k, at_q, at_k, **maps)
+            return q, k, v, far
+        k = k if rotated else self._features.key(learned, k, at_k, **maps)
+        return self._features.query(learned, q, at_q, **maps), k, v, ()
+
+    def _finished(self, params, out, at_q, **maps):
+        """What attention gives, alone or with its residuals, after the map of outputs."""
+        if isinstance(out, tuple):
+            return self._finished(params, out[0], at_q, **maps), out[1]
+        return self._features.output(params.get("features", {}), out, at_q, **maps)
 
     def init_cache(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
@@ -486,15 +488,12 @@ class Scheme:
         """
         params = params or {}
         positions = index if positions is None else positions
-        where = self._places(positions, coordinates)
+        where = self._places(Placement(), k, positions, coordinates)
         ids = jnp.where(valid, 0, -1)
         if self.caches == "state":
             check_no_logits(**options)
             return self.attend_linear(q, k, v, params=params, at_q=where, at_k=where, segment_ids=ids, state=kept)
-        check(
-            coordinates is None or self.caches == "rotated",
-            f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
-        )
+        self._check_kept(coordinates)
         stored = self.stored(params, k, v, where, length=length)
         kept = kept.write(*stored, positions, index, valid, gates)
         out = self.attend_stored(
@@ -513,6 +512,13 @@ class Scheme:
             **options,
         )
         return out, kept
+
+    def _check_kept(self, coordinates) -> None:
+        """Refuses coordinates where a cache could not keep what they are for."""
+        check(
+            coordinates is None or self.caches == "rotated",
+            f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
+        )
 
     def attend_linear(
         self,
@@ -540,18 +546,6 @@ class Scheme:
         if not causal:
             return linear.bidirectional(v=v, segment_ids=segment_ids, **made), None
         return linear.chunked(v=v, segment_ids=segment_ids, state=state, **made)
-
-    def _scale(self, params, positions: Positions, visible, own, causal: bool, sizes: tuple[int, int]):
-        """``c_h(i) / sqrt(d)`` of all heads, with the softmax factor that some frequency rules (YaRN) ask for."""
-        heads, head_dim = sizes
-        fixed = head_dim**-0.5 * self._features.softmax_scale
-        if self.scale is None:
-            return fixed
-        positions = as_array(positions)
-        if own is not None:
-            visible = own.visible(visible, positions, causal)
-        made = params.get("scale", {})
-        return fixed * self.scale.factor(made, positions=positions, visible=visible, num_heads=heads)
 
 
 _LEARNING = ("norm", "scale", "bias", "features", "sinks", "linear")
