@@ -74,6 +74,7 @@ class LinearBias(Bias):
     by_distance: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):
+        """``-m_h (i - j)``, or the symmetric forms of it; ``[heads, q, k]`` for positions that the batch shares."""
         # The distance is an exact integer before it meets the slope, so the bias keeps its bits at any position.
         r = distance(q_positions, kv_positions)
         slopes = heads_first(widened(self.slopes))
@@ -114,6 +115,7 @@ class ALiBi(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
+        """``symmetric=True``; None where it is given."""
         return None if self.symmetric else "symmetric=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:

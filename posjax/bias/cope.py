@@ -24,6 +24,7 @@ class ContextualBias(Bias):
     table: Float[Array, "max_position head_dim"]
 
     def heads(self, start, size):
+        """The same for any heads: they share one table."""
         return self
 
     def levels(self, q: Float[Array, "*b q head_dim"]) -> Float[Array, "*b q max_position"]:
@@ -83,6 +84,7 @@ class CoPE(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
+        """No option fits it to bidirectional attention."""
         return ""
 
     def init(self, key: Array, num_heads: int, head_dim: int) -> dict[str, Array]:

@@ -34,10 +34,12 @@ class InterpolatedBias(Bias):
     threshold: float
 
     def heads(self, start, size):
+        """The last layer of the network for the heads at hand; the rest is the same for all."""
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
         return dataclasses.replace(self, w2=cut(self.w2), b2=cut(self.b2))
 
     def values(self, q_positions, kv_positions):
+        """The network at the relative distance of each pair, ``[heads, q, k]`` or with a batch before."""
         x = self._relative(q_positions, kv_positions)
         x = x[:, 0] if x.ndim == 4 else x
         w1, b1, w2, b2 = map(widened, (self.w1, self.b1, self.w2, self.b2))

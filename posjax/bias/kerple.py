@@ -26,6 +26,7 @@ class LogBias(Bias):
     by_distance: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):
+        """``-p_h log(1 + a_h |i - j|)``, ``[heads, q, k]`` for positions that the batch shares."""
         a, p = (heads_first(_kept(x, _SMALLEST)) for x in (self.a, self.p))
         r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
         return -p * jnp.log1p(a * r)
@@ -60,6 +61,7 @@ class PowerBias(Bias):
     by_distance: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):
+        """``-a_h |i - j|^p_h``, ``[heads, q, k]`` for positions that the batch shares."""
         return -_power(self.a, self.p, q_positions, kv_positions)
 
 
@@ -77,6 +79,7 @@ class WeightedPowerBias(PowerBias):
     by_distance: ClassVar[bool] = False
 
     def apply(self, scores, q_positions, kv_positions):
+        """``z exp(-a'_h |i - j|^p'_h) + b_h``: the scores fade before the bias is added."""
         weight = jnp.exp(-_power(self.weight_a, self.weight_p, q_positions, kv_positions))
         return super().apply(scores * weight.astype(scores.dtype), q_positions, kv_positions)
 

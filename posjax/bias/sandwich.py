@@ -33,6 +33,7 @@ class SinusoidBias(Bias):
     by_distance: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):
+        """``factors_h (sum_t cos((i - j) theta_t) - c)``, by one product of matrices for all heads."""
         first = int(self.variant == "from_one")
         thetas = exact(_BASE ** (-2.0 * np.arange(first, first + self.dbar // 2) / self.dbar))
 

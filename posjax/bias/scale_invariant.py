@@ -21,14 +21,17 @@ class ScaleInvariantBias(Bias):
     num_heads: int
 
     def heads(self, start, size):
+        """As many heads: all are alike."""
         return ScaleInvariantBias(self.spec, size)
 
     def values(self, q_positions, kv_positions):
+        """The offset ``m_t``, repeated over the heads."""
         offset = self._parts(q_positions, kv_positions)[1]
         *batch, q, k = offset.shape
         return jnp.broadcast_to(offset, (*batch[:1], self.num_heads, q, k))
 
     def apply(self, scores, q_positions, kv_positions):
+        """``a_t z + m_t``."""
         factor, offset = self._parts(q_positions, kv_positions)
         return scores * factor.astype(scores.dtype) + offset.astype(scores.dtype)
 

@@ -95,10 +95,12 @@ class BucketBias(Bias):
 
     @property
     def constant_from(self):
+        """Where the last bucket begins."""
         side = self.table.shape[0] // (2 if self.bidirectional else 1)
         return max(t5_thresholds(side, self.max_distance), default=side // 2)
 
     def values(self, q_positions, kv_positions):
+        """The table at the bucket of each pair, ``[heads, q, k]`` or with a batch before."""
         bucket = t5_bucket(
             distance(q_positions, kv_positions),
             self.table.shape[0],
@@ -137,6 +139,7 @@ class T5(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
+        """``bidirectional=True``; None where it is given."""
         return None if self.bidirectional else "bidirectional=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:

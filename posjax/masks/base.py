@@ -71,9 +71,11 @@ class Pair(Mask):
     right: Mask
 
     def allowed(self, q_positions, kv_positions):
+        """The tiles of both masks, joined."""
         return self.join(*(part.allowed(q_positions, kv_positions) for part in (self.left, self.right)))
 
     def tiles(self, q, k):
+        """What both masks say of every pair of blocks, joined: safe for ``&`` and for ``|``."""
         (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
         return self.join(some, some_right), self.join(every, every_right)
 
@@ -82,33 +84,42 @@ class Pair(Mask):
         return type(self)(left, right)
 
     def queries(self, start, size):
+        """Both masks for a block of queries."""
         return self._map("queries", start, size)
 
     def keys(self, start, size):
+        """Both masks for a block of keys."""
         return self._map("keys", start, size)
 
     def row(self, index):
+        """Both masks for one row of the batch."""
         return self._map("row", index)
 
     def pad(self, queries, keys):
+        """Both masks with longer arrays."""
         return self._map("pad", queries, keys)
 
     def map_tokens(self, queries, keys):
+        """Both masks with their arrays mapped."""
         return self._map("map_tokens", queries, keys)
 
     def heads(self, start, size):
+        """Both masks for the heads at hand."""
         return self._map("heads", start, size)
 
     def check(self, batch, queries, keys):
+        """Raises ValueError unless both masks fit the call."""
         self.left.check(batch, queries, keys)
         self.right.check(batch, queries, keys)
 
     @property
     def batched(self):
+        """Whether one of them carries arrays that differ between rows."""
         return self.left.batched or self.right.batched
 
     @property
     def shift_invariant(self):
+        """Whether shifting all positions changes neither mask."""
         return self.left.shift_invariant and self.right.shift_invariant
 
 
@@ -127,10 +138,12 @@ class And(Pair):
 
     @property
     def retained(self):
+        """The smaller of what the two leave; None if neither says."""
         found = [part.retained for part in (self.left, self.right) if part.retained is not None]
         return min(found, key=sum, default=None)
 
     def visible(self, count, positions, causal):
+        """The smaller of the two counts."""
         return jnp.minimum(*(part.visible(count, positions, causal) for part in (self.left, self.right)))
 
 
@@ -146,8 +159,10 @@ class Or(Pair):
 
     @property
     def retained(self):
+        """The larger of each number of the two; None if one of them leaves all."""
         left, right = self.left.retained, self.right.retained
         return None if left is None or right is None else (max(left[0], right[0]), max(left[1], right[1]))
 
     def visible(self, count, positions, causal):
+        """The sum of the two counts, though never more than there are."""
         return jnp.minimum(count, sum(part.visible(count, positions, causal) for part in (self.left, self.right)))

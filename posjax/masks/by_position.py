@@ -20,9 +20,11 @@ class Causal(Mask):
     """``j <= i``: a query sees the keys up to and including its own position."""
 
     def pairs(self, i, j):
+        """``j <= i``."""
         return j <= i
 
     def bounds(self, i_low, i_high, j_low, j_high):
+        """Some if the first key is not ahead of the last query, all if the last key is not ahead of the first query."""
         return j_low <= i_high, j_high <= i_low
 
 
@@ -90,9 +92,11 @@ class Window(_Distances):
 
     @property
     def limits(self):
+        """``1 - size`` to ``size - 1``."""
         return 1 - self.size, self.size - 1
 
     def visible(self, count, positions, causal):
+        """At most ``size`` keys if causal, otherwise ``2 size - 1``."""
         return jnp.minimum(count, self.size if causal else 2 * self.size - 1)
 
 
@@ -110,9 +114,11 @@ class Band(_Distances):
 
     @property
     def limits(self):
+        """``-floor((size - 1) / 2)`` to ``floor(size / 2)``."""
         return -((self.size - 1) // 2), self.size // 2
 
     def visible(self, count, positions, causal):
+        """At most ``size`` keys; if causal those behind the query and its own, ``floor(size / 2) + 1``."""
         return jnp.minimum(count, self.size // 2 + 1 if causal else self.size)
 
 
@@ -125,9 +131,11 @@ class Beyond(_Distances):
 
     @property
     def limits(self):
+        """``size`` and no end."""
         return self.size, None
 
     def visible(self, count, positions, causal):
+        """All but the last ``size`` keys if causal, otherwise counted as all."""
         return jnp.maximum(count - self.size, 0) if causal else count
 
 
@@ -153,6 +161,7 @@ class ChunksApart(_Chunks):
 
     @property
     def limits(self):
+        """``least`` and ``most``, in chunks."""
         return self.least, self.most
 
 
@@ -189,13 +198,16 @@ class Dilated(Mask):
         return np.reshape(self._each, (1, -1, 1, 1)) if isinstance(self.dilation, tuple) else self.dilation
 
     def heads(self, start, size):
+        """The heads at hand, where dilations differ."""
         return _OfHeads(self, jnp.asarray(start, jnp.int32), size) if isinstance(self.dilation, tuple) else self
 
     def pairs(self, i, j):
+        """Whether the distance is a whole multiple of the dilation, fewer than ``size`` times."""
         distance = i - j
         return (distance % self._steps == 0) & (abs(distance) < self.size * self._steps)
 
     def bounds(self, i_low, i_high, j_low, j_high):
+        """As for the window that it spans; where that has gaps no tile is surely full."""
         reach = (self.size - 1) * self._steps
         shortest, longest = i_low - j_high, i_high - j_low
         every = (shortest >= -reach) & (longest <= reach) & (self._steps == 1)
@@ -203,6 +215,7 @@ class Dilated(Mask):
 
     @property
     def retained(self):
+        """No first keys, and as many recent ones as the most dilated head spans."""
         return 0, (self.size - 1) * max(self._each) + 1
 
     def visible(self, count, positions, causal):
@@ -257,14 +270,17 @@ class Sinks(_First):
     count: int
 
     def pairs(self, i, j):
+        """``j < count``."""
         # ``i == i`` gives the tile its queries' shape.
         return (j < self.count) & (i == i)
 
     @property
     def retained(self):
+        """The first ``count`` keys."""
         return self.count, 0
 
     def visible(self, count, positions, causal):
+        """At most ``count`` keys."""
         return jnp.minimum(count, self.count)
 
 
@@ -280,13 +296,16 @@ class GlobalFirst(_First):
     count: int
 
     def pairs(self, i, j):
+        """``i < count or j < count``."""
         return (i < self.count) | (j < self.count)
 
     @property
     def retained(self):
+        """The first ``count`` keys."""
         return self.count, 0
 
     def visible(self, count, positions, causal):
+        """All keys for the first ``count`` queries, at most ``count`` for the others."""
         return jnp.where(positions < self.count, count, jnp.minimum(count, self.count))
 
 
@@ -301,6 +320,7 @@ class Prefix(_First):
     length: int
 
     def pairs(self, i, j):
+        """``i < length and j < length``."""
         return (i < self.length) & (j < self.length)
 
 
@@ -314,4 +334,5 @@ class Chunked(_Chunks):
     limits = (0, 0)
 
     def visible(self, count, positions, causal):
+        """At most those of a chunk; if causal those up to the query's place in its own."""
         return jnp.minimum(count, positions % self.size + 1 if causal else self.size)

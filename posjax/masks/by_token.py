@@ -38,6 +38,7 @@ class OfTokens(Mask):
             object.__setattr__(self, k.name, getattr(self, q.name))
 
     def allowed(self, q_positions, kv_positions):
+        """The tile ``[batch, 1, q, k]``."""
         return self.meet(*self._columns())
 
     def _columns(self):
@@ -51,27 +52,33 @@ class OfTokens(Mask):
         return (type(self)(*ends) for ends in zip(*blocks, strict=True))
 
     def queries(self, start, size):
+        """The numbers of a block of queries; those of the keys stay."""
         q, k = self.arrays
         return type(self)(jax.lax.dynamic_slice_in_dim(q, start, size, axis=1), k)
 
     def keys(self, start, size):
+        """The numbers of a block of keys; those of the queries stay."""
         q, k = self.arrays
         return type(self)(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1))
 
     def row(self, index):
+        """The numbers of one row, as a batch of one."""
         pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
         return type(self)(*map(pick, self.arrays))
 
     def pad(self, queries, keys):
+        """Both arrays lengthened by the number that padding gets."""
         missing = (queries - self.arrays[0].shape[1], keys - self.arrays[1].shape[1])
         pairs = zip(self.arrays, missing, strict=True)
         return type(self)(*(jnp.pad(x, ((0, 0), (0, more)), constant_values=self._filler) for x, more in pairs))
 
     def map_tokens(self, queries, keys):
+        """Both arrays mapped; their last axis is the tokens."""
         q, k = self.arrays
         return type(self)(queries(q), keys(k))
 
     def check(self, batch, queries, keys):
+        """Raises ValueError unless both arrays have one number of the right kind for each token."""
         kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
         for field, array, length in zip(dataclasses.fields(self), self.arrays, (queries, keys), strict=True):
             name, found = field.name, jnp.shape(array)
@@ -81,6 +88,7 @@ class OfTokens(Mask):
 
     @property
     def batched(self):
+        """Always: the numbers are of tokens."""
         return True
 
 
@@ -106,9 +114,11 @@ class Segments(OfTokens):
 
     @staticmethod
     def meet(q, k):
+        """``q == k >= 0``."""
         return (q == k) & (q >= 0)
 
     def tiles(self, q: Extent, k: Extent):
+        """By the lowest and highest id of each block: ranges that meet, and blocks of one and the same id."""
         (q_low, k_low), (q_high, k_high) = (ends._columns() for ends in self._extents(q, k))
         some = (q_high >= 0) & (k_high >= 0) & (q_low <= k_high) & (k_low <= q_high)
         return some, (q_low >= 0) & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
@@ -133,9 +143,11 @@ class Globals(OfTokens):
 
     @staticmethod
     def meet(q, k):
+        """``q or k``."""
         return (q | k) != 0
 
     def tiles(self, q: Extent, k: Extent):
+        """By whether some and whether all tokens of each block have a flag."""
         every, some = (ends.allowed(None, None) for ends in self._extents(q, k))
         return some, every
 

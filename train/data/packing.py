@@ -67,6 +67,7 @@ class Concatenated:
         return -(-(int(self._ends[-1]) - 1) // self.length)
 
     def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
+        """The pieces of the rows of these numbers, one row after the other, and how many each row has."""
         first = numbers * self.length
         stop = np.minimum(first + self.length, self._ends[-1])
         documents = np.searchsorted(self._ends, first, side="right")
@@ -90,6 +91,7 @@ class BestFit:
         return len(self.first) - 1
 
     def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
+        """The pieces of the rows of these numbers, one row after the other, and how many each row has."""
         counts = self.first[numbers + 1] - self.first[numbers]
         inside = ranges(self.first[numbers], counts)
         return Pieces(*(part[inside] for part in self.pieces)), counts

@@ -100,6 +100,7 @@ def report_corrupt(corrupt: dict[str, str], files: int, told: Told, shown: int =
 
 
 def no_text(files: Sequence[SourceFile]) -> ValueError:
+    """The error for files that hold no text at all."""
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
     return ValueError(f"data: no text in {files[0].path}{more}; every document is empty")
 
@@ -129,6 +130,7 @@ def held_out(hashes: Sequence[UInt64[np.ndarray, "_"]], share: float) -> list[Bo
 
 
 def check_held_out(share: float) -> None:
+    """Raises ValueError unless documents are held out to evaluate on."""
     if not share:
         raise ValueError("data.held_out is 0, so there are no held-out documents to evaluate on; 0.05 would work")
 

@@ -77,15 +77,19 @@ class MemoryFolder:
         self._files: dict[str, bytes] = {}
 
     def write(self, name: str, content: bytes) -> None:
+        """Keeps the content under its name."""
         self._files[name] = content
 
     def read(self, name: str) -> bytes | None:
+        """The content, or None."""
         return self._files.get(name)
 
     def sizes(self) -> dict[str, int]:
+        """The bytes of every file."""
         return {name: len(content) for name, content in self._files.items()}
 
     def spans(self, wanted: Sequence[Span]) -> list[memoryview]:
+        """Views of what is kept."""
         return [memoryview(self._files[span.name])[span.start : span.stop] for span in wanted]
 
 
@@ -101,6 +105,7 @@ class LocalFolder:
         return str(self.path)
 
     def write(self, name: str, content: bytes) -> None:
+        """Writes beside the file, to disk, and then puts it in its place: whole or not at all."""
         part = self.path / f".{name}.part"
         with part.open("wb") as file:
             file.write(content)
@@ -109,13 +114,16 @@ class LocalFolder:
         os.replace(part, self.path / name)
 
     def read(self, name: str) -> bytes | None:
+        """The content, or None."""
         path = self.path / name
         return path.read_bytes() if path.exists() else None
 
     def sizes(self) -> dict[str, int]:
+        """The bytes of every file."""
         return {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
 
     def spans(self, wanted: Sequence[Span]) -> list[np.ndarray]:
+        """Views of the files, each mapped into memory once."""
         return [self._map(span.name)[span.start : span.stop] for span in wanted]
 
     def _map(self, name: str) -> np.ndarray:
@@ -135,21 +143,25 @@ class RemoteFolder:
         return self.url
 
     def write(self, name: str, content: bytes) -> None:
+        """Puts the content under its name."""
         self._system.makedirs(self._path, exist_ok=True)
         self._system.pipe_file(f"{self._path}/{name}", content)
 
     def read(self, name: str) -> bytes | None:
+        """The content, or None."""
         try:
             return self._system.cat_file(f"{self._path}/{name}")
         except FileNotFoundError:
             return None
 
     def sizes(self) -> dict[str, int]:
+        """The bytes of every file, as the store lists them now."""
         self._system.invalidate_cache(self._path)
         found = self._system.ls(self._path, detail=True) if self._system.exists(self._path) else []
         return {info["name"].rpartition("/")[2]: info["size"] for info in found}
 
     def spans(self, wanted: Sequence[Span]) -> list[memoryview]:
+        """The bytes of each span; spans that touch or overlap are fetched together."""
         runs = _runs(wanted)
         paths = [f"{self._path}/{run.name}" for run, _ in runs]
         contents = self._system.cat_ranges(paths, [run.start for run, _ in runs], [run.stop for run, _ in runs])

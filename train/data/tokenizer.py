@@ -77,12 +77,15 @@ class ByteTokenizer:
     identity = "bytes"
 
     def encode(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
+        """The tokens of one document: BOS, its bytes, EOS."""
         return encode(text)
 
     def encode_all(self, texts: Sequence[bytes]) -> list[UInt16[np.ndarray, "_"]]:
+        """The tokens of every document."""
         return [encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> bytes:
+        """The bytes of tokens, without the special ones."""
         return decode(tokens)
 
 

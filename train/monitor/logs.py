@@ -14,9 +14,11 @@ from train.paths import is_local, path
 class Log(Protocol):
     """Takes the numbers of a step; those that are not known are None."""
 
-    def write(self, step: int, **values: Any) -> None: ...
+    def write(self, step: int, **values: Any) -> None:
+        """Takes the numbers of a step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the log; nothing is written after it."""
 
 
 class MetricsLog:

@@ -27,6 +27,7 @@ class Line:
 
 
 def lines(rows: Sequence[Row]) -> dict[str, Line]:
+    """How each scheme of the rows is drawn, by its label."""
     base = {row["label"]: row["base"] for row in rows}
     trained = [label for label in base if base[label] is None]
     trained += sorted({name for name in base.values() if name is not None and name not in trained})
