@@ -16,7 +16,7 @@ import posjax as pj
 from posjax import masks
 from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose, context_attention
 from posjax.attention.sharded.parts import taken
-from posjax.bias import ALiBi
+from posjax.bias import T5, ALiBi
 from posjax.layout import KINDS, Layout
 from posjax.positions import Range
 
@@ -176,15 +176,22 @@ def test_one_device_may_hold_a_row_laid_out_for_several(kind, bias):
     chex.assert_trees_all_close(found, scheme.attend(q, k, v, params=params), atol=1e-5)
 
 
-def test_keys_that_a_whole_part_hides_are_never_read():
-    """Keys of later shards are NaN: had an earlier shard computed with them, NaN times 0 would show."""
-    q, k, v = projections(2, 32)
-    for kind in ("contiguous", "zigzag"):
-        where = spread.placement("2x4", "ring", kind)
-        options = {"mask": masks.Causal()}
-        poisoned = v.at[:, 16:].set(jnp.nan)
-        found = spread_attention(where, spread.device_mesh("2x4"), q, k, poisoned, **options)
-        assert np.isfinite(found[:, :16]).all()
+@pytest.mark.parametrize(
+    ("kind", "length", "options"),
+    [
+        ("contiguous", 32, {}),
+        ("zigzag", 32, {"bias": T5().bind(T5().init(jax.random.key(0), HEADS), num_heads=HEADS)}),  # piece by piece
+        ("zigzag", 8 * 512, {"implementation": "blockwise"}),  # both pieces at once, by tiles of 512
+    ],
+    ids=["contiguous", "pieces", "tiles"],
+)
+def test_keys_that_the_mask_hides_are_never_read(kind, length, options):
+    """Keys of the second half are NaN: had a query of the first computed with them, NaN times 0 would show."""
+    q, k, v = projections(2, length)
+    where, half = spread.placement("2x4", "ring", kind), length // 2
+    poisoned = v.at[:, half:].set(jnp.nan)
+    found = spread_attention(where, spread.device_mesh("2x4"), q, k, poisoned, mask=masks.Causal(), **options)
+    assert np.isfinite(found[:, :half]).all()
 
 
 def test_in_a_scan_of_layers_that_are_recomputed():

@@ -405,7 +405,9 @@ def test_rough_memory_is_that_of_state_and_activations(long_rows):
     parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
     assert whole.bytes - split.bytes == pytest.approx(16 * parameters / 2 * 3 / 4)
     kept = by_name["fsdp 4 x tensor 2, dots"].bytes - split.bytes
-    assert kept == pytest.approx(2 * 4096 * 4 * (2 * 1024 + 2 * 512 + 3 * 2736) / 2)
+    attended = 2 * 4096 * 4 * 1024 / 2
+    assert kept == pytest.approx(2 * 4096 * 4 * (2 * 1024 + 2 * 512 + 3 * 2736) / 2 + attended)
+    assert by_name["fsdp 4 x tensor 2, attention"].bytes - split.bytes == attended
 
 
 def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):

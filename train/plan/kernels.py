@@ -31,6 +31,7 @@ class Kernels:
 
     pod: Pod
     share: Share
+    spread: float = float("inf")  # so many queries, or more, are no run of the row but lie all over it
 
     def seconds(self, line: Instruction) -> float | None:
         """The time of a custom call; None for a kernel that is not known, 0 for what is no kernel.
@@ -58,7 +59,9 @@ class Kernels:
         for what is no kernel of ours.
         """
         call = _call(line)
-        return None if call is None else self.share(call.queries, call.keys)
+        if call is None:
+            return None
+        return 1.0 if call.queries >= self.spread else self.share(call.queries, call.keys)
 
 
 class Call(NamedTuple):

@@ -83,8 +83,15 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
     compiled = compile_step(config, on, timeout)
     share = visited_share(decoder.layers, config.train.length, decoder.causal)
     fabric = Fabric(on, compiled.axes, compiled.places)
-    tally = Player(parse(compiled.text), fabric, Kernels(on, share)).play()
+    spread = _tokens_spread(config, compiled.axes)
+    tally = Player(parse(compiled.text), fabric, Kernels(on, share, spread)).play()
     return Plan(config, on, compiled.axes, compiled.memory, flops, tally)
+
+
+def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
+    """Of a row on a device, where its layout spreads them over the row."""
+    layout = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes))).layout
+    return config.train.length / layout.shards if layout.moves else float("inf")
 
 
 def stages(config: Config) -> Iterator[tuple[str, Config]]:

@@ -1,5 +1,6 @@
 """Attention inside ``shard_map`` for the queries of one device over the keys of all devices that share the row."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.ring import Plan, ring
+from posjax.attention.tpu.entry import bias_form
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch
 from posjax.masks import Mask
@@ -150,10 +152,11 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
         return _by_pieces(line, gathered(line, call), here)
     if strategy == "neighbour":
         return neighbour(line, call, sizes.window, here)
+    split = bias_form(call.x) == "relative"  # kernels take it for positions that are ranges
     if strategy == "ring":
-        return ring(Plan(line, implementation), call)
+        return ring(Plan(dataclasses.replace(line, split=split), implementation), call)
     width = shards if strategy == "ulysses" else across.ulysses
-    line = Line(across.context, shards // width, width, layout, length)
+    line = Line(across.context, shards // width, width, layout, length, split)
     return dealt(line, call, here if line.shards == 1 else partial(ring, Plan(line, implementation)))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from posjax.attention.operands import Operands, map_tokens
 from posjax.layout import Layout
-from posjax.positions import Positions, Range
+from posjax.positions import Positions, Range, as_array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "scale"], meta_fields=[])
@@ -53,6 +53,8 @@ class Line:
         width: devices in each.
         layout: order of the tokens over the devices.
         length: tokens of a row.
+        split: whether the runs of tokens that a group holds are taken one by one, so that the positions of each are a
+            ``Range``; otherwise all at once, by an array of positions.
     """
 
     axis: str | None
@@ -60,6 +62,7 @@ class Line:
     width: int
     layout: Layout
     length: int
+    split: bool = True
 
     @property
     def groups(self) -> Layout:
@@ -68,8 +71,8 @@ class Line:
 
     @property
     def chunks(self) -> int:
-        """Runs of tokens that each group holds."""
-        return self.groups.chunks
+        """Pieces in which the tokens of each group are taken."""
+        return self.groups.chunks if self.split else 1
 
     @property
     def piece(self) -> int:
@@ -95,6 +98,8 @@ class Line:
         """The positions of piece ``n`` of group ``shard``, of a row that has those of ``row``."""
         if self.groups.kind == "striped":
             return row.start + shard * self.width + jnp.asarray(np.sort(self._first_group))
+        if self.chunks < self.groups.chunks:
+            return row.start + jnp.concatenate([as_array(p) for p in self.groups.local(self.length, shard)])
         found = self.groups.piece(self.length, shard, n)
         return Range(row.start + found.start, found.length)
 

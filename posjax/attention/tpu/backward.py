@@ -39,7 +39,7 @@ from posjax.attention.tpu.backward_moves import (
     window_of,
     write,
 )
-from posjax.attention.tpu.call import Call, Inputs, anywhere, at, compiler_params, product
+from posjax.attention.tpu.call import Call, Inputs, anywhere, at, compiler_params, product, work
 from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, tile_of
 from posjax.attention.tpu.terms import LANES, Axis
 
@@ -85,6 +85,7 @@ def backward(call: Call, x: Inputs, saved: Saved, *, of_bias: bool) -> Gradients
         scratch_shapes=scratch(call, arrays, bool(bias)),
         input_output_aliases={len(jax.tree.leaves(arrays)) - 1: 0},
         compiler_params=compiler_params(call),
+        cost_estimate=work(x, 3, 2),
         interpret=call.interpret,
         name="posjax_attention_backward",
     )(*arrays)

@@ -139,6 +139,21 @@ def product(a, b, contract: tuple[int, int]):
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def work(x: Inputs, of_q: int, of_v: int) -> pl.CostEstimate:
+    """What XLA's scheduler is told of a kernel, behind which it hides transfers: half of all pairs, as if causal.
+
+    Args:
+        x: the inputs.
+        of_q: matrix products over or into features of queries and keys, and ``of_v`` of values.
+    """
+    pairs = x.q.shape[0] * x.q.shape[1] * x.q.shape[3] * x.k.shape[3] // 2
+    return pl.CostEstimate(
+        flops=2 * pairs * (of_q * x.q.shape[4] + of_v * x.v.shape[3]),
+        transcendentals=pairs,
+        bytes_accessed=2 * sum(array.size * array.dtype.itemsize for array in (x.q, x.k, x.v)),
+    )
+
+
 def compiler_params(call: Call) -> pltpu.CompilerParams:
     """In-order rows, and the fast memory a call may use."""
     return pltpu.CompilerParams(dimension_semantics=GRID, vmem_limit_bytes=call.vmem)

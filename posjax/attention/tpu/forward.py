@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import Call, Inputs, compiler_params, product
+from posjax.attention.tpu.call import Call, Inputs, compiler_params, product, work
 from posjax.attention.tpu.forward_moves import Arrays, Row, Sums, arrays_of, scratch, specs, start, wait
 from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, tile_of
 from posjax.attention.tpu.terms import LANES, SUBLANES, Axis
@@ -56,6 +56,7 @@ def forward(call: Call, x: Inputs):
         ],
         scratch_shapes=scratch(call, arrays),
         compiler_params=compiler_params(call),
+        cost_estimate=work(x, 1, 1),
         interpret=call.interpret,
         name="posjax_attention_forward",
     )(*arrays)
