@@ -20,6 +20,7 @@ from train.config import load
 from train.flops import product_parameters
 from train.model import decoder_config
 from train.plan import table
+from train.plan.compiling import out_of_memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
@@ -362,11 +363,12 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("topology", "override", "reason"),
     [
-        ("v5e:3x5", "train.mesh.data=-1", "the compiler knows no pod v5e:3x5"),
+        ("v5e:3x5", "train.mesh={data: 1}", "the compiler knows no pod v5e:3x5"),
         ("v5e:2x4", "train.mesh.data=3", "devices"),
+        ("v5e:2x4", "model.mlp_dim=33554432", "does not fit"),
     ],
 )
-def test_what_the_pod_cannot_do_is_one_line(topology, override, reason, tmp_path, capsys):
+def test_what_a_tiny_config_asks_too_much_of_a_pod_is_one_line(topology, override, reason, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(TINY)
     assert main(["plan", str(tmp_path / "run.yaml"), "--topology", topology, override]) == WRONG_INPUT
     error = capsys.readouterr().err
@@ -417,6 +419,22 @@ def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "ways to split the work over v5e:2x4 fits into its memory" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (41.87G) "
+            "exceeds available HBM (15.75G).",
+            "does not fit: temporaries alone need 41.9 GiB of HBM, a device has 15.8; ",
+        ),
+        ("XLA:TPU compile permanent error. Used 1.50T of 95.74G hbm.", "does not fit: needs 1,536.0 GiB of HBM, "),
+    ],
+)
+def test_a_program_that_does_not_fit_is_told_in_gib(message, told):
+    assert out_of_memory(message).startswith(told)
+    assert out_of_memory("INTERNAL: something else") is None
 
 
 def test_every_entry_of_the_table_can_be_split_over_its_pod():

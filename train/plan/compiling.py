@@ -20,13 +20,14 @@ from train.config import Config, dump, parse_text
 from train.plan.pods import Place, Pod, pod
 from train.schedule.compiling import ROOT, DoesNotCompile, check_compiler
 
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", re.IGNORECASE)
+_OUT_OF_MEMORY = (
+    re.compile(r"temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
+    re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm"),
+)
+"""How the compiler says so: of temporaries alone, or of all."""
 
-
-class OutOfMemory(DoesNotCompile):
-    """The program needs more HBM than there is; `used` says how many bytes, where the compiler does."""
-
-    used: float | None = None
+_UNITS = {"K": 2**-20, "M": 2**-10, "G": 1, "T": 2**10}
+"""In GiB."""
 
 
 @dataclass(frozen=True)
@@ -102,20 +103,24 @@ def _run(directory: str, topology: str, timeout: int) -> dict[str, Any]:
 
 
 def _problem(reply: dict[str, Any], details: str) -> ValueError:
-    found = _OUT_OF_MEMORY.search(reply["problem"])
-    if found:
-        used, has = (float(found[n]) * _UNITS[found[n + 1].upper()] for n in (1, 3))
-        error = OutOfMemory(f"needs {used / 2**30:,.1f} GiB of HBM, a device has {has / 2**30:,.1f}")
-        error.used = used
-    elif reply["is_mistake"]:
+    too_much = out_of_memory(reply["problem"])
+    if reply["is_mistake"] and not too_much:
         return ValueError(reply["problem"])
-    else:
-        error = DoesNotCompile(reply["problem"][:400])
+    error = DoesNotCompile(too_much or reply["problem"][:400])
     error.details = details
     return error
 
 
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+def out_of_memory(message: str) -> str | None:
+    """What a user is told of a program that needs more HBM than there is; None for any other error of the compiler."""
+    found = next(filter(None, (pattern.search(message) for pattern in _OUT_OF_MEMORY)), None)
+    if not found:
+        return None
+    used, has = (float(found[n]) * _UNITS[found[n + 1]] for n in (1, 3))
+    return (
+        f"does not fit: {'temporaries alone need' if 'temporaries' in found[0] else 'needs'} {used:,.1f} GiB of HBM, a "
+        f"device has {has:,.1f}; more devices, train.accumulate, train.loss_chunks or model.remat would help"
+    )
 
 
 def _child(directory: Path, topology: str) -> dict[str, Any]:
