@@ -12,6 +12,7 @@ mask empties are never visited, tiles that it leaves whole are never masked, and
 """
 
 import dataclasses
+import math
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -106,6 +107,8 @@ def _choose_blocks(x: Operands) -> Blocks:
     block = _LARGEST_BLOCK
     while block > _SMALLEST_BLOCK and batch * kv_heads * group * block * block > _TILE_ELEMENTS:
         block //= 2
+    if x.run is not None:
+        block = math.gcd(block, x.run)
     return Blocks(min(block, queries), min(block, x.k.shape[2]))
 
 

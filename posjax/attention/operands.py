@@ -24,7 +24,7 @@ _LARGEST_EXPONENT = 40.0
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["q", "k", "v", "bias", "mask", "q_positions", "kv_positions", "far", "decay"],
-    meta_fields=["softcap"],
+    meta_fields=["softcap", "run"],
 )
 @dataclasses.dataclass(frozen=True)
 class Operands:
@@ -41,6 +41,9 @@ class Operands:
         far: branches, with queries and keys grouped like the first ones.
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None.
+        run: tokens that follow one another, where queries and keys are several such runs put together, far from each
+            other in the row; a multiple of 128. No tile then holds tokens of two: most of its pairs might be hidden,
+            and numbers counted from its first token might be large.
     """
 
     q: Float[Array, "batch kv_heads group queries size"]
@@ -53,6 +56,7 @@ class Operands:
     far: tuple[Branch, ...] = ()
     decay: Float[Array, "size"] | None = None
     softcap: float | None = None
+    run: int | None = None
 
     @property
     def pairs(self) -> tuple[tuple[Array, Array], ...]:

@@ -34,7 +34,8 @@ class DecoderConfig:
         remat: what the backward pass recomputes in each block: ``"none"``, ``"dots"`` (everything but matrix products
             with parameters and what attention computes), ``"offload"`` (the same, the products kept in the host's
             memory), ``"attention"`` (everything but what attention computes: for long sequences, where that takes most
-            of the time and little memory), ``"full"`` (everything).
+            of the time and little memory), ``"full"`` (everything). Short rows, linear attention, CoPE and cuDNN are
+            attended to again even so: what is kept comes from attention in linear memory.
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
         placement: how activations lie over the mesh in use (``jax.set_mesh``, with ``AxisType.Auto``), if there is one;

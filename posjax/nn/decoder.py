@@ -23,7 +23,12 @@ _KEEPS_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
 def _keeping_attended(policy: Callable) -> Callable:
     """The policy, which keeps what attention computes, too: it takes the longest to do again for its size."""
-    return lambda *args, **parameters: _KEEPS_ATTENDED(*args, **parameters) or policy(*args, **parameters)
+
+    def wanted(*args, **parameters):
+        kept = _KEEPS_ATTENDED(*args, **parameters)
+        return kept if kept is True else policy(*args, **parameters)
+
+    return wanted
 
 
 _POLICIES = {

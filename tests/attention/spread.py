@@ -32,6 +32,7 @@ class Case:
         restart: whether positions then restart with every document.
         softcap: see ``attention``.
         given: whether positions are an array though they rise by one, like a range.
+        length: tokens of a row.
     """
 
     scheme: pj.Scheme
@@ -41,6 +42,7 @@ class Case:
     restart: bool = True
     softcap: float | None = None
     given: bool = False
+    length: int = LENGTH
 
 
 ALIBI, WINDOW = pj.bias.ALiBi(learned=True), masks.Window(5)
@@ -96,12 +98,12 @@ def inputs(case: Case) -> dict[str, Any]:
     """Differentiable inputs, with codes for the row, the token and the head in them; in NumPy, so on no mesh."""
     keys = iter(jax.random.split(jax.random.key(7), 12))
     scheme = case.scheme
-    tokens = jnp.arange(LENGTH)[None, :, None, None] / LENGTH
+    tokens = jnp.arange(case.length)[None, :, None, None] / case.length
     rows = jnp.arange(ROWS)[:, None, None, None] / ROWS
 
     def projection(heads, size):
         code = jnp.sin(5 * tokens + rows + jnp.arange(heads)[:, None])
-        return jax.random.normal(next(keys), (ROWS, LENGTH, heads, size)) + code
+        return jax.random.normal(next(keys), (ROWS, case.length, heads, size)) + code
 
     params = scheme.init(next(keys), HEADS, SIZE, num_kv_heads=case.kv_heads, model_dim=SIZE)
     params |= scheme.init_shared(next(keys), HEADS, SIZE)
@@ -114,23 +116,23 @@ def inputs(case: Case) -> dict[str, Any]:
         "params": params,
     }
     if scheme.reads_tokens:
-        made["gates"] = -jnp.cumsum(jax.random.uniform(next(keys), (ROWS, HEADS, LENGTH)), axis=-1)
+        made["gates"] = -jnp.cumsum(jax.random.uniform(next(keys), (ROWS, HEADS, case.length)), axis=-1)
     return jax.device_get(made)
 
 
-def segments() -> np.ndarray:
+def segments(length: int) -> np.ndarray:
     """Documents of other lengths in every row, with padding behind the last."""
     draw = np.random.default_rng(3)
-    ids = np.sort(draw.integers(0, 5, (ROWS, LENGTH)), axis=-1)
-    ids[:, LENGTH - 3 :] = -1
+    ids = np.sort(draw.integers(0, 5, (ROWS, length)), axis=-1)
+    ids[:, length - 3 :] = -1
     return ids.astype(np.int32)
 
 
 def of_rows(case: Case) -> dict[str, Any]:
     """What belongs to the tokens beside their projections, by the names of ``Scheme.attend``."""
     if not case.packed:
-        return {"positions": jnp.tile(jnp.arange(3, LENGTH + 3), (ROWS, 1))} if case.given else {}
-    ids = jnp.asarray(segments())
+        return {"positions": jnp.tile(jnp.arange(3, case.length + 3), (ROWS, 1))} if case.given else {}
+    ids = jnp.asarray(segments(case.length))
     since = from_segments(ids)
     found = {"mask": masks.Segments(ids), "visible": since + 1}
     return found | {"positions": since} if case.restart else found
@@ -139,8 +141,8 @@ def of_rows(case: Case) -> dict[str, Any]:
 def loss(case: Case, attend):
     """A function of ``inputs``: ``(loss, (output, log-sum-exp))``, in which both have cotangents."""
     draw = jax.random.key(11)
-    d_out = jax.random.normal(draw, (ROWS, LENGTH, HEADS, SIZE))
-    d_lse = jax.random.normal(jax.random.fold_in(draw, 1), (ROWS, LENGTH, HEADS))
+    d_out = jax.random.normal(draw, (ROWS, case.length, HEADS, SIZE))
+    d_lse = jax.random.normal(jax.random.fold_in(draw, 1), (ROWS, case.length, HEADS))
 
     def run(made):
         out, lse = attend(made)

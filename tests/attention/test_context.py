@@ -194,6 +194,22 @@ def test_keys_that_the_mask_hides_are_never_read(kind, length, options):
     assert np.isfinite(found[:, :half]).all()
 
 
+def test_decay_in_a_zigzag_ring():
+    """The two pieces of a device lie far apart, over which decay would leave nothing of either."""
+    q, k, v = projections(1, 1024)
+    rates = np.geomspace(0.01, 0.2, SIZE)
+    behind = np.maximum(np.arange(1024)[:, None] - np.arange(1024), 0)[..., None]
+    keys = np.repeat(np.asarray(k, np.float64), HEADS // KV_HEADS, axis=2)
+    logits = np.einsum("bihc,bjhc,ijc->bhij", np.asarray(q, np.float64), keys, np.exp(-rates * behind)) / SIZE**0.5
+    weights = np.exp(np.where(np.tri(1024, dtype=bool), logits, -np.inf))
+    values = np.repeat(np.asarray(v, np.float64), HEADS // KV_HEADS, axis=2)
+    wanted = np.einsum("bhij,bjhc->bihc", weights / weights.sum(-1, keepdims=True), values)
+    where = Placement((), "context", None, "ring", Layout("zigzag", 4))
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+    found = spread_attention(where, mesh, q, k, v, mask=CAUSAL, decay=jnp.asarray(rates, jnp.float32))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_in_a_scan_of_layers_that_are_recomputed():
     q, k, v = projections(2, 16)
     where = spread.placement("2x4", "ring", "zigzag")

@@ -1,5 +1,7 @@
 """Attention over a mesh for what not every strategy takes: windows, counts along whole rows, parameters per head."""
 
+import dataclasses
+
 import pytest
 from attention import spread
 
@@ -40,3 +42,18 @@ def test_counts_along_whole_rows(mesh, strategy, kind, implementation):
 )
 def test_heads_over_an_axis_take_their_own_parameters(name, strategy, kind):
     spread.check(spread.PER_HEAD[name], "2x2x2", spread.placement("2x2x2", strategy, kind), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy", "implementation"),
+    [
+        ("rope, packed", "2x4", "ring", "blockwise"),
+        ("fox, packed", "2x2x2", "ring", "blockwise"),
+        ("learned sinks, first tokens", "2x4", "ring", "dense"),
+        ("rerope", "2x4", "ring-ulysses", "blockwise"),
+    ],
+)
+def test_both_pieces_of_a_zigzag_at_once(name, mesh, strategy, implementation):
+    """Pieces of 128 tokens or more are whole tiles; the shorter ones of other tests are taken one by one."""
+    case = dataclasses.replace(spread.CASES[name], length=1024)
+    spread.check(case, mesh, spread.placement(mesh, strategy, "zigzag"), implementation)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import Operands
+from posjax.attention.tpu.blocks import CHIPS, cheapest_backward, cheapest_forward
 from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
 from posjax.far import Branch
 from posjax.masks import (
@@ -221,3 +222,15 @@ def test_causal_attention_in_square_tiles_masks_the_diagonal_alone():
     found = planned(case, Blocks(12, 12, 12))
     assert found.kinds == (Kind((0,), False), Kind((0,), True))
     np.testing.assert_array_equal(found.grid, [[[1, 2, 0], [1, 1, 2]]])
+
+
+@pytest.mark.parametrize("run", [128, 1152, 2048, 4096])
+def test_no_tile_holds_tokens_of_two_runs(run):
+    """A bias counted from the first token of a block would lose digits over the gap between runs."""
+    q, kv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2, 4, 2 * run, 128), (1, 2, 2 * run, 128)))
+    places = jnp.concatenate([jnp.arange(run), jnp.arange(run) + 2**20])
+    x = Operands(q, kv, kv, None, Causal(), places, places, run=run)
+    for chip in CHIPS.values():
+        for blocks in (cheapest_forward(chip, x), cheapest_backward(chip, x)):
+            assert run % blocks.q == run % blocks.k == 0
+            assert blocks.q % blocks.part == 0 or blocks.k % blocks.part == 0

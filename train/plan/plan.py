@@ -89,9 +89,10 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
 
 
 def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
-    """Of a row on a device, where its layout spreads them over the row."""
-    layout = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes))).layout
-    return config.train.length / layout.shards if layout.moves else float("inf")
+    """Of a row in a group of devices that exchange heads, or on one, where its layout spreads them over the row."""
+    where = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
+    width = where.ulysses if where.strategy == "ring-ulysses" else 1
+    return width * config.train.length / where.layout.shards if where.layout.moves else float("inf")
 
 
 def stages(config: Config) -> Iterator[tuple[str, Config]]:

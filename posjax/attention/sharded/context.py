@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check
 from posjax.attention import api
-from posjax.attention.operands import statistics_dtype, vary_alike
+from posjax.attention.operands import Operands, statistics_dtype, vary_alike
 from posjax.attention.sharded.choice import Sizes, choose
 from posjax.attention.sharded.exchange import dealt, gathered
 from posjax.attention.sharded.neighbour import neighbour
@@ -18,6 +18,7 @@ from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.ring import Plan, ring
 from posjax.attention.tpu.entry import bias_form
+from posjax.attention.tpu.terms import LANES
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch
 from posjax.masks import Mask
@@ -152,12 +153,21 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
         return _by_pieces(line, gathered(line, call), here)
     if strategy == "neighbour":
         return neighbour(line, call, sizes.window, here)
-    split = bias_form(call.x) == "relative"  # kernels take it for positions that are ranges
     if strategy == "ring":
-        return ring(Plan(dataclasses.replace(line, split=split), implementation), call)
+        return ring(Plan(_joined(line, call.x), implementation), call)
     width = shards if strategy == "ulysses" else across.ulysses
-    line = Line(across.context, shards // width, width, layout, length, split)
+    line = _joined(Line(across.context, shards // width, width, layout, length), call.x)
     return dealt(line, call, here if line.shards == 1 else partial(ring, Plan(line, implementation)))
+
+
+def _joined(line: Line, x: Operands) -> Line:
+    """The line, with the two runs of a zigzag taken at once where backends can: one call for every step of a ring.
+
+    A bias by distance and decay are computed from positions that are ranges, and tiles need whole runs to lie in.
+    """
+    needs_ranges = x.decay is not None or bias_form(x) == "relative"
+    joins = line.groups.kind == "zigzag" and line.piece % LANES == 0 and not needs_ranges
+    return dataclasses.replace(line, split=not joins)
 
 
 def _sizes(call: Call, across: Placement, length: int) -> Sizes:

@@ -117,8 +117,10 @@ class Line:
 
     def placed(self, pieces: Call, i, j, source) -> Call:
         """Those pieces, cut out already, at their positions."""
-        x = pieces.x
-        return pieces.at(self._placed(x.q_positions, self.shard, i), self._placed(x.kv_positions, source, j))
+        run = None if self.split else self.length // (self.shards * self.groups.chunks)
+        x = dataclasses.replace(pieces.x, run=run)
+        where = self._placed(x.q_positions, self.shard, i), self._placed(x.kv_positions, source, j)
+        return Call(x, pieces.scale).at(*where)
 
     def queries(self, call: Call, i) -> Call:
         """Query piece ``i`` of this group, with the keys as they are."""

@@ -1,5 +1,6 @@
 """What a chip likes: how large its tiles are, by the measured cost of tiles, and which tricks pay."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -60,9 +61,12 @@ def cheapest_backward(on: Chip, x: Operands) -> Blocks:
 def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: int) -> Blocks:
     queries, keys = x.q.shape[3], x.k.shape[2]
 
+    def made(largest: Blocks) -> Blocks:
+        return made_to_fit(largest, queries, keys) if x.run is None else within(largest, x.run)
+
     def cost(measured: Blocks) -> float:
         """Cycles of a head: of its whole and masked tiles, by their area, and of its rows of tiles."""
-        blocks = made_to_fit(measured, queries, keys)
+        blocks = made(measured)
         area = blocks.q * blocks.k / (measured.q * measured.k)
         share = getattr(blocks, outer) / getattr(measured, outer)
         q_blocks, k_blocks = -(-queries // blocks.q), -(-keys // blocks.k)
@@ -71,11 +75,11 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: i
         return area * (every * whole + (some - every) * masked) + share * row * (q_blocks if outer == "q" else k_blocks)
 
     sizes = [Blocks(*size) for size in table]
-    small = [size for size in sizes if memory(x, made_to_fit(size, queries, keys)) <= vmem]
+    small = [size for size in sizes if memory(x, made(size)) <= vmem]
     chosen = min(small, key=cost) if small else min(sizes, key=lambda size: size.q * size.k)
-    while memory(x, made_to_fit(chosen, queries, keys)) > vmem and min(chosen.q, chosen.k) > 256:
+    while memory(x, made(chosen)) > vmem and min(chosen.q, chosen.k) > 256:
         chosen = Blocks(chosen.q // 2, chosen.k // 2, min(chosen.part, chosen.q // 2))
-    return made_to_fit(chosen, queries, keys)
+    return made(chosen)
 
 
 def _forward_bytes(x: Operands, blocks: Blocks) -> float:
@@ -121,6 +125,12 @@ def divide(largest: Blocks, queries: int, keys: int) -> Blocks:
     """The largest such blocks that cut these lengths into equal parts; the queries of a block come in parts."""
     q, k = _divisor(queries, largest.q), _divisor(keys, largest.k)
     return Blocks(q, k, _divisor(q, largest.part))
+
+
+def within(largest: Blocks, run: int) -> Blocks:
+    """The largest such blocks that cut runs of so many tokens into equal parts; queries and keys may come in parts."""
+    q, k = _divisor(run, largest.q), _divisor(run, largest.k)
+    return Blocks(q, k, _divisor(math.gcd(q, k), largest.part))
 
 
 def _divisor(whole: int, largest: int) -> int:
