@@ -458,7 +458,7 @@ def test_the_page_tells_what_was_planned_and_what_was_not():
         "teraflops": first.teraflops * 0.9,
     }
     page = table.page({first.key: made, second.key: {"problem": "needs 9.0 GiB of HBM"}, ours.key: made})
-    assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | 50% |" in page
+    assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | {made['teraflops'] * 4 / 3:.0f} | 50% |" in page
     assert "needs 9.0 GiB of HBM" in page
     assert f"| {ours.name} | {ours.topology} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
     assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
