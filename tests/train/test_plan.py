@@ -450,6 +450,7 @@ def test_the_page_tells_what_was_planned_and_what_was_not():
     made = {
         "mesh": "fsdp 4",
         "remat": "full",
+        "attention": 0.25,
         "hbm": 0.5,
         "gib": {"parameters": 1.0, "optimizer": 2.0, "total": 8.0},
         "seconds": 2.0,
