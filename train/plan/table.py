@@ -198,8 +198,8 @@ def _pods(results: dict[str, dict[str, Any]]) -> str:
     head = [
         "## Llama-shaped models",
         "",
-        "The configs of `configs/pods`, 4,194,304 tokens a step. HBM is of a chip (of half a chip for 7x). Heads of 64,",
-        "those of the 1b models, are taken to cost as much as heads of 128.",
+        "The configs of `configs/pods`, 4,194,304 tokens a step. HBM is of a chip (of half a chip for 7x). Heads of",
+        "64, those of the 1b models, are taken to cost as much as heads of 128.",
         "",
         "| config | pod | mesh | HBM GiB: parameters, optimizer, rest | share | step s | tokens/s/chip | MFU |",
         "|---|---|---|---|---|---|---|---|",
