@@ -190,7 +190,7 @@ def _compared(entry: Entry, found: dict[str, Any] | None) -> str:
     predicted = found["teraflops"]
     done = predicted * (1 + {"full": 1.0, "attention": 1 - found["attention"]}.get(found["remat"], 0.0) / 3)
     error = f"{predicted / entry.teraflops - 1:+.0%}"
-    shown = (f"{entry.teraflops:.0f}", f"{predicted:.0f}", error, f"{done:.0f}", f"{found['hbm']:.0%}")
+    shown = (f"{entry.teraflops:.0f}", f"{predicted:.0f}", error, f"{done:.0f}", _share(found))
     return _row(*cells, f"{found['mesh']}, {found['remat']}", *shown, entry.guessed)
 
 
@@ -226,8 +226,13 @@ def _planned(entry: Entry, found: dict[str, Any] | None) -> str:
     gib = found["gib"]
     rest = gib["total"] - gib["parameters"] - gib["optimizer"]
     memory = f"{gib['parameters']:.1f}, {gib['optimizer']:.1f}, {rest:.1f}"
-    speed = (f"{found['hbm']:.0%}", f"{found['seconds']:.3g}", f"{found['tokens']:,.0f}", f"{found['mfu']:.1%}")
+    speed = (_share(found), f"{found['seconds']:.3g}", f"{found['tokens']:,.0f}", f"{found['mfu']:.1%}")
     return _row(entry.name, entry.topology, f"{found['mesh']}, {found['remat']}", memory, *speed)
+
+
+def _share(found: dict[str, Any]) -> str:
+    """Of the HBM."""
+    return f"{found['hbm']:.0%}" + (": does not fit" if found["hbm"] > 1 else "")
 
 
 def _row(*cells: str) -> str:
