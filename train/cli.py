@@ -115,12 +115,12 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
     return 0
 
 
-def plan(path: str, overrides: Sequence[str], topology: str, sweep: int) -> int:
+def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int) -> int:
     """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
     config = load(path, overrides)
     from train.plan.command import plan
 
-    plan(config, topology, sweep)
+    plan(config, topology, slices, sweep)
     return 0
 
 
@@ -152,6 +152,7 @@ _ARGUMENTS = {
     },
     "plan": {
         "--topology": {"required": True, "metavar": "POD", "help": "as in v5p:8x8x8; chips are v5e, v5p, v6e and 7x"},
+        "--slices": {"type": int, "default": 1, "metavar": "N", "help": "so many of them, joined by DCN (1)"},
         "--sweep": {
             "type": int,
             "nargs": "?",

@@ -65,6 +65,15 @@ def check_rows(sizes: dict[str, int], rows: int) -> None:
         )
 
 
+def check_slices(sizes: dict[str, int], slices: int) -> None:
+    """Raises ValueError for a mesh whose `replica` does not span so many slices."""
+    if sizes["replica"] % slices:
+        raise ValueError(
+            f"train.mesh.replica must be a multiple of the {slices} slices, found {sizes['replica']}; "
+            f"train.mesh.replica={slices} would work"
+        )
+
+
 def _arranged(sizes: dict[str, int], devices: list) -> np.ndarray:
     """The devices in the shape of the mesh, neighbours along the last axes first; slices along `replica`."""
     used = devices[: math.prod(sizes.values())]
@@ -73,11 +82,7 @@ def _arranged(sizes: dict[str, int], devices: list) -> np.ndarray:
         return np.array(used).reshape(shape)
     slices = len({getattr(device, "slice_index", 0) for device in used})
     if slices > 1:
-        if sizes["replica"] % slices:
-            raise ValueError(
-                f"train.mesh.replica must be a multiple of the {slices} slices, found {sizes['replica']}; "
-                f"train.mesh.replica={slices} would work"
-            )
+        check_slices(sizes, slices)
         within = (sizes["replica"] // slices, *shape[1:])
         across = (slices, *(1 for _ in shape[1:]))
         return mesh_utils.create_hybrid_device_mesh(within, across, used, allow_split_physical_axes=True)

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from train.plan.compiling import out_of_memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
-from train.plan.plan import check_split
+from train.plan.plan import check_split, make_plan
 from train.plan.pods import Pod, pod
 from train.plan.published import PUBLISHED
 from train.plan.sweep import candidates
@@ -34,9 +35,9 @@ ROWS, COLUMNS, NUMBERS = 2, 4, 64
 NONE = Kernels(pod("v5e:2x4"), lambda queries, keys: 1.0)
 
 
-def fabric(name: str, **axes: int) -> Fabric:
-    """A mesh that lies over a pod in the order of the chips' coordinates."""
-    on = pod(name)
+def fabric(name: str, slices: int = 1, **axes: int) -> Fabric:
+    """A mesh that lies over a slice in the order of the chips' coordinates."""
+    on = pod(name, slices)
     sides = (*on.chips_along, *(1 for _ in range(3 - len(on.chips_along))), on.network.devices)
     return Fabric(on, axes, tuple(itertools.product(*map(range, sides))))
 
@@ -239,6 +240,50 @@ def test_a_collective_that_is_spread_over_fusions_counts_once(cycles):
     assert tally.seconds == pytest.approx(max(4 * 2**20 * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9))
 
 
+CROSSING = """
+%body (p: (s32[], f32[262144])) -> (s32[], f32[262144]) {
+  %p = (s32[], f32[262144]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[262144]{0} get-tuple-element(%p), index=1
+  %token = token[] after-all()
+  FIRST
+  SECOND
+  %work = f32[262144]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"CYCLES"}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %recv-done = (f32[262144]{0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %y = f32[262144]{0} get-tuple-element(%recv-done), index=0
+  ROOT %t = (s32[], f32[262144]{0}) tuple(%i, %y)
+}
+
+ENTRY %main (x: (s32[], f32[262144])) -> (s32[], f32[262144]) {
+  %x = (s32[], f32[262144]{0}) parameter(0)
+  ROOT %w = (s32[], f32[262144]{0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+HOSTS = (
+    'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+    '_xla_host_transfer_rendezvous="all-reduce.8_0",_xla_megascale_transfer_type="ALL_REDUCE"}'
+)
+SEND = f"%send = (f32[262144]{{0}}, u32[], token[]) send(%x, %token), channel_id=2, {HOSTS}"
+RECEIVE = f"%recv = (f32[262144]{{0}}, u32[], token[]) recv(%token), channel_id=1, {HOSTS}"
+
+
+@pytest.mark.parametrize("order", [(SEND, RECEIVE), (RECEIVE, SEND)])
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000_000])
+def test_what_goes_to_other_slices_hides_behind_work(order, cycles):
+    text = CROSSING.replace("FIRST", order[0]).replace("SECOND", order[1]).replace("CYCLES", str(cycles))
+    tally = Player(parse(text), fabric("v5e:2x4", slices=4, replica=1, fsdp=8), NONE).play()
+    sent = 2 * 4 * 262144 * 3 / 4
+    assert tally.moved == {("replica (DCN)", "all-reduce"): 3 * sent}
+    assert tally.seconds == pytest.approx(3 * max(sent / 3.125e9 + 1e-4, cycles / 1.5e9))
+
+
+def test_devices_of_a_chip_share_its_way_to_other_slices():
+    (line,) = parse(f"ENTRY %main (x: f32[]) -> f32[] {{\n  {SEND}\n}}").computations["main"]
+    found = fabric("7x:2x2x1", slices=2, replica=1, fsdp=8).crossing(line, "all-reduce")
+    assert found.seconds == pytest.approx(4 * 262144 / (12.5e9 / 2) + 1e-4)
+
+
 CUT_OUT = """
 %all-reduce-scatter.1 (x: f32[1024]) -> f32[256] {
   %x = f32[1024]{0} parameter(0)
@@ -320,6 +365,8 @@ def test_pods():
     assert (pod("7x:4x4x4").devices, pod("v5p:8x8x8").devices, pod("v5e:16x16").devices) == (128, 512, 256)
     assert pod("v5p:2x2x1").peak_flops == pytest.approx(459e12, rel=1e-3)
     assert math.prod(pod("v6e:8x16").chips_along) == pod("v6e:8x16").chips
+    four = pod("v5p:4x4x4", 4)
+    assert (four.name, four.slice_name, four.chips) == ("4 slices of v5p:4x4x4", "v5p:4x4x4", 256)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +387,20 @@ def test_a_pod_that_is_none_is_one_line(topology, reason, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("slices", "reason"),
+    [
+        ("0", "--slices: expected at least one, found 0"),
+        ("2", "train.mesh.replica must be a multiple of the 2 slices, found 1; train.mesh.replica=2 would work"),
+    ],
+)
+def test_slices_that_a_mesh_cannot_span_are_one_line(slices, reason, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("train: {mesh: {data: -1}}\n")
+    command = ["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4", "--slices", slices]
+    assert main(command) == WRONG_INPUT
+    assert capsys.readouterr().err == f"error: {reason}\n"
+
+
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 TINY = """
 model: {num_layers: 2, model_dim: 256, num_heads: 2, vocabulary: 1024, compute_dtype: bfloat16, remat: full}
@@ -356,6 +417,25 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
     for part in ("HBM of a chip: v5e:2x4", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
         assert part in out
     assert "Left out" not in out
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
+    (tmp_path / "run.yaml").write_text(TINY)
+    config = load(
+        tmp_path / "run.yaml",
+        (
+            "train.mesh={replica: 2, data: 1, fsdp: 8, tensor: 1}",
+            "train.batch_tokens=16384",
+        ),
+    )
+    plan = make_plan(config, pod("v5e:2x4", 2))
+    ((crossing, sent),) = [(axes, size) for (axes, _), size in plan.tally.moved.items() if "DCN" in axes]
+    gradients = plan.memory.parameters / 4  # of a device, numbers: bfloat16 or float32, a half sent twice
+    assert crossing == "replica (DCN)"
+    assert 2 * gradients <= sent <= 4.1 * gradients
+    assert not plan.tally.unknown
 
 
 @needs_compiler
@@ -401,6 +481,16 @@ def test_a_sweep_tries_what_can_be_split(long_rows):
     assert "context 8, full, ulysses" not in names  # four query heads
 
 
+def test_a_sweep_spans_slices_with_replicas(long_rows):
+    found = list(candidates(long_rows, pod("v5e:2x4", 2)))
+    assert {one.axes["replica"] for one in found} == {2}
+    assert {math.prod(one.axes.values()) for one in found} == {16}
+    by_name = {one.name: one for one in candidates(long_rows, pod("v6e:2x4"))}
+    alone, both = by_name["fsdp 2 x context 4, full, ulysses"], candidates(long_rows, pod("v6e:2x4", 2))
+    (both,) = [one for one in both if one.name == "replica 2 x fsdp 2 x context 4, full, ulysses"]
+    assert both.bytes < alone.bytes  # half the tokens
+
+
 def test_rough_memory_is_that_of_state_and_activations(long_rows):
     by_name = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
     whole, split = by_name["data 4 x tensor 2, full"], by_name["fsdp 4 x tensor 2, full"]
@@ -441,7 +531,7 @@ def test_every_entry_of_the_table_can_be_split_over_its_pod():
     everything = list(table.entries())
     assert len({entry.key for entry in everything}) == len(everything) == len(PUBLISHED) + 36
     for entry in everything:
-        check_split(entry.config, pod(entry.topology).devices)
+        check_split(entry.config, entry.pod)
 
 
 def test_the_page_tells_what_was_planned_and_what_was_not():
@@ -461,13 +551,13 @@ def test_the_page_tells_what_was_planned_and_what_was_not():
     page = table.page({first.key: made, second.key: {"problem": "needs 9.0 GiB of HBM"}, ours.key: made})
     assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | {made['teraflops'] * 4 / 3:.0f} | 50% |" in page
     assert "needs 9.0 GiB of HBM" in page
-    assert f"| {ours.name} | {ours.topology} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
+    assert f"| {ours.name} | {ours.pod.name} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
     assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
 
 
 def test_published_shapes_have_the_parameters_of_their_names():
     for run in PUBLISHED:
         decoder = decoder_config(run.config)
-        named = float(run.name.split("-")[2].partition("B")[0]) * 1e9
+        named = float(re.search(r"-(\d+)B", run.name)[1]) * 1e9
         embedding = decoder.vocab_size * decoder.model_dim
         assert product_parameters(decoder) + embedding == pytest.approx(named, rel=0.05)

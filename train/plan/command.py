@@ -14,12 +14,12 @@ WIDTH = 120
 """Of tables where there is no terminal."""
 
 
-def plan(config: Config, topology: str, sweep: int = 0) -> None:
-    """Plans every stage of a config on a pod, or compiles `sweep` ways to run it there and ranks them.
+def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0) -> None:
+    """Plans every stage of a config on slices of a pod, or compiles `sweep` ways to run it there and ranks them.
 
     Raises ValueError for a pod that does not exist, or a config that does not fit it.
     """
-    on, console = pod(topology), Console()
+    on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=WIDTH)
     for name, stage in stages(config):
         if len(config.stage_names) > 1:

@@ -60,7 +60,7 @@ class Compiled:
     text: str  # the optimised program
     memory: Memory
     axes: dict[str, int]  # of the mesh
-    places: tuple[Place, ...]  # of its devices, in order
+    places: tuple[Place, ...]  # of the devices of its first slice, in order
 
 
 def compile_step(config: Config, on: Pod, timeout: int = 3600) -> Compiled:
@@ -71,13 +71,13 @@ def compile_step(config: Config, on: Pod, timeout: int = 3600) -> Compiled:
     check_compiler()
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
         (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
-        reply = _run(directory, on.name, timeout)
+        reply = _run(directory, on, timeout)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     places = tuple(map(tuple, reply["places"]))
     return Compiled(text, Memory(**reply["memory"]), reply["axes"], places)
 
 
-def _run(directory: str, topology: str, timeout: int) -> dict[str, Any]:
+def _run(directory: str, on: Pod, timeout: int) -> dict[str, Any]:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -86,7 +86,7 @@ def _run(directory: str, topology: str, timeout: int) -> dict[str, Any]:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    command = [sys.executable, "-m", "train.plan.compiling", directory, topology]
+    command = [sys.executable, "-m", "train.plan.compiling", directory, on.slice_name, str(on.slices)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ def out_of_memory(message: str) -> str | None:
     )
 
 
-def _child(directory: Path, topology: str) -> dict[str, Any]:
+def _child(directory: Path, on: Pod) -> dict[str, Any]:
     """Compiles, writes the program, and tells of its memory."""
     import jax
     from jax.experimental import topologies
@@ -131,13 +131,12 @@ def _child(directory: Path, topology: str) -> dict[str, Any]:
     from train.mesh import make_mesh
     from train.step import build_program
 
-    on = pod(topology)
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
     try:
-        devices = topologies.get_topology_desc(topology_name=on.topology, platform="tpu").devices
+        found = topologies.get_topology_desc(topology_name=on.topology, platform="tpu", num_slices=on.slices)
     except Exception as error:
         raise ValueError(f"--topology: the compiler knows no pod {on.name}: {_line(error)}") from None
-    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, list(devices))
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, list(found.devices))
     program = build_program(config, mesh)  # outside: what it computes on the way would be sent to the mesh
     arguments = program.abstract, abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
@@ -146,7 +145,7 @@ def _child(directory: Path, topology: str) -> dict[str, Any]:
     return {
         "memory": vars(_memory(compiled.memory_analysis(), *arguments)),
         "axes": dict(mesh.shape),
-        "places": [(*device.coords, device.core_on_chip) for device in mesh.devices.flat],
+        "places": [(*device.coords, device.core_on_chip) for device in mesh.devices.flat[: on.devices // on.slices]],
     }
 
 
@@ -190,9 +189,9 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:2000]
 
 
-def _main(directory: str, topology: str) -> dict[str, Any]:
+def _main(directory: str, topology: str, slices: str) -> dict[str, Any]:
     try:
-        return _child(Path(directory), topology)
+        return _child(Path(directory), pod(topology, int(slices)))
     except Exception as error:
         traceback.print_exc()
         return {"problem": _line(error), "is_mistake": isinstance(error, ValueError)}

@@ -9,6 +9,15 @@ way, r_d = 2 directions where the row is a ring and 1 where it is not:
     collective-permute           B x (pairs routed over the busiest link) / W
 
 and `LATENCY` for each hop. Where s devices apart stand between neighbours of a group, s groups share the links.
+
+What goes from slice to slice passes through the hosts. The compiler takes such a collective apart, does within a slice
+what it can, and lets hosts exchange the rest, each device as much as its share: of k slices, W bytes a second a device,
+
+    all-reduce                   2 B (k - 1) / k / W
+    all-gather, reduce-scatter   B (k - 1) / k / W                           B: the larger of what is given and got
+    others                       B / W
+
+and `DCN_LATENCY`.
 """
 
 from __future__ import annotations
@@ -22,13 +31,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from train.plan.hlo import Instruction
-from train.plan.pods import LATENCY, Place, Pod, box
+from train.plan.pods import DCN_LATENCY, LATENCY, Place, Pod, box
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
 
 _EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\)[^)]*)?)\))? ?\{([^}]*)\}")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
@@ -36,6 +46,12 @@ def kind_of(line: Instruction) -> str | None:
     """Which collective an instruction is or starts; None for any other, and for one that only waits."""
     opcode = line.opcode.removesuffix("-start")
     return opcode if opcode in KINDS else None
+
+
+def between_slices(line: Instruction) -> str | None:
+    """Which collective an instruction is the hosts' part of, ``all-reduce`` say; None for any other instruction."""
+    found = line.attribute(_BETWEEN_SLICES)
+    return found.lower().replace("_", "-") if found else None
 
 
 def groups_of(line: Instruction, devices: int) -> list[list[int]]:
@@ -99,11 +115,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A mesh laid over a pod: what a collective of the program costs."""
+    """A mesh laid over a slice: what a collective of the program costs."""
 
     pod: Pod
     axes: dict[str, int]
-    places: tuple[Place, ...]  # of every device, in the order of the mesh
+    places: tuple[Place, ...]  # of a slice's devices, in the order of the mesh
 
     def traffic(self, line: Instruction, kind: str) -> Traffic:
         """What a collective moves and how long it takes by itself."""
@@ -118,6 +134,15 @@ class Fabric:
         share = (size - 1) / size * (2 if kind == "all-reduce" else 1)
         seconds = self._exchange(groups[0], moved) if kind == "all-to-all" else self._ring(groups[0], moved * share)
         return Traffic(self.axes_of(groups), moved * share, seconds)
+
+    def crossing(self, line: Instruction, kind: str) -> Traffic:
+        """What the hosts of a device move to other slices for it, along the first axis of the mesh."""
+        slices, network = self.pod.slices, self.pod.network
+        size = float(sum(array.bytes for array in line.results if array.shape))
+        others = (slices - 1) / slices
+        moved = size * {"all-reduce": 2 * others, "all-gather": others, "reduce-scatter": others}.get(kind, 1.0)
+        seconds = moved * network.devices / (network.dcn * 1e9) + DCN_LATENCY
+        return Traffic(f"{next(iter(self.axes))} (DCN)", moved, seconds)
 
     def axes_of(self, groups: Sequence[Sequence[int]]) -> str:
         """The mesh axes along which the devices of some group differ."""

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 from train.config import Config
 from train.flops import Flops, maxtext_flops, update_flops
-from train.mesh import check_rows, mesh_shape
+from train.mesh import check_rows, check_slices, mesh_shape
 from train.model import decoder_config, placement
 from train.plan.compiling import Memory, compile_step
 from train.plan.hlo import parse
@@ -59,9 +59,10 @@ class Plan:
         return flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
 
 
-def check_split(config: Config, devices: int) -> None:
-    """Raises ValueError for rows, heads or a length that the mesh cannot share."""
-    sizes, train = mesh_shape(config.train.mesh, devices), config.train
+def check_split(config: Config, on: Pod) -> None:
+    """Raises ValueError for rows, heads or a length that the mesh cannot share, or slices that it cannot span."""
+    sizes, train = mesh_shape(config.train.mesh, on.devices), config.train
+    check_slices(sizes, on.slices)
     check_rows(sizes, train.rows // train.accumulate)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     decoder = decoder_config(config)
@@ -78,11 +79,12 @@ def check_split(config: Config, devices: int) -> None:
 
 def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
-    check_split(config, on.devices)  # by name and at once, also where there is no compiler
+    check_split(config, on)  # by name and at once, also where there is no compiler
     flops, decoder = update_flops(config), decoder_config(config)
     compiled = compile_step(config, on, timeout)
     share = visited_share(decoder.layers, config.train.length, decoder.causal)
-    fabric = Fabric(on, compiled.axes, compiled.places)
+    in_a_slice = {**compiled.axes, "replica": compiled.axes["replica"] // on.slices}
+    fabric = Fabric(on, in_a_slice, compiled.places)
     spread = _tokens_spread(config, compiled.axes)
     tally = Player(parse(compiled.text), fabric, Kernels(on, share, spread)).play()
     return Plan(config, on, compiled.axes, compiled.memory, flops, tally)

@@ -1,4 +1,4 @@
-"""TPU pods by name: ``v5p:8x8x8``. What a chip of each generation holds, and how chips are linked."""
+"""TPU pods by name: ``v5p:8x8x8``. What a chip of each generation holds, and how chips and slices are linked."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Network:
 
     hbm_gib: float  # of a chip
     link: float  # between two neighbours
+    dcn: float  # of a chip to other slices
     dimensions: int
     devices: int = 1  # that a chip shows itself as; they share its links
     within: float = 0.0  # between the devices of a chip
@@ -36,24 +37,29 @@ class Network:
         return size % 4 == 0 if self.dimensions == 3 else size == 16
 
 
-# The link inside a chip of 7x is said to be six times as fast as one between chips.
+# The link inside a chip of 7x is said to be six times as fast as one between chips. The data centre's network has 25
+# (v5e), 50 (v5p) and 100 Gb/s for each chip by Google Cloud's pages of the chips.
 NETWORKS = {
-    "v5e": Network(16, 45, 2),
-    "v5p": Network(95, 90, 3),
-    "v6e": Network(32, 90, 2),
-    "7x": Network(192, 90, 3, devices=2, within=540),
+    "v5e": Network(16, 45, 3.125, 2),
+    "v5p": Network(95, 90, 6.25, 3),
+    "v6e": Network(32, 90, 12.5, 2),
+    "7x": Network(192, 90, 12.5, 3, devices=2, within=540),
 }
 
 LATENCY = 1e-6
 """Seconds for one hop between chips."""
 
+DCN_LATENCY = 1e-4
+"""Seconds for one exchange between slices, through their hosts; assumed."""
+
 
 @dataclass(frozen=True)
 class Pod:
-    """One slice of a pod."""
+    """One slice of a pod, or several alike, joined by the data centre's network (DCN)."""
 
     generation: str
-    chips_along: tuple[int, ...]
+    chips_along: tuple[int, ...]  # of a slice
+    slices: int = 1
 
     @property
     def chip(self) -> Chip:
@@ -68,7 +74,7 @@ class Pod:
     @property
     def chips(self) -> int:
         """All of them."""
-        return math.prod(self.chips_along)
+        return self.slices * math.prod(self.chips_along)
 
     @property
     def devices(self) -> int:
@@ -82,13 +88,18 @@ class Pod:
 
     @property
     def name(self) -> str:
+        """``v5p:8x8x8``, or ``2 slices of v5p:8x8x8``."""
+        return self.slice_name if self.slices == 1 else f"{self.slices} slices of {self.slice_name}"
+
+    @property
+    def slice_name(self) -> str:
         """``v5p:8x8x8``."""
         return f"{self.generation}:{'x'.join(map(str, self.chips_along))}"
 
     @property
     def topology(self) -> str:
-        """The name by which the compiler knows it."""
-        return ("tpu" if self.generation == "7x" else "") + self.name
+        """The name by which the compiler knows a slice."""
+        return ("tpu" if self.generation == "7x" else "") + self.slice_name
 
     @property
     def hbm_bytes(self) -> float:
@@ -106,8 +117,12 @@ class Pod:
         return 1e-9 / self.chip.gigahertz
 
 
-def pod(name: str) -> Pod:
-    """The pod of that name. Raises ValueError for a name that is not one, or a shape that the compiler refuses."""
+def pod(name: str, slices: int = 1) -> Pod:
+    """The pod of that name, so many slices of it.
+
+    Raises ValueError for a name that is not one, a shape that the compiler refuses, or no slices.
+    """
+    check(slices > 0, f"--slices: expected at least one, found {slices}")
     found = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
     check(found is not None, f"--topology: expected a pod such as v5p:8x8x8, found {name!r}")
     generation, sizes = found[1], tuple(map(int, found[2].split("x")))
@@ -121,7 +136,7 @@ def pod(name: str) -> Pod:
         len(sizes) == wanted and min(sizes) > 0,
         f"--topology: pods of {generation} have {wanted} dimensions, as in {generation}:{example}, found {name!r}",
     )
-    return Pod(generation, sizes)
+    return Pod(generation, sizes, slices)
 
 
 def box(places: Sequence[Place]) -> list[tuple[int, int]] | None:

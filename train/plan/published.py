@@ -1,4 +1,4 @@
-"""Runs whose speed others have published, for holding predictions against: MaxText's, by its own count of FLOPs.
+"""Runs whose speed others have published, for holding predictions against, by MaxText's count of FLOPs.
 
 Shapes, chips, lengths and strategies are as published. What was not published is a guess and says so in `guessed`: rows
 on a chip, and what is recomputed, for MaxText keeps or offloads chosen tensors; here it is the least that fits.
@@ -23,6 +23,7 @@ _LLAMA_2_70B = {
 }
 _LLAMA_3_8B = {**_LLAMA_2_7B, "num_kv_heads": 8, "mlp_dim": 14336, "vocabulary": 128256}
 _LLAMA_3_70B = {**_LLAMA_2_70B, "vocabulary": 128256}
+_MAXTEXT_32B = {"num_layers": 32, "model_dim": 8192, "num_heads": 64, "mlp_dim": 28672, "vocabulary": 32000}
 _LLAMA_3_405B = {**_LLAMA_3_70B, "num_layers": 126, "model_dim": 16384, "num_heads": 128, "mlp_dim": 53248}
 
 
@@ -40,6 +41,7 @@ class Published:
     strategy: str = "auto"
     remat: str = "attention"
     guessed: str = "rows on a chip, and what is recomputed"
+    slices: int = 1
 
     @property
     def config(self) -> Config:
@@ -49,6 +51,9 @@ class Published:
         split = {"mesh": {"data": 1, **self.mesh}, "context": {"strategy": self.strategy}}
         return parse({"name": "published", "model": {**self.model, **fixed}, "train": {**train, **split}})
 
+
+_HALF_32B = 0.983
+"""What is left of FLOPs counted with all pairs of tokens if half of them are, in the 32B model at 2,048 tokens."""
 
 _ONLY_REMAT = "what is recomputed; rows follow from the published step time"
 
@@ -69,5 +74,14 @@ PUBLISHED = (
     Published("Llama-3.1-70B 8k", "7x:4x8x8", _LLAMA_3_70B, 8192, 1024, 1199.7, {"fsdp": 512}),
     Published("Llama-3.1-70B 128k all-gather", "7x:4x8x8", _LLAMA_3_70B, 131072, 64, 897.9, {"fsdp": 64, "context": 8},
               "all-gather", guessed="what is recomputed"),
+    Published("MaxText-32B 2k", "v5e:16x16", _MAXTEXT_32B, 2048, 1024, 132 * _HALF_32B, {"fsdp": 256},
+              remat="full", guessed=""),
+    Published("MaxText-32B 2k", "v5e:16x16", _MAXTEXT_32B, 2048, 4 * 1024, 126 * _HALF_32B,
+              {"replica": 4, "fsdp": 256}, remat="full", guessed="", slices=4),
+    Published("MaxText-32B 2k", "v5e:16x16", _MAXTEXT_32B, 2048, 32 * 1024, 119 * _HALF_32B,
+              {"replica": 32, "fsdp": 256}, remat="full", guessed="", slices=32),
+    Published("Llama-2-70B 4k, axlearn", "v5e:16x16", _LLAMA_2_70B, 4096, 1024, 122.1, {"replica": 4, "fsdp": 256},
+              remat="full", guessed="what is recomputed; from the published step of 14.37 s", slices=4),
 )  # fmt: skip
-"""As collected in August 2026 from MaxText's documentation, recipes and pull requests."""
+"""As collected in August and November 2026 from the documentation, recipes, configs and pull requests of MaxText, and
+one run from comments in axlearn's."""

@@ -6,7 +6,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from train.plan.plan import Plan
-from train.plan.pods import GIB, LATENCY
+from train.plan.pods import DCN_LATENCY, GIB, LATENCY
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -66,6 +66,12 @@ def _step(plan: Plan) -> Table:
     return table
 
 
+def _between_slices(plan: Plan) -> str:
+    if plan.pod.slices == 1:
+        return ""
+    return f" {plan.pod.network.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
+
+
 def assumptions(plan: Plan) -> str:
     """What a prediction rests on."""
     pod = plan.pod
@@ -73,7 +79,7 @@ def assumptions(plan: Plan) -> str:
     unknown = ", ".join(f"{name} x {count}" for name, count in plan.tally.unknown.items())
     return (
         f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.network.link:g} GB/s one way, "
-        f"{LATENCY * 1e6:g} us a hop; every row one document; collectives overlap only what stands between their start "
-        "and their end in the compiled program; no input, no host, no stragglers."
+        f"{LATENCY * 1e6:g} us a hop;{_between_slices(plan)} every row one document; collectives overlap only what "
+        "stands between their start and their end in the compiled program; no input, no host, no stragglers."
         + (f" Left out, for nothing is known of it: {unknown}." if unknown else "")
     )

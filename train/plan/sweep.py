@@ -75,26 +75,27 @@ def _attempt(one: Candidate, on: Pod, console: Console) -> Plan | str:
 
 def candidates(config: Config, on: Pod) -> Iterator[Candidate]:
     """All that can be split evenly, by powers of two along each axis."""
-    powers = [2**n for n in range(on.devices.bit_length()) if on.devices % 2**n == 0]
+    devices = on.devices // on.slices
+    powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
     for fsdp, context, tensor in itertools.product(powers, repeat=3):
-        if on.devices % (fsdp * context * tensor):
+        if devices % (fsdp * context * tensor):
             continue
-        sizes = {"data": on.devices // (fsdp * context * tensor), "fsdp": fsdp, "context": context, "tensor": tensor}
+        split = {"data": devices // (fsdp * context * tensor), "fsdp": fsdp, "context": context, "tensor": tensor}
+        axes = {"replica": on.slices, **split}
         for remat, strategy in itertools.product(REMAT, STRATEGIES if context > 1 else ("auto",)):
-            changed = _changed(config, sizes, remat, strategy)
+            changed = _changed(config, axes, remat, strategy, on)
             if changed is not None:
-                axes = {"replica": 1, **sizes}
                 yield Candidate(changed, axes, rough_bytes(changed, axes), rough_seconds(changed, axes, on))
 
 
-def _changed(config: Config, sizes: dict[str, int], remat: str, strategy: str) -> Config | None:
+def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, on: Pod) -> Config | None:
     """The config so changed; None if it cannot be split so."""
-    mesh = dataclasses.replace(config.train.mesh, replica=1, **sizes)
+    mesh = dataclasses.replace(config.train.mesh, **axes)
     context = dataclasses.replace(config.train.context, strategy=strategy)
     train = dataclasses.replace(config.train, mesh=mesh, context=context)
     changed = dataclasses.replace(config, train=train, model=dataclasses.replace(config.model, remat=remat), stages=())
     try:
-        check_split(changed, prod(sizes.values()))
+        check_split(changed, on)
     except ValueError:
         return None
     return changed
@@ -146,10 +147,11 @@ def _work(config: Config) -> float:
 
 
 def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
-    """Work at 60% of the peak or the gathering of parameters, whichever is longer, and the traffic inside layers.
+    """Work at 60% of the peak, the gathering of parameters or what crosses slices, whichever is longest; and the rest.
 
-    Parameters are gathered twice and their gradients scattered once, in bfloat16; along `tensor` a layer reduces its
-    tokens four times, and along `context` keys and values go round three times.
+    Parameters are gathered twice and their gradients scattered once, in bfloat16, and these are summed over slices; the
+    rest is the traffic inside layers: along `tensor` a layer reduces its tokens four times, and along `context` keys
+    and values go round three times.
     """
     decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
     work = _work(config) / (0.6 * on.chips * on.peak_flops)
@@ -158,7 +160,9 @@ def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     gathered = 6 * _all_parameters(decoder) / axes["tensor"] * config.train.accumulate / link
     inside = 8 * per_layer * decoder.model_dim * (axes["tensor"] > 1)
     around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
-    return max(work, gathered * (axes["fsdp"] > 1) + around) + inside
+    shared = 4 * _all_parameters(decoder) / axes["fsdp"] / axes["tensor"] * config.train.accumulate
+    crossed = shared * (on.slices - 1) / on.slices * on.network.devices / (1e9 * on.network.dcn)
+    return max(work, gathered * (axes["fsdp"] > 1) + around, crossed) + inside
 
 
 def _table(results: list[tuple[Candidate, Plan | str]], on: Pod, count: int) -> Table:

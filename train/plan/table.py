@@ -18,7 +18,7 @@ from train.config import Config, load
 from train.machine import versions
 from train.paths import write_file
 from train.plan.plan import Plan, make_plan
-from train.plan.pods import GIB, pod
+from train.plan.pods import GIB, Pod, pod
 from train.plan.published import PUBLISHED
 from train.plan.report import mesh_text
 from train.schedule.compiling import ROOT
@@ -49,39 +49,45 @@ class Entry:
     name: str
     topology: str
     config: Config
+    slices: int = 1
     command: str = ""
     teraflops: float | None = None  # published
     guessed: str = ""
 
     @property
+    def pod(self) -> Pod:
+        """What it runs on."""
+        return pod(self.topology, self.slices)
+
+    @property
     def key(self) -> str:
         """By which its result is found."""
-        return f"{self.name} on {self.topology}"
+        return f"{self.name} on {self.pod.name}"
 
 
 def entries() -> Iterator[Entry]:
     """Published runs first, then ours."""
     for run in PUBLISHED:
-        yield Entry(run.name, run.topology, run.config, teraflops=run.teraflops, guessed=run.guessed)
+        yield Entry(run.name, run.topology, run.config, run.slices, teraflops=run.teraflops, guessed=run.guessed)
     for size, length, topology in itertools.product(SIZES, LENGTHS, PODS):
         yield _ours(size, length, topology)
 
 
 def _ours(size: str, length: str, topology: str) -> Entry:
-    path, devices = f"configs/pods/llama-{size}-{length}.yaml", pod(topology).devices
+    path, on = f"configs/pods/llama-{size}-{length}.yaml", pod(topology)
     # Four million tokens are too many at once for half the devices that the files are made for.
-    halved = () if devices >= 512 else ("train.accumulate=2",)
+    halved = () if on.devices >= 512 else ("train.accumulate=2",)
     # Chips with memory to spare need to recompute less.
-    kept = ("model.remat=dots",) if size == "8b" and pod(topology).hbm_bytes > 64 * GIB else ()
+    kept = ("model.remat=dots",) if size == "8b" and on.hbm_bytes > 64 * GIB else ()
     overrides = OVERRIDES.get((size, length, topology), (*halved, *kept))
     command = " ".join(("python -m train plan", path, "--topology", topology, *overrides))
-    return Entry(f"llama-{size}-{length}", topology, load(ROOT / path, overrides), command)
+    return Entry(f"llama-{size}-{length}", topology, load(ROOT / path, overrides), command=command)
 
 
 def measure(entry: Entry) -> dict[str, Any]:
     """The numbers of a plan, or why there is none."""
     try:
-        return {"key": entry.key, **numbers(make_plan(entry.config, pod(entry.topology)))}
+        return {"key": entry.key, **numbers(make_plan(entry.config, entry.pod))}
     except ValueError as error:
         return {"key": entry.key, "problem": " ".join(str(error).split())[:300]}
 
@@ -167,7 +173,7 @@ def _calibration(results: dict[str, dict[str, Any]]) -> str:
     head = [
         "## Against published runs",
         "",
-        "MaxText's numbers, by its own count of FLOPs (half of all pairs), and what is predicted for the same shape on",
+        "Others' numbers, by MaxText's count of FLOPs (half of all pairs), and what is predicted for the same shape on",
         "the same chips with this trainer's step. Nothing is fitted. What was not published is guessed: what is",
         "recomputed is here the least that fits. That explains most of what is predicted too low: a step that",
         "recomputes layers, but for attention or whole, does up to a third more work than is counted; the number",
@@ -183,7 +189,7 @@ def _calibration(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _compared(entry: Entry, found: dict[str, Any] | None) -> str:
-    cells = [entry.name, entry.topology]
+    cells = [entry.name, entry.pod.name]
     if found is None or "problem" in found:
         why = "not planned yet" if found is None else found["problem"]
         return _row(*cells, "", f"{entry.teraflops:.0f}", why, "", "", "", entry.guessed)
@@ -222,12 +228,12 @@ def _pods(results: dict[str, dict[str, Any]]) -> str:
 
 def _planned(entry: Entry, found: dict[str, Any] | None) -> str:
     if found is None or "problem" in found:
-        return _row(entry.name, entry.topology, "", "not planned yet" if found is None else found["problem"], *[""] * 4)
+        return _row(entry.name, entry.pod.name, "", "not planned yet" if found is None else found["problem"], *[""] * 4)
     gib = found["gib"]
     rest = gib["total"] - gib["parameters"] - gib["optimizer"]
     memory = f"{gib['parameters']:.1f}, {gib['optimizer']:.1f}, {rest:.1f}"
     speed = (_share(found), f"{found['seconds']:.3g}", f"{found['tokens']:,.0f}", f"{found['mfu']:.1%}")
-    return _row(entry.name, entry.topology, f"{found['mesh']}, {found['remat']}", memory, *speed)
+    return _row(entry.name, entry.pod.name, f"{found['mesh']}, {found['remat']}", memory, *speed)
 
 
 def _share(found: dict[str, Any]) -> str:

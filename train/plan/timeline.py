@@ -4,7 +4,8 @@ The instructions of a computation run in the order in which the compiler schedul
 the compiler expects of it, its traffic with HBM included; a kernel what `train.plan.kernels` says; a loop its trips; a
 conditional its longest branch, as often as the mask lets the kernels in it run. A collective that is started and
 awaited later runs beside what stands between, one inside a fusion beside the fusion, and those over the same axes of
-the mesh queue up; any other stops everything.
+the mesh queue up; any other stops everything. What hosts send to other slices runs from its sending until what comes
+back is awaited.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from train.plan.hlo import Instruction, Module, inside
 from train.plan.kernels import Kernels
-from train.plan.network import Fabric, Traffic, kind_of
+from train.plan.network import Fabric, Traffic, between_slices, kind_of
 
 
 @dataclass
@@ -92,6 +93,7 @@ class _Run:
     tally: Tally
     free: Counter = field(default_factory=Counter)  # when the links of some axes are free again
     done: dict[str, float] = field(default_factory=dict)  # when what was started will be there
+    met: dict[str | None, Instruction] = field(default_factory=dict)  # a half of what is sent to other slices
 
     def through(self, lines: list[Instruction]) -> Tally:
         for line in lines:
@@ -110,6 +112,8 @@ class _Run:
         elif line.opcode == "async-start":
             for kind, traffic, _ in self.player.hidden_traffic(line):
                 self._collective(line, kind, traffic)
+        elif line.opcode in ("send", "recv") and (kind := between_slices(line)):
+            self._cross(line, kind)
         elif line.opcode.endswith("-done") and line.operands[0] in self.done:
             self._wait(self.done.pop(line.operands[0]))
         elif line.opcode == "custom-call":
@@ -169,6 +173,17 @@ class _Run:
             self.done[line.name] = max(end, self.done.get(line.name, 0.0))
         else:
             self._wait(end)
+
+    def _cross(self, line: Instruction, kind: str) -> None:
+        """A pair of sending and receiving: what is started by the second of them is awaited by both."""
+        meeting = line.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
+        other = self.met.pop(meeting, None)
+        if other is None:
+            self.met[meeting] = line
+            return
+        larger = max(line, other, key=lambda part: sum(array.bytes for array in part.results))
+        end = self._start(kind, self.player.fabric.crossing(larger, kind))
+        self.done[line.name] = self.done[other.name] = end
 
     def _start(self, kind: str, traffic: Traffic) -> float:
         """When it will be done."""
