@@ -240,6 +240,35 @@ def test_a_collective_that_is_spread_over_fusions_counts_once(cycles):
     assert tally.seconds == pytest.approx(max(4 * 2**20 * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9))
 
 
+OFFLOADED = """
+%gather (x: f32[262144], t: token[]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  ROOT %g = f32[1048576]{0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[262144]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  %go = ((f32[262144]{0}), f32[1048576]{0}) OPCODE(%x), async_execution_thread="sparsecore", to_apply=%gather
+  %work = f32[262144]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"CYCLES"}
+  ROOT %there = f32[1048576]{0} call-done(%go)
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
+def test_a_collective_on_the_sparse_cores_runs_beside_the_work(cycles):
+    text = OFFLOADED.replace("OPCODE", "call-start").replace("CYCLES", str(cycles))
+    tally = Player(parse(text), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.moved == {("ring", "all-gather"): 4 * 2**20 * 3 / 4}
+    assert tally.seconds == pytest.approx(max(4 * 2**20 * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9))
+
+
+def test_collectives_where_none_are_known_to_be_are_told_of():
+    text = OFFLOADED.replace("OPCODE", "sent-elsewhere").replace("CYCLES", "0")
+    tally = Player(parse(text), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.unknown == {"collectives in a sent-elsewhere": 1}
+
+
 CROSSING = """
 %body (p: (s32[], f32[262144])) -> (s32[], f32[262144]) {
   %p = (s32[], f32[262144]{0}) parameter(0)

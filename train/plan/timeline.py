@@ -109,7 +109,7 @@ class _Run:
             self._branch(line)
         elif kind:
             self._collective(line, kind, self.player.fabric.traffic(line, kind))
-        elif line.opcode == "async-start":
+        elif line.opcode in ("async-start", "call-start"):  # the second on the SparseCores of 7x
             for kind, traffic, _ in self.player.hidden_traffic(line):
                 self._collective(line, kind, traffic)
         elif line.opcode in ("send", "recv") and (kind := between_slices(line)):
@@ -144,7 +144,11 @@ class _Run:
         self._wait(max(ends, default=0.0))
 
     def _hidden(self, line: Instruction) -> list[tuple[str, Traffic, str]]:
-        return self.player.hidden_traffic(line) if line.opcode == "fusion" else []
+        found = self.player.hidden_traffic(line)
+        if found and line.opcode != "fusion":
+            self.tally.unknown[f"collectives in a {line.opcode}"] += len(found)
+            return []
+        return found
 
     def _fused(self, line: Instruction, kind: str, traffic: Traffic, channel: str) -> float:
         """When a fusion has what the collective inside it brings.
