@@ -18,7 +18,7 @@ from train.config import Config, load
 from train.machine import versions
 from train.paths import write_file
 from train.plan.plan import Plan, make_plan
-from train.plan.pods import GIB, Pod, pod
+from train.plan.pods import DCN_LATENCY, GIB, LATENCY, NETWORKS, Pod, pod
 from train.plan.published import PUBLISHED
 from train.plan.report import mesh_text
 from train.schedule.compiling import ROOT
@@ -32,9 +32,9 @@ SIZES, LENGTHS = ("1b", "8b", "70b"), ("8k", "128k", "1m")
 _FULL = "model.remat=full"
 
 OVERRIDES = {
-    ("70b", "8k", "v5e:16x16"): ("train.mesh.context=2", "train.context.strategy=ring", "train.accumulate=4", _FULL),
+    ("70b", "8k", "v5e:16x16"): ("train.mesh.context=4", "train.context.strategy=ring", "train.accumulate=8", _FULL),
     ("70b", "128k", "v5e:16x16"): ("train.accumulate=4", "train.mesh.context=32", _FULL),
-    ("70b", "1m", "v5e:16x16"): ("train.mesh.context=256", "train.accumulate=4", _FULL),
+    ("70b", "1m", "v5e:16x16"): ("train.mesh.context=256", "train.accumulate=4", "train.optimizer=adafactor", _FULL),
     ("70b", "8k", "v6e:16x16"): ("train.accumulate=2", _FULL),
     ("70b", "128k", "v6e:16x16"): ("train.accumulate=2", _FULL),
     ("70b", "1m", "v6e:16x16"): ("train.mesh.context=256", "train.accumulate=4", _FULL),
@@ -143,7 +143,8 @@ _HEAD = """\
 
 `python -m train plan CONFIG --topology v5p:8x8x8` compiles the exact train step of a config for a pod with the TPU
 compiler, on any machine, and tells the HBM of a chip by kind, the model FLOPs, the bytes of collectives by mesh axis,
-and a predicted step. `--sweep` compiles several meshes, remat policies and context strategies and ranks them.
+and a predicted step. `--slices 4` plans for four of them, `--sweep` compiles several meshes, remat policies and context
+strategies and ranks them.
 
 Memory is the compiler's own plan and final; **everything about speed is predicted, not measured on a TPU**:
 
@@ -155,37 +156,40 @@ Memory is the compiler's own plan and final; **everything about speed is predict
 * collectives by the bytes that a device sends over the links of its torus that the mesh axis lies along, one way
   {links} GB/s,
   and {latency:g} us a hop; they overlap only what the compiler scheduled between their start and end;
+* what goes to other slices by what the compiler lets hosts send, {dcn} GB/s of a chip,
+  as Google Cloud's pages of the chips have it, and {dcn_latency:g} us an exchange, which is assumed;
 * flags of the compiler in `LIBTPU_INIT_ARGS` count: give the run those that it was planned with; here there are none;
 * no input, host, stragglers or checkpoints. MFU counts only pairs that the mask allows, and no recomputation.
 """
 
 
+_AGAINST = """\
+## Against published runs
+
+Others' numbers, by MaxText's count of FLOPs (half of all pairs), and what is predicted for the same shape on the same
+chips with this trainer's step. Nothing is fitted. What was not published is guessed: what is recomputed is here the
+least that fits. That explains most of what is predicted too low: a step that recomputes layers, but for attention or
+whole, does up to a third more work than is counted; the number behind the error is with it. What is predicted too high
+knows no input, no stragglers, and no collective that takes longer than its bytes do.
+
+| run | pod | mesh, recomputed | TFLOP/s a chip, published | predicted | error | with recomputing | HBM | guessed |
+|---|---|---|---|---|---|---|---|---|"""
+
+
 def page(results: dict[str, dict[str, Any]]) -> str:
     """The whole page."""
-    from train.plan.pods import LATENCY, NETWORKS
+    head = _HEAD.format(links=_each("link"), latency=LATENCY * 1e6, dcn=_each("dcn"), dcn_latency=DCN_LATENCY * 1e6)
+    return "\n".join([head, _calibration(results), _pods(results)])
 
-    links = ", ".join(f"{network.link:g} ({name})" for name, network in NETWORKS.items())
-    parts = [_HEAD.format(links=links, latency=LATENCY * 1e6), _calibration(results), _pods(results)]
-    return "\n".join(parts)
+
+def _each(name: str) -> str:
+    """A number of every generation's network."""
+    return ", ".join(f"{getattr(network, name):g} ({chip})" for chip, network in NETWORKS.items())
 
 
 def _calibration(results: dict[str, dict[str, Any]]) -> str:
-    head = [
-        "## Against published runs",
-        "",
-        "Others' numbers, by MaxText's count of FLOPs (half of all pairs), and what is predicted for the same shape on",
-        "the same chips with this trainer's step. Nothing is fitted. What was not published is guessed: what is",
-        "recomputed is here the least that fits. That explains most of what is predicted too low: a step that",
-        "recomputes layers, but for attention or whole, does up to a third more work than is counted; the number",
-        "behind the error is with it. What is predicted too high knows no input, no stragglers, and no collective that",
-        "takes longer than its bytes do.",
-        "",
-        "| run | pod | mesh, recomputed | TFLOP/s a chip, published | predicted | error | with recomputing | HBM |"
-        " guessed |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
     lines = [_compared(entry, results.get(entry.key)) for entry in entries() if entry.teraflops]
-    return "\n".join([*head, *lines, ""])
+    return "\n".join([_AGAINST, *lines, ""])
 
 
 def _compared(entry: Entry, found: dict[str, Any] | None) -> str:
