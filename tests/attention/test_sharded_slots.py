@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 from attention import spread
 
+import posjax as pj
+
 
 @pytest.mark.parametrize(
     ("name", "mesh", "kind", "implementation"),
@@ -57,3 +59,9 @@ def test_both_pieces_of_a_zigzag_at_once(name, mesh, strategy, implementation):
     """Pieces of 128 tokens or more are whole tiles; the shorter ones of other tests are taken one by one."""
     case = dataclasses.replace(spread.CASES[name], length=1024)
     spread.check(case, mesh, spread.placement(mesh, strategy, "zigzag"), implementation)
+
+
+def test_a_factor_of_tokens_goes_with_its_piece():
+    """Biases by distance take the pieces of a zigzag one by one, and each piece its own tokens' factors."""
+    case = spread.Case(pj.Scheme(bias=pj.bias.T5(8, 12), scale=pj.scales.SSMax(bias=True)), length=512)
+    spread.check(case, "4x2", spread.placement("4x2", "ring", "zigzag"), "blockwise")
