@@ -28,7 +28,8 @@ from train.plan.network import Fabric, groups_of, kind_of
 from train.plan.plan import check_split, make_plan
 from train.plan.pods import Pod, pod
 from train.plan.published import PUBLISHED
-from train.plan.sweep import candidates
+from train.plan.report import assumptions
+from train.plan.sweep import candidates, rough_seconds
 from train.plan.timeline import Player
 
 ROWS, COLUMNS, NUMBERS = 2, 4, 64
@@ -276,8 +277,8 @@ CROSSING = """
   %x = f32[262144]{0} get-tuple-element(%p), index=1
   %token = token[] after-all()
   FIRST
-  SECOND
   %work = f32[262144]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"CYCLES"}
+  SECOND
   %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
   %recv-done = (f32[262144]{0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
   %y = f32[262144]{0} get-tuple-element(%recv-done), index=0
@@ -289,28 +290,65 @@ ENTRY %main (x: (s32[], f32[262144])) -> (s32[], f32[262144]) {
   ROOT %w = (s32[], f32[262144]{0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
 }
 """
-HOSTS = (
-    'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
-    '_xla_host_transfer_rendezvous="all-reduce.8_0",_xla_megascale_transfer_type="ALL_REDUCE"}'
-)
-SEND = f"%send = (f32[262144]{{0}}, u32[], token[]) send(%x, %token), channel_id=2, {HOSTS}"
-RECEIVE = f"%recv = (f32[262144]{{0}}, u32[], token[]) recv(%token), channel_id=1, {HOSTS}"
 
 
-@pytest.mark.parametrize("order", [(SEND, RECEIVE), (RECEIVE, SEND)])
+def half(opcode: str, kind: str = "ALL_REDUCE", count: int = 262144, status: str = "ISSUE") -> str:
+    """What sends to other slices, or receives from them."""
+    name, operands = ("send", "%x, %token") if opcode == "send" else ("recv", "%token")
+    hosts = f'_xla_host_transfer_rendezvous="all-reduce.8_0",_xla_megascale_transfer_type="{kind}"'
+    return (
+        f"%{name} = (f32[{count}]{{0}}, u32[], token[]) {name}({operands}), channel_id=2, is_host_transfer=true, "
+        f"frontend_attributes={{{hosts}}}, "
+        f'backend_config={{"aggregated_send_recv_config":{{"status":"AGGREGATE_STATUS_{status}"}}}}'
+    )
+
+
+def crossing(first: str, second: str, cycles: int, slices: int = 4):
+    """The tally of three trips of a loop with both halves around some work."""
+    text = CROSSING.replace("FIRST", first).replace("SECOND", second).replace("CYCLES", str(cycles))
+    return Player(parse(text), fabric("v5e:2x4", slices=slices, replica=1, fsdp=8), NONE).play()
+
+
 @pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000_000])
-def test_what_goes_to_other_slices_hides_behind_work(order, cycles):
-    text = CROSSING.replace("FIRST", order[0]).replace("SECOND", order[1]).replace("CYCLES", str(cycles))
-    tally = Player(parse(text), fabric("v5e:2x4", slices=4, replica=1, fsdp=8), NONE).play()
+def test_what_goes_to_other_slices_hides_behind_work(cycles):
+    tally = crossing(half("send"), half("recv"), cycles)
     sent = 2 * 4 * 262144 * 3 / 4
     assert tally.moved == {("replica (DCN)", "all-reduce"): 3 * sent}
     assert tally.seconds == pytest.approx(3 * max(sent / 3.125e9 + 1e-4, cycles / 1.5e9))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [(half("send", status="DEFER"), half("recv")), (half("recv"), half("send"))]
+)
+def test_what_is_deferred_or_sent_late_hides_behind_nothing(first, second):
+    assert crossing(first, second, 1_500_000).seconds == pytest.approx(3 * (1.5 * 1024**2 / 3.125e9 + 1e-4 + 1e-3))
+
+
+def test_a_half_alone_is_told_of():
+    assert crossing(half("send"), "", 0).unknown == {"exchange without its other half": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [("ALL_REDUCE", 1.5), ("ALL_GATHER", 0.75), ("REDUCE_SCATTER", 0.75), ("ONE_TO_ONE", 1.0), ("ALL_TO_ALL", 1.0)],
+)
+def test_bytes_to_other_slices(kind, share):
+    tally = crossing(half("send", kind), half("recv", kind, 4 * 262144), 0)
+    name = {"ONE_TO_ONE": "collective-permute"}.get(kind, kind.lower().replace("_", "-"))
+    assert tally.moved == {("replica (DCN)", name): 3 * share * 4 * 4 * 262144}
+
+
 def test_devices_of_a_chip_share_its_way_to_other_slices():
-    (line,) = parse(f"ENTRY %main (x: f32[]) -> f32[] {{\n  {SEND}\n}}").computations["main"]
+    (line,) = parse(f"ENTRY %main (x: f32[]) -> f32[] {{\n  {half('send')}\n}}").computations["main"]
     found = fabric("7x:2x2x1", slices=2, replica=1, fsdp=8).crossing(line, "all-reduce")
-    assert found.seconds == pytest.approx(4 * 262144 / (12.5e9 / 2) + 1e-4)
+    assert (found.seconds, found.delay) == pytest.approx((4 * 262144 / (12.5e9 / 2), 1e-4))
+
+
+def test_exchanges_at_once_share_the_wait_for_hosts():
+    both = half("send"), half("recv"), half("send").replace("8_0", "9_0"), half("recv").replace("8_0", "9_0")
+    others = [line.replace("%send =", "%send.2 =").replace("%recv =", "%recv.2 =") for line in both[2:]]
+    tally = crossing("\n  ".join([*both[:2], *others]), "", 0)
+    assert tally.seconds == pytest.approx(3 * (2 * 1.5 * 4 * 262144 / 3.125e9 + 1e-4))
 
 
 CUT_OUT = """
@@ -463,6 +501,7 @@ def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
     ((crossing, sent),) = [(axes, size) for (axes, _), size in plan.tally.moved.items() if "DCN" in axes]
     gradients = plan.memory.parameters / 4  # of a device, numbers: bfloat16 or float32, a half sent twice
     assert crossing == "replica (DCN)"
+    assert "3.125 GB/s of a chip to other slices" in assumptions(plan)
     assert 2 * gradients <= sent <= 4.1 * gradients
     assert not plan.tally.unknown
 
@@ -520,6 +559,13 @@ def test_a_sweep_spans_slices_with_replicas(long_rows):
     assert both.bytes < alone.bytes  # half the tokens
 
 
+def test_the_way_to_other_slices_bounds_a_sweep(long_rows):
+    axes = {"replica": 2, "data": 8, "fsdp": 1, "context": 1, "tensor": 1}
+    parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
+    # Of each of four chips in a slice, a quarter of the gradients in bfloat16, half of them there and half back.
+    assert rough_seconds(long_rows, axes, pod("7x:2x2x1", 2)) == pytest.approx(2 * parameters / 4 / 12.5e9)
+
+
 def test_rough_memory_is_that_of_state_and_activations(long_rows):
     by_name = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
     whole, split = by_name["data 4 x tensor 2, full"], by_name["fsdp 4 x tensor 2, full"]
@@ -565,7 +611,7 @@ def test_every_entry_of_the_table_can_be_split_over_its_pod():
 
 def test_the_page_tells_what_was_planned_and_what_was_not():
     first, second, *_ = [entry for entry in table.entries() if entry.teraflops]
-    ours = next(entry for entry in table.entries() if entry.command)
+    ours, another, *_ = [entry for entry in table.entries() if entry.command]
     made = {
         "mesh": "fsdp 4",
         "remat": "full",
@@ -577,10 +623,17 @@ def test_the_page_tells_what_was_planned_and_what_was_not():
         "mfu": 0.4,
         "teraflops": first.teraflops * 0.9,
     }
-    page = table.page({first.key: made, second.key: {"problem": "needs 9.0 GiB of HBM"}, ours.key: made})
+    results = {
+        first.key: made | {"command": ""},
+        second.key: {"command": "", "problem": "needs 9.0 GiB of HBM"},
+        ours.key: made | {"command": ours.command},
+        another.key: made | {"command": "python -m train plan of something else"},
+    }
+    page = table.page(results)
     assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | {made['teraflops'] * 4 / 3:.0f} | 50% |" in page
     assert "needs 9.0 GiB of HBM" in page
     assert f"| {ours.name} | {ours.pod.name} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
+    assert "3.125 (v5e), 6.25 (v5p), 12.5 (v6e), 12.5 (7x) GB/s of a chip" in page
     assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
 
 

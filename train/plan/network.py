@@ -17,7 +17,7 @@ what it can, and lets hosts exchange the rest, each device as much as its share:
     all-gather, reduce-scatter   B (k - 1) / k / W                           B: the larger of what is given and got
     others                       B / W
 
-and `DCN_LATENCY`.
+and `DCN_LATENCY`, which several exchanges on their way have in common.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from train.plan.pods import DCN_LATENCY, LATENCY, Place, Pod, box
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
 
+DCN = "replica (DCN)"
+"""What goes to other slices, in place of axes of the mesh; they lie along `replica` alone."""
+
 _EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\)[^)]*)?)\))? ?\{([^}]*)\}")
@@ -50,8 +53,9 @@ def kind_of(line: Instruction) -> str | None:
 
 def between_slices(line: Instruction) -> str | None:
     """Which collective an instruction is the hosts' part of, ``all-reduce`` say; None for any other instruction."""
-    found = line.attribute(_BETWEEN_SLICES)
-    return found.lower().replace("_", "-") if found else None
+    found = _BETWEEN_SLICES.search(line.attributes)
+    kind = found[1].lower().replace("_", "-") if found else None
+    return "collective-permute" if kind == "one-to-one" else kind
 
 
 def groups_of(line: Instruction, devices: int) -> list[list[int]]:
@@ -110,7 +114,8 @@ class Traffic:
 
     axes: str  # of the mesh, as in "fsdp" or "data+fsdp"; "all" where no axis varies alone
     bytes: float  # that one device sends
-    seconds: float
+    seconds: float  # for which it keeps its links
+    delay: float = 0.0  # until it is there, when they are free again
 
 
 @dataclass(frozen=True)
@@ -136,13 +141,12 @@ class Fabric:
         return Traffic(self.axes_of(groups), moved * share, seconds)
 
     def crossing(self, line: Instruction, kind: str) -> Traffic:
-        """What the hosts of a device move to other slices for it, along the first axis of the mesh."""
+        """What its host moves to other slices for a device."""
         slices, network = self.pod.slices, self.pod.network
         size = float(sum(array.bytes for array in line.results if array.shape))
         others = (slices - 1) / slices
         moved = size * {"all-reduce": 2 * others, "all-gather": others, "reduce-scatter": others}.get(kind, 1.0)
-        seconds = moved * network.devices / (network.dcn * 1e9) + DCN_LATENCY
-        return Traffic(f"{next(iter(self.axes))} (DCN)", moved, seconds)
+        return Traffic(DCN, moved, moved * network.devices / (network.dcn * 1e9), DCN_LATENCY)
 
     def axes_of(self, groups: Sequence[Sequence[int]]) -> str:
         """The mesh axes along which the devices of some group differ."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console, Group
 from rich.table import Table
 
+from train.plan.network import DCN
 from train.plan.plan import Plan
 from train.plan.pods import DCN_LATENCY, GIB, LATENCY
 
@@ -56,6 +57,7 @@ def _step(plan: Plan) -> Table:
         "compute": f"{tally.compute:.4g} s",
         "attention kernels": f"{tally.kernels:.4g} s",
         "waiting for collectives": f"{tally.exposed:.4g} s of {sum(tally.busy.values()):.4g} s on the links",
+        **({"between slices, of that": f"{tally.busy[DCN]:.4g} s"} if plan.pod.slices > 1 else {}),
         "step": f"{plan.seconds:.4g} s",
         "tokens a second and chip": f"{plan.tokens_per_second:,.0f}",
         "MFU, allowed pairs only": f"{plan.mfu:.1%}",

@@ -147,11 +147,12 @@ def _work(config: Config) -> float:
 
 
 def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
-    """Work at 60% of the peak, the gathering of parameters or what crosses slices, whichever is longest; and the rest.
+    """What takes longest of work, the links and the way to other slices; and what layers wait for.
 
-    Parameters are gathered twice and their gradients scattered once, in bfloat16, and these are summed over slices; the
-    rest is the traffic inside layers: along `tensor` a layer reduces its tokens four times, and along `context` keys
-    and values go round three times.
+    Work runs at 60% of the peak. Over the links, parameters are gathered twice and their gradients scattered once, in
+    bfloat16, and keys and values go round `context` three times. To k slices each device sends its share of the
+    gradients, 4 P / devices x (k - 1) / k bytes for each of ``train.accumulate`` parts. Along `tensor` layers wait for
+    four sums of their tokens.
     """
     decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
     work = _work(config) / (0.6 * on.chips * on.peak_flops)
@@ -160,8 +161,8 @@ def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     gathered = 6 * _all_parameters(decoder) / axes["tensor"] * config.train.accumulate / link
     inside = 8 * per_layer * decoder.model_dim * (axes["tensor"] > 1)
     around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
-    shared = 4 * _all_parameters(decoder) / axes["fsdp"] / axes["tensor"] * config.train.accumulate
-    crossed = shared * (on.slices - 1) / on.slices * on.network.devices / (1e9 * on.network.dcn)
+    shared = 4 * _all_parameters(decoder) * config.train.accumulate * on.slices / on.chips
+    crossed = shared * (on.slices - 1) / on.slices / (1e9 * on.network.dcn)
     return max(work, gathered * (axes["fsdp"] > 1) + around, crossed) + inside
 
 

@@ -87,9 +87,9 @@ def _ours(size: str, length: str, topology: str) -> Entry:
 def measure(entry: Entry) -> dict[str, Any]:
     """The numbers of a plan, or why there is none."""
     try:
-        return {"key": entry.key, **numbers(make_plan(entry.config, entry.pod))}
+        return {"key": entry.key, "command": entry.command, **numbers(make_plan(entry.config, entry.pod))}
     except ValueError as error:
-        return {"key": entry.key, "problem": " ".join(str(error).split())[:300]}
+        return {"key": entry.key, "command": entry.command, "problem": " ".join(str(error).split())[:300]}
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
@@ -128,6 +128,12 @@ def read() -> dict[str, dict[str, Any]]:
     """Results by key; the last one of a key counts."""
     lines = FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []
     return {found["key"]: found for found in map(json.loads, lines)}
+
+
+def result(results: dict[str, dict[str, Any]], entry: Entry) -> dict[str, Any] | None:
+    """What was planned for an entry; None if nothing was, or another command was planned."""
+    found = results.get(entry.key)
+    return found if found and found["command"] == entry.command else None
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:
@@ -188,7 +194,7 @@ def _each(name: str) -> str:
 
 
 def _calibration(results: dict[str, dict[str, Any]]) -> str:
-    lines = [_compared(entry, results.get(entry.key)) for entry in entries() if entry.teraflops]
+    lines = [_compared(entry, result(results, entry)) for entry in entries() if entry.teraflops]
     return "\n".join([_AGAINST, *lines, ""])
 
 
@@ -215,7 +221,7 @@ def _pods(results: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     ours = [entry for entry in entries() if entry.command]
-    lines = [_planned(entry, results.get(entry.key)) for entry in ours]
+    lines = [_planned(entry, result(results, entry)) for entry in ours]
     commands = [f"    {entry.command}" for entry in ours]
     return "\n".join(
         [
@@ -263,7 +269,7 @@ def main() -> int:
         )
         return 2
     if not options.names and not options.page:
-        chosen = [entry for entry in everything if entry.key not in results]
+        chosen = [entry for entry in everything if result(results, entry) is None]
     for entry in chosen:
         found = measure(entry)
         results = {**read(), entry.key: found}

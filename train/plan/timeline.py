@@ -4,8 +4,8 @@ The instructions of a computation run in the order in which the compiler schedul
 the compiler expects of it, its traffic with HBM included; a kernel what `train.plan.kernels` says; a loop its trips; a
 conditional its longest branch, as often as the mask lets the kernels in it run. A collective that is started and
 awaited later runs beside what stands between, one inside a fusion beside the fusion, and those over the same axes of
-the mesh queue up; any other stops everything. What hosts send to other slices runs from its sending until what comes
-back is awaited.
+the mesh queue up; any other stops everything. What hosts send to other slices starts where it is sent or, if the
+compiler defers it, with the next that is not deferred, and runs until what comes back is awaited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tally:
     exposed: float = 0.0  # waiting for collectives
     moved: Counter = field(default_factory=Counter)  # bytes by axes and kind of collective
     busy: Counter = field(default_factory=Counter)  # seconds of collectives by axes, hidden ones too
-    unknown: Counter = field(default_factory=Counter)  # kernels and loops of which no time or number is known
+    unknown: Counter = field(default_factory=Counter)  # of which no time or number is known
 
     @property
     def seconds(self) -> float:
@@ -85,6 +85,11 @@ def _kind(computation: str, line: Instruction) -> str | None:
     return "reduce-scatter" if kind == "all-reduce" and computation.startswith("all-reduce-scatter") else kind
 
 
+def _exchange(line: Instruction) -> str | None:
+    """The name by which what is sent and what is received find each other."""
+    return line.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
+
+
 @dataclass
 class _Run:
     """One computation on its way."""
@@ -93,11 +98,16 @@ class _Run:
     tally: Tally
     free: Counter = field(default_factory=Counter)  # when the links of some axes are free again
     done: dict[str, float] = field(default_factory=dict)  # when what was started will be there
-    met: dict[str | None, Instruction] = field(default_factory=dict)  # a half of what is sent to other slices
+    halves: dict[str | None, list[Instruction]] = field(default_factory=dict)  # what is sent and received, by exchange
+    deferred: list[Instruction] = field(default_factory=list)  # sent with the next that is not
 
     def through(self, lines: list[Instruction]) -> Tally:
         for line in lines:
+            if between_slices(line):
+                self.halves.setdefault(_exchange(line), []).append(line)
+        for line in lines:
             self._step(line)
+        self._send_deferred()
         self._wait(max(self.done.values(), default=0.0))
         return self.tally
 
@@ -110,15 +120,21 @@ class _Run:
         elif kind:
             self._collective(line, kind, self.player.fabric.traffic(line, kind))
         elif line.opcode in ("async-start", "call-start"):  # the second on the SparseCores of 7x
-            for kind, traffic, _ in self.player.hidden_traffic(line):
-                self._collective(line, kind, traffic)
-        elif line.opcode in ("send", "recv") and (kind := between_slices(line)):
-            self._cross(line, kind)
+            self._asynchronous(line)
+        elif between_slices(line):
+            self._cross(line)
         elif line.opcode.endswith("-done") and line.operands[0] in self.done:
             self._wait(self.done.pop(line.operands[0]))
         elif line.opcode == "custom-call":
             self._kernel(line)
         else:
+            self._compute(line)
+
+    def _asynchronous(self, line: Instruction) -> None:
+        found = self.player.hidden_traffic(line)
+        for kind, traffic, _ in found:
+            self._collective(line, kind, traffic)
+        if not found:
             self._compute(line)
 
     def _loop(self, line: Instruction) -> None:
@@ -178,23 +194,33 @@ class _Run:
         else:
             self._wait(end)
 
-    def _cross(self, line: Instruction, kind: str) -> None:
-        """A pair of sending and receiving: what is started by the second of them is awaited by both."""
-        meeting = line.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
-        other = self.met.pop(meeting, None)
-        if other is None:
-            self.met[meeting] = line
-            return
-        larger = max(line, other, key=lambda part: sum(array.bytes for array in part.results))
-        end = self._start(kind, self.player.fabric.crossing(larger, kind))
-        self.done[line.name] = self.done[other.name] = end
+    def _cross(self, line: Instruction) -> None:
+        self.deferred.append(line)
+        if "AGGREGATE_STATUS_DEFER" not in line.attributes:
+            self._send_deferred()
+
+    def _send_deferred(self) -> None:
+        for line in self.deferred:
+            self._send(line)
+        self.deferred.clear()
+
+    def _send(self, line: Instruction) -> None:
+        """Starts an exchange with other slices, which the ends of both its halves await."""
+        halves = self.halves[_exchange(line)]
+        if len(halves) == 1:
+            self.tally.unknown["exchange without its other half"] += 1
+        elif line.opcode == "send":
+            larger = max(halves, key=lambda half: sum(array.bytes for array in half.results))
+            kind = between_slices(line)
+            end = self._start(kind, self.player.fabric.crossing(larger, kind))
+            self.done |= {half.name: end for half in halves}
 
     def _start(self, kind: str, traffic: Traffic) -> float:
         """When it will be done."""
         self.tally.moved[traffic.axes, kind] += traffic.bytes
         self.tally.busy[traffic.axes] += traffic.seconds
         self.free[traffic.axes] = max(self.tally.seconds, self.free[traffic.axes]) + traffic.seconds
-        return self.free[traffic.axes]
+        return self.free[traffic.axes] + traffic.delay
 
     def _wait(self, until: float) -> None:
         self.tally.exposed += max(0.0, until - self.tally.seconds)
