@@ -76,6 +76,10 @@ class Config:
 
     def __post_init__(self):
         check(bool(self.name), "name is empty: it names the run's directory")
+        outside = self.name.startswith("/") or ".." in self.name.split("/")
+        check(
+            not outside, f"name: the run's directory lies in output, found {self.name!r}; set output for another place"
+        )
         check_output(self.output)
         check_seed("seed", self.seed)
         for number in range(len(self.stages)):

@@ -21,7 +21,7 @@ from train.convert import check_continues, convert
 from train.data import Batch, batches, held_out_documents, pack, training_rows
 from train.distributed import decide, listen, reached_preemption, stop_requested
 from train.mesh import make_mesh
-from train.model import placement
+from train.model import check_model, placement
 from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
 from train.paths import path, write_file
 from train.settings.checks import check_distinct
@@ -159,6 +159,7 @@ def _held_out(config: Config) -> Any:
 def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
     """The program of a stage, traced: what attention or the loss refuses is refused here."""
     train = config.train
+    check_model(config)
     mesh = make_mesh(train.mesh, train.rows // train.accumulate)
     program = build_program(config, mesh)
     if before is not None:

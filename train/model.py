@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from posjax import nn
+from posjax._checks import check
 from posjax.attention.sharded import Placement
 from posjax.layers import Layers
 from posjax.layout import Layout
@@ -36,7 +37,12 @@ def evaluated_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
 
 
 def check_model(config: Config) -> None:
-    """Raises ValueError for a scheme that does not fit the model or the length it is trained at; computes nothing."""
+    """Raises ValueError for a scheme that does not fit the model or the length it is trained at; computes nothing.
+
+    So too for a vocabulary in which the tokenizer's tokens have no place.
+    """
+    _check_vocabulary(config)
+    _check_reach(config)
 
     def forward(key):
         rule = build_scheme(config.scheme, config.model.num_layers).positions
@@ -45,6 +51,25 @@ def check_model(config: Config) -> None:
         return build_model(config)(tokens, **{name: value for name, value in drawn.items() if value is not None})
 
     jax.eval_shape(forward, jax.random.key(0))
+
+
+def _check_vocabulary(config: Config) -> None:
+    found, needed = config.model.vocabulary, load_tokenizer(config.data).vocabulary_size
+    check(
+        not found or found >= needed,
+        f"model.vocabulary: the tokenizer has {needed} tokens, found {found}; leave it out, or take {needed} or more",
+    )
+
+
+def _check_reach(config: Config) -> None:
+    """Absolute embeddings may have an end, behind which they are NaN."""
+    length = config.train.length
+    reach = getattr(build_scheme(config.scheme, config.model.num_layers).embedding, "reach", length)
+    check(
+        reach >= length,
+        f"scheme: {config.scheme.name} tells {reach} positions apart, but train.length is {length}; "
+        f"scheme.max_length={length} would work",
+    )
 
 
 def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig:
@@ -67,7 +92,8 @@ def placement(config: Config, mesh: Mesh | None) -> Placement:
     shards, context = mesh.shape["context"], config.train.context
     kind = context.layout
     if kind == "auto":
-        balanced = context.strategy in ("auto", "ring", "ring-ulysses") and config.model.causal and shards > 1
+        rings = not {"auto", "ring", "ring-ulysses"}.isdisjoint(context.strategies)
+        balanced = rings and config.model.causal and shards > 1
         kind = "zigzag" if balanced and config.train.length % (2 * shards) == 0 else "contiguous"
     return Placement(
         batch=BATCH_AXES,

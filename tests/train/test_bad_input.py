@@ -107,6 +107,8 @@ def test_the_config_without_a_mistake_is_read():
         ),
         (["plan", "mine.yaml", "--topology", "v5e"], "--topology.*v5p:8x8x8.*'v5e'"),
         (["plan", "mine.yaml", "--topology", "v5e:2x4", "train.mesh={fsdp: 3}"], r"train.mesh \(.*8.*would work"),
+        (["plan", "mine.yaml", "--topology", "v5e:2x4", "--sweep", "-3"], "--sweep: .*found -3"),
+        (["plan", "mine.yaml", "--topology", "v5e:2x4", "--slices", "2"], "train.mesh.replica=2 would work"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -137,6 +139,9 @@ def test_command_lines(capsys, arguments, message):
         ("train.trains=[nothing.*]", "train.trains.*'nothing.*'.*embed"),
         ("model.num_heads=3", "num_heads"),
         ("model.num_kv_heads=3", "num_kv_heads"),
+        ("model.vocabulary=100", "model.vocabulary: the tokenizer has 260 tokens, found 100"),
+        ("name=../elsewhere", "name: .*output, found '../elsewhere'"),
+        ("name=/elsewhere", "name: .*output, found '/elsewhere'"),
         ("seed=-1", "seed must be at least 0"),
     ],
 )
@@ -188,6 +193,14 @@ def test_meshes(capsys, overrides, message):
         (["scheme=ropes"], "unknown scheme 'ropes'; did you mean 'rope'"),
         (["scheme={name: rope, bas: 3}"], "'bas'.*base"),
         (["scheme={name: xpos}", "model.causal=false"], "(?i)xpos"),
+        (
+            ["scheme={name: learned, max_length: 8}"],
+            "scheme: learned tells 8 positions .* is 16; scheme.max_length=16 would work",
+        ),
+        (
+            ["stages=[{}, {train: {length: 32}}]", "scheme={name: learned, max_length: 16}"],
+            "scheme: learned tells 16 positions .* is 32; scheme.max_length=32 would work",
+        ),
         (["stages=3"], "stages: expected a list, found 3"),
         (["stages=[{trian: {}}]"], r"stages\[0\].*unknown key 'trian'; did you mean 'train'"),
         (["stages=[{}, {train: {lenght: 4}}]"], r"stages\[1\]: train: unknown key 'lenght'; did you mean 'length'"),

@@ -7,8 +7,8 @@ the wall, all that happened between included (evaluation, checkpoints):
 * ``model_flops_per_second_per_chip``: `train.flops` names the convention: the FLOPs that the model's mathematics takes,
   forward and backward, nothing computed again, and of attention only the pairs that the mask allows. The pairs are
   counted in the batch of the log step, which stands for those since the last one.
-* ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null where no peak is known, as
-  on CPUs.
+* ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null where `PEAK_FLOPS` has
+  none, as on CPUs.
 * ``data_wait``: the share of the time in which the loop waited for the next batch.
 * ``peak_memory_bytes``: the most that was held so far; see `peak_memory_bytes`.
 """
@@ -28,8 +28,13 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
     "TPU7x": 2307e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.5e12,
+    "NVIDIA H200": 989.5e12,
+    "NVIDIA B200": 2250e12,
 }
-"""Published bfloat16 FLOP/s of a chip, by the name that JAX gives the kind of its devices."""
+"""Published bfloat16 FLOP/s of a chip, without sparsity, by the name that JAX gives the kind of its devices."""
 
 
 def peak_flops(devices: Sequence[Any]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from posjax._checks import check
 from train.config import Config
 from train.plan.plan import make_plan, stages
 from train.plan.pods import Pod, pod
@@ -19,6 +20,7 @@ def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0) -> None
 
     Raises ValueError for a pod that does not exist, or a config that does not fit it.
     """
+    check(sweep >= 0, f"--sweep: expected how many ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=WIDTH)
     for name, stage in stages(config):

@@ -93,7 +93,7 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
 def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
     """Of a row in a group of devices that exchange heads, or on one, where its layout spreads them over the row."""
     where = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
-    width = where.ulysses if where.strategy == "ring-ulysses" else 1
+    width = where.ulysses if "ring-ulysses" in where.strategies else 1
     return width * config.train.length / where.layout.shards if where.layout.moves else float("inf")
 
 
