@@ -55,6 +55,17 @@ def test_what_fits_passes(strategy, kind):
         (over("neighbour"), {"scheme": pj.Scheme(mask=masks.Window(4) | masks.Sinks(2))}, "with sinks"),
         (over("neighbour"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "CoPE counts along whole rows"),
         (over("ring"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "use strategy 'all-gather', or 'ulysses'"),
+        (
+            over(("neighbour", "ulysses")),
+            {"scheme": pj.Scheme(), "heads": 4},
+            "strategy='neighbour': 'neighbour' needs a",
+        ),
+        (
+            over(("neighbour", "ulysses")),
+            {"scheme": pj.Scheme(), "heads": 4},
+            "; strategy='ulysses': Ulysses deals the",
+        ),
+        (over(("ulysses", "ring-ulysses")), {"heads": 4}, "; strategy='ring-ulysses': 'ring-ulysses' needs groups"),
         (over(), {"scheme": pj.Scheme(linear=pj.linear.Elu())}, "linear attention carries a state along the row"),
     ],
 )
@@ -63,9 +74,37 @@ def test_what_cannot_be_split_is_refused_with_what_would_work(where, changes, me
         where.check(MESH, **FITS | changes)
 
 
+@pytest.mark.parametrize(
+    "scheme", [None, pj.Scheme(), pj.Scheme(mask=masks.Window(17)), pj.Scheme(mask=masks.Window(18))]
+)
+def test_one_strategy_that_fits_is_enough(scheme):
+    over(("ulysses", "neighbour", "ring")).check(MESH, **FITS | {"heads": 4, "scheme": scheme})
+
+
+def test_a_window_that_is_not_known_may_fit():
+    over(("ulysses", "neighbour")).check(MESH, **FITS | {"heads": 4})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("ulises", "did you mean 'ulysses'"),
+        (("neighbour", "rings"), "strategy: unknown value 'rings'; did you mean 'ring'"),
+        ((), "strategy must be a name, or a tuple of names in order of preference, found ()"),
+        (["neighbour", "ring"], "or a tuple of names in order of preference, found ['neighbour', 'ring']"),
+        (
+            ("neighbour", "auto"),
+            "'auto' weighs all strategies for each layer and stands alone, found ('neighbour', 'auto')",
+        ),
+    ],
+)
+def test_strategies_are_known_names(strategy, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Placement(strategy=strategy)
+
+
 def test_a_placement_names_its_parts():
-    with pytest.raises(ValueError, match="did you mean 'ulysses'"):
-        Placement(strategy="ulises")
+    assert hash(over(("neighbour", "ring"))) != hash(over(("ring", "neighbour")))
     with pytest.raises(ValueError, match="every axis can hold one thing"):
         Placement(("x",), "x")
     assert over().axes == ("batch", "context", "heads")

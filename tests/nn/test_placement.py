@@ -1,6 +1,7 @@
 """Decoders on meshes: whatever the mesh, the layout and the scheme, the loss and gradients of one device."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -27,12 +28,14 @@ CASES = {
     "ssmax": {},
     "window": {"size": 6},
     "cope": {},
+    "hwfa": {"num_layers": LAYERS, "length": LENGTH, "window": 3},
 }
 MESHES = {
     "ring, zigzag": ((1, 4, 2), Placement(("data",), "context", "tensor", "ring", Layout("zigzag", 4))),
     "ring, striped": ((2, 4, 1), Placement(("data",), "context", None, "ring", Layout("striped", 4))),
     "gathered, zigzag": ((2, 2, 2), Placement(("data",), "context", "tensor", "all-gather", Layout("zigzag", 2))),
     "ulysses": ((2, 4, 1), Placement(("data",), "context", None, "ulysses")),
+    "neighbour or ring": ((1, 8, 1), Placement(("data",), "context", None, ("neighbour", "ring"), Layout("zigzag", 8))),
     "auto": ((2, 2, 2), Placement(("data",), "context", "tensor", "auto", Layout("zigzag", 2))),
 }
 # Every scheme on one mesh, every mesh with one scheme or two; the grid of all is that of `posjax.attention.sharded`.
@@ -41,6 +44,7 @@ PAIRS = [
     *(("rope", mesh) for mesh in MESHES if mesh != "auto"),
     ("fox", "ring, striped"),
     ("t5", "ring, zigzag"),
+    ("hwfa", "neighbour or ring"),
 ]
 
 
@@ -85,17 +89,46 @@ def alone(batch):
     return of
 
 
+def device_mesh(*sizes: int) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
 @pytest.mark.parametrize(("name", "mesh"), PAIRS)
 def test_a_mesh_changes_nothing(name, mesh, batch, alone):
     sizes, placement = MESHES[mesh]
-    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    with jax.set_mesh(Mesh(devices, ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)):
+    with jax.set_mesh(device_mesh(*sizes)):
         found = gradients(decoder(name), placement, *batch)
     expected = alone(name)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     chex.assert_trees_all_close(
         jax.tree.map(np.asarray, found[1]), jax.tree.map(np.asarray, expected[1]), rtol=1e-4, atol=1e-5
     )
+
+
+def collectives(placement: Placement, model: nn.Decoder, tokens) -> set[tuple[str, int]]:
+    """The kinds of collectives over eight shards, each with the tokens of its keys that a device has afterwards."""
+    config = dataclasses.replace(model.config, placement=placement)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
+    with jax.set_mesh(device_mesh(1, 8, 1)):
+        program = jax.jit(lambda state: nnx.merge(graph, state).hidden(tokens)).lower(nnx.state(model)).compile()
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (collective-permute|all-gather|all-to-all)\(", program.as_text())
+    return {(kind, int(shape.split(",")[2])) for shape, kind in found}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sent"),
+    [
+        (("neighbour", "ring"), {("collective-permute", 2), ("collective-permute", 4)}),
+        (("neighbour", "ulysses", "all-gather"), {("collective-permute", 2), ("all-gather", LENGTH)}),
+        (("ring", "neighbour"), {("collective-permute", 4)}),
+        # Four heads are too few for Ulysses, and so few keys are gathered.
+        ("auto", {("collective-permute", 2), ("all-gather", LENGTH)}),
+    ],
+)
+def test_every_layer_takes_the_first_strategy_that_splits_it(strategy, sent, batch):
+    """Over 8 shards of 4 tokens, a window of 3 needs 2 tokens of the neighbour's; a ring moves all 4."""
+    assert collectives(Placement(context="context", strategy=strategy), decoder("hwfa"), batch[0]) == sent
 
 
 def test_without_a_mesh_a_layout_is_an_order_of_tokens(batch, alone):

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from train.settings.checks import check, check_fraction, check_positive
+from train.settings.checks import check, check_fraction, check_positive, unknown
+
+STRATEGIES = ("auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,37 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """How attention works on a sequence that is split over the mesh axis `context`; see `posjax.attention.sharded`."""
+    """How attention works on a sequence that is split over the mesh axis `context`; see `posjax.attention.sharded`.
 
-    strategy: Literal["auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neighbour"] = "auto"
+    `strategy` is one of `STRATEGIES`; or a list of them but `auto`, such as `[neighbour, ring]`, of which each layer
+    takes the first that can split it. `auto` chooses for each layer by the bytes that are moved.
+    """
+
+    strategy: tuple[str, ...] | str = "auto"
     layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"  # auto: zigzag where a ring is causal
     ulysses: int = 1  # devices that exchange heads with each other, in ring-ulysses
 
     def __post_init__(self):
         check_positive("train.context", self, "ulysses")
+        _check_strategies(self.strategies)
+        object.__setattr__(self, "strategy", self.strategies if len(self.strategies) > 1 else self.strategies[0])
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The names in `strategy`, the preferred one first; a list of one name is that name."""
+        return (self.strategy,) if isinstance(self.strategy, str) else tuple(self.strategy or ())
+
+
+def _check_strategies(names: tuple[str, ...]) -> None:
+    check(bool(names), f"train.context.strategy is empty: name at least one of {', '.join(STRATEGIES)}")
+    for name in names:
+        if name not in STRATEGIES:
+            raise unknown("train.context.strategy", name, STRATEGIES, "value")
+    check(
+        len(names) == 1 or "auto" not in names,
+        f"train.context.strategy: 'auto' weighs all strategies for each layer and stands alone, found {list(names)}; "
+        "give 'auto', or a list without it",
+    )
 
 
 @dataclass(frozen=True)

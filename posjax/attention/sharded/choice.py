@@ -1,8 +1,10 @@
 """Which way of splitting a sequence an attention layer should take, and which it cannot."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from posjax._checks import check
 from posjax.layout import CONTIGUOUS, Layout
 
 STRATEGIES = ("ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
@@ -71,6 +73,14 @@ def refusal(strategy: str, sizes: Sizes) -> str | None:
     if strategy == "ulysses":
         return _too_few_heads(sizes.heads, sizes.shards)
     return _no_neighbour(sizes) if strategy == "neighbour" else None
+
+
+def prefer(strategies: Sequence[str], sizes: Sizes) -> str:
+    """The first of the strategies that can split a layer. Raises ValueError if none can, with the reason of each."""
+    why = {name: refusal(name, sizes) for name in strategies}
+    fitting = [name for name in strategies if why[name] is None]
+    check(bool(fitting), "; ".join(f"strategy={name!r}: {reason}" for name, reason in why.items()))
+    return fitting[0]
 
 
 def _too_few_heads(heads: int, shards: int) -> str | None:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from posjax._checks import check
 from posjax.attention import api
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
-from posjax.attention.sharded.choice import Sizes, choose
+from posjax.attention.sharded.choice import Sizes
 from posjax.attention.sharded.exchange import dealt, gathered
 from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
@@ -146,8 +146,7 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
     layout = across.layout_over(shards)
     layout.check(length)
     sizes = _sizes(call, across, length)
-    across.check_strategy(sizes)
-    strategy = choose(sizes) if across.strategy == "auto" else across.strategy
+    strategy = across.chosen(sizes)
     line = Line(across.context, shards, 1, layout, length)
     if strategy == "all-gather":
         return _by_pieces(line, gathered(line, call), here)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from posjax._checks import check, check_choice, check_count
-from posjax.attention.sharded.choice import STRATEGIES, Sizes, refusal
+from posjax.attention.sharded.choice import STRATEGIES, Sizes, choose, prefer
 from posjax.layout import CONTIGUOUS, Layout
 from posjax.positions import Positions, Range, as_array
 
@@ -26,24 +26,26 @@ class Placement:
         batch: axes over which the rows are split.
         context: the axis over which the sequence is split.
         heads: the axis over which query and key heads are split.
-        strategy: how queries meet the keys of other shards; ``"auto"`` is ``choice.choose``.
+        strategy: how queries meet the keys of other shards: one for all layers; a tuple in order of preference, of
+            which each layer takes the first that can split it; or ``"auto"``, ``choice.choose`` for each layer. That
+            one weighs them all itself and is never refused, so it does not stand in a tuple.
         layout: order of the tokens over the shards of ``context``; its shards are those of the axis, except that a
             contiguous one fits any.
         ulysses: how many neighbouring shards of ``context`` form a group that exchanges heads, in ``"ring-ulysses"``.
 
     Raises:
-        ValueError: for an unknown strategy, or an axis that is named twice.
+        ValueError: for an unknown strategy, for none, for ``"auto"`` among several, or for an axis that is named twice.
     """
 
     batch: tuple[str, ...] = ()
     context: str | None = None
     heads: str | None = None
-    strategy: Strategy = "auto"
+    strategy: Strategy | tuple[Strategy, ...] = "auto"
     layout: Layout = CONTIGUOUS
     ulysses: int = 1
 
     def __post_init__(self):
-        check_choice("strategy", self.strategy, ("auto", *STRATEGIES))
+        _check_names(self.strategy)
         check_count("ulysses", self.ulysses)
         check(len(set(self.axes)) == len(self.axes), f"placement: every axis can hold one thing, found {self.axes}")
 
@@ -51,6 +53,11 @@ class Placement:
     def axes(self) -> tuple[str, ...]:
         """All axes it names."""
         return (*self.batch, *(axis for axis in (self.context, self.heads) if axis is not None))
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The names in ``strategy``, the preferred one first."""
+        return (self.strategy,) if isinstance(self.strategy, str) else self.strategy
 
     def layout_over(self, shards: int) -> Layout:
         """The layout over ``shards`` shards.
@@ -98,13 +105,15 @@ class Placement:
         shards = mesh.get(self.context, 1)
         if shards == 1:
             return
-        self.layout_over(shards).check(length)
-        split = mesh.get(self.heads, 1)
+        layout, split = self.layout_over(shards), mesh.get(self.heads, 1)
+        layout.check(length)
         sizes = Sizes(batch // devices, length, heads // split, kv_heads // split, shards, window=window)
+        sizes = sizes._replace(layout=layout, ulysses=self.ulysses)
         if scheme is not None:
             self.check_scheme(scheme, shards)
             sizes = _with_scheme(sizes, scheme)
-        self.check_strategy(sizes, unknown_window=scheme is None and window is None)
+        if scheme is not None or window is not None or "neighbour" not in self.strategies:
+            self.chosen(sizes)
 
     def check_scheme(self, scheme: Any, shards: int | None = None) -> None:
         """Raises ValueError for a scheme whose rows cannot be split over several shards, those at hand by default."""
@@ -129,13 +138,9 @@ class Placement:
                 f"evenly; an axis whose size divides {fitting} would work",
             )
 
-    def check_strategy(self, sizes: Sizes, unknown_window: bool = False) -> None:
-        """Raises ValueError if the strategy cannot split a layer of these sizes, with the reason."""
-        if self.strategy == "auto" or (self.strategy == "neighbour" and unknown_window):
-            return
-        sizes = sizes._replace(layout=self.layout_over(sizes.shards), ulysses=self.ulysses)
-        why = refusal(self.strategy, sizes)
-        check(why is None, f"strategy={self.strategy!r}: {why}")
+    def chosen(self, sizes: Sizes) -> Strategy:
+        """The strategy of a layer. Raises ValueError if none that is named here can split it, with the reasons."""
+        return choose(sizes) if self.strategy == "auto" else prefer(self.strategies, sizes)
 
     # What follows is for use inside ``shard_map``, where an axis that is not at hand counts as one device.
 
@@ -188,6 +193,19 @@ class Placement:
             return 0 if positions is None else positions.start
         least = positions.min(-1, keepdims=True)
         return least if self.shards == 1 else jax.lax.pmin(least, self.context)
+
+
+def _check_names(strategy: Any) -> None:
+    names = (strategy,) if isinstance(strategy, str) else strategy
+    named = isinstance(names, tuple) and bool(names)
+    check(named, f"strategy must be a name, or a tuple of names in order of preference, found {strategy!r}")
+    for name in names:
+        check_choice("strategy", name, ("auto", *STRATEGIES))
+    check(
+        isinstance(strategy, str) or "auto" not in names,
+        f"strategy: 'auto' weighs all strategies for each layer and stands alone, found {strategy!r}; give 'auto', or "
+        "a tuple without it",
+    )
 
 
 def _size(axis: str | None) -> int:
