@@ -1,8 +1,11 @@
 """Meshes: what they are made of, and what they refuse."""
 
+import dataclasses
+import itertools
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from train.config import MeshConfig
@@ -61,3 +64,38 @@ def test_a_process_reads_the_rows_that_its_devices_hold(monkeypatch):
 class _Device:
     def __init__(self, process_index):
         self.process_index = process_index
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device of one of several slices of v5e."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    process_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    core_on_chip: int = 0
+
+
+CHIPS = [
+    Chip(id=8 * piece + 4 * y + x, slice_index=piece, coords=(x, y, 0), process_index=2 * piece + x // 2)
+    for y, x, piece in itertools.product(range(2), range(4), range(2))
+]
+"""Two slices of 4 x 2 chips, out of order."""
+
+
+@pytest.mark.parametrize("replica", [2, 4])
+def test_slices_lie_along_replicas(replica):
+    mesh = make_mesh(MeshConfig(replica=replica, data=1, fsdp=-1), rows=16, devices=CHIPS)
+    assert mesh.shape["replica"] == replica
+    slices = np.vectorize(lambda chip: chip.slice_index)(mesh.devices).reshape(replica, -1)
+    np.testing.assert_array_equal(
+        slices, np.repeat(np.arange(replica) * 2 // replica, 16 // replica).reshape(replica, -1)
+    )
+
+
+def test_a_mesh_spans_all_slices():
+    with pytest.raises(ValueError, match=r"train.mesh.replica must be a multiple of the 2 slices, found 1; .*=2 would"):
+        make_mesh(MeshConfig(data=-1), rows=16, devices=CHIPS)

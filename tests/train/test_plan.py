@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 from posjax.attention.tpu.costs import FORWARD
 from posjax.layers import uniform
@@ -18,19 +19,19 @@ from posjax.masks import Causal, Window
 from posjax.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
-from train.flops import product_parameters
+from train.flops import product_parameters, update_flops
 from train.model import decoder_config
 from train.plan import table
-from train.plan.compiling import out_of_memory
+from train.plan.compiling import DoesNotCompile, Memory, out_of_memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
-from train.plan.plan import check_split, make_plan
+from train.plan.plan import Plan, check_split, make_plan
 from train.plan.pods import Pod, pod
 from train.plan.published import PUBLISHED
 from train.plan.report import assumptions
-from train.plan.sweep import candidates, rough_seconds
-from train.plan.timeline import Player
+from train.plan.sweep import candidates, rough_seconds, sweep
+from train.plan.timeline import Player, Tally
 
 ROWS, COLUMNS, NUMBERS = 2, 4, 64
 NONE = Kernels(pod("v5e:2x4"), lambda queries, keys: 1.0)
@@ -577,6 +578,23 @@ def test_rough_memory_is_that_of_state_and_activations(long_rows):
     assert by_name["fsdp 4 x tensor 2, attention"].bytes - split.bytes == attended
 
 
+def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkeypatch):
+    seconds = iter([3.0, None, 1.0, 2.0])
+
+    def made(config, on):
+        found = next(seconds)
+        if found is None:
+            raise DoesNotCompile("the compiler died")
+        tally, memory = Tally(compute=found), Memory(*[2.0**30] * 7)
+        return Plan(config, on, {}, memory, update_flops(config), tally)
+
+    monkeypatch.setattr("train.plan.sweep.make_plan", made)
+    console = Console(width=120, record=True, quiet=True)
+    found = [plan for _, plan in sweep(long_rows, pod("v5e:2x4"), 4, console)]
+    assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
+    assert found[3] == "the compiler died"
+
+
 def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):
     (tmp_path / "large.yaml").write_text(LONG.replace("model_dim: 1024", "model_dim: 65536"))
     status = main(["plan", str(tmp_path / "large.yaml"), "--topology", "v5e:2x4", "--sweep", "2"])
@@ -635,6 +653,12 @@ def test_the_page_tells_what_was_planned_and_what_was_not():
     assert f"| {ours.name} | {ours.pod.name} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
     assert "3.125 (v5e), 6.25 (v5p), 12.5 (v6e), 12.5 (7x) GB/s of a chip" in page
     assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
+
+
+def test_the_page_is_that_of_the_results_and_every_entry_is_planned():
+    results = table.read()
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(results)
+    assert [entry.key for entry in table.entries() if table.result(results, entry) is None] == []
 
 
 def test_published_shapes_have_the_parameters_of_their_names():
