@@ -10,6 +10,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 from posjax.coca import Coca
+from posjax.rotary import Plain, YaRN
 from train import loop
 from train.checkpoint import restore_model
 from train.config import parse, to_dict
@@ -20,7 +21,13 @@ from train.optimizer import named_leaves
 
 CURRICULUM = [
     {"name": "short"},
-    {"name": "collinear", "scheme": "coca-slack", "train": {"trains": ["*/attention/k"], "mesh": {"context": 2}}},
+    {"name": "steep", "extend": {"base": 500.0}, "train": {"batch_tokens": 512, "steps": 2}},
+    {
+        "name": "collinear",
+        "scheme": {"name": "coca-slack", "base": 500.0},
+        "train": {"batch_tokens": 256, "steps": 4, "trains": ["*/attention/k"], "mesh": {"context": 2}},
+    },
+    {"name": "attention", "train": {"steps": 2, "checkpoint_every": 1, "trains": ["*/attention/[qkv]"]}},
     {
         "name": "long",
         "extend": {"frequencies": {"name": "yarn", "factor": 2.0, "original_length": 16}},
@@ -81,39 +88,53 @@ def straight(config, tmp_path_factory):
 
 def test_stages_follow_each_other(config, straight):
     assert straight.finished
-    assert straight.steps == config.steps == 10
+    assert straight.steps == config.steps == 14
     found = lines(straight.directory)
-    assert [line["stage"] for line in found] == ["short"] * 4 + ["collinear"] * 4 + ["long"] * 2
-    assert [line["tokens"] for line in found] == [256 * step for step in range(1, 11)]
-    assert [line["step"] for line in found if "held_out_loss" in line] == [4, 8, 10]
+    steps = {"short": 4, "steep": 2, "collinear": 4, "attention": 2, "long": 2}
+    assert [line["stage"] for line in found] == [name for name, count in steps.items() for _ in range(count)]
+    assert [line["tokens"] for line in found] == [256 * n for n in (1, 2, 3, 4, 6, *range(8, 17))]
+    assert [line["step"] for line in found if "held_out_loss" in line] == [4, 6, 8, 10, 12, 14]
     saved = {int(path.name) for path in (straight.directory / "checkpoints").iterdir()}
-    assert {4, 8, 10} <= saved, "the end of every stage is kept"
+    assert {4, 6, 10, 12, 14} <= saved, "the end of every stage is kept"
     assert losses(straight.directory)[-1] < losses(straight.directory)[0] - 0.15
+
+
+def test_a_stage_changes_the_base(straight):
+    _, model = restore_model(straight.directory, "steep")
+    assert model.config.layers.schemes[0].features.frequencies == Plain(base=500.0)
 
 
 def test_the_last_stage_is_what_is_restored(straight):
     config, model = restore_model(straight.directory)
     assert config.train.length == 32
-    assert isinstance(model.config.layers.schemes[0].features, Coca)
+    features = model.config.layers.schemes[0].features
+    assert isinstance(features, Coca)
+    assert features.frequencies == YaRN(base=500.0, factor=2.0, original_length=16)
     chex.assert_shape(model.stacks[0][0].attention.k[...], (1, 16, 2, 4))
 
 
-@pytest.mark.parametrize("killed_after", [2, 4, 9])
+def weights(directory, stage):
+    return dict(named_leaves(nnx.to_pure_dict(nnx.state(restore_model(directory, stage)[1]))))
+
+
+def test_the_middle_step_of_a_conversion_moves_attentions_projections(straight):
+    before, after = (weights(straight.directory, stage) for stage in ("collinear", "attention"))
+    assert before.keys() == after.keys()
+    moved = {name for name in after if not np.array_equal(before[name], after[name])}
+    assert moved == {f"stacks/0/0/attention/{name}" for name in "qkv"}
+
+
+@pytest.mark.parametrize("killed_after", [2, 4, 5, 9, 11, 13])
 def test_a_run_killed_in_any_stage_goes_on_bit_for_bit(config, straight, tmp_path, monkeypatch, killed_after):
-    made = 0
-
-    def global_batch(*given):
-        nonlocal made
-        made += 1
-        if made > killed_after + 1:  # one more for what is held out
+    def before(self, step, state):
+        if step > killed_after:
             raise KeyboardInterrupt
-        return original(*given)
 
-    original = loop.global_batch
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "global_batch", global_batch)
+        patch.setattr(loop.Monitor, "before", before)
         with pytest.raises(KeyboardInterrupt):
             fit(config, tmp_path / "run")
+    assert len(lines(tmp_path / "run")) == killed_after
     assert fit(config, tmp_path / "run").finished
     assert losses(tmp_path / "run") == losses(straight.directory)
 
@@ -158,7 +179,8 @@ def test_a_stage_that_cannot_follow_is_told_before_the_first_begins(config, tmp_
 
 
 def test_stages_keep_what_they_do_not_change(config):
-    last = config.stage(2)
+    last = config.stage(4)
     assert (last.train.warmup_steps, last.train.mesh.context, last.train.trains) == (1, 2, ())
-    assert last.scheme.options == CURRICULUM[2]["extend"]
-    assert config.stage_names == ("short", "collinear", "long")
+    assert (last.train.batch_tokens, config.stage(1).train.batch_tokens) == (256, 512)
+    assert last.scheme.options == {"base": 500.0, **CURRICULUM[4]["extend"]}
+    assert config.stage_names == ("short", "steep", "collinear", "attention", "long")
