@@ -78,8 +78,6 @@ PUBLISHED = (
               remat="full", guessed="nothing"),
     Published("MaxText-32B 2k", "v5e:16x16", _MAXTEXT_32B, 2048, 4 * 1024, 126 * _HEAD_ALONE,
               {"replica": 4, "fsdp": 256}, remat="full", guessed="nothing", slices=4),
-    Published("MaxText-32B 2k", "v5e:16x16", _MAXTEXT_32B, 2048, 32 * 1024, 119 * _HEAD_ALONE,
-              {"replica": 32, "fsdp": 256}, remat="full", guessed="nothing", slices=32),
     Published("Llama-2-70B 4k, axlearn", "v5e:16x16", _LLAMA_2_70B, 4096, 1024, 122.1, {"replica": 4, "fsdp": 256},
               remat="full", slices=4,
               guessed="nothing, but axlearn offloads what is recomputed here; from its step of 14.37 s"),
