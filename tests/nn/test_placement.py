@@ -41,7 +41,7 @@ MESHES = {
 # Every scheme on one mesh, every mesh with one scheme or two; the grid of all is that of `posjax.attention.sharded`.
 PAIRS = [
     *((name, "auto") for name in CASES),
-    *(("rope", mesh) for mesh in MESHES if mesh != "auto"),
+    *(("rope", mesh) for mesh in MESHES if mesh not in ("auto", "neighbour or ring")),
     ("fox", "ring, striped"),
     ("t5", "ring, zigzag"),
     ("hwfa", "neighbour or ring"),

@@ -19,6 +19,7 @@ monitor: {compilation_cache: ""}
 
 
 CONTEXT = "train.mesh={data: 1, context: 8}"
+HYBRID = "scheme={name: hwfa, length: 16, window: 3}"
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,15 @@ def test_command_lines(capsys, arguments, message):
         ("train.optimizer=adam", "train.optimizer: unknown value 'adam'; did you mean 'adamw'"),
         ("model.remat=ful", "model.remat: unknown value 'ful'; did you mean 'full'"),
         ("train.context.strategy=rings", "train.context.strategy: unknown value 'rings'; did you mean 'ring'"),
+        (
+            "train.context.strategy=[ring, ulises]",
+            "train.context.strategy: unknown value 'ulises'; did you mean 'ulysses'",
+        ),
+        ("train.context.strategy=[]", "train.context.strategy is empty: name at least one of auto, ring"),
+        (
+            "train.context.strategy=[ring, auto]",
+            "train.context.strategy: 'auto' .* stands alone, found .'ring', 'auto'.; ",
+        ),
         ("train.context.layout=zigzags", "train.context.layout: unknown value 'zigzags'; did you mean 'zigzag'"),
         ("model.implementation=flash", "implementation.*'flash'.*blockwise"),
         ("train.steps=2", r"train.warmup_steps must be .* below train.steps \(2\), found 2"),
@@ -178,6 +188,14 @@ def test_values(capsys, override, message):
             "strategy='ring-ulysses'.*ulysses must divide the 4 shards.*found 3; use 'ring'",
         ),
         (["train.mesh={data: 2, context: 4}", "train.context.strategy=neighbour"], "neighbour.*window"),
+        (
+            ["train.mesh={data: 2, context: 4}", "train.context.strategy=[neighbour, ulysses]"],
+            "strategy='neighbour': .*window.*; strategy='ulysses': .* 2 query heads",
+        ),
+        (
+            ["train.mesh={data: 2, context: 4}", "train.context.strategy=neighbour", "model.num_layers=2", HYBRID],
+            "strategy='neighbour': .*where only some layers have one, name 'neighbour' and then 'ring'",
+        ),
         (["train.mesh={data: 2, context: 4}", "train.context.strategy=ring", "scheme=cope"], "(?i)cope.*ring"),
         (["train.mesh={data: 2, context: 4}", "scheme=linear-elu"], "linear.*context"),
     ],

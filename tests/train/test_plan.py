@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
@@ -20,7 +20,8 @@ from posjax.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
 from train.flops import product_parameters, update_flops
-from train.model import decoder_config
+from train.mesh import mesh_shape
+from train.model import decoder_config, placement
 from train.plan import table
 from train.plan.compiling import DoesNotCompile, Memory, out_of_memory
 from train.plan.hlo import parse
@@ -536,6 +537,24 @@ def long_rows(tmp_path):
     """A config whose rows, heads and length can be split."""
     (tmp_path / "long.yaml").write_text(LONG)
     return load(tmp_path / "long.yaml")
+
+
+def test_layers_without_a_window_take_the_next_strategy(tmp_path):
+    (tmp_path / "long.yaml").write_text(LONG)
+
+    def split(strategy: str) -> str:
+        scheme, mesh = "scheme={name: hwfa, length: 4096, window: 256}", "train.mesh={data: 1, context: 8}"
+        config = load(tmp_path / "long.yaml", [scheme, mesh, f"train.context.strategy={strategy}"])
+        check_split(config, pod("v5e:2x4"))
+        axes = mesh_shape(config.train.mesh, 8)
+        return placement(config, AbstractMesh(tuple(axes.values()), tuple(axes))).layout.kind
+
+    assert split("[neighbour, ring]") == "zigzag"
+    assert split("[neighbour, all-gather]") == "contiguous"
+    with pytest.raises(ValueError, match=r"strategy='neighbour': .*without a window.*; strategy='ulysses'"):
+        split("[neighbour, ulysses]")
+    with pytest.raises(ValueError, match=r"strategy='neighbour'.*without a window"):
+        split("neighbour")
 
 
 def test_a_sweep_tries_what_can_be_split(long_rows):

@@ -102,7 +102,7 @@ def _no_neighbour(sizes: Sizes) -> str | None:
     if sizes.window is None:
         return (
             "'neighbour' needs a mask that shows recent keys alone, such as Window(w); with sinks, or without a "
-            "window, use 'ring' or 'all-gather'"
+            "window, use 'ring' or 'all-gather'; where only some layers have one, name 'neighbour' and then 'ring'"
         )
     if sizes.window - 1 > sizes.chunk:
         return (
