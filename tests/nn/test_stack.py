@@ -23,7 +23,9 @@ PATTERNS = pj.Layers((((dataclasses.replace(T5, mask=masks.Window(3)),), 2), ((T
 
 
 @pytest.mark.parametrize(
-    ("scan", "remat"), [(False, "none"), (True, "full"), (False, "dots"), (True, "attention")], ids=str
+    ("scan", "remat"),
+    [(False, "none"), (True, "full"), (False, "dots"), (True, "attention"), (True, "offload")],
+    ids=str,
 )
 def test_scan_and_remat_change_nothing(scan, remat):
     plain = config(PATTERNS, num_layers=3)
