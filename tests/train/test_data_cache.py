@@ -1,5 +1,6 @@
 """The cache of tokens: built once, resumed when killed, the same wherever it lies; who builds it, and who waits."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -228,7 +229,8 @@ def test_whoever_comes_first_builds_on_a_disk(texts, tmp_path):
     assert [line.startswith("data: tokenising 7 files") for line in lines].count(True) == 1
 
 
-def test_other_hosts_wait_for_the_first_ones_cache(texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("named", [True, False], ids=["data.cache", "output"])
+def test_other_hosts_wait_for_the_first_ones_cache(texts, tmp_path, monkeypatch, named):
     keys, got = [], []
 
     def from_first(given):
@@ -243,14 +245,19 @@ def test_other_hosts_wait_for_the_first_ones_cache(texts, tmp_path, monkeypatch)
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr("jax.process_index", lambda: getattr(index, "value", 0))
     url = f"memory://{tmp_path.name}/kept"
+    opened = cache.folder_at
+    monkeypatch.setattr(cache, "folder_at", lambda path: opened(path.replace("gs://bucket/runs/tokens", url)))
+
+    def config(texts):
+        return config_of(texts, url) if named else dataclasses.replace(config_of(texts), output="gs://bucket/runs")
 
     def wait():
         index.value = 1
-        got.append(training_rows(config_of("/nowhere", url)))  # which sees none of the files
+        got.append(training_rows(config("/nowhere")))  # which sees none of the files
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    rows = training_rows(config_of(texts, url))
+    rows = training_rows(config(texts))
     waiting.join(60)
     assert got[0].digest() == rows.digest()
     chex.assert_trees_all_equal(got[0].batch(np.arange(5)), rows.batch(np.arange(5)))

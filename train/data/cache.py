@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 import jax
@@ -25,8 +25,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpu
 
     Each part has a folder of its own in ``data.cache``, named by a hash of names, sizes and stamps of its files (ETag
     or time of change), of the tokenizer and of the settings that encoding depends on: what changed is built anew, what
-    did not is never built again. Bytes of a small corpus are encoded faster than read, and kept nowhere unless
-    ``data.cache`` says where.
+    did not is never built again. It is ``{output}/tokens`` by default. Bytes of a small corpus are encoded faster than
+    read, and kept nowhere unless ``data.cache`` says where or one cache serves several processes.
 
     A cache behind a URL is one for all hosts: process 0 lists and builds, and the others, which need not see the
     files, wait until it is whole. A cache on disk is each host's own: whichever of its processes comes first builds,
@@ -34,30 +34,29 @@ def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpu
 
     Raises FileNotFoundError and ValueError for text that is missing or unreadable.
     """
-    shared = is_url(config.data.cache) and jax.process_count() > 1
+    cache = config.data.cache or f"{config.output}/tokens"
+    shared = is_url(cache) and jax.process_count() > 1
     if shared and jax.process_index():
         keys = _from_first(["" for _ in config.data.parts])
-        corpora = [_wait(folder_at(_join(config.data.cache, key))) for key in keys]
+        corpora = [_wait(folder_at(_join(cache, key))) for key in keys]
     else:
         listed = list_files(config.data)
         keys = [_key(files, part.text_key, tokenizer) for files, part in zip(listed, config.data.parts, strict=True)]
         keys = _from_first(keys) if shared else keys
-        folder = _choose_folder(config, tokenizer, listed)
+        forgotten = not config.data.cache and not shared and _is_small(listed, tokenizer)
+        folders = [MemoryFolder() if forgotten else folder_at(_join(cache, key)) for key in keys]
         corpora = [
-            _open_or_build(folder(key), files, part.text_key, tokenizer, told)
-            for key, files, part in zip(keys, listed, config.data.parts, strict=True)
+            _open_or_build(folder, files, part.text_key, tokenizer, told)
+            for folder, files, part in zip(folders, listed, config.data.parts, strict=True)
         ]
     for corpus in corpora:
         report_corrupt(corpus.corrupt, corpus.files, told)
     return corpora
 
 
-def _choose_folder(config: Config, tokenizer: Tokenizer, listed: list[list[SourceFile]]) -> Callable[[str], Folder]:
-    """From a part's key to the folder of its tokens."""
-    small = sum(file.size for files in listed for file in files) <= _SMALL_BYTES
-    if not config.data.cache and tokenizer.identity == "bytes" and small:
-        return lambda key: MemoryFolder()
-    return lambda key: folder_at(_join(config.data.cache or f"{config.output}/tokens", key))
+def _is_small(listed: list[list[SourceFile]], tokenizer: Tokenizer) -> bool:
+    size = sum(file.size for files in listed for file in files)
+    return tokenizer.identity == "bytes" and size <= _SMALL_BYTES
 
 
 def _join(cache: str, key: str) -> str:
