@@ -6,6 +6,9 @@ import time
 import jax.numpy as jnp
 import pytest
 
+from train.config import parse
+from train.loop import fit
+from train.monitor import Monitor
 from train.monitor import watchdog as module
 from train.monitor.watchdog import Watchdog, thread_stacks
 
@@ -135,3 +138,38 @@ def test_stacks_are_of_named_threads(loader):
     while "in stuck_in_the_loader" not in (text := thread_stacks()):
         assert time.monotonic() < deadline
     assert "Current thread MainThread (most recent call first):" in text
+
+
+def wait_for_text(file, text):
+    deadline = time.monotonic() + PATIENCE
+    while not file.exists() or text not in file.read_text():
+        assert time.monotonic() < deadline, f"{file} does not say {text!r}"
+        time.sleep(0.01)
+
+
+def test_a_run_that_waits_for_a_batch_names_the_step_in_its_directory(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"the {number}th of the texts, not the longest of them. " * 8)
+    config = parse(
+        {
+            "data": {"source": "files", "paths": [f"{tmp_path}/text/*.txt"], "cache": ""},
+            "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+            "train": {"length": 16, "batch_tokens": 128, "steps": 5, "warmup_steps": 1},
+            "monitor": {"tensorboard": False, "watchdog_seconds": 0.5, "compilation_cache": ""},
+        }
+    )
+    file = tmp_path / "run" / "watchdog" / "process-0.txt"
+    told = {4: "last finished: step 3; none is running", 5: "process 0: went on: step 4 has finished"}
+    steps = iter(range(1, 6))
+
+    def read_a_slow_disk(self, stream):
+        step = next(steps)
+        if step in told:
+            wait_for_text(file, told[step])
+        return original(self, stream)
+
+    original = Monitor.next
+    monkeypatch.setattr(Monitor, "next", read_a_slow_disk)
+    assert fit(config, tmp_path / "run").finished
+    assert "in read_a_slow_disk" in file.read_text().split(told[4])[1]
