@@ -1,5 +1,6 @@
-"""The configs of the checkout: every comparison loads, and every scheme in them can be built over its model."""
+"""The configs of the checkout: every one loads, and every scheme and stage in them can be built over its model."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ from flax import nnx
 
 from train.compare import members
 from train.config import load
+from train.convert import check_continues
 from train.model import build_model, evaluated_scheme
+from train.optimizer import MOVES, labels, named_leaves
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if "\ncompare:" in path.read_text())
@@ -62,3 +65,22 @@ def test_recipes_take_the_number_of_layers_of_the_model():
     config = load(FOLDER / "quickstart.yaml", ["compare.schemes=[smollm3]", "model.num_layers=4"])
     (member,) = members(config)
     assert [bool(scheme.rotates) for scheme in build_model(member).config.layers.schemes] == [True, True, True, False]
+
+
+def moving(config):
+    """The last parts of the names of the parameters that a stage trains."""
+    parameters = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(build_model(config))))
+    chosen = labels(config.train, parameters)
+    return {name.rpartition("/")[2] for name, label in named_leaves(chosen) if label == MOVES}
+
+
+def test_rope_turns_into_coca_in_the_steps_of_the_paper():
+    config = load(FOLDER / "rope-to-coca.yaml")
+    stages = [config.stage(number) for number in range(len(config.stage_names))]
+    for before, after in pairwise(stages):
+        check_continues(before, after)
+    assert [stage.scheme.name for stage in stages] == ["rope", "coca-strict", "coca-strict", "coca-strict"]
+    rope, keys, attention, everything = map(moving, stages)
+    assert (keys, attention) == ({"k"}, {"q", "k", "v"})
+    assert attention < everything == rope
+    assert config.data.source == "stdlib"
