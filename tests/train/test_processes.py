@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from object_store import serving
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -225,3 +226,61 @@ def test_a_mistake_on_one_host_ends_all_of_them(folder):
     assert len(told) == 2
     assert any("of 2: process 1 has another config than process 0: data.paths was" in line for line in told)
     assert checkpoints(run.directory) == set()
+
+
+IN_A_STORE = {
+    "output": "gs://bucket/runs",
+    "data": {"source": "files", "paths": ["gs://bucket/text/*.txt"], "held_out": 0.2, "cache": "gs://bucket/tokens"},
+    "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+    "train": {
+        "length": 16,
+        "batch_tokens": 64,
+        "steps": 24,
+        "warmup_steps": 2,
+        "checkpoint_every": 4,
+        "log_every": 1,
+    },
+    "monitor": {"tensorboard": False},
+}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The store that the processes take for Google's."""
+    pytest.importorskip("gcsfs")
+    with serving() as (store, address):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        for number in range(5):
+            text = f"the {number}th of the texts, not the longest of them. " * 8
+            store.put("bucket", f"text/{number}.txt", text.encode())
+        yield store
+
+
+def start(folder, name):
+    """Two processes, each of which compiles for itself."""
+    caches = {index: [f"monitor.compilation_cache={folder}/compiled-{index}"] for index in range(2)}
+    return Processes(folder, name, 2, 1, own=caches)
+
+
+def losses(store, name):
+    content, _ = store.objects.get(("bucket", f"runs/{name}/metrics.jsonl"), (b"", 0))
+    return [json.loads(line)["loss"] for line in content.split(b"\n")[:-1]]
+
+
+def test_a_run_of_processes_that_share_no_disk_goes_on_after_one_is_killed(tmp_path, store):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(IN_A_STORE))
+    start(tmp_path, "straight").end(0, 0)
+    straight = losses(store, "straight")
+    assert len(straight) == 24
+    killed = start(tmp_path, "killed")
+    killed.wait_until(lambda: len(losses(store, "killed")) >= 10)
+    killed.send(signal.SIGKILL, 1)
+    killed.end(None, -9)
+    assert 10 <= len(losses(store, "killed")) < 24
+    start(tmp_path, "killed").end(0, 0)
+    assert losses(store, "killed") == straight
+    assert {name.split("/")[0] for name in store.names("bucket")} == {"runs", "text", "tokens"}
+    assert not list(tmp_path.rglob("checkpoints"))
