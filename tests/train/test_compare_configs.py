@@ -9,7 +9,7 @@ from flax import nnx
 from train.compare import members
 from train.config import load
 from train.convert import check_continues
-from train.model import build_model, evaluated_scheme
+from train.model import build_model, check_model, evaluated_scheme
 from train.optimizer import MOVES, labels, named_leaves
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -72,6 +72,12 @@ def moving(config):
     parameters = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(build_model(config))))
     chosen = labels(config.train, parameters)
     return {name.rpartition("/")[2] for name, label in named_leaves(chosen) if label == MOVES}
+
+
+def test_a_long_row_can_be_trained_on():
+    config = load(FOLDER / "long.yaml")
+    check_model(config)
+    assert (config.train.length, config.train.rows, config.train.steps) == (131072, 1, 1)
 
 
 def test_rope_turns_into_coca_in_the_steps_of_the_paper():

@@ -1,16 +1,13 @@
 """The config: every key typed, every mistake one line that names the cause."""
 
 import dataclasses
-import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from train.config import Config, SchemeConfig, differences, dump, load, parse, to_dict
-from train.model import check_model
 
 FULL = {
     "name": "small",
@@ -169,16 +166,3 @@ def test_differences_name_only_what_decides_the_training():
 def test_reading_a_config_does_not_start_jax():
     code = "import sys, train.config; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted({*Path("configs").glob("*.yaml")} - {Path("configs/bench.yaml"), Path("configs/tasks.yaml")}),
-    ids=str,
-)
-def test_every_config_of_the_checkout_can_be_built(path):
-    config = load(path)
-    schemes = config.compare.schemes or (config.scheme,)
-    for scheme, number in itertools.product(schemes, range(len(config.stage_names))):
-        if not scheme.only_measured:
-            check_model(dataclasses.replace(config, scheme=scheme).stage(number))
