@@ -1,9 +1,13 @@
 """What the slots of a scheme have in common: values taken block by block, and maps of queries, keys and values."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from posjax._checks import check
 
 
 class Blockwise:
@@ -12,6 +16,11 @@ class Blockwise:
     A subclass that carries arrays with a token or a batch axis overrides the methods; for a pure function of positions
     the defaults are right, because the positions themselves are narrowed beside it.
     """
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether it depends on where queries and keys stand."""
+        return True
 
     def queries(self, start, size: int) -> Self:
         """The same value for the block of ``size`` queries from ``start``."""
@@ -52,6 +61,73 @@ class Blockwise:
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing."""
         return True
+
+
+class OfPairs(Blockwise):
+    """A value that is one array over pairs, ``[batch, heads, queries, keys]``; an axis of 1 is for all alike."""
+
+    array: Array
+    _name: ClassVar[str]
+    """The argument of ``attention`` that it is given as."""
+    _filler: ClassVar[Any]
+    """What a pair with a token that padding adds gets."""
+
+    reads_positions = False
+
+    @classmethod
+    def with_four_axes(cls, array: Array) -> Array:
+        """The array with axes of 1 in front.
+
+        Raises:
+            ValueError: for more than four axes.
+        """
+        layout = "[batch, heads, queries, keys]"
+        check(array.ndim <= 4, f"{cls._name} must broadcast to {layout}, found shape {array.shape}")
+        return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+    def _mapped(self, function: Callable[[Array], Array], axis: int) -> Self:
+        return self if self.array.shape[axis] == 1 else type(self)(function(self.array))
+
+    def _cut(self, start, size: int, axis: int) -> Self:
+        return self._mapped(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size, axis), axis)
+
+    def queries(self, start, size):
+        """The array of a block of queries."""
+        return self._cut(start, size, 2)
+
+    def keys(self, start, size):
+        """The array of a block of keys."""
+        return self._cut(start, size, 3)
+
+    def row(self, index):
+        """The array of one row, as a batch of one."""
+        return self._cut(index, 1, 0)
+
+    def heads(self, start, size):
+        """The array of some query heads."""
+        return self._cut(start, size, 1)
+
+    def pad(self, queries, keys):
+        """The array lengthened by what padding gets."""
+        return self._lengthened(queries, 2)._lengthened(keys, 3)
+
+    def _lengthened(self, length: int, axis: int) -> Self:
+        widths = [(0, length - self.array.shape[axis] if n == axis else 0) for n in range(4)]
+        return self._mapped(lambda array: jnp.pad(array, widths, constant_values=self._filler), axis)
+
+    def map_tokens(self, queries, keys):
+        """The array mapped along its queries and along its keys."""
+        turned = self._mapped(lambda array: jnp.swapaxes(queries(jnp.swapaxes(array, -1, -2)), -1, -2), 2)
+        return turned._mapped(keys, 3)
+
+    def check(self, batch, queries, keys):
+        """Raises ValueError unless the array broadcasts to the call; attention itself compares the heads."""
+        fits = zip(self.array.shape, (batch, self.array.shape[1], queries, keys), strict=True)
+        check(
+            all(found in (1, wanted) for found, wanted in fits),
+            f"{self._name} must broadcast to [batch, heads, queries, keys] = [{batch}, heads, {queries}, {keys}], "
+            f"found shape {self.array.shape}",
+        )
 
 
 def with_head_axis(positions: Int[Array, "*b n"]) -> Int[Array, "*b n"]:

@@ -24,6 +24,7 @@ from posjax._checks import check, check_count
 from posjax._slots import Features
 from posjax.arguments import all_of, bound_bias, check_no_logits, count_visible, scale_factor, sink_logits
 from posjax.attention import attention
+from posjax.attention.api import check_aligned
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement, context_attention
 from posjax.compose import check_composition, init_spec
@@ -119,6 +120,16 @@ class Scheme:
     def rotates(self) -> bool:
         """Whether its features have frequencies, which ``extend`` may change."""
         return self._features.frequencies is not None
+
+    def _reads_positions(self, options: Mapping[str, Any]) -> bool:
+        """Whether a call with these options depends on where queries and keys stand."""
+        slots = (self.features, self.scale, self.bias, self.mask, self.far)
+        given = options.get("mask")
+        return (
+            options.get("causal", True)
+            or any(slot is not None for slot in slots)
+            or (given is not None and masks.as_mask(given).reads_positions)
+        )
 
     @property
     def _features(self) -> Features:
@@ -292,6 +303,7 @@ class Scheme:
         params = params or {}
         across = Placement() if across is None else across
         length = across.whole(k.shape[1]) if length is None else length
+        check_aligned(q, k, q_positions, self._reads_positions(options))
         kv_positions = Range(0, across.whole(k.shape[1])) if kv_positions is None else kv_positions
         q_positions = Range(0, across.whole(q.shape[1])) if q_positions is None else q_positions
         at_k = self._places(across, k, kv_positions, coordinates)

@@ -11,16 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_positive, check_rank
-from posjax._slots import Blockwise
 from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
 from posjax.attention.tpu import entry
-from posjax.bias import Bias, ContextualBias
+from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.far import Branch
-from posjax.masks import Mask
+from posjax.masks import Mask, as_mask
 from posjax.positions import Positions, Range, as_array
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
@@ -65,9 +64,10 @@ def attention(
         k: keys; ``heads`` must be a multiple of ``kv_heads``, query head ``n`` uses key head
             ``n // (heads // kv_heads)``.
         v: values; their size may differ from that of the keys.
-        bias: a bound ``bias.Bias``, or the spec of one without parameters (``bias.ALiBi()``). Gradients reach its
-            parameters.
-        mask: a ``masks.Mask``; everything may see everything when left out.
+        bias: a bound ``bias.Bias``, the spec of one without parameters (``bias.ALiBi()``), or an array that broadcasts
+            to ``[batch, heads, queries, keys]``. Gradients reach its parameters, or the array.
+        mask: a ``masks.Mask``, or a boolean array that broadcasts to ``[batch, heads, queries, keys]``, true where a
+            query may see a key; everything may see everything when left out. Both compose: ``Causal() & array``.
         scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
             ``1 / sqrt(size)`` when left out.
         sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
@@ -77,8 +77,9 @@ def attention(
         decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
             overflow at any length as long as a query sees no key ahead of it, and no tile spans more than about
             ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). No gradient reaches them.
-        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out.
-        kv_positions: the same for the keys.
+        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out, which is
+            refused where there are more or fewer keys than queries and anything here depends on positions.
+        kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
         implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) take everything and run everywhere;
             ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, without a bias and the like) take what they
             can. None: ``"dense"`` while one head's logits are no more than a tile (512 x 512, or one query and many
@@ -110,6 +111,8 @@ def attention(
         q_positions=q_positions,
         kv_positions=kv_positions,
     )
+    reads = bool(x.far) or decay is not None or any(s is not None and s.reads_positions for s in (x.bias, x.mask))
+    check_aligned(q, k, q_positions, reads)
     check_sinks(sinks, q.shape[2])
     out, lse = run(implementation, x, scale, with_lse=return_residuals or sinks is not None)
     return finished(out, lse, sinks, return_residuals)
@@ -121,11 +124,12 @@ def prepared(
     """The arguments of ``attention``, checked: operands, their queries not scaled yet, and the scale."""
     _check_shapes(q, k, v)
     heads, kv_heads = q.shape[2], k.shape[2]
-    check(mask is None or isinstance(mask, Mask), f"mask must be a posjax.masks.Mask, found {type(mask).__name__}")
+    mask = None if mask is None else as_mask(mask)
     if softcap is not None:
         check_positive("softcap", softcap)
+    bias = bound(bias, heads)
     for slot in (mask, bias):
-        if isinstance(slot, Blockwise):
+        if slot is not None:
             slot.check(q.shape[0], q.shape[1], k.shape[1])
     far = (far,) if isinstance(far, Branch) else tuple(far)
     _check_far(far, decay, q, k)
@@ -133,7 +137,7 @@ def prepared(
         q=_group(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
         v=jnp.moveaxis(v, 1, 2),
-        bias=bound(bias, heads),
+        bias=bias,
         mask=mask,
         q_positions=_checked_positions("q_positions", q_positions, q),
         kv_positions=_checked_positions("kv_positions", kv_positions, k),
@@ -175,6 +179,19 @@ def _check_far(far: tuple[Branch, ...], decay, q, k) -> None:
         found = jnp.shape(decay)
         check(found == q.shape[-1:], f"decay must have shape {q.shape[-1:]}, one rate per feature, found {found}")
         check(not far, "decay: the decay of xPos reads true distances, which far branches replace; leave one out")
+
+
+def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) -> None:
+    """Raises ValueError where queries and keys differ in number, positions matter, and those of queries are not given.
+
+    A query may stand at the end of the keys (a cache) or at their start (the rest being ahead); nothing tells which.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    check(
+        q_positions is not None or queries == keys or not reads_positions,
+        f"q_positions must be given where {queries} queries meet {keys} keys and positions matter; for queries that "
+        f"are the last of the keys write q_positions=Range({keys} - {queries}, {queries}), with posjax.positions.Range",
+    )
 
 
 def check_sinks(sinks, heads: int) -> None:
@@ -222,13 +239,15 @@ def bound(bias, heads: int) -> Bias | None:
     """A bound bias for ``heads`` heads, of a bound one or a spec without parameters."""
     if bias is None:
         return None
+    if isinstance(bias, jax.Array | np.ndarray):
+        bias = array_bias(bias)
     if not isinstance(bias, Bias):
         check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
         return bias.bind(num_heads=heads)
     if isinstance(bias, ContextualBias):
         return bias
     found = heads_of(bias)
-    check(found == heads, f"bias is bound for {found} heads, but q has {heads}")
+    check(found == heads or (bias.of_pairs and found == 1), f"bias is bound for {found} heads, but q has {heads}")
     return bias
 
 

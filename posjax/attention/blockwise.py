@@ -368,7 +368,7 @@ def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, kind: Kind, i,
             more_q, more_k = more_q * factors[0], more_k * jnp.swapaxes(factors[1], -1, -2)
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
     d_v = found.v + gather(rows.d_out, weights, dtype)
-    return _Gradients(d_q, d_k, d_v, [a + b for a, b in zip(found.bias, d_bias, strict=True)])
+    return _Gradients(d_q, d_k, d_v, _add_bias(x, blocks, i, j, found.bias, d_bias))
 
 
 def _attend_backward(blocks: Blocks, residuals, cotangents):
@@ -420,13 +420,26 @@ def _bias_transpose(x: Operands, blocks: Blocks, i, j, tile_scores):
     """Logits of a tile under the bias, and what their gradient means for the scores and the bias' parameters."""
     if x.bias is None:
         return tile_scores, lambda d_logits: (d_logits, [])
-    leaves, rebuild = _inexact_leaves(x.bias)
+    # Of an array over pairs a tile reads a tile; what it adds to its gradient must not be as large as the array.
+    here = _tile(x, blocks, i, j)
+    leaves, rebuild = _inexact_leaves(here.bias if x.bias.of_pairs else x.bias)
 
     def biased(tile_scores, leaves):
-        tile = _tile(dataclasses.replace(x, bias=rebuild(leaves)), blocks, i, j)
-        return with_bias(tile.bias, tile_scores, tile.q_positions, tile.kv_positions)
+        bias = rebuild(leaves)
+        own = bias if x.bias.of_pairs else _tile(dataclasses.replace(x, bias=bias), blocks, i, j).bias
+        return with_bias(own, tile_scores, here.q_positions, here.kv_positions)
 
     return jax.vjp(biased, tile_scores, leaves)
+
+
+def _add_bias(x: Operands, blocks: Blocks, i, j, found: list, more: list) -> list:
+    """The gradients of the bias' leaves with those of a tile added, in its place for an array over pairs."""
+    if x.bias is None or not x.bias.of_pairs:
+        return [a + b for a, b in zip(found, more, strict=True)]
+    whole, tile = found[0], more[0].astype(found[0].dtype)
+    first = [start if tile.shape[n] < whole.shape[n] else 0 for n, start in ((2, i * blocks.q), (3, j * blocks.k))]
+    before = jax.lax.dynamic_slice(whole, (0, 0, *first), tile.shape)
+    return [jax.lax.dynamic_update_slice(whole, before + tile, (0, 0, *first))]
 
 
 def _cotangent(x: Operands, found: _Gradients) -> Operands:

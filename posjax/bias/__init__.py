@@ -7,6 +7,7 @@ that attention takes. A few also multiply the scores (``ScaleInvariant``), read 
 """
 
 from posjax.bias.alibi import ALiBi, LinearBias, alibi_bias, alibi_slopes
+from posjax.bias.array import ArrayBias, array_bias
 from posjax.bias.base import Bias, BiasSpec
 from posjax.bias.cope import ContextualBias, CoPE
 from posjax.bias.fire import FIRE, InterpolatedBias
@@ -20,6 +21,7 @@ __all__ = [
     "FIRE",
     "T5",
     "ALiBi",
+    "ArrayBias",
     "Bias",
     "BiasSpec",
     "BucketBias",
@@ -40,6 +42,7 @@ __all__ = [
     "accumulate",
     "alibi_bias",
     "alibi_slopes",
+    "array_bias",
     "t5_bucket",
     "t5_thresholds",
 ]

@@ -18,6 +18,8 @@ class Bias(Blockwise):
 
     by_distance: ClassVar[bool] = False
     """Whether it is a number to add that depends on ``i - j`` alone."""
+    of_pairs: ClassVar[bool] = False
+    """Whether its one leaf is an array over pairs of tokens, ``[batch, heads, queries, keys]`` with axes of 1."""
 
     @property
     def constant_from(self) -> int | None:

@@ -23,6 +23,8 @@ class ContextualBias(Bias):
 
     table: Float[Array, "max_position head_dim"]
 
+    reads_positions: ClassVar[bool] = False
+
     def heads(self, start, size):
         """The same for any heads: they share one table."""
         return self

@@ -28,6 +28,8 @@ class ForgetBias(Bias):
     kv_gates: Float[Array, "batch heads k"]
     symmetric: bool = False
 
+    reads_positions: ClassVar[bool] = False
+
     def values(self, q_positions, kv_positions):
         """``c_i - c_j``, or ``-|c_i - c_j|``, as ``[batch, heads, q, k]``; positions play no part."""
         difference = self.q_gates[..., :, None] - self.kv_gates[..., None, :]

@@ -7,16 +7,18 @@ A mask is a value, never an ``n x n`` array, until a tile of it is asked for. Tw
   and ``ChunksApart``;
 * ``Segments`` carries the segment ids of the tokens, ``Globals`` their flags.
 
-They compose with ``&`` and ``|``. Every mask is a registered pytree: hyper-parameters are static metadata, arrays are
-leaves. Every mask can also say for a tile, from the extent of its positions alone, whether it is empty, full or mixed,
-so that an attention loop never visits an empty tile and never masks a full one.
+A third, ``ArrayMask``, is a boolean array; ``attention(mask=)`` and the operators below make it of a plain one.
+
+Masks compose with ``&``, ``|`` and ``~``. Every mask is a registered pytree: hyper-parameters are static metadata,
+arrays are leaves. Every mask can also say for a tile, from the extent of its positions alone, whether it is empty, full
+or mixed, so that an attention loop never visits an empty tile and never masks a full one.
 
 Shapes. Positions arrive as ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile is ``[queries, keys]`` or
 ``[batch or 1, heads or 1, queries, keys]``. Positions are those of the tokens, not of the buffer, so left padding,
 packing, decoding and reordered sequences need nothing special.
 """
 
-from posjax.masks.base import And, Mask, Or, Pair
+from posjax.masks.base import And, ArrayMask, Combined, Mask, Not, Or, Pair, as_mask
 from posjax.masks.by_position import (
     Band,
     Beyond,
@@ -38,16 +40,19 @@ __all__ = [
     "FULL",
     "MIXED",
     "And",
+    "ArrayMask",
     "Band",
     "Beyond",
     "Causal",
     "Chunked",
     "ChunksApart",
+    "Combined",
     "Dilated",
     "Extent",
     "GlobalFirst",
     "Globals",
     "Mask",
+    "Not",
     "OfTokens",
     "Or",
     "Pair",
@@ -55,6 +60,7 @@ __all__ = [
     "Segments",
     "Sinks",
     "Window",
+    "as_mask",
     "extent",
     "materialise",
     "padding",

@@ -1,26 +1,44 @@
-"""What a mask is, and how two of them are joined."""
+"""What a mask is, one that is given as an array, and how masks are joined."""
 
 import dataclasses
 import operator
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check
-from posjax._slots import Blockwise
+from posjax._slots import Blockwise, OfPairs
 from posjax.masks.extents import Extent
 
 
 class Mask(Blockwise):
     """Base of all masks: composition, the tile of a mask, and what its extent tells."""
 
-    def __and__(self, other: "Mask") -> "Mask":
-        return And(self, _checked(other))
+    __array_ufunc__ = None  # NumPy leaves `array & mask` to the mask.
 
-    def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, _checked(other))
+    def __and__(self, other: "Mask | Array") -> "Mask":
+        return And(self, as_mask(other))
+
+    def __rand__(self, other: Array) -> "Mask":
+        return And(as_mask(other), self)
+
+    def __or__(self, other: "Mask | Array") -> "Mask":
+        return Or(self, as_mask(other))
+
+    def __ror__(self, other: Array) -> "Mask":
+        return Or(as_mask(other), self)
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise ValueError(
+            "mask: a mask is neither true nor false; write & for `and`, | for `or`, ~ for `not`, and compare with None"
+        )
 
     def allowed(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Bool[Array, "*b q k"]:
         """The tile: true where the query may see the key."""
@@ -59,12 +77,108 @@ class Mask(Blockwise):
         raise TypeError(f"{type(self).__name__} is not a function of positions")
 
 
-def _checked(mask: Mask) -> Mask:
-    check(isinstance(mask, Mask), f"a mask composes with masks only, found {type(mask).__name__}")
-    return mask
+def as_mask(mask: "Mask | Array") -> Mask:
+    """A mask as it is, and a boolean array that broadcasts to ``[batch, heads, queries, keys]`` as a mask.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(mask, Mask):
+        return mask
+    is_array = isinstance(mask, jax.Array | np.ndarray)
+    check(is_array, f"mask must be a posjax.masks.Mask or a boolean array, found {type(mask).__name__}")
+    wanted = "mask must be boolean, true where a query may see a key"
+    check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}, for which mask != 0 would work")
+    return ArrayMask(ArrayMask.with_four_axes(mask))
 
 
-class Pair(Mask):
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class ArrayMask(OfPairs, Mask):
+    """The pairs where an array is true, by the places of the tokens in the call, whatever their positions are.
+
+    Args:
+        array: broadcasts to ``[batch, heads, queries, keys]``.
+    """
+
+    array: Bool[Array, "#batch #heads #queries #keys"]
+
+    _name, _filler = "mask", False
+
+    def allowed(self, q_positions, kv_positions):
+        """The array as it is."""
+        return self.array
+
+    def tiles(self, q: Extent, k: Extent):
+        """Whether some and whether all pairs of each block are allowed."""
+        batch, heads, queries, keys = self.array.shape
+        rows, columns = min(q.size, queries), min(k.size, keys)
+        blocks = self.array.reshape(batch, heads, queries // rows, rows, keys // columns, columns)
+        return blocks.any((3, 5)), blocks.all((3, 5))
+
+    @property
+    def batched(self):
+        """Whether rows of the batch have patterns of their own."""
+        return self.array.shape[0] > 1
+
+
+class Combined(Mask):
+    """A mask made of others, its fields."""
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks that it is made of."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def _map(self, method: str, *arguments) -> Self:
+        return type(self)(*(getattr(part, method)(*arguments) for part in self.parts))
+
+    def queries(self, start, size):
+        """The masks for a block of queries."""
+        return self._map("queries", start, size)
+
+    def keys(self, start, size):
+        """The masks for a block of keys."""
+        return self._map("keys", start, size)
+
+    def row(self, index):
+        """The masks for one row of the batch."""
+        return self._map("row", index)
+
+    def pad(self, queries, keys):
+        """The masks with longer arrays."""
+        return self._map("pad", queries, keys)
+
+    def map_tokens(self, queries, keys):
+        """The masks with their arrays mapped."""
+        return self._map("map_tokens", queries, keys)
+
+    def heads(self, start, size):
+        """The masks for some of the heads."""
+        return self._map("heads", start, size)
+
+    def check(self, batch, queries, keys):
+        """Raises ValueError unless all masks fit the call."""
+        for part in self.parts:
+            part.check(batch, queries, keys)
+
+    @property
+    def batched(self):
+        """Whether one of them carries arrays that differ between rows."""
+        return any(part.batched for part in self.parts)
+
+    @property
+    def reads_positions(self):
+        """Whether one of them does."""
+        return any(part.reads_positions for part in self.parts)
+
+    @property
+    def shift_invariant(self):
+        """Whether shifting all positions changes none of them."""
+        return all(part.shift_invariant for part in self.parts)
+
+
+class Pair(Combined):
     """Two masks combined by ``join``; what And and Or share."""
 
     left: Mask
@@ -72,55 +186,12 @@ class Pair(Mask):
 
     def allowed(self, q_positions, kv_positions):
         """The tiles of both masks, joined."""
-        return self.join(*(part.allowed(q_positions, kv_positions) for part in (self.left, self.right)))
+        return self.join(*(part.allowed(q_positions, kv_positions) for part in self.parts))
 
     def tiles(self, q, k):
         """What both masks say of every pair of blocks, joined: safe for ``&`` and for ``|``."""
         (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
         return self.join(some, some_right), self.join(every, every_right)
-
-    def _map(self, method: str, *arguments):
-        left, right = (getattr(part, method)(*arguments) for part in (self.left, self.right))
-        return type(self)(left, right)
-
-    def queries(self, start, size):
-        """Both masks for a block of queries."""
-        return self._map("queries", start, size)
-
-    def keys(self, start, size):
-        """Both masks for a block of keys."""
-        return self._map("keys", start, size)
-
-    def row(self, index):
-        """Both masks for one row of the batch."""
-        return self._map("row", index)
-
-    def pad(self, queries, keys):
-        """Both masks with longer arrays."""
-        return self._map("pad", queries, keys)
-
-    def map_tokens(self, queries, keys):
-        """Both masks with their arrays mapped."""
-        return self._map("map_tokens", queries, keys)
-
-    def heads(self, start, size):
-        """Both masks for the heads at hand."""
-        return self._map("heads", start, size)
-
-    def check(self, batch, queries, keys):
-        """Raises ValueError unless both masks fit the call."""
-        self.left.check(batch, queries, keys)
-        self.right.check(batch, queries, keys)
-
-    @property
-    def batched(self):
-        """Whether one of them carries arrays that differ between rows."""
-        return self.left.batched or self.right.batched
-
-    @property
-    def shift_invariant(self):
-        """Whether shifting all positions changes neither mask."""
-        return self.left.shift_invariant and self.right.shift_invariant
 
 
 _pair = partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
@@ -166,3 +237,24 @@ class Or(Pair):
     def visible(self, count, positions, causal):
         """The sum of the two counts, though never more than there are."""
         return jnp.minimum(count, sum(part.visible(count, positions, causal) for part in (self.left, self.right)))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["mask"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Not(Combined):
+    """Allowed where the mask forbids."""
+
+    mask: Mask
+
+    def allowed(self, q_positions, kv_positions):
+        """The tile of the mask, turned round."""
+        return ~self.mask.allowed(q_positions, kv_positions)
+
+    def tiles(self, q, k):
+        """Some where the mask does not allow all, all where it allows none."""
+        some, every = self.mask.tiles(q, k)
+        return ~every, ~some
+
+    def visible(self, count, positions, causal):
+        """What the mask leaves out."""
+        return count - self.mask.visible(count, positions, causal)

@@ -21,6 +21,8 @@ class OfTokens(Mask):
     _filler: int
     """What a token that padding adds gets."""
 
+    reads_positions = False
+
     @staticmethod
     def meet(q, k):
         """Whether a query may see a key, for numbers that broadcast against each other."""

@@ -112,7 +112,7 @@ def test_masks_of_tokens_are_taken_apart(make):
 
 
 def test_a_mask_composes_with_masks_only():
-    with pytest.raises(ValueError, match="composes with masks only"):
+    with pytest.raises(ValueError, match="or a boolean array, found bool"):
         _ = Causal() & True
 
 

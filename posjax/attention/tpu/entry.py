@@ -77,7 +77,10 @@ def refusal(x: Operands) -> str | None:
         return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
-    if any(_has_heads(mask) for mask in (x.mask, *(branch.where for branch in x.far))):
+    masks = (x.mask, *(branch.where for branch in x.far))
+    if unknown := [part for mask in masks for part in _parts(mask) if not _is_taken(part)]:
+        return f"the kernels do not take the mask {type(unknown[0]).__name__}; use 'blockwise'"
+    if any(_has_heads(mask) for mask in masks):
         return "the mask differs between heads; use 'blockwise'"
     if bias_form(x) == "other":
         return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
@@ -115,13 +118,21 @@ def _band(x: Operands, reach: int) -> tuple[int, int]:
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
 
 
-def _has_heads(mask: Mask | None) -> bool:
+def _parts(mask: Mask | None) -> list[Mask]:
+    """The masks that are joined in a mask."""
     if isinstance(mask, Pair):
-        return _has_heads(mask.left) or _has_heads(mask.right)
-    if mask is None or isinstance(mask, OfTokens):
-        return False
+        return _parts(mask.left) + _parts(mask.right)
+    return [] if mask is None else [mask]
+
+
+def _is_taken(part: Mask) -> bool:
+    """Whether kernels evaluate a mask: from numbers of the tokens, or from positions and nothing else that varies."""
+    return isinstance(part, OfTokens) or (type(part).pairs is not Mask.pairs and not jax.tree.leaves(part))
+
+
+def _has_heads(mask: Mask | None) -> bool:
     here = np.zeros((1, 1), np.int32)
-    return np.ndim(mask.pairs(here, here)) > 2
+    return any(np.ndim(part.pairs(here, here)) > 2 for part in _parts(mask) if not isinstance(part, OfTokens))
 
 
 def bias_form(x: Operands) -> str | None:
