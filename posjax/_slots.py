@@ -22,6 +22,14 @@ class Blockwise:
         """Whether it depends on where queries and keys stand."""
         return True
 
+    @property
+    def axes(self) -> Any:
+        """The value with a tuple of names for each of its arrays: ``"batch"``, ``"length"``, ``"heads"`` or None.
+
+        It says what each axis holds one entry of; None, and axes behind those named, are held whole by every device.
+        """
+        return jax.tree.map(lambda _: (), self)
+
     def queries(self, start, size: int) -> Self:
         """The same value for the block of ``size`` queries from ``start``."""
         return self
@@ -74,6 +82,11 @@ class OfPairs(Blockwise):
 
     reads_positions = False
 
+    @property
+    def axes(self):
+        """Rows and heads; pairs of tokens are never split."""
+        return type(self)(("batch", "heads"))
+
     @classmethod
     def with_four_axes(cls, array: Array) -> Array:
         """The array with axes of 1 in front.
@@ -104,8 +117,8 @@ class OfPairs(Blockwise):
         return self._cut(index, 1, 0)
 
     def heads(self, start, size):
-        """The array of some query heads."""
-        return self._cut(start, size, 1)
+        """The array of some query heads; as it is where it has no more of them."""
+        return self if self.array.shape[1] == size else self._cut(start, size, 1)
 
     def pad(self, queries, keys):
         """The array lengthened by what padding gets."""
@@ -182,8 +195,8 @@ class Features:
         """Learned parameters of one layer, ``{}`` where there are none."""
         return {} if self.frequencies is None else self.frequencies.init(key, head_dim)
 
-    def heads(self, params, start, size: int):
-        """The parameters of the ``size`` key heads from ``start``; most methods have the same for all."""
+    def heads(self, params, which: Int[Array, "kv_heads"]):
+        """The parameters of some key heads, by their numbers; most methods have the same for all."""
         return params
 
     def query_size(self, head_dim: int) -> int:

@@ -55,9 +55,9 @@ class PoPE(Features):
         delta = jax.random.uniform(delta_key, shape, jnp.float32, low, 0.0) if low else jnp.zeros(shape, jnp.float32)
         return {"delta": delta} | self.frequencies.init(rule_key, 2 * head_dim)
 
-    def heads(self, params, start, size):
+    def heads(self, params, which):
         """The phases of some key heads, beside what the rule learns."""
-        return dict(params) | {"delta": jax.lax.dynamic_slice_in_dim(params["delta"], start, size)}
+        return dict(params) | {"delta": params["delta"][which]}
 
     def query_size(self, head_dim: int) -> int:
         """``head_dim``; raises ValueError if the rule leaves channels without a phase."""

@@ -27,6 +27,9 @@ from posjax.attention import attention
 from posjax.attention.api import check_aligned
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement, context_attention
+from posjax.attention.sharded.automatic import has_explicit, on_auto_axes, told
+from posjax.attention.sharded.enter import over_mesh
+from posjax.attention.sharded.split import Partition, split_of
 from posjax.compose import check_composition, init_spec
 from posjax.extension import check_same_parameters, replaced
 from posjax.layout import Layout
@@ -278,6 +281,7 @@ class Scheme:
         coordinates: Float[Array, "*b tokens axes"] | Int[Array, "*b tokens axes"] | None = None,
         length: int | Int[Array, "..."] | None = None,
         across: Placement | None = None,
+        partition: Partition | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
         """Attention with this scheme: norm, features, scale, bias and mask around one call of ``attention``.
@@ -294,6 +298,7 @@ class Scheme:
             across: how rows and heads lie over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and all that
                 has an axis of tokens are then those of one device, positions may be a ``Range`` over the whole row, and
                 ``params`` are those of all heads. What it returns is what it would for the whole rows.
+            partition: how the queries lie over the Auto axes of a mesh; see ``attention``. Explicit axes need nothing.
             options: the further arguments of ``attend_stored``.
 
         Raises:
@@ -301,6 +306,11 @@ class Scheme:
             TypeError: for an option that there is not.
         """
         params = params or {}
+        if across is None and (split := split_of(q, k, v, partition)) is not None:
+            options |= {"q_positions": q_positions, "kv_positions": kv_positions}
+            return over_mesh(
+                split, self.attend, [q, k, v], params, options | {"coordinates": coordinates, "length": length}
+            )
         across = Placement() if across is None else across
         length = across.whole(k.shape[1]) if length is None else length
         check_aligned(q, k, q_positions, self._reads_positions(options))
@@ -330,9 +340,10 @@ class Scheme:
 
     def _of_heads(self, params, across: Placement, kv_heads: int):
         """The parameters with those of the features narrowed to the key heads at hand; the rest is left to them all."""
-        if "features" not in params or across.all_heads(kv_heads) == kv_heads:
+        heads = across.key_heads(kv_heads)
+        if "features" not in params or heads is None:
             return params
-        narrow = self._features.heads(params["features"], across.first_head(kv_heads), kv_heads)
+        narrow = self._features.heads(params["features"], heads)
         return dict(params) | {"features": narrow}
 
     def _attend_whole_rows(
@@ -478,6 +489,7 @@ class Scheme:
         coordinates: Array | None = None,
         length: int | Int[Array, "..."],
         gates: Float[Array, "batch heads tokens"] | None = None,
+        partition: Partition | None = None,
         **options,
     ) -> tuple[Float[Array, "batch tokens heads value_size"], Cache | LinearState]:
         """Attention of new tokens over all that were seen, themselves included, and the cache with them in it.
@@ -496,14 +508,24 @@ class Scheme:
             length: the length that a scheme which reads it goes by: one for the whole generation, or else the keys
                 that are kept were made by other rules than the new ones.
             gates: what ``prepare`` gave for the new tokens.
+            partition: see ``attend``. On Explicit axes the cache goes on to lie as it does.
             options: passed on to ``attention``.
         """
-        params = params or {}
-        positions = index if positions is None else positions
+        given = {"params": params or {}, "index": index, "valid": valid, "length": length, "gates": gates, **options}
+        given |= {"positions": index if positions is None else positions, "coordinates": coordinates}
+        lies = told(q), jax.tree.map(told, kept)
+        run = partial(self._decode, lies[0] if has_explicit(q) else partition)
+        return on_auto_axes(run, [q, k, v], kept, given, like=lies)
+
+    def _decode(self, partition, projected, kept, given) -> tuple:
+        """``decode`` where the compiler splits everything but attention itself."""
+        q, k, v = projected
+        params, index, valid, gates = (given.pop(name) for name in ("params", "index", "valid", "gates"))
+        positions, coordinates, length = (given.pop(name) for name in ("positions", "coordinates", "length"))
         where = self._places(Placement(), k, positions, coordinates)
         ids = jnp.where(valid, 0, -1)
         if self.caches == "state":
-            check_no_logits(**options)
+            check_no_logits(**given)
             return self.attend_linear(q, k, v, params=params, at_q=where, at_k=where, segment_ids=ids, state=kept)
         self._check_kept(coordinates)
         stored = self.stored(params, k, v, where, length=length)
@@ -521,7 +543,8 @@ class Scheme:
             mask=masks.Segments(ids, kept.ids),
             visible=index + 1,
             gates=None if gates is None else (gates, kept.gates),
-            **options,
+            partition=partition,
+            **given,
         )
         return out, kept
 

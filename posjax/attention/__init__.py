@@ -1,5 +1,5 @@
 """Softmax attention with any scheme of positions, in backends that all compute the same function."""
 
-from posjax.attention.api import attention
+from posjax.attention.entrance import attention
 
 __all__ = ["attention"]

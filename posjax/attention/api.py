@@ -1,13 +1,15 @@
-"""The one entrance to attention: checks, binds, chooses a backend, and adds what no backend needs to know."""
+"""Attention of the rows and heads at hand: checks, binds, chooses a backend, adds what no backend needs to know."""
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_positive, check_rank
@@ -19,7 +21,7 @@ from posjax.attention.operands import Operands, statistics_dtype, vary_alike
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.far import Branch
-from posjax.masks import Mask, as_mask
+from posjax.masks import as_mask
 from posjax.positions import Positions, Range, as_array
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
@@ -33,96 +35,39 @@ _DENSE_UP_TO = 512 * 512
 _log = logging.getLogger("posjax")
 
 
-def attention(
-    q: Float[Array, "batch queries heads size"],
-    k: Float[Array, "batch keys kv_heads size"],
-    v: Float[Array, "batch keys kv_heads value_size"],
+def local_attention(
+    q,
+    k,
+    v,
     *,
-    bias=None,
-    mask: Mask | None = None,
-    scale: float | Float[Array, "..."] | None = None,
     sinks: Float[Array, "heads"] | None = None,
-    softcap: float | None = None,
-    far: Branch | Sequence[Branch] = (),
-    decay: Float[Array, "size"] | None = None,
-    q_positions: Positions | None = None,
-    kv_positions: Positions | None = None,
     implementation: str | None = None,
     return_residuals: bool = False,
-) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
-    """Softmax attention with any relative bias and any mask.
-
-        z_h(i, j) = scale <q_i, k_j> + bias_h(p_i, p_j)
-        z = softcap * tanh(z / softcap),  z = -inf where the mask forbids
-        o_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink_h))
-
-    in this order in every backend. A query that may see no key gives exactly 0, with zero gradients. Logits and
-    statistics are float32 at least, whatever the inputs are.
-
-    Args:
-        q: queries.
-        k: keys; ``heads`` must be a multiple of ``kv_heads``, query head ``n`` uses key head
-            ``n // (heads // kv_heads)``.
-        v: values; their size may differ from that of the keys.
-        bias: a bound ``bias.Bias``, the spec of one without parameters (``bias.ALiBi()``), or an array that broadcasts
-            to ``[batch, heads, queries, keys]``. Gradients reach its parameters, or the array.
-        mask: a ``masks.Mask``, or a boolean array that broadcasts to ``[batch, heads, queries, keys]``, true where a
-            query may see a key; everything may see everything when left out. Both compose: ``Causal() & array``.
-        scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
-            ``1 / sqrt(size)`` when left out.
-        sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
-        softcap: bound of the logits (Gemma 2), or None.
-        far: ``posjax.far.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE). ``scale``
-            multiplies their queries too.
-        decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
-            overflow at any length as long as a query sees no key ahead of it, and no tile spans more than about
-            ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). No gradient reaches them.
-        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out, which is
-            refused where there are more or fewer keys than queries and anything here depends on positions.
-        kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
-        implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) take everything and run everywhere;
-            ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, without a bias and the like) take what they
-            can. None: ``"dense"`` while one head's logits are no more than a tile (512 x 512, or one query and many
-            keys), otherwise the kernel of the platform the program is lowered for, ``"blockwise"`` where there is none
-            or it does not take the call. The logger ``"posjax"`` says which and why, at debug level. On a mesh the
-            kernel for TPUs runs inside ``jax.shard_map`` over all its axes; a program for several platforms at once
-            (``jax.export``) needs ``"dense"`` or ``"blockwise"``.
-        return_residuals: also return the log-sum-exp of every row, sink included, float32 ``[batch, queries, heads]``;
-            the sink alone, or minus infinity without one, for a row that sees nothing. Its gradient is exact, so parts
-            of a longer sequence can be merged; give the sinks to one part only.
-
-    Returns:
-        The output in the dtype of ``v``, or the pair of output and log-sum-exp.
-
-    Raises:
-        ValueError: for shapes that do not fit, naming the argument; for a backend that does not take the call, with the
-            reason.
-    """
-    x, scale = prepared(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        far=far,
-        decay=decay,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-    )
-    reads = bool(x.far) or decay is not None or any(s is not None and s.reads_positions for s in (x.bias, x.mask))
-    check_aligned(q, k, q_positions, reads)
+    **options,
+) -> Array | tuple[Array, Array]:
+    """``posjax.attention`` on one device, or as the compiler splits it: its arguments but ``partition``."""
+    x, scale = prepared(q, k, v, **options)
     check_sinks(sinks, q.shape[2])
     out, lse = run(implementation, x, scale, with_lse=return_residuals or sinks is not None)
     return finished(out, lse, sinks, return_residuals)
 
 
 def prepared(
-    q, k, v, *, bias, mask, scale, softcap, far, decay, q_positions: Positions | None, kv_positions: Positions | None
+    q,
+    k,
+    v,
+    *,
+    bias,
+    mask,
+    scale,
+    softcap,
+    far,
+    decay,
+    q_positions: Positions | None,
+    kv_positions: Positions | None,
 ) -> tuple:
     """The arguments of ``attention``, checked: operands, their queries not scaled yet, and the scale."""
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     heads, kv_heads = q.shape[2], k.shape[2]
     mask = None if mask is None else as_mask(mask)
     if softcap is not None:
@@ -156,7 +101,8 @@ def finished(out, lse, sinks, return_residuals: bool):
     return (out, lse) if return_residuals else out
 
 
-def _check_shapes(q, k, v) -> None:
+def check_shapes(q, k, v) -> None:
+    """Raises ValueError unless queries, keys and values fit together."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_rank(name, array, 4, "[batch, length, heads, size]")
         check(jnp.issubdtype(array.dtype, jnp.floating), f"{name} must be of a floating dtype, found {array.dtype}")
@@ -315,6 +261,7 @@ def _run_on_platform(x: Operands, scale, with_lse: bool, given: tuple | None) ->
     }
     for platform, (why, _) in kernels.items():
         _say(f"attention on {platform}: " + ("its own kernel" if why is None else f"'blockwise', because {why}"))
+    _warn_of_mesh(x, kernels["tpu"][0])
     taken = {platform: run for platform, (why, run) in kernels.items() if why is None}
     return jax.lax.platform_dependent(default=plain, **taken) if taken else plain()
 
@@ -343,21 +290,31 @@ KERNELS = {"tpu": _run_on_tpu, "cudnn": _run_on_cudnn}
 def _tpu_refusal(x: Operands) -> str | None:
     if axes := _split_by_compiler(x):
         return (
-            f"a TPU kernel is not split over the mesh by itself: call it inside jax.shard_map over all axes, {axes} too"
+            f"the compiler does not split a TPU kernel over mesh axes {axes}; give partition=, how the queries lie, "
+            "for instance jax.sharding.PartitionSpec('data', None, 'tensor'), or a DecoderConfig its placement"
         )
     if jax.config.jax_enable_x64:
         return "with jax_enable_x64 the integers of a kernel would have 64 bits, which a TPU does not take"
     return entry.refusal(x)
 
 
+def _mesh_of(x: Operands) -> AbstractMesh:
+    meshes = [jax.typeof(array).sharding.mesh for array in (x.q, x.k, x.v)]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
 def _split_by_compiler(x: Operands) -> list[str]:
     """The mesh axes that are not in the hands of a ``shard_map``."""
-    for array in (x.q, x.k, x.v):
-        mesh = jax.typeof(array).sharding.mesh
-        axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-        if axes and (mesh.size > 1 or mesh.manual_axes):
-            return axes
-    return []
+    mesh = _mesh_of(x)
+    axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    return axes if mesh.size > 1 or mesh.manual_axes else []
+
+
+def _warn_of_mesh(x: Operands, why: str | None) -> None:
+    """Says, on a mesh of TPUs, that their kernel is given up for want of a partition alone."""
+    device = _mesh_of(x).abstract_device
+    if device is not None and device.platform == "tpu" and _split_by_compiler(x) and entry.refusal(x) is None:
+        warnings.warn(f"attention runs without its TPU kernel: {why}", stacklevel=2)
 
 
 def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from posjax import coca
-from posjax.attention.api import attention
+from posjax.attention.entrance import attention
 from posjax.rotary import RotaryTable
 
 

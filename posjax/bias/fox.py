@@ -30,6 +30,11 @@ class ForgetBias(Bias):
 
     reads_positions: ClassVar[bool] = False
 
+    @property
+    def axes(self):
+        """Rows, heads and tokens."""
+        return dataclasses.replace(self, q_gates=("batch", "heads", "length"), kv_gates=("batch", "heads", "length"))
+
     def values(self, q_positions, kv_positions):
         """``c_i - c_j``, or ``-|c_i - c_j|``, as ``[batch, heads, q, k]``; positions play no part."""
         difference = self.q_gates[..., :, None] - self.kv_gates[..., None, :]

@@ -130,6 +130,11 @@ class Combined(Mask):
         """The masks that it is made of."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
+    @property
+    def axes(self):
+        """Those of the masks."""
+        return type(self)(*(part.axes for part in self.parts))
+
     def _map(self, method: str, *arguments) -> Self:
         return type(self)(*(getattr(part, method)(*arguments) for part in self.parts))
 

@@ -23,6 +23,11 @@ class OfTokens(Mask):
 
     reads_positions = False
 
+    @property
+    def axes(self):
+        """Rows and tokens."""
+        return type(self)(("batch", "length"), ("batch", "length"))
+
     @staticmethod
     def meet(q, k):
         """Whether a query may see a key, for numbers that broadcast against each other."""

@@ -7,10 +7,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_rank
 from posjax.attention.operands import ATTENDED
+from posjax.attention.sharded.automatic import axes_of, on_auto_axes, told
 from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
@@ -128,7 +130,10 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
         """Logits of what ``hidden`` gave, float32."""
-        return jnp.matmul(hidden, self.output_matrix.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        rows, matrix = told(hidden)[:-1], self.output_matrix
+        taken = {axis for part in rows for axis in axes_of(part)}
+        columns = tuple(axis for axis in axes_of(told(matrix)[1]) if axis not in taken)
+        return on_auto_axes(_product, hidden, matrix, like=PartitionSpec(*rows, columns or None))
 
     @property
     def output_matrix(self) -> Float[Array, "embed vocab"]:
@@ -245,12 +250,16 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens, context: Context):
         """The embeddings of tokens and positions."""
-        x = self.embed[...][tokens] * self.config.model_dim**0.5
+        learned = plain(self.embedding).get("embedding", {})
+        where = context.positions, context.coordinates
+        return on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=told(tokens))
+
+    def _embedded(self, table, learned, tokens, positions, coordinates):
+        x = table[tokens] * self.config.model_dim**0.5
         spec = self.config.layers.embedding
         if spec is not None:
-            here = context.coordinates
-            where = self._in_places(context.positions) if here is None else here[..., 0]
-            x = x + spec.embed(plain(self.embedding).get("embedding", {}), where, self.config.model_dim)
+            where = self._in_places(positions) if coordinates is None else coordinates[..., 0]
+            x = x + spec.embed(learned, where, self.config.model_dim)
         return placed(x.astype(self.config.dtype), self.config.placement)
 
     def _run(self, stack: nnx.List, x, context: Context):
@@ -283,6 +292,10 @@ class Decoder(nnx.Module):
             return x, tuple(after)
 
         return jax.lax.scan(period, x, (state, kept))
+
+
+def _product(hidden, matrix):
+    return jnp.matmul(hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def logical_axes(model: nnx.Module) -> dict:

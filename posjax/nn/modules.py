@@ -5,6 +5,8 @@ trainer maps to mesh axes; see ``logical_axes``.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax.attention.sharded import Placement, attend_on_mesh
+from posjax.attention.sharded.automatic import axes_of, has_explicit, mesh_of, on_auto_axes, told
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.positions import Positions
@@ -71,20 +74,23 @@ def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float
     if not placement.axes or mesh.empty or mesh.manual_axes:
         return x
     placement.check_axes(mesh.shape)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(placement.batch or None, placement.context, None))
+    place = jax.sharding.reshard if mesh.explicit_axes else jax.lax.with_sharding_constraint
+    return place(x, PartitionSpec(placement.batch or None, placement.context, None))
 
 
-def _split_by_batch(values: dict, rows: int) -> tuple[dict, dict]:
-    """The values without a batch axis, and those whose arrays all have one; Python numbers are in neither."""
+def on_any_mesh(function: Callable[..., Any], module: nnx.Module, x: Array, *more: Any, like: Any = None) -> Any:
+    """``function(module, x, *more)`` where the compiler splits everything, on meshes with Explicit axes too.
 
-    def has_rows(name: str) -> bool:
-        arrays = jax.tree.leaves(values[name])
-        least = {"length": 1, "coordinates": 3}.get(name, 2)
-        return bool(arrays) and all(jnp.ndim(a) >= least and a.shape[0] == rows for a in arrays)
+    What it returns lies like ``x``, or as a tree of specs says.
+    """
+    if not has_explicit(nnx.state(module), x, more):
+        return function(module, x, *more)
+    graph, state = nnx.split(module)
 
-    per_row = {name: value for name, value in values.items() if not isinstance(value, int) and has_rows(name)}
-    same = {name: value for name, value in values.items() if not isinstance(value, int) and name not in per_row}
-    return same, per_row
+    def run(state, *arguments):
+        return function(nnx.merge(graph, state), *arguments)
+
+    return on_auto_axes(run, state, x, *more, like=told(x) if like is None else like)
 
 
 class RMSNorm(nnx.Module):
@@ -94,6 +100,9 @@ class RMSNorm(nnx.Module):
         self.gain = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=(axis,))
 
     def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
+        return on_any_mesh(RMSNorm._normed, self, x)
+
+    def _normed(self, x):
         wide = x.astype(jnp.float32)
         rms = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
         return (wide * rms * self.gain[...]).astype(x.dtype)
@@ -140,32 +149,54 @@ class Attention(nnx.Module):
 
         ``shared`` holds the parameters that all layers share (``Scheme.init_shared``).
         """
-        params = plain(self.learned) | (shared or {})
         settings = {"positions": positions, "mask": mask, "visible": visible, "length": length}
-        settings |= {"coordinates": coordinates, "gates": self._gates(params, x)}
-        same, per_row = _split_by_batch(settings, x.shape[0])
-        same |= {"params": params}
-        attend = partial(self._attend, length)
-        out = attend_on_mesh(attend, self.config.placement, same, self._project(x), per_row)
-        return self._merge(out)
+        settings |= {"coordinates": coordinates, "shared": shared or {}}
+        attend = partial(Attention._attended, placement=self._placement(x), split=has_explicit(x))
+        return on_any_mesh(attend, self, x, settings)
+
+    def _placement(self, x) -> Placement:
+        """That of the config; where it names nothing, what the types of the tokens and of the projection say."""
+        if self.config.placement.axes or self.config.placement.layout.moves:
+            return self.config.placement
+        return Placement(batch=axes_of(told(x)[0]), heads=axes_of(told(self.q[...])[1]) or None)
+
+    def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
+        """Attention where the compiler splits the projections; ``split`` if it must not be left to split the rest."""
+        mesh, params = jax.sharding.get_abstract_mesh(), plain(self.learned) | settings["shared"]
+        if placement.axes and not mesh.empty:
+            placement = placement.for_key_heads(mesh.shape, self.config.num_kv_heads)
+        where = {"across": placement} if placement.axes or placement.layout.moves else {}
+        where |= {"partition": PartitionSpec() if split and not where else None}
+        arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
+        arrays |= {"gates": self._gates(params, x)}
+        attend = partial(self._attend, {"length": settings["length"]} | where)
+        return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """Attention of new tokens over a cache, and the cache with them in it; see ``Scheme.decode``."""
-        params = plain(self.learned) | context.shared.get(self.scheme, {})
+        settings = {"index": context.visible - 1, "valid": context.valid, "positions": context.positions}
+        settings |= {"coordinates": context.coordinates, "length": context.length}
+        settings |= {"shared": context.shared.get(self.scheme, {})}
+        decoded = partial(Attention._decoded, partition=self._partition(x))
+        return on_any_mesh(decoded, self, x, kept, settings, like=(told(x), jax.tree.map(told, kept)))
+
+    def _partition(self, x) -> PartitionSpec | None:
+        """How the queries lie over the mesh, if rows and heads can be shared by its devices."""
+        placement, mesh = self._placement(x), mesh_of(x)
+        if mesh is None or not set(placement.axes) <= set(mesh.axis_names) - set(mesh.manual_axes):
+            return None
+        rows = math.prod(mesh.shape[axis] for axis in placement.batch)
+        shared = (placement.axes or has_explicit(x)) and x.shape[0] % rows == 0
+        return PartitionSpec(placement.batch or None, None, placement.heads) if shared else None
+
+    def _decoded(self, x, kept, settings: dict, *, partition: PartitionSpec | None):
+        params = plain(self.learned) | settings["shared"]
         start = kept.total if self.scheme.reads_tokens else None
-        out, kept = self.scheme.decode(
-            *self._project(x),
-            kept,
-            params=params,
-            index=context.visible - 1,
-            valid=context.valid,
-            positions=context.positions,
-            coordinates=context.coordinates,
-            length=context.length,
-            gates=self.scheme.prepare(params, x, start=start, valid=context.valid),
-        )
+        given = {name: value for name, value in settings.items() if name != "shared"}
+        given["gates"] = self.scheme.prepare(params, x, start=start, valid=given["valid"])
+        out, kept = self.scheme.decode(*self._project(x), kept, params=params, partition=partition, **given)
         return self._merge(out), kept
 
     def _gates(self, params, x):
@@ -177,19 +208,19 @@ class Attention(nnx.Module):
     def _merge(self, out):
         return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(out.dtype))
 
-    def _attend(self, length, same: dict, projected: list, per_row: dict):
+    def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
         """``Scheme.attend`` on the rows of one device; a ``length`` that is a Python number stays one."""
-        given = {"length": length} | same | per_row
-        positions, gates = given.pop("positions"), given.pop("gates", None)
+        given = settings | arrays
+        positions, gates = given.pop("positions"), given.pop("gates")
         return self.scheme.attend(
             *projected,
             **given,
+            params=params,
             causal=self.config.causal,
             q_positions=positions,
             kv_positions=positions,
             gates=None if gates is None else (gates, gates),
             implementation=self.config.implementation,
-            across=self.config.placement,
         )
 
 
@@ -205,6 +236,9 @@ class MLP(nnx.Module):
         self.down = parameter(rngs.params(), (hidden, width), ("mlp", "embed"), stddev)
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        return on_any_mesh(MLP._mixed, self, x)
+
+    def _mixed(self, x):
         up = x @ self.up[...].astype(x.dtype)
         hidden = jax.nn.gelu(up) if self.gate is None else jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * up
         return hidden @ self.down[...].astype(x.dtype)

@@ -52,9 +52,9 @@ class MixedRotary(Features):
         check(head_dim >= 2 * self.axes, f"{self.axes} axes need a head_dim of at least {2 * self.axes}: {head_dim}")
         return head_dim
 
-    def heads(self, params, start, size):
+    def heads(self, params, which):
         """The frequencies of some key heads."""
-        return {"frequencies": jax.lax.dynamic_slice_in_dim(params["frequencies"], start, size)}
+        return {"frequencies": params["frequencies"][which]}
 
     def table(self, params, positions, *, head_dim: int) -> RotaryTable:
         """cos and sin, float32 ``[batch or 1, length, kv_heads, head_dim / 2]``."""

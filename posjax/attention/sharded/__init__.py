@@ -6,6 +6,7 @@ for the tokens of every device exactly what ``posjax.attention`` computes for th
 
 from posjax.attention.sharded.choice import Sizes, choose
 from posjax.attention.sharded.context import context_attention
-from posjax.attention.sharded.placement import Placement, attend_on_mesh
+from posjax.attention.sharded.enter import attend_on_mesh
+from posjax.attention.sharded.placement import Placement
 
 __all__ = ["Placement", "Sizes", "attend_on_mesh", "choose", "context_attention"]

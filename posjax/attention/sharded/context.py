@@ -121,6 +121,8 @@ def _whole(across: Placement, positions: Positions | None, tokens: int) -> Posit
     """A ``Range`` over the whole row, or an array over the tokens at hand."""
     if positions is None:
         return Range(0, across.whole(tokens))
+    if across.shards == 1 and isinstance(positions, Range):
+        return positions
     if isinstance(positions, Range):
         whole = across.whole(tokens)
         check(

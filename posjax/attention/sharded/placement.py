@@ -1,13 +1,12 @@
-"""Which axes of a mesh hold the batch, the sequence and the heads, and the way into it."""
+"""Which axes of a mesh hold the batch, the sequence and the heads."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from posjax._checks import check, check_choice, check_count
@@ -25,13 +24,14 @@ class Placement:
     Args:
         batch: axes over which the rows are split.
         context: the axis over which the sequence is split.
-        heads: the axis over which query and key heads are split.
+        heads: the axis, or axes, over which query and key heads are split.
         strategy: how queries meet the keys of other shards: one for all layers; a tuple in order of preference, of
             which each layer takes the first that can split it; or ``"auto"``, ``choice.choose`` for each layer. That
             one weighs them all itself and is never refused, so it does not stand in a tuple.
         layout: order of the tokens over the shards of ``context``; its shards are those of the axis, except that a
             contiguous one fits any.
         ulysses: how many neighbouring shards of ``context`` form a group that exchanges heads, in ``"ring-ulysses"``.
+        repeats: how often every key head was repeated so that ``heads`` splits them; ``for_key_heads`` sets it.
 
     Raises:
         ValueError: for an unknown strategy, for none, for ``"auto"`` among several, or for an axis that is named twice.
@@ -39,10 +39,11 @@ class Placement:
 
     batch: tuple[str, ...] = ()
     context: str | None = None
-    heads: str | None = None
+    heads: str | tuple[str, ...] | None = None
     strategy: Strategy | tuple[Strategy, ...] = "auto"
     layout: Layout = CONTIGUOUS
     ulysses: int = 1
+    repeats: int = 1
 
     def __post_init__(self):
         _check_names(self.strategy)
@@ -52,7 +53,7 @@ class Placement:
     @property
     def axes(self) -> tuple[str, ...]:
         """All axes it names."""
-        return (*self.batch, *(axis for axis in (self.context, self.heads) if axis is not None))
+        return (*self.batch, *_names(self.context), *_names(self.heads))
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -101,13 +102,18 @@ class Placement:
         devices = math.prod(mesh[axis] for axis in self.batch)
         where = f"{devices} devices along {self.batch}"
         check(batch % devices == 0, f"a batch of {batch} rows cannot be shared evenly by {where}")
-        self._check_heads(mesh.get(self.heads, 1), heads, kv_heads)
-        shards = mesh.get(self.context, 1)
+        split, shards = self.split_of_heads(mesh), mesh.get(self.context, 1)
+        check(
+            heads % split == 0,
+            f"placement: axis {self.heads!r} splits heads over {split} devices, which {heads} query heads do not fill "
+            f"evenly; an axis whose size divides {heads} would work",
+        )
         if shards == 1:
             return
-        layout, split = self.layout_over(shards), mesh.get(self.heads, 1)
+        layout = self.layout_over(shards)
         layout.check(length)
-        sizes = Sizes(batch // devices, length, heads // split, kv_heads // split, shards, window=window)
+        held = kv_heads * self.for_key_heads(mesh, kv_heads).repeats // split
+        sizes = Sizes(batch // devices, length, heads // split, held, shards, window=window)
         sizes = sizes._replace(layout=layout, ulysses=self.ulysses)
         if scheme is not None:
             self.check_scheme(scheme, shards)
@@ -129,14 +135,18 @@ class Placement:
         unknown = [axis for axis in self.axes if axis not in mesh]
         check(not unknown, f"placement: the mesh in use has no axis {unknown}; it has {list(mesh)}")
 
-    def _check_heads(self, split: int, heads: int, kv_heads: int) -> None:
-        for name, count in (("query heads", heads), ("key heads", kv_heads)):
-            fitting = math.gcd(heads, kv_heads)
-            check(
-                count % split == 0,
-                f"placement: axis {self.heads!r} splits heads over {split} devices, which {count} {name} do not fill "
-                f"evenly; an axis whose size divides {fitting} would work",
-            )
+    def split_of_heads(self, mesh: Mapping[str, int]) -> int:
+        """Over how many devices of a mesh the heads are split."""
+        return math.prod(mesh[axis] for axis in _names(self.heads))
+
+    def for_key_heads(self, mesh: Mapping[str, int], kv_heads: int) -> "Placement":
+        """The placement for a model with so many key heads: each repeated as often as the devices along ``heads`` need.
+
+        ``lcm(kv_heads, devices)`` heads are the fewest that can be split so that every query head finds its key head
+        on its own device; query heads, a multiple of both, are a multiple of them too.
+        """
+        self.check_axes(mesh)
+        return dataclasses.replace(self, repeats=math.lcm(kv_heads, self.split_of_heads(mesh)) // kv_heads)
 
     def chosen(self, sizes: Sizes) -> Strategy:
         """The strategy of a layer. Raises ValueError if none that is named here can split it, with the reasons."""
@@ -160,6 +170,12 @@ class Placement:
     def first_head(self, heads: int) -> int | Int[Array, ""]:
         """The first of the ``heads`` heads that this device holds."""
         return 0 if _size(self.heads) == 1 else jax.lax.axis_index(self.heads) * heads
+
+    def key_heads(self, heads: int) -> Int[Array, "heads"] | None:
+        """Which key heads of the model the ``heads`` key heads of this device are; None where it holds all of them."""
+        if self.all_heads(heads) == heads and self.repeats == 1:
+            return None
+        return (self.first_head(heads) + jnp.arange(heads, dtype=jnp.int32)) // self.repeats
 
     def local(self, positions: Positions | None, tokens: int) -> Positions:
         """The positions of the ``tokens`` tokens at hand.
@@ -208,9 +224,13 @@ def _check_names(strategy: Any) -> None:
     )
 
 
-def _size(axis: str | None) -> int:
+def _names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
+
+
+def _size(axis: str | tuple[str, ...] | None) -> int:
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if axis is None or axis not in mesh.manual_axes else mesh.shape[axis]
+    return math.prod(mesh.shape[name] for name in _names(axis) if name in mesh.manual_axes)
 
 
 def _with_scheme(sizes: Sizes, scheme) -> Sizes:
@@ -218,41 +238,3 @@ def _with_scheme(sizes: Sizes, scheme) -> Sizes:
     recent = bounds is not None and bounds[0] == 0
     counts = scheme.bias is not None and scheme.bias.contextual
     return sizes._replace(window=bounds[1] if sizes.window is None and recent else sizes.window, counts=counts)
-
-
-def attend_on_mesh(
-    function: Callable[..., Any], placement: Placement, replicated: Any, projected: Any, per_row: Mapping[str, Any]
-) -> Any:
-    """``function(replicated, projected, per_row)`` on every device's own rows, tokens and heads.
-
-    One ``shard_map`` over all axes of the mesh in use, so that kernels which no compiler splits are taken. Axes that
-    the placement does not name hold copies. The gradients of replicated arrays are summed over the devices.
-
-    Args:
-        function: for instance ``Scheme.attend`` with ``across=placement``. Called as it is without a mesh in use, or
-            inside a ``shard_map`` over the placement's axes.
-        placement: which axes hold what.
-        replicated: a tree whose arrays are the same on all devices.
-        projected: queries, keys and values, ``[batch, length, heads, size]``.
-        per_row: trees by name. ``"gates"`` are ``[batch, heads, length]``, ``"length"`` is ``[batch]``, and the arrays
-            of all others ``[batch, length, ...]``.
-
-    Returns:
-        What the function returns, ``[batch, length, heads, ...]`` again.
-
-    Raises:
-        ValueError: if the mesh in use lacks an axis, or its devices cannot share rows, tokens or heads evenly.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not placement.axes or mesh.empty or set(placement.axes) <= set(mesh.manual_axes):
-        return function(replicated, projected, per_row)
-    q, k, *_ = projected
-    placement.check(mesh.shape, batch=q.shape[0], length=q.shape[1], heads=q.shape[2], kv_heads=k.shape[2])
-    rows, context, heads = placement.batch or None, placement.context, placement.heads
-    named = {"gates": PartitionSpec(rows, heads, context), "length": PartitionSpec(rows)}
-    of_rows = {name: named.get(name, PartitionSpec(rows, context)) for name in per_row}
-    tokens = PartitionSpec(rows, context, heads)
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)
-    inside = jax.shard_map(function, in_specs=(PartitionSpec(), tokens, of_rows), out_specs=tokens, axis_names=axes)
-    # Outside of ``jit`` jax runs no custom gradient with symbolic zeros under ``shard_map``.
-    return jax.jit(inside)(replicated, projected, dict(per_row))

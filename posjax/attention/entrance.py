@@ -1,0 +1,120 @@
+"""The entrance to attention: on one device, or on every device of a mesh that something tells how to use."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from posjax.attention.api import bound, check_aligned, check_shapes, local_attention
+from posjax.attention.sharded.context import context_attention
+from posjax.attention.sharded.enter import over_mesh
+from posjax.attention.sharded.split import Partition, Split, split_of
+from posjax.far import Branch
+from posjax.masks import Mask, as_mask
+from posjax.positions import Positions
+
+
+def attention(
+    q: Float[Array, "batch queries heads size"],
+    k: Float[Array, "batch keys kv_heads size"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    bias=None,
+    mask: Mask | Bool[Array, "..."] | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    softcap: float | None = None,
+    far: Branch | Sequence[Branch] = (),
+    decay: Float[Array, "size"] | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    implementation: str | None = None,
+    partition: Partition | None = None,
+    return_residuals: bool = False,
+) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
+    """Softmax attention with any relative bias and any mask.
+
+        z_h(i, j) = scale <q_i, k_j> + bias_h(p_i, p_j)
+        z = softcap * tanh(z / softcap),  z = -inf where the mask forbids
+        o_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink_h))
+
+    in this order in every backend. A query that may see no key gives exactly 0, with zero gradients. Logits and
+    statistics are float32 at least, whatever the inputs are.
+
+    Args:
+        q: queries.
+        k: keys; ``heads`` must be a multiple of ``kv_heads``, query head ``n`` uses key head
+            ``n // (heads // kv_heads)``.
+        v: values; their size may differ from that of the keys.
+        bias: a bound ``bias.Bias``, the spec of one without parameters (``bias.ALiBi()``), or an array that broadcasts
+            to ``[batch, heads, queries, keys]``. Gradients reach its parameters, or the array.
+        mask: a ``masks.Mask``, or a boolean array that broadcasts to ``[batch, heads, queries, keys]``, true where a
+            query may see a key; everything may see everything when left out. Both compose: ``Causal() & array``.
+        scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
+            ``1 / sqrt(size)`` when left out.
+        sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
+        softcap: bound of the logits (Gemma 2), or None.
+        far: ``posjax.far.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE). ``scale``
+            multiplies their queries too.
+        decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
+            overflow at any length as long as a query sees no key ahead of it, and no tile spans more than about
+            ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). No gradient reaches them.
+        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out, which is
+            refused where there are more or fewer keys than queries and anything here depends on positions.
+        kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
+        implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) take everything and run everywhere;
+            ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, without a bias and the like) take what they
+            can. None: ``"dense"`` while one head's logits are no more than a tile (512 x 512, or one query and many
+            keys), otherwise the kernel of the platform the program is lowered for, ``"blockwise"`` where there is none
+            or it does not take the call. The logger ``"posjax"`` says which and why, at debug level. A program for
+            several platforms at once (``jax.export``) needs ``"dense"`` or ``"blockwise"``.
+        partition: how the queries lie over the Auto axes of a mesh, a ``NamedSharding``, or a ``PartitionSpec`` for the
+            mesh in use or that of the arrays: axes for the batch first, for the heads third. Attention then runs as it
+            is on every device, inside ``jax.shard_map``. Without it the compiler splits what it can, which is
+            everything but the kernel for TPUs. Explicit axes need nothing: the types of ``q``, ``k`` and ``v`` tell.
+            Key heads that the axis of the heads does not divide are repeated. The sequence is not split here; see
+            ``posjax.attention.sharded``.
+        return_residuals: also return the log-sum-exp of every row, sink included, float32 ``[batch, queries, heads]``;
+            the sink alone, or minus infinity without one, for a row that sees nothing. Its gradient is exact, so parts
+            of a longer sequence can be merged; give the sinks to one part only.
+
+    Returns:
+        The output in the dtype of ``v``, or the pair of output and log-sum-exp.
+
+    Raises:
+        ValueError: for shapes that do not fit, naming the argument; for a backend that does not take the call, with the
+            reason; for a sequence that is split over a mesh.
+    """
+    options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "far": far}
+    options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
+    options |= {"implementation": implementation, "return_residuals": return_residuals}
+    check_shapes(q, k, v)
+    reads = bool(far) or decay is not None or any(map(_reads_positions, (bias, mask)))
+    check_aligned(q, k, q_positions, reads)
+    split = split_of(q, k, v, partition)
+    return local_attention(q, k, v, **options) if split is None else _over_mesh(split, q, k, v, **options)
+
+
+def _reads_positions(slot) -> bool:
+    """Whether a bias or a mask depends on positions; a spec that is not bound yet is taken to."""
+    return slot is not None and not isinstance(slot, jax.Array | np.ndarray) and getattr(slot, "reads_positions", True)
+
+
+def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, far, **options):
+    """Attention of every device's own rows and heads."""
+    far = (far,) if isinstance(far, Branch) else tuple(far)
+    slots = {
+        "bias": bound(bias, q.shape[2]),
+        "mask": None if mask is None else as_mask(mask),
+        "scale": scale if jnp.ndim(scale) == 0 else jnp.reshape(scale, (1,) * (3 - jnp.ndim(scale)) + jnp.shape(scale)),
+        "where": tuple(branch.where for branch in far),
+    }
+
+    def inside(q, k, v, *pairs, where, **given):
+        branches = zip(pairs[::2], pairs[1::2], where, strict=True)
+        return context_attention(q, k, v, far=[Branch(*branch) for branch in branches], **given)
+
+    projected = [q, k, v, *(x for branch in far for x in (branch.q, branch.k))]
+    return over_mesh(split, inside, projected, None, options | slots)

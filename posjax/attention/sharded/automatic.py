@@ -1,0 +1,73 @@
+"""Functions written for meshes that the compiler splits (``AxisType.Auto``), on meshes whose types tell the split."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+
+def mesh_of(*trees: Any) -> AbstractMesh | None:
+    """The mesh of the first array that has one, otherwise the mesh in use; None without either."""
+    for leaf in jax.tree.leaves(trees):
+        if is_array(leaf) and not (mesh := jax.typeof(leaf).sharding.mesh).empty:
+            return mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def has_explicit(*trees: Any) -> bool:
+    """Whether the mesh of some arrays, or the mesh in use, has Explicit axes."""
+    mesh = mesh_of(*trees)
+    return mesh is not None and bool(mesh.explicit_axes)
+
+
+def on_auto_axes(function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
+    """``function(*arguments)`` where the compiler splits everything, on meshes with Explicit axes too.
+
+    Args:
+        function: of trees of arrays; what is no array in them stays as it is.
+        arguments: the trees.
+        like: how the results lie: a tree of ``PartitionSpec``, which may name other axes too.
+    """
+    if not has_explicit(*arguments):
+        return function(*arguments)
+    mesh = mesh_of(*arguments)
+    leaves, structure = jax.tree.flatten(arguments)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+
+    def run(arrays):
+        rest = iter(arrays)
+        return function(*structure.unflatten([next(rest) if is_array(leaf) else leaf for leaf in leaves]))
+
+    lies = jax.tree.map(lambda spec: NamedSharding(mesh, explicit(spec, mesh)), like, is_leaf=_is_spec)
+    return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=lies)(arrays)
+
+
+def explicit(spec: PartitionSpec, mesh: AbstractMesh) -> PartitionSpec:
+    """What a spec says of the Explicit axes of a mesh."""
+    kept = [tuple(name for name in axes_of(part) if name in mesh.explicit_axes) for part in spec]
+    return PartitionSpec(*(names or None for names in kept))
+
+
+def told(x) -> PartitionSpec:
+    """How the type of an array says that it lies over the Explicit axes of its mesh."""
+    sharding = jax.typeof(x).sharding
+    return explicit(sharding.spec, sharding.mesh)
+
+
+def axes_of(part: Any) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a ``PartitionSpec``."""
+    if part is None or part is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (part,) if isinstance(part, str) else tuple(part)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of a tree is an array, of JAX or NumPy."""
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
