@@ -4,18 +4,14 @@ Each program is compiled in a process of its own, by this very file.
 """
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention.compiled import compiled, in_process
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed"),
 ]
 
-ROOT = Path(__file__).parents[2]
 LOCAL, HEADS, KV_HEADS, SIZE = 4096, 8, 2, 128
 
 
@@ -63,16 +58,6 @@ def compile_here(topology: str, shards: int, *options: str) -> dict:
     return {"text": program.as_text(), "temp": program.memory_analysis().temp_size_in_bytes}
 
 
-def compiled(*order) -> dict:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    environment |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, __file__, json.dumps(order)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def bodies(text: str) -> list[list[str]]:
     """The instructions of every computation, in the order in which they are scheduled."""
     assert "is_scheduled=true" in text
@@ -96,7 +81,7 @@ def hidden(body: list[str]) -> int:
 @pytest.mark.parametrize(("kind", "bias"), [("zigzag", "alibi"), ("zigzag", "t5"), ("contiguous", "t5")])
 def test_a_ring_runs_the_kernel_while_the_next_keys_travel(topology, shards, kind, bias):
     """Forward: keys and values. Backward: those, and the gradients of both, all hidden behind the kernel."""
-    found = compiled(topology, shards, "ring", kind, bias)
+    found = compiled(__file__, topology, shards, "ring", kind, bias)
     assert found["text"].count('custom_call_target="tpu_custom_call"') == 4
     assert not re.search(r" all-gather| all-to-all", found["text"])
     loops = sorted(hidden(body) for body in bodies(found["text"]) if any("-permute-start(" in line for line in body))
@@ -107,10 +92,10 @@ def test_a_ring_runs_the_kernel_while_the_next_keys_travel(topology, shards, kin
     ("strategy", "sends"), [("ulysses", "all-to-all"), ("all-gather", "all-gather"), ("ring-ulysses", "all-to-all")]
 )
 def test_other_strategies_run_the_kernel(strategy, sends):
-    found = compiled("v5e:2x4", 4, strategy, "zigzag", "alibi")
+    found = compiled(__file__, "v5e:2x4", 4, strategy, "zigzag", "alibi")
     assert "tpu_custom_call" in found["text"]
     assert sends in found["text"]
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_here(*json.loads(sys.argv[1]))))
+    in_process(compile_here)

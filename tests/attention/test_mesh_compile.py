@@ -1,0 +1,64 @@
+"""Attention that types or a partition split over a mesh, through the TPU compiler: ``pytest -m compile``.
+
+Each program is compiled in a process of its own, by this very file.
+"""
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention.compiled import compiled, in_process
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed"),
+]
+
+ROWS, TOKENS, HEADS, SIZE = 4, 4096, 8, 128
+SPEC = P("data", None, "tensor")
+
+
+def compile_here(kind: str, kv_heads: int, through: str) -> dict:
+    """The gradients of attention over a mesh of v5e:2x4 whose axes are of one kind, as the compiler schedules them."""
+    devices = topologies.get_topology_desc(topology_name="v5e:2x4", platform="tpu").devices
+    mesh = Mesh(np.array(devices).reshape(4, 2), ("data", "tensor"), axis_types=(AxisType[kind],) * 2)
+    of_keys = SPEC if kv_heads % 2 == 0 else P("data")
+
+    def array(heads, spec):
+        shape = (ROWS, TOKENS, heads, SIZE)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    where = {"partition": SPEC} if kind == "Auto" else {}
+
+    def loss(q, k, v):
+        if through == "attention":
+            out = pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal(), **where)
+        else:
+            out = pj.scheme(through).attend(q, k, v, **where)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    arguments = array(HEADS, SPEC), array(kv_heads, of_keys), array(kv_heads, of_keys)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arguments)
+    return {"text": traced.lower(lowering_platforms=("tpu",)).compile().as_text()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "through"),
+    [("Explicit", 2, "attention"), ("Auto", 2, "attention"), ("Explicit", 1, "attention"), ("Auto", 2, "rope")],
+)
+def test_both_kernels_run_and_nothing_is_gathered(kind, kv_heads, through):
+    text = compiled(__file__, kind, kv_heads, through)["text"]
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    assert not re.search(r" all-gather| all-to-all", text)
+
+
+if __name__ == "__main__":
+    in_process(compile_here)
