@@ -108,7 +108,7 @@ def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, far, **options):
     slots = {
         "bias": bound(bias, q.shape[2]),
         "mask": None if mask is None else as_mask(mask),
-        "scale": scale if jnp.ndim(scale) == 0 else jnp.reshape(scale, (1,) * (3 - jnp.ndim(scale)) + jnp.shape(scale)),
+        "scale": _with_three_axes(scale),
         "where": tuple(branch.where for branch in far),
     }
 
@@ -118,3 +118,10 @@ def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, far, **options):
 
     projected = [q, k, v, *(x for branch in far for x in (branch.q, branch.k))]
     return over_mesh(split, inside, projected, None, options | slots)
+
+
+def _with_three_axes(scale):
+    """An array of factors as ``[batch or 1, queries or 1, heads or 1]``; a number, or None, as it is."""
+    if scale is None or jnp.ndim(scale) in (0, 3):
+        return scale
+    return jnp.reshape(scale, (1,) * (3 - jnp.ndim(scale)) + jnp.shape(scale))

@@ -1,0 +1,183 @@
+"""Attention over meshes with Explicit, Auto and mixed axes: whatever the mesh, what one device computes."""
+
+import re
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+from posjax import masks
+from posjax.far import Branch
+
+ROWS, TOKENS, HEADS, SIZE = 4, 24, 4, 8
+
+
+@cache
+def inputs(heads=HEADS, kv_heads=2, keys=TOKENS) -> dict:
+    """Queries, keys and values, and what some calls need beside them, in NumPy."""
+    draw = iter(jax.random.split(jax.random.key(0), 12))
+
+    def normal(*shape):
+        return np.asarray(jax.random.normal(next(draw), shape))
+
+    return {
+        "q": normal(ROWS, TOKENS, heads, SIZE),
+        "k": normal(ROWS, keys, kv_heads, SIZE),
+        "v": normal(ROWS, keys, kv_heads, SIZE),
+        "far_q": normal(ROWS, TOKENS, heads, SIZE),
+        "far_k": normal(ROWS, keys, kv_heads, SIZE),
+        "table": normal(8, heads),
+        "slopes": normal(heads),
+        "per_head": normal(1, heads, TOKENS, keys),
+        "per_row": normal(ROWS, 1, 1, keys),
+        "scale": normal(ROWS, TOKENS, heads),
+        "gates": -np.abs(normal(ROWS, heads, TOKENS)).cumsum(-1),
+    }
+
+
+IDS = np.sort(np.random.default_rng(1).integers(-1, 3, (ROWS, TOKENS)), axis=-1).astype(np.int32)
+PLACES = np.arange(TOKENS, dtype=np.int32) + np.arange(ROWS, dtype=np.int32)[:, None]
+SHOWN = np.random.default_rng(2).random((ROWS, HEADS, TOKENS, TOKENS)) < 0.7
+CAUSAL = masks.Causal()
+CALLS = {
+    "plain": lambda x: {},
+    "alibi": lambda x: {"bias": pj.bias.LinearBias(x["slopes"]), "mask": CAUSAL},
+    "t5, packed": lambda x: {
+        "bias": pj.bias.BucketBias(x["table"], 12, False),
+        "mask": CAUSAL & masks.Segments(IDS),
+        "q_positions": PLACES,
+        "kv_positions": PLACES,
+    },
+    "forget": lambda x: {"bias": pj.bias.ForgetBias(x["gates"], x["gates"]), "mask": CAUSAL},
+    "array bias": lambda x: {"bias": x["per_head"], "mask": SHOWN},
+    "array of rows": lambda x: {"bias": x["per_row"], "mask": SHOWN[:, :1] & masks.Window(9)},
+    "far": lambda x: {"far": Branch(x["far_q"], x["far_k"], masks.Beyond(5)), "mask": CAUSAL},
+    "sinks, cap, scale": lambda x: {"sinks": x["slopes"], "softcap": 2.0, "scale": x["scale"], "mask": CAUSAL},
+    "scale of heads": lambda x: {"scale": x["scale"][0, 0], "mask": ~masks.Window(3)},
+    "dilated heads": lambda x: {"mask": masks.Dilated(4, (1, 1, 2, 3)) & CAUSAL},
+    "decay": lambda x: {"decay": np.full(SIZE, 0.01, np.float32), "mask": CAUSAL},
+    "offset": lambda x: {
+        "mask": CAUSAL,
+        "q_positions": pj.positions.Range(jnp.int32(3), TOKENS),
+        "bias": pj.bias.ALiBi(),
+    },
+}
+
+
+def call(name, x, **options):
+    return pj.attention(x["q"], x["k"], x["v"], return_residuals=True, **CALLS[name](x), **options)
+
+
+@cache
+def alone(name, heads=HEADS, kv_heads=2):
+    return jax.device_get(meshes.gradients(partial(call, name, implementation="dense"))(inputs(heads, kv_heads)))
+
+
+def spread(kind, made, spec=meshes.SPEC):
+    """The inputs on a mesh: queries and what else has rows or heads split, the rest whole."""
+    where = meshes.mesh(kind)
+    lies = {
+        "table": P(),
+        "slopes": P(),
+        "per_head": P(None, spec[2]),
+        "per_row": P(spec[0]),
+        "gates": P(spec[0], spec[2]),
+    }
+    return {name: meshes.put(where, value, lies.get(name, spec)) for name, value in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "implementation"),
+    [
+        *((name, "explicit", ("blockwise", "dense")[n % 2]) for n, name in enumerate(CALLS)),
+        *((name, "auto", ("dense", "blockwise")[n % 2]) for n, name in enumerate(CALLS)),
+        ("t5, packed", "mixed", "blockwise"),
+        ("array bias", "mixed", "dense"),
+    ],
+)
+def test_every_mesh_gives_what_one_device_gives(name, kind, implementation):
+    run = meshes.gradients(partial(call, name, implementation=implementation, **meshes.told(kind)))
+    found = run(spread(kind, inputs()))
+    meshes.same(found, alone(name))
+    assert P(*found[0][1][0].sharding.spec[:3]) == meshes.SPEC
+
+
+def test_the_default_on_a_default_mesh_above_a_tile():
+    """``jax.make_mesh`` makes Explicit axes; jitted or not, with the mesh in use or not."""
+    x = jax.random.normal(jax.random.key(0), (4, 520, 2, 8))
+    attend = partial(pj.attention, mask=CAUSAL, bias=pj.bias.ALiBi())
+    wanted, mesh = attend(x, x, x), meshes.mesh("explicit")
+    placed = meshes.put(mesh, x)
+    for function in (attend, jax.jit(attend)):
+        meshes.same(function(placed, placed, placed), wanted)
+    with jax.set_mesh(mesh):
+        meshes.same(jax.jit(attend)(placed, placed, placed), wanted)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "axis"), [(8, 2, ("data", "tensor")), (12, 6, "data"), (4, 1, "tensor")])
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_key_heads_that_the_axis_does_not_divide(kind, heads, kv_heads, axis):
+    spec = P(None, None, axis)
+    run = meshes.gradients(partial(call, "alibi", implementation="blockwise", **meshes.told(kind, spec)))
+    meshes.same(run(spread(kind, inputs(heads, kv_heads), spec)), alone("alibi", heads, kv_heads))
+
+
+def test_arrays_that_are_on_no_mesh_join_those_that_are():
+    x, mesh = inputs(), meshes.mesh("explicit")
+    q = meshes.put(mesh, x["q"])
+    found = jax.jit(lambda q: pj.attention(q, x["k"], x["v"], mask=CAUSAL & masks.Segments(jnp.asarray(IDS))))(q)
+    wanted = pj.attention(x["q"], x["k"], x["v"], mask=CAUSAL & masks.Segments(jnp.asarray(IDS)))
+    meshes.same(found, wanted)
+
+
+def test_mapped_over_an_axis():
+    x = inputs()
+    three = [np.stack([x[name]] * 2) for name in "qkv"]
+    placed = [meshes.put(meshes.mesh("explicit"), value, P(None, *meshes.SPEC)) for value in three]
+    attend = jax.vmap(partial(pj.attention, mask=CAUSAL, implementation="blockwise"))
+    meshes.same(jax.jit(attend)(*placed), attend(*three))
+
+
+def test_inside_a_shard_map_over_some_axes():
+    """The rows are in the hands of a ``shard_map``; the heads are left to their types."""
+    x, mesh = inputs(), meshes.mesh("explicit")
+    placed = [meshes.put(mesh, x[name]) for name in "qkv"]
+    attend = partial(pj.attention, mask=CAUSAL, implementation="blockwise")
+    rows = P("data")
+    found = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}))(*placed)
+    meshes.same(found, attend(*(x[name] for name in "qkv")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "words"),
+    [
+        ("explicit", P(None, "data"), "q: its sequence is split over mesh axis ('data',)"),
+        ("explicit", P(None, None, None, "data"), "q: the size of its heads is split over mesh axis ('data',)"),
+        ("auto", P(None, "data"), "partition: its sequence is split"),
+        ("auto", P("rows"), "partition: the mesh has no axis ['rows']"),
+        ("auto", P(None, None, ("data", "tensor")), "which 4 query heads do not fill evenly"),
+        ("auto", P(None, None, None, None, "data"), "partition must have at most the axes"),
+        ("auto", "data", "partition must be a NamedSharding or PartitionSpec"),
+    ],
+)
+def test_what_is_not_split_is_refused(kind, spec, words):
+    of_arrays = spec if kind == "explicit" else meshes.SPEC
+    q, k, v = (meshes.put(meshes.mesh(kind), inputs()[name], of_arrays) for name in "qkv")
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        pj.attention(q, k, v, **meshes.told(kind, spec))
+    if "sequence" in words:
+        assert "Placement(context=...)" in str(caught.value)
+
+
+def test_a_partition_needs_a_mesh():
+    q, k, v = (inputs()[name] for name in "qkv")
+    with pytest.raises(ValueError, match="there is no mesh; give a NamedSharding"):
+        pj.attention(q, k, v, partition=meshes.SPEC)
+    where = NamedSharding(meshes.mesh("auto"), meshes.SPEC)
+    meshes.same(jax.jit(partial(pj.attention, partition=where))(q, k, v), pj.attention(q, k, v))

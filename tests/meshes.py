@@ -1,0 +1,63 @@
+"""Meshes of eight devices whose axes are of every kind, and arrays on them."""
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SPEC = P("data", None, "tensor")
+"""How queries lie in most tests."""
+KINDS = {
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "auto": (AxisType.Auto, AxisType.Auto),
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+
+
+@cache
+def mesh(kind: str, shape=(4, 2)):
+    """Axes "data" and "tensor"; ``jax.make_mesh`` as it is by default for "explicit"."""
+    types = {} if kind == "explicit" else {"axis_types": KINDS[kind]}
+    return jax.make_mesh(shape, ("data", "tensor"), **types)
+
+
+def put(where, value, spec=SPEC):
+    """An array on a mesh; axes of the spec that do not divide it hold it whole."""
+
+    def divides(axis, size):
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        return size % math.prod(where.shape[name] for name in names) == 0
+
+    fits = [axis if divides(axis, value.shape[n]) else None for n, axis in enumerate(spec)]
+    return jax.device_put(value, NamedSharding(where, P(*fits)))
+
+
+def told(kind: str, spec=SPEC) -> dict:
+    """The arguments of attention that say how queries lie, where types do not."""
+    return {} if kind == "explicit" else {"partition": spec}
+
+
+def same(found, wanted, tolerance=1e-5):
+    """Asserts that trees agree, relative to the largest number of each array."""
+    for (path, got), want in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        got, want = np.asarray(got), np.asarray(want)
+        size = np.abs(want[np.isfinite(want)]).max(initial=1e-3)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * size, err_msg=jax.tree_util.keystr(path))
+
+
+def gradients(function):
+    """``function(tree) -> (out, lse)`` with both, and gradients of sums that weigh every number differently."""
+
+    def weigh(x):
+        return jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+
+    def loss(made):
+        out, lse = function(made)
+        seen = jnp.where(jnp.isneginf(lse), 0, lse)
+        return (out * weigh(out)).sum() + (seen * weigh(seen)).sum(), (out, lse)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True, allow_int=True))
