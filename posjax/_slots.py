@@ -10,6 +10,13 @@ from jaxtyping import Array, Float, Int
 from posjax._checks import check
 
 
+class Axes(tuple):
+    """Names of what each axis of an array holds one entry of: ``"batch"``, ``"length"``, ``"heads"``, or None.
+
+    None, and axes behind those named, are held whole by every device of a mesh.
+    """
+
+
 class Blockwise:
     """A value over (query, key) pairs that can be narrowed to a block of either.
 
@@ -24,11 +31,8 @@ class Blockwise:
 
     @property
     def axes(self) -> Any:
-        """The value with a tuple of names for each of its arrays: ``"batch"``, ``"length"``, ``"heads"`` or None.
-
-        It says what each axis holds one entry of; None, and axes behind those named, are held whole by every device.
-        """
-        return jax.tree.map(lambda _: (), self)
+        """The value with ``Axes`` in place of each of its arrays; without names where devices hold it whole."""
+        return jax.tree.map(lambda _: Axes(), self)
 
     def queries(self, start, size: int) -> Self:
         """The same value for the block of ``size`` queries from ``start``."""
@@ -85,7 +89,7 @@ class OfPairs(Blockwise):
     @property
     def axes(self):
         """Rows and heads; pairs of tokens are never split."""
-        return type(self)(("batch", "heads"))
+        return type(self)(Axes(("batch", "heads")))
 
     @classmethod
     def with_four_axes(cls, array: Array) -> Array:

@@ -50,7 +50,7 @@ def same(found, wanted, tolerance=1e-5):
 
 
 def gradients(function):
-    """``function(tree) -> (out, lse)`` with both, and gradients of sums that weigh every number differently."""
+    """Gradients of sums of what ``function(tree) -> (out, lse)`` gives, every number weighed differently, and both."""
 
     def weigh(x):
         return jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
@@ -60,4 +60,4 @@ def gradients(function):
         seen = jnp.where(jnp.isneginf(lse), 0, lse)
         return (out * weigh(out)).sum() + (seen * weigh(seen)).sum(), (out, lse)
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True, allow_int=True))
+    return jax.jit(jax.grad(loss, has_aux=True))

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count, check_positive, check_rank
+from posjax._slots import Axes
 from posjax.bias.base import Bias, BiasSpec, take, widened
 
 _LAYOUT = "[batch, heads, length]"
@@ -33,7 +34,8 @@ class ForgetBias(Bias):
     @property
     def axes(self):
         """Rows, heads and tokens."""
-        return dataclasses.replace(self, q_gates=("batch", "heads", "length"), kv_gates=("batch", "heads", "length"))
+        own = Axes(("batch", "heads", "length"))
+        return dataclasses.replace(self, q_gates=own, kv_gates=own)
 
     def values(self, q_positions, kv_positions):
         """``c_i - c_j``, or ``-|c_i - c_j|``, as ``[batch, heads, q, k]``; positions play no part."""

@@ -32,7 +32,7 @@ SCHEMES = schemes()
 @cache
 def inputs(name) -> dict:
     scheme = SCHEMES[name]
-    draw = iter(jax.random.split(jax.random.key(0), 8))
+    draw = iter(jax.random.split(jax.random.key(0), 16))
     sizes = {"q": (HEADS, scheme.query_size(SIZE)), "k": (KV_HEADS, scheme.key_size(SIZE)), "v": (KV_HEADS, SIZE)}
     made = {key: jax.random.normal(next(draw), (ROWS, TOKENS, *size)) for key, size in sizes.items()}
     params = scheme.init(next(draw), HEADS, SIZE, num_kv_heads=KV_HEADS, model_dim=WIDTH)

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from posjax._slots import Blockwise
+from posjax._slots import Axes, Blockwise
 from posjax.attention.sharded.automatic import is_array, on_auto_axes
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.split import Split
 
 _AXES = {
-    "gates": ("batch", "heads", "length"),
-    "length": ("batch",),
-    "coordinates": ("batch", "length", None),
-    "scale": ("batch", "length", "heads"),
+    "gates": Axes(("batch", "heads", "length")),
+    "length": Axes(("batch",)),
+    "coordinates": Axes(("batch", "length", None)),
+    "scale": Axes(("batch", "length", "heads")),
 }
 """The axes of arrays by name; those of all others are the batch, the tokens, and what is held whole."""
 
@@ -105,18 +105,18 @@ def _spec(placement: Placement, axes: tuple[str | None, ...]) -> PartitionSpec:
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:
     """How a tree of arrays lies over the mesh: along the axes that it has, where it has all of them."""
     axes = jax.tree.map(
-        lambda part: part.axes if isinstance(part, Blockwise) else _AXES.get(name, ("batch", "length")),
+        lambda part: part.axes if isinstance(part, Blockwise) else _AXES.get(name, Axes(("batch", "length"))),
         value,
         is_leaf=lambda part: isinstance(part, Blockwise),
     )
 
-    def lies(names: tuple, array) -> PartitionSpec:
+    def lies(names: Axes, array) -> PartitionSpec:
         if jnp.ndim(array) < len(names):
             return PartitionSpec()
         whole = zip(names, array.shape, strict=False)
         return _spec(placement, tuple(axis if sizes.get(axis) == size else None for axis, size in whole))
 
-    return jax.tree.map(lies, axes, value, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(lies, axes, value, is_leaf=lambda node: isinstance(node, Axes))
 
 
 def _manual(mesh: Mesh | AbstractMesh) -> set[str]:
