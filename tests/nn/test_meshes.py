@@ -1,0 +1,155 @@
+"""Decoders on meshes with Explicit and Auto axes, without a placement: what one device computes."""
+
+from functools import cache
+
+import chex
+import decoders
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from posjax import nn
+
+SPLITS = {
+    "data": {},
+    "tensor": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"},
+    "both": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "data"},
+}
+"""Which axis of the mesh the logical axes of parameters lie along; rows always lie along "data"."""
+# Explicit axes with every way to split, Auto ones with the hardest; each kind of scheme once.
+CASES = [
+    ("rope", "explicit", "data"),
+    ("rope", "explicit", "tensor"),
+    ("rope", "auto", "both"),
+    ("rope", "mixed", "tensor"),
+    ("t5", "explicit", "both"),
+    ("fox", "explicit", "tensor"),
+    ("learned", "explicit", "tensor"),
+    ("mixed", "explicit", "tensor"),
+    ("gemma3", "explicit", "both"),
+    ("linear-elu", "explicit", "tensor"),
+    ("coca-slack", "auto", "tensor"),
+]
+
+
+@cache
+def rows():
+    """Four packed rows: tokens, positions, segment ids, in NumPy."""
+    a, b, c = decoders.documents()
+    return jax.device_get(decoders.layout([a, b], [c], [b, a], [c]))
+
+
+def settings(name):
+    return decoders.config(decoders.preset(name))
+
+
+def placed(name, kind, split):
+    """The parameters of a decoder on a mesh."""
+    graph, state = decoders.made(settings(name))
+    names = jax.tree.leaves(nn.logical_axes(nnx.merge(graph, state)), is_leaf=lambda node: isinstance(node, tuple))
+    leaves, structure = jax.tree.flatten(state)
+    specs = [P(*(SPLITS[split].get(axis) for axis in own)) for own in names]
+    return structure.unflatten([meshes.put(meshes.mesh(kind), *pair) for pair in zip(leaves, specs, strict=True)])
+
+
+@cache
+def program(name):
+    """``run(parameters, tokens, positions, segments)`` -> gradients and logits; the loss suits any split of logits."""
+    graph, _ = decoders.made(settings(name))
+
+    def loss(state, tokens, positions, segments):
+        logits = nnx.merge(graph, state)(tokens, positions=positions, segment_ids=segments, length=decoders.LENGTH)
+        label = jax.nn.one_hot(tokens * 7 % decoders.VOCAB, decoders.VOCAB)
+        taken = jax.nn.logsumexp(logits, axis=-1) - (logits * label).sum(-1)
+        return jnp.where(segments >= 0, taken, 0.0).sum(), logits
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@cache
+def alone(name):
+    return jax.device_get(program(name)(decoders.made(settings(name))[1], *rows()))
+
+
+@pytest.mark.parametrize(("name", "kind", "split"), CASES)
+def test_a_step_over_any_mesh(name, kind, split):
+    mesh = meshes.mesh(kind)
+    batch = [meshes.put(mesh, array, P("data", None)) for array in rows()]
+    with jax.set_mesh(mesh):
+        found = program(name)(placed(name, kind, split), *batch)
+    if kind == "explicit":
+        assert found[1].sharding.spec[0] == "data"
+    meshes.same(found, alone(name), tolerance=5e-5)
+
+
+def decode(graph, state, tokens):
+    """Logits of a prompt in two parts, and of three tokens one by one."""
+    model = nnx.merge(graph, state)
+    cache, found, start = model.init_cache(len(tokens), decoders.LENGTH, chunk=6), [], 0
+    for count in (6, 4, 1, 1, 1):
+        logits, cache = model.decode(tokens[:, start : start + count], cache, length=decoders.LENGTH)
+        found.append(logits)
+        start += count
+    return jnp.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "split"),
+    [
+        ("rope", "explicit", "tensor"),
+        ("rope", "auto", "tensor"),
+        ("window", "explicit", "data"),
+        ("fox", "explicit", "tensor"),
+        ("coca-strict", "explicit", "both"),
+        ("linear-elu", "explicit", "tensor"),
+        ("sinusoidal", "mixed", "data"),
+    ],
+)
+def test_decoding_over_any_mesh(name, kind, split):
+    graph, state = decoders.made(settings(name))
+    run, mesh = jax.jit(lambda state, tokens: decode(graph, state, tokens)), meshes.mesh(kind)
+    wanted = run(state, rows()[0])
+    with jax.set_mesh(mesh):
+        found = run(placed(name, kind, split), meshes.put(mesh, rows()[0], P("data", None)))
+    chex.assert_shape(found, (4, 13, decoders.VOCAB))
+    meshes.same(found, wanted, tolerance=5e-5)
+
+
+def test_a_cache_lies_as_it_did():
+    """So that decoding can be the body of a loop."""
+    mesh, (graph, _) = meshes.mesh("explicit"), decoders.made(settings("rope"))
+    tokens = meshes.put(mesh, np.zeros((4, 1), np.int32), P("data", None))
+    with jax.set_mesh(mesh):
+
+        @jax.jit
+        def run(state, tokens):
+            model = nnx.merge(graph, state)
+
+            def step(cache, _):
+                logits, cache = model.decode(tokens, cache, length=8)
+                return cache, logits
+
+            return jax.lax.scan(step, model.init_cache(4, 8), length=3)[1]
+
+        chex.assert_shape(run(placed("rope", "explicit", "tensor"), tokens), (3, 4, 1, decoders.VOCAB))
+
+
+@pytest.mark.parametrize("module", [nn.Attention, nn.Block])
+def test_a_module_alone(module):
+    config, mesh = settings("rope"), meshes.mesh("explicit")
+    graph, state = nnx.split(module(config, config.layers.schemes[0], rngs=nnx.Rngs(0)))
+    x = np.asarray(jax.random.normal(jax.random.key(0), (4, 8, 32)))
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, *_context(module, x)))
+    state_there = jax.tree.map(lambda leaf: meshes.put(mesh, leaf, P()), state)
+    meshes.same(run(state_there, meshes.put(mesh, x, P("data", None, None))), run(state, x))
+
+
+def _context(module, x):
+    if module is nn.Attention:
+        return ()
+    counted = jnp.arange(1, x.shape[1] + 1)
+    return (nn.modules.Context(positions=None, mask=None, visible=counted, length=x.shape[1], shared={}),)
