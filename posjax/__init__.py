@@ -3,17 +3,20 @@
 import importlib
 
 from posjax import absolute, bias, coca, far, linear, masks, pope, positions, rotary, sampling, scales, sinks
+from posjax._slots import Features
 from posjax.attention import attention
 from posjax.attention.coca import coca_attention
 from posjax.bias import alibi_bias, alibi_slopes
 from posjax.layers import Layers
 from posjax.presets import scheme, scheme_names
+from posjax.registry import register
 from posjax.rotary import RotaryTable, apply_rotary, rotary_table
 from posjax.scheme import Scheme
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Features",
     "Layers",
     "RotaryTable",
     "Scheme",
@@ -32,6 +35,7 @@ __all__ = [
     "nn",
     "pope",
     "positions",
+    "register",
     "rotary",
     "rotary_table",
     "sampling",

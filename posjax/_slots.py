@@ -20,8 +20,10 @@ class Axes(tuple):
 class Blockwise:
     """A value over (query, key) pairs that can be narrowed to a block of either.
 
-    A subclass that carries arrays with a token or a batch axis overrides the methods; for a pure function of positions
-    the defaults are right, because the positions themselves are narrowed beside it.
+    For a function of positions the defaults are right, because the positions themselves are narrowed beside it: its
+    arrays go whole to every tile, every row and every device. A subclass whose arrays have an axis of tokens defines
+    ``queries``, ``keys``, ``pad`` and ``map_tokens``; one whose arrays have an axis of rows defines ``row`` and
+    ``batched``.
     """
 
     @property
@@ -144,6 +146,94 @@ class OfPairs(Blockwise):
             all(found in (1, wanted) for found, wanted in fits),
             f"{self._name} must broadcast to [batch, heads, queries, keys] = [{batch}, heads, {queries}, {keys}], "
             f"found shape {self.array.shape}",
+        )
+
+
+class OfSomeHeads(Blockwise):
+    """The ``size`` heads from ``start`` of a ``whole`` that does not say how its arrays are narrowed to them.
+
+    It is computed for all heads, of which these are kept: right whatever the axes of the arrays are.
+    """
+
+    whole: Any
+    start: Int[Array, ""]
+    size: int
+
+    def kept(self, tile):
+        """The heads at hand of a tile ``[..., heads, q, k]``; all of it where it has no heads of its own."""
+        if tile.ndim < 3 or tile.shape[-3] == 1:
+            return tile
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(tile), self.start, self.size, axis=tile.ndim - 3)
+
+    def heads(self, start, size):
+        """Some of these heads."""
+        return type(self)(self.whole, self.start + start, size)
+
+    def _with(self, whole) -> Self:
+        return type(self)(whole, self.start, self.size)
+
+    def queries(self, start, size):
+        """The whole for a block of queries."""
+        return self._with(self.whole.queries(start, size))
+
+    def keys(self, start, size):
+        """The whole for a block of keys."""
+        return self._with(self.whole.keys(start, size))
+
+    def row(self, index):
+        """The whole for one row of the batch."""
+        return self._with(self.whole.row(index))
+
+    def pad(self, queries, keys):
+        """The whole with longer arrays."""
+        return self._with(self.whole.pad(queries, keys))
+
+    def map_tokens(self, queries, keys):
+        """The whole with its arrays mapped."""
+        return self._with(self.whole.map_tokens(queries, keys))
+
+    def check(self, batch, queries, keys):
+        """Raises ValueError unless the whole fits the call."""
+        self.whole.check(batch, queries, keys)
+
+    @property
+    def reads_positions(self):
+        """As the whole."""
+        return self.whole.reads_positions
+
+    @property
+    def axes(self):
+        """Those of the whole."""
+        return type(self)(self.whole.axes, (), self.size)
+
+    @property
+    def batched(self):
+        """As the whole."""
+        return self.whole.batched
+
+    @property
+    def shift_invariant(self):
+        """As the whole."""
+        return self.whole.shift_invariant
+
+
+def is_own(part: Any) -> bool:
+    """Whether the class of a bias or mask was written outside the library."""
+    return is_own_class(type(part.whole if isinstance(part, OfSomeHeads) else part))
+
+
+def is_own_class(kind: type) -> bool:
+    """Whether a class was written outside the library."""
+    return not kind.__module__.startswith("posjax.")
+
+
+def check_registered(value: Any) -> None:
+    """Raises ValueError for a mask or bias anywhere in ``value`` whose class JAX does not know as a pytree."""
+    for leaf in jax.tree.leaves(value):
+        check(
+            not isinstance(leaf, Blockwise),
+            f"{type(leaf).__name__} is not registered with JAX: write @jax.tree_util.register_dataclass above its "
+            "@dataclasses.dataclass(frozen=True)",
         )
 
 

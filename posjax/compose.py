@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from posjax import linear, masks, rotary, sampling, scales
 from posjax._checks import check
+from posjax._slots import check_registered
 
 
 def init_spec(spec, key: Array, sizes: Mapping[str, int]) -> dict[str, Array]:
@@ -21,6 +22,7 @@ def init_spec(spec, key: Array, sizes: Mapping[str, int]) -> dict[str, Array]:
 def check_composition(scheme: Any) -> None:
     """Raises ValueError, with the reason, for slots of a ``Scheme`` that do not compose."""
     _check_mask(scheme.mask)
+    _check_hashable(scheme)
     _check_temperature(scheme)
     _check_norm(scheme)
     if scheme.bias is not None and scheme.bias.contextual:
@@ -35,10 +37,28 @@ def check_composition(scheme: Any) -> None:
 
 def _check_mask(mask) -> None:
     check(mask is None or isinstance(mask, masks.Mask), f"mask: expected a posjax.masks mask or None, found {mask!r}")
+    check_registered(mask)
     check(
         mask is None or not jax.tree.leaves(mask),
-        "mask: a scheme holds position masks only; pass masks that carry arrays, such as Segments, to attend(mask=)",
+        "mask: a scheme holds position masks only; pass masks that carry arrays, such as Segments, to attend(mask=)"
+        + _static_sizes(mask),
     )
+
+
+def _static_sizes(mask) -> str:
+    """What to write where a mask's sizes were registered as arrays."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):
+        return ""
+    return "; mark sizes as such with dataclasses.field(metadata={'static': True})"
+
+
+def _check_hashable(scheme: Any) -> None:
+    for name, spec in vars(scheme).items():
+        try:
+            hash(spec)
+        except TypeError as error:
+            why = f"{type(spec).__name__} is not hashable ({error}): it is to be a frozen dataclass without arrays"
+            raise ValueError(f"{name}: {why}") from None
 
 
 def _check_temperature(scheme: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count
 from posjax.layers import Layers
-from posjax.registry import build, check_known
+from posjax.registry import build, check_known, slots_with
 from posjax.scheme import SLOT_NAMES, Scheme
 
 _ROPE = rotary.Rotary()
@@ -254,8 +254,17 @@ def scheme_options(name: str) -> tuple[str, ...]:
     Raises:
         ValueError: for an unknown name, with the nearest known one.
     """
-    check_known("scheme", name, PRESETS)
+    _check_preset(name)
     return tuple(inspect.signature(PRESETS[name][0]).parameters)
+
+
+def _check_preset(name: Any) -> None:
+    """Raises ValueError for an unknown name; where a slot knows it, with what to write."""
+    try:
+        check_known("scheme", name, PRESETS)
+    except ValueError as error:
+        slots = [f"; in a slot: scheme('rope', {slot}={{'name': {name!r}}})" for slot in slots_with(name)]
+        raise ValueError(f"{error}{''.join(slots[:1])}") from None
 
 
 def scheme(name: str, /, **options) -> Scheme | Layers:

@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
-from posjax._checks import check_count
+from posjax._checks import check, check_count
+from posjax._slots import Features
 
 
 def _lambda(window: int, sinks: int) -> masks.Mask:
@@ -90,9 +91,72 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "limit": linear.Limit,
         "cosine": linear.Cosine,
     },
-    "positions": sampling.RULES,
+    "positions": dict(sampling.RULES),
 }
 """What can stand in each slot, by the names that configurations use. A new method adds one line here."""
+
+_NEEDS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "embedding": (object, ("init", "embed", "shift_invariant")),
+    "frequencies": (rotary.FrequencyRule, ()),
+    "features": (Features, ()),
+    "norm": (object, ("init", "apply")),
+    "scale": (object, ("init", "factor", "shift_invariant")),
+    "bias": (bias.BiasSpec, ("bind",)),
+    "mask": (masks.Mask, ()),
+    "far": (far.Far, ()),
+    "sinks": (object, ("init", "logits")),
+    "linear": (linear.LinearKernel, ()),
+    "positions": (object, ("draw", "evaluate")),
+}
+"""What the specs of each slot are derived from, and what else they must define."""
+
+
+def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
+    """Makes a method of one's own known by name in a slot: to configs, ``Scheme.extend``, ``replace`` and ``scheme``.
+
+    ``register("bias", "recency", Recency)`` once, where the class is defined; then
+    ``posjax.scheme("rope", bias={"name": "recency", "rate": 2.0})``, and in a config
+    ``scheme: {name: rope, bias: {name: recency, rate: 2.0}}``.
+
+    Args:
+        slot_name: a slot of ``Scheme``, or ``"frequencies"``.
+        name: not taken yet in this slot. The same class may be registered again, as when a notebook runs a cell twice.
+        spec: a frozen dataclass with the protocol of the slot, or a function that returns an instance of one; its
+            arguments are the options.
+
+    Raises:
+        ValueError: for an unknown slot, a name that is taken or empty, or a class without the slot's protocol.
+    """
+    check_known("slot", slot_name, SLOTS)
+    check(isinstance(name, str) and bool(name), f"name must be a text that configs can use, found {name!r}")
+    before = SLOTS[slot_name].get(name)
+    free = before is None or _is_same(before, spec)
+    check(free, f"name: {name!r} is taken in the slot {slot_name!r}, by {before}; choose another")
+    check(callable(spec), f"spec must be a class, or a function that makes a spec, found {spec!r}")
+    if isinstance(spec, type):
+        _check_protocol(slot_name, spec)
+    SLOTS[slot_name][name] = spec
+
+
+def _is_same(before: Any, spec: Any) -> bool:
+    """Whether two were written under one name in one place, as when it is run or loaded again."""
+    place = [(getattr(one, "__module__", None), getattr(one, "__qualname__", None)) for one in (before, spec)]
+    return place[0] == place[1] and "<lambda>" not in (place[0][1] or "<lambda>")
+
+
+def _check_protocol(slot_name: str, kind: type) -> None:
+    """Raises ValueError unless the instances of a class can stand in a slot."""
+    base, names = _NEEDS[slot_name]
+    who = f"spec: {kind.__name__}"
+    check(issubclass(kind, base), f"{who} must be derived from {base.__name__} for the slot {slot_name!r}")
+    missing = [name for name in names if not hasattr(kind, name)]
+    check(not missing, f"{who} lacks {missing}, which the slot {slot_name!r} needs")
+    check(kind.__hash__ is not None, f"{who} is not hashable; write @dataclasses.dataclass(frozen=True)")
+
+
+def slots_with(name: Any) -> list[str]:
+    """The slots where a name stands."""
+    return [slot_name for slot_name, names in SLOTS.items() if isinstance(name, str) and name in names]
 
 
 def slot(slot_name: str, name: str, **options):
@@ -103,7 +167,9 @@ def slot(slot_name: str, name: str, **options):
     """
     check_known("slot", slot_name, SLOTS)
     check_known(slot_name, name, SLOTS[slot_name])
-    return build(f"{slot_name} {name!r}", SLOTS[slot_name][name], options)
+    made = build(f"{slot_name} {name!r}", SLOTS[slot_name][name], options)
+    _check_protocol(slot_name, type(made))
+    return made
 
 
 def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str, ...] = ()):

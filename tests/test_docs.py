@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -134,3 +135,21 @@ def test_the_examples_of_the_written_pages_run(name):
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(encoding="utf-8"), re.S):
         exec(compile(block, name, "exec"), names)
     assert jnp.isfinite(names["logits" if name == "decoding.md" else "out"]).all()
+
+
+@pytest.fixture
+def names_of_slots(monkeypatch):
+    """What a test registers is forgotten after it."""
+    for slot, names in SLOTS.items():
+        monkeypatch.setitem(SLOTS, slot, dict(names))
+
+
+def test_the_methods_of_ones_own_run(names_of_slots):
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-methods.md").read_text(encoding="utf-8"), re.S):
+        exec(compile(block, "own-methods.md", "exec", dont_inherit=True), names)
+        assert jax.tree.all(
+            jax.tree.map(lambda g: bool(jnp.isfinite(g).all() & (jnp.abs(g).max() > 0)), names.get("gradient", 1.0))
+        )
+        assert jnp.isfinite(names.get("out", 0.0)).all()
+    assert {"recency", "strided", "wavelengths", "log-rotary"} <= set().union(*SLOTS.values())

@@ -7,8 +7,10 @@ neither jax nor posjax, so that a mistake in a config is reported at once.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import re
+import traceback
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -60,11 +62,15 @@ class Config:
     leaves out stays as in the stage before it, the first one's as in the config itself; each starts from the weights of
     the one before, with an optimizer and a schedule of its own. `scheme` is another scheme, `extend` changes options of
     the one there is, as in ``extend: {frequencies: {name: yarn, ...}}``. Without stages the run is one.
+
+    `imports` names modules that are imported before the scheme is built: those that register methods of one's own
+    (``posjax.register``). They lie in the working directory, on PYTHONPATH or are installed, wherever the run is used.
     """
 
     name: str = "run"
     output: str = "runs"
     seed: int = 0
+    imports: tuple[str, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
@@ -148,7 +154,7 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 # What may change between the start of a run and its resumption without changing a single number of the training.
-_FREE_SECTIONS = ("name", "output", "data.cache", "monitor", "evaluate", "compare")
+_FREE_SECTIONS = ("name", "output", "imports", "data.cache", "monitor", "evaluate", "compare")
 # How a model computes, not what: equal up to rounding, and another mesh may need another.
 _FREE_MODEL = ("model.remat", "model.scan_layers")
 _FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
@@ -193,8 +199,27 @@ def parse_text(text: str, where: str, kind: type = Config) -> Any:
 
 
 def parse(values: Mapping[str, Any], kind: type = Config) -> Any:
-    """A config from the plain mapping that YAML gives; unknown keys, wrong types and bad values are refused."""
-    return _section(values, kind, "")
+    """A config from the plain mapping that YAML gives; unknown keys, wrong types and bad values are refused.
+
+    The modules that it names under `imports` are imported.
+    """
+    config = _section(values, kind, "")
+    for name in getattr(config, "imports", ()):
+        _import(name)
+    return config
+
+
+def _import(name: str) -> None:
+    """Imports a module. Raises ValueError where there is none, or where it fails, in one line."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            where = "the working directory or on PYTHONPATH"
+            raise ValueError(f"imports: there is no module {name!r} in {where}") from None
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error}, in {line.filename}, line {line.lineno}"
+        raise ValueError(f"imports: {name!r} cannot be imported: {why}") from error
 
 
 def to_dict(config: Any) -> dict[str, Any]:

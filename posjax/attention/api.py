@@ -18,6 +18,7 @@ from posjax.attention.blockwise import blockwise
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
+from posjax.attention.own import checked, heads_of
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.far import Branch
@@ -90,7 +91,7 @@ def prepared(
         decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, statistics_dtype(q))),
         softcap=softcap,
     )
-    return x, _grouped_scale(scale, q, kv_heads)
+    return checked(x), _grouped_scale(scale, q, kv_heads)
 
 
 def finished(out, lse, sinks, return_residuals: bool):
@@ -189,18 +190,16 @@ def bound(bias, heads: int) -> Bias | None:
         bias = array_bias(bias)
     if not isinstance(bias, Bias):
         check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
-        return bias.bind(num_heads=heads)
+        made = bias.bind(num_heads=heads)
+        found = type(made).__name__
+        check(isinstance(made, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")
+        return made
     if isinstance(bias, ContextualBias):
         return bias
     found = heads_of(bias)
-    check(found == heads or (bias.of_pairs and found == 1), f"bias is bound for {found} heads, but q has {heads}")
+    fits = found in (None, heads) or (bias.of_pairs and found == 1)
+    check(fits, f"bias is bound for {found} heads, but q has {heads}")
     return bias
-
-
-def heads_of(bias: Bias) -> int:
-    """For how many heads a bias is bound."""
-    here = jnp.zeros(1, jnp.int32)
-    return jax.eval_shape(lambda: bias.queries(0, 1).keys(0, 1).values(here, here)).shape[-3]
 
 
 def _checked_positions(name: str, positions: Positions | None, x) -> Positions:

@@ -8,7 +8,7 @@ that attention takes. A few also multiply the scores (``ScaleInvariant``), read 
 
 from posjax.bias.alibi import ALiBi, LinearBias, alibi_bias, alibi_slopes
 from posjax.bias.array import ArrayBias, array_bias
-from posjax.bias.base import Bias, BiasSpec
+from posjax.bias.base import Bias, BiasSpec, distance
 from posjax.bias.cope import ContextualBias, CoPE
 from posjax.bias.fire import FIRE, InterpolatedBias
 from posjax.bias.fox import ForgetBias, FoX, accumulate
@@ -43,6 +43,7 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "array_bias",
+    "distance",
     "t5_bucket",
     "t5_thresholds",
 ]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_count, check_positive
 from posjax._slots import with_head_axis
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, heads_on_last_axis, take, widened
 from posjax.positions import Positions, as_array
 
 
@@ -72,6 +72,8 @@ class LinearBias(Bias):
     offset: float = 0.0
 
     by_distance: ClassVar[bool] = True
+
+    heads = heads_on_last_axis
 
     def values(self, q_positions, kv_positions):
         """``-m_h (i - j)``, or the symmetric forms of it; ``[heads, q, k]`` for positions that the batch shares."""

@@ -1,19 +1,21 @@
 """The protocol of additive biases, and what their specs have in common."""
 
-from typing import ClassVar, Self
+import dataclasses
+from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
-from posjax._slots import Blockwise
+from posjax._slots import Blockwise, OfSomeHeads, is_own
 
 
 class Bias(Blockwise):
     """A bound bias: a registered pytree whose leaves are its parameters, ready to be evaluated on any tile.
 
-    Gradients reach the leaves through every attention backend.
+    Gradients reach the leaves through every attention backend. ``values`` is all that a subclass must define.
     """
 
     by_distance: ClassVar[bool] = False
@@ -26,13 +28,21 @@ class Bias(Blockwise):
         """A distance from which on, behind and ahead, a bias by distance has one value on either side; or None."""
         return None
 
+    @property
+    def only_adds(self) -> bool:
+        """Whether ``values`` say all of it: it is no factor of the scores."""
+        return type(self).apply is Bias.apply
+
     def values(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Float[Array, "*b heads q k"]:
         """The tile, ``[heads, q, k]`` for positions ``[n]`` and ``[batch, heads, q, k]`` for ``[batch, 1, n]``."""
         raise TypeError(f"{type(self).__name__} does not say its values")
 
-    def heads(self, start, size: int) -> Self:
-        """The bias of the ``size`` heads from ``start``; this is right where heads are every leaf's last axis."""
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=-1), self)
+    def heads(self, start, size: int) -> "Bias":
+        """The bias of the ``size`` heads from ``start``: it computes those of all heads, unless a class knows better.
+
+        What the axes of its leaves are is for a class to say: see ``heads_on_last_axis``.
+        """
+        return OfHeads(self, jnp.asarray(start, jnp.int32), size)
 
     def apply(
         self,
@@ -42,6 +52,56 @@ class Bias(Blockwise):
     ) -> Float[Array, "*b heads q k"]:
         """The tile of logits from a tile of scaled scores: ``scores + values``, unless the bias is also a factor."""
         return scores + self.values(q_positions, kv_positions).astype(scores.dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
+@dataclasses.dataclass(frozen=True)
+class OfHeads(OfSomeHeads, Bias):
+    """Some heads of a bias whose class does not say how it is narrowed to them."""
+
+    whole: Bias
+    start: Int[Array, ""]
+    size: int
+
+    def values(self, q_positions, kv_positions):
+        """Those of all heads, narrowed."""
+        return self.kept(self.whole.values(q_positions, kv_positions))
+
+    def apply(self, scores, q_positions, kv_positions):
+        """The same; of a bias that is also a factor, what it makes of scores that are 0 for the other heads."""
+        if self.only_adds:
+            return super().apply(scores, q_positions, kv_positions)
+        shape = jax.eval_shape(self.whole.values, q_positions, kv_positions).shape
+        if len(shape) < 3 or shape[-3] == 1:
+            return self.whole.apply(scores, q_positions, kv_positions)
+        zeros = jnp.zeros_like(scores, shape=(*scores.shape[:-3], shape[-3], *scores.shape[-2:]))
+        among = jax.lax.dynamic_update_slice_in_dim(zeros, scores, self.start, axis=scores.ndim - 3)
+        return self.kept(self.whole.apply(among, q_positions, kv_positions))
+
+    @property
+    def only_adds(self):
+        """As the whole bias."""
+        return self.whole.only_adds
+
+    @property
+    def by_distance(self):
+        """As the whole bias."""
+        return self.whole.by_distance
+
+    @property
+    def constant_from(self):
+        """As the whole bias."""
+        return self.whole.constant_from
+
+
+def heads_on_last_axis(bias: Bias, start, size: int) -> Bias:
+    """``Bias.heads`` of a class all of whose leaves have the heads as their last axis: they are sliced.
+
+    A class derived from it elsewhere may hold other leaves.
+    """
+    if is_own(bias):
+        return Bias.heads(bias, start, size)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=-1), bias)
 
 
 class BiasSpec:

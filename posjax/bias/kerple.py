@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check_choice
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, heads_on_last_axis, take, widened
 
 _SMALLEST = 1e-2
 _LARGEST_POWER = 2.0
@@ -24,6 +24,8 @@ class LogBias(Bias):
     p: Float[Array, "heads"]
 
     by_distance: ClassVar[bool] = True
+
+    heads = heads_on_last_axis
 
     def values(self, q_positions, kv_positions):
         """``-p_h log(1 + a_h |i - j|)``, ``[heads, q, k]`` for positions that the batch shares."""
@@ -59,6 +61,8 @@ class PowerBias(Bias):
     p: Float[Array, "heads"]
 
     by_distance: ClassVar[bool] = True
+
+    heads = heads_on_last_axis
 
     def values(self, q_positions, kv_positions):
         """``-a_h |i - j|^p_h``, ``[heads, q, k]`` for positions that the batch shares."""

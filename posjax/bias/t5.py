@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number
-from posjax.bias.base import Bias, BiasSpec, distance, take
+from posjax.bias.base import Bias, BiasSpec, distance, heads_on_last_axis, take
 
 
 def t5_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
@@ -92,6 +92,8 @@ class BucketBias(Bias):
     bidirectional: bool
 
     by_distance: ClassVar[bool] = True
+
+    heads = heads_on_last_axis
 
     @property
     def constant_from(self):

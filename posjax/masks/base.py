@@ -11,12 +11,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check
-from posjax._slots import Blockwise, OfPairs
+from posjax._slots import Blockwise, OfPairs, OfSomeHeads
 from posjax.masks.extents import Extent
 
 
 class Mask(Blockwise):
-    """Base of all masks: composition, the tile of a mask, and what its extent tells."""
+    """Base of all masks: composition, the tile of a mask, and what its extent tells.
+
+    ``pairs`` is all that a subclass must define. With ``bounds`` whole tiles are passed over, with ``retained`` a cache
+    keeps no more than it must.
+    """
 
     __array_ufunc__ = None  # NumPy leaves `array & mask` to the mask.
 
@@ -73,8 +77,19 @@ class Mask(Blockwise):
         return None
 
     def bounds(self, i_low, i_high, j_low, j_high):
-        """``(some, all)`` for positions anywhere in ``[i_low, i_high]`` and ``[j_low, j_high]``."""
-        raise TypeError(f"{type(self).__name__} is not a function of positions")
+        """``(some, all)`` for positions anywhere in ``[i_low, i_high]`` and ``[j_low, j_high]``.
+
+        A subclass that does not say has every tile visited and masked: any may hold allowed pairs and forbidden ones.
+        """
+        shape = np.broadcast_shapes(i_low.shape, j_low.shape)
+        return np.ones(shape, bool), np.zeros(shape, bool)
+
+    def heads(self, start, size):
+        """The pattern of the ``size`` query heads from ``start``, where each head has its own."""
+        here = jnp.zeros(1, jnp.int32)
+        tile = jax.eval_shape(lambda: self.queries(0, 1).keys(0, 1).allowed(here, here))
+        several = tile.ndim == 4 and tile.shape[1] > 1
+        return OfHeads(self, jnp.asarray(start, jnp.int32), size) if several else self
 
 
 def as_mask(mask: "Mask | Array") -> Mask:
@@ -90,6 +105,30 @@ def as_mask(mask: "Mask | Array") -> Mask:
     wanted = "mask must be boolean, true where a query may see a key"
     check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}, for which mask != 0 would work")
     return ArrayMask(ArrayMask.with_four_axes(mask))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
+@dataclasses.dataclass(frozen=True)
+class OfHeads(OfSomeHeads, Mask):
+    """Some heads of a mask with a pattern for each head."""
+
+    whole: Mask
+    start: Int[Array, ""]
+    size: int
+
+    def allowed(self, q_positions, kv_positions):
+        """That of all heads, narrowed."""
+        return self.kept(self.whole.allowed(q_positions, kv_positions))
+
+    def tiles(self, q, k):
+        """What the whole mask says of every pair of blocks, narrowed where it tells heads apart."""
+        some, every = self.whole.tiles(q, k)
+        return self.kept(some), self.kept(every)
+
+    @property
+    def retained(self):
+        """As the whole mask."""
+        return self.whole.retained
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from posjax._checks import check, check_count
 from posjax.masks.base import Mask
@@ -197,10 +196,6 @@ class Dilated(Mask):
         """The dilations, with axes for batch, heads, queries and keys if they differ."""
         return np.reshape(self._each, (1, -1, 1, 1)) if isinstance(self.dilation, tuple) else self.dilation
 
-    def heads(self, start, size):
-        """The heads at hand, where dilations differ."""
-        return _OfHeads(self, jnp.asarray(start, jnp.int32), size) if isinstance(self.dilation, tuple) else self
-
     def pairs(self, i, j):
         """Whether the distance is a whole multiple of the dilation, fewer than ``size`` times."""
         distance = i - j
@@ -221,33 +216,6 @@ class Dilated(Mask):
     def visible(self, count, positions, causal):
         """As of the least dilated head: one count serves all heads, and from the widest reach on all agree."""
         return jnp.minimum(-(-count // min(self._each)), self.size if causal else 2 * self.size - 1)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["start"], meta_fields=["whole", "size"])
-@dataclasses.dataclass(frozen=True)
-class _OfHeads(Mask):
-    """A position mask with one pattern for each head, narrowed to the ``size`` heads from ``start``."""
-
-    whole: Mask
-    start: Int[Array, ""]
-    size: int
-
-    def heads(self, start, size):
-        return _OfHeads(self.whole, self.start + start, size)
-
-    def _narrow(self, found):
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(found), self.start, self.size, axis=1)
-
-    def pairs(self, i, j):
-        return self._narrow(self.whole.pairs(i, j))
-
-    def bounds(self, i_low, i_high, j_low, j_high):
-        some, every = self.whole.bounds(i_low, i_high, j_low, j_high)
-        return self._narrow(some), self._narrow(every)
-
-    @property
-    def retained(self):
-        return self.whole.retained
 
 
 class _First(_Counted):

@@ -6,7 +6,7 @@ other direction is each rule's ``to_hf``.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from posjax._checks import check, check_choice
 from posjax.rotary.dynamic import DynamicNTK
@@ -66,11 +66,19 @@ _NO_SOFTMAX_SCALE = ("ministral3",)
 Config = Mapping[str, Any]
 
 
-def from_hf(config: Config) -> FrequencyRule | dict[str, FrequencyRule | None]:
-    """The frequency rule of a Hugging Face model, from its configuration as a dictionary (``config.json``).
+class HasDict(Protocol):
+    """A configuration as an object."""
 
-    config: a whole configuration, with ``rope_parameters`` (transformers 5) or ``rope_scaling`` and ``rope_theta``
-        (transformers 4); or only that inner dictionary, recognised by its ``rope_type`` or ``type``.
+    def to_dict(self) -> dict[str, Any]:
+        """What ``config.json`` would hold."""
+
+
+def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule | None]:
+    """The frequency rule of a Hugging Face model, from its configuration.
+
+    config: a dictionary (``config.json``), or an object whose ``to_dict()`` gives one, such as transformers'
+        ``PretrainedConfig``. A whole configuration, with ``rope_parameters`` (transformers 5) or ``rope_scaling`` and
+        ``rope_theta`` (transformers 4); or only that inner dictionary, recognised by its ``rope_type`` or ``type``.
 
     Returns a rule whose ``head_dim`` is set when the configuration tells it. Where layer types differ (Gemma 3,
     ModernBERT, nested ``rope_parameters``) returns ``{layer_type: rule}``, with None for a layer type without rope.
@@ -83,18 +91,27 @@ def from_hf(config: Config) -> FrequencyRule | dict[str, FrequencyRule | None]:
     Raises ValueError for an unknown type or key, a missing key, a base of None, a factor below 1, lists of the wrong
     length, and whatever else the rule itself refuses; the message starts with the layer type where there is one.
     """
+    config = config if isinstance(config, Mapping) else _as_mapping(config)
     if "rope_type" in config or ("type" in config and "model_type" not in config):
         return _rule(config, {})
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     check(isinstance(parameters, Mapping), f"rope parameters must be a dictionary, found {parameters!r}")
     check(
         bool(parameters) or "text_config" not in config or "rope_theta" in config,
-        "config has no rope settings of its own: pass config['text_config']",
+        "config has no rope settings of its own: pass config['text_config'], or config.text_config of an object",
     )
     layers = parameters if _is_nested(parameters) else _two_bases(config)
     if layers is None:
         return _rule(_with_outer_original(parameters, config), config)
     return {name: None if inner is None else _named_rule(name, inner, config) for name, inner in layers.items()}
+
+
+def _as_mapping(config: Any) -> Config:
+    wanted = "config must be a dictionary, or an object with to_dict() such as transformers' PretrainedConfig"
+    check(hasattr(config, "to_dict") and not isinstance(config, type), f"{wanted}, found {type(config).__name__}")
+    found = config.to_dict()
+    check(isinstance(found, Mapping), f"{wanted}, found {type(config).__name__} whose to_dict() gives {found!r}")
+    return found
 
 
 def _is_nested(parameters: Config) -> bool:

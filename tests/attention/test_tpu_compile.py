@@ -3,6 +3,7 @@
 Each program is compiled in a process of its own. The compiler refuses what does not fit a chip's memory.
 """
 
+import dataclasses
 import importlib.util
 from functools import partial
 
@@ -15,7 +16,7 @@ from posjax.attention.tpu import blocks
 from posjax.attention.tpu.entry import tpu
 from posjax.bias import T5, ALiBi, ForgetBias, Kerple
 from posjax.far import Branch
-from posjax.masks import Beyond, Causal, ChunksApart, Segments, Sinks, Window
+from posjax.masks import Beyond, Causal, ChunksApart, Mask, Segments, Sinks, Window
 from posjax.positions import Range
 from train.schedule.chips import CHIPS
 from train.schedule.compiling import compile_for
@@ -27,7 +28,17 @@ pytestmark = [
 
 SHORT, LONG, MILLION = 8192, 131_072, 2**20
 NAMED = ("causal", "alibi", "t5", "window and sinks", "segments", "rerope")
-OTHERS = ("plain", "learned alibi", "symmetric alibi", "two-sided t5", "kerple", "fox", "soft cap", "two branches")
+OTHERS = (
+    "plain",
+    "own mask",
+    "learned alibi",
+    "symmetric alibi",
+    "two-sided t5",
+    "kerple",
+    "fox",
+    "soft cap",
+    "two branches",
+)
 chips = pytest.mark.parametrize("chip", CHIPS)
 
 
@@ -68,6 +79,17 @@ def program(
     return function, arguments
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Arithmetic(Mask):
+    """A mask from outside the library with all that the kernels take: see ``terms.untold``."""
+
+    def pairs(self, i, j):
+        near = jnp.clip(abs(i - j), 0, 100) * (i - j) ** 2 < jnp.maximum(i // 8, j % 7) << 3
+        signs = jnp.sign(i - j) == ((i >> 3) ^ (j & 1))
+        return near | ~signs ^ (jnp.where(i < 5, -j, i).astype(jnp.float32) <= j / 2)
+
+
 def parameters(name: str, heads: int, tokens: int) -> dict:
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     if name in ("t5", "two-sided t5"):
@@ -96,6 +118,7 @@ def slots(name: str, values: dict, ids, heads: int) -> dict:
         "two-sided t5": None,
         "window and sinks": Causal() & (Window(4096) | Sinks(4)),
         "segments": Causal() & Segments(ids),
+        "own mask": Causal() & Arithmetic(),
     }.get(name, Causal())
     where = Range(0, ids.shape[-1])
     return {

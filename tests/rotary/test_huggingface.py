@@ -221,3 +221,35 @@ def test_rules_without_a_type_round_trip_in_value():
 def test_bad_configurations_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         from_hf(config)
+
+
+class Settings:
+    """A configuration as an object, as other libraries have it."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_dict(self):
+        return self.values
+
+
+def test_a_config_object_is_read_by_its_dictionary():
+    config = {**MODEL, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert from_hf(Settings(config)) == from_hf(config)
+    inner = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert from_hf(Settings(inner)) == YaRN(4.0, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "found NoneType"),
+        ("llama", "found str"),
+        (Settings, "found type"),
+        (Settings([1]), r"found Settings whose to_dict\(\) gives \[1\]"),
+        (Settings({"text_config": MODEL}), r"pass config\['text_config'\], or config.text_config of an object"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(config)

@@ -210,3 +210,32 @@ def test_deepseek_softmax_scale():
     rule = from_hf(hf.to_dict())
     assert rule.head_dim == hf.qk_rope_head_dim
     np.testing.assert_allclose(attention.scaling, rule.softmax_scale / np.sqrt(attention.qk_head_dim), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LlamaConfig", {}),
+        ("LlamaConfig", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}),
+        ("GptOssConfig", {}),
+        ("Gemma3TextConfig", {}),
+        ("ModernBertConfig", {}),
+        ("GPTNeoXConfig", {}),
+        ("DeepseekV3Config", {}),
+    ],
+)
+def test_config_objects_are_read_as_their_dictionaries(name, options):
+    settings = getattr(transformers, name)(**options)
+    found = from_hf(settings)
+    assert found == from_hf(settings.to_dict())
+    rules = found if isinstance(found, dict) else {"": found}
+    given = settings.to_dict()["rope_parameters"]
+    for layer, rule in rules.items():
+        assert rule.base == (given[layer] if layer else given)["rope_theta"]
+
+
+def test_the_text_of_a_model_of_several_kinds_is_asked_for():
+    settings = transformers.Gemma3Config()
+    with pytest.raises(ValueError, match=r"or config.text_config of an object"):
+        from_hf(settings)
+    assert set(from_hf(settings.text_config)) == {"full_attention", "sliding_attention"}

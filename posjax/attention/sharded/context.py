@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from posjax._checks import check
 from posjax.attention import api
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
+from posjax.attention.own import heads_of, on_device
 from posjax.attention.sharded.choice import Sizes
 from posjax.attention.sharded.exchange import dealt, gathered
 from posjax.attention.sharded.neighbour import neighbour
@@ -103,7 +104,9 @@ class _Heads:
         return jax.lax.dynamic_slice_in_dim(array, self.start, self.size, axis=-1)
 
     def of_mask(self, mask):
-        return mask if self.all == self.size or not isinstance(mask, Mask) else mask.heads(self.start, self.size)
+        if self.all == self.size or not isinstance(mask, Mask):
+            return mask
+        return on_device(mask).heads(self.start, self.size)
 
     def of_branch(self, branch: Branch) -> Branch:
         return Branch(branch.q, branch.k, self.of_mask(branch.where))
@@ -111,7 +114,7 @@ class _Heads:
     def of_bias(self, bias) -> Bias | None:
         if bias is None or isinstance(bias, ContextualBias):
             return bias
-        if isinstance(bias, Bias) and api.heads_of(bias) == self.size:
+        if isinstance(bias, Bias) and heads_of(bias) == self.size:
             return bias
         bias = api.bound(bias, self.all)
         return bias if self.all == self.size else bias.heads(self.start, self.size)

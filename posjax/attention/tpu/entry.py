@@ -18,9 +18,9 @@ from posjax.attention.tpu.blocks import Chip, cheapest_backward, cheapest_forwar
 from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
-from posjax.attention.tpu.terms import LANES, Pattern, dissect, unskewed
+from posjax.attention.tpu.terms import LANES, Pattern, dissect, unskewed, untold
 from posjax.bias import ForgetBias, LinearBias
-from posjax.masks import And, Causal, Mask, OfTokens, Pair, Segments
+from posjax.masks import And, Causal, Mask, Segments
 from posjax.positions import Range, as_array
 
 LOG2E = math.log2(math.e)
@@ -77,11 +77,9 @@ def refusal(x: Operands) -> str | None:
         return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
-    masks = (x.mask, *(branch.where for branch in x.far))
-    if unknown := [part for mask in masks for part in _parts(mask) if not _is_taken(part)]:
-        return f"the kernels do not take the mask {type(unknown[0]).__name__}; use 'blockwise'"
-    if any(_has_heads(mask) for mask in masks):
-        return "the mask differs between heads; use 'blockwise'"
+    for mask in (x.mask, *(branch.where for branch in x.far)):
+        if (why := untold(mask)) is not None:
+            return f"{why}; use 'blockwise'"
     if bias_form(x) == "other":
         return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
     if bias_form(x) == "relative" and not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
@@ -118,34 +116,18 @@ def _band(x: Operands, reach: int) -> tuple[int, int]:
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
 
 
-def _parts(mask: Mask | None) -> list[Mask]:
-    """The masks that are joined in a mask."""
-    if isinstance(mask, Pair):
-        return _parts(mask.left) + _parts(mask.right)
-    return [] if mask is None else [mask]
-
-
-def _is_taken(part: Mask) -> bool:
-    """Whether kernels evaluate a mask: from numbers of the tokens, or from positions and nothing else that varies."""
-    return isinstance(part, OfTokens) or (type(part).pairs is not Mask.pairs and not jax.tree.leaves(part))
-
-
-def _has_heads(mask: Mask | None) -> bool:
-    here = np.zeros((1, 1), np.int32)
-    return any(np.ndim(part.pairs(here, here)) > 2 for part in _parts(mask) if not isinstance(part, OfTokens))
-
-
 def bias_form(x: Operands) -> str | None:
     """The form in which the kernels take the bias: ``"linear"``, ``"gates"``, ``"relative"``; else ``"other"``."""
     bias = x.bias
     if bias is None:
         return None
     plain = x.softcap is None
-    if isinstance(bias, LinearBias) and not bias.symmetric and plain:
+    # Of these very classes: one derived from them may give other values.
+    if type(bias) is LinearBias and not bias.symmetric and plain:
         return "linear"
-    if isinstance(bias, ForgetBias) and not bias.symmetric and plain:
+    if type(bias) is ForgetBias and not bias.symmetric and plain:
         return "gates"
-    return "relative" if bias.by_distance else "other"
+    return "relative" if bias.by_distance and bias.only_adds else "other"
 
 
 def _present(queries: int, keys: int, true_keys: int) -> Segments:
@@ -233,9 +215,8 @@ def _bias_numbers(x: Operands, form: str | None, ahead) -> dict:
     queries, keys = x.q.shape[3], x.k.shape[2]
 
     def values(distances):
-        return (
-            bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0].astype(jnp.float32) * LOG2E
-        )
+        found = bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0].astype(jnp.float32)
+        return jnp.broadcast_to(found, (x.q.shape[1] * x.q.shape[2], len(distances))) * LOG2E
 
     edge = bias.constant_from or 0
     return {"values": values(ahead + np.arange(queries + keys) - keys), "edges": values(np.array([edge, -edge]))}

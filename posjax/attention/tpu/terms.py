@@ -7,12 +7,15 @@ into columns once for a whole row of tiles and kept repeated over the lanes, ``[
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from posjax._slots import OfSomeHeads, is_own
 from posjax.masks import Mask, OfTokens, Pair
 
 LANES, SUBLANES = 128, 8
@@ -47,6 +50,58 @@ def dissect(mask: Mask | None) -> tuple[Formula, list, list]:
         q, k = mask.arrays
         return OfArrays(type(mask)), [q], [k]
     return mask, [], []
+
+
+def untold(mask: Mask | None) -> str | None:
+    """Why a kernel cannot evaluate a mask that ``dissect`` takes apart, or None."""
+    if mask is None:
+        return None
+    if isinstance(mask, Pair):
+        return untold(mask.left) or untold(mask.right)
+    name = type(mask).__name__
+    if isinstance(mask, OfTokens):
+        whole = not any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays)
+        return (_foreign(mask, mask.meet) if is_own(mask) else None) if whole else f"{name} carries real numbers"
+    if isinstance(mask, OfSomeHeads) or _differs(mask):
+        return "the mask differs between heads"
+    if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
+        return f"{name} is no function of two positions and whole numbers known beforehand"
+    return _foreign(mask, mask.pairs) if is_own(mask) else None
+
+
+def _differs(mask: Mask) -> bool:
+    here = np.zeros((1, 1), np.int32)
+    return type(mask).pairs is not Mask.pairs and np.ndim(mask.pairs(here, here)) > 2
+
+
+def _foreign(mask: Mask, function: Callable) -> str | None:
+    """Why a function of two numbers from outside the library cannot be part of a kernel, or None."""
+    name = type(mask).__name__
+    if type(mask).__hash__ is None:
+        return f"{name} is not hashable (a frozen dataclass is)"
+    tile = jax.ShapeDtypeStruct((SUBLANES, LANES), jnp.int32)
+    traced = jax.make_jaxpr(function)(tile, tile)
+    others = sorted(set(_primitives(traced.jaxpr)) - _KNOWN)
+    if others or traced.consts:
+        return f"{name} uses {' and '.join(others) or 'arrays'}, beyond arithmetic and comparisons of whole numbers"
+    return None
+
+
+def _primitives(jaxpr) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "jit":
+            yield from _primitives(equation.params["jaxpr"].jaxpr)
+        elif name == "select_n" and equation.outvars[0].aval.dtype == jnp.bool_:
+            yield "where of truth values"
+        else:
+            yield name
+
+
+# What Mosaic compiles of whole numbers and truth values.
+_ARITHMETIC = {"add", "sub", "mul", "neg", "abs", "sign", "max", "min", "clamp", "div", "rem", "integer_pow"}
+_LOGIC = {"and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "shift_left"}
+_KNOWN = _ARITHMETIC | _LOGIC | {"shift_right_arithmetic", "convert_element_type", "broadcast_in_dim"}
 
 
 def allowed(formula: Formula, i, j, q_numbers, k_numbers):

@@ -1,0 +1,166 @@
+"""What a bias or mask from outside the library must give, checked once for each call without computing anything.
+
+What the library's own classes give is known, and its tests see to that.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax._checks import check
+from posjax._slots import Blockwise, OfSomeHeads, check_registered, is_own, is_own_class
+from posjax.attention.operands import Operands
+from posjax.bias import Bias, ContextualBias
+from posjax.masks import Mask
+from posjax.positions import Positions, Range
+
+# Sides of the tile that is tried: neither 1, which would broadcast, nor the same, which would hide a transpose.
+_QUERIES, _KEYS = 2, 3
+
+
+def checked(x: Operands) -> Operands:
+    """The operands, once the bias and the masks that are not the library's have been checked; see ``on_device``.
+
+    Raises:
+        ValueError: for a class that JAX does not know, or a tile of another shape or dtype, naming the class.
+    """
+    slots = [x.bias, x.mask, *(branch.where for branch in x.far)]
+    check_registered(slots)
+    for part in (part for slot in slots for part in _own(slot)):
+        _check_narrowing(_kind(part))
+        _check_derived(_kind(part))
+        _check_part(part, x)
+    far = tuple(dataclasses.replace(branch, where=on_device(branch.where)) for branch in x.far)
+    return dataclasses.replace(x, bias=on_device(x.bias), mask=on_device(x.mask), far=far)
+
+
+def on_device(slot: Any) -> Any:
+    """A bias or mask whose parts from outside the library hold JAX arrays where they held NumPy ones.
+
+    A NumPy array cannot be looked up by positions that are traced.
+    """
+
+    def own(node) -> bool:
+        return isinstance(node, Blockwise) and is_own(node)
+
+    def moved(leaf):
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree.map(lambda node: jax.tree.map(moved, node) if own(node) else node, slot, is_leaf=own)
+
+
+def heads_of(bias: Bias) -> int | None:
+    """For how many heads a bias is bound; None where its values are the same for any.
+
+    Raises:
+        ValueError: for a class that JAX does not know, or ``values`` that fail, naming the class.
+    """
+    check_registered(bias)
+    here = jnp.zeros(1, jnp.int32)
+    shape = _tile(bias.queries(0, 1).keys(0, 1), "values", here, here).shape
+    return None if is_own(bias) and (len(shape) < 3 or shape[-3] == 1) else shape[-3]
+
+
+def _kind(part: Any) -> type:
+    return type(part.whole if isinstance(part, OfSomeHeads) else part)
+
+
+def _own(slot: Blockwise | None) -> Iterator[Blockwise]:
+    """The bias or mask, or those of the masks that it is composed of, that are not the library's."""
+    if slot is not None and is_own(slot):
+        yield slot
+        return
+    for leaf in jax.tree.leaves(slot, is_leaf=lambda leaf: leaf is not slot and isinstance(leaf, Blockwise)):
+        if isinstance(leaf, Blockwise):
+            yield from _own(leaf)
+
+
+def _check_narrowing(kind: type[Blockwise]) -> None:
+    """Whoever narrows arrays to a block of tokens must also lengthen and map them: one without the other is wrong."""
+    narrows = any(getattr(kind, name) is not getattr(Blockwise, name) for name in ("queries", "keys"))
+    missing = [name for name in ("pad", "map_tokens") if getattr(kind, name) is getattr(Blockwise, name)]
+    check(
+        not (narrows and missing),
+        f"{kind.__name__} has arrays of tokens, for it defines queries or keys: it must define {missing} too",
+    )
+
+
+# What a class says of its values or pairs, beside them, and so must say anew where it changes them.
+_SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "retained")}
+
+
+def _check_derived(kind: type[Blockwise]) -> None:
+    """A class that changes the numbers of one of the library's must not keep what that one says of them."""
+
+    def inherited(name: str) -> bool:
+        owner = _owner(kind, name)
+        return owner not in (Bias, Mask) and not is_own_class(owner)
+
+    for changed, said in _SAID_OF.items():
+        if hasattr(kind, changed) and is_own_class(_owner(kind, changed)):
+            kept = [name for name in said if hasattr(kind, name) and inherited(name)]
+            check(not kept, f"{kind.__name__} defines {changed} anew, of which {kept} speak: it must define them too")
+
+
+def _owner(kind: type, name: str) -> type:
+    """The class from which another has a method."""
+    return next(base for base in kind.__mro__ if name in vars(base))
+
+
+def _check_part(part: Blockwise, x: Operands) -> None:
+    """Tries a tile, and that of one row where the rows of a batch differ."""
+    if isinstance(part, ContextualBias):
+        return
+    batch, kv_heads, group = x.q.shape[:3]
+    tile = _check_tile(part, x, batch, kv_heads * group)
+    if tile.ndim == 4 and tile.shape[0] > 1:
+        _check_tile(part.row(0), x, 1, kv_heads * group)
+
+
+def _check_tile(part: Blockwise, x: Operands, batch: int, heads: int) -> jax.ShapeDtypeStruct:
+    q, k = min(_QUERIES, x.q.shape[3]), min(_KEYS, x.k.shape[2])
+    positions = [_like(p, batch, n) for p, n in ((x.q_positions, q), (x.kv_positions, k))]
+    part, method = part.queries(0, q).keys(0, k), _method(part)
+    scores = [jax.ShapeDtypeStruct((batch, heads, q, k), jnp.float32)] if method == "apply" else []
+    tile = _tile(part, method, *scores, *positions)
+    name, kind = f"{_kind(part).__name__}.{method}", jnp.bool_ if isinstance(part, Mask) else jnp.floating
+    check(jnp.issubdtype(tile.dtype, kind), f"{name} must be of dtype {kind.__name__}, found {tile.dtype}")
+    hint = "; narrow arrays of tokens in queries and keys" if tile.shape[-2:] == (x.q.shape[3], x.k.shape[2]) else ""
+    check(
+        _fits(tile.shape, (batch, heads, q, k)) and not (isinstance(part, Mask) and tile.ndim == 3),
+        f"{name} must give [batch, heads, queries, keys] = {(batch, heads, q, k)}, or what broadcasts to it, on a tile "
+        f"of {q} queries and {k} keys, found shape {tile.shape}{hint}",
+    )
+    return tile
+
+
+def _method(part: Blockwise) -> str:
+    """What gives the tile of a part: the method that its class defines."""
+    if isinstance(part, Mask):
+        return "allowed"
+    return "values" if part.only_adds else "apply"
+
+
+def _like(positions: Positions, batch: int, length: int) -> jax.ShapeDtypeStruct:
+    """Positions of ``length`` tokens, with an axis of rows and one of heads where the call's have rows."""
+    rows = not isinstance(positions, Range) and positions.ndim == 2
+    return jax.ShapeDtypeStruct((batch, 1, length) if rows else (length,), jnp.int32)
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    sizes = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, whole) for size, whole in sizes)
+
+
+def _tile(part: Blockwise, method: str, *arguments) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what a method gives."""
+    try:
+        return jax.eval_shape(getattr(on_device(part), method), *arguments)
+    except (TypeError, ValueError, IndexError) as error:
+        shapes = ", ".join(str(argument.shape) for argument in arguments)
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{_kind(part).__name__}.{method} fails on arrays of shape {shapes}: {why}") from error

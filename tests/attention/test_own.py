@@ -1,0 +1,388 @@
+"""Biases and masks from outside the library: what works without further ado, and what is said of the rest."""
+
+import dataclasses
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from attention import spread
+from attention.own_methods import EachHead, Fading, LearnedRows, Rows, SameGroup, Strided, static
+from jax.sharding import NamedSharding, PartitionSpec
+
+import posjax as pj
+from posjax.attention.blockwise import Blocks, blockwise
+from posjax.attention.operands import Operands
+from posjax.attention.tpu import entry
+from posjax.bias.base import OfHeads
+from posjax.masks import And, Causal, Segments
+from posjax.positions import Range
+
+TOKENS, HEADS, SIZE = 40, 4, 8
+register = jax.tree_util.register_dataclass
+frozen = dataclasses.dataclass(frozen=True)
+
+
+def qkv(tokens=TOKENS, batch=2, heads=HEADS):
+    return jax.random.normal(jax.random.key(0), (3, batch, tokens, heads, SIZE))
+
+
+def rows(heads=HEADS):
+    return jax.random.normal(jax.random.key(1), (heads, HEADS))
+
+
+def operands(bias=None, mask=None, tokens=TOKENS, **changes):
+    q, k, v = qkv(tokens)
+    where = Range(0, tokens)
+    q = jnp.moveaxis(q, 2, 1)[:, :, None] * SIZE**-0.5
+    x = Operands(q, jnp.moveaxis(k, 2, 1), jnp.moveaxis(v, 2, 1), bias, mask, where, where)
+    return dataclasses.replace(x, **changes)
+
+
+def tiled(bias, mask):
+    """``blockwise`` in tiles that cut the rows in uneven parts, as ``[batch, tokens, heads, size]``."""
+    out, _ = blockwise(operands(bias, mask), Blocks(16, 8))
+    return jnp.moveaxis(out[:, :, 0], 1, 2)
+
+
+def whole(bias, mask):
+    return pj.attention(*qkv(), bias=bias, mask=mask, implementation="dense")
+
+
+def learned(attend, mask):
+    """The output, and the gradient of a loss for the array of a bias."""
+
+    def loss(rows):
+        out = attend(Rows(rows), mask)
+        return jnp.sin(out).sum(), out
+
+    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(rows())
+    return out, gradient
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        SameGroup(jnp.arange(TOKENS) % 3),
+        EachHead((1, 2, 3, 4)),
+        Strided() & Segments(np.repeat([[0, 1, -1], [0, 0, 0]], [15, 15, 10], axis=1)),
+    ],
+    ids=["an array", "a pattern for each head", "beside rows that differ"],
+)
+def test_a_mask_with_nothing_but_pairs_and_a_bias_with_nothing_but_values(mask):
+    """In one tile and in many, against NumPy in float64; gradients of the bias' array in tiles against one tile."""
+    mask, at = Causal() & mask, np.arange(TOKENS)
+    values = np.asarray(rows())[:, np.minimum(abs(at[:, None] - at), HEADS - 1)]
+    allowed = pj.masks.materialise(mask, Range(0, TOKENS), Range(0, TOKENS))
+    want, _ = oracles.attention(*qkv(), bias=values, allowed=allowed)
+    (dense, d_dense), (tiles, d_tiles) = learned(whole, mask), learned(tiled, mask)
+    np.testing.assert_allclose(dense, want, atol=1e-5)
+    np.testing.assert_allclose(tiles, want, atol=1e-5)
+    assert jnp.abs(d_dense).max() > 0.1
+    np.testing.assert_allclose(d_tiles, d_dense, atol=1e-5)
+
+
+def test_numpy_arrays_are_looked_up_by_traced_positions():
+    arrays = {"mask": SameGroup(np.arange(TOKENS) % 3), "bias": Rows(np.asarray(rows()))}
+    want = whole(Rows(rows()), SameGroup(jnp.arange(TOKENS) % 3))
+    np.testing.assert_allclose(jax.jit(lambda: whole(**arrays))(), want, atol=1e-6)
+
+
+def test_above_one_tile_the_kernels_give_way():
+    q, k, v = qkv(520, batch=1, heads=1)
+    for mask in (SameGroup(np.arange(520) // 50), Strided()):
+        traced = jax.eval_shape(jax.grad(lambda v, mask=mask: pj.attention(q, k, v, mask=mask).sum()), v)
+        chex.assert_shape(traced, v.shape)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "strategy"),
+    [
+        (pj.Scheme(bias=LearnedRows(4), mask=Strided()), "ring"),
+        (pj.Scheme(bias=LearnedRows(4), mask=EachHead((1, 2, 3, 4))), "ulysses"),
+    ],
+    ids=["pairs", "pairs by head"],
+)
+def test_heads_and_tokens_over_a_mesh(scheme, strategy):
+    """The axis of the rows' entries is as long as that of the heads, and slicing it would go unnoticed."""
+    where = spread.placement("2x2x2", strategy, "contiguous")
+    spread.check(spread.Case(scheme), "2x2x2", where, "dense")
+
+
+def test_rows_and_heads_over_explicit_axes():
+    """Each device has some of the heads, and all of every array of the bias and of the mask."""
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"))
+    lies = NamedSharding(mesh, PartitionSpec("rows", None, "heads"))
+    slots = {"mask": Causal() & EachHead((1, 2, 3, 4)) & SameGroup(np.arange(TOKENS) // 7)}
+
+    def loss(rows, *projected):
+        return jnp.sin(pj.attention(*projected, bias=Rows(rows), **slots)).sum()
+
+    want = jax.grad(loss)(rows(), *qkv())
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(loss))(jnp.asarray(rows()), *jax.device_put(tuple(qkv()), lies))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_heads_by_default_are_those_of_the_values():
+    at = jnp.arange(5)
+    whole = Rows(rows())
+    some = whole.heads(1, 3).heads(1, 2)
+    np.testing.assert_array_equal(some.values(at, at), whole.values(at, at)[2:4])
+    scores = jnp.ones((2, 2, 5, 5))
+    factor = Fading(rows())
+    want = factor.apply(jnp.ones((2, 4, 5, 5)), at, at)[:, 2:4]
+    np.testing.assert_array_equal(factor.heads(2, 2).apply(scores, at, at), want)
+    assert isinstance(some, OfHeads)
+    chex.assert_shape(pj.bias.ALiBi().bind(num_heads=4).heads(1, 2).slopes, (2,))
+
+
+def test_a_bias_without_an_axis_of_heads_serves_any_number():
+    @register
+    @frozen
+    class Alike(pj.bias.Bias):
+        rate: jax.Array
+
+        def values(self, q_positions, kv_positions):
+            return -self.rate * jnp.abs(pj.bias.distance(q_positions, kv_positions))
+
+    q, k, v = qkv()
+    got = pj.attention(q, k, v, bias=Alike(jnp.float32(0.5)))
+    slopes = pj.bias.LinearBias(jnp.full(HEADS, 0.5), symmetric=True)
+    np.testing.assert_allclose(got, pj.attention(q, k, v, bias=slopes), atol=1e-6)
+    # Positions that differ between rows bring an axis of rows before that of heads.
+    apart = jnp.arange(TOKENS) + jnp.array([[0], [7]])
+    where = {"q_positions": apart, "kv_positions": apart}
+    np.testing.assert_allclose(pj.attention(q, k, v, bias=Alike(jnp.float32(0.5)), **where), got, atol=1e-6)
+
+
+def of_values(function):
+    """A bias with an array and these values."""
+
+    @register
+    @frozen
+    class Mine(pj.bias.Bias):
+        array: jax.Array
+
+        def values(self, q_positions, kv_positions):
+            return function(self.array, q_positions, kv_positions)
+
+    return Mine(jnp.ones((HEADS, TOKENS, TOKENS)))
+
+
+def of_pairs(function):
+    @register
+    @frozen
+    class Mine(pj.masks.Mask):
+        def pairs(self, i, j):
+            return function(i, j)
+
+    return Mine()
+
+
+@register
+@frozen
+class Cut(Rows):
+    """Cuts its arrays, and does not say how they are padded."""
+
+    def keys(self, start, size):
+        return Cut(self.rows)
+
+
+@frozen
+class Unregistered(pj.masks.Mask):
+    def pairs(self, i, j):
+        return j <= i
+
+
+@frozen
+class UnregisteredBias(pj.bias.Bias):
+    array: jax.Array
+
+    def values(self, q_positions, kv_positions):
+        return self.array[:, None, None] * (q_positions[:, None] - kv_positions)
+
+
+class NoBias(pj.bias.BiasSpec):
+    def bind(self, params=None, *, num_heads):
+        return jnp.zeros((num_heads, 1, 1))
+
+
+def difference(i, j):
+    return (i[..., :, None] - j[..., None, :]).astype(jnp.float32)
+
+
+WHOLE = of_values(lambda a, i, j: a)
+WRITE = "is not registered with JAX: write @jax.tree_util.register_dataclass above its @dataclasses.dataclass"
+REFUSED = {
+    "tokens": (WHOLE, "Mine.values must give [batch, heads, queries, keys] = (2, 4, 2, 3)"),
+    "tokens, hint": (WHOLE, "found shape (4, 40, 40); narrow arrays of tokens in queries and keys"),
+    "transposed": (of_values(lambda a, i, j: difference(j, i)), "found shape (3, 2)"),
+    "heads": (of_values(lambda a, i, j: jnp.ones((3, 1, 1)) * difference(i, j)), "bound for 3 heads, but q has 4"),
+    "whole numbers": (of_values(lambda a, i, j: i[:, None] - j), "Mine.values must be of dtype floating, found int32"),
+    "fails": (of_values(lambda a, i, j: a[:, 0] * difference(i, j)), "Mine.values fails on arrays of shape (2,), (3,)"),
+    "factor": (Fading(jnp.ones((3, 4))), "bound for 3 heads"),
+    "cut alone": (Cut(jnp.ones((4, 4))), "Cut has arrays of tokens, for it defines queries or keys: it must define"),
+    "bias unregistered": (UnregisteredBias(jnp.ones(4)), f"UnregisteredBias {WRITE}"),
+    "mask unregistered": (Unregistered(), f"Unregistered {WRITE}"),
+    "inner mask unregistered": (And(Causal(), Unregistered()), f"Unregistered {WRITE}"),
+    "bind": (NoBias(), "bias: NoBias.bind must return a Bias, found "),
+    "mask dtype": (Causal() & of_pairs(lambda i, j: i - j), "Mine.allowed must be of dtype bool, found int32"),
+    "mask shape": (of_pairs(lambda i, j: (i >= j)[None]), "Mine.allowed must give [batch, heads, queries, keys]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_said_before_anything_is_computed(name):
+    part, message = REFUSED[name]
+    slot = "mask" if isinstance(part, pj.masks.Mask) else "bias"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda: pj.attention(*qkv(), **{slot: part}))
+
+
+def test_values_that_know_no_rows_are_refused_where_positions_have_them():
+    bias = of_values(lambda a, i, j: jnp.ones((HEADS, 1, 1)) * (i[:, None] - j))
+    q, k, v = qkv()
+    chex.assert_shape(pj.attention(q, k, v, bias=bias), q.shape)
+    where = jnp.arange(TOKENS) + jnp.array([[0], [7]])
+    with pytest.raises(ValueError, match=r"Mine.values fails on arrays of shape \(2, 1, 2\), \(2, 1, 3\)"):
+        pj.attention(q, k, v, bias=bias, q_positions=where, kv_positions=where)
+
+
+def test_an_array_of_rows_must_say_how_one_is_taken():
+    @register
+    @frozen
+    class PerRow(pj.bias.Bias):
+        rates: jax.Array
+
+        def values(self, q_positions, kv_positions):
+            return self.rates[:, None, None, None] * difference(q_positions, kv_positions)
+
+    with pytest.raises(ValueError, match=re.escape("= (1, 4, 2, 3), or what broadcasts to it")):
+        pj.attention(*qkv(), bias=PerRow(jnp.ones(2)))
+
+
+@register
+@frozen
+class Table(pj.masks.Mask):
+    """Looks something up that the class itself holds."""
+
+    def pairs(self, i, j):
+        return jnp.arange(1000)[i] <= j
+
+
+@register
+@frozen
+class OneOf(pj.masks.Mask):
+    def pairs(self, i, j):
+        return jnp.where(i < 5, j < 2, j <= i)
+
+
+@register
+@dataclasses.dataclass
+class Changeable(pj.masks.Mask):
+    size: int = static(default=3)
+
+    def pairs(self, i, j):
+        return i - j < self.size
+
+
+@register
+@frozen
+class Reals(pj.masks.OfTokens):
+    q: jax.Array
+    k: jax.Array
+
+    meet = staticmethod(lambda q, k: q < k)
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        (Strided(), None),
+        (Causal() & Strided(), None),
+        (SameGroup(jnp.arange(TOKENS)), "SameGroup is no function of two positions and whole numbers known beforehand"),
+        (Causal() & EachHead((1, 2, 3, 4)), "the mask differs between heads"),
+        (Causal() & EachHead((1, 2, 3, 4)).heads(0, 4), "the mask differs between heads"),
+        (Table(), "Table uses "),
+        (OneOf(), "OneOf uses where of truth values, beyond arithmetic and comparisons of whole numbers"),
+        (Changeable(), "Changeable is not hashable"),
+        (Reals(jnp.ones((2, TOKENS)), jnp.ones((2, TOKENS))), "Reals carries real numbers"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, pj.masks.Mask) else "",
+)
+def test_what_the_kernel_for_tpus_takes_of_a_mask(mask, why):
+    found = entry.refusal(operands(mask=mask, tokens=TOKENS))
+    assert (found is None) if why is None else found.startswith(why)
+    assert why is None or found.endswith("use 'blockwise'")
+
+
+@register
+@frozen
+class Squared(pj.bias.LinearBias):
+    by_distance = False
+
+    def values(self, q_positions, kv_positions):
+        return -jnp.square(super().values(q_positions, kv_positions))
+
+
+@register
+@frozen
+class Doubled(pj.bias.LinearBias):
+    def apply(self, scores, q_positions, kv_positions):
+        return scores * 2
+
+
+@register
+@frozen
+class Wider(pj.masks.Window):
+    def pairs(self, i, j):
+        return i - j < 2 * self.size
+
+
+@register
+@frozen
+class Steeper(pj.bias.LinearBias):
+    def values(self, q_positions, kv_positions):
+        return 2 * super().values(q_positions, kv_positions)
+
+
+def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
+    slopes, at = jnp.arange(1.0, HEADS + 1), jnp.arange(5)
+    forms = [entry.bias_form(operands(bias=kind(slopes))) for kind in (pj.bias.LinearBias, Squared, Doubled)]
+    assert forms == ["linear", "other", "other"]
+    some = Squared(slopes).heads(1, 2)
+    np.testing.assert_array_equal(some.values(at, at), Squared(slopes).values(at, at)[1:3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"mask": Wider(3)},
+            "Wider defines pairs anew, of which ['bounds', 'retained'] speak: it must define them too",
+        ),
+        ({"bias": Steeper(jnp.ones(HEADS))}, "Steeper defines values anew, of which ['by_distance'] speak"),
+    ],
+)
+def test_what_a_class_of_the_library_says_of_its_numbers_does_not_hold_for_others(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda: pj.attention(*qkv(), **arguments))
+
+
+def test_a_scheme_says_which_slot_is_not_hashable():
+    with pytest.raises(ValueError, match="mask: Changeable is not hashable"):
+        pj.Scheme(mask=Changeable())
+    with pytest.raises(ValueError, match=f"^Unregistered {WRITE}"):
+        pj.Scheme(mask=Unregistered())
+
+    @register
+    @frozen
+    class Sized(pj.masks.Mask):
+        size: int
+
+    with pytest.raises(ValueError, match="mark sizes as such with"):
+        pj.Scheme(mask=Sized(3))

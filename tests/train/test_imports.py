@@ -1,0 +1,123 @@
+"""Methods of one's own in a run: the module that registers them is imported by its name in the config."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from train import cli, config
+
+CHECKOUT = Path(cli.__file__).parents[1]
+MODULE = """
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import posjax as pj
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Strided(pj.masks.Mask):
+    stride: int = dataclasses.field(metadata={"static": True})
+
+    def pairs(self, i, j):
+        return (i - j < 3) | (j % self.stride == 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecencyBias(pj.bias.Bias):
+    rates: jax.Array
+
+    def values(self, q_positions, kv_positions):
+        distance = pj.bias.distance(q_positions, kv_positions)
+        return -self.rates[:, None, None] * jnp.log1p(jnp.abs(distance).astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recency(pj.bias.BiasSpec):
+    def init(self, key, num_heads):
+        return {"rates": jnp.ones(num_heads)}
+
+    def bind(self, params=None, *, num_heads):
+        return RecencyBias(params["rates"])
+
+
+pj.register("mask", "strided", Strided)
+pj.register("bias", "recency", Recency)
+"""
+CONFIG = """
+imports: [strided_methods]
+data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
+model: {num_layers: 1, model_dim: 16, num_heads: 2, mlp_dim: 16}
+scheme: {name: rope, mask: {name: strided, stride: 4}, bias: {name: recency}}
+train: {length: 16, batch_tokens: 128, steps: 4, warmup_steps: 1, log_every: 2, checkpoint_every: 4}
+evaluate: {lengths: [16, 32], tokens: 32, batch_tokens: 32}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for index in range(6):
+        (tmp_path / f"{index}.txt").write_text(f"the {index}th of the texts, and not the longest of them. " * 8)
+    (tmp_path / "mine.yaml").write_text(CONFIG.replace("TEXT", str(tmp_path)))
+    (tmp_path / "strided_methods.py").write_text(MODULE)
+    return tmp_path
+
+
+def run(folder, *arguments, where):
+    """``python -m train`` with the module in the working directory, or in a folder on PYTHONPATH."""
+    paths = {"working directory": [CHECKOUT], "PYTHONPATH": [CHECKOUT, folder]}[where]
+    directory = folder if where == "working directory" else folder.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-m", "train", *arguments]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_saved_run_imports_its_methods_wherever_it_is_used(folder):
+    runs = f"output={folder}/runs"
+    assert "4 steps · loss" in run(folder, "fit", f"{folder}/mine.yaml", runs, where="working directory")
+    saved = folder / "runs" / "mine"
+    kept = yaml.safe_load((saved / "config.yaml").read_text())
+    assert kept["imports"] == ["strided_methods"]
+    assert kept["scheme"]["mask"] == {"name": "strided", "stride": 4}
+    told = run(folder, "evaluate", str(saved), where="PYTHONPATH")
+    assert "rope" in told
+    assert (saved / "evaluation.jsonl").exists()
+
+
+def test_runs_of_before_have_no_imports_and_may_get_some():
+    assert config.parse({}).imports == ()
+    assert config.differences(config.parse({}), config.parse({"imports": ["json"]})) == []
+    assert config.parse({"imports": "json"}).imports == ("json",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "error: imports: there is no module 'broken_methods' in the working directory or on PYTHONPATH\n"),
+        (
+            "import nowhere_at_all",
+            "error: imports: 'broken_methods' cannot be imported: ModuleNotFoundError: No",
+        ),
+        ("x = 1\nx.y", "error: imports: 'broken_methods' cannot be imported: AttributeError: 'int' object has no"),
+        ("def f(:", "error: imports: 'broken_methods' cannot be imported: SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(folder, monkeypatch, capsys, text, message):
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(folder)
+    if text is not None:
+        (folder / "broken_methods.py").write_text(text)
+    assert cli.main(["fit", "mine.yaml", "imports=[broken_methods]"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(message)
+    assert told.count("\n") == 1
+    assert text != "x = 1\nx.y" or "broken_methods.py, line 2" in told
