@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import posjax as pj
@@ -285,8 +285,32 @@ def test_a_mesh_that_the_compiler_divides_is_left_to_blockwise(manual):
         return jax.shard_map(function, mesh=devices, in_specs=rows, out_specs=rows, axis_names=manual)
 
     assert kernels(place(causal), *values) == set()
-    with pytest.raises(ValueError, match=r"inside jax.shard_map over all axes, \[.*'model'\] too"):
+    with pytest.raises(ValueError, match=r"does not split a TPU kernel over mesh axes \[.*'model'\]; give partition="):
         jax.jit(place(partial(causal, implementation="tpu"))).trace(*values)
+
+
+@pytest.mark.parametrize("implementation", [None, "tpu"])
+def test_a_mesh_that_types_or_a_partition_divide_runs_the_kernel(implementation):
+    rows, function = P("data", None, "model"), partial(causal, implementation=implementation)
+    told = jax.device_put(inputs(), NamedSharding(jax.make_mesh((4, 2), ("data", "model")), rows))
+    assert kernels(gradient(function), *told) == {FORWARD, BACKWARD}
+    asked = jax.device_put(inputs(), NamedSharding(mesh(4, 2, names=("data", "model")), rows))
+    assert kernels(gradient(partial(function, partition=rows)), *asked) == {FORWARD, BACKWARD}
+
+
+def test_a_kernel_that_is_given_up_for_want_of_a_partition_is_warned_of():
+    """On a mesh of TPUs, and only where a partition would help."""
+    chips = AbstractMesh(
+        (8,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("TPU v5e", None, "tpu")
+    )
+    where = NamedSharding(chips, P("data"))
+    values = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in inputs()]
+    with pytest.warns(UserWarning, match=r"runs without its TPU kernel: .*partition=.*PartitionSpec\('data'"):
+        jax.jit(lambda *x: causal(*x)).trace(*values)
+    jax.jit(lambda *x: causal(*x, partition=P("data"))).trace(*values)
+    jax.jit(lambda *x: causal(*x, bias=FIRE().bind(FIRE().init(jax.random.key(0), HEADS), num_heads=HEADS))).trace(
+        *values
+    )
 
 
 # NVIDIA GPUs. There is none here: a stand-in for its library tells a version, and programs are lowered, not run.
