@@ -10,13 +10,6 @@ from jaxtyping import Array, Float, Int
 from posjax._checks import check
 
 
-class Axes(tuple):
-    """Names of what each axis of an array holds one entry of: ``"batch"``, ``"length"``, ``"heads"``, or None.
-
-    None, and axes behind those named, are held whole by every device of a mesh.
-    """
-
-
 class Blockwise:
     """A value over (query, key) pairs that can be narrowed to a block of either.
 
@@ -33,8 +26,12 @@ class Blockwise:
 
     @property
     def axes(self) -> Any:
-        """The value with ``Axes`` in place of each of its arrays; without names where devices hold it whole."""
-        return jax.tree.map(lambda _: Axes(), self)
+        """The value with a tuple in place of each array: what each of its axes holds one entry of.
+
+        Names are ``"batch"``, ``"length"`` and ``"heads"``; None, and axes behind those named, are held whole by every
+        device of a mesh.
+        """
+        return jax.tree.map(lambda _: (), self)
 
     def queries(self, start, size: int) -> Self:
         """The same value for the block of ``size`` queries from ``start``."""
@@ -91,7 +88,7 @@ class OfPairs(Blockwise):
     @property
     def axes(self):
         """Rows and heads; pairs of tokens are never split."""
-        return type(self)(Axes(("batch", "heads")))
+        return type(self)(("batch", "heads"))
 
     @classmethod
     def with_four_axes(cls, array: Array) -> Array:

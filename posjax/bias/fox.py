@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count, check_positive, check_rank
-from posjax._slots import Axes
 from posjax.bias.base import Bias, BiasSpec, take, widened
 
 _LAYOUT = "[batch, heads, length]"
@@ -34,7 +33,7 @@ class ForgetBias(Bias):
     @property
     def axes(self):
         """Rows, heads and tokens."""
-        own = Axes(("batch", "heads", "length"))
+        own = ("batch", "heads", "length")
         return dataclasses.replace(self, q_gates=own, kv_gates=own)
 
     def values(self, q_positions, kv_positions):

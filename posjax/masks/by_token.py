@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check, check_rank
-from posjax._slots import Axes
 from posjax.masks.base import Mask
 from posjax.masks.extents import Extent, block_extent
 
@@ -27,7 +26,7 @@ class OfTokens(Mask):
     @property
     def axes(self):
         """Rows and tokens."""
-        return type(self)(Axes(("batch", "length")), Axes(("batch", "length")))
+        return type(self)(("batch", "length"), ("batch", "length"))
 
     @staticmethod
     def meet(q, k):

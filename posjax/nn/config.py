@@ -38,8 +38,9 @@ class DecoderConfig:
             attended to again even so: what is kept comes from attention in linear memory.
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
-        placement: how activations lie over the mesh in use (``jax.set_mesh``, with ``AxisType.Auto``), if there is one;
-            attention then runs under ``shard_map``.
+        placement: how activations lie over the Auto axes of the mesh in use (``jax.set_mesh``), if there is one;
+            attention then runs under ``shard_map``. Explicit axes, which ``jax.make_mesh`` makes, need none: the types
+            of the tokens and of the parameters tell.
     """
 
     vocab_size: int

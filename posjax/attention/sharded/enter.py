@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from posjax._slots import Axes, Blockwise
+from posjax._slots import Blockwise
 from posjax.attention.sharded.automatic import is_array, on_auto_axes
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.split import Split
 
 _AXES = {
-    "gates": Axes(("batch", "heads", "length")),
-    "length": Axes(("batch",)),
-    "coordinates": Axes(("batch", "length", None)),
-    "scale": Axes(("batch", "length", "heads")),
+    "gates": ("batch", "heads", "length"),
+    "length": ("batch",),
+    "coordinates": ("batch", "length", None),
+    "scale": ("batch", "length", "heads"),
 }
 """The axes of arrays by name; those of all others are the batch, the tokens, and what is held whole."""
 
@@ -105,18 +105,23 @@ def _spec(placement: Placement, axes: tuple[str | None, ...]) -> PartitionSpec:
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:
     """How a tree of arrays lies over the mesh: along the axes that it has, where it has all of them."""
     axes = jax.tree.map(
-        lambda part: part.axes if isinstance(part, Blockwise) else _AXES.get(name, Axes(("batch", "length"))),
+        lambda part: part.axes if isinstance(part, Blockwise) else _AXES.get(name, ("batch", "length")),
         value,
         is_leaf=lambda part: isinstance(part, Blockwise),
     )
 
-    def lies(names: Axes, array) -> PartitionSpec:
+    def lies(names: tuple, array) -> PartitionSpec:
         if jnp.ndim(array) < len(names):
             return PartitionSpec()
         whole = zip(names, array.shape, strict=False)
         return _spec(placement, tuple(axis if sizes.get(axis) == size else None for axis, size in whole))
 
-    return jax.tree.map(lies, axes, value, is_leaf=lambda node: isinstance(node, Axes))
+    return jax.tree.map(lies, axes, value, is_leaf=_is_names)
+
+
+def _is_names(node: Any) -> bool:
+    """Whether a node of a tree is the names of an array's axes."""
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
 
 
 def _manual(mesh: Mesh | AbstractMesh) -> set[str]:
