@@ -2,9 +2,13 @@
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 def check(condition: bool, message: str) -> None:
@@ -13,33 +17,94 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+_LONGEST = 100
+_MOST = 16
+
+
+def shown(value: Any) -> str:
+    """A value in a message: of an array its dtype and shape, of what holds arrays its type, of a class its name.
+
+    Anything else as it prints, cut short.
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, jax.core.Tracer):
+        return f"a traced {value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{value.dtype} array of shape {tuple(value.shape)}"
+    if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value)):
+        return f"a {type(value).__name__} of arrays"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def nearest(value: Any, known: Collection[str], listing: str = "") -> str:
+    """The end of a message about an unknown name: the nearest known one, and all of them where they are few.
+
+    Of many it names a few near ones; ``listing`` says what lists them all.
+    """
+    close = get_close_matches(value, known, n=3, cutoff=0.4) if isinstance(value, str) else []
+    near = get_close_matches(str(value), close, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    if len(known) <= _MOST or not listing:
+        return f"{hint} (known: {', '.join(known)})"
+    some = f", among them {', '.join(close)}" if close else ""
+    return f"{hint} ({len(known)} are known{some}; {listing} list them)"
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises unless ``value`` is one of ``choices``; suggests the nearest one."""
-    if value in choices:
+    if isinstance(value, str) and value in choices:
         return
-    near = get_close_matches(str(value), choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name}: unknown value {value!r}{hint} (known: {', '.join(sorted(choices))})")
+    raise ValueError(f"{name}: unknown value {shown(value)}{nearest(value, sorted(choices))}")
+
+
+def check_array(name: str, value: Any) -> None:
+    """Raises unless ``value`` is a NumPy or JAX array."""
+    found = isinstance(value, jax.Array | np.ndarray)
+    check(found, f"{name} must be an array, found {shown(value)}; jnp.asarray makes one of a list of numbers")
+
+
+def check_float(name: str, array: Any) -> None:
+    """Raises unless ``array`` is of a floating dtype of 16 bits or more: narrower ones have no arithmetic here."""
+    check_array(name, array)
+    check(jnp.issubdtype(array.dtype, jnp.floating), f"{name} must be of a floating dtype, found {array.dtype}")
+    wide = jnp.dtype(array.dtype).itemsize > 1
+    check(wide, f"{name} must be bfloat16, float16, float32 or float64, found {array.dtype}; cast it to bfloat16")
+
+
+def check_tokens(name: str, array: Any) -> None:
+    """Raises unless ``array`` is ``[batch, length]`` of integers."""
+    check_rank(name, array, 2, "[batch, length]")
+    check(jnp.issubdtype(array.dtype, jnp.integer), f"{name} must be integers, found {array.dtype}")
+
+
+def check_heads(name: str, array: Any) -> None:
+    """Raises unless ``array`` is ``[batch, length, heads, size]`` of a floating dtype, none of the last three 0."""
+    check_rank(name, array, 4, "[batch, length, heads, size]")
+    check_float(name, array)
+    for what, size in zip(("token", "head", "feature"), array.shape[1:], strict=True):
+        check(size > 0, f"{name} must hold at least one {what}, found shape {tuple(array.shape)}")
 
 
 def check_positive(name: str, value: Any) -> None:
     """Raises unless ``value`` is a finite number greater than zero."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    check(number and value > 0, f"{name} must be positive, found {value!r}")
-    check(value < math.inf, f"{name} must be finite, found {value!r}")
+    check(number and value > 0, f"{name} must be positive, found {shown(value)}")
+    check(value < math.inf, f"{name} must be finite, found {shown(value)}")
 
 
 def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
     """Raises unless ``value`` is a finite Python or NumPy number of at least ``at_least``."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     bound = "" if at_least == -math.inf else f" of at least {at_least}"
-    check(number and value >= at_least, f"{name} must be a number{bound}, found {value!r}")
+    check(number and value >= at_least, f"{name} must be a number{bound}, found {shown(value)}")
 
 
 def check_count(name: str, value: Any) -> None:
     """Raises unless ``value`` is a whole number greater than zero."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    check(whole and value > 0, f"{name} must be positive and whole, found {value!r}")
+    check(whole and value > 0, f"{name} must be positive and whole, found {shown(value)}")
 
 
 def check_even(name: str, value: int) -> None:
@@ -49,4 +114,5 @@ def check_even(name: str, value: int) -> None:
 
 def check_rank(name: str, array: Any, rank: int, layout: str) -> None:
     """Raises unless ``array`` has ``rank`` axes; ``layout`` names them, as in ``"[batch, length, heads, size]"``."""
+    check_array(name, array)
     check(array.ndim == rank, f"{name} must have {rank} axes {layout}, found shape {tuple(array.shape)}")

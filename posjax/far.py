@@ -31,7 +31,7 @@ from posjax._checks import check, check_count, check_number, check_positive
 from posjax._slots import Features
 from posjax.masks import Beyond, ChunksApart, Mask, Sinks, Window
 from posjax.positions import Positions, as_array
-from posjax.rotary import FrequencyRule, Stretched
+from posjax.rotary import Ahead, FrequencyRule, Stretched
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
@@ -168,26 +168,37 @@ class LeakyReRoPE(Far):
             self.window % step == 0,
             f"window (factor - 1) must be whole, found {self.window} and {self.factor!r}; the nearest window is {near}",
         )
+        check(abs(self._shift) < 2**31, f"factor times window must fit in int32, found {self.factor} and {self.window}")
 
     def check(self, features):
         """As of every method, and the features must have a frequency rule that can be stretched."""
         super().check(features)
-        self._stretched(features)
+        check(
+            isinstance(features.frequencies, FrequencyRule),
+            f"far: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
+        )
+        dataclasses.replace(features, frequencies=self._stretched(features.frequencies))
 
     def reach(self, length: int) -> float:
         """The longest sequence whose distances stay within those of a training length: ``(length - w) k + w``."""
         return (length - self.window) * self.factor + self.window
 
-    def _far(self, features, i, j):
-        return self._stretched(features), i + round(self.window * (self.factor - 1)), j
+    def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
+        """As of every method; far queries stand ``w (k - 1)`` positions ahead, which may be beyond int32."""
+        self.check(features)
+        where = {"head_dim": head_dim, "length": length}
+        near = features(q, k, q_positions=q_positions, kv_positions=kv_positions, params=params, **where)
+        rule = self._stretched(features.frequencies)
+        queries, keys = (dataclasses.replace(features, frequencies=r) for r in (Ahead(rule, self._shift), rule))
+        phi, psi = queries.query(params, q, q_positions, **where), keys.key(params, k, kv_positions, **where)
+        return *near, (Branch(phi, psi, self._where),)
 
-    def _stretched(self, features: Features) -> Features:
-        rule = features.frequencies
-        check(
-            isinstance(rule, FrequencyRule),
-            f"far: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
-        )
-        return dataclasses.replace(features, frequencies=Stretched(rule, self.factor))
+    @property
+    def _shift(self) -> int:
+        return round(self.window * (self.factor - 1))
+
+    def _stretched(self, rule: Any) -> Stretched:
+        return Stretched(rule, self.factor)
 
 
 def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:

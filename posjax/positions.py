@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from posjax._checks import check, check_rank
+from posjax._checks import check, check_rank, shown
 
 _INT32 = np.iinfo(np.int32)
 
@@ -38,6 +38,7 @@ class Range:
                 f"positions {start} .. {start + length - 1} do not fit in int32",
             )
         else:
+            check(hasattr(start, "dtype"), f"start must be an integer or an int32 scalar array, found {shown(start)}")
             check(jnp.ndim(start) == 0, f"start must be a scalar, found shape {jnp.shape(start)}")
             check(jnp.issubdtype(start.dtype, jnp.integer), f"start must be an integer, found {start.dtype}")
         self.start, self.length = start, int(length)
@@ -48,7 +49,7 @@ class Range:
         return isinstance(self.start, int)
 
     def __repr__(self) -> str:
-        return f"Range(start={self.start}, length={self.length})"
+        return f"Range(start={shown(self.start)}, length={self.length})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Range) and (self.start, self.length) == (other.start, other.length)
@@ -75,10 +76,12 @@ Positions = Range | Int[Array, "length"] | Int[Array, "batch length"]
 def as_array(positions: Positions) -> Int[Array, "*batch length"]:
     """The positions as an int32 array ``[length]`` or ``[batch, length]``.
 
-    Raises ValueError for another rank, for positions that are not integers, and for NumPy integers outside int32.
+    Raises ValueError for another rank, for positions that are not integers, and for those outside int32, of whatever
+    integer dtype. Inside ``jit`` the values are not known: what a uint32 or 64-bit array has beyond the ends of int32
+    stands at that end there.
     """
     if isinstance(positions, Range):
-        return jnp.asarray(positions.start, jnp.int32) + jnp.arange(positions.length, dtype=jnp.int32)
+        return _to_int32("start", positions.start) + jnp.arange(positions.length, dtype=jnp.int32)
     if not isinstance(positions, jax.Array):
         positions = np.asarray(positions)
     check(positions.ndim in (1, 2), f"positions must be [length] or [batch, length], found shape {positions.shape}")
@@ -86,18 +89,49 @@ def as_array(positions: Positions) -> Int[Array, "*batch length"]:
         jnp.issubdtype(positions.dtype, jnp.integer),
         f"positions must be integers, found {positions.dtype}: above 256 a bfloat16 does not hold every integer",
     )
-    if isinstance(positions, np.ndarray) and positions.size:
-        low, high = positions.min(), positions.max()
-        check(low >= _INT32.min and high <= _INT32.max, f"positions {low} .. {high} do not fit in int32")
-    return jnp.asarray(positions, dtype=jnp.int32)
+    return _to_int32("positions", positions)
+
+
+def _to_int32(name: str, integers) -> Int[Array, "..."]:
+    """Integers as int32. Raises ValueError where they are known to be outside; where traced, the ends of int32 bound
+    them."""
+    if isinstance(integers, int) or np.can_cast(integers.dtype, np.int32):
+        return jnp.asarray(integers, jnp.int32)
+    if integers.size and _is_known(integers):
+        low, high = int(integers.min()), int(integers.max())
+        check(low >= _INT32.min and high <= _INT32.max, f"{name} {low} .. {high} do not fit in int32")
+        return jnp.asarray(integers, jnp.int32)
+    low = 0 if jnp.issubdtype(integers.dtype, jnp.unsignedinteger) else _INT32.min
+    return jnp.clip(integers, low, _INT32.max).astype(jnp.int32)
+
+
+def _is_known(array) -> bool:
+    """Whether this process can read the numbers of an array now."""
+    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
+
+
+def difference(i: Int[Array, "*b"], j: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """``i - j`` of int32 positions, or the end of int32 that is nearest where it lies beyond: it never wraps.
+
+    Never the smallest int32 either, which has no absolute value.
+    """
+    wrapped = i - j
+    # The sign of a difference that wraps is that of neither.
+    beyond = ((i ^ j) & (i ^ wrapped)) < 0
+    return jnp.maximum(jnp.where(beyond, (i >> 31) ^ _INT32.max, wrapped), -_INT32.max)
 
 
 def arange(length: int, offset: int | Int[Array, "*batch"] = 0) -> Int[Array, "*batch length"]:
-    """``offset + (0, 1, ..., length - 1)`` in int32: ``[length]``, or ``[batch, length]`` for an offset ``[batch]``."""
-    offset = jnp.asarray(offset)
+    """``offset + (0, 1, ..., length - 1)`` in int32: ``[length]``, or ``[batch, length]`` for an offset ``[batch]``.
+
+    Raises ValueError for a length that is negative or not a Python int, and an offset that is not an integer.
+    """
+    whole = isinstance(length, int | np.integer) and length >= 0
+    check(whole, f"length must be a whole number of at least 0, found {shown(length)}")
+    offset = offset if isinstance(offset, jax.Array) else np.asarray(offset)
     check(offset.ndim <= 1, f"offset must be a scalar or [batch], found shape {offset.shape}")
     check(jnp.issubdtype(offset.dtype, jnp.integer), f"offset must be an integer, found {offset.dtype}")
-    return offset.astype(jnp.int32)[..., None] + jnp.arange(length, dtype=jnp.int32)
+    return _to_int32("offset", offset)[..., None] + jnp.arange(length, dtype=jnp.int32)
 
 
 def from_mask(mask: Bool[Array, "batch length"]) -> Int[Array, "batch length"]:

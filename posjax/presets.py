@@ -261,7 +261,7 @@ def scheme_options(name: str) -> tuple[str, ...]:
 def _check_preset(name: Any) -> None:
     """Raises ValueError for an unknown name; where a slot knows it, with what to write."""
     try:
-        check_known("scheme", name, PRESETS)
+        check_known("scheme", name, PRESETS, listing="posjax.scheme_names() and README.md")
     except ValueError as error:
         slots = [f"; in a slot: scheme('rope', {slot}={{'name': {name!r}}})" for slot in slots_with(name)]
         raise ValueError(f"{error}{''.join(slots[:1])}") from None

@@ -2,11 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
-from posjax._checks import check, check_count
+from posjax._checks import check, check_count, nearest, shown
 from posjax._slots import Features
 
 
@@ -192,10 +191,8 @@ def _as_tuple(value):
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def check_known(what: str, name: Any, known: Collection[str]) -> None:
-    """Raises ValueError with the nearest known name unless ``name`` is one of them."""
+def check_known(what: str, name: Any, known: Collection[str], listing: str = "") -> None:
+    """Raises ValueError with the nearest known names unless ``name`` is one of them; see ``nearest``."""
     if isinstance(name, str) and name in known:
         return
-    near = get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown {what} {name!r}{hint} (known: {', '.join(known)})")
+    raise ValueError(f"unknown {what} {shown(name)}{nearest(name, known, listing)}")

@@ -77,14 +77,14 @@ class LinearBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """``-m_h (i - j)``, or the symmetric forms of it; ``[heads, q, k]`` for positions that the batch shares."""
-        # The distance is an exact integer before it meets the slope, so the bias keeps its bits at any position.
-        r = distance(q_positions, kv_positions)
         slopes = heads_first(widened(self.slopes))
+        # The distance is exact before it meets the slope, so the bias keeps its bits at any position.
+        r = distance(q_positions, kv_positions, slopes.dtype)
         if not self.symmetric:
-            return -slopes * r.astype(slopes.dtype)
+            return -slopes * r
         if self.ahead is not None:
             slopes = jnp.where(r < 0, heads_first(widened(self.ahead)), slopes)
-        return -slopes * (jnp.abs(r).astype(slopes.dtype) - self.offset * (r > 0))
+        return -slopes * (jnp.abs(r) - self.offset * (r > 0))
 
 
 @dataclasses.dataclass(frozen=True)

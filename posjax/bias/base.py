@@ -142,9 +142,19 @@ def take(params: dict[str, Array] | None, spec: BiasSpec, **shapes: tuple[int, .
     return tuple(params[name] for name in shapes)
 
 
-def distance(q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Int[Array, "*b q k"]:
-    """Integer distance ``i - j`` of every pair, positive for keys behind the query."""
-    return q_positions[..., :, None] - kv_positions[..., None, :]
+def distance(q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"], dtype) -> Float[Array, "*b q k"]:
+    """Distance ``i - j`` of every pair, positive for keys behind the query: the whole number, rounded once.
+
+    ``i - j`` may leave int32. So positions come in halves, ``i = 65536 a + b``, as floats: the differences of ``a`` and
+    of ``b`` are exact, and their sum is the one number that is rounded.
+    """
+    (i, more_i), (j, more_j) = (_halves(positions, dtype) for positions in (q_positions, kv_positions))
+    return (i[..., :, None] - j[..., None, :]) + (more_i[..., :, None] - more_j[..., None, :])
+
+
+def _halves(positions: Int[Array, "*b n"], dtype) -> tuple[Float[Array, "*b n"], Float[Array, "*b n"]]:
+    low = positions & 0xFFFF
+    return (positions - low).astype(dtype), low.astype(dtype)
 
 
 def heads_first(per_head: Float[Array, "heads"]) -> Float[Array, "heads 1 1"]:

@@ -52,7 +52,7 @@ class InterpolatedBias(Bias):
         def psi(r):
             return jnp.log1p(jnp.abs(c * r))
 
-        r = distance(q_positions, kv_positions).astype(c.dtype)
+        r = distance(q_positions, kv_positions, c.dtype)
         longest = jnp.maximum(q_positions.astype(c.dtype), jnp.abs(multiplier * self.threshold))
         return psi(r) / (psi(longest) + _EPSILON)[..., None]
 

@@ -30,7 +30,7 @@ class LogBias(Bias):
     def values(self, q_positions, kv_positions):
         """``-p_h log(1 + a_h |i - j|)``, ``[heads, q, k]`` for positions that the batch shares."""
         a, p = (heads_first(_kept(x, _SMALLEST)) for x in (self.a, self.p))
-        r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
+        r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
         return -p * jnp.log1p(a * r)
 
 
@@ -46,7 +46,7 @@ def _kept(x, least: float, most: float | None = None):
 def _power(a, p, q_positions, kv_positions):
     """``a_h |i - j|^p_h`` with ``a >= 0.01`` and ``0.01 <= p <= 2``; 0 at distance 0."""
     a, p = heads_first(_kept(a, _SMALLEST)), heads_first(_kept(p, _SMALLEST, _LARGEST_POWER))
-    r = jnp.abs(distance(q_positions, kv_positions)).astype(a.dtype)
+    r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
     # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped. By a
     # factor, since jax 0.10.2 compiles the gradient of a ``where`` to NaN on CPUs at optimisation level 1.
     return a * jnp.maximum(r, 1) ** p * (r > 0)

@@ -37,7 +37,7 @@ class ScaleInvariantBias(Bias):
 
     def _parts(self, q_positions, kv_positions) -> tuple[Float[Array, "*b q k"], Float[Array, "*b q k"]]:
         """``a_t`` and ``m_t``, the same for all heads."""
-        t = jnp.abs(distance(q_positions, kv_positions)).astype(jnp.float32)
+        t = jnp.abs(distance(q_positions, kv_positions, jnp.float32))
         square = 2 * jnp.log1p(t / self.spec.tau) + self.spec.start
         return jnp.sqrt(square), self.spec.beta / self.spec.alpha - square
 

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number
-from posjax.bias.base import Bias, BiasSpec, distance, heads_on_last_axis, take
+from posjax.bias.base import Bias, BiasSpec, heads_on_last_axis, take
+from posjax.positions import difference
+
+_LARGEST = 2**31 - 1
 
 
 def t5_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
@@ -55,7 +58,8 @@ def t5_bucket(
     """
     side = _check_buckets(num_buckets, max_distance, bidirectional)
     ahead = (distances < 0) * side if bidirectional else 0
-    n = jnp.abs(distances) if bidirectional else jnp.maximum(distances, 0)
+    # The smallest int32 has no absolute value.
+    n = jnp.abs(jnp.maximum(distances, -_LARGEST)) if bidirectional else jnp.maximum(distances, 0)
     bucket = jnp.minimum(n, side // 2)
     for threshold in t5_thresholds(side, max_distance):
         bucket = bucket + (n >= threshold)
@@ -71,6 +75,7 @@ def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> 
     )
     side = num_buckets // sides
     check_count("max_distance", max_distance)
+    check(max_distance <= _LARGEST, f"max_distance must fit in int32, found {max_distance}")
     check(
         max_distance > side // 2,
         f"max_distance must exceed the {side // 2} exact buckets of a side, found {max_distance}",
@@ -104,7 +109,7 @@ class BucketBias(Bias):
     def values(self, q_positions, kv_positions):
         """The table at the bucket of each pair, ``[heads, q, k]`` or with a batch before."""
         bucket = t5_bucket(
-            distance(q_positions, kv_positions),
+            difference(q_positions[..., :, None], kv_positions[..., None, :]),
             self.table.shape[0],
             self.max_distance,
             bidirectional=self.bidirectional,

@@ -14,7 +14,7 @@ from posjax.rotary.mixed import MixedRotary
 from posjax.rotary.ntk import NTKAware, NTKFixed, NTKMixed, NTKOld
 from posjax.rotary.rotation import apply_rotary, permute_projection
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional, frequencies
-from posjax.rotary.scalings import HoPE, Linear, Llama3, NTKByParts, Stretched, YaRN
+from posjax.rotary.scalings import Ahead, HoPE, Linear, Llama3, NTKByParts, Stretched, YaRN
 from posjax.rotary.tables import RotaryTable, rotary_table
 from posjax.rotary.values import ValueRotary
 from posjax.rotary.xpos import XPos
@@ -43,6 +43,7 @@ __all__ = [
     "AXIAL_LAYOUTS",
     "CLEX",
     "SCALINGS",
+    "Ahead",
     "Axial",
     "DynamicLinear",
     "DynamicNTK",

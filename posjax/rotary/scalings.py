@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from posjax._checks import check, check_choice, check_positive
 from posjax.rotary.rules import FrequencyRule, check_number
+from posjax.rotary.tables import RotaryTable, rotary_table
 
 
 @dataclass(frozen=True)
@@ -273,3 +274,25 @@ class Stretched(FrequencyRule):
     def softmax_scale(self) -> float:
         """The rule's factor of the logits."""
         return self.rule.softmax_scale
+
+
+@dataclass(frozen=True)
+class Ahead(FrequencyRule):
+    """A stretched rule at positions ``shift`` further on: angles ``(p + shift) theta_t``.
+
+    ``p + shift`` may leave int32, so the table is that of ``p``, turned by the angles of ``shift`` alone.
+    """
+
+    rule: Stretched
+    shift: int
+
+    def rotary_dim(self, head_dim: int | None = None) -> int:
+        """The rule's rotary width."""
+        return self.rule.rotary_dim(head_dim)
+
+    def table(self, positions, *, head_dim=None, length=None, params=None, precision="exact") -> RotaryTable:
+        """The rule's table of ``positions + shift``."""
+        cos, sin = self.rule.table(positions, head_dim=head_dim, precision=precision)
+        inverse_frequencies, _ = self.rule.frequencies(head_dim=head_dim)
+        more_cos, more_sin = rotary_table(np.array([self.shift]), inverse_frequencies, precision=precision)
+        return RotaryTable(cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin)
