@@ -59,6 +59,11 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     raise ValueError(f"{name}: unknown value {shown(value)}{nearest(value, sorted(choices))}")
 
 
+def is_known(array: Any) -> bool:
+    """Whether this process can read the numbers of an array now: it is neither traced nor on other hosts."""
+    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
+
+
 def check_array(name: str, value: Any) -> None:
     """Raises unless ``value`` is a NumPy or JAX array."""
     found = isinstance(value, jax.Array | np.ndarray)
@@ -90,7 +95,7 @@ def check_heads(name: str, array: Any) -> None:
 def check_positive(name: str, value: Any) -> None:
     """Raises unless ``value`` is a finite number greater than zero."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    check(number and value > 0, f"{name} must be positive, found {shown(value)}")
+    check(number and value > 0, f"{name} must be positive{_host(value)}, found {shown(value)}")
     check(value < math.inf, f"{name} must be finite, found {shown(value)}")
 
 
@@ -98,13 +103,29 @@ def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
     """Raises unless ``value`` is a finite Python or NumPy number of at least ``at_least``."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     bound = "" if at_least == -math.inf else f" of at least {at_least}"
-    check(number and value >= at_least, f"{name} must be a number{bound}, found {shown(value)}")
+    check(number and value >= at_least, f"{name} must be a number{bound}{_host(value)}, found {shown(value)}")
+
+
+def _host(value: Any) -> str:
+    """What a number must be beside its value, where an array was found."""
+    return ", a Python number known before tracing" if isinstance(value, jax.Array) else ""
 
 
 def check_count(name: str, value: Any) -> None:
     """Raises unless ``value`` is a whole number greater than zero."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    check(whole and value > 0, f"{name} must be positive and whole, found {shown(value)}")
+    check(whole and value > 0, f"{name} must be positive and whole{_host(value)}, found {shown(value)}")
+
+
+def check_length(length: Any) -> None:
+    """Raises unless ``length``, a current length, is None or whole and, where it is known, above 0."""
+    if length is None or isinstance(length, numbers.Integral):
+        check(length is None or length > 0, f"length must be at least 1, found {length}")
+        return
+    whole = isinstance(length, jax.Array | np.ndarray) and jnp.issubdtype(length.dtype, jnp.integer)
+    check(whole, f"length must be a whole number or an array of them, found {shown(length)}")
+    if isinstance(length, np.ndarray) and length.size:
+        check(length.min() > 0, f"length must be at least 1, found {length.min()}")
 
 
 def check_even(name: str, value: int) -> None:

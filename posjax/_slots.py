@@ -278,6 +278,16 @@ class Features:
         """A factor of the logits that the method brings along (YaRN as DeepSeek applies it)."""
         return 1.0 if self.frequencies is None else self.frequencies.softmax_scale
 
+    @property
+    def decays(self) -> bool:
+        """Whether ``decay`` gives rates, whatever the size of a head."""
+        return type(self).decay is not Features.decay
+
+    @property
+    def own_head_dim(self) -> int | None:
+        """The only size of a head that its rule is made for, or None."""
+        return None if self.frequencies is None else self.frequencies.head_dim
+
     def decay(self, head_dim: int) -> Float[Array, "size"] | None:
         """Rates ``a`` of the features if the score is ``sum_c phi_c psi_c exp(-a_c (i - j))`` (xPos), or None."""
         return None

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check
+from posjax._checks import check, check_choice
+from posjax.attention.api import BACKENDS, KERNELS
 from posjax.attention.sharded import Placement
 from posjax.bias import Bias
 from posjax.masks import Mask
@@ -50,11 +51,13 @@ def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False,
     ``implementation`` chooses among the backends of softmax attention, which the same model may have in other layers.
 
     Raises:
-        ValueError: for an option about logits.
+        ValueError: for an option about logits, or an implementation that there is not.
         TypeError: for a keyword that ``attention`` does not know either, or that is no option of a call.
     """
     for name, given in (("softcap", softcap), ("sinks", sinks), ("return_residuals", return_residuals or None)):
         check(given is None, f"{name}: linear attention has no logits for it; leave it out")
+    if implementation is not None:
+        check_choice("implementation", implementation, (*BACKENDS, *KERNELS))
 
 
 def scale_factor(

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_even, check_rank
+from posjax._checks import check, check_choice, check_even, check_heads, check_rank, shown
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS
@@ -68,12 +68,17 @@ def features(
         ValueError: for an unknown variant or pairing, for widths that do not fit each other, and for a partial rotary
             table: without its rotation a plane has no score to fall back on.
     """
+    check_choice("variant", variant, VARIANTS)
+    check_heads("q", q)
+    check_heads("t", t)
+    half = q.shape[-1] if variant == "tied" else q.shape[-1] // 2
+    check(
+        t.shape[-1] == half,
+        f"t must be {half} wide, half of a head, found shape {tuple(t.shape)} beside q {tuple(q.shape)}; "
+        "merge_projection makes it of keys of full width",
+    )
     phi = query_feature(q, table, variant=variant, pairing=pairing)
     psi = key_feature(t, table if kv_table is None else kv_table)
-    check(
-        phi.shape[-1] == psi.shape[-1],
-        f"t must be {phi.shape[-1] // 2} wide, half of a head, found shape {tuple(t.shape)} beside q {tuple(q.shape)}",
-    )
     return phi, psi
 
 
@@ -183,7 +188,7 @@ class Coca(Features):
         check_choice("variant", self.variant, VARIANTS)
         check(
             isinstance(self.frequencies, FrequencyRule),
-            f"frequencies must be a frequency rule such as Plain(), found {self.frequencies!r}",
+            f"frequencies must be a frequency rule such as Plain(), found {shown(self.frequencies)}",
         )
         check_choice("pairing", self.pairing, PAIRINGS)
         check_choice("precision", self.precision, ("exact", "hf"))
@@ -209,7 +214,7 @@ class Coca(Features):
         rotated = self.frequencies.rotary_dim(head_dim)
         check(
             rotated == head_dim,
-            f"CoCA needs a rule that rotates the whole head of {head_dim}, {self.frequencies!r} rotates {rotated}",
+            f"CoCA needs a rule that rotates the whole head of {head_dim}, {shown(self.frequencies)} rotates {rotated}",
         )
         return head_dim // 2
 

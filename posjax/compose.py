@@ -8,8 +8,44 @@ import jax
 from jaxtyping import Array
 
 from posjax import linear, masks, rotary, sampling, scales
-from posjax._checks import check
+from posjax._checks import check, shown
 from posjax._slots import check_registered
+
+_METHODS = {
+    "embedding": ("init", "embed"),
+    "norm": ("init", "apply"),
+    "features": ("init", "query_size", "key_size", "query", "key"),
+    "scale": ("init", "factor"),
+    "bias": ("init", "bind"),
+    "far": ("check", "mask", "branches"),
+    "sinks": ("init", "logits"),
+    "linear": ("init", "size", "query", "key"),
+    "positions": ("draw", "evaluate"),
+}
+_DECLARED = {
+    "features": ("frequencies", "widths", "cached", "decays"),
+    "bias": ("reads_tokens", "contextual", "shared_across_layers"),
+    "linear": ("of_inner_product", "random"),
+}
+
+
+def check_slots(scheme: Any) -> None:
+    """Raises ValueError, naming the slot, for what lacks a method or an attribute that a ``Scheme`` asks of it.
+
+    What counts is what a spec can do, not where its class comes from.
+    """
+    for name, methods in _METHODS.items():
+        spec = getattr(scheme, name)
+        if spec is not None:
+            _check_spec(name, spec, methods, _DECLARED.get(name, ()))
+
+
+def _check_spec(name: str, spec: Any, methods: tuple[str, ...], declared: tuple[str, ...]) -> None:
+    expected = f"{name}: expected one of the specs of this slot or None, found {shown(spec)}"
+    check(not isinstance(spec, type), f"{expected}; write {getattr(spec, '__name__', '')}(...)")
+    missing = [f"{method}()" for method in methods if not callable(getattr(spec, method, None))]
+    missing += [attribute for attribute in declared if not hasattr(spec, attribute)]
+    check(not missing, f"{expected}, which has no {', '.join(missing)}")
 
 
 def init_spec(spec, key: Array, sizes: Mapping[str, int]) -> dict[str, Array]:
@@ -30,13 +66,14 @@ def check_composition(scheme: Any) -> None:
     if scheme.positions is not None:
         _check_positions(scheme)
     if scheme.far is not None:
-        _check_far(scheme)
+        scheme.far.check(scheme.features)
     if scheme.linear is not None:
         _check_linear(scheme)
 
 
 def _check_mask(mask) -> None:
-    check(mask is None or isinstance(mask, masks.Mask), f"mask: expected a posjax.masks mask or None, found {mask!r}")
+    fits = mask is None or isinstance(mask, masks.Mask)
+    check(fits, f"mask: expected a posjax.masks mask or None, found {shown(mask)}")
     check_registered(mask)
     check(
         mask is None or not jax.tree.leaves(mask),
@@ -89,21 +126,13 @@ def _check_positions(scheme: Any) -> None:
     fits = longest is None or table is None or longest <= scheme.embedding.reach
     check(fits, f"positions: ids below {longest} are drawn, but the learned embedding ends before; make it longer")
     check(
-        longest is None or scheme.features is None or scheme.features.decay(64) is None or longest <= 10_000,
+        longest is None or scheme.features is None or not scheme.features.decays or longest <= 10_000,
         f"positions: ids below {longest} may spread a tile of xPos beyond what its decay can hold; stay below 10,000",
     )
     real = isinstance(scheme.positions, sampling.EqualMean)
     check(
         not real or scheme.features is not None or scheme.embedding is not None,
         "positions: equal-mean coordinates are read by features and embeddings, and this scheme has neither",
-    )
-
-
-def _check_far(scheme: Any) -> None:
-    scheme.far.check(scheme.features)
-    check(
-        scheme.features.decay(64) is None,
-        "far does not compose with xPos, whose decay reads the true distance; use plain rotary features",
     )
 
 
@@ -128,5 +157,5 @@ def _check_linear(scheme: Any) -> None:
     )
     check(
         scheme.features is None or type(scheme.features) is rotary.Rotary,
-        f"features: linear attention rotates its numerator with Rotary only, found {scheme.features!r}",
+        f"features: linear attention rotates its numerator with Rotary only, found {shown(scheme.features)}",
     )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from posjax import rotary
-from posjax._checks import check
+from posjax._checks import check, shown
 from posjax.compose import init_spec
 from posjax.registry import slot
 
@@ -34,7 +34,7 @@ def _resolved(scheme, slot_name: str, value):
     if not isinstance(value, Mapping):
         return value
     options = dict(value)
-    check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {value!r}")
+    check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {shown(value)}")
     if slot_name == "frequencies":
         options = _kept(scheme.features.frequencies, options["name"]) | options
     return slot(slot_name, options.pop("name"), **options)
@@ -44,7 +44,7 @@ def _kept(before: rotary.FrequencyRule, name: str) -> dict[str, Any]:
     """The options that a frequency rule by name takes over from the rule before it."""
     check(
         before.partial_rotary_factor == 1 or isinstance(before, rotary.Proportional) == (name == "proportional"),
-        f"frequencies: {name!r} would not rotate the pairs that {before!r} does, for the share of "
+        f"frequencies: {name!r} would not rotate the pairs that {shown(before)} does, for the share of "
         "p-RoPE and that of partial rotary are different things; give the rule itself if that is meant",
     )
     return {key: getattr(before, key) for key in ("base", "head_dim", "partial_rotary_factor")}
@@ -61,19 +61,22 @@ def _with_rule(features, rule):
 
 def check_same_parameters(before: Any, after: Any) -> None:
     """Raises ValueError, naming the slot, unless two schemes learn arrays of the same names and shapes."""
+    features = (scheme.features for scheme in (before, after) if scheme.features is not None)
+    sizes = (size for size in (spec.own_head_dim for spec in features) if size is not None)
+    head_dim = next(sizes, 64)
     for name in ("embedding", "norm", "scale", "bias", "features", "sinks", "linear"):
-        _check_slot(name, getattr(before, name), getattr(after, name))
+        _check_slot(name, getattr(before, name), getattr(after, name), head_dim)
 
 
-def _check_slot(name: str, before, after) -> None:
+def _check_slot(name: str, before, after, head_dim: int) -> None:
     if before == after:
         return
-    check(
-        _shapes(before) == _shapes(after),
-        f"{name}: {after!r} needs parameters {_shapes(after)}, but the model has {_shapes(before)}; train it instead",
-    )
+    has, needs = _shapes(before, head_dim), _shapes(after, head_dim)
+    why = f"{name}: {shown(after)} needs parameters {needs}, but the model has {has}; train it instead"
+    check(has == needs, why)
 
 
-def _shapes(spec) -> dict[str, tuple[int, ...]]:
-    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "model_dim": 64}
+def _shapes(spec, head_dim: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a spec's parameters for a head of this size; the other sizes only have to be the same for all."""
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": head_dim, "model_dim": 64}
     return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: init_spec(spec, jax.random.key(0), sizes)))

@@ -66,7 +66,7 @@ class Far:
             f"far: {name} gives far pairs other positions, but no features read them; use features=Rotary() or Coca()",
         )
         check(
-            type(features).decay is Features.decay,
+            not features.decays,
             f"far: {name} replaces the distances that the decay of {type(features).__name__} reads; leave one out",
         )
         check(

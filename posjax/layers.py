@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from posjax._checks import check
+from posjax._checks import check, shown
 from posjax.registry import check_known
 from posjax.scheme import Scheme
 
@@ -27,10 +27,10 @@ class Layers:
         for schemes, repeats in self.patterns:
             check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
         for scheme in self.schemes:
-            check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {scheme!r}")
+            check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {shown(scheme)}")
         for name in ("embedding", "positions"):
             found = {getattr(scheme, name) for scheme in self.schemes}
-            check(len(found) == 1, f"patterns: all layers must name the same {name}, found {found}")
+            check(len(found) == 1, f"patterns: all layers must name the same {name}, found {shown(found)}")
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -56,6 +56,10 @@ class Layers:
     def reads_length(self) -> bool:
         """Whether some layer depends on the current length."""
         return any(scheme.reads_length for scheme in self.schemes)
+
+    def attend(self, *arguments, **options):
+        """Raises ValueError: layers differ, and each scheme in ``schemes`` has an ``attend`` of its own."""
+        raise ValueError("attend: these are the schemes of several layers; call that of one of them, schemes[n].attend")
 
     def extend(self, *, layers: str = "all", **changes) -> "Layers":
         """The same layers with schemes extended alike; see ``Scheme.extend``.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice
+from posjax._checks import check, check_choice, shown
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain, RotaryTable
 
@@ -42,10 +42,16 @@ class PoPE(Features):
     def __post_init__(self):
         check(
             isinstance(self.frequencies, FrequencyRule),
-            f"frequencies must be a frequency rule such as Plain(), found {self.frequencies!r}",
+            f"frequencies must be a frequency rule such as Plain(), found {shown(self.frequencies)}",
         )
         check_choice("init_delta", self.init_delta, INITS)
         check_choice("precision", self.precision, ("exact", "hf"))
+
+    @property
+    def own_head_dim(self) -> int | None:
+        """Half of what its rule is made for."""
+        size = self.frequencies.head_dim
+        return None if size is None else size // 2
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """``{"delta": [kv_heads, head_dim]}``, float32 radians, beside what the rule learns."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from posjax._checks import check, check_rank, shown
+from posjax._checks import check, check_rank, is_known, shown
 
 _INT32 = np.iinfo(np.int32)
 
@@ -97,17 +97,12 @@ def _to_int32(name: str, integers) -> Int[Array, "..."]:
     them."""
     if isinstance(integers, int) or np.can_cast(integers.dtype, np.int32):
         return jnp.asarray(integers, jnp.int32)
-    if integers.size and _is_known(integers):
+    if integers.size and is_known(integers):
         low, high = int(integers.min()), int(integers.max())
         check(low >= _INT32.min and high <= _INT32.max, f"{name} {low} .. {high} do not fit in int32")
         return jnp.asarray(integers, jnp.int32)
     low = 0 if jnp.issubdtype(integers.dtype, jnp.unsignedinteger) else _INT32.min
     return jnp.clip(integers, low, _INT32.max).astype(jnp.int32)
-
-
-def _is_known(array) -> bool:
-    """Whether this process can read the numbers of an array now."""
-    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 
 def difference(i: Int[Array, "*b"], j: Int[Array, "*b"]) -> Int[Array, "*b"]:

@@ -182,7 +182,7 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
         made = make(**{name: _as_tuple(value) for name, value in options.items()})
         hash(made)
     except TypeError as error:
-        found = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        found = ", ".join(f"{name}={shown(value)}" for name, value in options.items())
         raise ValueError(f"{what}: {str(error).partition(') ')[2] or f'{error}, in {found}'}") from None
     return made
 

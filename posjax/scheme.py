@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import bias, linear, masks
-from posjax._checks import check, check_count
+from posjax._checks import check, check_count, check_heads, check_length, shown
 from posjax._slots import Features
 from posjax.arguments import all_of, bound_bias, check_no_logits, count_visible, scale_factor, sink_logits
 from posjax.attention import attention
@@ -30,7 +30,7 @@ from posjax.attention.sharded import Placement, context_attention
 from posjax.attention.sharded.automatic import has_explicit, on_auto_axes, told
 from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, split_of
-from posjax.compose import check_composition, init_spec
+from posjax.compose import check_composition, check_slots, init_spec
 from posjax.extension import check_same_parameters, replaced
 from posjax.layout import Layout
 from posjax.linear import LinearState
@@ -72,10 +72,7 @@ class Scheme:
     positions: Any = None
 
     def __post_init__(self):
-        for name, method in _PROTOCOL.items():
-            spec = getattr(self, name)
-            fits = spec is None or (hasattr(spec, method) and not isinstance(spec, type))
-            check(fits, f"{name}: expected one of the specs of this slot or None, found {spec!r}")
+        check_slots(self)
         check_composition(self)
 
     @property
@@ -164,7 +161,7 @@ class Scheme:
         check_same_parameters(self, extended)
         check(
             self._features.widths == extended._features.widths,
-            f"features: {extended.features!r} needs other projections than {self.features!r}; train it instead",
+            f"features: {shown(extended.features)} needs other projections than {shown(self.features)}; train it",
         )
         return extended
 
@@ -206,8 +203,10 @@ class Scheme:
 
         ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is for FoX alone.
         """
-        check_count("num_heads", num_heads)
-        sizes = (num_heads, num_kv_heads or num_heads, head_dim, model_dim)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            check_count(name, value)
+        sizes = (num_heads, num_kv_heads, head_dim, model_dim)
         return self._init(key, sizes, [name for name in _LEARNING if not self._is_shared(name)])
 
     def init_shared(self, key: Array, num_heads: int, head_dim: int) -> dict[str, dict[str, Array]]:
@@ -306,6 +305,8 @@ class Scheme:
             TypeError: for an option that there is not.
         """
         params = params or {}
+        self._check_projections(q, k, v)
+        check_length(length)
         if across is None and (split := split_of(q, k, v, partition)) is not None:
             options |= {"q_positions": q_positions, "kv_positions": kv_positions}
             return over_mesh(
@@ -338,6 +339,17 @@ class Scheme:
             **options,
         )
 
+    def _check_projections(self, q, k, v) -> None:
+        """Refuses what are not arrays of heads, and queries and keys whose widths are not those of one head."""
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            check_heads(name, array)
+        width, of_key = self._features.widths
+        wanted = int(q.shape[-1] / width * of_key)
+        check(
+            k.shape[-1] == wanted,
+            f"k must be {wanted} wide beside a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
+        )
+
     def _of_heads(self, params, across: Placement, kv_heads: int):
         """The parameters with those of the features narrowed to the key heads at hand; the rest is left to them all."""
         heads = across.key_heads(kv_heads)
@@ -352,7 +364,7 @@ class Scheme:
         """``attend`` for linear attention, which only segments narrow; it has no slot that reads counts or gates."""
         check(
             mask is None or isinstance(mask, masks.Segments),
-            f"mask: linear attention sees whole documents, so masks.Segments is all it takes, found {mask!r}",
+            f"mask: linear attention sees whole documents, so masks.Segments is all it takes, found {shown(mask)}",
         )
         check_no_logits(**options)
         ids = None if mask is None else mask.q_ids
@@ -458,8 +470,13 @@ class Scheme:
             head_dim: size of a head, and of a value.
             chunk: the most tokens decoded at once.
             dtype: of keys and values, float32 when left out.
+
+        Raises:
+            ValueError: for a number that is not whole and above 0.
         """
-        check(capacity > 0 and chunk > 0, f"capacity and chunk must be positive, found {capacity} and {chunk}")
+        sizes = {"batch": batch, "capacity": capacity, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, value in (sizes | {"head_dim": head_dim, "chunk": chunk}).items():
+            check_count(name, value)
         if self.caches == "state":
             size = self.linear.size(head_dim)
             return linear.empty_state(batch, num_kv_heads, size, head_dim)
@@ -511,6 +528,8 @@ class Scheme:
             partition: see ``attend``. On Explicit axes the cache goes on to lie as it does.
             options: passed on to ``attention``.
         """
+        self._check_projections(q, k, v)
+        check_length(length)
         given = {"params": params or {}, "index": index, "valid": valid, "length": length, "gates": gates, **options}
         given |= {"positions": index if positions is None else positions, "coordinates": coordinates}
         lies = told(q), jax.tree.map(told, kept)
@@ -583,17 +602,12 @@ class Scheme:
         return linear.chunked(v=v, segment_ids=segment_ids, state=state, **made)
 
 
+def _check_kept_rows(kept: Cache | LinearState, batch: int) -> None:
+    """Refuses tokens of other rows than those that a cache was made for."""
+    rows = jax.tree.leaves(kept)[0].shape[0]
+    check(rows == batch, f"q must have the {rows} rows of the cache, found a batch of {batch}")
+
+
 _LEARNING = ("norm", "scale", "bias", "features", "sinks", "linear")
-_PROTOCOL = {
-    "embedding": "embed",
-    "norm": "apply",
-    "features": "query_size",
-    "scale": "factor",
-    "bias": "init",
-    "far": "branches",
-    "sinks": "logits",
-    "linear": "query",
-    "positions": "draw",
-}
 SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Scheme)))
 """The slots that ``replace`` and ``extend`` take."""

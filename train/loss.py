@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from train.settings.checks import divisor_near
+
 
 class Losses(NamedTuple):
     """Sums over the predicted tokens, float32.
@@ -41,7 +43,7 @@ def token_losses(
     """
     vocabulary = head.shape[1]
     if vocabulary % chunks:
-        fits = max(count for count in range(1, chunks + 1) if vocabulary % count == 0)
+        fits = divisor_near(vocabulary, chunks)
         raise ValueError(
             f"train.loss_chunks must divide the vocabulary of {vocabulary} tokens, found {chunks}; {fits} would work"
         )

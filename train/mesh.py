@@ -8,6 +8,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from train.config import MeshConfig
+from train.settings.checks import divisor_near
 
 AXES = ("replica", "data", "fsdp", "context", "tensor")
 """From the slowest network to the fastest: neighbours along `tensor` are neighbours on the chip's links."""
@@ -26,7 +27,7 @@ def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
     open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
     asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     if named > devices or (open_axis and devices % named):
-        fits = max(count for count in range(1, named + 1) if devices % count == 0)
+        fits = divisor_near(devices, named)
         raise ValueError(
             f"train.mesh ({asked}) needs {'a multiple of ' if open_axis else ''}{named} devices, but there are "
             f"{devices}; sizes whose product is {fits} would work"
@@ -57,7 +58,7 @@ def check_rows(sizes: dict[str, int], rows: int) -> None:
     """Raises ValueError for a batch whose rows the mesh cannot share evenly."""
     shares = math.prod(sizes[axis] for axis in BATCH_AXES)
     if rows % shares:
-        fits = max(count for count in range(1, shares + 1) if rows % count == 0)
+        fits = divisor_near(rows, shares)
         raise ValueError(
             f"train.batch_tokens and train.accumulate give {rows} rows at a time, which {shares} devices along "
             f"replica, data and fsdp cannot share evenly; {fits} along them would work (train.mesh.data={fits}), or "

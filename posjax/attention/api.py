@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_positive, check_rank
+from posjax._checks import check, check_choice, check_heads, check_positive, shown
 from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
+from posjax.attention.checks import check_ahead, check_sinks, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
@@ -49,6 +50,7 @@ def local_attention(
     """``posjax.attention`` on one device, or as the compiler splits it: its arguments but ``partition``."""
     x, scale = prepared(q, k, v, **options)
     check_sinks(sinks, q.shape[2])
+    check_ahead(x.bias, x.mask, x.q_positions, x.kv_positions)
     out, lse = run(implementation, x, scale, with_lse=return_residuals or sinks is not None)
     return finished(out, lse, sinks, return_residuals)
 
@@ -88,7 +90,7 @@ def prepared(
         q_positions=_checked_positions("q_positions", q_positions, q),
         kv_positions=_checked_positions("kv_positions", kv_positions, k),
         far=tuple(Branch(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
-        decay=None if decay is None else jax.lax.stop_gradient(jnp.asarray(decay, statistics_dtype(q))),
+        decay=rates(decay, statistics_dtype(q)),
         softcap=softcap,
     )
     return checked(x), _grouped_scale(scale, q, kv_heads)
@@ -105,9 +107,7 @@ def finished(out, lse, sinks, return_residuals: bool):
 def check_shapes(q, k, v) -> None:
     """Raises ValueError unless queries, keys and values fit together."""
     for name, array in (("q", q), ("k", k), ("v", v)):
-        check_rank(name, array, 4, "[batch, length, heads, size]")
-        check(jnp.issubdtype(array.dtype, jnp.floating), f"{name} must be of a floating dtype, found {array.dtype}")
-        check(array.shape[1] > 0, f"{name} must hold at least one token, found shape {array.shape}")
+        check_heads(name, array)
     check(q.shape[0] == k.shape[0], f"k must have the batch of q, {q.shape[0]}, found shape {k.shape}")
     check(k.shape[:3] == v.shape[:3], f"v must have the batch, length and heads of k, {k.shape[:3]}, found {v.shape}")
     check(q.shape[3] == k.shape[3], f"k must have the head size of q, {q.shape[3]}, found shape {k.shape}")
@@ -138,14 +138,6 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
         q_positions is not None or queries == keys or not reads_positions,
         f"q_positions must be given where {queries} queries meet {keys} keys and positions matter; for queries that "
         f"are the last of the keys write q_positions=Range({keys} - {queries}, {queries}), with posjax.positions.Range",
-    )
-
-
-def check_sinks(sinks, heads: int) -> None:
-    """Raises ValueError unless ``sinks`` is None or one logit for each head."""
-    check(
-        sinks is None or sinks.shape == (heads,),
-        f"sinks must have shape {(heads,)}, one logit per query head, found {getattr(sinks, 'shape', None)}",
     )
 
 
@@ -189,7 +181,9 @@ def bound(bias, heads: int) -> Bias | None:
     if isinstance(bias, jax.Array | np.ndarray):
         bias = array_bias(bias)
     if not isinstance(bias, Bias):
-        check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
+        spec, found = hasattr(bias, "bind") and not isinstance(bias, type), type(bias).__name__
+        found = f"{shown(bias)}: write {bias.__name__}(...)" if isinstance(bias, type) else found
+        check(spec, f"bias must be a posjax bias or the spec of one, found {found}")
         made = bias.bind(num_heads=heads)
         found = type(made).__name__
         check(isinstance(made, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from posjax.attention.api import bound, check_aligned, check_shapes, local_attention
+from posjax.attention.checks import check_scale
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, Split, split_of
@@ -60,7 +61,8 @@ def attention(
             multiplies their queries too.
         decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
             overflow at any length as long as a query sees no key ahead of it, and no tile spans more than about
-            ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). No gradient reaches them.
+            ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). No gradient reaches them. Negative
+            rates are refused; where they are traced they count as 0.
         q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out, which is
             refused where there are more or fewer keys than queries and anything here depends on positions.
         kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
@@ -84,13 +86,15 @@ def attention(
         The output in the dtype of ``v``, or the pair of output and log-sum-exp.
 
     Raises:
-        ValueError: for shapes that do not fit, naming the argument; for a backend that does not take the call, with the
+        ValueError: for shapes that do not fit, naming the argument; for a bias that grows without bound for keys ahead
+            (one-sided ALiBi) where a query is known to see one; for a backend that does not take the call, with the
             reason; for a sequence that is split over a mesh.
     """
     options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "far": far}
     options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
     options |= {"implementation": implementation, "return_residuals": return_residuals}
     check_shapes(q, k, v)
+    check_scale(scale)
     reads = bool(far) or decay is not None or any(map(_reads_positions, (bias, mask)))
     check_aligned(q, k, q_positions, reads)
     split = split_of(q, k, v, partition)

@@ -75,6 +75,11 @@ class LinearBias(Bias):
 
     heads = heads_on_last_axis
 
+    @property
+    def grows_ahead(self):
+        """Unless it is symmetric."""
+        return not self.symmetric
+
     def values(self, q_positions, kv_positions):
         """``-m_h (i - j)``, or the symmetric forms of it; ``[heads, q, k]`` for positions that the batch shares."""
         slopes = heads_first(widened(self.slopes))

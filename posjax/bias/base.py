@@ -24,6 +24,11 @@ class Bias(Blockwise):
     """Whether its one leaf is an array over pairs of tokens, ``[batch, heads, queries, keys]`` with axes of 1."""
 
     @property
+    def grows_ahead(self) -> bool:
+        """Whether it grows without bound for keys ahead of the query, so that they must be hidden."""
+        return False
+
+    @property
     def constant_from(self) -> int | None:
         """A distance from which on, behind and ahead, a bias by distance has one value on either side; or None."""
         return None

@@ -36,6 +36,11 @@ class ForgetBias(Bias):
         own = ("batch", "heads", "length")
         return dataclasses.replace(self, q_gates=own, kv_gates=own)
 
+    @property
+    def grows_ahead(self):
+        """Unless it is symmetric."""
+        return not self.symmetric
+
     def values(self, q_positions, kv_positions):
         """``c_i - c_j``, or ``-|c_i - c_j|``, as ``[batch, heads, q, k]``; positions play no part."""
         difference = self.q_gates[..., :, None] - self.kv_gates[..., None, :]

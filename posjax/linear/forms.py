@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax._checks import check, check_count, check_rank
+from posjax._checks import check, check_count, check_heads
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
@@ -47,7 +47,13 @@ class LinearState:
 def empty_state(
     batch: int, num_kv_heads: int, size: int, value_size: int, *, numerator_size: int | None = None, dtype=jnp.float32
 ) -> LinearState:
-    """The state before the first token, for features ``size`` wide (those of the numerator may differ)."""
+    """The state before the first token, for features ``size`` wide (those of the numerator may differ).
+
+    Raises:
+        ValueError: for a number that is not whole and above 0.
+    """
+    for name, value in (("batch", batch), ("num_kv_heads", num_kv_heads), ("size", size), ("value_size", value_size)):
+        check_count(name, value)
     sizes = (batch, num_kv_heads)
     return LinearState(
         jnp.zeros((*sizes, size if numerator_size is None else numerator_size, value_size), dtype),
@@ -406,7 +412,7 @@ def _tokens(
 
 def _check_arrays(phi, psi, v, q_numerator, k_numerator, square: bool) -> None:
     for name, a in (("phi", phi), ("psi", psi), ("v", v)):
-        check_rank(name, a, 4, "[batch, length, heads, size]")
+        check_heads(name, a)
     check(phi.shape[::3] == psi.shape[::3], f"phi {phi.shape} and psi {psi.shape} must agree in batch and size")
     check(
         phi.shape[2] % psi.shape[2] == 0, f"phi has {phi.shape[2]} heads, not a multiple of the {psi.shape[2]} of psi"

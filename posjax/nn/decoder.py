@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax._checks import check, check_rank
+from posjax._checks import check, check_length, check_tokens, shown
 from posjax.attention.operands import ATTENDED
 from posjax.attention.sharded.automatic import axes_of, on_auto_axes, told
 from posjax.layers import Layers
@@ -110,7 +110,8 @@ class Decoder(nnx.Module):
         On a mesh (``config.placement``) all arguments are in the order of its layout.
 
         Args:
-            tokens: int32 ids.
+            tokens: int32 ids from 0 to ``vocab_size - 1``. Ids outside are not noticed: those beyond the end have the
+                embedding of the last token, negative ones count from the end (-1 is the last token), down to the first.
             positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
             segment_ids: documents packed into a row, each with an id of its own and in one piece; tokens of different
                 documents do not see each other. Negative ids are padding.
@@ -119,9 +120,10 @@ class Decoder(nnx.Module):
                 in several axes (images), or real-valued. Masks, biases and scales go on reading ``positions``.
 
         Raises:
-            ValueError: for shapes that do not fit.
+            ValueError: for shapes that do not fit, tokens that are not integers, and a length that is not positive.
         """
         _check_shapes(tokens, positions, segment_ids, coordinates)
+        check_length(length)
         context = self._context(tokens, positions, segment_ids, length, coordinates)
         x = self._embed(tokens, context)
         for stack in self.stacks:
@@ -147,6 +149,9 @@ class Decoder(nnx.Module):
             batch: rows.
             capacity: the most tokens of a row, prompt and generated ones.
             chunk: the most tokens that are decoded at once, for instance the length of the prompt.
+
+        Raises:
+            ValueError: for a number that is not whole and above 0.
         """
         config = self.config
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
@@ -189,6 +194,10 @@ class Decoder(nnx.Module):
                 room for get NaN.
         """
         check(self.config.causal, "a bidirectional model (causal=False) cannot decode: every token sees those ahead")
+        check_tokens("tokens", tokens)
+        rows = cache.used.shape[0]
+        check(tokens.shape[0] == rows, f"tokens must have the {rows} rows of the cache, found shape {tokens.shape}")
+        check_length(length)
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         _check_shapes(tokens, positions, valid, coordinates)
         seen = cache.used[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
@@ -213,7 +222,8 @@ class Decoder(nnx.Module):
         graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
         state = nnx.state(self)
         shapes = [jax.tree.map(jnp.shape, nnx.to_pure_dict(s)) for s in (state, wanted)]
-        check(shapes[0] == shapes[1], f"scheme: {scheme!r} does not fit the parameters of {self.config.scheme!r}")
+        why = f"scheme: {shown(scheme)} does not fit the parameters of {shown(self.config.scheme)}"
+        check(shapes[0] == shapes[1], why)
         return nnx.merge(graph, state)
 
     def _context(self, tokens, positions, segment_ids, length, coordinates) -> Context:
@@ -338,8 +348,9 @@ def _init_shared(config: DecoderConfig, rngs: nnx.Rngs) -> list[dict]:
 
 
 def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:
-    check_rank("tokens", tokens, 2, "[batch, length]")
+    check_tokens("tokens", tokens)
     columns = tokens.shape[1]
+    check(columns > 0, f"tokens must hold at least one token, found shape {tokens.shape}")
     if segment_ids is not None:
         found = segment_ids.shape
         check(found == tokens.shape, f"segment_ids must have the shape of tokens, {tokens.shape}, found {found}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count
+from posjax._checks import check, check_choice, check_count, check_length
 from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
 from posjax.rotary.ntk import ntk_exponents
@@ -76,6 +76,7 @@ class CLEX(FrequencyRule):
         self, length: Length | None = None, *, head_dim: int | None = None, params: dict[str, Array] | None = None
     ) -> tuple[Frequencies, float]:
         """As :meth:`FrequencyRule.frequencies`. Without ``params`` those of an untrained CLEX, exact; else float32."""
+        check_length(length)
         row = self._scale(self.original_length if length is None else length) - 1
         untrained = self._untrained(head_dim)
         if params is None:

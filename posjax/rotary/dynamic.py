@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice
+from posjax._checks import check, check_choice, check_length
 from posjax.angles import Frequencies, exact, fixed_point
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, check_number, is_host, per_token
@@ -63,6 +63,7 @@ class _Dynamic(FrequencyRule):
         self, length: Length | None = None, *, head_dim: int | None = None
     ) -> tuple[Frequencies, float | Float[Array, "*lengths 1 1"]]:
         """As :meth:`FrequencyRule.frequencies`; ``length`` None means ``original_length``."""
+        check_length(length)
         scale = self._scale(self.original_length if length is None else length)
         plain = self.inverse_frequencies(head_dim)
         return scaled(plain, self._multipliers(scale[..., None], plain)), self._factor(scale)

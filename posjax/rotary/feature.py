@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from posjax._checks import check, check_choice
+from posjax._checks import check, check_choice, shown
 from posjax._slots import Features
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
 from posjax.rotary.rules import FrequencyRule, Plain
@@ -23,7 +23,7 @@ class Rotary(Features):
     def __post_init__(self):
         check(
             isinstance(self.frequencies, FrequencyRule),
-            f"frequencies must be a frequency rule such as Plain(), found {self.frequencies!r}",
+            f"frequencies must be a frequency rule such as Plain(), found {shown(self.frequencies)}",
         )
         check_choice("pairing", self.pairing, PAIRINGS)
         check_choice("precision", self.precision, ("exact", "hf"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from posjax._checks import check, check_choice, check_count
+from posjax._checks import check, check_choice, check_count, shown
 from posjax.positions import Positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.feature import Rotary
@@ -136,7 +136,7 @@ class _OneDimensional(SeveralAxes):
     def __post_init__(self):
         if self.rule is not None:
             one = isinstance(self.rule, FrequencyRule) and not isinstance(self.rule, SeveralAxes)
-            check(one, f"rule must be a frequency rule of one axis, found {self.rule!r}")
+            check(one, f"rule must be a frequency rule of one axis, found {shown(self.rule)}")
             for name in ("base", "head_dim", "partial_rotary_factor"):
                 mine, its = getattr(self, name), getattr(self.rule, name)
                 check(mine in (getattr(type(self), name), its), f"{name}={mine!r} but the rule has {name}={its!r}")

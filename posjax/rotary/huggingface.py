@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from posjax._checks import check, check_choice
+from posjax._checks import check, check_choice, shown
 from posjax.rotary.dynamic import DynamicNTK
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional
@@ -95,7 +95,7 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
     if "rope_type" in config or ("type" in config and "model_type" not in config):
         return _rule(config, {})
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    check(isinstance(parameters, Mapping), f"rope parameters must be a dictionary, found {parameters!r}")
+    check(isinstance(parameters, Mapping), f"rope parameters must be a dictionary, found {shown(parameters)}")
     check(
         bool(parameters) or "text_config" not in config or "rope_theta" in config,
         "config has no rope settings of its own: pass config['text_config'], or config.text_config of an object",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_positive
+from posjax._checks import check, check_choice, check_count, check_length, check_positive, shown
 from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
 from posjax.rotary.dynamic import excess, scaled
@@ -59,7 +59,7 @@ class LongRoPE(FrequencyRule):
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
-            check(isinstance(values, list | tuple), f"{name} must be a list of numbers, found {values!r}")
+            check(isinstance(values, list | tuple), f"{name} must be a list of numbers, found {shown(values)}")
             for value in values:
                 check_number(f"every {name}", value)
                 check(value > 0, f"every {name} must be positive, found {value!r}")
@@ -80,7 +80,7 @@ class LongRoPE(FrequencyRule):
         whole = isinstance(self.unscaled_first, int | np.integer) and not isinstance(self.unscaled_first, bool)
         check(
             whole and self.unscaled_first >= 0,
-            f"unscaled_first must be a whole number of at least 0, found {self.unscaled_first!r}",
+            f"unscaled_first must be a whole number of at least 0, found {shown(self.unscaled_first)}",
         )
         super().__post_init__()
 
@@ -117,6 +117,7 @@ class LongRoPE(FrequencyRule):
         """As :meth:`FrequencyRule.frequencies`, of the positions from ``unscaled_first`` on; ``length`` None means
         ``original_length``.
         """
+        check_length(length)
         plain = self.inverse_frequencies(head_dim)
         length = self.original_length if length is None else length
         if self.select == "dynamic":
@@ -284,7 +285,7 @@ def search(
 
 
 def _space(initial: LongRoPE, reach: float, step: float, choices: tuple[int, ...]) -> _Space:
-    check(isinstance(initial, LongRoPE), f"initial must be a LongRoPE rule, found {initial!r}")
+    check(isinstance(initial, LongRoPE), f"initial must be a LongRoPE rule, found {shown(initial)}")
     check(initial.factor is not None, "initial needs factor (new length / original_length), which bounds the search")
     check_number("reach", reach, at_least=1)
     check_positive("step", step)

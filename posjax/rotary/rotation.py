@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_even
+from posjax._checks import check, check_choice, check_even, check_float, shown
 from posjax.rotary.tables import RotaryTable
 
 PAIRINGS = ("half", "interleaved")
@@ -46,9 +46,12 @@ def _with_heads(part: Array, heads: int) -> Array:
 
 def _check_table(x: Array, table: RotaryTable) -> None:
     """Refuses a table that would broadcast over, or fall short of, the axes of x."""
+    check(not isinstance(x, RotaryTable), "x must be an array, found the table: write apply_rotary(x, table)")
+    made = isinstance(table, RotaryTable)
+    check(made, f"table must be a RotaryTable, as rotary_table makes it or RotaryTable(cos, sin), found {shown(table)}")
+    check_float("x", x)
     shape = table.cos.shape
     check(x.ndim >= 3, f"x must be [batch, length, heads, size], found shape {x.shape}")
-    check(jnp.issubdtype(x.dtype, jnp.floating), f"x must be real, found {x.dtype}")
     check(2 * shape[-1] <= x.shape[-1], f"table turns {2 * shape[-1]} features but x has head size {x.shape[-1]}")
     fits = len(shape) == 2 or (len(shape) in (3, 4) and x.ndim == 4 and shape[0] in (1, x.shape[0]))
     fits = fits and (len(shape) < 4 or x.shape[2] % shape[2] == 0)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_even, check_number
+from posjax._checks import check, check_even, check_number, shown
 from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
 from posjax.rotary.tables import RotaryTable, rotary_table
@@ -59,7 +59,7 @@ class FrequencyRule:
         check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
         check_number("partial_rotary_factor", self.partial_rotary_factor)
         whole = self.head_dim is None or isinstance(self.head_dim, numbers.Integral)
-        check(whole, f"head_dim must be a whole number, found {self.head_dim!r}")
+        check(whole, f"head_dim must be a whole number, found {shown(self.head_dim)}")
         self._check_width()
 
     def _check_width(self) -> None:

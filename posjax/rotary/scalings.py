@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from posjax._checks import check, check_choice, check_positive
+from posjax._checks import check, check_choice, check_positive, shown
 from posjax.rotary.rules import FrequencyRule, check_number
 from posjax.rotary.tables import RotaryTable, rotary_table
 
@@ -247,7 +247,7 @@ class Stretched(FrequencyRule):
     partial_rotary_factor: float = field(init=False, repr=False)
 
     def __post_init__(self):
-        check(isinstance(self.rule, FrequencyRule), f"rule must be a frequency rule, found {self.rule!r}")
+        check(isinstance(self.rule, FrequencyRule), f"rule must be a frequency rule, found {shown(self.rule)}")
         name = type(self.rule).__name__
         check(not self.rule.reads_length, f"rule: {name} reads the current length, so its frequencies are not fixed")
         fixed = all(getattr(type(self.rule), hook) is getattr(FrequencyRule, hook) for hook in ("frequencies", "table"))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check
+from posjax._checks import check, shown
 from posjax.angles import Frequencies, angles, as_frequencies, fixed_point
 from posjax.positions import Positions, Range, as_array
 
@@ -59,6 +59,22 @@ def learned_angles(
     return jax.lax.stop_gradient(exact) + (product - jax.lax.stop_gradient(product))
 
 
+def _check_frequencies(given) -> None:
+    """Refuses what holds frequencies, but is none."""
+    name = "inverse_frequencies"
+    check(
+        not hasattr(given, "frequencies"),
+        f"{name} must be an array, found the rule {type(given).__name__}: give what its frequencies() returns first",
+    )
+    check(
+        not (isinstance(given, tuple) and any(isinstance(part, Frequencies) for part in given)),
+        f"{name} must be an array, found it together with its factor: write "
+        f"{name}, factor = rule.frequencies(...) and give attention_factor=factor",
+    )
+    known = isinstance(given, Frequencies | jax.Array | np.ndarray | list | tuple)
+    check(known, f"{name} must be an array, found {shown(given)}")
+
+
 def rotary_table(
     positions: Positions | Float[Array, "*batch length"],
     inverse_frequencies: Frequencies | np.ndarray | Float[Array, "*batch half"],
@@ -76,8 +92,9 @@ def rotary_table(
     precision: ``"exact"``, within 2e-6 of float64 at every int32 position for frequencies known on the host; or
         ``"hf"``, the float32 product of PyTorch code (see :func:`posjax.angles.angles` for its error).
 
-    Raises ValueError for positions in 16-bit floats and frequencies of another rank or batch.
+    Raises ValueError for positions in 16-bit floats, frequencies of another rank or batch, and a rule in their place.
     """
+    _check_frequencies(inverse_frequencies)
     frequencies = as_frequencies(inverse_frequencies)
     array = as_places(positions)
     check(1 <= frequencies.ndim <= 3, f"inverse_frequencies must have 1 to 3 axes, found shape {frequencies.shape}")

@@ -97,7 +97,7 @@ IDS = jnp.zeros((BATCH, TOKENS), jnp.int32)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"bias": ALiBi(), "sinks": jnp.zeros(HEADS)},
+        {"bias": ALiBi(), "mask": Causal(), "sinks": jnp.zeros(HEADS)},
         {"bias": Sandwich(), "return_residuals": True},
         {"mask": Causal() & Segments(IDS), "scale": jnp.ones((TOKENS, 1))},
         {"mask": Causal(), "far": FAR},
@@ -376,7 +376,7 @@ def test_without_a_gpu_a_program_for_one_is_blockwise(monkeypatch):
     [
         ({"return_residuals": True}, "log-sum-exp"),
         ({"sinks": jnp.zeros(HEADS)}, "log-sum-exp"),
-        ({"bias": ALiBi()}, "LinearBias"),
+        ({"bias": ALiBi(symmetric=True)}, "LinearBias"),
         ({"softcap": 30.0}, "soft cap"),
         ({"far": FAR}, "far branches"),
         ({"decay": np.ones(SIZE)}, "decay of xPos"),

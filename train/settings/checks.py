@@ -1,5 +1,6 @@
 """What the checks of values have in common; every mistake is a ValueError in one line that names the key."""
 
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -28,6 +29,15 @@ def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueErro
     near = get_close_matches(str(found), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValueError(f"{path}: unknown {what} {found!r}{hint} (known: {', '.join(known)})")
+
+
+def divisor_near(number: int, most: int) -> int:
+    """A divisor of ``number`` up to ``most``, to name in a message: the largest, unless none lies within 65,536 of it.
+
+    Numbers in a config may be as large as one types; no message is worth a search through all of them.
+    """
+    top = min(number, most)
+    return next((n for n in range(top, max(0, top - 2**16), -1) if number % n == 0), math.gcd(number, most))
 
 
 def check_seed(name: str, seed: int) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from train.settings.checks import check, check_fraction, check_positive, unknown
+from train.settings.checks import check, check_fraction, check_positive, divisor_near, unknown
 
 STRATEGIES = ("auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
 
@@ -118,7 +118,7 @@ class TrainConfig:
             f"train.batch_tokens must be a multiple of train.length ({self.length}), found {self.batch_tokens}; "
             f"{rows * self.length} would work",
         )
-        fits = max(n for n in range(1, self.accumulate + 1) if self.rows % n == 0)
+        fits = divisor_near(self.rows, self.accumulate)
         check(
             self.rows % self.accumulate == 0,
             f"train.accumulate must divide the {self.rows} rows of a batch, found {self.accumulate}; {fits} would work",

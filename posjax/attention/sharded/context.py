@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check
 from posjax.attention import api
+from posjax.attention.checks import check_ahead, check_sinks
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
 from posjax.attention.own import heads_of, on_device
 from posjax.attention.sharded.choice import Sizes
@@ -83,7 +84,8 @@ def context_attention(
         kv_positions=local[1],
     )
     sinks = heads.last(sinks)
-    api.check_sinks(sinks, q.shape[2])
+    check_sinks(sinks, q.shape[2])
+    check_ahead(x.bias, x.mask, *row)
     call = Call(x, jnp.asarray(scale, statistics_dtype(q)))
     call = call.at(*(p if isinstance(p, Range) else as_array(p) for p in row))
     with_lse = return_residuals or sinks is not None

@@ -87,9 +87,19 @@ def refusal(x: Operands) -> str | None:
             "a bias by distance needs positions that are ranges (within segments they may run on: distances are the "
             "same); use 'blockwise'"
         )
+    if bias_form(x) in ("linear", "relative") and _leaves_int32(x):
+        return "distances leave int32, in which the kernels count them; use 'blockwise'"
     if bias_form(x) == "relative" and _sums_by_distance(x) > chip().vmem // 2:
         return "the gradient of a bias by distance does not fit in fast memory at this length; use 'blockwise'"
     return None
+
+
+def _leaves_int32(x: Operands) -> bool:
+    """Whether queries and keys are known to stand more than int32 holds apart."""
+    if not all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions)):
+        return False
+    apart = x.q_positions.start - x.kv_positions.start
+    return apart + x.q_positions.length >= 2**31 or apart - x.kv_positions.length < -(2**31)
 
 
 def _sums_by_distance(x: Operands) -> int:

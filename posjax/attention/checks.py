@@ -1,0 +1,70 @@
+"""What ``attention`` asks of single arguments, beyond their shapes."""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from posjax._checks import check, is_known, shown
+from posjax.bias import Bias
+from posjax.masks import Mask
+from posjax.positions import Positions, Range
+
+
+def check_scale(scale) -> None:
+    """Raises ValueError unless ``scale`` is None, a number or an array."""
+    fits = scale is None or isinstance(scale, numbers.Real | jax.Array | np.ndarray)
+    check(
+        fits and not isinstance(scale, bool),
+        f"scale must be a number or an array, found {shown(scale)}; scales with a name stand in Scheme(scale=...)",
+    )
+
+
+def check_sinks(sinks, heads: int) -> None:
+    """Raises ValueError unless ``sinks`` is None or one logit for each head."""
+    fits = sinks is None or (isinstance(sinks, jax.Array | np.ndarray) and sinks.shape == (heads,))
+    check(fits, f"sinks must have shape {(heads,)}, one logit per query head, found {shown(sinks)}")
+
+
+def rates(decay, dtype) -> Float[Array, "size"] | None:
+    """The rates of decay as an array without a gradient, none below 0.
+
+    Raises ValueError for a negative one. Where they are traced a negative one counts as 0, in every backend.
+    """
+    if decay is None:
+        return None
+    if is_known(decay):
+        lowest = np.min(np.asarray(decay, np.float64), initial=np.inf)
+        check(lowest >= 0, f"decay must not be negative: its rates are those of exp(-a (i - j)), found {lowest:g}")
+    return jax.lax.stop_gradient(jnp.maximum(jnp.asarray(decay, dtype), 0))
+
+
+def check_ahead(bias: Bias | None, mask: Mask | None, q_positions: Positions, kv_positions: Positions) -> None:
+    """Raises ValueError for a bias that grows without bound where the first query is known to see a key ahead.
+
+    That is known of positions that are ranges, and of a mask that is a function of them. What arrays say, of positions
+    or in a mask, is left to the caller.
+    """
+    if bias is None or not bias.grows_ahead:
+        return
+    key = _seen_ahead(mask, q_positions, kv_positions)
+    check(
+        key is None,
+        f"bias: this {type(bias).__name__} grows without bound for keys ahead, and the first query sees that at "
+        f"{key}; use mask=Causal(), or symmetric=True where every token sees both sides",
+    )
+
+
+def _seen_ahead(mask: Mask | None, q_positions: Positions, kv_positions: Positions) -> int | None:
+    """The position of a key ahead that the first query is known to see, or None."""
+    ranges = all(isinstance(p, Range) and p.is_static for p in (q_positions, kv_positions))
+    if not ranges or jax.tree.leaves(mask):
+        return None
+    first, stop = q_positions.start, kv_positions.start + kv_positions.length
+    ahead = np.arange(max(first + 1, kv_positions.start), stop).astype(np.int32)
+    seen = np.ones(ahead.shape, bool) if mask is None else mask.allowed(np.array([first], np.int32), ahead)
+    if isinstance(seen, jax.core.Tracer) or not np.any(seen):
+        return None
+    return int(ahead[np.argmax(np.any(seen, axis=tuple(range(np.ndim(seen) - 1))))])
