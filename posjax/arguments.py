@@ -13,7 +13,9 @@ from posjax.attention.api import BACKENDS, KERNELS
 from posjax.attention.sharded import Placement
 from posjax.bias import Bias
 from posjax.masks import Mask
-from posjax.positions import Positions, Range, as_array
+from posjax.positions import Positions, Range, as_array, difference
+
+_LARGEST = 2**31 - 1
 
 Params = Mapping[str, Mapping[str, Array]]
 
@@ -91,7 +93,7 @@ def count_visible(
     if given is not None:
         count = across.local(given, at.shape[-1])
     elif causal:
-        count = at - across.lowest(kv_positions) + 1
+        count = jnp.minimum(difference(at, across.lowest(kv_positions)), _LARGEST - 1) + 1
     else:
         keys = kv_positions.length if isinstance(kv_positions, Range) else across.whole(kv_positions.shape[-1])
         count = jnp.full_like(at, keys)

@@ -17,7 +17,7 @@ from posjax.coca import Coca
 from posjax.far import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
 from posjax.masks import Causal
 from posjax.positions import Range
-from posjax.rotary import Axial, DynamicNTK, NTKAware, Rotary, XPos
+from posjax.rotary import Axial, DynamicNTK, Linear, NTKAware, Rotary, XPos
 
 N, HEADS, KV_HEADS, SIZE = 40, 2, 1, 8
 THETA = 10_000.0 ** -(np.arange(0, SIZE, 2) / SIZE)
@@ -173,6 +173,16 @@ def test_printed_distances(shift):
     assert one_score(ReRoPE(512), 990 + shift, shift) == pytest.approx(math.cos(512), abs=2e-6)
     trained = one_score(inverse_leaky(512, 8), 511 + shift, shift)
     assert trained == pytest.approx(math.cos(128 + 383 * 16), abs=2e-6)
+
+
+@pytest.mark.parametrize("far", [LeakyReRoPE(128, 16), inverse_leaky(512, 8)], ids=["leaky", "inverse"])
+@pytest.mark.parametrize("end", [2**31 - 991, -(2**31)], ids=["the highest", "the lowest"])
+def test_leaky_distances_at_the_ends_of_int32(far, end):
+    """What is added to the positions of far queries may leave int32."""
+    distance = far.window + (990 - far.window) / far.factor
+    assert one_score(far, 990 + end, end) == pytest.approx(math.cos(distance), abs=2e-6)
+    exact = one_score(far, 990 + end, end, Rotary(Linear(4.0)))
+    assert exact == pytest.approx(math.cos(distance / 4), abs=2e-6)
 
 
 DYNAMIC = DynamicNTK(8)

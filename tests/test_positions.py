@@ -131,3 +131,34 @@ def test_from_segments_on_a_mesh():
     spec = jax.sharding.PartitionSpec("batch")
     sharded = jax.shard_map(positions.from_segments, mesh=mesh, in_specs=spec, out_specs=spec)(segments)
     np.testing.assert_array_equal(sharded, positions.from_segments(segments))
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
+def test_wide_integers_on_a_device_are_checked_as_those_of_numpy(dtype):
+    with jax.enable_x64(dtype != "uint32"):
+        fits, beyond = (jnp.array([0, last], dtype) for last in (2**31 - 1, 2**31))
+        array = positions.as_array(fits)
+        chex.assert_type(array, jnp.int32)
+        assert array.tolist() == [0, 2**31 - 1]
+        with pytest.raises(ValueError, match=r"positions 0 \.\. 2147483648 do not fit in int32"):
+            positions.as_array(beyond)
+        with pytest.raises(ValueError, match=r"start 2147483648 \.\. 2147483648 do not fit in int32"):
+            positions.as_array(Range(beyond[1], 2))
+        with pytest.raises(ValueError, match=r"offset 0 \.\. 2147483648 do not fit in int32"):
+            positions.arange(3, beyond)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
+def test_wide_integers_that_are_traced_stop_at_the_ends_of_int32(dtype):
+    with jax.enable_x64(dtype != "uint32"):
+        low = 0 if dtype.startswith("u") else -(2**31) - 5
+        array = jax.jit(positions.as_array)(jnp.array([low, 7, 2**32 - 1], dtype))
+        chex.assert_type(array, jnp.int32)
+        assert array.tolist() == [max(low, -(2**31)), 7, 2**31 - 1]
+
+
+def test_differences_do_not_wrap():
+    ends = [-(2**31), 1 - 2**31, -(2**30), -1, 0, 1, 2**30, 2**31 - 1]
+    i, j = np.meshgrid(ends, ends)
+    found = jax.jit(positions.difference)(jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32))
+    np.testing.assert_array_equal(found, np.clip(i - j, -(2**31) + 1, 2**31 - 1))

@@ -309,3 +309,24 @@ def test_tokens_outside_the_vocabulary():
     meant = jnp.array([[10, 10, 10, 0, 0]])
     model = decoder("nope")
     np.testing.assert_array_equal(model.hidden(tokens), model.hidden(meant))
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_negative_decay_that_is_traced_counts_as_none(implementation):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 8))
+    rates = jnp.array([-0.5, 0.1] * 4)
+
+    @jax.jit
+    def run(rates):
+        return pj.attention(q, k, v, mask=masks.Causal(), decay=rates, implementation=implementation)
+
+    want = pj.attention(q, k, v, mask=masks.Causal(), decay=np.maximum(rates, 0), implementation="dense")
+    np.testing.assert_allclose(run(rates), want, atol=1e-5)
+
+
+def test_counts_of_visible_keys_do_not_wrap():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 1, 2, 8))
+    last = {"q_positions": Range(2**31 - 1, 1), "kv_positions": Range(0, 1)}
+    counted = Scheme(scale=scales.LogN(1024)).attend(q, k, v, return_residuals=True, **last)[1]
+    want = Scheme(scale=scales.Constant(31 / 10)).attend(q, k, v, return_residuals=True, **last)[1]
+    np.testing.assert_allclose(counted, want, rtol=1e-5)

@@ -13,7 +13,7 @@ from posjax._checks import check
 from posjax.bias import Bias
 from posjax.far import Branch
 from posjax.masks import Mask
-from posjax.positions import Positions, Range
+from posjax.positions import Positions, Range, difference
 
 ATTENDED = "posjax_attended"
 """Name of what attention computes, for policies of ``jax.checkpoint``: see ``named``."""
@@ -151,7 +151,7 @@ def decay_factors(
     ``_LARGEST_EXPONENT / max(a)`` from the last one (16,000 positions in xPos).
     """
     centre = kv_positions.max(-1, keepdims=True)
-    behind, ahead = (centre - kv_positions)[..., None], (centre - q_positions)[..., None]
+    behind, ahead = (difference(centre, positions)[..., None] for positions in (kv_positions, q_positions))
     q_factor = jnp.exp(jnp.minimum(ahead * decay, _LARGEST_EXPONENT))
     return (q_factor if q_factor.ndim == 2 else q_factor[:, None]), jnp.exp(-behind * decay)
 
