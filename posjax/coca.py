@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_even, check_heads, check_rank, shown
+from posjax._checks import check, check_choice, check_even, check_rank, shown
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS
@@ -68,17 +68,12 @@ def features(
         ValueError: for an unknown variant or pairing, for widths that do not fit each other, and for a partial rotary
             table: without its rotation a plane has no score to fall back on.
     """
-    check_choice("variant", variant, VARIANTS)
-    check_heads("q", q)
-    check_heads("t", t)
-    half = q.shape[-1] if variant == "tied" else q.shape[-1] // 2
-    check(
-        t.shape[-1] == half,
-        f"t must be {half} wide, half of a head, found shape {tuple(t.shape)} beside q {tuple(q.shape)}; "
-        "merge_projection makes it of keys of full width",
-    )
     phi = query_feature(q, table, variant=variant, pairing=pairing)
     psi = key_feature(t, table if kv_table is None else kv_table)
+    check(
+        phi.shape[-1] == psi.shape[-1],
+        f"t must be {phi.shape[-1] // 2} wide, half of a head, found shape {tuple(t.shape)} beside q {tuple(q.shape)}",
+    )
     return phi, psi
 
 

@@ -138,11 +138,14 @@ BAD = {
     "a real start of a Range": (lambda: Range(0.5, 3), "start must be an integer .*found 0.5"),
     "a start of a Range by name": (lambda: Range("0", 3), "start must be an integer .*found '0'"),
     "a real length of a Range": (lambda: Range(0, 2.5), "length must be a Python int, found float"),
-    "CoCA with wide keys": (lambda: coca.features(X, X, TABLE, variant="strict"), "t must be 4 wide, half of a head"),
+    "CoCA with wide keys": (
+        lambda: coca.features(X, X, TABLE, variant="strict"),
+        "the table rotates 4 planes and t has 8",
+    ),
     "CoCA with wide keys, attended": (attend(COCA), r"k must be 4 wide beside a q that is 8 wide"),
     "CoCA with wide keys, in one call": (
         lambda: pj.coca_attention(X, X, X, table=TABLE),
-        "t must be 4 wide, half of a head, found shape .*merge_projection",
+        "the table rotates 4 planes and t has 8",
     ),
     "keys of another width": (attend(ROPE, k=HALF), "k must be 8 wide beside a q that is 8 wide"),
     "no scheme": (lambda: pj.scheme(None), r"unknown scheme None \(63 are known; posjax.scheme_names\(\)"),

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_even, check_float, shown
+from posjax._checks import check, check_array, check_choice, check_even, check_float, shown
 from posjax.rotary.tables import RotaryTable
 
 PAIRINGS = ("half", "interleaved")
@@ -49,6 +49,8 @@ def _check_table(x: Array, table: RotaryTable) -> None:
     check(not isinstance(x, RotaryTable), "x must be an array, found the table: write apply_rotary(x, table)")
     made = isinstance(table, RotaryTable)
     check(made, f"table must be a RotaryTable, as rotary_table makes it or RotaryTable(cos, sin), found {shown(table)}")
+    check_array("x", x)
+    check(jnp.issubdtype(x.dtype, jnp.floating), f"x must be real, found {x.dtype}")
     check_float("x", x)
     shape = table.cos.shape
     check(x.ndim >= 3, f"x must be [batch, length, heads, size], found shape {x.shape}")

@@ -71,7 +71,7 @@ def _check_frequencies(given) -> None:
         f"{name} must be an array, found it together with its factor: write "
         f"{name}, factor = rule.frequencies(...) and give attention_factor=factor",
     )
-    known = isinstance(given, Frequencies | jax.Array | np.ndarray | list | tuple)
+    known = isinstance(given, Frequencies | jax.Array | np.ndarray | np.generic | list | tuple)
     check(known, f"{name} must be an array, found {shown(given)}")
 
 
