@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_choice, check_even, check_rank, shown
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
-from posjax.rotary.rotation import PAIRINGS
+from posjax.rotary.rotation import PAIRINGS, check_table
 
 VARIANTS = ("strict", "tied", "slack", "relative")
 
@@ -132,6 +132,7 @@ def _widen(a: Array) -> Array:
 
 def _rotation(name: str, shape: tuple[int, ...], table: RotaryTable) -> tuple[Array, Array]:
     """Cosines and sines, with a head axis, for ``shape = [batch, length, heads, planes]``."""
+    check_table(table)
     *batch, length, width = table.cos.shape
     check(
         width == shape[-1],

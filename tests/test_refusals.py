@@ -142,6 +142,10 @@ BAD = {
         lambda: coca.features(X, X, TABLE, variant="strict"),
         "the table rotates 4 planes and t has 8",
     ),
+    "a pair for a table of CoCA": (
+        lambda: coca.features(X, HALF, tuple(TABLE), variant="strict"),
+        r"table must be .*RotaryTable\(cos, sin\)",
+    ),
     "CoCA with wide keys, attended": (attend(COCA), r"k must be 4 wide beside a q that is 8 wide"),
     "CoCA with wide keys, in one call": (
         lambda: pj.coca_attention(X, X, X, table=TABLE),

@@ -47,8 +47,7 @@ def _with_heads(part: Array, heads: int) -> Array:
 def _check_table(x: Array, table: RotaryTable) -> None:
     """Refuses a table that would broadcast over, or fall short of, the axes of x."""
     check(not isinstance(x, RotaryTable), "x must be an array, found the table: write apply_rotary(x, table)")
-    made = isinstance(table, RotaryTable)
-    check(made, f"table must be a RotaryTable, as rotary_table makes it or RotaryTable(cos, sin), found {shown(table)}")
+    check_table(table)
     check_array("x", x)
     check(jnp.issubdtype(x.dtype, jnp.floating), f"x must be real, found {x.dtype}")
     check_float("x", x)
@@ -61,6 +60,12 @@ def _check_table(x: Array, table: RotaryTable) -> None:
         fits and shape[min(len(shape) - 2, 1)] == x.shape[-3],
         f"table of shape {shape} does not fit x of shape {x.shape}",
     )
+
+
+def check_table(table: RotaryTable) -> None:
+    """Raises ValueError for what is no table, such as the pair of its arrays."""
+    made = isinstance(table, RotaryTable)
+    check(made, f"table must be a RotaryTable, as rotary_table makes it or RotaryTable(cos, sin), found {shown(table)}")
 
 
 def permute_projection(
