@@ -117,6 +117,12 @@ def check_count(name: str, value: Any) -> None:
     check(whole and value > 0, f"{name} must be positive and whole{_host(value)}, found {shown(value)}")
 
 
+def check_counts(**values: Any) -> None:
+    """Raises unless all of the named values are whole numbers greater than zero."""
+    for name, value in values.items():
+        check_count(name, value)
+
+
 def check_length(length: Any) -> None:
     """Raises unless ``length``, a current length, is None or whole and, where it is known, above 0."""
     if length is None or isinstance(length, numbers.Integral):

@@ -5,10 +5,11 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_choice
+from posjax._checks import check, check_choice, check_heads
 from posjax.attention.api import BACKENDS, KERNELS
 from posjax.attention.sharded import Placement
 from posjax.bias import Bias
@@ -60,6 +61,34 @@ def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False,
         check(given is None, f"{name}: linear attention has no logits for it; leave it out")
     if implementation is not None:
         check_choice("implementation", implementation, (*BACKENDS, *KERNELS))
+
+
+def check_projections(q, k, v, widths: tuple[float, float]) -> None:
+    """Raises ValueError for what are no arrays of heads, and for queries and keys whose widths are not of one head.
+
+    ``widths`` are those of ``Features``.
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_heads(name, array)
+    wanted = int(q.shape[-1] / widths[0] * widths[1])
+    check(
+        k.shape[-1] == wanted,
+        f"k must be {wanted} wide beside a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
+    )
+
+
+def check_coordinates(caches: str, coordinates: Array | None) -> None:
+    """Raises ValueError for coordinates where a cache could not keep what they are for."""
+    check(
+        coordinates is None or caches == "rotated",
+        f"coordinates: this scheme caches {caches} keys, which are mapped by their positions when read",
+    )
+
+
+def check_rows(kept: Any, q: Array) -> None:
+    """Raises ValueError for tokens of other rows than those that a cache was made for."""
+    rows = jax.tree.leaves(kept)[0].shape[0]
+    check(rows == q.shape[0], f"q must have the {rows} rows of the cache, found a batch of {q.shape[0]}")
 
 
 def scale_factor(

@@ -20,9 +20,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import bias, linear, masks
-from posjax._checks import check, check_count, check_heads, check_length, shown
+from posjax._checks import check, check_counts, check_length, shown
 from posjax._slots import Features
-from posjax.arguments import all_of, bound_bias, check_no_logits, count_visible, scale_factor, sink_logits
+from posjax.arguments import (
+    all_of,
+    bound_bias,
+    check_coordinates,
+    check_no_logits,
+    check_projections,
+    check_rows,
+    count_visible,
+    scale_factor,
+    sink_logits,
+)
 from posjax.attention import attention
 from posjax.attention.api import check_aligned
 from posjax.attention.cache import Cache, empty
@@ -204,8 +214,7 @@ class Scheme:
         ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is for FoX alone.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-            check_count(name, value)
+        check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         sizes = (num_heads, num_kv_heads, head_dim, model_dim)
         return self._init(key, sizes, [name for name in _LEARNING if not self._is_shared(name)])
 
@@ -305,7 +314,7 @@ class Scheme:
             TypeError: for an option that there is not.
         """
         params = params or {}
-        self._check_projections(q, k, v)
+        check_projections(q, k, v, self._features.widths)
         check_length(length)
         if across is None and (split := split_of(q, k, v, partition)) is not None:
             options |= {"q_positions": q_positions, "kv_positions": kv_positions}
@@ -337,17 +346,6 @@ class Scheme:
             length=length,
             across=across,
             **options,
-        )
-
-    def _check_projections(self, q, k, v) -> None:
-        """Refuses what are not arrays of heads, and queries and keys whose widths are not those of one head."""
-        for name, array in (("q", q), ("k", k), ("v", v)):
-            check_heads(name, array)
-        width, of_key = self._features.widths
-        wanted = int(q.shape[-1] / width * of_key)
-        check(
-            k.shape[-1] == wanted,
-            f"k must be {wanted} wide beside a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
         )
 
     def _of_heads(self, params, across: Placement, kv_heads: int):
@@ -474,9 +472,8 @@ class Scheme:
         Raises:
             ValueError: for a number that is not whole and above 0.
         """
-        sizes = {"batch": batch, "capacity": capacity, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, value in (sizes | {"head_dim": head_dim, "chunk": chunk}).items():
-            check_count(name, value)
+        check_counts(batch=batch, capacity=capacity, chunk=chunk)
+        check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         if self.caches == "state":
             size = self.linear.size(head_dim)
             return linear.empty_state(batch, num_kv_heads, size, head_dim)
@@ -528,7 +525,8 @@ class Scheme:
             partition: see ``attend``. On Explicit axes the cache goes on to lie as it does.
             options: passed on to ``attention``.
         """
-        self._check_projections(q, k, v)
+        check_projections(q, k, v, self._features.widths)
+        check_rows(kept, q)
         check_length(length)
         given = {"params": params or {}, "index": index, "valid": valid, "length": length, "gates": gates, **options}
         given |= {"positions": index if positions is None else positions, "coordinates": coordinates}
@@ -546,7 +544,7 @@ class Scheme:
         if self.caches == "state":
             check_no_logits(**given)
             return self.attend_linear(q, k, v, params=params, at_q=where, at_k=where, segment_ids=ids, state=kept)
-        self._check_kept(coordinates)
+        check_coordinates(self.caches, coordinates)
         stored = self.stored(params, k, v, where, length=length)
         kept = kept.write(*stored, positions, index, valid, gates)
         out = self.attend_stored(
@@ -566,13 +564,6 @@ class Scheme:
             **given,
         )
         return out, kept
-
-    def _check_kept(self, coordinates) -> None:
-        """Refuses coordinates where a cache could not keep what they are for."""
-        check(
-            coordinates is None or self.caches == "rotated",
-            f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
-        )
 
     def attend_linear(
         self,
@@ -600,12 +591,6 @@ class Scheme:
         if not causal:
             return linear.bidirectional(v=v, segment_ids=segment_ids, **made), None
         return linear.chunked(v=v, segment_ids=segment_ids, state=state, **made)
-
-
-def _check_kept_rows(kept: Cache | LinearState, batch: int) -> None:
-    """Refuses tokens of other rows than those that a cache was made for."""
-    rows = jax.tree.leaves(kept)[0].shape[0]
-    check(rows == batch, f"q must have the {rows} rows of the cache, found a batch of {batch}")
 
 
 _LEARNING = ("norm", "scale", "bias", "features", "sinks", "linear")

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax._checks import check, check_count, check_heads
+from posjax._checks import check, check_count, check_counts, check_heads
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
@@ -52,8 +52,7 @@ def empty_state(
     Raises:
         ValueError: for a number that is not whole and above 0.
     """
-    for name, value in (("batch", batch), ("num_kv_heads", num_kv_heads), ("size", size), ("value_size", value_size)):
-        check_count(name, value)
+    check_counts(batch=batch, num_kv_heads=num_kv_heads, size=size, value_size=value_size)
     sizes = (batch, num_kv_heads)
     return LinearState(
         jnp.zeros((*sizes, size if numerator_size is None else numerator_size, value_size), dtype),
