@@ -187,7 +187,7 @@ def test_what_is_refused():
     model = nnx.merge(*made(config(preset("rope"))))
     with pytest.raises(ValueError, match=r"made for 1 tokens at a time, found 3; give init_cache\(chunk=\)"):
         model.decode(jnp.zeros((2, 3), jnp.int32), model.init_cache(2, 8), length=8)
-    with pytest.raises(ValueError, match="capacity and chunk must be positive, found 0 and 1"):
+    with pytest.raises(ValueError, match="capacity must be positive and whole, found 0"):
         model.init_cache(2, 0)
     both_ways = nnx.merge(*made(config(preset("rope"), causal=False)))
     with pytest.raises(ValueError, match=r"bidirectional model .* cannot decode"):
