@@ -150,7 +150,7 @@ def take(params: dict[str, Array] | None, spec: BiasSpec, **shapes: tuple[int, .
 def distance(
     q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"], dtype=jnp.float32
 ) -> Float[Array, "*b q k"]:
-    """Distance ``i - j`` of every pair, positive for keys behind the query: the whole number, rounded once to ``dtype``.
+    """Distance ``i - j`` of every pair, positive for keys behind the query: whole, rounded once to ``dtype``.
 
     ``i - j`` may leave int32. So positions come in halves, ``i = 65536 a + b``, as floats: the differences of ``a`` and
     of ``b`` are exact, and their sum is the one number that is rounded.
