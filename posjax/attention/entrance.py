@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from posjax.attention.api import bound, check_aligned, check_shapes, local_attention
@@ -90,38 +88,29 @@ def attention(
             (one-sided ALiBi) where a query is known to see one; for a backend that does not take the call, with the
             reason; for a sequence that is split over a mesh.
     """
+    check_shapes(q, k, v)
+    check_scale(scale)
+    bias, mask = bound(bias, q.shape[2]), None if mask is None else as_mask(mask)
     options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "far": far}
     options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
     options |= {"implementation": implementation, "return_residuals": return_residuals}
-    check_shapes(q, k, v)
-    check_scale(scale)
-    reads = bool(far) or decay is not None or any(map(_reads_positions, (bias, mask)))
+    reads = bool(far) or decay is not None or any(slot is not None and slot.reads_positions for slot in (bias, mask))
     check_aligned(q, k, q_positions, reads)
     split = split_of(q, k, v, partition)
     return local_attention(q, k, v, **options) if split is None else _over_mesh(split, q, k, v, **options)
 
 
-def _reads_positions(slot) -> bool:
-    """Whether a bias or a mask depends on positions; a spec that is not bound yet is taken to."""
-    return slot is not None and not isinstance(slot, jax.Array | np.ndarray) and getattr(slot, "reads_positions", True)
-
-
-def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, far, **options):
+def _over_mesh(split: Split, q, k, v, *, scale, far, **options):
     """Attention of every device's own rows and heads."""
     far = (far,) if isinstance(far, Branch) else tuple(far)
-    slots = {
-        "bias": bound(bias, q.shape[2]),
-        "mask": None if mask is None else as_mask(mask),
-        "scale": _with_three_axes(scale),
-        "where": tuple(branch.where for branch in far),
-    }
+    options |= {"scale": _with_three_axes(scale), "where": tuple(branch.where for branch in far)}
 
     def inside(q, k, v, *pairs, where, **given):
         branches = zip(pairs[::2], pairs[1::2], where, strict=True)
         return context_attention(q, k, v, far=[Branch(*branch) for branch in branches], **given)
 
     projected = [q, k, v, *(x for branch in far for x in (branch.q, branch.k))]
-    return over_mesh(split, inside, projected, None, options | slots)
+    return over_mesh(split, inside, projected, None, options)
 
 
 def _with_three_axes(scale):
