@@ -37,6 +37,7 @@ def inputs(heads=HEADS, kv_heads=2, keys=TOKENS) -> dict:
         "per_head": normal(1, heads, TOKENS, keys),
         "per_row": normal(ROWS, 1, 1, keys),
         "scale": normal(ROWS, TOKENS, heads),
+        "head_scale": normal(heads),
         "gates": -np.abs(normal(ROWS, heads, TOKENS)).cumsum(-1),
     }
 
@@ -59,7 +60,7 @@ CALLS = {
     "array of rows": lambda x: {"bias": x["per_row"], "mask": SHOWN[:, :1] & masks.Window(9)},
     "far": lambda x: {"far": Branch(x["far_q"], x["far_k"], masks.Beyond(5)), "mask": CAUSAL},
     "sinks, cap, scale": lambda x: {"sinks": x["slopes"], "softcap": 2.0, "scale": x["scale"], "mask": CAUSAL},
-    "scale of heads": lambda x: {"scale": x["scale"][0, 0], "mask": ~masks.Window(3)},
+    "scale of heads": lambda x: {"scale": x["head_scale"], "mask": ~masks.Window(3)},
     "dilated heads": lambda x: {"mask": masks.Dilated(4, (1, 1, 2, 3)) & CAUSAL},
     "decay": lambda x: {"decay": np.full(SIZE, 0.01, np.float32), "mask": CAUSAL},
     "offset": lambda x: {
