@@ -85,6 +85,7 @@ def spread(kind, made, spec=meshes.SPEC):
     where = meshes.mesh(kind)
     lies = {
         "table": P(),
+        "head_scale": P(),
         "slopes": P(),
         "per_head": P(None, spec[2]),
         "per_row": P(spec[0]),
