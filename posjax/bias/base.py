@@ -157,8 +157,8 @@ def widened(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def with_wide_leaves(bias: Bias) -> Bias:
-    """The bias with its narrow parameters (bfloat16, float16) in float32, the same numbers.
+def widened_leaves(tree):
+    """A tree, such as a bound bias, with its narrow arrays (bfloat16, float16) in float32, the same numbers.
 
     The gradient of a parameter is a sum over rows, queries and keys: so it is summed in float32, and rounded once.
     """
@@ -167,4 +167,4 @@ def with_wide_leaves(bias: Bias) -> Bias:
         dtype = jnp.result_type(leaf)
         return widened(leaf) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else leaf
 
-    return jax.tree.map(wide, bias)
+    return jax.tree.map(wide, tree)

@@ -14,9 +14,11 @@ from flax import nnx
 
 import posjax as pj
 from posjax import absolute, bias, linear, pope, rotary, scales, sinks
+from posjax.nn import Decoder
 from posjax.nn.lookup import lookup
 
 ROWS, LENGTH = 1024, 8
+SUMS = ("reduce_sum", "scatter-add", "cumsum")
 _TABLE = absolute.Learned(LENGTH)
 _CLEX = rotary.Rotary(rotary.CLEX(original_length=8, max_factor=4, steps=5))
 EVERY_KIND = pj.Layers(
@@ -38,30 +40,38 @@ EVERY_KIND = pj.Layers(
 """A layer for every kind of parameter: absolute, of features, biases, scales, sinks and norms."""
 
 
-def by_rows(settings):
-    """The gradients of the first of equal rows, and of all of them, in one program; every parameter is bfloat16."""
-    graph, state = made(settings)
+ROW_BY_ROW = pj.Layers((((pj.Scheme(bias=bias.T5(8, 12)), pj.Scheme(bias=bias.FIRE(width=4))), 1),))
+
+
+def small(scheme, implementation=None):
+    sizes = {"model_dim": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 8}
+    if not isinstance(scheme, pj.Layers):
+        sizes |= {"num_layers": 1}
+    return config(scheme, compute_dtype="bfloat16", implementation=implementation, **sizes)
+
+
+def narrow(state):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+
+
+def gradients_of(graph):
+    """A function of parameters and weights of equal rows. Every row has positions of its own, so it is summed alone."""
     tokens = np.tile(np.random.default_rng(0).integers(0, VOCAB, LENGTH, np.int32), (ROWS, 1))
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
 
-    # Rows with positions of their own, so that what reads positions is computed and summed row by row.
-    positions = jnp.tile(jnp.arange(LENGTH), (ROWS, 1))
-
-    @jax.jit
-    @jax.grad
-    def gradients(state, weights):
-        logits = nnx.merge(graph, state)(tokens, positions=positions)
+    def loss(state, weights):
+        logits = nnx.merge(graph, state)(tokens, positions=jnp.asarray(positions))
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), (tokens * 7 % VOCAB)[..., None], axis=-1)[..., 0]
         return -jnp.sum(chosen * weights[:, None])
 
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
-    return (gradients(narrow, weights) for weights in (np.eye(1, ROWS, dtype=np.float32)[0], np.ones(ROWS, np.float32)))
+    return jax.grad(loss)
 
 
-def assert_sums_count_every_row(scheme, implementation):
-    sizes = {"model_dim": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_dim": 8}
-    if not isinstance(scheme, pj.Layers):
-        sizes |= {"num_layers": 1}
-    one, every = by_rows(config(scheme, compute_dtype="bfloat16", implementation=implementation, **sizes))
+def assert_sums_count_every_row(scheme, implementation=None):
+    graph, state = made(small(scheme, implementation))
+    first, all_rows = np.eye(1, ROWS, dtype=np.float32)[0], np.ones(ROWS, np.float32)
+    gradients = jax.jit(gradients_of(graph))
+    one, every = gradients(narrow(state), first), gradients(narrow(state), all_rows)
     for (path, part), (_, whole) in zip(*map(jax.tree_util.tree_leaves_with_path, (one, every)), strict=True):
         wanted, found = np.asarray(part, np.float64) * ROWS, np.asarray(whole, np.float64)
         # Each is rounded to bfloat16, to 2^-9 of itself.
@@ -69,13 +79,16 @@ def assert_sums_count_every_row(scheme, implementation):
         assert error <= 4e-3 * np.linalg.norm(wanted), (path, error / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
-def test_gradients_of_narrow_parameters_count_every_row(implementation):
-    assert_sums_count_every_row(EVERY_KIND, implementation)
+def test_gradients_of_narrow_parameters_count_every_row():
+    assert_sums_count_every_row(EVERY_KIND, "dense")
+
+
+def test_rows_taken_one_after_the_other_are_all_counted():
+    assert_sums_count_every_row(ROW_BY_ROW, "blockwise")
 
 
 def test_gradients_through_linear_attention_count_every_row():
-    assert_sums_count_every_row(pj.Scheme(features=rotary.Rotary(), linear=linear.Performer(8)), None)
+    assert_sums_count_every_row(pj.Scheme(features=rotary.Rotary(), linear=linear.Performer(8)))
 
 
 @pytest.mark.wide
@@ -83,6 +96,27 @@ def test_gradients_through_linear_attention_count_every_row():
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_narrow_parameters_count_every_row_in_every_preset(name, implementation):
     assert_sums_count_every_row(preset(name), implementation)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_preset_sums_in_bfloat16(name):
+    """The program itself, for CPUs may sum wider than they are told."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(small(preset(name)), rngs=nnx.Rngs(0))))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state)
+    program = jax.make_jaxpr(gradients_of(graph))(shapes, np.ones(ROWS, np.float32))
+    sums = [equation.outvars[0].aval for equation in equations(program.jaxpr) if equation.primitive.name in SUMS]
+    assert sums
+    assert all(found.dtype.itemsize >= 4 for found in sums), sums
+
+
+def equations(program):
+    """The equations of a program and of those inside it."""
+    for equation in program.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def test_the_gradient_of_a_lookup_counts_a_hundred_thousand_tokens():
