@@ -40,9 +40,6 @@ EVERY_KIND = pj.Layers(
 """A layer for every kind of parameter: absolute, of features, biases, scales, sinks and norms."""
 
 
-ROW_BY_ROW = pj.Layers((((pj.Scheme(bias=bias.T5(8, 12)), pj.Scheme(bias=bias.FIRE(width=4))), 1),))
-
-
 def small(scheme, implementation=None):
     sizes = {"model_dim": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 8}
     if not isinstance(scheme, pj.Layers):
@@ -81,10 +78,6 @@ def assert_sums_count_every_row(scheme, implementation=None):
 
 def test_gradients_of_narrow_parameters_count_every_row():
     assert_sums_count_every_row(EVERY_KIND, "dense")
-
-
-def test_rows_taken_one_after_the_other_are_all_counted():
-    assert_sums_count_every_row(ROW_BY_ROW, "blockwise")
 
 
 def test_gradients_through_linear_attention_count_every_row():
