@@ -22,6 +22,7 @@ from posjax.attention.operands import Operands, statistics_dtype, vary_alike
 from posjax.attention.own import checked, heads_of
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
+from posjax.bias.base import widened_leaves
 from posjax.far import Branch
 from posjax.masks import as_mask
 from posjax.positions import Positions, Range, as_array
@@ -143,7 +144,7 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
 
 def _grouped_scale(scale, q, kv_heads: int):
     """A number, or factors that broadcast against grouped queries."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else widened_leaves(scale)
     if jnp.ndim(scale) == 0:
         return scale
     sizes = zip(reversed(scale.shape), reversed(q.shape[:3]), strict=False)
@@ -188,12 +189,11 @@ def bound(bias, heads: int) -> Bias | None:
         found = type(made).__name__
         check(isinstance(made, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")
         return made
-    if isinstance(bias, ContextualBias):
-        return bias
-    found = heads_of(bias)
-    fits = found in (None, heads) or (bias.of_pairs and found == 1)
-    check(fits, f"bias is bound for {found} heads, but q has {heads}")
-    return bias
+    if not isinstance(bias, ContextualBias):
+        found = heads_of(bias)
+        fits = found in (None, heads) or (bias.of_pairs and found == 1)
+        check(fits, f"bias is bound for {found} heads, but q has {heads}")
+    return widened_leaves(bias)
 
 
 def _checked_positions(name: str, positions: Positions | None, x) -> Positions:

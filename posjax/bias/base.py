@@ -172,3 +172,16 @@ def heads_first(per_head: Float[Array, "heads"]) -> Float[Array, "heads 1 1"]:
 def widened(x: Array) -> Array:
     """At least float32: parameters of low precision meet positions, which would not survive it."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def widened_leaves(tree):
+    """A tree, such as a bound bias, with its narrow arrays (bfloat16, float16) in float32, the same numbers.
+
+    The gradient of a parameter is a sum over rows, queries and keys: so it is summed in float32, and rounded once.
+    """
+
+    def wide(leaf):
+        dtype = jnp.result_type(leaf)
+        return widened(leaf) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else leaf
+
+    return jax.tree.map(wide, tree)

@@ -16,6 +16,7 @@ from posjax.attention.sharded.automatic import axes_of, on_auto_axes, told
 from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
+from posjax.nn.lookup import lookup
 from posjax.nn.modules import Block, Context, RMSNorm, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Scheme
@@ -265,7 +266,7 @@ class Decoder(nnx.Module):
         return on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=told(tokens))
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
-        x = table[tokens] * self.config.model_dim**0.5
+        x = lookup(table, tokens) * self.config.model_dim**0.5
         spec = self.config.layers.embedding
         if spec is not None:
             where = self._in_places(positions) if coordinates is None else coordinates[..., 0]

@@ -1,0 +1,120 @@
+"""Gradients are sums over rows, tokens and heads: with bfloat16 numbers, the sums are still float32.
+
+Rows that are equal give equal parts, bit for bit, so 1,024 of them must give 1,024 times the gradient of one. Summed in
+bfloat16, equal parts stop counting at 256.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoders import NAMES, VOCAB, config, made, preset
+from flax import nnx
+
+import posjax as pj
+from posjax import absolute, bias, linear, rotary, scales, sinks
+from posjax.nn import Decoder
+from posjax.nn.lookup import lookup
+
+ROWS, LENGTH = 1024, 8
+SUMS = ("reduce_sum", "scatter-add", "cumsum")
+_MANY = {
+    "features": rotary.MixedRotary(),
+    "norm": scales.QKNorm(),
+    "scale": scales.SSMax(),
+    "sinks": sinks.LearnedSinks(),
+}
+_TABLE = absolute.Learned(LENGTH)
+SEVERAL = pj.Layers(
+    (((pj.Scheme(embedding=_TABLE, bias=bias.T5(8, 12), **_MANY), pj.Scheme(embedding=_TABLE, bias=bias.CoPE(6))), 1),)
+)
+"""Parameters of every slot, in two layers."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Not here: at XLA's level 0 the gradient of KERPLE's log1p is NaN, and the rows make it slow to run."""
+
+
+def small(scheme, implementation=None):
+    sizes = {"model_dim": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 8}
+    if not isinstance(scheme, pj.Layers):
+        sizes |= {"num_layers": 1}
+    return config(scheme, compute_dtype="bfloat16", implementation=implementation, **sizes)
+
+
+def narrow(state):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+
+
+def gradients_of(graph):
+    """A function of parameters and weights of equal rows. Every row has positions of its own, so it is summed alone."""
+    tokens = np.tile(np.random.default_rng(0).integers(0, VOCAB, LENGTH, np.int32), (ROWS, 1))
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+
+    def loss(state, weights):
+        logits = nnx.merge(graph, state)(tokens, positions=jnp.asarray(positions))
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), (tokens * 7 % VOCAB)[..., None], axis=-1)[..., 0]
+        return -jnp.sum(chosen * weights[:, None])
+
+    return jax.grad(loss)
+
+
+def assert_sums_count_every_row(scheme, implementation=None):
+    graph, state = made(small(scheme, implementation))
+    first, all_rows = np.eye(1, ROWS, dtype=np.float32)[0], np.ones(ROWS, np.float32)
+    gradients = jax.jit(gradients_of(graph))
+    one, every = gradients(narrow(state), first), gradients(narrow(state), all_rows)
+    for (path, part), (_, whole) in zip(*map(jax.tree_util.tree_leaves_with_path, (one, every)), strict=True):
+        wanted, found = np.asarray(part, np.float64) * ROWS, np.asarray(whole, np.float64)
+        # Each is rounded to bfloat16, to 2^-9 of itself.
+        error = np.linalg.norm(found - wanted)
+        assert error <= 4e-3 * np.linalg.norm(wanted), (path, error / np.linalg.norm(wanted))
+
+
+def test_gradients_of_narrow_parameters_count_every_row():
+    assert_sums_count_every_row(SEVERAL, "dense")
+
+
+def test_gradients_through_linear_attention_count_every_row():
+    assert_sums_count_every_row(pj.Scheme(features=rotary.Rotary(), linear=linear.Performer(8)))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_narrow_parameters_count_every_row_in_every_preset(name, implementation):
+    assert_sums_count_every_row(preset(name), implementation)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_preset_sums_in_bfloat16(name):
+    """The program itself, for CPUs may sum wider than they are told."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(small(preset(name)), rngs=nnx.Rngs(0))))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state)
+    program = jax.make_jaxpr(gradients_of(graph))(shapes, np.ones(ROWS, np.float32))
+    sums = [equation.outvars[0].aval for equation in equations(program.jaxpr) if equation.primitive.name in SUMS]
+    assert sums
+    assert all(found.dtype.itemsize >= 4 for found in sums), sums
+
+
+def equations(program):
+    """The equations of a program and of those inside it."""
+    for equation in program.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def test_the_gradient_of_a_lookup_counts_a_hundred_thousand_tokens():
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.bfloat16)
+    tokens = jnp.full((100, 1000), 2)
+
+    chex.assert_trees_all_equal(lookup(table, tokens), table[tokens])
+    gradient = jax.grad(lambda table: jnp.sum(lookup(table, tokens).astype(jnp.float32) * 0.01))(table)
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(gradient[2], np.float32), 1000, rtol=4e-3)
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32)[[0, 1, 3]], 0)
