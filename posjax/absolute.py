@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_choice, check_count, check_even, check_number
+from posjax._numbers import level
 from posjax.angles import Frequencies, angles, exact
 from posjax.positions import Positions, Range, as_array
 
@@ -106,7 +107,8 @@ def hierarchical(
     end = min(n * n, np.iinfo(np.int32).max)
     array = _within(positions, end, f"the {n}^2 positions that a table of max_length {n} encodes")
     first, fine = _rows(table, jnp.where(array < end, array // n, n)), _rows(table, array % n)
-    return fine + np.float32(alpha / (1 - alpha)) * (first - table[0].astype(jnp.float32))
+    first, origin = level(first, table[0].astype(jnp.float32))
+    return fine + np.float32(alpha / (1 - alpha)) * (first - origin)
 
 
 def _check_alpha(alpha: float) -> None:

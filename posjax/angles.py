@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from posjax._checks import check, check_choice
+from posjax._numbers import level
 
 # 1 / (2 pi) to 50 digits: a float64 would already cost 2e-7 rad at position 2^31.
 _TURNS_PER_RADIAN = Fraction("0.15915494309189533576888376337251436203445964574046")
@@ -133,10 +134,12 @@ def angles(
     check_choice("precision", precision, ("exact", "hf"))
     positions = positions[..., None]
 
-    def align(array: Array) -> Array:
-        return array if array.ndim == 3 else jnp.expand_dims(array, -2)
+    def align(array: Array) -> tuple[Array, Array]:
+        return level(positions, array if array.ndim == 3 else jnp.expand_dims(array, -2))
 
     if precision == "hf" or not frequencies.is_exact:
-        return positions.astype(jnp.float32) * align(frequencies.value)
-    wrapped = phase(positions, align(frequencies.high), align(frequencies.low))
+        places, values = align(frequencies.value)
+        return places.astype(jnp.float32) * values
+    places, high = align(frequencies.high)
+    wrapped = phase(places, high, align(frequencies.low)[1])
     return jax.lax.bitcast_convert_type(wrapped, jnp.int32).astype(jnp.float32) * _RADIANS_PER_UNIT

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_even, check_rank, shown
+from posjax._numbers import at_least_float32
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS, check_table
@@ -127,7 +128,7 @@ def _planes(name: str, a: Array, pairing: str) -> tuple[Array, Array]:
 
 
 def _widen(a: Array) -> Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    return a.astype(at_least_float32(a.dtype))
 
 
 def _rotation(name: str, shape: tuple[int, ...], table: RotaryTable) -> tuple[Array, Array]:
@@ -141,7 +142,7 @@ def _rotation(name: str, shape: tuple[int, ...], table: RotaryTable) -> tuple[Ar
     )
     fits = length == shape[1] and batch in ([], [1], [shape[0]])
     check(fits, f"table of shape {table.cos.shape} does not fit {name}, with {shape[1]} tokens in {shape[0]} rows")
-    return table.cos[..., None, :], table.sin[..., None, :]
+    return tuple(part.reshape(-1, length, 1, width) for part in table)
 
 
 def _strict(x, y, cos, sin):

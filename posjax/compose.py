@@ -75,6 +75,12 @@ def _check_mask(mask) -> None:
     fits = mask is None or isinstance(mask, masks.Mask)
     check(fits, f"mask: expected a posjax.masks mask or None, found {shown(mask)}")
     check_registered(mask)
+    traced = masks.traced_sizes(mask)
+    check(
+        not traced,
+        f"mask: {', '.join(traced)} is an array, but caches and plans read the masks of a scheme before anything runs: "
+        "use a Python int, or pass the mask to attend(mask=)",
+    )
     check(
         mask is None or not jax.tree.leaves(mask),
         "mask: a scheme holds position masks only; pass masks that carry arrays, such as Segments, to attend(mask=)"

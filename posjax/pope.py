@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, shown
+from posjax._numbers import at_least_float32, level
 from posjax._slots import Features
-from posjax.rotary import FrequencyRule, Plain, RotaryTable
+from posjax.rotary import FrequencyRule, Plain
 
 INITS = ("zeros", "uniform")
 
@@ -73,20 +74,22 @@ class PoPE(Features):
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
         """``softplus(q) (cos(p theta), sin(p theta))``, ``2 head_dim`` wide, with the dtype of ``q``."""
-        cos, sin = self._table(params, positions, head_dim, length)
-        return _polar(q, cos[..., None, :], sin[..., None, :])
+        return _polar(q, *self._phases(q, params, positions, head_dim, length))
 
     def key(self, params, k, positions, *, head_dim: int, length=None):
         """``softplus(k) (cos(p theta + delta), sin(p theta + delta))``, with the dtype of ``k``."""
-        cos, sin = (part[..., None, :] for part in self._table(params, positions, head_dim, length))
-        delta = _check_delta(params, k.shape[-2:])
+        cos, sin, delta = level(
+            *self._phases(k, params, positions, head_dim, length), _check_delta(params, k.shape[-2:])
+        )
         return _polar(k, cos * jnp.cos(delta) - sin * jnp.sin(delta), sin * jnp.cos(delta) + cos * jnp.sin(delta))
 
-    def _table(self, params, positions, head_dim: int, length) -> RotaryTable:
+    def _phases(self, x, params, positions, head_dim: int, length) -> tuple[Array, Array]:
+        """Cosines and sines with the axes of ``x``."""
         self.query_size(head_dim)
-        return self.frequencies.table(
+        table = self.frequencies.table(
             positions, head_dim=2 * head_dim, length=length, params=params, precision=self.precision
         )
+        return level(x, *(part[..., None, :] for part in table))[1:]
 
 
 def clip_delta(delta: Float[Array, "kv_heads head_dim"]) -> Float[Array, "kv_heads head_dim"]:
@@ -109,5 +112,5 @@ def _check_delta(params: dict[str, Array] | None, shape: tuple[int, int]) -> Flo
 
 def _polar(x: Array, cos: Array, sin: Array) -> Array:
     """Non-negative magnitudes at given phases: first all cosines, then all sines; built in at least float32."""
-    magnitude = jax.nn.softplus(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    magnitude = jax.nn.softplus(x.astype(at_least_float32(x.dtype)))
     return jnp.concatenate([magnitude * cos, magnitude * sin], axis=-1).astype(x.dtype)

@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number, check_positive
+from posjax._numbers import at_least_float32, level
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
@@ -83,8 +84,9 @@ def ssmax(
         s: learned slope of each head.
         b: learned offset of each head, zero if absent (the paper trains both forms).
     """
-    factor = _log(jnp.maximum(visible, 1))[..., None] * s.astype(jnp.float32)
-    return factor if b is None else factor + b.astype(jnp.float32)
+    n, *learned = level(_log(jnp.maximum(visible, 1))[..., None], s, *([] if b is None else [b]))
+    s, *b = (x.astype(jnp.float32) for x in learned)
+    return sum(b, n * s)
 
 
 def ssmax_initial(length: int) -> float:
@@ -114,7 +116,7 @@ def llama4_temperature(
     check_number("attn_scale", attn_scale, at_least=0)
     p = jnp.maximum(positions, 0)
     # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
-    steps = p // floor_scale + (p % floor_scale == floor_scale - 1)
+    steps = p // floor_scale + jnp.where(p % floor_scale == floor_scale - 1, 1, 0)
     return _step_temperature(steps, attn_scale)
 
 
@@ -474,9 +476,12 @@ def rms_norm(
     x: Float[Array, "*b heads size"], gain: Float[Array, "size"] | None = None, *, eps: float = 1e-6
 ) -> Float[Array, "*b heads size"]:
     """``x / sqrt(mean(x^2) + eps)``, times ``gain`` per channel if given; in float32, cast back to ``x.dtype`` last."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(at_least_float32(x.dtype))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (normed if gain is None else normed * gain).astype(x.dtype)
+    if gain is not None:
+        normed, gain = level(normed, gain.astype(wide.dtype))
+        normed = normed * gain
+    return normed.astype(x.dtype)
 
 
 def key_norm(k: Float[Array, "*b heads size"], *, eps: float = 1e-6) -> Float[Array, "*b heads size"]:

@@ -36,6 +36,7 @@ from posjax.arguments import (
 from posjax.attention import attention
 from posjax.attention.api import check_aligned
 from posjax.attention.cache import Cache, empty
+from posjax.attention.padding import without_padding
 from posjax.attention.sharded import Placement, context_attention
 from posjax.attention.sharded.automatic import has_explicit, on_auto_axes, told
 from posjax.attention.sharded.enter import over_mesh
@@ -258,12 +259,14 @@ class Scheme:
             params: see ``attend``.
             x: the tokens' hidden states, as the projections see them.
             start: the last gates of the tokens before, for a chunk of a longer sequence.
-            valid: False at padding.
+            valid: False at padding, which may then hold anything.
             layout: the order of the tokens, where it is not their own; the gates come in it too.
         """
         if not self.reads_tokens:
             return None
         layout = Layout() if layout is None else layout
+        if valid is not None:
+            x = jnp.where(layout.apply(valid)[..., None], x, jnp.zeros((), x.dtype))
         gates = layout.restore(self.bias.prepare(params["bias"], x), axis=1)
         return layout.apply(bias.accumulate(gates, start, valid))
 
@@ -331,6 +334,7 @@ class Scheme:
             across.check_scheme(self)
             at_q = self._places(across, q, q_positions, coordinates)
             return self._attend_whole_rows(q, k, v, params, at_q, at_k, **options)
+        q, k, v = without_padding(options.get("mask"), q, k, v)
         params = self._of_heads(params, across, k.shape[2])
         head_dim = self._features.head_dim(k.shape[-1])
         k, v = self.stored(params, k, v, at_k, length=length)
@@ -579,6 +583,8 @@ class Scheme:
         state: LinearState | None = None,
     ) -> tuple[Float[Array, "batch length heads value_size"], LinearState | None]:
         """Linear attention of raw projections, and the state after it (None if not causal); see ``posjax.linear``."""
+        if segment_ids is not None:
+            q, k, v = without_padding(masks.Segments(segment_ids), q, k, v)
         if self.norm is not None:
             q, k = self.norm.apply(params.get("norm", {}), q, k)
 

@@ -12,14 +12,15 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_heads, check_positive, shown
+from posjax._checks import check, check_choice, check_heads, shown
 from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
 from posjax.attention.checks import check_ahead, check_sinks, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
-from posjax.attention.operands import Operands, statistics_dtype, vary_alike
+from posjax.attention.operands import Operands, checked_softcap, statistics_dtype, vary_alike
 from posjax.attention.own import checked, heads_of
+from posjax.attention.padding import without_padded_gates, without_padding
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
@@ -74,25 +75,25 @@ def prepared(
     check_shapes(q, k, v)
     heads, kv_heads = q.shape[2], k.shape[2]
     mask = None if mask is None else as_mask(mask)
-    if softcap is not None:
-        check_positive("softcap", softcap)
     bias = bound(bias, heads)
     for slot in (mask, bias):
         if slot is not None:
             slot.check(q.shape[0], q.shape[1], k.shape[1])
     far = (far,) if isinstance(far, Branch) else tuple(far)
     _check_far(far, decay, q, k)
+    q, k, v = without_padding(mask, q, k, v)
+    far = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in far)
     x = Operands(
         q=_group(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
         v=jnp.moveaxis(v, 1, 2),
-        bias=bias,
+        bias=without_padded_gates(mask, bias),
         mask=mask,
         q_positions=_checked_positions("q_positions", q_positions, q),
         kv_positions=_checked_positions("kv_positions", kv_positions, k),
         far=tuple(Branch(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
         decay=rates(decay, statistics_dtype(q)),
-        softcap=softcap,
+        softcap=checked_softcap(softcap, q),
     )
     return checked(x), _grouped_scale(scale, q, kv_heads)
 
@@ -155,7 +156,8 @@ def _grouped_scale(scale, q, kv_heads: int):
 
 def _scaled(x: Operands, scale) -> Operands:
     def times(q):
-        return ((q if jnp.ndim(scale) == 0 else q.astype(statistics_dtype(q))) * scale).astype(q.dtype)
+        dtype = statistics_dtype(q)
+        return (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype)
 
     return _with_queries(x, times)
 
@@ -338,9 +340,9 @@ def _ungroup(x):
 
 def _with_sinks(out, lse, sinks):
     """A logit without a value only rescales: ``o exp(lse - lse')`` with ``lse' = log(exp(lse) + exp(sink))``."""
-    sinks = sinks.astype(lse.dtype)
+    sinks = sinks.astype(lse.dtype)[None, None]
     seen = ~jnp.isneginf(lse)
     finite = jnp.where(seen, lse, 0)
     with_sink = jnp.where(seen, jnp.logaddexp(finite, sinks), sinks)
     share = jnp.where(seen, jnp.exp(finite - with_sink), 0)
-    return (out * share[..., None]).astype(out.dtype), with_sink
+    return (out.astype(lse.dtype) * share[..., None]).astype(out.dtype), with_sink

@@ -20,10 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posjax._numbers import at_least_float32, is_traced
 from posjax._slots import with_head_axis
 from posjax.attention.operands import (
     Operands,
+    capped,
     decay_factors,
+    decayed,
     gather,
     group_mask,
     like_zeros,
@@ -168,9 +171,15 @@ def _grid_of(x: Operands, blocks: Blocks):
     pair, whole = 0, np.ones((), bool)
     for n, branch in enumerate(x.far, start=1):
         some_far, every_far = bounds(branch.where)
-        pair, whole = pair + n * every_far, whole & (every_far | ~some_far)
-    choice = pair * whole + len(x.pairs) * ~whole
-    return (some * (1 + choice + ~every * len(_kinds_of(x)) // 2)).astype(np.int32)
+        pair, whole = pair + _where(every_far, n, 0), whole & (every_far | ~some_far)
+    choice = _where(whole, pair, len(x.pairs))
+    return _where(some, 1 + choice + _where(every, 0, len(_kinds_of(x)) // 2), 0)
+
+
+def _where(condition, x, y):
+    """``where`` as int32, in NumPy where all is known when tracing."""
+    xp = jnp if any(isinstance(a, jax.Array) for a in (condition, x, y)) else np
+    return xp.where(condition, xp.asarray(x, xp.int32), xp.asarray(y, xp.int32))
 
 
 class Visits(NamedTuple):
@@ -184,7 +193,7 @@ def _visits(grid, kinds: int) -> Visits:
     xp = np if isinstance(grid, np.ndarray) else jnp
     # Empty tiles, whose kind is 0, go last.
     order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1).astype(np.int32)
-    counts = (grid[..., None] == np.arange(1, kinds + 1)).sum(-2)
+    counts = xp.stack([(grid == kind).sum(-1) for kind in range(1, kinds + 1)], axis=-1)
     return Visits(jnp.asarray(order, jnp.int32), jnp.asarray(counts.cumsum(-1), jnp.int32))
 
 
@@ -240,7 +249,7 @@ def _decayed(tile: Operands) -> tuple[Operands, tuple]:
     if tile.decay is None:
         return tile, (None, None)
     factors = decay_factors(tile.decay, tile.q_positions, tile.kv_positions)
-    q, k = ((a * factor).astype(a.dtype) for a, factor in zip((tile.q, tile.k), factors, strict=True))
+    q, k = (decayed(*pair) for pair in zip((tile.q, tile.k), factors, strict=True))
     return dataclasses.replace(tile, q=q, k=k), factors
 
 
@@ -263,9 +272,7 @@ def _tile_scores(tile: Operands, kind: Kind, takes: list):
 
 
 def _finish(tile: Operands, kind: Kind, logits):
-    """Soft cap and, where the tile needs it, mask."""
-    if tile.softcap is not None:
-        logits = tile.softcap * jnp.tanh(logits / tile.softcap)
+    """The mask, where the tile needs it."""
     if kind.masked and tile.mask is not None:
         allowed = group_mask(tile.mask.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
         logits = jnp.where(allowed, logits, -jnp.inf)
@@ -275,7 +282,7 @@ def _finish(tile: Operands, kind: Kind, logits):
 def _tile_logits(tile: Operands, kind: Kind):
     """Logits of a tile, in the order of every backend: bias, soft cap, mask."""
     biased = with_bias(tile.bias, _tile_scores(tile, kind, _takes(tile, kind)), tile.q_positions, tile.kv_positions)
-    return _finish(tile, kind, biased)
+    return _finish(tile, kind, capped(tile.softcap, biased))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -337,12 +344,12 @@ class _Saved(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients of the queries and keys of every pair of features, of the values, and of the bias' parameters."""
+    """Gradients of the queries and keys of every pair of features, of the values, and of ``_learned``."""
 
     q: list
     k: list
     v: jax.Array
-    bias: list
+    learned: list
 
 
 def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, kind: Kind, i, found: _Gradients) -> _Gradients:
@@ -351,24 +358,21 @@ def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, kind: Kind, i,
     part, factors = _decayed(_tile(x, blocks, i, j))
     rows = _Saved(*(_slice(a, i, blocks.q, 3) for a in saved))
     takes = _takes(part, kind)
-    biased, transpose = _bias_transpose(x, blocks, i, j, _tile_scores(part, kind, takes))
-    logits = _finish(part, kind, biased)
+    found_logits, transpose = _transpose(x, blocks, i, j, _tile_scores(part, kind, takes))
+    logits = _finish(part, kind, found_logits)
     weights = jnp.exp(logits - rows.lse[..., None])
     d_logits = weights * (scores(rows.d_out, part.v) - rows.correction[..., None])
-    if x.softcap is not None:
-        capped = jnp.where(jnp.isneginf(logits), 0, logits)
-        d_logits = d_logits * (1 - jnp.square(capped / x.softcap))
-    d_scores, d_bias = transpose(d_logits)
+    d_scores, d_learned = transpose(d_logits)
     d_q, d_k = list(found.q), list(found.k)
     for n, own in zip(kind.pairs, takes, strict=True):
         q, k = part.pairs[n]
         d = d_scores if own is None else jnp.where(own, d_scores, 0)
         more_q, more_k = mix(d, k, dtype), gather(q, d, dtype)
         if x.decay is not None:
-            more_q, more_k = more_q * factors[0], more_k * jnp.swapaxes(factors[1], -1, -2)
+            more_q, more_k = decayed(more_q, factors[0]), decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
     d_v = found.v + gather(rows.d_out, weights, dtype)
-    return _Gradients(d_q, d_k, d_v, _add_bias(x, blocks, i, j, found.bias, d_bias))
+    return _Gradients(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
 
 
 def _attend_backward(blocks: Blocks, residuals, cotangents):
@@ -399,7 +403,7 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
         [like_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
         [like_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
         like_zeros(x.v.shape, x.v.dtype, x.q),
-        [like_zeros(leaf.shape, jnp.promote_types(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(x.bias)[0]],
+        [like_zeros(leaf.shape, at_least_float32(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(_learned(x))[0]],
     )
     return (_cotangent(x, jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start)),)
 
@@ -416,42 +420,50 @@ def _inexact_leaves(tree):
     return [leaf for w, leaf in zip(which, leaves, strict=True) if w], rebuild
 
 
-def _bias_transpose(x: Operands, blocks: Blocks, i, j, tile_scores):
-    """Logits of a tile under the bias, and what their gradient means for the scores and the bias' parameters."""
-    if x.bias is None:
+def _learned(x: Operands) -> tuple:
+    """What the logits of a tile depend on beside its scores: the bias, and the soft cap where it is an array."""
+    return x.bias, x.softcap if is_traced(x.softcap) else None
+
+
+def _transpose(x: Operands, blocks: Blocks, i, j, tile_scores):
+    """Logits of a tile under bias and soft cap, and what their gradient means for the scores and for ``_learned``."""
+    if x.bias is None and x.softcap is None:
         return tile_scores, lambda d_logits: (d_logits, [])
     # Of an array over pairs a tile reads a tile; what it adds to its gradient must not be as large as the array.
-    here = _tile(x, blocks, i, j)
-    leaves, rebuild = _inexact_leaves(here.bias if x.bias.of_pairs else x.bias)
+    here, of_pairs = _tile(x, blocks, i, j), x.bias is not None and x.bias.of_pairs
+    leaves, rebuild = _inexact_leaves(_learned(here if of_pairs else x))
 
-    def biased(tile_scores, leaves):
-        bias = rebuild(leaves)
-        own = bias if x.bias.of_pairs else _tile(dataclasses.replace(x, bias=bias), blocks, i, j).bias
-        return with_bias(own, tile_scores, here.q_positions, here.kv_positions)
+    def logits(tile_scores, leaves):
+        bias, softcap = rebuild(leaves)
+        own = bias if of_pairs else _tile(dataclasses.replace(x, bias=bias), blocks, i, j).bias
+        biased = with_bias(own, tile_scores, here.q_positions, here.kv_positions)
+        return capped(x.softcap if softcap is None else softcap, biased)
 
-    return jax.vjp(biased, tile_scores, leaves)
+    return jax.vjp(logits, tile_scores, leaves)
 
 
-def _add_bias(x: Operands, blocks: Blocks, i, j, found: list, more: list) -> list:
-    """The gradients of the bias' leaves with those of a tile added, in its place for an array over pairs."""
+def _add_learned(x: Operands, blocks: Blocks, i, j, found: list, more: list) -> list:
+    """The gradients of ``_learned`` with those of a tile added, in its place for an array over pairs."""
     if x.bias is None or not x.bias.of_pairs:
-        return [a + b for a, b in zip(found, more, strict=True)]
+        return [a + b.astype(a.dtype) for a, b in zip(found, more, strict=True)]
     whole, tile = found[0], more[0].astype(found[0].dtype)
     first = [start if tile.shape[n] < whole.shape[n] else 0 for n, start in ((2, i * blocks.q), (3, j * blocks.k))]
     before = jax.lax.dynamic_slice(whole, (0, 0, *first), tile.shape)
-    return [jax.lax.dynamic_update_slice(whole, before + tile, (0, 0, *first))]
+    rest = [a + b.astype(a.dtype) for a, b in zip(found[1:], more[1:], strict=True)]
+    return [jax.lax.dynamic_update_slice(whole, before + tile, (0, 0, *first)), *rest]
 
 
 def _cotangent(x: Operands, found: _Gradients) -> Operands:
     """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
     zeros = jax.tree.map(_no_gradient, x)
-    leaves, rebuild = _inexact_leaves(zeros.bias)
-    bias = rebuild([a.astype(leaf.dtype) for a, leaf in zip(found.bias, leaves, strict=True)])
+    leaves, rebuild = _inexact_leaves(_learned(zeros))
+    bias, softcap = rebuild([a.astype(leaf.dtype) for a, leaf in zip(found.learned, leaves, strict=True)])
     d_q = [d.astype(q.dtype) for d, (q, _) in zip(found.q, x.pairs, strict=True)]
     far = tuple(
         dataclasses.replace(branch, q=q, k=k) for branch, q, k in zip(zeros.far, d_q[1:], found.k[1:], strict=True)
     )
-    return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, far=far)
+    softcap = zeros.softcap if softcap is None else softcap
+    return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, far=far, softcap=softcap)
 
 
 def _no_gradient(leaf):

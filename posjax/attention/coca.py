@@ -4,6 +4,7 @@ from jaxtyping import Array, Float
 
 from posjax import coca
 from posjax.attention.entrance import attention
+from posjax.attention.padding import without_padding
 from posjax.rotary import RotaryTable
 
 
@@ -43,5 +44,6 @@ def coca_attention(
     Raises:
         ValueError: as ``posjax.coca.features`` and ``posjax.attention`` do.
     """
+    q, t, v = without_padding(options.get("mask"), q, t, v)
     phi, psi = coca.features(q, t, table, kv_table=kv_table, variant=variant, pairing=pairing)
     return attention(phi, psi, v, **options)

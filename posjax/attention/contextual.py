@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count
+from posjax._numbers import level
 from posjax._slots import with_head_axis
-from posjax.attention.operands import Operands, group_mask, mix, scores, statistics_dtype
+from posjax.attention.operands import Operands, capped, group_mask, mix, scores, statistics_dtype
 from posjax.bias import ContextualBias
 from posjax.positions import as_array
 
@@ -144,7 +145,8 @@ def _allowed(x: Operands, i, j, blocks: tuple[int, int], keys: int) -> Bool[Arra
     q_positions = cut(x.q_positions, i * blocks[0], blocks[0], axis=-1)
     kv_positions = cut(x.kv_positions, j * blocks[1], blocks[1], axis=-1)
     mask = x.mask.queries(i * blocks[0], blocks[0]).keys(j * blocks[1], blocks[1])
-    return group_mask(mask.allowed(q_positions, kv_positions), *x.q.shape[1:3]) & present
+    seen, present = level(group_mask(mask.allowed(q_positions, kv_positions), *x.q.shape[1:3]), present)
+    return seen & present
 
 
 def _start(q: Array, v: Array) -> _Row:
@@ -158,9 +160,7 @@ def _start(q: Array, v: Array) -> _Row:
 def _tile(x: Operands, q: Array, levels: Array, row: _Row, keys: _Keys) -> _Row:
     """Folds a tile into the row: its logits, the count at its first key, and one step of the online softmax."""
     logits, count = x.bias.add(scores(q, keys.k), keys.allowed, levels, row.count)
-    if x.softcap is not None:
-        logits = x.softcap * jnp.tanh(logits / x.softcap)
-    logits = jnp.where(keys.allowed, logits, -jnp.inf)
+    logits = jnp.where(keys.allowed, capped(x.softcap, logits), -jnp.inf)
     # The result does not depend on the maximum that is subtracted, so neither does its gradient.
     highest = jax.lax.stop_gradient(jnp.maximum(row.highest, logits.max(-1)))
     weights, shrink = jnp.exp(logits - highest[..., None]), jnp.exp(row.highest - highest)

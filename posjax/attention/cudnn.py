@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from posjax.attention.operands import Operands
-from posjax.masks import And, Causal, Mask, Window
+from posjax.masks import And, Causal, Mask, Window, traced_sizes
 from posjax.positions import Range
 
 _LARGEST_HEAD = 128
@@ -33,6 +33,7 @@ def refusal(x: Operands, with_lse: bool) -> str | None:
     """Why cuDNN does not compute this function, or None; ``with_lse`` if the log-sum-exp of the rows is wanted."""
     dtypes = sorted({str(a.dtype) for a in (x.q, x.k, x.v)})
     sizes = sorted({x.k.shape[-1], x.v.shape[-1]})
+    traced = traced_sizes(x.mask)
     reasons = (
         (with_lse, "the log-sum-exp of cuDNN, for return_residuals and sinks, has no gradient"),
         (x.bias is not None, f"cuDNN does not know {type(x.bias).__name__}"),
@@ -47,6 +48,7 @@ def refusal(x: Operands, with_lse: bool) -> str | None:
             len(sizes) > 1 or sizes[0] > _LARGEST_HEAD or sizes[0] % 8 > 0,
             f"for cuDNN heads must have one size, a multiple of 8 up to {_LARGEST_HEAD}, found {sizes}",
         ),
+        (bool(traced), f"for cuDNN {', '.join(traced)} must be a Python int"),
         (not _known(x.mask), "the masks of cuDNN are none, Causal() and Causal() & Window(n)"),
         (
             x.mask is not None and not _aligned(x),

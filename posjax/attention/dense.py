@@ -4,7 +4,17 @@ import jax
 import jax.numpy as jnp
 
 from posjax._slots import with_head_axis
-from posjax.attention.operands import Operands, decay_factors, group_mask, mix, scores, statistics_dtype, with_bias
+from posjax.attention.operands import (
+    Operands,
+    capped,
+    decay_factors,
+    decayed,
+    group_mask,
+    mix,
+    scores,
+    statistics_dtype,
+    with_bias,
+)
 from posjax.positions import as_array
 
 
@@ -25,9 +35,7 @@ def dense(x: Operands, given: tuple | None = None) -> tuple:
     """
     dtype = statistics_dtype(x.q)
     positions = with_head_axis(as_array(x.q_positions)), with_head_axis(as_array(x.kv_positions))
-    logits = with_bias(x.bias, _scores(x, *positions), *positions)
-    if x.softcap is not None:
-        logits = x.softcap * jnp.tanh(logits / x.softcap)
+    logits = capped(x.softcap, with_bias(x.bias, _scores(x, *positions), *positions))
     if x.mask is not None:
         logits = jnp.where(group_mask(x.mask.allowed(*positions), *x.q.shape[1:3]), logits, -jnp.inf)
     if given is not None:
@@ -56,7 +64,7 @@ def _scores(x: Operands, q_positions, kv_positions):
     q, k = x.q, x.k
     if x.decay is not None:
         q_factor, k_factor = decay_factors(x.decay, q_positions, kv_positions)
-        q, k = (q * q_factor).astype(q.dtype), (k * k_factor).astype(k.dtype)
+        q, k = decayed(q, q_factor), decayed(k, k_factor)
     logits = scores(q, k)
     for branch in x.far:
         where = group_mask(branch.where.allowed(q_positions, kv_positions), *q.shape[1:3])

@@ -24,7 +24,7 @@ def attention(
     mask: Mask | Bool[Array, "..."] | None = None,
     scale: float | Float[Array, "..."] | None = None,
     sinks: Float[Array, "heads"] | None = None,
-    softcap: float | None = None,
+    softcap: float | Float[Array, ""] | None = None,
     far: Branch | Sequence[Branch] = (),
     decay: Float[Array, "size"] | None = None,
     q_positions: Positions | None = None,
@@ -40,7 +40,8 @@ def attention(
         o_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink_h))
 
     in this order in every backend. A query that may see no key gives exactly 0, with zero gradients. Logits and
-    statistics are float32 at least, whatever the inputs are.
+    statistics are float32 at least, whatever the inputs are. Tokens with a negative id in ``masks.Segments`` are
+    padding and may hold anything, NaN too: no output and no gradient sees it.
 
     Args:
         q: queries.
@@ -54,7 +55,7 @@ def attention(
         scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
             ``1 / sqrt(size)`` when left out.
         sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
-        softcap: bound of the logits (Gemma 2), or None.
+        softcap: bound of the logits (Gemma 2), or None; a scalar array, which may be learned.
         far: ``posjax.far.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE). ``scale``
             multiplies their queries too.
         decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
+from posjax._numbers import at_least_float32, is_traced, level, positive_number, register_numbers
 from posjax.bias import Bias
 from posjax.far import Branch
 from posjax.masks import Mask
@@ -21,11 +22,7 @@ ATTENDED = "posjax_attended"
 _LARGEST_EXPONENT = 40.0
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["q", "k", "v", "bias", "mask", "q_positions", "kv_positions", "far", "decay"],
-    meta_fields=["softcap", "run"],
-)
+@partial(register_numbers, scalars=("softcap",), structure=("run",))
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """Checked and bound inputs of one attention call; query heads are grouped by the key head they use.
@@ -40,7 +37,7 @@ class Operands:
         kv_positions: ``Range``, ``[keys]`` or ``[batch, keys]``.
         far: branches, with queries and keys grouped like the first ones.
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
-        softcap: ``c`` in ``c tanh(logit / c)``, or None.
+        softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
         run: tokens that follow one another, where queries and keys are several such runs put together, far from each
             other in the row; a multiple of 128. No tile then holds tokens of two: most of its pairs might be hidden,
             and numbers counted from its first token might be large.
@@ -55,7 +52,7 @@ class Operands:
     kv_positions: Positions
     far: tuple[Branch, ...] = ()
     decay: Float[Array, "size"] | None = None
-    softcap: float | None = None
+    softcap: float | Float[Array, ""] | None = None
     run: int | None = None
 
     @property
@@ -128,7 +125,7 @@ def named(out: Array, lse: Array) -> tuple[Array, Array]:
 
 def statistics_dtype(x: Array) -> jnp.dtype:
     """Dtype of logits, softmax statistics and accumulators: at least float32."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return at_least_float32(x.dtype)
 
 
 def with_bias(
@@ -141,6 +138,23 @@ def with_bias(
     return bias.apply(tile.reshape(batch, kv_heads * group, q, k), q_positions, kv_positions).reshape(tile.shape)
 
 
+def capped(softcap, logits: Float[Array, "*b q k"]) -> Float[Array, "*b q k"]:
+    """``c tanh(z / c)``, or ``z`` where there is no soft cap ``c``."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def checked_softcap(softcap, q: Array) -> float | Float[Array, ""] | None:
+    """The soft cap of a call: None, a number, or a scalar array in the dtype of the logits, perhaps learned.
+
+    Raises:
+        ValueError: unless it is positive and finite, as far as it is known.
+    """
+    if softcap is None:
+        return None
+    softcap = positive_number("softcap", softcap)
+    return softcap.astype(statistics_dtype(q)) if is_traced(softcap) else softcap
+
+
 def decay_factors(
     decay: Float[Array, "size"], q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]
 ) -> tuple[Float[Array, "*b q size"], Float[Array, "*b k size"]]:
@@ -150,10 +164,20 @@ def decay_factors(
     ahead of them; the bound on their exponent is never reached for a key behind that is less than
     ``_LARGEST_EXPONENT / max(a)`` from the last one (16,000 positions in xPos).
     """
+    q_positions, kv_positions = level(q_positions, kv_positions)
     centre = kv_positions.max(-1, keepdims=True)
-    behind, ahead = (difference(centre, positions)[..., None] for positions in (kv_positions, q_positions))
+    behind, ahead = (
+        difference(centre, positions)[..., None].astype(decay.dtype) for positions in (kv_positions, q_positions)
+    )
+    decay = decay.reshape((1,) * (behind.ndim - 1) + decay.shape)
     q_factor = jnp.exp(jnp.minimum(ahead * decay, _LARGEST_EXPONENT))
     return (q_factor if q_factor.ndim == 2 else q_factor[:, None]), jnp.exp(-behind * decay)
+
+
+def decayed(x: Array, factor: Array) -> Array:
+    """Features times the factors of their decay, in their own dtype."""
+    x, factor = level(x, factor)
+    return (x.astype(factor.dtype) * factor).astype(x.dtype)
 
 
 def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int, group: int) -> Bool[Array, "*b q k"]:

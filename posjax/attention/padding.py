@@ -1,16 +1,44 @@
-"""Operands lengthened to whole tiles."""
+"""Padding: tokens that a batch carries along, and those that lengthen operands to whole tiles."""
 
 import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from posjax.attention.operands import Operands
+from posjax.bias import Bias
 from posjax.far import Branch
-from posjax.masks import Mask
+from posjax.masks import Mask, padding_of
 from posjax.positions import Range, as_array
 
 _LARGEST_POSITION = 2**31 - 1
+
+
+def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, ...]:
+    """Queries and arrays over keys, ``[batch, tokens, ...]``, with zeros for the tokens that are padding by their mask.
+
+    Padding may hold anything, NaN too, and ``0 * NaN`` is NaN: what is hidden must be gone before anything multiplies
+    it. A selection is; its transpose gives padding gradients of exactly zero.
+    """
+    found = padding_of(mask)
+    return (q, *keys) if found is None else (_blank(found[0], q), *(_blank(found[1], x) for x in keys))
+
+
+def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
+    """A bound bias with zeros for what it holds of tokens that are padding by their mask: FoX's gates."""
+    found = padding_of(mask)
+    if found is None or bias is None or not bias.batched or bias.of_pairs:
+        return bias
+    # The tokens are the last axis, and the rows the first.
+    return bias.map_tokens(*(lambda x, hidden=hidden: _blank(hidden, x, axis=-1) for hidden in found))
+
+
+def _blank(hidden: Bool[Array, "batch tokens"], x: Array, axis: int = 1) -> Array:
+    """Zeros for the hidden tokens, which lie along ``axis``."""
+    sizes = [1] * x.ndim
+    sizes[0], sizes[axis] = hidden.shape
+    return jnp.where(hidden.reshape(sizes), jnp.zeros((), x.dtype), x)
 
 
 def pad(x: Operands, q_block: int, k_block: int, present: Callable[[int, int, int], Mask]) -> Operands:

@@ -82,14 +82,15 @@ class LinearBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """``-m_h (i - j)``, or the symmetric forms of it; ``[heads, q, k]`` for positions that the batch shares."""
-        slopes = heads_first(widened(self.slopes))
         # The distance is exact before it meets the slope, so the bias keeps its bits at any position.
+        slopes = widened(self.slopes)
         r = distance(q_positions, kv_positions, slopes.dtype)
+        slopes = heads_first(slopes, r)
         if not self.symmetric:
             return -slopes * r
         if self.ahead is not None:
-            slopes = jnp.where(r < 0, heads_first(widened(self.ahead)), slopes)
-        return -slopes * (jnp.abs(r) - self.offset * (r > 0))
+            slopes = jnp.where(r < 0, heads_first(widened(self.ahead), r), slopes)
+        return -slopes * (jnp.abs(r) - jnp.where(r > 0, self.offset, 0.0).astype(r.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

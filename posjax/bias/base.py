@@ -5,10 +5,10 @@ from functools import partial
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
+from posjax._numbers import at_least_float32, level
 from posjax._slots import Blockwise, OfSomeHeads, is_own
 
 
@@ -56,7 +56,8 @@ class Bias(Blockwise):
         kv_positions: Int[Array, "*b k"],
     ) -> Float[Array, "*b heads q k"]:
         """The tile of logits from a tile of scaled scores: ``scores + values``, unless the bias is also a factor."""
-        return scores + self.values(q_positions, kv_positions).astype(scores.dtype)
+        values, scores = level(self.values(q_positions, kv_positions), scores)
+        return scores + values.astype(scores.dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
@@ -149,14 +150,15 @@ def take(params: dict[str, Array] | None, spec: BiasSpec, **shapes: tuple[int, .
 
 def distance(
     q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"], dtype=jnp.float32
-) -> Float[Array, "*b q k"]:
+) -> Float[Array, "*b 1 q k"]:
     """Distance ``i - j`` of every pair, positive for keys behind the query: whole, rounded once to ``dtype``.
 
     ``i - j`` may leave int32. So positions come in halves, ``i = 65536 a + b``, as floats: the differences of ``a`` and
     of ``b`` are exact, and their sum is the one number that is rounded.
     """
-    (i, more_i), (j, more_j) = (_halves(positions, dtype) for positions in (q_positions, kv_positions))
-    return (i[..., :, None] - j[..., None, :]) + (more_i[..., :, None] - more_j[..., None, :])
+    positions = level(q_positions[..., :, None], kv_positions[..., None, :])
+    (i, more_i), (j, more_j) = (_halves(p if p.ndim > 2 else p[None], dtype) for p in positions)
+    return (i - j) + (more_i - more_j)
 
 
 def _halves(positions: Int[Array, "*b n"], dtype) -> tuple[Float[Array, "*b n"], Float[Array, "*b n"]]:
@@ -164,14 +166,14 @@ def _halves(positions: Int[Array, "*b n"], dtype) -> tuple[Float[Array, "*b n"],
     return (positions - low).astype(dtype), low.astype(dtype)
 
 
-def heads_first(per_head: Float[Array, "heads"]) -> Float[Array, "heads 1 1"]:
-    """A value per head, shaped to broadcast against a tile."""
-    return per_head[:, None, None]
+def heads_first(per_head: Float[Array, "heads"], tile: Array) -> Float[Array, "*b heads 1 1"]:
+    """A value per head, with the axes of a tile ``[..., heads or 1, q, k]``."""
+    return per_head.reshape((1,) * (tile.ndim - 3) + (-1, 1, 1))
 
 
 def widened(x: Array) -> Array:
     """At least float32: parameters of low precision meet positions, which would not survive it."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))
 
 
 def widened_leaves(tree):

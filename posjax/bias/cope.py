@@ -58,7 +58,7 @@ def interpolate(levels: Float[Array, "*b q n"], positions: Float[Array, "*b q k"
     lower = jax.lax.stop_gradient(jnp.minimum(jnp.floor(positions), last - 1))
     index = lower.astype(jnp.int32)
     start, end = (jnp.take_along_axis(levels, index + step, axis=-1, mode="clip") for step in (0, 1))
-    return start + (positions - lower) * (end - start)
+    return start + (positions - lower).astype(levels.dtype) * (end - start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class CoPE(BiasSpec):
 
     def init(self, key: Array, num_heads: int, head_dim: int) -> dict[str, Array]:
         """``{"table": [max_position, head_dim]}``, float32 zeros: at the start it adds nothing."""
-        return {"table": jnp.zeros((self.max_position, head_dim))}
+        return {"table": jnp.zeros((self.max_position, head_dim), jnp.float32)}
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> ContextualBias:
         """The bias with its table.

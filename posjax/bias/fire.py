@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check_count, check_positive
-from posjax.bias.base import Bias, BiasSpec, distance, take, widened
+from posjax._numbers import level
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
 
 _EPSILON = 1e-6
 
@@ -40,13 +41,12 @@ class InterpolatedBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """The network at the relative distance of each pair, ``[heads, q, k]`` or with a batch before."""
-        x = self._relative(q_positions, kv_positions)
-        x = x[:, 0] if x.ndim == 4 else x
-        w1, b1, w2, b2 = map(widened, (self.w1, self.b1, self.w2, self.b2))
-        hidden = jax.nn.relu(x[..., None] * w1 + b1)
-        return jnp.einsum("...qkw,wh->...hqk", hidden, w2, precision="highest") + b2[:, None, None]
+        x = self._relative(q_positions, kv_positions).squeeze(-3)
+        x, w1, b1 = level(x[..., None], widened(self.w1), widened(self.b1))
+        out = jnp.einsum("...qkw,wh->...hqk", jax.nn.relu(x * w1 + b1), widened(self.w2), precision="highest")
+        return out + heads_first(widened(self.b2), out)
 
-    def _relative(self, q_positions, kv_positions) -> Float[Array, "*b q k"]:
+    def _relative(self, q_positions, kv_positions) -> Float[Array, "*b 1 q k"]:
         c, multiplier = widened(self.c), widened(self.multiplier)
 
         def psi(r):
@@ -54,7 +54,8 @@ class InterpolatedBias(Bias):
 
         r = distance(q_positions, kv_positions, c.dtype)
         longest = jnp.maximum(q_positions.astype(c.dtype), jnp.abs(multiplier * self.threshold))
-        return psi(r) / (psi(longest) + _EPSILON)[..., None]
+        above, below = level(psi(r), psi(longest)[..., None])
+        return above / (below + _EPSILON)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,7 +171,7 @@ class FoX(BiasSpec):
             (b,) = take(params, self, b=(heads,))
             return jnp.broadcast_to(jax.nn.log_sigmoid(widened(b)), (*x.shape[:2], heads))
         w, b = map(widened, take(params, self, w=(x.shape[2], heads), b=(heads,)))
-        return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", widened(x), w, precision="highest") + b)
+        return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", widened(x), w, precision="highest") + b[None, None])
 
     def bind(
         self,

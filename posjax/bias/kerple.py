@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check_choice
+from posjax._numbers import level
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first, heads_on_last_axis, take, widened
 
 _SMALLEST = 1e-2
@@ -29,8 +30,9 @@ class LogBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """``-p_h log(1 + a_h |i - j|)``, ``[heads, q, k]`` for positions that the batch shares."""
-        a, p = (heads_first(_kept(x, _SMALLEST)) for x in (self.a, self.p))
+        a, p = (_kept(x, _SMALLEST) for x in (self.a, self.p))
         r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
+        a, p = heads_first(a, r), heads_first(p, r)
         return -p * jnp.log1p(a * r)
 
 
@@ -45,11 +47,12 @@ def _kept(x, least: float, most: float | None = None):
 
 def _power(a, p, q_positions, kv_positions):
     """``a_h |i - j|^p_h`` with ``a >= 0.01`` and ``0.01 <= p <= 2``; 0 at distance 0."""
-    a, p = heads_first(_kept(a, _SMALLEST)), heads_first(_kept(p, _SMALLEST, _LARGEST_POWER))
+    a, p = _kept(a, _SMALLEST), _kept(p, _SMALLEST, _LARGEST_POWER)
     r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
+    a, p = heads_first(a, r), heads_first(p, r)
     # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped. By a
     # factor, since jax 0.10.2 compiles the gradient of a ``where`` to NaN on CPUs at optimisation level 1.
-    return a * jnp.maximum(r, 1) ** p * (r > 0)
+    return a * jnp.maximum(r, 1) ** p * (r > 0).astype(a.dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["a", "p"], meta_fields=[])
@@ -85,6 +88,7 @@ class WeightedPowerBias(PowerBias):
     def apply(self, scores, q_positions, kv_positions):
         """``z exp(-a'_h |i - j|^p'_h) + b_h``: the scores fade before the bias is added."""
         weight = jnp.exp(-_power(self.weight_a, self.weight_p, q_positions, kv_positions))
+        scores, weight = level(scores, weight)
         return super().apply(scores * weight.astype(scores.dtype), q_positions, kv_positions)
 
 

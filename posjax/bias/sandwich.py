@@ -45,7 +45,8 @@ class SinusoidBias(Bias):
 
         q, k = embedding(q_positions), embedding(kv_positions)
         total = jnp.einsum("...qd,...kd->...qk", q, k, precision="highest")
-        return heads_first(self.factors) * (total - (self.dbar / 2 if self.variant == "from_one" else 0.0))
+        total = total if total.ndim > 2 else total[None]
+        return heads_first(self.factors, total) * (total - (self.dbar / 2 if self.variant == "from_one" else 0.0))
 
 
 @dataclasses.dataclass(frozen=True)

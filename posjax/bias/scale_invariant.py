@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_positive
+from posjax._numbers import level
 from posjax.bias.base import Bias, BiasSpec, distance
 
 
@@ -27,15 +28,15 @@ class ScaleInvariantBias(Bias):
     def values(self, q_positions, kv_positions):
         """The offset ``m_t``, repeated over the heads."""
         offset = self._parts(q_positions, kv_positions)[1]
-        *batch, q, k = offset.shape
-        return jnp.broadcast_to(offset, (*batch[:1], self.num_heads, q, k))
+        *batch, _, q, k = offset.shape
+        return jnp.broadcast_to(offset, (*batch, self.num_heads, q, k))
 
     def apply(self, scores, q_positions, kv_positions):
         """``a_t z + m_t``."""
-        factor, offset = self._parts(q_positions, kv_positions)
+        scores, factor, offset = level(scores, *self._parts(q_positions, kv_positions))
         return scores * factor.astype(scores.dtype) + offset.astype(scores.dtype)
 
-    def _parts(self, q_positions, kv_positions) -> tuple[Float[Array, "*b q k"], Float[Array, "*b q k"]]:
+    def _parts(self, q_positions, kv_positions) -> tuple[Float[Array, "*b 1 q k"], Float[Array, "*b 1 q k"]]:
         """``a_t`` and ``m_t``, the same for all heads."""
         t = jnp.abs(distance(q_positions, kv_positions, jnp.float32))
         square = 2 * jnp.log1p(t / self.spec.tau) + self.spec.start

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number
+from posjax._numbers import level
 from posjax.bias.base import Bias, BiasSpec, heads_on_last_axis, take
 from posjax.positions import difference
 
@@ -57,12 +58,12 @@ def t5_bucket(
         ValueError: if the buckets cannot be split so, or ``max_distance`` does not exceed the exact buckets.
     """
     side = _check_buckets(num_buckets, max_distance, bidirectional)
-    ahead = (distances < 0) * side if bidirectional else 0
+    ahead = jnp.where(distances < 0, side, 0) if bidirectional else 0
     # The smallest int32 has no absolute value.
     n = jnp.abs(jnp.maximum(distances, -_LARGEST)) if bidirectional else jnp.maximum(distances, 0)
     bucket = jnp.minimum(n, side // 2)
     for threshold in t5_thresholds(side, max_distance):
-        bucket = bucket + (n >= threshold)
+        bucket = bucket + (n >= threshold).astype(bucket.dtype)
     return (bucket + ahead).astype(jnp.int32)
 
 
@@ -108,14 +109,14 @@ class BucketBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """The table at the bucket of each pair, ``[heads, q, k]`` or with a batch before."""
+        i, j = level(q_positions[..., :, None], kv_positions[..., None, :])
         bucket = t5_bucket(
-            difference(q_positions[..., :, None], kv_positions[..., None, :]),
+            difference(i, j),
             self.table.shape[0],
             self.max_distance,
             bidirectional=self.bidirectional,
         )
-        if bucket.ndim == 4:
-            bucket = bucket[:, 0]
+        bucket = bucket.squeeze(-3) if bucket.ndim > 2 else bucket
         return jnp.moveaxis(jnp.take(self.table.T, bucket, axis=1), 0, -3)
 
 

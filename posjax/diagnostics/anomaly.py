@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Complex, Float, Int
 
 from posjax._checks import check, check_choice, check_rank
+from posjax._numbers import at_least_float32
 from posjax.coca import Coca, half_width
 from posjax.diagnostics.rotation import Rule, radians
 from posjax.masks import Causal, Mask
@@ -147,7 +148,7 @@ def _check(q, k) -> None:
 def _planes(x: Array, planes: int, pairing: str) -> tuple[Array, Array]:
     """The two components of the first ``planes`` planes, at least float32."""
     check_choice("pairing", pairing, PAIRINGS)
-    x = jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+    x = jnp.asarray(x, at_least_float32(x.dtype))
     check(x.shape[-1] >= 2 * planes, f"{planes} planes need a head of {2 * planes}, found shape {x.shape}")
     rotated = x[..., : 2 * planes]
     return tuple(jnp.split(rotated, 2, axis=-1)) if pairing == "half" else (rotated[..., 0::2], rotated[..., 1::2])

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_count, check_counts, check_heads
+from posjax._numbers import at_least_float32
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
@@ -76,7 +77,7 @@ class _Tokens(NamedTuple):
     @property
     def dtype(self):
         """Dtype of sums: at least float32."""
-        return jnp.promote_types(jnp.result_type(self.phi, self.psi, self.log_scale), jnp.float32)
+        return at_least_float32(self.phi.dtype, self.psi.dtype, self.log_scale.dtype)
 
     @property
     def numerator(self):
@@ -381,7 +382,7 @@ def _tokens(
     _check_arrays(phi, psi, v, q_numerator, k_numerator, square)
     (batch, queries, heads, _), kv_heads = phi.shape, psi.shape[2]
     if log_scale is None:
-        log_scale = jnp.zeros(psi.shape[:3], jnp.promote_types(psi.dtype, jnp.float32))
+        log_scale = jnp.zeros(psi.shape[:3], at_least_float32(psi.dtype))
     check(log_scale.shape == psi.shape[:3], f"log_scale must have shape {psi.shape[:3]}, found {log_scale.shape}")
     if segment_ids is None:
         document = jnp.zeros(batch, jnp.int32) if state is None else jnp.maximum(state.segment, 0)
@@ -398,7 +399,7 @@ def _tokens(
     def heads_first(a):
         return None if a is None else a.swapaxes(1, 2)
 
-    return _Tokens(
+    x = _Tokens(
         grouped(phi),
         heads_first(psi),
         heads_first(v),
@@ -407,6 +408,18 @@ def _tokens(
         grouped(q_numerator),
         heads_first(k_numerator),
     )
+    return _without_padding(x) if queries == psi.shape[1] else x
+
+
+def _without_padding(x: _Tokens) -> _Tokens:
+    """Zeros for all that padding holds: it may be NaN, and ``0 * NaN`` is too."""
+
+    def blank(a, axis):
+        sizes = [a.shape[0]] + [1] * (a.ndim - 1)
+        sizes[axis] = a.shape[axis]
+        return jnp.where((x.ids < 0).reshape(sizes), jnp.zeros((), a.dtype), a)
+
+    return _each(blank, x)._replace(ids=x.ids)
 
 
 def _check_arrays(phi, psi, v, q_numerator, k_numerator, square: bool) -> None:

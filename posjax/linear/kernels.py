@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_count, check_positive
+from posjax._numbers import at_least_float32
 
 
 def widen(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """``x`` in float32, or in float64 if that is what it is."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))
 
 
 @dataclass(frozen=True)

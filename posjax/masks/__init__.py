@@ -30,8 +30,9 @@ from posjax.masks.by_position import (
     Prefix,
     Sinks,
     Window,
+    traced_sizes,
 )
-from posjax.masks.by_token import Globals, OfTokens, Segments, padding
+from posjax.masks.by_token import Globals, OfTokens, Segments, padding, padding_of
 from posjax.masks.extents import Extent, extent
 from posjax.masks.tiles import EMPTY, FULL, MIXED, materialise, tile_kinds
 
@@ -64,5 +65,7 @@ __all__ = [
     "extent",
     "materialise",
     "padding",
+    "padding_of",
     "tile_kinds",
+    "traced_sizes",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check
+from posjax._numbers import level
 from posjax._slots import Blockwise, OfPairs, OfSomeHeads
 from posjax.masks.extents import Extent
 
@@ -46,7 +47,7 @@ class Mask(Blockwise):
 
     def allowed(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Bool[Array, "*b q k"]:
         """The tile: true where the query may see the key."""
-        return self.pairs(q_positions[..., :, None], kv_positions[..., None, :])
+        return self.pairs(*level(q_positions[..., :, None], kv_positions[..., None, :]))
 
     def tiles(self, q: Extent, k: Extent) -> tuple[Bool[Array, "*b nq nk"], Bool[Array, "*b nq nk"]]:
         """For every pair of blocks: whether some pair of tokens may be allowed, and whether all surely are.
@@ -56,7 +57,7 @@ class Mask(Blockwise):
         """
         rows = (q.low[..., :, None], q.high[..., :, None])
         columns = (k.low[..., None, :], k.high[..., None, :])
-        return self.bounds(*rows, *columns)
+        return self.bounds(*level(*rows, *columns))
 
     def pairs(self, i, j):
         """Allowed pairs for query positions ``i`` and key positions ``j`` that broadcast against each other."""
@@ -230,12 +231,12 @@ class Pair(Combined):
 
     def allowed(self, q_positions, kv_positions):
         """The tiles of both masks, joined."""
-        return self.join(*(part.allowed(q_positions, kv_positions) for part in self.parts))
+        return self.join(*level(*(part.allowed(q_positions, kv_positions) for part in self.parts)))
 
     def tiles(self, q, k):
         """What both masks say of every pair of blocks, joined: safe for ``&`` and for ``|``."""
         (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
-        return self.join(some, some_right), self.join(every, every_right)
+        return self.join(*level(some, some_right)), self.join(*level(every, every_right))
 
 
 _pair = partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])

@@ -1,19 +1,26 @@
 """Masks that are functions of the two integer positions alone."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._checks import check, check_count
-from posjax.masks.base import Mask
+from posjax._checks import check
+from posjax._numbers import LARGEST, is_traced, level, register_numbers, whole_number
+from posjax.masks.base import Combined, Mask, OfHeads
 
-_static = partial(jax.tree_util.register_dataclass, data_fields=[])
+Size = int | Int[Array, ""]
+"""A Python int is known when tracing, and so are the tiles of the mask. An int32 scalar may be traced, and differ from
+layer to layer in a ``scan``."""
 
 
-@partial(_static, meta_fields=[])
+def _sized(cls: type) -> type:
+    """Registers a mask whose fields are sizes: structure, or leaves where they are arrays."""
+    return register_numbers(cls, tuple(field.name for field in dataclasses.fields(cls)))
+
+
+@_sized
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
     """``j <= i``: a query sees the keys up to and including its own position."""
@@ -27,49 +34,102 @@ class Causal(Mask):
         return j_low <= i_high, j_high <= i_low
 
 
-class _Counted(Mask):
-    """A mask whose every field is a count."""
+class _Sized(Mask):
+    """A mask whose fields are sizes: Python ints, or int32 scalars that only the running program knows."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            check_count(f"{type(self).__name__} {field.name}", getattr(self, field.name))
+            self._check(field.name)
+
+    def _check(self, name: str, at_least: int = 1) -> None:
+        found = whole_number(f"{type(self).__name__} {name}", getattr(self, name), at_least)
+        object.__setattr__(self, name, found)
+
+    @property
+    def traced(self) -> tuple[str, ...]:
+        """The names of the sizes that are arrays."""
+        found = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return tuple(f"{type(self).__name__} {name}" for name, value in found if is_traced(value))
+
+    @property
+    def retained(self):
+        return None if self.traced else self._retained
+
+    _retained: tuple[int, int] | None = None
+    """``retained`` where all sizes are Python ints."""
 
 
-class _Distances(_Counted):
+def traced_sizes(mask: Mask | None) -> tuple[str, ...]:
+    """The sizes of a mask that are arrays, such as ``"Window size"``."""
+    if isinstance(mask, Combined):
+        return sum(map(traced_sizes, mask.parts), ())
+    if isinstance(mask, OfHeads):
+        return traced_sizes(mask.whole)
+    return mask.traced if isinstance(mask, _Sized) else ()
+
+
+def _at_least(i, j, least):
+    """``i - j >= least``. The difference of two int32 may wrap: then it has not the sign of the order."""
+    distance, behind = i - j, i >= j
+    fits = behind == (distance >= 0)
+    return (fits & (distance >= least)) | (~fits & behind)
+
+
+def _at_most(i, j, most):
+    """``i - j <= most``, for any two int32."""
+    distance, behind = i - j, i >= j
+    fits = behind == (distance >= 0)
+    return (fits & (distance <= most)) | ~(fits | behind)
+
+
+def _between(i, j, least, most):
+    """``least <= i - j <= most``, for any two int32; no end where ``most`` is None."""
+    if most is None:
+        return _at_least(i, j, least)
+    distance = i - j
+    return ((i >= j) == (distance >= 0)) & (distance >= least) & (distance <= most)
+
+
+def _some_and_all(i_low, i_high, j_low, j_high, least, most):
+    """Whether some and whether all pairs of two ranges of positions have ``least <= i - j <= most``."""
+    some, every = _at_least(i_high, j_low, least), _at_least(i_low, j_high, least)
+    if most is None:
+        return some, every
+    return some & _at_most(i_low, j_high, most), every & _at_most(i_high, j_low, most)
+
+
+class _Distances(_Sized):
     """``least <= i - j <= most`` for the pair ``limits``; ``most`` is None where there is no end."""
 
     limits: tuple[int, int | None]
     _unit = 1  # positions that count as one
 
     @property
-    def retained(self):
+    def _retained(self):
         return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self._unit)
 
     def pairs(self, i, j):
-        distance, (least, most) = _units(i, self._unit) - _units(j, self._unit), self.limits
-        return distance >= least if most is None else (distance >= least) & (distance <= most)
+        return _between(_units(i, self._unit), _units(j, self._unit), *self.limits)
 
     def bounds(self, i_low, i_high, j_low, j_high):
-        i_low, i_high, j_low, j_high = (x // self._unit for x in (i_low, i_high, j_low, j_high))
-        shortest, longest, (least, most) = i_low - j_high, i_high - j_low, self.limits
-        if most is None:
-            return longest >= least, shortest >= least
-        return (longest >= least) & (shortest <= most), (shortest >= least) & (longest <= most)
+        return _some_and_all(*(_units(x, self._unit) for x in (i_low, i_high, j_low, j_high)), *self.limits)
 
 
-def _units(positions, unit: int):
+def _units(positions, unit):
     """``floor(positions / unit)``, for arrays in a form that TPU kernels can compile without a TPU at hand."""
-    if unit == 1:
+    if not is_traced(unit) and unit == 1:
         return positions
     if not isinstance(positions, jax.Array):
         return positions // unit
-    return jax.lax.div(positions - positions % unit, jnp.asarray(unit, positions.dtype))
+    unit = jnp.asarray(unit, positions.dtype)
+    below = jax.lax.rem(positions, unit) < 0
+    return jax.lax.div(positions, unit) - below.astype(positions.dtype)
 
 
 class _Chunks(_Distances):
     """The same with positions counted in chunks of ``size``."""
 
-    size: int
+    size: Size
     shift_invariant = False
 
     @property
@@ -77,7 +137,7 @@ class _Chunks(_Distances):
         return self.size
 
 
-@partial(_static, meta_fields=["size"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class Window(_Distances):
     """``|i - j| < size``: with ``Causal`` the last ``size`` keys, the query's own included.
@@ -87,7 +147,7 @@ class Window(_Distances):
     training; language models also need their first tokens, ``Window(L) | Sinks(n)`` (kexue.fm/archives/9948).
     """
 
-    size: int
+    size: Size
 
     @property
     def limits(self):
@@ -96,10 +156,10 @@ class Window(_Distances):
 
     def visible(self, count, positions, causal):
         """At most ``size`` keys if causal, otherwise ``2 size - 1``."""
-        return jnp.minimum(count, self.size if causal else 2 * self.size - 1)
+        return _at_most_around(count, self.size, causal)
 
 
-@partial(_static, meta_fields=["size"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class Band(_Distances):
     """``-floor((size - 1) / 2) <= i - j <= floor(size / 2)``: ``size`` keys around the query, its own included.
@@ -109,7 +169,7 @@ class Band(_Distances):
     there are fewer, also in one no longer than ``L``.
     """
 
-    size: int
+    size: Size
 
     @property
     def limits(self):
@@ -121,12 +181,12 @@ class Band(_Distances):
         return jnp.minimum(count, self.size // 2 + 1 if causal else self.size)
 
 
-@partial(_static, meta_fields=["size"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class Beyond(_Distances):
     """``i - j >= size``: the keys that ``Causal() & Window(size)`` leaves out, the far pairs of ReRoPE."""
 
-    size: int
+    size: Size
 
     @property
     def limits(self):
@@ -138,7 +198,7 @@ class Beyond(_Distances):
         return jnp.maximum(count - self.size, 0) if causal else count
 
 
-@partial(_static, meta_fields=["size", "least", "most"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class ChunksApart(_Chunks):
     """``least <= floor(i / size) - floor(j / size) <= most``: the key is so many chunks of ``size`` before the query.
@@ -149,14 +209,18 @@ class ChunksApart(_Chunks):
         most: most chunks, or None for all that are further back.
     """
 
-    size: int
-    least: int
-    most: int | None = None
+    size: Size
+    least: Size
+    most: Size | None = None
 
     def __post_init__(self):
-        check_count("ChunksApart size", self.size)
-        ends = f"least <= most, found {self.least!r} and {self.most!r}"
-        check(self.most is None or self.least <= self.most, f"ChunksApart wants {ends}")
+        self._check("size")
+        ends = ("least",) if self.most is None else ("least", "most")
+        for name in ends:
+            self._check(name, at_least=-LARGEST)
+        least, most = self.least, self.most
+        known = most is not None and not is_traced(least) and not is_traced(most)
+        check(not known or least <= most, f"ChunksApart wants least <= most, found {least!r} and {most!r}")
 
     @property
     def limits(self):
@@ -164,9 +228,9 @@ class ChunksApart(_Chunks):
         return self.least, self.most
 
 
-@partial(_static, meta_fields=["size", "dilation"])
+@_sized
 @dataclasses.dataclass(frozen=True)
-class Dilated(Mask):
+class Dilated(_Sized):
     """``i - j = d m`` for a whole ``|m| < size``: a window that looks at every ``d``-th key (Longformer, 2004.05150).
 
     Longformer's window of ``w`` keys in total with dilation ``d`` is ``Dilated(w // 2 + 1, d)``; with ``d = 1`` this is
@@ -175,50 +239,65 @@ class Dilated(Mask):
 
     Args:
         size: keys on each side, the query's own included.
-        dilation: ``d``, or one for each head.
+        dilation: ``d``, or a tuple of Python ints, one for each head.
     """
 
-    size: int
-    dilation: int | tuple[int, ...]
+    size: Size
+    dilation: Size | tuple[int, ...]
 
     def __post_init__(self):
-        check_count("Dilated size", self.size)
+        self._check("size")
         check(self._each != (), "Dilated dilation is empty: give one for each query head, or one number for all")
-        for dilation in self._each:
-            check_count("Dilated dilation", dilation)
+        each = tuple(whole_number("Dilated dilation", dilation) for dilation in self._each)
+        object.__setattr__(self, "dilation", each if isinstance(self.dilation, tuple) else each[0])
+        known = not any(map(is_traced, (self.size, *each)))
+        span = known and (self.size - 1) * max(each)
+        check(span <= LARGEST, f"Dilated size and dilation span {span} positions, more than int32 has")
 
     @property
-    def _each(self) -> tuple[int, ...]:
+    def _each(self) -> tuple:
         return self.dilation if isinstance(self.dilation, tuple) else (self.dilation,)
 
     @property
     def _steps(self):
         """The dilations, with axes for batch, heads, queries and keys if they differ."""
-        return np.reshape(self._each, (1, -1, 1, 1)) if isinstance(self.dilation, tuple) else self.dilation
+        if not isinstance(self.dilation, tuple):
+            return self.dilation
+        return np.reshape(np.asarray(self.dilation, np.int32), (1, -1, 1, 1))
+
+    def _for_heads(self, *positions):
+        """The positions with an axis for the heads, where dilations differ."""
+        return level(np.zeros((1,) * 4), *positions)[1:] if isinstance(self.dilation, tuple) else positions
 
     def pairs(self, i, j):
         """Whether the distance is a whole multiple of the dilation, fewer than ``size`` times."""
-        distance = i - j
-        return (distance % self._steps == 0) & (abs(distance) < self.size * self._steps)
+        i, j = self._for_heads(i, j)
+        reach = (self.size - 1) * self._steps
+        return ((i - j) % self._steps == 0) & _between(i, j, -reach, reach)
 
     def bounds(self, i_low, i_high, j_low, j_high):
         """As for the window that it spans; where that has gaps no tile is surely full."""
         reach = (self.size - 1) * self._steps
-        shortest, longest = i_low - j_high, i_high - j_low
-        every = (shortest >= -reach) & (longest <= reach) & (self._steps == 1)
-        return (longest >= -reach) & (shortest <= reach), every
+        some, every = _some_and_all(*self._for_heads(i_low, i_high, j_low, j_high), -reach, reach)
+        return some, every & (self._steps == 1)
 
     @property
-    def retained(self):
+    def _retained(self):
         """No first keys, and as many recent ones as the most dilated head spans."""
         return 0, (self.size - 1) * max(self._each) + 1
 
     def visible(self, count, positions, causal):
         """As of the least dilated head: one count serves all heads, and from the widest reach on all agree."""
-        return jnp.minimum(-(-count // min(self._each)), self.size if causal else 2 * self.size - 1)
+        least = min(self.dilation) if isinstance(self.dilation, tuple) else self.dilation
+        return _at_most_around(-(-count // least), self.size, causal)
 
 
-class _First(_Counted):
+def _at_most_around(count, size, causal: bool):
+    """At most ``size`` keys up to the query's own, and if not causal ``size - 1`` after it."""
+    return jnp.minimum(count, size) if causal else jnp.minimum(count - size, size - 1) + size
+
+
+class _First(_Sized):
     """A mask of the first positions: what it allows two positions it allows all earlier ones."""
 
     shift_invariant = False
@@ -227,7 +306,7 @@ class _First(_Counted):
         return self.pairs(i_low, j_low), self.pairs(i_high, j_high)
 
 
-@partial(_static, meta_fields=["count"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class Sinks(_First):
     """``j < count``: every query sees the first ``count`` positions.
@@ -235,7 +314,7 @@ class Sinks(_First):
     ``Causal() & (Window(w) | Sinks(n))`` is the lambda-shaped mask of StreamingLLM (arXiv 2309.17453) and LM-Infinite.
     """
 
-    count: int
+    count: Size
 
     def pairs(self, i, j):
         """``j < count``."""
@@ -243,7 +322,7 @@ class Sinks(_First):
         return (j < self.count) & (i == i)
 
     @property
-    def retained(self):
+    def _retained(self):
         """The first ``count`` keys."""
         return self.count, 0
 
@@ -252,7 +331,7 @@ class Sinks(_First):
         return jnp.minimum(count, self.count)
 
 
-@partial(_static, meta_fields=["count"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class GlobalFirst(_First):
     """``i < count or j < count``: the first ``count`` positions see all and are seen by all (Longformer, BigBird).
@@ -261,14 +340,14 @@ class GlobalFirst(_First):
     projections (Longformer itself has a second one for global tokens). For global tokens anywhere see ``Globals``.
     """
 
-    count: int
+    count: Size
 
     def pairs(self, i, j):
         """``i < count or j < count``."""
         return (i < self.count) | (j < self.count)
 
     @property
-    def retained(self):
+    def _retained(self):
         """The first ``count`` keys."""
         return self.count, 0
 
@@ -277,7 +356,7 @@ class GlobalFirst(_First):
         return jnp.where(positions < self.count, count, jnp.minimum(count, self.count))
 
 
-@partial(_static, meta_fields=["length"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class Prefix(_First):
     """``i < length and j < length``: the first ``length`` positions see each other both ways.
@@ -285,19 +364,19 @@ class Prefix(_First):
     ``Causal() | Prefix(n)`` is the mask of a prefix language model.
     """
 
-    length: int
+    length: Size
 
     def pairs(self, i, j):
         """``i < length and j < length``."""
         return (i < self.length) & (j < self.length)
 
 
-@partial(_static, meta_fields=["size"])
+@_sized
 @dataclasses.dataclass(frozen=True)
 class Chunked(_Chunks):
     """``floor(i / size) == floor(j / size)``: attention inside chunks of ``size`` positions (Llama 4)."""
 
-    size: int
+    size: Size
 
     limits = (0, 0)
 

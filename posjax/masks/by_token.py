@@ -1,14 +1,15 @@
 """Masks that carry a number of every token: segments, and tokens that see all."""
 
 import dataclasses
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check, check_rank
-from posjax.masks.base import Mask
+from posjax.masks.base import And, Mask
 from posjax.masks.extents import Extent, block_extent
 
 
@@ -151,12 +152,25 @@ class Globals(OfTokens):
     @staticmethod
     def meet(q, k):
         """``q or k``."""
-        return (q | k) != 0
+        return q | k if q.dtype == bool else (q | k) != 0
 
     def tiles(self, q: Extent, k: Extent):
         """By whether some and whether all tokens of each block have a flag."""
         every, some = (ends.allowed(None, None) for ends in self._extents(q, k))
         return some, every
+
+
+def padding_of(mask: Mask | None) -> tuple[Bool[Array, "batch q"], Bool[Array, "batch k"]] | None:
+    """Which queries and which keys are padding: tokens that a mask hides by a negative segment id.
+
+    None where it says nothing of segments. Of masks joined by ``|`` none hides a token by itself.
+    """
+    if isinstance(mask, Segments):
+        return mask.q_ids < 0, mask.kv_ids < 0
+    if not isinstance(mask, And):
+        return None
+    found = [pair for pair in map(padding_of, mask.parts) if pair is not None]
+    return (reduce(or_, (q for q, _ in found)), reduce(or_, (k for _, k in found))) if found else None
 
 
 def padding(valid: Bool[Array, "batch length"]) -> Segments:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from posjax._numbers import at_least_float32
+
 
 def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "*b"]) -> Float[Array, "*b embed"]:
     """``table[tokens]``, in the dtype of the table, which may be narrow so that little travels between devices.
@@ -11,7 +13,7 @@ def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "*b"]) -> Floa
     The gradient of row ``v`` is ``sum_i d_i [tokens_i = v]``. It is summed in float32 at least and rounded once: summed
     in bfloat16, equal parts stop counting at 256 of them.
     """
-    wide = jnp.promote_types(table.dtype, jnp.float32)
+    wide = at_least_float32(table.dtype)
     return _rows(table, tokens) if table.dtype == wide else _narrow_lookup(table, tokens)
 
 

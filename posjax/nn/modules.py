@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from posjax._numbers import level
 from posjax.attention.sharded import Placement, attend_on_mesh
 from posjax.attention.sharded.automatic import axes_of, has_explicit, mesh_of, on_auto_axes, told
 from posjax.masks import Mask
@@ -105,7 +106,8 @@ class RMSNorm(nnx.Module):
     def _normed(self, x):
         wide = x.astype(jnp.float32)
         rms = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
-        return (wide * rms * self.gain[...]).astype(x.dtype)
+        normed, gain = level(wide * rms, self.gain[...])
+        return (normed * gain).astype(x.dtype)
 
 
 class Attention(nnx.Module):

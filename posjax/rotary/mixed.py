@@ -44,7 +44,7 @@ class MixedRotary(Features):
         magnitude = np.concatenate([self.base ** -(np.arange(len(group)) / len(group)) for group in groups])
         direction = np.repeat(np.arange(self.axes), [len(group) for group in groups])
         frames = _rotations(key, num_kv_heads, self.axes)
-        return {"frequencies": frames[:, :, direction] * magnitude.astype(np.float32)}
+        return {"frequencies": frames[:, :, direction] * magnitude.astype(np.float32)[None, None]}
 
     def query_size(self, head_dim: int) -> int:
         """``head_dim``, which must be even and hold a pair for every axis."""

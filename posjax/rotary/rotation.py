@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_even, check_float, shown
+from posjax._numbers import at_least_float32, level
 from posjax.rotary.tables import RotaryTable
 
 PAIRINGS = ("half", "interleaved")
@@ -26,8 +27,8 @@ def apply_rotary(
     """
     check_choice("pairing", pairing, PAIRINGS)
     _check_table(x, table)
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    cos, sin = (_with_heads(part.astype(dtype), x.shape[-2]) for part in table)
+    dtype = at_least_float32(x.dtype)
+    _, cos, sin = level(x, *(_with_heads(part.astype(dtype), x.shape[-2]) for part in table))
     half = cos.shape[-1]
     rotary, rest = x[..., : 2 * half].astype(dtype), x[..., 2 * half :]
     if pairing == "half":

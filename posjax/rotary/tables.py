@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, shown
+from posjax._numbers import level
 from posjax.angles import Frequencies, angles, as_frequencies, fixed_point
 from posjax.positions import Positions, Range, as_array
 
@@ -55,7 +56,8 @@ def learned_angles(
     however far away both are; the product, which has lost 0.03 rad at one million, gives the gradient alone.
     """
     exact = place_angles(places, fixed_point(jax.lax.stop_gradient(values)))
-    product = places.astype(jnp.float32)[..., None] * values.astype(jnp.float32)
+    places, values = level(places.astype(jnp.float32)[..., None], values.astype(jnp.float32))
+    product = places * values
     return jax.lax.stop_gradient(exact) + (product - jax.lax.stop_gradient(product))
 
 

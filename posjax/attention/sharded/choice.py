@@ -101,8 +101,9 @@ def _no_neighbour(sizes: Sizes) -> str | None:
         return "striped shards hold no neighbouring tokens; use a contiguous or a zigzag layout, or 'ring'"
     if sizes.window is None:
         return (
-            "'neighbour' needs a mask that shows recent keys alone, such as Window(w); with sinks, or without a "
-            "window, use 'ring' or 'all-gather'; where only some layers have one, name 'neighbour' and then 'ring'"
+            "'neighbour' needs a mask that shows recent keys alone, such as Window(w) of a Python int; with sinks, or "
+            "without a window, use 'ring' or 'all-gather'; where only some layers have one, name 'neighbour' and then "
+            "'ring'"
         )
     if sizes.window - 1 > sizes.chunk:
         return (

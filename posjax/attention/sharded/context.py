@@ -37,7 +37,7 @@ def context_attention(
     mask: Mask | None = None,
     scale: float | Float[Array, "..."] | None = None,
     sinks: Float[Array, "all_heads"] | None = None,
-    softcap: float | None = None,
+    softcap: float | Float[Array, ""] | None = None,
     far: Branch | Sequence[Branch] = (),
     decay: Float[Array, "size"] | None = None,
     q_positions: Positions | None = None,

@@ -11,6 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
+from posjax._numbers import is_traced
 from posjax.attention.operands import Operands, named
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tpu.backward import LN2, Saved, backward
@@ -20,7 +21,7 @@ from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, unskewed, untold
 from posjax.bias import ForgetBias, LinearBias
-from posjax.masks import And, Causal, Mask, Segments
+from posjax.masks import And, Causal, Mask, Segments, traced_sizes
 from posjax.positions import Range, as_array
 
 LOG2E = math.log2(math.e)
@@ -78,8 +79,12 @@ def refusal(x: Operands) -> str | None:
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
     for mask in (x.mask, *(branch.where for branch in x.far)):
+        if traced := traced_sizes(mask):
+            return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
         if (why := untold(mask)) is not None:
             return f"{why}; use 'blockwise'"
+    if is_traced(x.softcap):
+        return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
     if bias_form(x) == "other":
         return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
     if bias_form(x) == "relative" and not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):

@@ -1,0 +1,99 @@
+"""Numbers that are structure where Python knows them and leaves where they are arrays, and dtypes of sums."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax._checks import check, is_known
+
+LARGEST = 2**31 - 1
+"""The largest int32."""
+
+
+def at_least_float32(*dtypes) -> jnp.dtype:
+    """float64 if one of them is, float32 otherwise: what ``jnp.promote_types`` gives, also where JAX promotes none."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a number is an array, which only the running program knows."""
+    return isinstance(value, jax.Array)
+
+
+def register_numbers(cls: type, scalars: tuple[str, ...], structure: tuple[str, ...] = ()) -> type:
+    """Registers a dataclass as a pytree. Each of the ``scalars`` is a leaf if it is an array, otherwise structure.
+
+    Fields in ``structure`` are always that, all others are subtrees.
+    """
+    names = tuple(field.name for field in dataclasses.fields(cls))
+
+    def is_leaf(name: str, value: Any) -> bool:
+        return name not in structure and (name not in scalars or not _is_structure(value))
+
+    def flatten(value):
+        found = [(name, getattr(value, name)) for name in names]
+        known = tuple((name, x) for name, x in found if not is_leaf(name, x))
+        leaves = tuple((jax.tree_util.GetAttrKey(name), x) for name, x in found if is_leaf(name, x))
+        return leaves, (tuple(key.name for key, _ in leaves), known)
+
+    def unflatten(fields, leaves):
+        # Without checks: transformations put placeholders where leaves belong.
+        made = object.__new__(cls)
+        for name, x in (*zip(fields[0], leaves, strict=True), *fields[1]):
+            object.__setattr__(made, name, x)
+        return made
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
+
+
+def _is_structure(value: Any) -> bool:
+    return value is None or type(value) is tuple or isinstance(value, numbers.Real)
+
+
+def whole_number(name: str, value: Any, at_least: int = 1) -> int | jax.Array:
+    """A size as a Python int, or as an int32 scalar where it is an array of JAX.
+
+    Raises:
+        ValueError: unless it is whole, at least ``at_least`` and within int32, as far as it is known.
+    """
+    wanted = "positive and whole" if at_least == 1 else "whole"
+    if is_traced(value) or isinstance(value, np.ndarray):
+        fits = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer)
+        check(fits, f"{name} must be {wanted}, found an array of {value.dtype} and shape {value.shape}")
+        if is_traced(value) and not is_known(value):
+            return value.astype(jnp.int32)
+    elif isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} must be {wanted}, found {value!r}")
+    number = int(value)
+    check(at_least <= number, f"{name} must be {wanted}, found {number}")
+    check(abs(number) <= LARGEST, f"{name} must fit in int32, at most {LARGEST}, found {number}")
+    return value.astype(jnp.int32) if is_traced(value) else number
+
+
+def positive_number(name: str, value: Any) -> float | jax.Array:
+    """A number as a Python float or int, or a floating scalar where it is an array of JAX.
+
+    Raises:
+        ValueError: unless it is a finite number above zero, as far as it is known.
+    """
+    if is_traced(value) or isinstance(value, np.ndarray):
+        fits = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+        check(fits, f"{name} must be a positive number, found an array of {value.dtype} and shape {value.shape}")
+        if is_traced(value) and not is_known(value):
+            return value
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be positive, found {value!r}")
+    check(float(value) > 0, f"{name} must be positive, found {float(value)}")
+    check(float(value) < float("inf"), f"{name} must be finite, found {float(value)}")
+    return value if is_traced(value) else value.item() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def level(*arrays) -> tuple:
+    """The arrays with axes of 1 in front, so that all have as many: they broadcast then where ranks must agree too."""
+    rank = max(x.ndim for x in arrays)
+    return tuple(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in arrays)

@@ -1,0 +1,205 @@
+"""Padding may hold anything: what hidden tokens hold reaches neither an output nor a gradient."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from decoders import NAMES, preset
+
+import posjax as pj
+from posjax import bias, masks
+from posjax.attention.api import BACKENDS
+from posjax.attention.blockwise import Blocks, blockwise
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, Segments, Window
+
+BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 8
+IDS = jnp.asarray([[0] * 6 + [1] * 6 + [-1] * 4, [-1] * 3 + [0] * 13], jnp.int32)
+HIDDEN = np.asarray(IDS) < 0
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(4, 8)))
+
+
+def normal(seed: int, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def spoilt(x):
+    """The array with NaN and infinity wherever a token is padding."""
+    junk = jnp.where(jnp.arange(x.shape[-1]) % 2 == 0, jnp.nan, jnp.inf)
+    return jnp.where(HIDDEN.reshape(*HIDDEN.shape, *[1] * (x.ndim - 2)), junk, x)
+
+
+def assert_padding_is_nothing(function, tokens: tuple, *learned):
+    """``function(tokens, *learned)`` and its gradients are the same whatever the padding of the tokens holds."""
+
+    def loss(tokens, *learned):
+        out = function(*tokens, *learned)
+        return jnp.sin(out).sum(), out
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1 + len(learned))), has_aux=True))
+    clean, dirty = (run(x, *learned) for x in (tokens, tuple(map(spoilt, tokens))))
+    chex.assert_tree_all_finite(dirty)
+    chex.assert_trees_all_close(dirty, clean, atol=1e-6, rtol=1e-6)
+    (_, out), (gradients, *_) = dirty
+    for x in (out, *gradients):
+        np.testing.assert_array_equal(np.asarray(x)[HIDDEN], 0)
+    return out
+
+
+def projections():
+    return normal(1, BATCH, LENGTH, HEADS, SIZE), *(normal(n, BATCH, LENGTH, KV_HEADS, SIZE) for n in (2, 3))
+
+
+CASES = {
+    "inside other masks": {"mask": (Window(5) | masks.Sinks(1)) & (Causal() & masks.padding(~jnp.asarray(HIDDEN)))},
+    "soft cap and bias": {"mask": Causal() & Segments(IDS), "softcap": 2.0, "bias": bias.ALiBi()},
+}
+MORE = {
+    "decay": {"decay": np.linspace(0, 0.2, SIZE, dtype=np.float32)},
+    "cope": {"bias": bias.CoPE(4).bind({"table": normal(9, 4, SIZE)}, num_heads=HEADS)},
+}
+
+
+@backends
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_of_padding_reaches_an_output_or_a_gradient(name, backend):
+    case = CASES[name]
+    out = assert_padding_is_nothing(partial(pj.attention, implementation=backend, **case), projections())
+    if set(case) == {"mask"}:
+        allowed = np.asarray(masks.materialise(case["mask"], jnp.arange(LENGTH), jnp.arange(LENGTH)))
+        np.testing.assert_allclose(out, oracles.attention(*projections(), allowed=allowed)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_nor_with_other_features_and_biases(name):
+    assert_padding_is_nothing(partial(pj.attention, mask=Causal() & Segments(IDS), **MORE[name]), projections())
+
+
+def test_what_is_padding():
+    first, second = Segments(jnp.asarray([[-1, 0, 0]])), Segments(jnp.asarray([[0, 0, -2]]))
+    q, k = masks.padding_of((first & Causal()) & (second & Window(2)))
+    np.testing.assert_array_equal(q, [[True, False, True]])
+    np.testing.assert_array_equal(k, q)
+    for mask in (None, Causal(), first | Causal(), ~first, ~first & Causal()):
+        assert masks.padding_of(mask) is None, "a token that another mask may show is no padding"
+
+
+def test_sinks_and_far_branches():
+    q, k, v = projections()
+
+    def run(q, k, v, far_q, far_k, sinks):
+        far = Branch(far_q, far_k, Beyond(3))
+        return pj.attention(q, k, v, mask=Causal() & Segments(IDS), far=far, sinks=sinks, implementation="blockwise")
+
+    assert_padding_is_nothing(run, (q, k, v, q[..., ::-1], jnp.square(k)), normal(5, HEADS))
+
+
+def test_gates_of_the_forgetting_transformer():
+    def run(q, k, v, gates):
+        c = jnp.moveaxis(gates, 1, 2)
+        forget = bias.FoX(symmetric=True).bind(num_heads=HEADS, q_gates=c, kv_gates=c)
+        return pj.attention(q, k, v, bias=forget, mask=Segments(IDS), softcap=3.0, implementation="blockwise")
+
+    gates = jnp.cumsum(-jnp.abs(normal(6, BATCH, LENGTH, HEADS)), axis=1)
+    assert_padding_is_nothing(run, (*projections(), gates))
+
+
+def test_cross_attention_has_padding_of_its_own_on_either_side():
+    q, k, v = projections()
+    q, hidden = q[:, :3], jnp.asarray([[0, 0, -1]] * BATCH, jnp.int32)
+
+    def loss(q, k, v):
+        return jnp.sin(pj.attention(q, k, v, mask=Segments(hidden, jnp.minimum(IDS, 0)))).sum()
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    dirty = q.at[:, 2].set(jnp.nan), spoilt(k), spoilt(v)
+    chex.assert_trees_all_close(run(*dirty), run(q, k, v), atol=1e-6)
+
+
+COVERING = ("coca-strict", "fox", "qwen3", "linear-elu", "performer")
+
+
+def schemes_of(name):
+    made = preset(name)
+    return dict.fromkeys(made.schemes) if isinstance(made, pj.Layers) else (made,)
+
+
+def check_scheme(scheme, backend):
+    size = 8
+    params = scheme.init(jax.random.key(0), HEADS, size, num_kv_heads=KV_HEADS, model_dim=8)
+    params |= scheme.init_shared(jax.random.key(1), HEADS, size)
+
+    def run(q, k, v, x, params):
+        gates = scheme.prepare(params, x, valid=~jnp.asarray(HIDDEN))
+        given = {} if gates is None else {"gates": (gates, gates)}
+        return scheme.attend(q, k, v, params=params, mask=Segments(IDS), implementation=backend, **given)
+
+    q = normal(1, BATCH, LENGTH, HEADS, scheme.query_size(size))
+    k = normal(2, BATCH, LENGTH, KV_HEADS, scheme.key_size(size))
+    v, x = normal(3, BATCH, LENGTH, KV_HEADS, size), normal(4, BATCH, LENGTH, 8)
+    assert_padding_is_nothing(run, (q, k, v, x), params)
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_schemes(name):
+    for scheme in schemes_of(name):
+        check_scheme(scheme, "dense")
+
+
+@pytest.mark.wide
+@backends
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset(name, backend):
+    for scheme in schemes_of(name):
+        check_scheme(scheme, backend)
+
+
+@pytest.mark.parametrize("form", ["chunked", "bidirectional"])
+def test_linear_attention(form):
+    def run(phi, psi, v):
+        out = getattr(pj.linear, form)(jnp.abs(phi), jnp.abs(psi), v, segment_ids=IDS)
+        return out[0] if isinstance(out, tuple) else out
+
+    assert_padding_is_nothing(run, projections())
+
+
+def test_coca_attention():
+    table = pj.rotary_table(pj.positions.Range(0, LENGTH), pj.rotary.frequencies(SIZE))
+    q, k, v = projections()
+    run = partial(pj.coca_attention, table=table, mask=Causal() & Segments(IDS))
+    assert_padding_is_nothing(run, (q, k[..., : SIZE // 2], v))
+
+
+@pytest.mark.parametrize("name", ["fox", "linear-elu"])
+def test_decoding(name):
+    """Tokens that ``valid`` calls padding change neither what the others get nor what the cache holds."""
+    scheme, size = preset(name), 8
+    params = scheme.init(jax.random.key(0), HEADS, size, num_kv_heads=KV_HEADS, model_dim=8)
+    valid, index = ~jnp.asarray(HIDDEN), jnp.cumsum(~HIDDEN, axis=1) - 1
+    q = normal(1, BATCH, LENGTH, HEADS, scheme.query_size(size))
+    k = normal(2, BATCH, LENGTH, KV_HEADS, scheme.key_size(size))
+    v, x = normal(3, BATCH, LENGTH, KV_HEADS, size), normal(4, BATCH, LENGTH, 8)
+
+    @jax.jit
+    def run(q, k, v, x):
+        kept = scheme.init_cache(BATCH, LENGTH, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=size, chunk=LENGTH)
+        gates = scheme.prepare(params, x, valid=valid)
+        given = {} if gates is None else {"gates": gates}
+        out, kept = scheme.decode(
+            q, k, v, kept, params=params, index=index.astype(jnp.int32), valid=valid, length=LENGTH, **given
+        )
+        return out, kept
+
+    dirty, clean = run(*map(spoilt, (q, k, v, x))), run(q, k, v, x)
+    chex.assert_tree_all_finite(dirty[0])
+    chex.assert_trees_all_close(dirty, clean, atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(dirty[0])[HIDDEN], 0)
