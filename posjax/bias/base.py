@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check

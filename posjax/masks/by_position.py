@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from posjax._checks import check
 from posjax._numbers import LARGEST, is_traced, level, register_numbers, whole_number
