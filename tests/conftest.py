@@ -19,9 +19,9 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 
 
 def pytest_configure():
-    """Where parity is asked for, a missing oracle is an error, not a skipped test."""
+    """Where parity is asked for, a library that it needs and lacks is an error, not a skipped test."""
     if os.environ.get("POSJAX_REQUIRE_PARITY"):
-        missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+        missing = [name for name in ("torch", "transformers", "equinox") if importlib.util.find_spec(name) is None]
         if missing:
             raise pytest.UsageError(f"POSJAX_REQUIRE_PARITY is set, but {' and '.join(missing)} cannot be imported")
 

@@ -1,0 +1,151 @@
+"""The page of models of one's own: its examples run, and its tables of derivatives say what JAX does."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+
+TEXT = (Path(__file__).parent.parent / "docs/own-model.md").read_text(encoding="utf-8")
+START, *REST = re.split(r"^## (.*)$", TEXT, flags=re.M)
+SECTIONS = dict(zip(REST[::2], REST[1::2], strict=True))
+
+
+def run(text, names):
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(block, "own-model.md", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def started():
+    return run(START, {})
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.parity] * (title == "Equinox")) for title in SECTIONS]
+)
+def test_the_examples_run(title, started):
+    if title == "Equinox":
+        pytest.importorskip("equinox")
+    names = run(SECTIONS[title], dict(started))
+    found = jax.tree.leaves(names["gradient"]) if title in ("Equinox", "Flax linen", "Flax NNX") else []
+    assert all(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in found)
+
+
+def table(first):
+    """The rows of the table whose first header is this, as lists of cells; the header is the first row."""
+    lines = TEXT[TEXT.index(f"| {first} |") :].split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return rows[:1] + rows[2:]
+
+
+def squared(attend):
+    return lambda x: jnp.square(attend(x)).sum()
+
+
+def transformed(attend):
+    """The gradient through a checkpoint in a scan, mapped over an axis."""
+
+    def twice(x):
+        return jax.lax.scan(lambda x, _: (jax.checkpoint(attend)(x), None), x, length=2)[0].sum()
+
+    return lambda x: jax.vmap(jax.grad(twice))(x[None])
+
+
+def along(function):
+    """Its derivative in forward mode."""
+    return lambda x: jax.jvp(function, (x,), (x,))[1]
+
+
+def reverse(function):
+    return jax.grad(lambda x: function(x).sum())
+
+
+DERIVATIVES = {
+    "`jax.grad`, `jax.vjp`": (lambda f: jax.grad(squared(f)), lambda f: lambda x: jax.vjp(f, x)[1](x)),
+    "the same under `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.checkpoint`": (transformed,),
+    "forward mode: `jax.jvp`": (along,),
+    "forward over reverse: `jax.jvp` of `jax.grad`": (lambda f: along(jax.grad(squared(f))),),
+    "reverse over reverse: `jax.grad` of `jax.grad`": (lambda f: reverse(jax.grad(squared(f))),),
+    "reverse over forward: `jax.grad` of `jax.jvp`": (lambda f: reverse(along(squared(f))),),
+}
+METHODS = {
+    '`"dense"`': ("rope", "dense", 4),
+    '`"blockwise"`': ("rope", "blockwise", 4),
+    '`"tpu"`': ("alibi", "tpu", 128),
+    "CoPE": ("cope", "blockwise", 4),
+    "linear attention": ("linear-elu", None, 4),
+}
+
+
+def attending(name, implementation):
+    """Attention of a text to itself with a preset."""
+    scheme = pj.scheme(name)
+
+    @jax.jit
+    def attend(x):
+        params = scheme.init(jax.random.key(0), num_heads=1, head_dim=x.shape[3])
+        chosen = {} if implementation is None else {"implementation": implementation}
+        return scheme.attend(x, x, x, params=params, **chosen)
+
+    return attend
+
+
+def error_of(function, x, platform="cpu"):
+    """What JAX says when it lowers a function for a platform; None where it does."""
+    try:
+        jax.jit(function).trace(x).lower(lowering_platforms=(platform,))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_of_derivatives(method):
+    header, *rows = table("derivative")
+    assert header[1:] == list(METHODS)
+    assert [row[0] for row in rows] == list(DERIVATIVES)
+    name, implementation, size = METHODS[method]
+    attend, x = attending(name, implementation), jnp.ones((1, size, 1, size))
+    platform = "tpu" if implementation == "tpu" else "cpu"
+    for row in rows:
+        found = [error_of(make(attend), x, platform) for make in DERIVATIVES[row[0]]]
+        said = dict(zip(header, row, strict=True))[method]
+        assert [error is None for error in found] == [said == "yes"] * len(found), (row[0], found)
+        assert all(error is None or _named(error) for error in found), found
+
+
+def _named(error):
+    """Whether the table of errors has an error."""
+    return any(error.startswith(quoted.strip("`")) for quoted, _ in table("the error")[1:])
+
+
+def test_a_derivative_of_short_rows_may_be_missing_for_long_ones():
+    forward = along(attending("rope", None))
+    assert error_of(forward, jnp.ones((1, 512, 1, 4))) is None
+    assert _named(error_of(forward, jnp.ones((1, 513, 1, 4))))
+
+
+def test_linearising_fails_when_it_is_called():
+    x = jnp.ones((1, 4, 1, 4))
+    _, linear = jax.linearize(attending("rope", "blockwise"), x)
+    with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
+        linear(x)
+
+
+def test_losses_that_pick_from_a_split_axis_are_refused_by_jax():
+    logits = meshes.put(meshes.mesh("explicit"), np.zeros((8, 4, 32)), P("data", None, "tensor"))
+    labels = meshes.put(meshes.mesh("explicit"), np.zeros((8, 4), np.int32), P("data"))
+    for pick in (partial(jnp.take_along_axis, axis=-1), optax.softmax_cross_entropy_with_integer_labels):
+        with pytest.raises(Exception, match="out_sharding") as caught:
+            pick(logits, labels[..., None] if isinstance(pick, partial) else labels)
+        assert caught.typename == "ShardingTypeError"
