@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import linear, masks
-from posjax._checks import check_counts
-from posjax.arguments import check_no_logits
+from posjax._checks import check_counts, check_length
+from posjax.arguments import check_coordinates, check_no_logits, check_projections, check_rows
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement
 from posjax.attention.sharded.automatic import has_explicit, on_auto_axes, told
