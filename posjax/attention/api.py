@@ -22,7 +22,7 @@ from posjax.attention.own import checked, heads_of
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.far import Branch
-from posjax.masks import as_mask
+from posjax.masks import Mask, as_mask
 from posjax.positions import Positions, Range, as_array
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
@@ -141,6 +141,13 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
     )
 
 
+def reads_positions(bias, mask: Mask | None, far, decay) -> bool:
+    """Whether a call depends on where queries and keys stand; a bias that is not bound yet is taken to."""
+    arrays = jax.Array | np.ndarray
+    slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
+    return bool(far) or decay is not None or any(getattr(slot, "reads_positions", True) for slot in slots)
+
+
 def check_sinks(sinks, heads: int) -> None:
     """Raises ValueError unless ``sinks`` is None or one logit for each head."""
     check(
@@ -189,7 +196,8 @@ def bound(bias, heads: int) -> Bias | None:
     if isinstance(bias, jax.Array | np.ndarray):
         bias = array_bias(bias)
     if not isinstance(bias, Bias):
-        check(hasattr(bias, "bind"), f"bias must be a posjax bias or the spec of one, found {type(bias).__name__}")
+        known = hasattr(bias, "bind")
+        check(known, f"bias must be a posjax bias, the spec of one, or an array, found {type(bias).__name__}")
         made = bias.bind(num_heads=heads)
         found = type(made).__name__
         check(isinstance(made, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")

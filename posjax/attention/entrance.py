@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from posjax.attention.api import bound, check_aligned, check_shapes, local_attention
+from posjax.attention.api import bound, check_aligned, check_shapes, local_attention, reads_positions
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, Split, split_of
@@ -87,19 +85,14 @@ def attention(
         ValueError: for shapes that do not fit, naming the argument; for a backend that does not take the call, with the
             reason; for a sequence that is split over a mesh.
     """
+    mask = None if mask is None else as_mask(mask)
     options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "far": far}
     options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
     options |= {"implementation": implementation, "return_residuals": return_residuals}
     check_shapes(q, k, v)
-    reads = bool(far) or decay is not None or any(map(_reads_positions, (bias, mask)))
-    check_aligned(q, k, q_positions, reads)
+    check_aligned(q, k, q_positions, reads_positions(bias, mask, far, decay))
     split = split_of(q, k, v, partition)
     return local_attention(q, k, v, **options) if split is None else _over_mesh(split, q, k, v, **options)
-
-
-def _reads_positions(slot) -> bool:
-    """Whether a bias or a mask depends on positions; a spec that is not bound yet is taken to."""
-    return slot is not None and not isinstance(slot, jax.Array | np.ndarray) and getattr(slot, "reads_positions", True)
 
 
 def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, far, **options):
@@ -107,7 +100,7 @@ def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, far, **options):
     far = (far,) if isinstance(far, Branch) else tuple(far)
     slots = {
         "bias": bound(bias, q.shape[2]),
-        "mask": None if mask is None else as_mask(mask),
+        "mask": mask,
         "scale": _with_three_axes(scale),
         "where": tuple(branch.where for branch in far),
     }
