@@ -78,7 +78,7 @@ class OfPairs(Blockwise):
     """A value that is one array over pairs, ``[batch, heads, queries, keys]``; an axis of 1 is for all alike."""
 
     array: Array
-    _name: ClassVar[str]
+    name: ClassVar[str]
     """The argument of ``attention`` that it is given as."""
     _filler: ClassVar[Any]
     """What a pair with a token that padding adds gets."""
@@ -98,7 +98,7 @@ class OfPairs(Blockwise):
             ValueError: for more than four axes.
         """
         layout = "[batch, heads, queries, keys]"
-        check(array.ndim <= 4, f"{cls._name} must broadcast to {layout}, found shape {array.shape}")
+        check(array.ndim <= 4, f"{cls.name} must broadcast to {layout}, found shape {array.shape}")
         return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
     def _mapped(self, function: Callable[[Array], Array], axis: int) -> Self:
@@ -141,7 +141,7 @@ class OfPairs(Blockwise):
         fits = zip(self.array.shape, (batch, self.array.shape[1], queries, keys), strict=True)
         check(
             all(found in (1, wanted) for found, wanted in fits),
-            f"{self._name} must broadcast to [batch, heads, queries, keys] = [{batch}, heads, {queries}, {keys}], "
+            f"{self.name} must broadcast to [batch, heads, queries, keys] = [{batch}, heads, {queries}, {keys}], "
             f"found shape {self.array.shape}",
         )
 

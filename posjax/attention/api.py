@@ -25,7 +25,7 @@ from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
 from posjax.far import Branch
-from posjax.masks import as_mask
+from posjax.masks import Mask, as_mask
 from posjax.positions import Positions, Range, as_array
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
@@ -143,6 +143,13 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
     )
 
 
+def reads_positions(bias, mask: Mask | None, far, decay) -> bool:
+    """Whether a call depends on where queries and keys stand; a bias that is not bound yet is taken to."""
+    arrays = jax.Array | np.ndarray
+    slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
+    return bool(far) or decay is not None or any(getattr(slot, "reads_positions", True) for slot in slots)
+
+
 def _grouped_scale(scale, q, kv_heads: int):
     """A number, or factors that broadcast against grouped queries."""
     scale = q.shape[-1] ** -0.5 if scale is None else widened_leaves(scale)
@@ -186,7 +193,7 @@ def bound(bias, heads: int) -> Bias | None:
     if not isinstance(bias, Bias):
         spec, found = hasattr(bias, "bind") and not isinstance(bias, type), type(bias).__name__
         found = f"{shown(bias)}: write {bias.__name__}(...)" if isinstance(bias, type) else found
-        check(spec, f"bias must be a posjax bias or the spec of one, found {found}")
+        check(spec, f"bias must be a posjax bias, the spec of one, or an array, found {found}")
         made = bias.bind(num_heads=heads)
         found = type(made).__name__
         check(isinstance(made, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")

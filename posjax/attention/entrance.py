@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from posjax.attention.api import bound, check_aligned, check_shapes, local_attention
+from posjax.attention.api import bound, check_aligned, check_shapes, local_attention, reads_positions
 from posjax.attention.checks import check_scale
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
@@ -95,8 +95,7 @@ def attention(
     options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "far": far}
     options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
     options |= {"implementation": implementation, "return_residuals": return_residuals}
-    reads = bool(far) or decay is not None or any(slot is not None and slot.reads_positions for slot in (bias, mask))
-    check_aligned(q, k, q_positions, reads)
+    check_aligned(q, k, q_positions, reads_positions(bias, mask, far, decay))
     split = split_of(q, k, v, partition)
     return local_attention(q, k, v, **options) if split is None else _over_mesh(split, q, k, v, **options)
 

@@ -24,7 +24,7 @@ class ArrayBias(OfPairs, Bias):
 
     array: Float[Array, "#batch #heads #queries #keys"]
 
-    _name, _filler = "bias", 0.0
+    name, _filler = "bias", 0.0
     of_pairs: ClassVar[bool] = True
 
     def values(self, q_positions, kv_positions):

@@ -143,7 +143,7 @@ class ArrayMask(OfPairs, Mask):
 
     array: Bool[Array, "#batch #heads #queries #keys"]
 
-    _name, _filler = "mask", False
+    name, _filler = "mask", False
 
     def allowed(self, q_positions, kv_positions):
         """The array as it is."""

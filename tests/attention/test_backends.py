@@ -559,7 +559,7 @@ def bad(**changes):
         (bad(k=(2, 7, 3, 8), v=(2, 7, 3, 8)), "multiple of those of k, found 4 and 3"),
         (bad(k=(2, 0, 2, 8), v=(2, 0, 2, 8)), "k must hold at least one token"),
         (bad(mask=True), "mask must be a posjax.masks.Mask or a boolean array, found bool"),
-        (bad(bias=3.0), "bias must be a posjax bias or the spec of one, found float"),
+        (bad(bias=3.0), "bias must be a posjax bias, the spec of one, or an array, found float"),
         (bad(bias=T5()), "params must hold 'table'"),
         (bad(bias=ALiBi().bind(num_heads=2)), "bias is bound for 2 heads, but q has 4"),
         (bad(softcap="30"), "softcap must be positive, found '30'"),

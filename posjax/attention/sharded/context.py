@@ -6,9 +6,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check
+from posjax._slots import OfPairs
 from posjax.attention import api
 from posjax.attention.checks import check_ahead, check_sinks
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
@@ -23,7 +24,7 @@ from posjax.attention.tpu.entry import bias_form
 from posjax.attention.tpu.terms import LANES
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch
-from posjax.masks import Mask
+from posjax.masks import Mask, as_mask
 from posjax.positions import Positions, Range, as_array
 
 
@@ -34,7 +35,7 @@ def context_attention(
     *,
     across: Placement,
     bias=None,
-    mask: Mask | None = None,
+    mask: Mask | Bool[Array, "..."] | None = None,
     scale: float | Float[Array, "..."] | None = None,
     sinks: Float[Array, "all_heads"] | None = None,
     softcap: float | Float[Array, ""] | None = None,
@@ -67,18 +68,22 @@ def context_attention(
     Raises:
         ValueError: as ``attention``, and for a strategy that cannot split the call, with the reason.
     """
-    heads = _Heads(across, q.shape[2])
+    heads, far = _Heads(across, q.shape[2]), (far,) if isinstance(far, Branch) else tuple(far)
+    mask = None if mask is None else as_mask(mask)
+    api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, far, decay))
+    bias = heads.of_bias(bias)
+    _check_no_pairs(across, bias, mask, far)
     row = tuple(_whole(across, p, x.shape[1]) for p, x in ((q_positions, q), (kv_positions, k)))
     local = [None if isinstance(p, Range) else p for p in row]
     x, scale = api.prepared(
         q,
         k,
         v,
-        bias=heads.of_bias(bias),
+        bias=bias,
         mask=None if mask is None else heads.of_mask(mask),
         scale=heads.last(scale),
         softcap=softcap,
-        far=tuple(heads.of_branch(branch) for branch in ((far,) if isinstance(far, Branch) else far)),
+        far=tuple(map(heads.of_branch, far)),
         decay=decay,
         q_positions=local[0],
         kv_positions=local[1],
@@ -120,6 +125,17 @@ class _Heads:
             return bias
         bias = api.bound(bias, self.all)
         return bias if self.all == self.size else bias.heads(self.start, self.size)
+
+
+def _check_no_pairs(across: Placement, *slots) -> None:
+    """Refuses arrays over pairs of tokens where devices share a row: nothing here cuts them as the tokens are cut."""
+    parts = jax.tree.leaves(slots, is_leaf=lambda node: isinstance(node, OfPairs))
+    names = [part.name for part in parts if isinstance(part, OfPairs)]
+    check(
+        across.shards == 1 or not names,
+        f"{' and '.join(names)}: an array over pairs of tokens is not taken where the {across.shards} devices of axis "
+        f"{across.context!r} share a row; masks and biases of positions or of tokens are (masks.Segments for padding)",
+    )
 
 
 def _whole(across: Placement, positions: Positions | None, tokens: int) -> Positions:

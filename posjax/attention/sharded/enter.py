@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from posjax._checks import check
 from posjax._slots import Blockwise
 from posjax.attention.sharded.automatic import is_array, on_auto_axes
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.split import Split
+from posjax.masks import as_mask
 
 _AXES = {
     "gates": ("batch", "heads", "length"),
@@ -37,8 +39,9 @@ def attend_on_mesh(
         projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated where their axis
             has more devices than they fill: see ``Placement.for_key_heads``.
         per_row: trees of arrays by name. ``"gates"`` are ``[batch, heads, length]``, ``"length"`` is ``[batch]``,
-            ``"coordinates"`` are ``[batch, length, axes]``, masks and biases know their own axes, and all others are
-            ``[batch, length]``. An array with fewer axes is the same on all devices, and so is an axis of 1.
+            ``"coordinates"`` are ``[batch, length, axes]``, masks and biases know their own axes (``"mask"`` may be a
+            boolean array), and all others are ``[batch, length]``. An array with fewer axes is the same on all
+            devices, and so is an axis of 1.
 
     Returns:
         What the function returns, ``[batch, length, heads, ...]`` again.
@@ -61,6 +64,7 @@ def enter(
     placement.check(mesh.shape, **sizes, kv_heads=k.shape[2])
     repeats = placement.for_key_heads(mesh.shape, k.shape[2]).repeats
     tokens = _spec(placement, ("batch", "length", "heads"))
+    per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
     axes = set(mesh.axis_names) - _manual(mesh)
 
@@ -113,7 +117,11 @@ def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]
     def lies(names: tuple, array) -> PartitionSpec:
         if jnp.ndim(array) < len(names):
             return PartitionSpec()
-        whole = zip(names, array.shape, strict=False)
+        whole = tuple(zip(names, array.shape, strict=False))
+        for axis, size in whole:
+            # Keys may be more or fewer than queries, whose length this is; rows and heads are the same for all.
+            fits = axis in (None, "length") or size in (1, sizes[axis])
+            check(fits, f"{name} must have 1 or {sizes.get(axis)} for its axis {axis!r}, found shape {array.shape}")
         return _spec(placement, tuple(axis if sizes.get(axis) == size else None for axis, size in whole))
 
     return jax.tree.map(lies, axes, value, is_leaf=_is_names)

@@ -1,0 +1,226 @@
+"""The grid of jax's own attention tests, against ``jax.nn.dot_product_attention`` and NumPy in float64.
+
+Two things differ by design. A query that may see no key gives 0 here and the mean of all values there, so nothing is
+asked of such rows but that they give 0. And jax adds an axis of rows to ``[length, heads, size]`` by itself, which is
+written out here.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+import posjax as pj
+from posjax.attention.api import BACKENDS
+from posjax.attention.blockwise import Blocks, blockwise
+from posjax.masks import Band, Beyond, Causal, Segments, Window
+from posjax.positions import Range
+
+ROWS, TOKENS, HEADS, SIZE = 2, 52, 4, 8
+AT = np.arange(TOKENS)
+BEHIND = AT[:, None] - AT
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles that cut the rows in several parts, the last of which are not whole."""
+    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(16, 20)))
+
+
+class Case(NamedTuple):
+    """What jax is given, what says the same here, and which pairs that allows."""
+
+    given: dict
+    mask: Any
+    allowed: np.ndarray
+    bias: bool = False
+
+
+def beside(tokens: np.ndarray, lengths) -> np.ndarray:
+    """Whether each of the tokens of every row stands before the end of its row."""
+    return tokens < np.asarray(lengths)[:, None]
+
+
+Q_LENGTHS, KV_LENGTHS = [TOKENS // 2, TOKENS // 4], [TOKENS // 4, TOKENS // 2]
+QUERIES, KEYS = beside(AT, Q_LENGTHS), beside(AT, KV_LENGTHS)
+PRESENT = QUERIES[:, None, :, None] & KEYS[:, None, None, :]
+OF_QUERIES, OF_KEYS = {"query_seq_lengths": jnp.asarray(Q_LENGTHS)}, {"key_value_seq_lengths": jnp.asarray(KV_LENGTHS)}
+PADDED = OF_QUERIES | OF_KEYS
+NUMBERED = Segments(*(jnp.where(valid, 0, -1) for valid in (QUERIES, KEYS)))
+ZEROS = jnp.zeros((ROWS, TOKENS), jnp.int32)
+LOWER = np.tril(np.ones((1, 1, TOKENS, TOKENS), bool))
+SOME = np.random.default_rng(0).random((1, 1, TOKENS, TOKENS)) < 0.3
+SOME[..., 7, :] = False
+EVERY = np.ones((1, 1, 1, 1), bool)
+
+CAUSAL, BEFORE = {"is_causal": True}, (BEHIND >= 0) & (BEHIND <= 3)
+CASES = {
+    "bias": Case({}, None, EVERY, bias=True),
+    "bias and causal": Case(CAUSAL, Causal(), LOWER, bias=True),
+    "causal": Case(CAUSAL, Causal(), LOWER),
+    "custom": Case({"mask": jnp.asarray(LOWER)}, jnp.asarray(LOWER), LOWER),
+    "boolean": Case({"mask": jnp.asarray(SOME)}, jnp.asarray(SOME), SOME),
+    "padding": Case(PADDED, NUMBERED, PRESENT),
+    "padding of keys": Case(OF_KEYS, Segments(ZEROS, NUMBERED.kv_ids), KEYS[:, None, None]),
+    "padding of queries": Case(OF_QUERIES, Segments(NUMBERED.q_ids, ZEROS), QUERIES[:, None, :, None]),
+    "padding as an array": Case(PADDED, jnp.asarray(PRESENT), PRESENT),
+    "causal and padding": Case(PADDED | CAUSAL, Causal() & NUMBERED, LOWER & PRESENT),
+    "causal and padding as an array": Case(PADDED | CAUSAL, jnp.asarray(LOWER & PRESENT), LOWER & PRESENT),
+    "custom and padding": Case(PADDED | {"mask": jnp.asarray(LOWER)}, jnp.asarray(LOWER) & NUMBERED, LOWER & PRESENT),
+    "custom and padding as an array": Case(
+        PADDED | {"mask": jnp.asarray(SOME)}, jnp.asarray(SOME & PRESENT), SOME & PRESENT
+    ),
+    "window before": Case({"local_window_size": (3, 0)}, Causal() & Window(4), BEFORE),
+    "window of both sides": Case({"local_window_size": (3, 2)}, Band(6), (BEHIND >= -2) & (BEHIND <= 3)),
+    "causal and window of both sides": Case(CAUSAL | {"local_window_size": (3, 2)}, Causal() & Window(4), BEFORE),
+}
+
+
+def drawn(dtype=jnp.float32, group=1, rows=ROWS, tokens=TOKENS, heads=HEADS) -> dict:
+    """Queries, keys, values, and a bias ``[1, heads, queries, keys]``."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {name: (rows, tokens, heads // (1 if name == "q" else group), SIZE) for name in "qkv"}
+    shapes["bias"] = (1, heads, tokens, tokens)
+    return {name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def without_bias(values: dict) -> dict:
+    return {name: x for name, x in values.items() if name != "bias"}
+
+
+def with_gradients(attend, values: dict, weights) -> tuple:
+    """Output, and the gradient of its weighted sum for every value."""
+    out, transpose = jax.vjp(lambda values: attend(**values), values)
+    return out, transpose(weights.astype(out.dtype))[0]
+
+
+def ours(q, k, v, bias=None, **options):
+    return pj.attention(q, k, v, bias=bias, **options)
+
+
+def theirs(q, k, v, bias=None, **options):
+    return jax.nn.dot_product_attention(q, k, v, bias, **options, implementation="xla")
+
+
+@jax.jit
+def in_tiles(values: dict, mask, weights):
+    return with_gradients(partial(ours, mask=mask, implementation="blockwise"), values, weights)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", CASES)
+def test_masks_and_biases(name):
+    """Forward and all gradients, with no weight on rows that see nothing: 0 here, there the mean of all values.
+
+    Queries that are padding to jax (``query_seq_lengths``) give 0 in both.
+    """
+    given, mask, allowed, bias = CASES[name]
+    values = drawn() if bias else without_bias(drawn())
+    seen = np.broadcast_to(allowed, (ROWS, 1, TOKENS, TOKENS)).any(-1)[:, 0]
+    weights = jnp.cos(values["q"]) * seen[..., None, None]
+    oracle, _ = oracles.attention(**values, allowed=allowed)
+    # Operation by operation, except for tiles: they are compiled once for all cases.
+    want, d_want = with_gradients(partial(theirs, **given), values, weights)
+    np.testing.assert_allclose(np.where(seen[..., None, None], want, 0), oracle, atol=2e-6)
+    dense = with_gradients(partial(ours, mask=mask, implementation="dense"), values, weights)
+    for out, d_values in (dense, in_tiles(values, mask, weights)):
+        np.testing.assert_allclose(out, oracle, atol=2e-6)
+        np.testing.assert_array_equal(out[~seen], 0)
+        chex.assert_trees_all_equal_shapes_and_dtypes(d_values, values)
+        chex.assert_trees_all_close(d_values, d_want, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("window", "masks"),
+    [
+        ((3, 0), [Causal() & Window(4), Causal() & ~Beyond(4)]),
+        ((3, 2), [Band(6), (Causal() & Window(4)) | Window(3), ~Beyond(4) & (Causal() | Window(3))]),
+        # Any two numbers: no more than so many behind, and behind or no more than so many ahead.
+        ((2, 9), [~Beyond(3) & (Causal() | Window(10))]),
+        ((0, 5), [~Beyond(1) & (Causal() | Window(6))]),
+    ],
+)
+def test_ways_to_write_a_sliding_window(window, masks):
+    left, right = window
+    there = Range(0, TOKENS)
+    for mask in masks:
+        got = pj.masks.materialise(mask, there, there)
+        np.testing.assert_array_equal(got, np.isin(BEHIND, range(-right, left + 1)))
+
+
+def by_row(attend):
+    """An attention of one row, ``[length, heads, size]``, over all rows."""
+    return jax.vmap(lambda **row: attend(**{name: x[None] for name, x in row.items()})[0])
+
+
+def agree(attend, over_rows: bool, values: dict, weights, want, tolerance: float):
+    """Compares both backends of an attention of ``values`` with an output and its gradients."""
+    for backend in BACKENDS:
+        own = partial(attend, implementation=backend)
+        own = by_row(own) if over_rows else own
+        got = jax.jit(partial(with_gradients, own))(values, weights)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+        chex.assert_trees_all_close(got, want, atol=tolerance)
+
+
+rows_or_vmap = pytest.mark.parametrize("over_rows", [False, True], ids=["batch", "vmap"])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@rows_or_vmap
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_grouped_heads(group, over_rows):
+    """Every key head serves ``group`` query heads; jax is given the keys repeated, and no ``vmap``."""
+    values = without_bias(drawn(group=group))
+    weights = jnp.cos(values["q"])
+
+    def repeated(q, k, v):
+        return theirs(q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2))
+
+    want = with_gradients(repeated, values, weights)
+    np.testing.assert_allclose(want[0], oracles.attention(**values)[0], atol=2e-6)
+    agree(ours, over_rows, values, weights, want, 5e-6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precisions(dtype):
+    """Two query heads for a key head, a bias and a causal mask, against the same numbers in float32.
+
+    jax itself does not run float16 on a CPU.
+    """
+    values = drawn(dtype, group=2)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), values)
+    weights = jnp.cos(wide["q"])
+    repeated = wide | {name: jnp.repeat(wide[name], 2, axis=2) for name in "kv"}
+    want, d_want = with_gradients(partial(theirs, is_causal=True), repeated, weights)
+    d_want |= {name: d_want[name].reshape(*wide[name].shape[:3], 2, SIZE).sum(3) for name in "kv"}
+    oracle, _ = oracles.attention(**wide, allowed=LOWER)
+    np.testing.assert_allclose(want, oracle, atol=2e-6)
+    step = float(jnp.finfo(dtype).eps)
+    dense = jax.jit(partial(with_gradients, partial(ours, mask=Causal(), implementation="dense")))(values, weights)
+    for out, d_values in (dense, in_tiles(values, Causal(), weights)):
+        chex.assert_type(jax.tree.leaves((out, d_values)), dtype)
+        np.testing.assert_allclose(out.astype(jnp.float32), oracle, atol=2 * step)
+        chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(jnp.float32), d_values), d_want, atol=8 * step)
+
+
+@rows_or_vmap
+@pytest.mark.parametrize("rows", [1, 16])
+def test_gradients_of_a_bias_of_every_row(rows, over_rows):
+    """The bias is ``[rows, heads, queries, keys]``; for 16 rows of 8 heads attention takes tiles of 128 by itself."""
+    keys, tokens, heads = jax.random.split(jax.random.key(1), 2), 150, 8
+    x = jax.random.normal(keys[0], (rows, tokens, heads, SIZE))
+    values = {"x": x, "bias": jax.random.normal(keys[1], (rows, heads, tokens, tokens))}
+    mask = jnp.ones((1, 1, tokens), bool)
+
+    def of(attend):
+        return lambda x, bias, **options: attend(x, x, x, bias, mask=mask, **options)
+
+    want = jax.jit(partial(with_gradients, of(theirs)))(values, jnp.cos(x))
+    agree(of(ours), over_rows, values, jnp.cos(x), want, 2e-5)
