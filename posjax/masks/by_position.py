@@ -85,10 +85,29 @@ def _at_most(i, j, most):
 
 def _between(i, j, least, most):
     """``least <= i - j <= most``, for any two int32; no end where ``most`` is None."""
-    if most is None:
-        return _at_least(i, j, least)
-    distance = i - j
-    return ((i >= j) == (distance >= 0)) & (distance >= least) & (distance <= most)
+    found = _at_least(i, j, least)
+    return found if most is None else found & _at_most(i, j, most)
+
+
+def _around(i, j, before, after):
+    """``i - before <= j <= i + after``, where either end stops at that of int32.
+
+    The ends are numbers of the queries alone: in a kernel for TPUs this costs no more than a difference that may wrap.
+    """
+    return (j >= _larger(i, before - LARGEST - 1) - before) & (j <= _smaller(i, LARGEST - after) + after)
+
+
+def _larger(i, j):
+    return _module(i, j).maximum(i, j)
+
+
+def _smaller(i, j):
+    return _module(i, j).minimum(i, j)
+
+
+def _module(*arrays):
+    """NumPy where all is known when tracing."""
+    return jnp if any(map(is_traced, arrays)) else np
 
 
 def _some_and_all(i_low, i_high, j_low, j_high, least, most):
@@ -110,10 +129,23 @@ class _Distances(_Sized):
         return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self._unit)
 
     def pairs(self, i, j):
-        return _between(_units(i, self._unit), _units(j, self._unit), *self.limits)
+        i, j, (least, most) = _units(i, self._unit), _units(j, self._unit), self.limits
+        if is_traced(self._unit) or self._unit == 1:
+            return _between(i, j, least, most)
+        # Chunks of two positions and more are less than 2^31 chunks apart.
+        distance = i - j
+        return distance >= least if most is None else (distance >= least) & (distance <= most)
 
     def bounds(self, i_low, i_high, j_low, j_high):
         return _some_and_all(*(_units(x, self._unit) for x in (i_low, i_high, j_low, j_high)), *self.limits)
+
+
+class _Around(_Distances):
+    """The same where the query's own position lies between the limits."""
+
+    def pairs(self, i, j):
+        least, most = self.limits
+        return _around(i, j, most, -least)
 
 
 def _units(positions, unit):
@@ -140,7 +172,7 @@ class _Chunks(_Distances):
 
 @_sized
 @dataclasses.dataclass(frozen=True)
-class Window(_Distances):
+class Window(_Around):
     """``|i - j| < size``: with ``Causal`` the last ``size`` keys, the query's own included.
 
     Without ``Causal`` it is the symmetric band of ``2 * size - 1`` keys that encoders use. ``Window(L)``, for a decoder
@@ -162,7 +194,7 @@ class Window(_Distances):
 
 @_sized
 @dataclasses.dataclass(frozen=True)
-class Band(_Distances):
+class Band(_Around):
     """``-floor((size - 1) / 2) <= i - j <= floor(size / 2)``: ``size`` keys around the query, its own included.
 
     ``Band(L)`` is the bidirectional form of the baseline where each token sees ``L`` keys, the training length
@@ -193,6 +225,10 @@ class Beyond(_Distances):
     def limits(self):
         """``size`` and no end."""
         return self.size, None
+
+    def pairs(self, i, j):
+        """``j < i - size + 1``, where that stops at the end of int32."""
+        return j < _larger(i, self.size - LARGEST - 2) - (self.size - 1)
 
     def visible(self, count, positions, causal):
         """All but the last ``size`` keys if causal, otherwise counted as all."""
@@ -274,7 +310,7 @@ class Dilated(_Sized):
         """Whether the distance is a whole multiple of the dilation, fewer than ``size`` times."""
         i, j = self._for_heads(i, j)
         reach = (self.size - 1) * self._steps
-        return ((i - j) % self._steps == 0) & _between(i, j, -reach, reach)
+        return ((i - j) % self._steps == 0) & _around(i, j, reach, reach)
 
     def bounds(self, i_low, i_high, j_low, j_high):
         """As for the window that it spans; where that has gaps no tile is surely full."""
