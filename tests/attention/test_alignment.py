@@ -1,0 +1,161 @@
+"""Queries that are fewer, or more, than the keys: where positions matter, those of the queries must be given."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posjax as pj
+from posjax.attention.coca import coca_attention
+from posjax.attention.sharded import Placement, context_attention
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, Segments, Window
+from posjax.positions import Range
+
+ROWS, KEYS, HEADS, SIZE = 2, 12, 2, 8
+SHOWN = np.random.default_rng(0).random((ROWS, 1, 12, KEYS)) < 0.7
+IDS = np.repeat([[0, 1], [2, -1]], 6, axis=1).astype(np.int32)
+
+
+def qkv(queries):
+    """Queries, the last of those of a whole row, and its keys and values."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, ROWS, KEYS, HEADS, SIZE))
+    return q[:, KEYS - queries :], k, v
+
+
+def far(q, k):
+    return Branch(2 * q, k, Beyond(4))
+
+
+READING = {
+    "typed mask": lambda q, k: {"mask": Causal()},
+    "mask turned round": lambda q, k: {"mask": ~Window(3)},
+    "typed mask and an array": lambda q, k: {"mask": Window(20) & np.ones((1, KEYS), bool)},
+    "spec of a bias": lambda q, k: {"bias": pj.bias.ALiBi(symmetric=True)},
+    "bias": lambda q, k: {"bias": pj.bias.ALiBi().bind(num_heads=HEADS), "mask": Causal()},
+    "far": lambda q, k: {"far": far(q, k)},
+    "decay": lambda q, k: {"decay": np.full(SIZE, 0.01), "mask": Causal()},
+}
+BLIND = {
+    "nothing": lambda queries: {},
+    "an array bias": lambda queries: {"bias": jnp.asarray(SHOWN[..., :queries, :], jnp.float32)},
+    "an array mask": lambda queries: {"mask": SHOWN[..., :queries, :]},
+    "arrays composed": lambda queries: {"mask": ~(SHOWN[..., :queries, :] & Segments(IDS[:, -queries:], IDS))},
+    "segments": lambda queries: {"mask": Segments(IDS[:, -queries:], IDS)},
+    "scale and soft cap": lambda queries: {
+        "scale": jnp.full((queries, 1), 0.3),
+        "softcap": 2.0,
+        "sinks": jnp.ones(HEADS),
+    },
+}
+
+
+def refused(queries):
+    words = rf"q_positions=Range\({KEYS} - {queries}, {queries}\), with posjax.positions.Range"
+    return pytest.raises(
+        ValueError, match=f"q_positions must be given where {queries} queries meet {KEYS} keys.*{words}"
+    )
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("name", READING)
+def test_attention_asks_where_the_queries_stand(name, queries):
+    """With the positions that the message shows, they are the last of a whole row."""
+    q, k, v = qkv(queries)
+    options = READING[name](q, k)
+    with refused(queries):
+        pj.attention(q, k, v, **options)
+    with refused(queries):
+        pj.attention(q, k, v, **options, kv_positions=Range(0, KEYS))
+    q_all = qkv(KEYS)[0]
+    whole = pj.attention(q_all, k, v, **READING[name](q_all, k), implementation="dense")
+    last = pj.attention(q, k, v, **options, q_positions=Range(KEYS - queries, queries), implementation="dense")
+    np.testing.assert_allclose(last, whole[:, -queries:], atol=1e-5)
+
+
+def test_more_queries_than_keys_are_asked_too():
+    q, k, v = qkv(KEYS)
+    with pytest.raises(ValueError, match="q_positions must be given where 12 queries meet 4 keys"):
+        pj.attention(q, k[:, :4], v[:, :4], mask=Causal())
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("name", BLIND)
+def test_cross_attention_without_positions_needs_none(name, queries):
+    """Whatever positions are given change nothing."""
+    q, k, v = qkv(queries)
+    attend = partial(pj.attention, q, k, v, **BLIND[name](queries), implementation="dense")
+    moved = attend(q_positions=Range(7, queries), kv_positions=jnp.arange(KEYS)[::-1])
+    np.testing.assert_array_equal(attend(), moved)
+
+
+def test_as_many_queries_as_keys_stand_where_they_do():
+    q, k, v = qkv(KEYS)
+    given = pj.attention(q, k, v, mask=Causal(), q_positions=Range(0, KEYS), kv_positions=Range(0, KEYS))
+    np.testing.assert_array_equal(pj.attention(q, k, v, mask=Causal()), given)
+
+
+def test_devices_of_a_mesh_ask_as_well():
+    """``context_attention`` stands for ``attention`` inside ``shard_map``."""
+    q, k, v = qkv(1)
+    with refused(1):
+        context_attention(q, k, v, mask=Causal(), across=Placement())
+
+
+SCHEMES = {
+    "rotary features": pj.scheme("rope"),
+    "bias": pj.Scheme(bias=pj.bias.T5(8, 12, bidirectional=True)),
+    "mask": pj.Scheme(mask=Window(5)),
+    "far": pj.Scheme(features=pj.rotary.Rotary(), far=pj.far.ReRoPE(4)),
+    "decay": pj.Scheme(features=pj.rotary.XPos()),
+    "log-n": pj.Scheme(scale=pj.scales.LogN(4)),
+    "CoPE": pj.Scheme(bias=pj.bias.CoPE(4)),
+}
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes_ask_where_the_queries_stand(name, queries):
+    scheme, (q, k, v) = SCHEMES[name], qkv(queries)
+    params = scheme.init(jax.random.key(1), HEADS, SIZE) | scheme.init_shared(jax.random.key(2), HEADS, SIZE)
+    attend = jax.jit(partial(scheme.attend, params=params, implementation="dense"), static_argnames="q_positions")
+    with refused(queries):
+        attend(q, k, v)
+    if name not in ("CoPE", "decay"):
+        with refused(queries):
+            scheme.attend(q, k, v, params=params, causal=False)
+    whole = attend(qkv(KEYS)[0], k, v)
+    last = attend(q, k, v, q_positions=Range(KEYS - queries, queries))
+    np.testing.assert_allclose(last, whole[:, -queries:], atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": SHOWN[..., :3, :]}, {"mask": Segments(IDS[:, -3:], IDS)}])
+def test_schemes_without_positions_cross_attend(options):
+    """Two sides; what is causal reads positions, and so does a typed mask."""
+    q, k, v = qkv(3)
+    got = pj.Scheme(norm=pj.scales.QKNorm()).attend(q, k, v, params=NORM, causal=False, **options)
+    assert got.shape == q.shape
+    with refused(3):
+        pj.Scheme().attend(q, k, v, **options)
+    with refused(3):
+        pj.Scheme().attend(q, k, v, causal=False, mask=Causal())
+
+
+NORM = pj.Scheme(norm=pj.scales.QKNorm()).init(jax.random.key(0), HEADS, SIZE)
+
+
+def test_coca_asks_for_bias_and_mask_alone():
+    """The rotation is in the tables, which the caller aligns."""
+    q, k, v = qkv(1)
+    t = k[..., : SIZE // 2]
+    there = pj.rotary.frequencies(SIZE)
+    tables = {"table": pj.rotary_table(Range(KEYS - 1, 1), there), "kv_table": pj.rotary_table(Range(0, KEYS), there)}
+    last = coca_attention(q, t, v, **tables)
+    with refused(1):
+        coca_attention(q, t, v, **tables, mask=Causal())
+    with refused(1):
+        coca_attention(q, t, v, **tables, bias=pj.bias.ALiBi(symmetric=True))
+    placed = coca_attention(q, t, v, **tables, mask=Causal(), q_positions=Range(KEYS - 1, 1))
+    np.testing.assert_allclose(placed, last, atol=1e-6)

@@ -1,0 +1,315 @@
+"""Plain arrays as masks and biases: alone, composed with typed masks, and wherever attention goes."""
+
+import logging
+import re
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import oracles
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+from posjax.attention import api
+from posjax.attention.api import BACKENDS
+from posjax.attention.blockwise import Blocks, blockwise
+from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
+from posjax.far import Branch
+from posjax.layout import Layout
+from posjax.masks import Causal, Segments, Sinks, Window, as_mask, materialise
+from posjax.positions import Range
+
+ROWS, TOKENS, HEADS, SIZE = 2, 20, 4, 8
+ROW, COLUMN = np.mgrid[:TOKENS, :TOKENS]
+LOWER, NEAR = ROW >= COLUMN, abs(ROW - COLUMN) < 4
+IDS = np.repeat([[0, 1, -1], [0, 0, 2]], [7, 8, 5], axis=1).astype(np.int32)
+SAME = ((IDS[:, :, None] == IDS[:, None]) & (IDS[:, :, None] >= 0))[:, None]
+
+
+def shown(*shape, seed=0, share=0.6) -> np.ndarray:
+    """A random boolean array."""
+    return np.random.default_rng(seed).random(shape) < share
+
+
+def added(*shape) -> jax.Array:
+    """A random bias."""
+    return jax.random.normal(jax.random.key(len(shape)), shape)
+
+
+@pytest.fixture(scope="module")
+def qkv() -> tuple:
+    shapes = [(ROWS, TOKENS, heads, SIZE) for heads in (HEADS, 2, 2)]
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of which both lengths are no multiple."""
+    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(8, 6)))
+
+
+OF_ROWS, OF_HEADS, OF_QUERIES = shown(ROWS, 1, 1, TOKENS), shown(HEADS, TOKENS, TOKENS), shown(ROWS, 1, TOKENS, 1)
+OF_PAIRS, ALL = shown(TOKENS, TOKENS), shown(ROWS, HEADS, TOKENS, TOKENS)
+CASES = {
+    "[q, k]": (added(TOKENS, TOKENS), lambda: OF_PAIRS, OF_PAIRS),
+    "[heads, q, k]": (added(HEADS, TOKENS, TOKENS), lambda: Causal() & jnp.asarray(OF_ROWS), LOWER & OF_ROWS),
+    "[batch, 1, 1, k]": (added(ROWS, 1, 1, TOKENS), lambda: jnp.asarray(OF_HEADS) | Window(4), OF_HEADS | NEAR),
+    "[1, heads, q, 1]": (added(1, HEADS, TOKENS, 1), lambda: ~(OF_HEADS & Segments(IDS)), ~(OF_HEADS & SAME)),
+    "[batch, heads, q, k]": (
+        added(ROWS, HEADS, TOKENS, TOKENS),
+        lambda: (~Window(4) & OF_QUERIES) | (Sinks(2) & ALL),
+        (~NEAR & OF_QUERIES) | ((COLUMN < 2) & ALL),
+    ),
+    "bfloat16": (added(1, HEADS, TOKENS, TOKENS).astype(jnp.bfloat16), lambda: ~as_mask(ALL), ~ALL),
+}
+
+
+def with_gradients(mask, implementation, q, k, v, bias) -> tuple:
+    """Output, log-sum-exp, and gradients of what both weigh: a bias for whole rows moves the second alone."""
+
+    def attend(*values):
+        options = {"mask": mask(), "implementation": implementation, "return_residuals": True}
+        out, lse = pj.attention(*values[:3], bias=values[3], **options)
+        return out, jnp.where(jnp.isneginf(lse), 0, lse)
+
+    found, transpose = jax.vjp(attend, q, k, v, bias)
+    return found, transpose(jax.tree.map(jnp.cos, found))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_that_broadcast(name, qkv):
+    """The bias has the shape of the name, the mask another; forward against NumPy, gradients against one tile."""
+    bias, mask, allowed = CASES[name]
+    wide = jnp.asarray(bias, jnp.float32)
+    want, lse = oracles.attention(*qkv, bias=wide.reshape((1,) * (4 - bias.ndim) + bias.shape), allowed=allowed)
+    found = {}
+    for backend in BACKENDS:
+        attend = partial(with_gradients, mask, backend)
+        got, found[backend] = (jax.jit(attend) if backend == "blockwise" else attend)(*qkv, bias)
+        np.testing.assert_allclose(got[0], want, atol=2e-6)
+        np.testing.assert_allclose(got[1], np.where(np.isneginf(lse), 0, lse), atol=2e-6)
+        chex.assert_trees_all_equal_shapes_and_dtypes(found[backend], (*qkv, bias))
+        assert jnp.abs(found[backend][3]).max() > 0.01
+    chex.assert_trees_all_close(
+        found["blockwise"], found["dense"], atol=2e-5, rtol=0.01 if name == "bfloat16" else 2e-5
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (TOKENS,), (TOKENS, 1), (HEADS, 1, 1), (1, 1, 1, 1)])
+def test_fewer_axes(shape, qkv):
+    bias, mask = added(*shape), shown(*shape, seed=1) | np.eye(TOKENS, dtype=bool)[..., :1]
+    as_it_is = pj.attention(*qkv, bias=bias, mask=mask)
+    whole = (ROWS, HEADS, TOKENS, TOKENS)
+    want = pj.attention(*qkv, bias=jnp.broadcast_to(bias, whole), mask=np.broadcast_to(mask, whole))
+    np.testing.assert_allclose(as_it_is, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_arrays_compose_from_both_sides(make):
+    array, there = make(OF_PAIRS), Range(0, TOKENS)
+    for mask, want in (
+        (array & Causal(), OF_PAIRS & LOWER),
+        (Causal() & array, OF_PAIRS & LOWER),
+        (array | Window(4), OF_PAIRS | NEAR),
+        (Window(4) | array, OF_PAIRS | NEAR),
+        (~as_mask(array), ~OF_PAIRS),
+        (~(array | ~Causal()), ~OF_PAIRS & LOWER),
+    ):
+        chex.assert_shape(got := materialise(mask, there, there), (1, 1, TOKENS, TOKENS))
+        np.testing.assert_array_equal(got[0, 0], want)
+
+
+def test_traced_arrays_compose_and_vmap(qkv):
+    """One mask for each of several calls, composed inside of ``jit`` and ``vmap``."""
+    many = jnp.asarray(shown(3, TOKENS, TOKENS))
+    got = jax.jit(jax.vmap(lambda array: pj.attention(*qkv, mask=array & Causal())))(many)
+    for found, array in zip(got, many, strict=True):
+        np.testing.assert_allclose(found, pj.attention(*qkv, mask=Causal() & array), atol=1e-6)
+
+
+def test_a_row_that_an_array_hides_gives_zero_and_no_gradient(qkv):
+    mask = np.ones((TOKENS, TOKENS), bool)
+    mask[3] = False
+    out, transpose = jax.vjp(partial(pj.attention, mask=mask), *qkv)
+    d_q, d_k, d_v = transpose(jnp.ones_like(out))
+    chex.assert_tree_all_finite((d_q, d_k, d_v))
+    np.testing.assert_array_equal(out[:, 3], 0)
+    np.testing.assert_array_equal(d_q[:, 3], 0)
+
+
+def test_a_cache_of_ones_own_with_its_valid_keys_as_an_array(qkv):
+    """One query beside keys of which each row holds some; nothing here reads positions."""
+    q, k, v = qkv
+    valid = (np.arange(TOKENS) < np.array([[9], [17]]))[:, None, None]
+    got = pj.attention(q[:, :1], k, v, mask=valid)
+    np.testing.assert_allclose(got, oracles.attention(q[:, :1], k, v, allowed=valid)[0], atol=2e-6)
+
+
+# Schemes and modules.
+
+
+def test_schemes_take_arrays(qkv):
+    """An array of the segments is the mask of the segments."""
+    scheme = pj.scheme("rope", mask={"name": "window", "size": 9})
+    want = scheme.attend(*qkv, mask=Segments(IDS))
+    for array in (SAME, jnp.asarray(SAME)):
+        np.testing.assert_allclose(scheme.attend(*qkv, mask=array), want, atol=1e-6)
+    np.testing.assert_allclose(scheme.attend(*qkv, mask=~as_mask(~SAME)), want, atol=1e-6)
+
+
+SMALL = {"vocab_size": 5, "num_layers": 1, "model_dim": 32, "num_heads": HEADS, "head_dim": SIZE}
+
+
+def test_the_module_takes_an_array():
+    layer = pj.nn.Attention(pj.nn.DecoderConfig(**SMALL), pj.scheme("alibi"), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (ROWS, TOKENS, 32))
+    np.testing.assert_allclose(layer(x, mask=SAME), layer(x, mask=Segments(IDS)), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cope_counts_the_keys_that_an_array_shows(backend, qkv):
+    bias = pj.bias.CoPE(5).bind({"table": jax.random.normal(jax.random.key(3), (5, SIZE))}, num_heads=HEADS)
+    attend = partial(pj.attention, bias=bias, implementation=backend)
+    array = attend(*qkv, mask=LOWER & SAME)
+    np.testing.assert_allclose(array, attend(*qkv, mask=Causal() & Segments(IDS)), atol=1e-6)
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", meshes.KINDS)
+def test_schemes_over_meshes_take_arrays(kind, causal):
+    """As many queries as rows, which must not be taken for them; and a pattern for each of the heads that are split."""
+    x = jax.random.normal(jax.random.key(0), (8, 8, HEADS, SIZE))
+    where, scheme = meshes.mesh(kind), pj.Scheme()
+
+    @partial(jax.jit, static_argnames="partition")
+    def attend(x, mask, **told):
+        return scheme.attend(x, x, x, mask=mask, causal=causal, **told)
+
+    for shape in ((8, 8), (HEADS, 8, 8), (8, 1, 1, 8)):
+        mask = shown(*shape)
+        with jax.set_mesh(where):
+            got = attend(meshes.put(where, x), mask, **meshes.told(kind))
+        np.testing.assert_allclose(jax.device_get(got), scheme.attend(x, x, x, mask=mask, causal=causal), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": shown(1, 2, 8, 8)}, "mask must have 1 or 4 for its axis 'heads', found shape (1, 2, 8, 8)"),
+        ({"mask": shown(4, 1, 8, 8)}, "mask must have 1 or 8 for its axis 'batch', found shape (4, 1, 8, 8)"),
+        ({"bias": added(2, 1, 8, 8)}, "bias must have 1 or 8 for its axis 'batch', found shape (2, 1, 8, 8)"),
+    ],
+)
+def test_the_rows_and_heads_of_one_device_are_not_those_of_a_call(options, message):
+    x = jnp.zeros((8, 8, HEADS, SIZE))
+    with jax.set_mesh(meshes.mesh("explicit", (2, 2))), pytest.raises(ValueError, match=re.escape(message)):
+        pj.attention(*[jax.device_put(x, P("data", None, "tensor"))] * 3, **options)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses", "neighbour", "auto"])
+def test_arrays_over_pairs_are_refused_where_devices_share_a_row(strategy):
+    """Before anything compiles: as a mask, as part of one, of far pairs, and as a bias."""
+    where, x = Placement(context="tensor", strategy=strategy), jnp.zeros((ROWS, TOKENS, HEADS, SIZE))
+    found = "an array over pairs of tokens is not taken where the 2 devices of axis 'tensor' share a row"
+
+    def refused(name, function, **per_row):
+        with pytest.raises(ValueError, match=f"^{name}: {found}"):
+            attend_on_mesh(lambda _, qkv, rest: function(*qkv, **rest, across=where), where, None, [x] * 3, per_row)
+
+    with jax.set_mesh(meshes.mesh("auto")):
+        refused("mask", pj.Scheme(mask=Window(3)).attend, mask=OF_PAIRS)
+        refused("mask", pj.Scheme(mask=Window(3)).attend, mask=~(Segments(IDS) & OF_PAIRS))
+        refused("mask", partial(context_attention, far=Branch(x[:, :10], x[:, :10], as_mask(OF_PAIRS))))
+        refused("bias and mask", partial(context_attention, bias=added(TOKENS, TOKENS), mask=OF_PAIRS))
+
+
+def test_one_device_takes_a_row_in_any_order(qkv):
+    layout = Layout("zigzag", 2)
+    order = layout.order(TOKENS)
+    moved = [x[:, order] for x in qkv]
+    mask = OF_PAIRS[np.ix_(order, order)]
+    got = pj.Scheme().attend(*moved, mask=mask, across=Placement(layout=layout), implementation="dense")
+    want = pj.Scheme().attend(*qkv, mask=OF_PAIRS)
+    np.testing.assert_allclose(got, want[:, order], atol=1e-6)
+
+
+# Backends.
+
+
+def test_the_kernel_for_tpus_gives_way_and_says_why(caplog):
+    api._say_once.cache_clear()
+    x = jnp.zeros((1, 520, 1, SIZE))
+    pairs = jnp.zeros((520, 520))
+    reasons = {
+        "ArrayMask is no function of two positions": {"mask": Causal() & (pairs == 0)},
+        "ArrayBias is no number for each key": {"bias": pairs},
+    }
+    for why, options in reasons.items():
+        with caplog.at_level(logging.DEBUG, logger="posjax"):
+            jax.eval_shape(lambda x, options=options: pj.attention(x, x, x, **options), x)
+        assert any(f"attention on tpu: 'blockwise', because {why}" in record.message for record in caplog.records)
+        with pytest.raises(ValueError, match=f"implementation='tpu': {why}"):
+            pj.attention(x, x, x, **options, implementation="tpu")
+
+
+def test_the_gradient_of_a_bias_is_the_one_array_of_its_size():
+    """Beside what comes in and goes out, a bias of 32 MiB needs no more than the tiles of its batch."""
+    x, bias = jnp.zeros((1, 2048, 2, SIZE)), jnp.zeros((1, 2, 2048, 2048))
+
+    def loss(x, bias):
+        return pj.attention(x, x, x, bias=bias, mask=Causal(), implementation="blockwise").sum()
+
+    memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, bias).compile().memory_analysis()
+    assert memory.output_size_in_bytes < bias.nbytes + 2 * x.nbytes
+    assert memory.temp_size_in_bytes < bias.nbytes / 2
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": OF_PAIRS * 1.0}, "mask must be boolean, true where a query may see a key; found an array of float64"),
+        ({"mask": jnp.ones((20, 20))}, "an array of float32, for which mask != 0 would work"),
+        ({"mask": OF_PAIRS.tolist()}, "mask must be a posjax.masks.Mask or a boolean array, found list"),
+        ({"mask": Causal}, "mask must be a posjax.masks.Mask or a boolean array, found type"),
+        ({"mask": OF_PAIRS[:7]}, "mask must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], found"),
+        ({"mask": Causal() & OF_PAIRS[:, 1:]}, "[2, heads, 20, 20], found shape (1, 1, 20, 19)"),
+        ({"mask": shown(3, 1, 1, 20)}, "mask must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], fo"),
+        ({"mask": shown(3, 20, 20)}, "mask: it has one pattern for each of 3 heads, but q has 4"),
+        ({"mask": ~as_mask(shown(3, 20, 20))}, "mask: it has one pattern for each of 3 heads, but q has 4"),
+        ({"mask": shown(1, 2, 4, 20, 20)}, "mask must broadcast to [batch, heads, queries, keys], found shape (1, 2, "),
+        ({"bias": OF_PAIRS}, "floating dtype, found bool; a boolean array is a mask: pass it as mask="),
+        ({"bias": jnp.ones((20, 20), int)}, "bias must be of a floating dtype, found int32"),
+        ({"bias": 0.5}, "bias must be a posjax bias, the spec of one, or an array, found float"),
+        ({"bias": [[0.5]]}, "bias must be a posjax bias, the spec of one, or an array, found list"),
+        (
+            {"bias": added(7, 20)},
+            "bias must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], found sha",
+        ),
+        ({"bias": added(3, 20, 20)}, "bias is bound for 3 heads, but q has 4"),
+        ({"bias": added(1, 2, 4, 20, 20)}, "bias must broadcast to [batch, heads, queries, keys], found shape (1, 2, "),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_arrays_that_do_not_fit(backend, options, message, qkv):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(partial(pj.attention, **options, implementation=backend), *qkv)
+
+
+def test_fewer_queries_hide_no_other_fault(qkv):
+    """A list is no mask, whatever the lengths are."""
+    q, k, v = qkv
+    with pytest.raises(ValueError, match="mask must be a posjax"):
+        pj.attention(q[:, :3], k, v, mask=[[True]])
