@@ -1,5 +1,7 @@
 """Masks: each against its one-line definition, what it declares, and what it refuses."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,9 +113,41 @@ def test_masks_of_tokens_are_taken_apart(make):
     assert mask.batched
 
 
-def test_a_mask_composes_with_masks_only():
-    with pytest.raises(ValueError, match="or a boolean array, found bool"):
-        _ = Causal() & True
+@pytest.mark.parametrize("other", [True, 3, None, [[True]], Causal, "causal"])
+def test_a_mask_composes_with_masks_and_arrays_only(other):
+    """From either side."""
+    for join in (operator.and_, operator.or_):
+        for pair in ((Causal(), other), (other, Causal())):
+            with pytest.raises(ValueError, match=f"or a boolean array, found {type(other).__name__}$"):
+                join(*pair)
+
+
+@pytest.mark.parametrize("make", [np.ones, jnp.ones])
+def test_a_mask_composes_with_boolean_arrays_only(make):
+    """The array that says what may be seen in numbers is told how to say it."""
+    for pair in ((Causal(), make((N, N))), (make((N, N)), Causal())):
+        with pytest.raises(ValueError, match=r"mask must be boolean, .*for which mask != 0 would work"):
+            operator.and_(*pair)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        bool,
+        lambda mask: mask and Window(3),
+        lambda mask: mask or Window(3),
+        lambda mask: Window(3) and mask and mask,
+        lambda mask: not mask,
+        lambda mask: "seen" if mask else "hidden",
+        lambda mask: all([mask]),
+    ],
+    ids=["bool", "and", "or", "several and", "not", "if", "all"],
+)
+@cases
+def test_a_mask_has_no_truth_value(name, read):
+    """``Causal() and Window(3)`` would be ``Window(3)``."""
+    with pytest.raises(ValueError, match=r"neither true nor false; write & for `and`, \| for `or`, ~ for `not`"):
+        read(CASES[name][0])
 
 
 BOTH_WAYS = ["window", "odd band", "even band"]

@@ -15,6 +15,11 @@ from posjax.masks import Causal, Dilated, Window
 @pytest.mark.parametrize("block", [(4, 6), (8, 3), (1, 1)])
 def test_tiles_never_lie(name, block):
     mask, want = CASES[name]
+    check_kinds(mask, want, block)
+
+
+def check_kinds(mask, want, block):
+    """Asserts that no tile is called empty with an allowed pair in it, and none full with a forbidden one."""
     kinds = masks.tile_kinds(mask, positions.Range(0, N), positions.Range(0, N), *block)
     chex.assert_shape(kinds, (..., N // block[0], N // block[1]))
     chex.assert_type(kinds, jnp.int8)
@@ -24,6 +29,53 @@ def test_tiles_never_lie(name, block):
     kinds = np.broadcast_to(kinds, some.shape)
     assert not (some & (kinds == masks.EMPTY)).any()
     assert not (~every & (kinds == masks.FULL)).any()
+
+
+ARRAYS = [np.random.default_rng(0).random(shape) < 0.5 for shape in [(N, N), (2, 1, 1, N), (1, 3, N, 1)]]
+# Of masks that differ between heads those with three of them.
+PARTS = sorted(set(CASES) - {"longformer"})
+
+
+def composed(draw, depth: int) -> tuple:
+    """A random mask of up to ``2**depth`` others joined by ``&``, ``|`` and ``~``, and what it must allow."""
+    if depth == 0 or draw.random() < 0.2:
+        if draw.random() < 0.3:
+            array = ARRAYS[draw.integers(len(ARRAYS))]
+            return masks.as_mask(jnp.asarray(array)), np.broadcast_to(array, np.broadcast_shapes(array.shape, (1, 1, N, N)))
+        return CASES[draw.choice(PARTS)]
+    (mask, want), (other, also) = composed(draw, depth - 1), composed(draw, depth - 1)
+    operator = draw.choice([np.logical_and, np.logical_or])
+    mask = mask & other if operator is np.logical_and else mask | other
+    return (~mask, ~operator(want, also)) if draw.random() < 0.5 else (mask, operator(want, also))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_tiles_of_composed_masks_never_lie(seed):
+    mask, want = composed(np.random.default_rng(seed), 3)
+    there = positions.Range(0, N)
+    got = masks.materialise(mask, there, there)
+    np.testing.assert_array_equal(*np.broadcast_arrays(got, want))
+    for block in [(4, 6), (8, 3)]:
+        check_kinds(mask, want, block)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mask_turned_round_says_the_opposite(name):
+    mask, _ = CASES[name]
+    there = positions.Range(0, N)
+    np.testing.assert_array_equal(masks.materialise(~mask, there, there), ~masks.materialise(mask, there, there))
+    kinds, turned = (np.asarray(masks.tile_kinds(each, there, there, 4, 3)) for each in (mask, ~mask))
+    np.testing.assert_array_equal(turned, masks.FULL - kinds)
+
+
+@pytest.mark.parametrize("shape", [(N, N), (2, 1, 1, N), (1, 3, N, 1), (2, 3, N, N)])
+def test_tiles_of_an_array_are_told_exactly(shape):
+    array = np.random.default_rng(0).random(shape) < 0.9
+    kinds = masks.tile_kinds(masks.as_mask(jnp.asarray(array)), positions.Range(0, N), positions.Range(0, N), 4, 3)
+    tiles = np.broadcast_to(array, (*shape[:-2], N, N)).reshape(*shape[:-2], N // 4, 4, N // 3, 3).swapaxes(-3, -2)
+    exact = np.where(tiles.all((-2, -1)), masks.FULL, np.where(tiles.any((-2, -1)), masks.MIXED, masks.EMPTY))
+    whole = np.broadcast_shapes(exact.shape, np.shape(kinds))
+    np.testing.assert_array_equal(np.broadcast_to(kinds, whole), np.broadcast_to(exact, whole))
 
 
 SINGLE = ["causal", "window", "odd band", "even band", "beyond", "sinks", "chunked", "previous chunk", "older chunks"]
