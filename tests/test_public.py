@@ -26,12 +26,14 @@ Scheme scheme scheme_names Layers nn.Attention nn.Block nn.Decoder nn.DecoderCon
 # built of another.
 FLOORS = [
     {"_checks"},
+    {"_numbers"},
     {"positions"},
     {"_slots", "angles", "sampling", "layout"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "sinks", "far", "linear"},
     {"attention"},
     {"registry", "compose"},
     {"extension", "arguments"},
+    {"decoding"},
     {"scheme"},
     {"layers"},
     {"presets"},

@@ -136,10 +136,11 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
     A query may stand at the end of the keys (a cache) or at their start (the rest being ahead); nothing tells which.
     """
     queries, keys = q.shape[1], k.shape[1]
+    where, start = ("are the last of the keys", f"{keys} - {queries}") if queries < keys else ("start at 0", "0")
     check(
         q_positions is not None or queries == keys or not reads_positions,
         f"q_positions must be given where {queries} queries meet {keys} keys and positions matter; for queries that "
-        f"are the last of the keys write q_positions=Range({keys} - {queries}, {queries}), with posjax.positions.Range",
+        f"{where} write q_positions=Range({start}, {queries}), with posjax.positions.Range",
     )
 
 

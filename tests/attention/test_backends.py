@@ -72,7 +72,7 @@ CASES = [
     Case("one head per key", heads=2, mask=Causal()),
     Case("one key head", kv_heads=1, mask=Causal()),
     Case("cross", queries=5, keys=11),
-    Case("long queries", queries=11, keys=3, mask=Causal()),
+    Case("long queries", queries=11, keys=3, q_positions=Range(0, 11), mask=Causal()),
     Case("causal", mask=Causal()),
     Case("window", mask=Causal() & Window(3)),
     Case("band", mask=Window(4)),

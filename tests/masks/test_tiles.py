@@ -41,7 +41,8 @@ def composed(draw, depth: int) -> tuple:
     if depth == 0 or draw.random() < 0.2:
         if draw.random() < 0.3:
             array = ARRAYS[draw.integers(len(ARRAYS))]
-            return masks.as_mask(jnp.asarray(array)), np.broadcast_to(array, np.broadcast_shapes(array.shape, (1, 1, N, N)))
+            shape = np.broadcast_shapes(array.shape, (1, 1, N, N))
+            return masks.as_mask(jnp.asarray(array)), np.broadcast_to(array, shape)
         return CASES[draw.choice(PARTS)]
     (mask, want), (other, also) = composed(draw, depth - 1), composed(draw, depth - 1)
     operator = draw.choice([np.logical_and, np.logical_or])

@@ -172,10 +172,6 @@ def test_values(capsys, override, message):
         (["train.batch_tokens=48"], "3 rows.*8 devices.*would work"),
         (["train.mesh={data: 2, tensor: 4}"], "axis 'tensor'.* 4 devices.* 2 query heads.* would work"),
         (
-            ["model.num_heads=4", "model.num_kv_heads=2", "train.mesh={data: 2, tensor: 4}"],
-            "axis 'tensor'.* 4 devices.* 2 key heads.* would work",
-        ),
-        (
             ["train.length=20", "train.batch_tokens=320", CONTEXT],
             "length must be a multiple of 8 .*found 20; 16 would work",
         ),
