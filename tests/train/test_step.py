@@ -204,6 +204,16 @@ def test_parts_chunks_and_meshes_change_no_loss(batch, on_one_device, train):
     chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
 
 
+def test_a_key_head_that_devices_share_changes_no_loss(batch):
+    """One key head over two devices along `tensor`: attention repeats it."""
+    shared = changed(model={"num_kv_heads": 1}, mesh={"data": 2, "tensor": 2})
+    mesh = make_mesh(shared.train.mesh, shared.train.rows)
+    state, losses = run(build_program(shared, mesh), mesh, batch)
+    alone, expected = run(*build(small(num_kv_heads=1), 1), batch)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    chex.assert_trees_all_close(state.parameters, alone.parameters, atol=2e-4)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 def test_parameters_and_moments_are_split_alike(batch, optimizer):
     config = changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2})
