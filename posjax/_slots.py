@@ -157,7 +157,7 @@ class OfSomeHeads(Blockwise):
     size: int
 
     def kept(self, tile):
-        """The heads at hand of a tile ``[..., heads, q, k]``; all of it where it has no heads of its own."""
+        """These heads of a tile ``[..., heads, q, k]``; all of it where it has no heads of its own."""
         if tile.ndim < 3 or tile.shape[-3] == 1:
             return tile
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(tile), self.start, self.size, axis=tile.ndim - 3)

@@ -12,7 +12,7 @@ from posjax._checks import check_counts, check_length
 from posjax.arguments import check_coordinates, check_no_logits, check_projections, check_rows
 from posjax.attention.cache import Cache, empty
 from posjax.attention.sharded import Placement
-from posjax.attention.sharded.automatic import has_explicit, on_auto_axes, told
+from posjax.attention.sharded.automatic import explicit_spec, has_explicit, on_auto_axes
 from posjax.attention.sharded.split import Partition
 from posjax.linear import LinearState
 
@@ -88,7 +88,7 @@ class Decoding:
             length: the length that a scheme which reads it goes by: one for the whole generation, or else the keys
                 that are kept were made by other rules than the new ones.
             gates: what ``prepare`` gave for the new tokens.
-            partition: see ``attend``. On Explicit axes the cache goes on to lie as it does.
+            partition: see ``attend``. On Explicit axes the cache keeps its sharding.
             options: passed on to ``attention``.
         """
         check_projections(q, k, v, self._features.widths)
@@ -96,7 +96,7 @@ class Decoding:
         check_length(length)
         given = {"params": params or {}, "index": index, "valid": valid, "length": length, "gates": gates, **options}
         given |= {"positions": index if positions is None else positions, "coordinates": coordinates}
-        lies = told(q), jax.tree.map(told, kept)
+        lies = explicit_spec(q), jax.tree.map(explicit_spec, kept)
         run = partial(self._decode, lies[0] if has_explicit(q) else partition)
         return on_auto_axes(run, [q, k, v], kept, given, like=lies)
 

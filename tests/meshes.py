@@ -36,7 +36,7 @@ def put(where, value, spec=SPEC):
     return jax.device_put(value, NamedSharding(where, P(*fits)))
 
 
-def told(kind: str, spec=SPEC) -> dict:
+def partition(kind: str, spec=SPEC) -> dict:
     """The arguments of attention that say how queries lie, where types do not."""
     return {} if kind == "explicit" else {"partition": spec}
 

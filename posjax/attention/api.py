@@ -1,4 +1,4 @@
-"""Attention of the rows and heads at hand: checks, binds, chooses a backend, adds what no backend needs to know."""
+"""Attention of one device's rows and heads: checks, binds, chooses a backend, adds what no backend needs to know."""
 
 import dataclasses
 import functools

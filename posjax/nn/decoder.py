@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_length, check_tokens, shown
 from posjax.attention.operands import ATTENDED
-from posjax.attention.sharded.automatic import axes_of, on_auto_axes, told
+from posjax.attention.sharded.automatic import axes_of, explicit_spec, on_auto_axes
 from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
@@ -133,9 +133,9 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
         """Logits of what ``hidden`` gave, float32."""
-        rows, matrix = told(hidden)[:-1], self.output_matrix
+        rows, matrix = explicit_spec(hidden)[:-1], self.output_matrix
         taken = {axis for part in rows for axis in axes_of(part)}
-        columns = tuple(axis for axis in axes_of(told(matrix)[1]) if axis not in taken)
+        columns = tuple(axis for axis in axes_of(explicit_spec(matrix)[1]) if axis not in taken)
         return on_auto_axes(_product, hidden, matrix, like=PartitionSpec(*rows, columns or None))
 
     @property
@@ -263,7 +263,7 @@ class Decoder(nnx.Module):
         """The embeddings of tokens and positions."""
         learned = plain(self.embedding).get("embedding", {})
         where = context.positions, context.coordinates
-        return on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=told(tokens))
+        return on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=explicit_spec(tokens))
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
         x = lookup(table, tokens) * self.config.model_dim**0.5

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._numbers import level
 from posjax.attention.sharded import Placement, attend_on_mesh
-from posjax.attention.sharded.automatic import axes_of, has_explicit, mesh_of, on_auto_axes, told
+from posjax.attention.sharded.automatic import axes_of, explicit_spec, has_explicit, mesh_of, on_auto_axes
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.positions import Positions
@@ -91,7 +91,7 @@ def on_any_mesh(function: Callable[..., Any], module: nnx.Module, x: Array, *mor
     def run(state, *arguments):
         return function(nnx.merge(graph, state), *arguments)
 
-    return on_auto_axes(run, state, x, *more, like=told(x) if like is None else like)
+    return on_auto_axes(run, state, x, *more, like=explicit_spec(x) if like is None else like)
 
 
 class RMSNorm(nnx.Module):
@@ -160,7 +160,7 @@ class Attention(nnx.Module):
         """That of the config; where it names nothing, what the types of the tokens and of the projection say."""
         if self.config.placement.axes or self.config.placement.layout.moves:
             return self.config.placement
-        return Placement(batch=axes_of(told(x)[0]), heads=axes_of(told(self.q[...])[1]) or None)
+        return Placement(batch=axes_of(explicit_spec(x)[0]), heads=axes_of(explicit_spec(self.q[...])[1]) or None)
 
     def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
         """Attention where the compiler splits the projections; ``split`` if it must not be left to split the rest."""
@@ -182,7 +182,7 @@ class Attention(nnx.Module):
         settings |= {"coordinates": context.coordinates, "length": context.length}
         settings |= {"shared": context.shared.get(self.scheme, {})}
         decoded = partial(Attention._decoded, partition=self._partition(x))
-        return on_any_mesh(decoded, self, x, kept, settings, like=(told(x), jax.tree.map(told, kept)))
+        return on_any_mesh(decoded, self, x, kept, settings, like=(explicit_spec(x), jax.tree.map(explicit_spec, kept)))
 
     def _partition(self, x) -> PartitionSpec | None:
         """How the queries lie over the mesh, if rows and heads can be shared by its devices."""

@@ -198,7 +198,7 @@ def test_schemes_over_meshes_take_arrays(kind, causal):
     for shape in ((8, 8), (HEADS, 8, 8), (8, 1, 1, 8)):
         mask = shown(*shape)
         with jax.set_mesh(where):
-            got = attend(meshes.put(where, x), mask, **meshes.told(kind))
+            got = attend(meshes.put(where, x), mask, **meshes.partition(kind))
         np.testing.assert_allclose(jax.device_get(got), scheme.attend(x, x, x, mask=mask, causal=causal), atol=1e-6)
 
 

@@ -63,7 +63,7 @@ def check(name, kind):
         key: jax.tree.map(lambda leaf, key=key: meshes.put(where, leaf, lies.get(key, meshes.SPEC)), value)
         for key, value in inputs(name).items()
     }
-    found = meshes.gradients(partial(attend, name, **meshes.told(kind)))(x)
+    found = meshes.gradients(partial(attend, name, **meshes.partition(kind)))(x)
     meshes.same(found, alone(name), tolerance=3e-5)
 
 

@@ -104,7 +104,7 @@ def spread(kind, made, spec=meshes.SPEC):
     ],
 )
 def test_every_mesh_gives_what_one_device_gives(name, kind, implementation):
-    run = meshes.gradients(partial(call, name, implementation=implementation, **meshes.told(kind)))
+    run = meshes.gradients(partial(call, name, implementation=implementation, **meshes.partition(kind)))
     found = run(spread(kind, inputs()))
     meshes.same(found, alone(name))
     assert P(*found[1][0].sharding.spec[:3]) == meshes.SPEC
@@ -126,7 +126,7 @@ def test_the_default_on_a_default_mesh_above_a_tile():
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_key_heads_that_the_axis_does_not_divide(kind, heads, kv_heads, axis):
     spec = P(None, None, axis)
-    run = meshes.gradients(partial(call, "alibi", implementation="blockwise", **meshes.told(kind, spec)))
+    run = meshes.gradients(partial(call, "alibi", implementation="blockwise", **meshes.partition(kind, spec)))
     meshes.same(run(spread(kind, inputs(heads, kv_heads), spec)), alone("alibi", heads, kv_heads))
 
 
@@ -172,7 +172,7 @@ def test_what_is_not_split_is_refused(kind, spec, words):
     of_arrays = spec if kind == "explicit" else meshes.SPEC
     q, k, v = (meshes.put(meshes.mesh(kind), inputs()[name], of_arrays) for name in "qkv")
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        pj.attention(q, k, v, **meshes.told(kind, spec))
+        pj.attention(q, k, v, **meshes.partition(kind, spec))
     if "sequence" in words:
         assert "Placement(context=...)" in str(caught.value)
 

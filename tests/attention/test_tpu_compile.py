@@ -82,7 +82,7 @@ def program(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arithmetic(Mask):
-    """A mask from outside the library with all that the kernels take: see ``terms.untold``."""
+    """A mask from outside the library with all that the kernels take: see ``terms.mask_refusal``."""
 
     def pairs(self, i, j):
         near = jnp.clip(abs(i - j), 0, 100) * (i - j) ** 2 < jnp.maximum(i // 8, j % 7) << 3

@@ -41,20 +41,20 @@ def on_auto_axes(function: Callable[..., Any], *arguments: Any, like: Any) -> An
         rest = iter(arrays)
         return function(*structure.unflatten([next(rest) if is_array(leaf) else leaf for leaf in leaves]))
 
-    lies = jax.tree.map(lambda spec: NamedSharding(mesh, explicit(spec, mesh)), like, is_leaf=_is_spec)
+    lies = jax.tree.map(lambda spec: NamedSharding(mesh, explicit_part(spec, mesh)), like, is_leaf=_is_spec)
     return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=lies)(arrays)
 
 
-def explicit(spec: PartitionSpec, mesh: AbstractMesh) -> PartitionSpec:
+def explicit_part(spec: PartitionSpec, mesh: AbstractMesh) -> PartitionSpec:
     """What a spec says of the Explicit axes of a mesh."""
     kept = [tuple(name for name in axes_of(part) if name in mesh.explicit_axes) for part in spec]
     return PartitionSpec(*(names or None for names in kept))
 
 
-def told(x) -> PartitionSpec:
+def explicit_spec(x) -> PartitionSpec:
     """How the type of an array says that it lies over the Explicit axes of its mesh."""
     sharding = jax.typeof(x).sharding
-    return explicit(sharding.spec, sharding.mesh)
+    return explicit_part(sharding.spec, sharding.mesh)
 
 
 def axes_of(part: Any) -> tuple[str, ...]:

@@ -133,5 +133,5 @@ def _is_names(node: Any) -> bool:
 
 
 def _manual(mesh: Mesh | AbstractMesh) -> set[str]:
-    """The axes that are in the hands of a ``shard_map`` already."""
+    """The axes of a ``shard_map`` that is entered already."""
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}

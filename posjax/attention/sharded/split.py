@@ -1,11 +1,11 @@
-"""How the rows and heads of an attention call lie over a mesh: told by the types of its arrays, or by the caller."""
+"""How the rows and heads of an attention call lie over a mesh, by the types of its arrays or by the caller's word."""
 
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from posjax._checks import check
-from posjax.attention.sharded.automatic import axes_of, mesh_of, told
+from posjax.attention.sharded.automatic import axes_of, explicit_spec, mesh_of
 from posjax.attention.sharded.placement import Placement
 
 Partition = NamedSharding | PartitionSpec
@@ -38,18 +38,18 @@ def split_of(q, k, v, partition: Partition | None) -> Split | None:
     check(
         partition is None or mesh is not None, "partition: there is no mesh; give a NamedSharding or jax.set_mesh one"
     )
-    if mesh is None or not _is_told(mesh, partition):
+    if mesh is None or not _has_layout(mesh, partition):
         return None
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_whole(name, _told(x))
+        _check_whole(name, _explicit_axes(x))
     asked = _asked(partition, mesh)
     _check_whole("partition", asked)
-    rows, _, heads, _ = (a + b for a, b in zip(_told(q), asked, strict=True))
+    rows, _, heads, _ = (a + b for a, b in zip(_explicit_axes(q), asked, strict=True))
     return Split(mesh, Placement(batch=rows, heads=heads or None))
 
 
-def _is_told(mesh: Mesh | AbstractMesh, partition: Partition | None) -> bool:
-    """Whether something tells of axes that are in no ``shard_map``'s hands yet."""
+def _has_layout(mesh: Mesh | AbstractMesh, partition: Partition | None) -> bool:
+    """Whether types or the caller say how arrays lie over axes that no ``shard_map`` has entered yet."""
     auto = partition is not None and _of_type(mesh, AxisType.Auto)
     return bool(auto or _of_type(mesh, AxisType.Explicit))
 
@@ -58,9 +58,9 @@ def _of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
     return {name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind}
 
 
-def _told(x) -> tuple[tuple[str, ...], ...]:
+def _explicit_axes(x) -> tuple[tuple[str, ...], ...]:
     """The Explicit axes of a mesh that each axis of an array is split over."""
-    return tuple(axes_of(part) for part in told(x))
+    return tuple(axes_of(part) for part in explicit_spec(x))
 
 
 def _asked(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:

@@ -19,7 +19,7 @@ from posjax.attention.tpu.blocks import Chip, cheapest_backward, cheapest_forwar
 from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
-from posjax.attention.tpu.terms import LANES, Pattern, dissect, unskewed, untold
+from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal, unskewed
 from posjax.bias import ForgetBias, LinearBias
 from posjax.masks import And, Causal, Mask, Segments, traced_sizes
 from posjax.positions import Range, as_array
@@ -81,7 +81,7 @@ def refusal(x: Operands) -> str | None:
     for mask in (x.mask, *(branch.where for branch in x.far)):
         if traced := traced_sizes(mask):
             return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
-        if (why := untold(mask)) is not None:
+        if (why := mask_refusal(mask)) is not None:
             return f"{why}; use 'blockwise'"
     if is_traced(x.softcap):
         return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"

@@ -52,29 +52,29 @@ def dissect(mask: Mask | None) -> tuple[Formula, list, list]:
     return mask, [], []
 
 
-def untold(mask: Mask | None) -> str | None:
+def mask_refusal(mask: Mask | None) -> str | None:
     """Why a kernel cannot evaluate a mask that ``dissect`` takes apart, or None."""
     if mask is None:
         return None
     if isinstance(mask, Pair):
-        return untold(mask.left) or untold(mask.right)
+        return mask_refusal(mask.left) or mask_refusal(mask.right)
     name = type(mask).__name__
     if isinstance(mask, OfTokens):
         whole = not any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays)
-        return (_foreign(mask, mask.meet) if is_own(mask) else None) if whole else f"{name} carries real numbers"
-    if isinstance(mask, OfSomeHeads) or _differs(mask):
+        return (_own_refusal(mask, mask.meet) if is_own(mask) else None) if whole else f"{name} carries real numbers"
+    if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
         return f"{name} is no function of two positions and whole numbers known beforehand"
-    return _foreign(mask, mask.pairs) if is_own(mask) else None
+    return _own_refusal(mask, mask.pairs) if is_own(mask) else None
 
 
-def _differs(mask: Mask) -> bool:
+def _differs_between_heads(mask: Mask) -> bool:
     here = np.zeros((1, 1), np.int32)
     return type(mask).pairs is not Mask.pairs and np.ndim(mask.pairs(here, here)) > 2
 
 
-def _foreign(mask: Mask, function: Callable) -> str | None:
+def _own_refusal(mask: Mask, function: Callable) -> str | None:
     """Why a function of two numbers from outside the library cannot be part of a kernel, or None."""
     name = type(mask).__name__
     if type(mask).__hash__ is None:
