@@ -13,6 +13,8 @@ from posjax._checks import check, is_known
 LARGEST = 2**31 - 1
 """The largest int32."""
 
+_LEAVES = "_leaves"
+
 
 def at_least_float32(*dtypes) -> jnp.dtype:
     """float64 if one of them is, float32 otherwise: what ``jnp.promote_types`` gives, also where JAX promotes none."""
@@ -31,19 +33,20 @@ def register_numbers(cls: type, scalars: tuple[str, ...], structure: tuple[str, 
     """
     names = tuple(field.name for field in dataclasses.fields(cls))
 
-    def is_leaf(name: str, value: Any) -> bool:
-        return name not in structure and (name not in scalars or not _is_structure(value))
+    def leaves_of(value) -> tuple[str, ...]:
+        """The names of the fields that are leaves."""
+        found = ((name, getattr(value, name)) for name in names if name not in structure)
+        return tuple(name for name, x in found if name not in scalars or not _is_structure(x))
 
     def flatten(value):
-        found = [(name, getattr(value, name)) for name in names]
-        known = tuple((name, x) for name, x in found if not is_leaf(name, x))
-        leaves = tuple((jax.tree_util.GetAttrKey(name), x) for name, x in found if is_leaf(name, x))
-        return leaves, (tuple(key.name for key, _ in leaves), known)
+        # What came of leaves stays leaves: transformations put placeholders there, such as None, 0 or a tuple.
+        leaves = vars(value).get(_LEAVES) or leaves_of(value)
+        known = tuple((name, getattr(value, name)) for name in names if name not in leaves)
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in leaves), (leaves, known)
 
     def unflatten(fields, leaves):
-        # Without checks: transformations put placeholders where leaves belong.
         made = object.__new__(cls)
-        for name, x in (*zip(fields[0], leaves, strict=True), *fields[1]):
+        for name, x in (*zip(fields[0], leaves, strict=True), *fields[1], (_LEAVES, fields[0])):
             object.__setattr__(made, name, x)
         return made
 

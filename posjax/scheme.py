@@ -33,6 +33,7 @@ from posjax.arguments import (
 )
 from posjax.attention import attention
 from posjax.attention.api import check_aligned
+from posjax.attention.checks import check_masks
 from posjax.attention.padding import without_padding
 from posjax.attention.sharded import Placement, context_attention
 from posjax.attention.sharded.enter import over_mesh
@@ -317,10 +318,9 @@ class Scheme(Decoding):
         check_projections(q, k, v, self._features.widths)
         check_length(length)
         if across is None and (split := split_of(q, k, v, partition)) is not None:
-            options |= {"q_positions": q_positions, "kv_positions": kv_positions}
-            return over_mesh(
-                split, self.attend, [q, k, v], params, options | {"coordinates": coordinates, "length": length}
-            )
+            given = {"q_positions": q_positions, "kv_positions": kv_positions, "coordinates": coordinates}
+            check_masks(q, k, self.mask, None if options.get("mask") is None else masks.as_mask(options["mask"]))
+            return over_mesh(split, self.attend, [q, k, v], params, options | given | {"length": length})
         across = Placement() if across is None else across
         length = across.whole(k.shape[1]) if length is None else length
         check_aligned(q, k, q_positions, self._reads_positions(options))

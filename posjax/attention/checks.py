@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, is_known, shown
+from posjax.attention.own import heads_of
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
@@ -20,6 +21,17 @@ def check_scale(scale) -> None:
         fits and not isinstance(scale, bool),
         f"scale must be a number or an array, found {shown(scale)}; scales with a name stand in Scheme(scale=...)",
     )
+
+
+def check_masks(q, k, *given: Mask | None) -> None:
+    """Raises ValueError for masks that do not fit a call; to be asked before a mesh splits its rows and heads."""
+    for mask in given:
+        if mask is None:
+            continue
+        mask.check(q.shape[0], q.shape[1], k.shape[1])
+        found = heads_of(mask)
+        fits = found in (None, 1, q.shape[2])
+        check(fits, f"mask: it has one pattern for each of {found} heads, but q has {q.shape[2]}")
 
 
 def check_sinks(sinks, heads: int) -> None:

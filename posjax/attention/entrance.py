@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax.attention.api import bound, check_aligned, check_shapes, local_attention, reads_positions
-from posjax.attention.checks import check_scale
+from posjax.attention.checks import check_masks, check_scale, check_sinks
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, Split, split_of
@@ -103,6 +103,8 @@ def attention(
 def _over_mesh(split: Split, q, k, v, *, scale, far, **options):
     """Attention of every device's own rows and heads."""
     far = (far,) if isinstance(far, Branch) else tuple(far)
+    check_masks(q, k, options["mask"], *(branch.where for branch in far))
+    check_sinks(options["sinks"], q.shape[2])
     options |= {"scale": _with_three_axes(scale), "where": tuple(branch.where for branch in far)}
 
     def inside(q, k, v, *pairs, where, **given):

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._checks import check
-from posjax._slots import Blockwise, OfSomeHeads, check_registered, is_own, is_own_class
+from posjax._checks import check, shown
+from posjax._slots import Blockwise, OfPairs, OfSomeHeads, check_registered, is_own, is_own_class
 from posjax.attention.operands import Operands
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask
@@ -53,16 +53,19 @@ def on_device(slot: Any) -> Any:
     return jax.tree.map(lambda node: jax.tree.map(moved, node) if own(node) else node, slot, is_leaf=own)
 
 
-def heads_of(bias: Bias) -> int | None:
-    """For how many heads a bias is bound; None where its values are the same for any.
+def heads_of(slot: Bias | Mask) -> int | None:
+    """For how many heads a bound bias or a mask is; None where its values are the same for any.
 
     Raises:
-        ValueError: for a class that JAX does not know, or ``values`` that fail, naming the class.
+        ValueError: for a class that JAX does not know, or values that fail, naming the class.
     """
-    check_registered(bias)
-    here = jnp.zeros(1, jnp.int32)
-    shape = _tile(bias.queries(0, 1).keys(0, 1), "values", here, here).shape
-    return None if is_own(bias) and (len(shape) < 3 or shape[-3] == 1) else shape[-3]
+    check_registered(slot)
+    if isinstance(slot, OfPairs):
+        return slot.array.shape[1]
+    here = jax.ShapeDtypeStruct((1,), jnp.int32)
+    shape = _tile(slot, "allowed" if isinstance(slot, Mask) else "values", (1, 1), here, here).shape
+    any_heads = len(shape) < 3 or (shape[-3] == 1 and (is_own(slot) or isinstance(slot, Mask)))
+    return None if any_heads else shape[-3]
 
 
 def _kind(part: Any) -> type:
@@ -89,7 +92,7 @@ def _check_narrowing(kind: type[Blockwise]) -> None:
     )
 
 
-# What a class says of its values or pairs, beside them, and so must say anew where it changes them.
+# What describes the values or pairs of a class, and must be redefined where those are.
 _SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "retained")}
 
 
@@ -103,7 +106,7 @@ def _check_derived(kind: type[Blockwise]) -> None:
     for changed, said in _SAID_OF.items():
         if hasattr(kind, changed) and is_own_class(_owner(kind, changed)):
             kept = [name for name in said if hasattr(kind, name) and inherited(name)]
-            check(not kept, f"{kind.__name__} defines {changed} anew, of which {kept} speak: it must define them too")
+            check(not kept, f"{kind.__name__} overrides {changed} but inherits {kept}, which describe the old ones: override them too")
 
 
 def _owner(kind: type, name: str) -> type:
@@ -124,9 +127,9 @@ def _check_part(part: Blockwise, x: Operands) -> None:
 def _check_tile(part: Blockwise, x: Operands, batch: int, heads: int) -> jax.ShapeDtypeStruct:
     q, k = min(_QUERIES, x.q.shape[3]), min(_KEYS, x.k.shape[2])
     positions = [_like(p, batch, n) for p, n in ((x.q_positions, q), (x.kv_positions, k))]
-    part, method = part.queries(0, q).keys(0, k), _method(part)
+    method = _method(part)
     scores = [jax.ShapeDtypeStruct((batch, heads, q, k), jnp.float32)] if method == "apply" else []
-    tile = _tile(part, method, *scores, *positions)
+    tile = _tile(part, method, (q, k), *scores, *positions)
     name, kind = f"{_kind(part).__name__}.{method}", jnp.bool_ if isinstance(part, Mask) else jnp.floating
     check(jnp.issubdtype(tile.dtype, kind), f"{name} must be of dtype {kind.__name__}, found {tile.dtype}")
     hint = "; narrow arrays of tokens in queries and keys" if tile.shape[-2:] == (x.q.shape[3], x.k.shape[2]) else ""
@@ -156,11 +159,19 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) <= len(wanted) and all(size in (1, whole) for size, whole in sizes)
 
 
-def _tile(part: Blockwise, method: str, *arguments) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of what a method gives."""
+def _tile(part: Blockwise, method: str, sides: tuple[int, int], *arguments) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what a method gives of the first tile with these sides."""
+
+    def computed(*arguments):
+        here = on_device(part).queries(0, sides[0]).keys(0, sides[1])
+        return getattr(here, method)(*arguments)
+
     try:
-        return jax.eval_shape(getattr(on_device(part), method), *arguments)
+        tile = jax.eval_shape(computed, *arguments)
     except (TypeError, ValueError, IndexError) as error:
         shapes = ", ".join(str(argument.shape) for argument in arguments)
         why = str(error).partition("\n")[0]
         raise ValueError(f"{_kind(part).__name__}.{method} fails on arrays of shape {shapes}: {why}") from error
+    name = f"{_kind(part).__name__}.{method}"
+    check(isinstance(tile, jax.ShapeDtypeStruct), f"{name} must give an array, found {shown(tile)}")
+    return tile

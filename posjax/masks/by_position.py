@@ -13,7 +13,8 @@ from posjax.masks.base import Combined, Mask, OfHeads
 
 Size = int | Int[Array, ""]
 """A Python int is known when tracing, and so are the tiles of the mask. An int32 scalar may be traced, and differ from
-layer to layer in a ``scan``."""
+layer to layer in a ``scan``; it cannot be refused, so below 1 it counts as 1, and a count of first tokens below 0 as 0.
+"""
 
 
 def _sized(cls: type) -> type:
@@ -42,9 +43,13 @@ class _Sized(Mask):
         for field in dataclasses.fields(self):
             self._check(field.name)
 
+    _least_traced = 1
+    """What a smaller size counts as where only the running program knows it, which can refuse nothing."""
+
     def _check(self, name: str, at_least: int = 1) -> None:
         found = whole_number(f"{type(self).__name__} {name}", getattr(self, name), at_least)
-        object.__setattr__(self, name, found)
+        least = min(at_least, self._least_traced)
+        object.__setattr__(self, name, jnp.maximum(found, least) if is_traced(found) else found)
 
     @property
     def traced(self) -> tuple[str, ...]:
@@ -337,7 +342,10 @@ def _at_most_around(count, size, causal: bool):
 class _First(_Sized):
     """A mask of the first positions: what it allows two positions it allows all earlier ones."""
 
+    _least_traced = 0
+
     shift_invariant = False
+    _least_traced = 0
 
     def bounds(self, i_low, i_high, j_low, j_high):
         return self.pairs(i_low, j_low), self.pairs(i_high, j_high)

@@ -263,7 +263,8 @@ class Decoder(nnx.Module):
         """The embeddings of tokens and positions."""
         learned = plain(self.embedding).get("embedding", {})
         where = context.positions, context.coordinates
-        return on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=explicit_spec(tokens))
+        x = on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=explicit_spec(tokens))
+        return placed(x, self.config.placement)
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
         x = lookup(table, tokens) * self.config.model_dim**0.5
@@ -271,7 +272,7 @@ class Decoder(nnx.Module):
         if spec is not None:
             where = self._in_places(positions) if coordinates is None else coordinates[..., 0]
             x = x + spec.embed(learned, where, self.config.model_dim)
-        return placed(x.astype(self.config.dtype), self.config.placement)
+        return x.astype(self.config.dtype)
 
     def _run(self, stack: nnx.List, x, context: Context):
         """The blocks of one pattern, repeated: a scan over its repeats, or the same in a Python loop."""

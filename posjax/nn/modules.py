@@ -70,7 +70,7 @@ def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
 
 
 def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float[Array, "batch length embed"]:
-    """``x``, told to lie over the mesh in use as the placement says; as it is where there is no mesh to lie over."""
+    """``x``, split over the mesh in use as the placement says; as it is where there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if not placement.axes or mesh.empty or mesh.manual_axes:
         return x
@@ -160,7 +160,9 @@ class Attention(nnx.Module):
         """That of the config; where it names nothing, what the types of the tokens and of the projection say."""
         if self.config.placement.axes or self.config.placement.layout.moves:
             return self.config.placement
-        return Placement(batch=axes_of(explicit_spec(x)[0]), heads=axes_of(explicit_spec(self.q[...])[1]) or None)
+        rows, heads = axes_of(explicit_spec(x)[0]), axes_of(explicit_spec(self.q[...])[1])
+        # Parameters may be split over the axis of the rows too (FSDP): they are gathered where they are used.
+        return Placement(batch=rows, heads=tuple(axis for axis in heads if axis not in rows) or None)
 
     def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
         """Attention where the compiler splits the projections; ``split`` if it must not be left to split the rest."""

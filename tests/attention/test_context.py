@@ -39,7 +39,6 @@ def test_what_fits_passes(strategy, kind):
     [
         (over(), {"batch": 3}, "a batch of 3 rows cannot be shared evenly by 2 devices along ('batch',)"),
         (over(), {"heads": 9}, "axis 'heads' splits heads over 2 devices, which 9 query heads do not fill evenly"),
-        (over(), {"kv_heads": 1}, "which 1 key heads do not fill evenly; an axis whose size divides 1 would work"),
         (over(), {"length": 66}, "multiple of 4 for a contiguous layout over 4 shards, found 66; 64 would work"),
         (over(kind="zigzag"), {"length": 68}, "must be a multiple of 8 for a zigzag layout over 4 shards, found 68"),
         (Placement(context="context", layout=Layout("zigzag", 2)), {}, "made for 2 shards, but axis 'context' has 4"),

@@ -146,8 +146,87 @@ def test_mapped_over_an_axis():
     meshes.same(jax.jit(attend)(*placed), attend(*three))
 
 
+@pytest.mark.parametrize("name", ["alibi", "array bias"])
+def test_mapped_over_the_rows_that_are_split(name):
+    """A model written for one row, as in Equinox: ``vmap`` takes the axis of the rows out of the mesh."""
+    options = {"alibi": {"bias": pj.bias.ALiBi()}, "array bias": {"bias": inputs()["per_head"]}}[name]
+
+    @jax.vmap
+    def attend(q, k, v):
+        return pj.attention(q[None], k[None], v[None], mask=CAUSAL, implementation="blockwise", **options)[0]
+
+    def run(x):
+        return attend(x["q"], x["k"], x["v"]), jnp.zeros(())
+
+    x = {name: inputs()[name] for name in "qkv"}
+    wanted, placed = meshes.gradients(run)(x), spread("explicit", x)
+    meshes.same(meshes.gradients(run)(placed), wanted)
+    with jax.set_mesh(meshes.mesh("explicit")):
+        meshes.same(meshes.gradients(run)(placed), wanted)
+
+
+SIZED = {
+    "Window": masks.Window,
+    "Band": masks.Band,
+    "Sinks": masks.Sinks,
+    "Prefix": masks.Prefix,
+    "GlobalFirst": masks.GlobalFirst,
+    "Chunked": masks.Chunked,
+    "Beyond": masks.Beyond,
+    "ChunksApart": lambda size: masks.ChunksApart(size, 0, 1),
+    "Dilated": lambda size: masks.Dilated(size, 2),
+    "heads": lambda size: masks.Dilated(size, (1, 1, 2, 3)),
+    "composed": lambda size: CAUSAL & (masks.Window(size) | ~masks.Sinks(9)),
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_that_are_arrays(name, kind):
+    x = spread(kind, {name: inputs()[name] for name in "qkv"})
+
+    @jax.jit
+    def attend(x, size):
+        return pj.attention(x["q"], x["k"], x["v"], mask=SIZED[name](size), **meshes.partition(kind))
+
+    wanted = pj.attention(*(inputs()[name] for name in "qkv"), mask=SIZED[name](5), implementation="dense")
+    meshes.same(attend(x, jnp.int32(5)), wanted)
+
+
+def test_an_array_bias_whose_queries_are_split():
+    """Arrays over pairs are read whole: they are gathered."""
+    x, mesh = inputs(), meshes.mesh("explicit")
+    placed = [meshes.put(mesh, x[name]) for name in "qkv"]
+    bias = meshes.put(mesh, np.repeat(x["per_head"], ROWS, axis=0), P(None, None, "data"))
+    wanted = pj.attention(*(x[name] for name in "qkv"), bias=x["per_head"])
+    meshes.same(jax.jit(lambda *given: pj.attention(*given[:3], bias=given[3]))(*placed, bias), wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sinks": np.ones(2, np.float32)}, "sinks must have shape (4,)"),
+        ({"mask": masks.Dilated(4, (1, 2))}, "one pattern for each of 2 heads, but q has 4"),
+        ({"mask": masks.Segments(IDS[:1])}, "Segments q_ids must have shape (4, 24)"),
+        ({"mask": SHOWN[:, :2]}, "one pattern for each of 2 heads, but q has 4"),
+    ],
+)
+def test_a_mesh_asks_what_one_device_asks(options, words):
+    """What fits the rows or heads of one device may not fit the call."""
+    for x in (inputs(), spread("explicit", inputs())):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            pj.attention(x["q"], x["k"], x["v"], **options)
+
+
+def test_a_scheme_asks_so_too():
+    scheme = pj.Scheme(mask=masks.Dilated(4, (1, 2)))
+    for x in (inputs(), spread("explicit", inputs())):
+        with pytest.raises(ValueError, match="one pattern for each of 2 heads, but q has 4"):
+            scheme.attend(x["q"], x["k"], x["v"])
+
+
 def test_inside_a_shard_map_over_some_axes():
-    """The rows are in the hands of a ``shard_map``; the heads are left to their types."""
+    """The rows are split by a ``shard_map``; the heads are left to their types."""
     x, mesh = inputs(), meshes.mesh("explicit")
     placed = [meshes.put(mesh, x[name]) for name in "qkv"]
     attend = partial(pj.attention, mask=CAUSAL, implementation="blockwise")

@@ -66,15 +66,16 @@ def enter(
     tokens = _spec(placement, ("batch", "length", "heads"))
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
-    axes = set(mesh.axis_names) - _manual(mesh)
+    # All axes by default, but those of a ``vmap`` over the rows; beside Manual ones they must be named.
+    axes = {"axis_names": set(mesh.axis_names) - _manual(mesh)} if _manual(mesh) else {}
 
     def inside(replicated, projected, per_row):
         if repeats > 1:
             projected = [jnp.repeat(x, repeats, axis=2) if x.shape[2] == k.shape[2] else x for x in projected]
-        specs = {"in_specs": (PartitionSpec(), tokens, of_rows), "out_specs": tokens, "axis_names": axes}
+        specs = {"in_specs": (PartitionSpec(), tokens, of_rows), "out_specs": tokens}
         # A mesh in use stands for itself; by now its axes may be of another type.
         over = {"mesh": mesh} if jax.sharding.get_abstract_mesh().empty else {}
-        return jax.shard_map(function, **specs, **over)(replicated, projected, per_row)
+        return jax.shard_map(function, **specs, **axes, **over)(replicated, projected, per_row)
 
     # Outside of ``jit`` jax runs no custom gradient with symbolic zeros under ``shard_map``.
     return on_auto_axes(jax.jit(inside), replicated, projected, dict(per_row), like=tokens)
