@@ -30,10 +30,20 @@ def bound_bias(bias: Any, params: Params, heads: int, gates: tuple[Array, Array]
     if bias is None:
         return None
     if not bias.reads_tokens:
-        return bias.bind(params.get("bias"), num_heads=heads)
+        return _bound(bias, params, heads)
     check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass what Scheme.prepare gives")
     # Gates are of tokens, and so of the heads at hand.
     return bias.bind(params.get("bias"), num_heads=gates[0].shape[1], q_gates=gates[0], kv_gates=gates[1])
+
+
+def _bound(bias: Any, params: Params, heads: int) -> Bias:
+    try:
+        return bias.bind(params.get("bias"), num_heads=heads)
+    except (TypeError, KeyError) as error:
+        if "bias" in params:
+            raise
+        why = f"{type(bias).__name__}.bind fails without them: {error}"
+        raise ValueError(f"params must hold 'bias', as Scheme.init makes it: {why}") from error
 
 
 def sink_logits(sinks: Any, params: Params, heads: int, given: Array | None) -> Float[Array, "heads"] | None:
@@ -61,6 +71,12 @@ def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False,
         check(given is None, f"{name}: linear attention has no logits for it; leave it out")
     if implementation is not None:
         check_choice("implementation", implementation, (*BACKENDS, *KERNELS))
+
+
+def check_no_slots(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments of ``attention`` that a scheme brings itself."""
+    for name in ("bias", "scale", "far", "decay"):
+        check(name not in options, f"{name}: a scheme brings its own; give it as Scheme({name}=...) or replace it")
 
 
 def check_projections(q, k, v, widths: tuple[float, float]) -> None:

@@ -43,6 +43,7 @@ def check_slots(scheme: Any) -> None:
 def _check_spec(name: str, spec: Any, methods: tuple[str, ...], declared: tuple[str, ...]) -> None:
     expected = f"{name}: expected one of the specs of this slot or None, found {shown(spec)}"
     check(not isinstance(spec, type), f"{expected}; write {getattr(spec, '__name__', '')}(...)")
+    check(not isinstance(spec, str), f"{expected}; by its name it is scheme(..., {name}={{'name': {spec!r}}})")
     missing = [f"{method}()" for method in methods if not callable(getattr(spec, method, None))]
     missing += [attribute for attribute in declared if not hasattr(spec, attribute)]
     check(not missing, f"{expected}, which has no {', '.join(missing)}")

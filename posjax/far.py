@@ -19,6 +19,7 @@ but for DualChunk, whose keys have one rotation.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, check_positive
+from posjax._checks import check, check_count, check_number, check_positive, shown
 from posjax._slots import Features
 from posjax.masks import Beyond, ChunksApart, Mask, Sinks, Window
 from posjax.positions import Positions, as_array
@@ -50,6 +51,14 @@ class Branch:
     q: Float[Array, "batch queries heads size"]
     k: Float[Array, "batch keys kv_heads size"]
     where: Mask
+
+
+def branches(far: Any) -> tuple[Branch, ...]:
+    """One branch, or several, as a tuple. Raises ValueError for anything else."""
+    found = (far,) if isinstance(far, Branch) else far
+    fits = isinstance(found, Sequence) and all(isinstance(branch, Branch) for branch in found)
+    check(fits, f"far must be a posjax.far.Branch or several, found {shown(far)}")
+    return tuple(found)
 
 
 class Far:

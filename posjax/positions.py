@@ -29,9 +29,10 @@ class Range:
     length: int
 
     def __init__(self, start: int | Int[Array, ""], length: int):
-        check(isinstance(length, int | np.integer), f"length must be a Python int, found {type(length).__name__}")
+        whole = isinstance(length, int | np.integer) and not isinstance(length, bool)
+        check(whole, f"length must be a Python int, found {type(length).__name__}")
         check(length >= 0, f"length must not be negative, found {length}")
-        if isinstance(start, int | np.integer):
+        if isinstance(start, int | np.integer) and not isinstance(start, bool):
             start = int(start)
             check(
                 start >= _INT32.min and start + length - 1 <= _INT32.max,

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
+
 from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count, nearest, shown
 from posjax._slots import Features
@@ -176,8 +178,13 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
 
     Lists, which is what YAML has for tuples, become tuples.
     """
-    for option in options:
+    for option, value in options.items():
         check_known(f"{what} option", option, (*inspect.signature(make).parameters, *also))
+        check(
+            not isinstance(value, jax.Array),
+            f"{what}: {option} is an array, but a scheme is fixed before anything runs: use a Python number; a mask "
+            "whose sizes are arrays goes to attend(mask=)",
+        )
     try:
         made = make(**{name: _as_tuple(value) for name, value in options.items()})
         hash(made)

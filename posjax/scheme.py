@@ -26,6 +26,7 @@ from posjax.arguments import (
     all_of,
     bound_bias,
     check_no_logits,
+    check_no_slots,
     check_projections,
     count_visible,
     scale_factor,
@@ -33,7 +34,7 @@ from posjax.arguments import (
 )
 from posjax.attention import attention
 from posjax.attention.api import check_aligned
-from posjax.attention.checks import check_masks
+from posjax.attention.checks import check_masks, checked_positions
 from posjax.attention.padding import without_padding
 from posjax.attention.sharded import Placement, context_attention
 from posjax.attention.sharded.enter import over_mesh
@@ -324,6 +325,9 @@ class Scheme(Decoding):
         across = Placement() if across is None else across
         length = across.whole(k.shape[1]) if length is None else length
         check_aligned(q, k, q_positions, self._reads_positions(options))
+        if across.shards == 1:
+            q_positions = checked_positions("q_positions", q_positions, q)
+            kv_positions = checked_positions("kv_positions", kv_positions, k)
         kv_positions = Range(0, across.whole(k.shape[1])) if kv_positions is None else kv_positions
         q_positions = Range(0, across.whole(q.shape[1])) if q_positions is None else q_positions
         at_k = self._places(across, k, kv_positions, coordinates)
@@ -409,6 +413,7 @@ class Scheme(Decoding):
             options: passed on to ``attention`` (``implementation``, ``softcap``, ``return_residuals``).
         """
         self.check_direction(causal)
+        check_no_slots(options)
         across = Placement() if across is None else across
         heads, own = across.all_heads(q.shape[2]), all_of(self.mask, self._far_mask)
         at_q = self._places(across, q, q_positions, coordinates)

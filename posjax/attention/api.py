@@ -15,18 +15,18 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_choice, check_heads, shown
 from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
-from posjax.attention.checks import check_ahead, check_sinks, rates
+from posjax.attention.checks import check_ahead, check_sinks, checked_positions, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, checked_softcap, statistics_dtype, vary_alike
 from posjax.attention.own import checked, heads_of
-from posjax.attention.padding import without_padded_gates, without_padding
+from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
-from posjax.far import Branch
+from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
-from posjax.positions import Positions, Range, as_array
+from posjax.positions import Positions
 
 BACKENDS = {"dense": dense, "blockwise": blockwise}
 """Those that take everything and run everywhere."""
@@ -79,7 +79,7 @@ def prepared(
     for slot in (mask, bias):
         if slot is not None:
             slot.check(q.shape[0], q.shape[1], k.shape[1])
-    far = (far,) if isinstance(far, Branch) else tuple(far)
+    far = branches(far)
     _check_far(far, decay, q, k)
     q, k, v = without_padding(mask, q, k, v)
     far = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in far)
@@ -89,13 +89,13 @@ def prepared(
         v=jnp.moveaxis(v, 1, 2),
         bias=without_padded_gates(mask, bias),
         mask=mask,
-        q_positions=_checked_positions("q_positions", q_positions, q),
-        kv_positions=_checked_positions("kv_positions", kv_positions, k),
+        q_positions=checked_positions("q_positions", q_positions, q),
+        kv_positions=checked_positions("kv_positions", kv_positions, k),
         far=tuple(Branch(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
         decay=rates(decay, statistics_dtype(q)),
         softcap=checked_softcap(softcap, q),
     )
-    return checked(x), _grouped_scale(scale, q, kv_heads)
+    return checked(x), _grouped_scale(without_padded_scale(mask, scale, q), q, kv_heads)
 
 
 def finished(out, lse, sinks, return_residuals: bool):
@@ -136,7 +136,8 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
     A query may stand at the end of the keys (a cache) or at their start (the rest being ahead); nothing tells which.
     """
     queries, keys = q.shape[1], k.shape[1]
-    where, start = ("are the last of the keys", f"{keys} - {queries}") if queries < keys else ("start at 0", "0")
+    fewer = queries < keys
+    where, start = ("are the last of all tokens", f"{keys} - {queries}") if fewer else ("start at 0", "0")
     check(
         q_positions is not None or queries == keys or not reads_positions,
         f"q_positions must be given where {queries} queries meet {keys} keys and positions matter; for queries that "
@@ -204,23 +205,6 @@ def bound(bias, heads: int) -> Bias | None:
         fits = found in (None, heads) or (bias.of_pairs and found == 1)
         check(fits, f"bias is bound for {found} heads, but q has {heads}")
     return widened_leaves(bias)
-
-
-def _checked_positions(name: str, positions: Positions | None, x) -> Positions:
-    batch, length = x.shape[:2]
-    if positions is None:
-        return Range(0, length)
-    if isinstance(positions, Range):
-        check(positions.length == length, f"{name} must cover {length} tokens, found a Range of {positions.length}")
-        return positions
-    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
-    check(jnp.issubdtype(positions.dtype, jnp.integer), f"{name} must be integers, found {positions.dtype}")
-    positions = as_array(positions)
-    check(
-        positions.shape in ((length,), (1, length), (batch, length)),
-        f"{name} must have shape {(length,)} or {(batch, length)}, found {positions.shape}",
-    )
-    return positions[0] if positions.shape[0] == 1 and positions.ndim == 2 else positions
 
 
 def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: tuple | None = None) -> tuple:
@@ -307,14 +291,14 @@ def _mesh_of(x: Operands) -> AbstractMesh:
 
 
 def _split_by_compiler(x: Operands) -> list[str]:
-    """The mesh axes that are not in the hands of a ``shard_map``."""
+    """The mesh axes that no ``shard_map`` has entered."""
     mesh = _mesh_of(x)
     axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     return axes if mesh.size > 1 or mesh.manual_axes else []
 
 
 def _warn_of_mesh(x: Operands, why: str | None) -> None:
-    """Says, on a mesh of TPUs, that their kernel is given up for want of a partition alone."""
+    """Says, on a mesh of TPUs, that their kernel is not used, only because no partition was given."""
     device = _mesh_of(x).abstract_device
     if device is not None and device.platform == "tpu" and _split_by_compiler(x) and entry.refusal(x) is None:
         warnings.warn(f"attention runs without its TPU kernel: {why}", stacklevel=2)

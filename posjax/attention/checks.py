@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, is_known, shown
+from posjax._checks import check, check_array, is_known, shown
 from posjax.attention.own import heads_of
 from posjax.bias import Bias
 from posjax.masks import Mask
-from posjax.positions import Positions, Range
+from posjax.positions import Positions, Range, as_array
 
 
 def check_scale(scale) -> None:
@@ -34,6 +34,28 @@ def check_masks(q, k, *given: Mask | None) -> None:
         check(fits, f"mask: it has one pattern for each of {found} heads, but q has {q.shape[2]}")
 
 
+def checked_positions(name: str, positions: Positions | None, x) -> Positions:
+    """The positions of a call's queries or keys ``x``: those given, as a range or an int32 array.
+
+    Raises ValueError, naming them, unless they are integers and one for each token.
+    """
+    batch, length = x.shape[:2]
+    if positions is None:
+        return Range(0, length)
+    if isinstance(positions, Range):
+        check(positions.length == length, f"{name} must cover {length} tokens, found a Range of {positions.length}")
+        return positions
+    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    check(jnp.issubdtype(positions.dtype, jnp.integer), f"{name} must be integers, found {positions.dtype}")
+    hint = f"; for one position a row write {name}[:, None]" if length == 1 and positions.shape == (batch,) else ""
+    check(
+        positions.shape in ((length,), (1, length), (batch, length)),
+        f"{name} must have shape {(length,)} or {(batch, length)}, found {positions.shape}{hint}",
+    )
+    positions = as_array(positions)
+    return positions[0] if positions.shape[0] == 1 and positions.ndim == 2 else positions
+
+
 def check_sinks(sinks, heads: int) -> None:
     """Raises ValueError unless ``sinks`` is None or one logit for each head."""
     fits = sinks is None or (isinstance(sinks, jax.Array | np.ndarray) and sinks.shape == (heads,))
@@ -47,6 +69,7 @@ def rates(decay, dtype) -> Float[Array, "size"] | None:
     """
     if decay is None:
         return None
+    check_array("decay", decay)
     if is_known(decay):
         lowest = np.min(np.asarray(decay, np.float64), initial=np.inf)
         check(lowest >= 0, f"decay must not be negative: its rates are those of exp(-a (i - j)), found {lowest:g}")

@@ -10,7 +10,7 @@ from posjax.attention.checks import check_masks, check_scale, check_sinks
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, Split, split_of
-from posjax.far import Branch
+from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 
@@ -102,7 +102,7 @@ def attention(
 
 def _over_mesh(split: Split, q, k, v, *, scale, far, **options):
     """Attention of every device's own rows and heads."""
-    far = (far,) if isinstance(far, Branch) else tuple(far)
+    far = branches(far)
     check_masks(q, k, options["mask"], *(branch.where for branch in far))
     check_sinks(options["sinks"], q.shape[2])
     options |= {"scale": _with_three_axes(scale), "where": tuple(branch.where for branch in far)}

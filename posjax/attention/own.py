@@ -106,7 +106,10 @@ def _check_derived(kind: type[Blockwise]) -> None:
     for changed, said in _SAID_OF.items():
         if hasattr(kind, changed) and is_own_class(_owner(kind, changed)):
             kept = [name for name in said if hasattr(kind, name) and inherited(name)]
-            check(not kept, f"{kind.__name__} overrides {changed} but inherits {kept}, which describe the old ones: override them too")
+            check(
+                not kept,
+                f"{kind.__name__} overrides {changed} but inherits {kept}, which describe the old: override them too",
+            )
 
 
 def _owner(kind: type, name: str) -> type:

@@ -25,6 +25,13 @@ def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, .
     return (q, *keys) if found is None else (_blank(found[0], q), *(_blank(found[1], x) for x in keys))
 
 
+def without_padded_scale(mask: Mask | None, scale, q: Array):
+    """Factors of the queries with zeros for those that are padding by their mask."""
+    found = padding_of(mask)
+    of_tokens = found is not None and jnp.ndim(scale) == 3 and scale.shape[:2] == q.shape[:2]
+    return _blank(found[0], jnp.asarray(scale)) if of_tokens else scale
+
+
 def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
     """A bound bias with zeros for what it holds of tokens that are padding by their mask: FoX's gates."""
     found = padding_of(mask)

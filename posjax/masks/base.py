@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from posjax._checks import check
+from posjax._checks import check, shown
 from posjax._numbers import level
 from posjax._slots import Blockwise, OfPairs, OfSomeHeads
 from posjax.masks.extents import Extent
@@ -102,7 +102,8 @@ def as_mask(mask: "Mask | Array") -> Mask:
     if isinstance(mask, Mask):
         return mask
     is_array = isinstance(mask, jax.Array | np.ndarray)
-    check(is_array, f"mask must be a posjax.masks.Mask or a boolean array, found {type(mask).__name__}")
+    write = f": write {mask.__name__}(...)" if isinstance(mask, type) else ""
+    check(is_array, f"mask must be a posjax.masks.Mask or a boolean array, found {shown(mask)}{write}")
     wanted = "mask must be boolean, true where a query may see a key"
     check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}, for which mask != 0 would work")
     return ArrayMask(ArrayMask.with_four_axes(mask))

@@ -342,8 +342,6 @@ def _at_most_around(count, size, causal: bool):
 class _First(_Sized):
     """A mask of the first positions: what it allows two positions it allows all earlier ones."""
 
-    _least_traced = 0
-
     shift_invariant = False
     _least_traced = 0
 

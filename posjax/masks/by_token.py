@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from posjax._checks import check, check_rank
+from posjax._checks import check, check_array, check_rank
 from posjax.masks.base import And, Mask
 from posjax.masks.extents import Extent, block_extent
 
@@ -89,7 +89,8 @@ class OfTokens(Mask):
         """Raises ValueError unless both arrays have one number of the right kind for each token."""
         kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
         for field, array, length in zip(dataclasses.fields(self), self.arrays, (queries, keys), strict=True):
-            name, found = field.name, jnp.shape(array)
+            check_array(f"{kind} {field.name}", array)
+            name, found = field.name, array.shape
             check(found == (batch, length), f"{kind} {name} must have shape {(batch, length)}, found {found}")
             fits = jnp.issubdtype(array.dtype, self._dtype)
             check(fits, f"{kind} {name} must be {wanted}, found {array.dtype}")

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_even, check_number, shown
+from posjax._slots import is_own_class
 from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
 from posjax.rotary.tables import RotaryTable, rotary_table
@@ -108,7 +109,16 @@ class FrequencyRule:
         factor ``[batch, 1, 1]`` where it reads the length too.
         ``head_dim`` is needed when the rule itself has none; raises ValueError without either, or if they disagree.
         """
-        return exact(self.inverse_frequencies(head_dim)), self.table_factor
+        found = self.inverse_frequencies(head_dim)
+        if is_own_class(type(self)):
+            self._check_own(found, head_dim)
+        return exact(found), self.table_factor
+
+    def _check_own(self, found: Any, head_dim: int | None) -> None:
+        """Raises ValueError unless a rule from outside the library gave one number on the host for each pair."""
+        name, pairs = f"{type(self).__name__}.inverse_frequencies", self.rotary_dim(head_dim) // 2
+        check(isinstance(found, np.ndarray), f"{name} must give a NumPy array, made in float64, found {shown(found)}")
+        check(found.shape == (pairs,), f"{name} must give {pairs} numbers, one for each pair, found {found.shape}")
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """Learned parameters of the rule, ``{}`` where there are none."""

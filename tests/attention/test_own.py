@@ -363,9 +363,9 @@ def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
     [
         (
             {"mask": Wider(3)},
-            "Wider overrides pairs but inherits ['bounds', 'retained'], which describe the old ones: override them too",
+            "Wider overrides pairs but inherits ['bounds', 'retained'], which describe the old: override them too",
         ),
-        ({"bias": Steeper(jnp.ones(HEADS))}, "Steeper overrides values but inherits ['by_distance'], which describe the old ones"),
+        ({"bias": Steeper(jnp.ones(HEADS))}, "Steeper overrides values but inherits ['by_distance'], which describe"),
     ],
 )
 def test_what_a_class_of_the_library_says_of_its_numbers_does_not_hold_for_others(arguments, message):

@@ -1,5 +1,6 @@
 """Decoders on meshes with Explicit and Auto axes, without a placement: what one device computes."""
 
+import dataclasses
 from functools import cache
 
 import chex
@@ -13,16 +14,18 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from posjax import nn
+from posjax.attention.sharded import Placement
 
 SPLITS = {
     "data": {},
+    "fsdp": {"heads": "data", "mlp": "data"},
     "tensor": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"},
     "both": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "data"},
 }
 """Which axis of the mesh the logical axes of parameters lie along; rows always lie along "data"."""
 # Explicit axes with every way to split, Auto ones with the hardest; each kind of scheme once.
 CASES = [
-    ("rope", "explicit", "data"),
+    ("rope", "explicit", "fsdp"),
     ("rope", "explicit", "tensor"),
     ("rope", "auto", "both"),
     ("rope", "mixed", "tensor"),
@@ -84,6 +87,19 @@ def test_a_step_over_any_mesh(name, kind, split):
     if kind == "explicit":
         assert found[1].sharding.spec[0] == "data"
     meshes.same(found, alone(name), tolerance=5e-5)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P()])
+def test_a_placement_on_explicit_axes(spec):
+    """It says how activations lie, whatever the types of the tokens say."""
+    graph, state = decoders.made(settings("rope"))
+    split = Placement(batch=("data",), context="tensor")
+    other = nn.Decoder(dataclasses.replace(settings("rope"), placement=split), rngs=nnx.Rngs(0))
+    tokens, mesh = rows()[0][:, :8], meshes.mesh("explicit")
+    wanted = nnx.merge(graph, state)(tokens)
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda state, tokens: nnx.merge(nnx.graphdef(other), state)(tokens))
+        meshes.same(run(placed("rope", "explicit", "data"), meshes.put(mesh, tokens, spec)), wanted, tolerance=5e-5)
 
 
 def decode(graph, state, tokens):

@@ -23,7 +23,7 @@ from posjax.attention.sharded.ring import Plan, ring
 from posjax.attention.tpu.entry import bias_form
 from posjax.attention.tpu.terms import LANES
 from posjax.bias import Bias, ContextualBias
-from posjax.far import Branch
+from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions, Range, as_array
 
@@ -68,7 +68,7 @@ def context_attention(
     Raises:
         ValueError: as ``attention``, and for a strategy that cannot split the call, with the reason.
     """
-    heads, far = _Heads(across, q.shape[2]), (far,) if isinstance(far, Branch) else tuple(far)
+    heads, far = _Heads(across, q.shape[2]), branches(far)
     mask = None if mask is None else as_mask(mask)
     api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, far, decay))
     bias = heads.of_bias(bias)
