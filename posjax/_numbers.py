@@ -21,7 +21,7 @@ def at_least_float32(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32)
 
 
-def is_traced(value: Any) -> bool:
+def is_array_number(value: Any) -> bool:
     """Whether a number is an array, which only the running program knows."""
     return isinstance(value, jax.Array)
 
@@ -65,17 +65,17 @@ def whole_number(name: str, value: Any, at_least: int = 1) -> int | jax.Array:
         ValueError: unless it is whole, at least ``at_least`` and within int32, as far as it is known.
     """
     wanted = "positive and whole" if at_least == 1 else "whole"
-    if is_traced(value) or isinstance(value, np.ndarray):
+    if is_array_number(value) or isinstance(value, np.ndarray):
         fits = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer)
         check(fits, f"{name} must be {wanted}, found an array of {value.dtype} and shape {value.shape}")
-        if is_traced(value) and not is_known(value):
+        if is_array_number(value) and not is_known(value):
             return value.astype(jnp.int32)
     elif isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be {wanted}, found {value!r}")
     number = int(value)
     check(at_least <= number, f"{name} must be {wanted}, found {number}")
     check(abs(number) <= LARGEST, f"{name} must fit in int32, at most {LARGEST}, found {number}")
-    return value.astype(jnp.int32) if is_traced(value) else number
+    return value.astype(jnp.int32) if is_array_number(value) else number
 
 
 def positive_number(name: str, value: Any) -> float | jax.Array:
@@ -84,16 +84,16 @@ def positive_number(name: str, value: Any) -> float | jax.Array:
     Raises:
         ValueError: unless it is a finite number above zero, as far as it is known.
     """
-    if is_traced(value) or isinstance(value, np.ndarray):
+    if is_array_number(value) or isinstance(value, np.ndarray):
         fits = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
         check(fits, f"{name} must be a positive number, found an array of {value.dtype} and shape {value.shape}")
-        if is_traced(value) and not is_known(value):
+        if is_array_number(value) and not is_known(value):
             return value
     elif isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be positive, found {value!r}")
     check(float(value) > 0, f"{name} must be positive, found {float(value)}")
     check(float(value) < float("inf"), f"{name} must be finite, found {float(value)}")
-    return value if is_traced(value) else value.item() if isinstance(value, np.ndarray | np.generic) else value
+    return value if is_array_number(value) else value.item() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def level(*arrays) -> tuple:

@@ -32,7 +32,7 @@ def bound_bias(bias: Any, params: Params, heads: int, gates: tuple[Array, Array]
     if not bias.reads_tokens:
         return _bound(bias, params, heads)
     check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass what Scheme.prepare gives")
-    # Gates are of tokens, and so of the heads at hand.
+    # Gates are of tokens, and so of this device's heads.
     return bias.bind(params.get("bias"), num_heads=gates[0].shape[1], q_gates=gates[0], kv_gates=gates[1])
 
 
@@ -127,8 +127,8 @@ def count_visible(
 
     Args:
         across: how rows lie over a mesh.
-        q_positions: of the queries at hand.
-        kv_positions: of the keys, at hand or, as a ``Range``, of the whole row.
+        q_positions: of this device's queries.
+        kv_positions: of this device's keys or, as a ``Range``, of the whole row.
         causal: whether a query sees only the keys at or before its position.
         own: the scheme's mask, which leaves some of them.
         given: how many there are before the mask; where it is None those at or before each query, or all where not

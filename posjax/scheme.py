@@ -354,7 +354,7 @@ class Scheme(Decoding):
         )
 
     def _of_heads(self, params, across: Placement, kv_heads: int):
-        """The parameters with those of the features narrowed to the key heads at hand; the rest is left to them all."""
+        """The parameters, those of the features narrowed to the key heads of this device."""
         heads = across.key_heads(kv_heads)
         if "features" not in params or heads is None:
             return params
@@ -409,7 +409,7 @@ class Scheme(Decoding):
                 from the first key to the query's own position, otherwise all. Packed rows need their own counts.
                 What the scheme's own mask leaves of them is worked out here.
             gates: what ``prepare`` gave for the queries and for the keys, for schemes that read tokens.
-            across: see ``attend``; parameters of the features are then those of the heads at hand.
+            across: see ``attend``; parameters of the features are then those of this device's heads.
             options: passed on to ``attention`` (``implementation``, ``softcap``, ``return_residuals``).
         """
         self.check_direction(causal)

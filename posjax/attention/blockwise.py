@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._numbers import at_least_float32, is_traced
+from posjax._numbers import at_least_float32, is_array_number
 from posjax._slots import with_head_axis
 from posjax.attention.operands import (
     Operands,
@@ -422,7 +422,7 @@ def _inexact_leaves(tree):
 
 def _learned(x: Operands) -> tuple:
     """What the logits of a tile depend on beside its scores: the bias, and the soft cap where it is an array."""
-    return x.bias, x.softcap if is_traced(x.softcap) else None
+    return x.bias, x.softcap if is_array_number(x.softcap) else None
 
 
 def _transpose(x: Operands, blocks: Blocks, i, j, tile_scores):

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
-from posjax._numbers import at_least_float32, is_traced, level, positive_number, register_numbers
+from posjax._numbers import at_least_float32, is_array_number, level, positive_number, register_numbers
 from posjax.bias import Bias
 from posjax.far import Branch
 from posjax.masks import Mask
@@ -152,7 +152,7 @@ def checked_softcap(softcap, q: Array) -> float | Float[Array, ""] | None:
     if softcap is None:
         return None
     softcap = positive_number("softcap", softcap)
-    return softcap.astype(statistics_dtype(q)) if is_traced(softcap) else softcap
+    return softcap.astype(statistics_dtype(q)) if is_array_number(softcap) else softcap
 
 
 def decay_factors(

@@ -112,7 +112,7 @@ def heads_on_last_axis(bias: Bias, start, size: int) -> Bias:
 
 
 class BiasSpec:
-    """What may be asked of the hyper-parameters of every bias, with the commonest answers.
+    """What may be asked of the hyper-parameters of every bias, with default answers.
 
     A subclass is a frozen, hashable dataclass with ``bind(params=None, *, num_heads)``, which returns a ``Bias``.
     """

@@ -35,7 +35,7 @@ class InterpolatedBias(Bias):
     threshold: float
 
     def heads(self, start, size):
-        """The last layer of the network for the heads at hand; the rest is the same for all."""
+        """The last layer of the network for this device's heads; the rest is the same for all."""
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
         return dataclasses.replace(self, w2=cut(self.w2), b2=cut(self.b2))
 

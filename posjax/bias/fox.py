@@ -64,7 +64,7 @@ class ForgetBias(Bias):
         return ForgetBias(queries(self.q_gates), keys(self.kv_gates), self.symmetric)
 
     def heads(self, start, size):
-        """The gates of the heads at hand."""
+        """The gates of this device's heads."""
         cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
         return ForgetBias(cut(self.q_gates), cut(self.kv_gates), self.symmetric)
 

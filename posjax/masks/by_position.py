@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from posjax._checks import check
-from posjax._numbers import LARGEST, is_traced, level, register_numbers, whole_number
+from posjax._numbers import LARGEST, is_array_number, level, register_numbers, whole_number
 from posjax.masks.base import Combined, Mask, OfHeads
 
 Size = int | Int[Array, ""]
@@ -49,13 +49,13 @@ class _Sized(Mask):
     def _check(self, name: str, at_least: int = 1) -> None:
         found = whole_number(f"{type(self).__name__} {name}", getattr(self, name), at_least)
         least = min(at_least, self._least_traced)
-        object.__setattr__(self, name, jnp.maximum(found, least) if is_traced(found) else found)
+        object.__setattr__(self, name, jnp.maximum(found, least) if is_array_number(found) else found)
 
     @property
     def traced(self) -> tuple[str, ...]:
         """The names of the sizes that are arrays."""
         found = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return tuple(f"{type(self).__name__} {name}" for name, value in found if is_traced(value))
+        return tuple(f"{type(self).__name__} {name}" for name, value in found if is_array_number(value))
 
     @property
     def retained(self):
@@ -112,7 +112,7 @@ def _smaller(i, j):
 
 def _module(*arrays):
     """NumPy where all is known when tracing."""
-    return jnp if any(map(is_traced, arrays)) else np
+    return jnp if any(map(is_array_number, arrays)) else np
 
 
 def _some_and_all(i_low, i_high, j_low, j_high, least, most):
@@ -135,7 +135,7 @@ class _Distances(_Sized):
 
     def pairs(self, i, j):
         i, j, (least, most) = _units(i, self._unit), _units(j, self._unit), self.limits
-        if is_traced(self._unit) or self._unit == 1:
+        if is_array_number(self._unit) or self._unit == 1:
             return _between(i, j, least, most)
         # Chunks of two positions and more are less than 2^31 chunks apart.
         distance = i - j
@@ -154,8 +154,8 @@ class _Around(_Distances):
 
 
 def _units(positions, unit):
-    """``floor(positions / unit)``, for arrays in a form that TPU kernels can compile without a TPU at hand."""
-    if not is_traced(unit) and unit == 1:
+    """``floor(positions / unit)``, for arrays in a form that TPU kernels can compile without a TPU."""
+    if not is_array_number(unit) and unit == 1:
         return positions
     if not isinstance(positions, jax.Array):
         return positions // unit
@@ -261,7 +261,7 @@ class ChunksApart(_Chunks):
         for name in ends:
             self._check(name, at_least=-LARGEST)
         least, most = self.least, self.most
-        known = most is not None and not is_traced(least) and not is_traced(most)
+        known = most is not None and not is_array_number(least) and not is_array_number(most)
         check(not known or least <= most, f"ChunksApart wants least <= most, found {least!r} and {most!r}")
 
     @property
@@ -292,7 +292,7 @@ class Dilated(_Sized):
         check(self._each != (), "Dilated dilation is empty: give one for each query head, or one number for all")
         each = tuple(whole_number("Dilated dilation", dilation) for dilation in self._each)
         object.__setattr__(self, "dilation", each if isinstance(self.dilation, tuple) else each[0])
-        known = not any(map(is_traced, (self.size, *each)))
+        known = not any(map(is_array_number, (self.size, *each)))
         span = known and (self.size - 1) * max(each)
         check(span <= LARGEST, f"Dilated size and dilation span {span} positions, more than int32 has")
 

@@ -22,7 +22,7 @@ Length = int | Int[Array, ""] | Int[Array, "batch"] | Int[Array, "batch length"]
 
 
 def is_host(length: Length) -> bool:
-    """Whether the length is known before tracing, so that float64 is at hand."""
+    """Whether the length is known before tracing, so that float64 can be used."""
     return isinstance(length, int | np.integer | np.ndarray)
 
 

@@ -304,13 +304,13 @@ class Reals(pj.masks.OfTokens):
     [
         (Strided(), None),
         (Causal() & Strided(), None),
-        (SameGroup(jnp.arange(TOKENS)), "SameGroup is no function of two positions and whole numbers known beforehand"),
+        (SameGroup(jnp.arange(TOKENS)), "SameGroup must depend on nothing but two positions and Python ints"),
         (Causal() & EachHead((1, 2, 3, 4)), "the mask differs between heads"),
         (Causal() & EachHead((1, 2, 3, 4)).heads(0, 4), "the mask differs between heads"),
         (Table(), "Table uses "),
         (OneOf(), "OneOf uses where of truth values, beyond arithmetic and comparisons of whole numbers"),
         (Changeable(), "Changeable is not hashable"),
-        (Reals(jnp.ones((2, TOKENS)), jnp.ones((2, TOKENS))), "Reals carries real numbers"),
+        (Reals(jnp.ones((2, TOKENS)), jnp.ones((2, TOKENS))), "Reals holds arrays of floating-point numbers"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, pj.masks.Mask) else "",
 )

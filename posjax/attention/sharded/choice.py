@@ -135,7 +135,7 @@ def choose(sizes: Sizes) -> str:
        ``bytes_gathered``): what it moves does not grow with the number of shards, and the work is even in any layout.
     3. ``"all-gather"`` while keys and values of whole rows take at most ``GATHER_BYTES``: one collective, and no kernel
        is cut into parts, but nothing hides the transfer.
-    4. ``"ring"`` beyond: the same bytes, hidden behind the attention to the keys at hand, in memory for two shards.
+    4. ``"ring"`` beyond: the same bytes, hidden behind the attention to keys already there, in memory for two shards.
 
     A strategy that is refused is passed over; a gather never is.
     """

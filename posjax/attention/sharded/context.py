@@ -54,14 +54,14 @@ def context_attention(
 
     Args:
         q, k, v: the tokens and heads of this device.
-        across: which axes share a row and the heads, and by which strategy. Axes that are not at hand count as one
+        across: which axes share a row and the heads, and by which strategy. Axes that are not there count as one
             device.
-        bias: a spec, or a bound bias: for all heads of the model, or with arrays of tokens (FoX), for those at hand.
+        bias: a spec, or a bound bias: for all heads of the model, or with arrays of tokens (FoX), for this device's.
         mask: with a head axis it is that of all heads.
-        scale: with a head axis, of all heads or of those at hand.
+        scale: with a head axis, of all heads or of this device's.
         sinks: one logit for every head of the model.
         q_positions: a ``Range`` over the whole row with a known start, from 0 when left out; or an array over the
-            tokens at hand.
+            tokens of this device.
         kv_positions: the same for the keys.
         softcap, far, decay, implementation, return_residuals: see ``attention``.
 
@@ -99,7 +99,7 @@ def context_attention(
 
 
 class _Heads:
-    """Narrows what is meant for all heads of the model to the ``size`` ones at hand."""
+    """Narrows what is meant for all heads of the model to this device's ``size``."""
 
     def __init__(self, across: Placement, size: int):
         self.size, self.all, self.start = size, across.all_heads(size), across.first_head(size)
@@ -139,7 +139,7 @@ def _check_no_pairs(across: Placement, *slots) -> None:
 
 
 def _whole(across: Placement, positions: Positions | None, tokens: int) -> Positions:
-    """A ``Range`` over the whole row, or an array over the tokens at hand."""
+    """A ``Range`` over the whole row, or an array over this device's tokens."""
     if positions is None:
         return Range(0, across.whole(tokens))
     if across.shards == 1 and isinstance(positions, Range):
@@ -149,7 +149,7 @@ def _whole(across: Placement, positions: Positions | None, tokens: int) -> Posit
         check(
             positions.length == whole and positions.is_static,
             f"positions must be a Range over the whole row of {whole} tokens whose start is known, or an array over "
-            f"the {tokens} tokens at hand; found {positions}",
+            f"the {tokens} tokens of this device; found {positions}",
         )
         return positions
     return across.local(positions, tokens)

@@ -24,7 +24,7 @@ from posjax.positions import Positions, Range, as_array
 class Call:
     """Operands, their queries not scaled yet, and the scale.
 
-    Positions are arrays over the tokens at hand, or a ``Range`` over the whole row, of which ``Line`` knows the part.
+    Positions are arrays over this device's tokens, or a ``Range`` over the whole row, of which ``Line`` knows the part.
     """
 
     x: Operands

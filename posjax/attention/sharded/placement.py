@@ -122,7 +122,7 @@ class Placement:
             self.chosen(sizes)
 
     def check_scheme(self, scheme: Any, shards: int | None = None) -> None:
-        """Raises ValueError for a scheme whose rows cannot be split over several shards, those at hand by default."""
+        """Raises ValueError for a scheme whose rows cannot be split over several shards, by default the mesh's."""
         shards = self.shards if shards is None else shards
         check(
             scheme.linear is None or shards == 1,
@@ -152,7 +152,7 @@ class Placement:
         """The strategy of a layer. Raises ValueError if none that is named here can split it, with the reasons."""
         return choose(sizes) if self.strategy == "auto" else prefer(self.strategies, sizes)
 
-    # What follows is for use inside ``shard_map``, where an axis that is not at hand counts as one device.
+    # What follows is for use inside ``shard_map``, where an axis that is not there counts as one device.
 
     @property
     def shards(self) -> int:
@@ -178,12 +178,12 @@ class Placement:
         return (self.first_head(heads) + jnp.arange(heads, dtype=jnp.int32)) // self.repeats
 
     def local(self, positions: Positions | None, tokens: int) -> Positions:
-        """The positions of the ``tokens`` tokens at hand.
+        """The positions of this device's ``tokens`` tokens.
 
         Args:
-            positions: a ``Range`` or a one-dimensional array over the whole row; an array over the tokens at hand; or
+            positions: a ``Range`` or a one-dimensional array over the whole row; an array over this device's tokens; or
                 None for a row that counts from 0.
-            tokens: how many are at hand.
+            tokens: how many this device has.
         """
         whole = self.whole(tokens)
         if positions is None or isinstance(positions, Range):

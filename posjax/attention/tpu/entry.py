@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
-from posjax._numbers import is_traced
+from posjax._numbers import is_array_number
 from posjax.attention.operands import Operands, named
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tpu.backward import LN2, Saved, backward
@@ -42,7 +42,7 @@ def tpu(
         blocks: the largest blocks of the forward and of the backward kernel; the cheapest on the chip when left out.
         bounded: whether a bound of the logits may take the place of their running maximum; as the chip likes it when
             left out.
-        on: the chip; the one at hand when left out.
+        on: the chip; that of this machine when left out.
         interpret: ``pltpu.InterpretParams`` to run without a TPU.
         given: see ``posjax.attention.dense.dense``.
 
@@ -83,7 +83,7 @@ def refusal(x: Operands) -> str | None:
             return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
         if (why := mask_refusal(mask)) is not None:
             return f"{why}; use 'blockwise'"
-    if is_traced(x.softcap):
+    if is_array_number(x.softcap):
         return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
     if bias_form(x) == "other":
         return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
@@ -238,7 +238,7 @@ def _bias_numbers(x: Operands, form: str | None, ahead) -> dict:
 
 
 def _can_be_bounded(x: Operands, form: str | None) -> bool:
-    """Whether a bound of the logits is at hand: for one pair of features, and ALiBi with no key ahead."""
+    """Whether a bound of the logits is known: for one pair of features, and ALiBi with no key ahead."""
     return not x.far and (form in (None, "relative") or (form == "linear" and _is_causal(x.mask)))
 
 

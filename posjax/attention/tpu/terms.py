@@ -61,11 +61,15 @@ def mask_refusal(mask: Mask | None) -> str | None:
     name = type(mask).__name__
     if isinstance(mask, OfTokens):
         whole = not any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays)
-        return (_own_refusal(mask, mask.meet) if is_own(mask) else None) if whole else f"{name} carries real numbers"
+        return (
+            (_own_refusal(mask, mask.meet) if is_own(mask) else None)
+            if whole
+            else f"{name} holds arrays of floating-point numbers"
+        )
     if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
-        return f"{name} is no function of two positions and whole numbers known beforehand"
+        return f"{name} must depend on nothing but two positions and Python ints"
     return _own_refusal(mask, mask.pairs) if is_own(mask) else None
 
 
