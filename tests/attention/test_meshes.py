@@ -242,7 +242,12 @@ def test_inside_a_shard_map_over_some_axes():
         ("explicit", P(None, None, None, "data"), "q: the size of its heads is split over mesh axis ('data',)"),
         ("auto", P(None, "data"), "partition: its sequence is split"),
         ("auto", P("rows"), "partition: the mesh has no axis ['rows']"),
-        ("auto", P(None, None, ("data", "tensor")), "which 4 query heads do not fill evenly"),
+        (
+            "auto",
+            P(None, None, ("data", "tensor")),
+            "cannot share 4 query heads evenly; axes with 4 devices would work",
+        ),
+        ("auto", P(("data", "tensor")), "partition: 8 devices along ('data', 'tensor') cannot share 4 rows evenly"),
         ("auto", P(None, None, None, None, "data"), "partition must have at most the axes"),
         ("auto", "data", "partition must be a NamedSharding or PartitionSpec"),
     ],
@@ -261,4 +266,7 @@ def test_a_partition_needs_a_mesh():
     with pytest.raises(ValueError, match="there is no mesh; give a NamedSharding"):
         pj.attention(q, k, v, partition=meshes.SPEC)
     where = NamedSharding(meshes.mesh("auto"), meshes.SPEC)
+    other = [meshes.put(meshes.mesh("auto", (2, 4)), x) for x in (q, k, v)]
+    with pytest.raises(ValueError, match=r"partition: its mesh .*4.* is not that of the arrays"):
+        pj.attention(*other, partition=where)
     meshes.same(jax.jit(partial(pj.attention, partition=where))(q, k, v), pj.attention(q, k, v))

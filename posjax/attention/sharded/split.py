@@ -1,5 +1,6 @@
 """How the rows and heads of an attention call lie over a mesh, by the types of its arrays or by the caller's word."""
 
+import math
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -34,10 +35,7 @@ def split_of(q, k, v, partition: Partition | None) -> Split | None:
     Raises:
         ValueError: for a sequence or a head that is split, and for a partition that does not fit the mesh.
     """
-    mesh = partition.mesh if isinstance(partition, NamedSharding) else mesh_of(q, k, v)
-    check(
-        partition is None or mesh is not None, "partition: there is no mesh; give a NamedSharding or jax.set_mesh one"
-    )
+    mesh = _mesh(q, k, v, partition)
     if mesh is None or not _has_layout(mesh, partition):
         return None
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -45,7 +43,31 @@ def split_of(q, k, v, partition: Partition | None) -> Split | None:
     asked = _asked(partition, mesh)
     _check_whole("partition", asked)
     rows, _, heads, _ = (a + b for a, b in zip(_explicit_axes(q), asked, strict=True))
+    _check_even("rows", q.shape[0], rows, mesh)
+    _check_even("query heads", q.shape[2], heads, mesh)
     return Split(mesh, Placement(batch=rows, heads=heads or None))
+
+
+def _mesh(q, k, v, partition: Partition | None) -> Mesh | AbstractMesh | None:
+    """The mesh of a call."""
+    found = mesh_of(q, k, v)
+    if isinstance(partition, NamedSharding):
+        fits = found is None or dict(found.shape).items() <= dict(partition.mesh.shape).items()
+        check(
+            fits, f"partition: its mesh {dict(partition.mesh.shape)} is not that of the arrays, {found and found.shape}"
+        )
+        return partition.mesh
+    check(
+        partition is None or found is not None, "partition: there is no mesh; give a NamedSharding or jax.set_mesh one"
+    )
+    return found
+
+
+def _check_even(what: str, size: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> None:
+    """Refuses a partition that leaves devices with unequal parts."""
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    fits = f"axes with {math.gcd(size, devices)} devices would work"
+    check(size % devices == 0, f"partition: {devices} devices along {axes} cannot share {size} {what} evenly; {fits}")
 
 
 def _has_layout(mesh: Mesh | AbstractMesh, partition: Partition | None) -> bool:

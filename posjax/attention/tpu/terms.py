@@ -60,12 +60,9 @@ def mask_refusal(mask: Mask | None) -> str | None:
         return mask_refusal(mask.left) or mask_refusal(mask.right)
     name = type(mask).__name__
     if isinstance(mask, OfTokens):
-        whole = not any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays)
-        return (
-            (_own_refusal(mask, mask.meet) if is_own(mask) else None)
-            if whole
-            else f"{name} holds arrays of floating-point numbers"
-        )
+        if any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays):
+            return f"{name} holds arrays of floating-point numbers"
+        return _own_refusal(mask, mask.meet) if is_own(mask) else None
     if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
