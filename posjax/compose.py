@@ -23,10 +23,18 @@ _METHODS = {
     "positions": ("draw", "evaluate"),
 }
 _DECLARED = {
+    "embedding": ("shift_invariant",),
     "features": ("frequencies", "widths", "cached", "decays"),
+    "scale": ("shift_invariant",),
     "bias": ("reads_tokens", "contextual", "shared_across_layers"),
     "linear": ("of_inner_product", "random"),
 }
+
+
+def lacking(slot_name: str, spec: Any) -> list[str]:
+    """What a ``Scheme`` asks of the specs of a slot and this one, or its class, does not have."""
+    missing = [f"{name}()" for name in _METHODS.get(slot_name, ()) if not callable(getattr(spec, name, None))]
+    return missing + [name for name in _DECLARED.get(slot_name, ()) if not hasattr(spec, name)]
 
 
 def check_slots(scheme: Any) -> None:
@@ -34,18 +42,17 @@ def check_slots(scheme: Any) -> None:
 
     What counts is what a spec can do, not where its class comes from.
     """
-    for name, methods in _METHODS.items():
+    for name in _METHODS:
         spec = getattr(scheme, name)
         if spec is not None:
-            _check_spec(name, spec, methods, _DECLARED.get(name, ()))
+            _check_spec(name, spec)
 
 
-def _check_spec(name: str, spec: Any, methods: tuple[str, ...], declared: tuple[str, ...]) -> None:
+def _check_spec(name: str, spec: Any) -> None:
     expected = f"{name}: expected one of the specs of this slot or None, found {shown(spec)}"
     check(not isinstance(spec, type), f"{expected}; write {getattr(spec, '__name__', '')}(...)")
     check(not isinstance(spec, str), f"{expected}; by its name it is scheme(..., {name}={{'name': {spec!r}}})")
-    missing = [f"{method}()" for method in methods if not callable(getattr(spec, method, None))]
-    missing += [attribute for attribute in declared if not hasattr(spec, attribute)]
+    missing = lacking(name, spec)
     check(not missing, f"{expected}, which has no {', '.join(missing)}")
 
 

@@ -9,6 +9,7 @@ import jax
 from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count, nearest, shown
 from posjax._slots import Features
+from posjax.compose import lacking
 
 
 def _lambda(window: int, sinks: int) -> masks.Mask:
@@ -96,24 +97,21 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 """What can stand in each slot, by the names that configurations use. A new method adds one line here."""
 
-_NEEDS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "embedding": (object, ("init", "embed", "shift_invariant")),
-    "frequencies": (rotary.FrequencyRule, ()),
-    "features": (Features, ()),
-    "norm": (object, ("init", "apply")),
-    "scale": (object, ("init", "factor", "shift_invariant")),
-    "bias": (bias.BiasSpec, ("bind",)),
-    "mask": (masks.Mask, ()),
-    "far": (far.Far, ()),
-    "sinks": (object, ("init", "logits")),
-    "linear": (linear.LinearKernel, ()),
-    "positions": (object, ("draw", "evaluate")),
+_BASES: dict[str, type] = {
+    "frequencies": rotary.FrequencyRule,
+    "features": Features,
+    "bias": bias.BiasSpec,
+    "mask": masks.Mask,
+    "far": far.Far,
+    "linear": linear.LinearKernel,
 }
-"""What the specs of each slot are derived from, and what else they must define."""
+"""What the specs of a slot are derived from, where they have a common class; the others have methods alone."""
 
 
 def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
-    """Makes a method of one's own known by name in a slot: to configs, ``Scheme.extend``, ``replace`` and ``scheme``.
+    """Makes a method of your own known by name in a slot: to configs, ``Scheme.extend``, ``replace`` and ``scheme``.
+
+    The names are those of the process, for all that it does; nothing else in the library is kept so.
 
     ``register("bias", "recency", Recency)`` once, where the class is defined; then
     ``posjax.scheme("rope", bias={"name": "recency", "rate": 2.0})``, and in a config
@@ -147,11 +145,9 @@ def _is_same(before: Any, spec: Any) -> bool:
 
 def _check_protocol(slot_name: str, kind: type) -> None:
     """Raises ValueError unless the instances of a class can stand in a slot."""
-    base, names = _NEEDS[slot_name]
-    who = f"spec: {kind.__name__}"
+    base, missing, who = _BASES.get(slot_name, object), lacking(slot_name, kind), f"spec: {kind.__name__}"
     check(issubclass(kind, base), f"{who} must be derived from {base.__name__} for the slot {slot_name!r}")
-    missing = [name for name in names if not hasattr(kind, name)]
-    check(not missing, f"{who} lacks {missing}, which the slot {slot_name!r} needs")
+    check(not missing, f"{who} lacks {', '.join(missing)}, which the slot {slot_name!r} needs")
     check(kind.__hash__ is not None, f"{who} is not hashable; write @dataclasses.dataclass(frozen=True)")
 
 

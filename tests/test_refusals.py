@@ -1,7 +1,9 @@
 """Bad input, each with the words that its message must have: one line, which names the argument."""
 
+import dataclasses
 import functools
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,54 @@ def narrow(x=X):
     return x.astype(jnp.float8_e4m3fn)
 
 
+@dataclasses.dataclass(frozen=True)
+class Short(rotary.FrequencyRule):
+    """A frequency rule from outside the library with one number too few, or of another kind."""
+
+    of: Callable = np.ones
+
+    def inverse_frequencies(self, head_dim=None):
+        return self.of(3 if self.of is np.ones else 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recency(bias.BiasSpec):
+    """A bias from outside the library that reads its parameters."""
+
+    def init(self, key, num_heads):
+        return {"rates": jnp.ones(num_heads)}
+
+    def bind(self, params=None, *, num_heads):
+        return bias.LinearBias(params["rates"])
+
+
 BAD = {
+    "one frequency too few": (attend(Scheme(features=rotary.Rotary(Short()))), "inverse_frequencies must give 4"),
+    "frequencies on a device": (attend(Scheme(features=rotary.Rotary(Short(of=jnp.ones)))), "give a NumPy array"),
+    "parameters left out": (attend(Scheme(bias=Recency())), "params must hold 'bias', .* Recency.bind fails without"),
+    "lists of segments": (attention(mask=masks.Segments([[0] * 6] * 2)), "Segments q_ids must be an array, found"),
+    "a number for a branch": (attention(far=3), "far must be a posjax.far.Branch or several, found 3"),
+    "a list of rates": (attention(decay=[0.1] * 8, mask=masks.Causal()), "decay must be an array, found"),
+    "a flag for a start": (lambda: Range(True, 3), "start must be an integer .* found True"),
+    "a flag for a length": (lambda: Range(0, True), "length must be a Python int, found bool"),
+    "a bias beside a scheme": (attend(ROPE, bias=jnp.ones((6, 6))), r"bias: a scheme brings its own; .*Scheme\(bias="),
+    "a name for a spec": (
+        lambda: pj.scheme("rope", bias="alibi"),
+        "bias: .* found 'alibi'; by its name it is .*'name'",
+    ),
+    "the class of a mask": (attention(mask=masks.Causal), r"found the class Causal: write Causal\("),
+    "one position too few": (
+        attend(ROPE, q_positions=jnp.arange(5)),
+        r"q_positions must have shape \(6,\) or \(2, 6\)",
+    ),
+    "lengths of rows as positions": (
+        attend(ROPE, X[:, :1], q_positions=jnp.array([3, 5])),
+        r"q_positions .* for one position a row write q_positions\[:, None\]",
+    ),
+    "a traced size of a preset": (
+        lambda: jax.eval_shape(lambda n: jnp.ones(len(pj.scheme("window", size=n).name)), 2),
+        "size is an array, but a scheme is fixed before anything runs",
+    ),
     "a negative length of arange": (lambda: positions.arange(-1), "length must be a whole number of at least 0"),
     "a real length of arange": (lambda: positions.arange(2.5), "length must be .* found 2.5"),
     "a negative length of a rule": (lambda: rotary.DynamicNTK(8).frequencies(-3, head_dim=8), "length .* found -3"),

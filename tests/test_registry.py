@@ -114,12 +114,12 @@ class Unbound(pj.bias.BiasSpec):
         (("bias", 3, LearnedRows), "name must be a text that configs can use, found 3"),
         (("bias", "mine", LearnedRows()), "spec must be a class, or a function that makes a spec, found LearnedRows("),
         (("bias", "mine", Loose), "spec: Loose must be derived from BiasSpec for the slot 'bias'"),
-        (("bias", "mine", Unbound), "spec: Unbound lacks ['bind'], which the slot 'bias' needs"),
+        (("bias", "mine", Unbound), "spec: Unbound lacks bind(), which the slot 'bias' needs"),
         (("bias", "mine", Unhashable), "spec: Unhashable is not hashable; write @dataclasses.dataclass(frozen=True)"),
         (("mask", "mine", LearnedRows), "spec: LearnedRows must be derived from Mask for the slot 'mask'"),
         (("features", "mine", Loose), "spec: Loose must be derived from Features for the slot 'features'"),
         (("frequencies", "mine", Loose), "spec: Loose must be derived from FrequencyRule for the slot 'frequencies'"),
-        (("scale", "mine", Loose), "spec: Loose lacks ['factor', 'shift_invariant'], which the slot 'scale' needs"),
+        (("scale", "mine", Loose), "spec: Loose lacks factor(), shift_invariant, which the slot 'scale' needs"),
     ],
 )
 def test_what_is_refused(arguments, message):

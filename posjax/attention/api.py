@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_heads, shown
+from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
 from posjax.attention.checks import check_ahead, check_sinks, checked_positions, rates
@@ -125,7 +125,8 @@ def _check_far(far: tuple[Branch, ...], decay, q, k) -> None:
         check(found == wanted, f"far: queries and keys must have the shapes of q and k, {wanted}, found {found}")
         branch.where.check(q.shape[0], q.shape[1], k.shape[1])
     if decay is not None:
-        found = jnp.shape(decay)
+        check_array("decay", decay)
+        found = decay.shape
         check(found == q.shape[-1:], f"decay must have shape {q.shape[-1:]}, one rate per feature, found {found}")
         check(not far, "decay: the decay of xPos reads true distances, which far branches replace; leave one out")
 

@@ -69,7 +69,6 @@ def rates(decay, dtype) -> Float[Array, "size"] | None:
     """
     if decay is None:
         return None
-    check_array("decay", decay)
     if is_known(decay):
         lowest = np.min(np.asarray(decay, np.float64), initial=np.inf)
         check(lowest >= 0, f"decay must not be negative: its rates are those of exp(-a (i - j)), found {lowest:g}")

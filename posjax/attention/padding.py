@@ -28,7 +28,7 @@ def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, .
 def without_padded_scale(mask: Mask | None, scale, q: Array):
     """Factors of the queries with zeros for those that are padding by their mask."""
     found = padding_of(mask)
-    of_tokens = found is not None and jnp.ndim(scale) == 3 and scale.shape[:2] == q.shape[:2]
+    of_tokens = found is not None and scale is not None and jnp.shape(scale)[:-1] == q.shape[:2]
     return _blank(found[0], jnp.asarray(scale)) if of_tokens else scale
 
 

@@ -70,6 +70,17 @@ MORE = {
 
 
 @backends
+def test_nothing_of_a_scale_at_padding_does(backend):
+    """A learned temperature of each token, made of hidden states that may be anything."""
+
+    def attend(scale, q, k, v):
+        options = {"mask": Causal() & Segments(IDS), "implementation": backend}
+        return pj.attention(q, k, v, scale=jnp.broadcast_to(scale[..., :1], (BATCH, LENGTH, HEADS)), **options)
+
+    assert_padding_is_nothing(attend, (normal(4, BATCH, LENGTH, 2), *projections()))
+
+
+@backends
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_of_padding_reaches_an_output_or_a_gradient(name, backend):
     case = CASES[name]

@@ -54,6 +54,20 @@ def test_a_traced_size_is_the_size(name):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("size", [0, -3])
+@pytest.mark.parametrize("name", OF_A_SIZE)
+def test_a_traced_size_that_is_too_small_counts_as_the_least(name, size):
+    """As a known one it is refused. A count of first tokens may be 0, as in a layer without sinks."""
+    make, row = OF_A_SIZE[name], jnp.arange(N)
+    got = jax.jit(lambda n: materialise(make(n), row, row))(jnp.int32(size))
+    if name in ("sinks", "global first", "prefix"):
+        assert not got.any()
+    elif name == "lambda":
+        np.testing.assert_array_equal(got[0, 0] if got.ndim == 4 else got, np.eye(N, dtype=bool))
+    elif "chunks" not in name and name != "no end":
+        np.testing.assert_array_equal(got, materialise(make(1), row, row))
+
+
 def row_of(most):
     return jnp.arange(N, dtype=jnp.int32) % most + 1
 
