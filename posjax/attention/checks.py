@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_array, is_known, shown
+from posjax._checks import check, is_known, shown
 from posjax.attention.own import heads_of
 from posjax.bias import Bias
 from posjax.masks import Mask
