@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_choice, check_heads
 from posjax.attention.api import BACKENDS, KERNELS
+from posjax.attention.checks import checked_positions
 from posjax.attention.sharded import Placement
 from posjax.bias import Bias
 from posjax.masks import Mask
@@ -105,6 +106,16 @@ def check_rows(kept: Any, q: Array) -> None:
     """Raises ValueError for tokens of other rows than those that a cache was made for."""
     rows = jax.tree.leaves(kept)[0].shape[0]
     check(rows == q.shape[0], f"q must have the {rows} rows of the cache, found a batch of {q.shape[0]}")
+
+
+def row_positions(across: Placement, name: str, positions: Positions | None, x) -> Positions:
+    """The positions of queries or keys ``x``: those given, or 0, 1, 2, ... over the whole row.
+
+    Raises ValueError, naming them, for positions that are not one for each token.
+    """
+    if positions is None:
+        return Range(0, across.whole(x.shape[1]))
+    return positions if across.shards > 1 else checked_positions(name, positions, x)
 
 
 def scale_factor(

@@ -29,12 +29,13 @@ from posjax.arguments import (
     check_no_slots,
     check_projections,
     count_visible,
+    row_positions,
     scale_factor,
     sink_logits,
 )
 from posjax.attention import attention
 from posjax.attention.api import check_aligned
-from posjax.attention.checks import check_masks, checked_positions
+from posjax.attention.checks import check_masks
 from posjax.attention.padding import without_padding
 from posjax.attention.sharded import Placement, context_attention
 from posjax.attention.sharded.enter import over_mesh
@@ -318,40 +319,31 @@ class Scheme(Decoding):
         params = params or {}
         check_projections(q, k, v, self._features.widths)
         check_length(length)
+        options |= {"q_positions": q_positions, "kv_positions": kv_positions}
+        options |= {"coordinates": coordinates, "length": length}
         if across is None and (split := split_of(q, k, v, partition)) is not None:
-            given = {"q_positions": q_positions, "kv_positions": kv_positions, "coordinates": coordinates}
             check_masks(q, k, self.mask, None if options.get("mask") is None else masks.as_mask(options["mask"]))
-            return over_mesh(split, self.attend, [q, k, v], params, options | given | {"length": length})
-        across = Placement() if across is None else across
+            return over_mesh(split, self.attend, [q, k, v], params, options)
+        return self._attend_here(q, k, v, params, Placement() if across is None else across, **options)
+
+    def _attend_here(self, q, k, v, params, across: Placement, *, coordinates, length, **options):
+        """``attend`` of the rows and heads of one device."""
         length = across.whole(k.shape[1]) if length is None else length
-        check_aligned(q, k, q_positions, self._reads_positions(options))
-        if across.shards == 1:
-            q_positions = checked_positions("q_positions", q_positions, q)
-            kv_positions = checked_positions("kv_positions", kv_positions, k)
-        kv_positions = Range(0, across.whole(k.shape[1])) if kv_positions is None else kv_positions
-        q_positions = Range(0, across.whole(q.shape[1])) if q_positions is None else q_positions
-        at_k = self._places(across, k, kv_positions, coordinates)
+        check_aligned(q, k, options["q_positions"], self._reads_positions(options))
+        where = {
+            name: row_positions(across, name, options.pop(name), x)
+            for name, x in (("q_positions", q), ("kv_positions", k))
+        }
+        at_k = self._places(across, k, where["kv_positions"], coordinates)
         if self.caches == "state":
             across.check_scheme(self)
-            at_q = self._places(across, q, q_positions, coordinates)
+            at_q = self._places(across, q, where["q_positions"], coordinates)
             return self._attend_whole_rows(q, k, v, params, at_q, at_k, **options)
         q, k, v = without_padding(options.get("mask"), q, k, v)
-        params = self._of_heads(params, across, k.shape[2])
-        head_dim = self._features.head_dim(k.shape[-1])
+        params, size = self._of_heads(params, across, k.shape[2]), self._features.head_dim(k.shape[-1])
         k, v = self.stored(params, k, v, at_k, length=length)
-        return self.attend_stored(
-            q,
-            k,
-            v,
-            params=params,
-            head_dim=head_dim,
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            coordinates=coordinates,
-            length=length,
-            across=across,
-            **options,
-        )
+        where |= {"coordinates": coordinates, "length": length, "across": across}
+        return self.attend_stored(q, k, v, params=params, head_dim=size, **where, **options)
 
     def _of_heads(self, params, across: Placement, kv_heads: int):
         """The parameters, those of the features narrowed to the key heads of this device."""
