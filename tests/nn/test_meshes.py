@@ -26,16 +26,18 @@ SPLITS = {
 # Explicit axes with every way to split, Auto ones with the hardest; each kind of scheme once.
 CASES = [
     ("rope", "explicit", "fsdp"),
-    ("rope", "explicit", "tensor"),
     ("rope", "auto", "both"),
     ("rope", "mixed", "tensor"),
     ("t5", "explicit", "both"),
     ("fox", "explicit", "tensor"),
+    ("linear-elu", "explicit", "tensor"),
+    ("coca-slack", "auto", "tensor"),
+]
+MORE = [
+    ("rope", "explicit", "tensor"),
     ("learned", "explicit", "tensor"),
     ("mixed", "explicit", "tensor"),
     ("gemma3", "explicit", "both"),
-    ("linear-elu", "explicit", "tensor"),
-    ("coca-slack", "auto", "tensor"),
 ]
 
 
@@ -78,7 +80,9 @@ def alone(name):
     return jax.device_get(program(name)(decoders.made(settings(name))[1], *rows()))
 
 
-@pytest.mark.parametrize(("name", "kind", "split"), CASES)
+@pytest.mark.parametrize(
+    ("name", "kind", "split"), CASES + [pytest.param(*case, marks=pytest.mark.wide) for case in MORE]
+)
 def test_a_step_over_any_mesh(name, kind, split):
     mesh = meshes.mesh(kind)
     batch = [meshes.put(mesh, array, P("data", None)) for array in rows()]
@@ -116,13 +120,13 @@ def decode(graph, state, tokens):
 @pytest.mark.parametrize(
     ("name", "kind", "split"),
     [
-        ("rope", "explicit", "tensor"),
         ("rope", "auto", "tensor"),
         ("window", "explicit", "data"),
         ("fox", "explicit", "tensor"),
-        ("coca-strict", "explicit", "both"),
         ("linear-elu", "explicit", "tensor"),
-        ("sinusoidal", "mixed", "data"),
+        pytest.param("rope", "explicit", "tensor", marks=pytest.mark.wide),
+        pytest.param("coca-strict", "explicit", "both", marks=pytest.mark.wide),
+        pytest.param("sinusoidal", "mixed", "data", marks=pytest.mark.wide),
     ],
 )
 def test_decoding_over_any_mesh(name, kind, split):
