@@ -21,6 +21,9 @@ MODEL = {"model_dim": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_
 TRAIN = {"length": LENGTH, "batch_tokens": ROWS * LENGTH, "warmup_steps": 0, "clip_norm": 1e9, "mesh": {"data": 1}}
 T5 = {"name": "t5", "num_buckets": 4, "max_distance": 6, "norm": {"name": "qk-norm"}, "scale": {"name": "ssmax"}}
 IN_PARTS = {"accumulate": 4, "loss_chunks": 4}
+ROUNDED = 2**-8
+"""What rounding to bfloat16 once may change: sums in another order may round to neighbours (gemma3: one in 64 numbers).
+Summed in bfloat16, 1,024 equal parts lose three quarters."""
 DRAWN = {name for name in NAMES if preset(name).positions is not None}
 """Those whose rows stand at positions of their own in training, so that equal ones differ."""
 
@@ -50,7 +53,7 @@ def assert_the_mean_is_that_of_a_row(scheme, train, model):
     one, every = mean_gradients(scheme, train, model)
     for (path, wanted), found in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(every), strict=True):
         error = np.linalg.norm(np.asarray(found, np.float64) - wanted)
-        assert error <= 1e-3 * np.linalg.norm(wanted), (path, error / np.linalg.norm(wanted))
+        assert error <= ROUNDED * np.linalg.norm(wanted), (path, error / np.linalg.norm(wanted))
 
 
 @pytest.mark.parametrize(
