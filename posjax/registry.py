@@ -111,7 +111,7 @@ _BASES: dict[str, type] = {
 def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
     """Makes a method of your own known by name in a slot: to configs, ``Scheme.extend``, ``replace`` and ``scheme``.
 
-    The names are those of the process, for all that it does; nothing else in the library is kept so.
+    Names are kept for the whole process. They are the only state that the library keeps.
 
     ``register("bias", "recency", Recency)`` once, where the class is defined; then
     ``posjax.scheme("rope", bias={"name": "recency", "rate": 2.0})``, and in a config
