@@ -23,7 +23,7 @@ T5 = {"name": "t5", "num_buckets": 4, "max_distance": 6, "norm": {"name": "qk-no
 IN_PARTS = {"accumulate": 4, "loss_chunks": 4}
 ROUNDED = 2**-8
 """What rounding to bfloat16 once may change: sums in another order may round to neighbours (gemma3: one in 64 numbers).
-Summed in bfloat16, 1,024 equal parts lose three quarters."""
+"""
 DRAWN = {name for name in NAMES if preset(name).positions is not None}
 """Those whose rows stand at positions of their own in training, so that equal ones differ."""
 
@@ -49,11 +49,11 @@ def mean_gradients(scheme, train, model):
             yield optax.tree_utils.tree_get(state.optimizer, "mu")
 
 
-def assert_the_mean_is_that_of_a_row(scheme, train, model):
+def assert_the_mean_is_that_of_a_row(scheme, train, model, tolerance=1e-3):
     one, every = mean_gradients(scheme, train, model)
     for (path, wanted), found in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(every), strict=True):
         error = np.linalg.norm(np.asarray(found, np.float64) - wanted)
-        assert error <= ROUNDED * np.linalg.norm(wanted), (path, error / np.linalg.norm(wanted))
+        assert error <= tolerance * np.linalg.norm(wanted), (path, error / np.linalg.norm(wanted))
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_a_step_counts_every_row(train, model):
 def test_a_step_counts_every_row_in_every_preset(name):
     options = OPTIONS.get(name, {})
     layers = options.get("num_layers", 1)
-    assert_the_mean_is_that_of_a_row({"name": name, **options}, {"accumulate": 2}, {"num_layers": layers})
+    assert_the_mean_is_that_of_a_row({"name": name, **options}, {"accumulate": 2}, {"num_layers": layers}, ROUNDED)
