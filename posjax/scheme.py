@@ -382,6 +382,7 @@ class Scheme(Decoding):
         visible: Int[Array, "*b queries"] | None = None,
         gates: tuple[Float[Array, "batch heads queries"], Float[Array, "batch heads keys"]] | None = None,
         across: Placement | None = None,
+        query_scale: float | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
         """``attend`` on keys and values as ``stored`` made them: the same function, for caches.
@@ -402,6 +403,7 @@ class Scheme(Decoding):
                 What the scheme's own mask leaves of them is worked out here.
             gates: what ``prepare`` gave for the queries and for the keys, for schemes that read tokens.
             across: see ``attend``; parameters of the features are then those of this device's heads.
+            query_scale: of the inner products in place of ``head_dim ** -0.5``, beside the scheme's own scale.
             options: passed on to ``attention`` (``implementation``, ``softcap``, ``return_residuals``).
         """
         self.check_direction(causal)
@@ -410,7 +412,7 @@ class Scheme(Decoding):
         heads, own = across.all_heads(q.shape[2]), all_of(self.mask, self._far_mask)
         at_q = self._places(across, q, q_positions, coordinates)
         at_k = self._places(across, k, kv_positions, coordinates)
-        scale = head_dim**-0.5 * self._features.softmax_scale
+        scale = (head_dim**-0.5 if query_scale is None else query_scale) * self._features.softmax_scale
         if self.scale is not None:
             at = across.local(q_positions, q.shape[1])
             visible = count_visible(across, at, kv_positions, causal, own, visible)

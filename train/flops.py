@@ -117,7 +117,7 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
     The embedding is looked up, and counts only where it is the head too.
     """
-    size, hidden = decoder.head_dim, {"swiglu": 3, "gelu": 2}[decoder.activation] * decoder.mlp_dim
+    size, hidden = decoder.head_dim, (3 if decoder.gated else 2) * decoder.mlp_dim
     widths = (
         decoder.num_heads * (scheme.query_size(size) + size)
         + decoder.num_kv_heads * (scheme.key_size(size) + size)

@@ -80,6 +80,8 @@ def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     fields |= {
         "vocab_size": fields.pop("vocabulary") or load_tokenizer(config.data).vocabulary_size,
+        "norm": nn.Norm(**vars(config.model.norm)),
+        "residual": nn.Residual(**vars(config.model.residual)),
         "placement": placement(config, mesh),
     }
     return nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))

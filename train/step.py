@@ -272,7 +272,8 @@ def _losses_at(parts: _Parts, parameters: Any, batch: Batch, where: dict[str, Ar
     model = nnx.merge(parts.graph, _cast(parts, parameters))
     hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **where)
     head = model.output_matrix.astype(hidden.dtype)
-    return token_losses(hidden, head, batch.labels, parts.config.train.loss_chunks)
+    chunks, finish = parts.config.train.loss_chunks, model.config.finish_logits
+    return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish)
 
 
 def _cast(parts: _Parts, parameters: Any) -> Any:

@@ -99,4 +99,5 @@ def _entropy(layer: Layer, queries, *, causal: bool, length: int) -> Float[np.nd
         return np.full((layer.q.shape[2], len(queries)), np.nan)
     scheme = dataclasses.replace(layer.scheme, norm=None)  # the projections are normed already
     given = {"params": layer.params, "q_positions": queries, "length": length, "gates": layer.gates, "causal": causal}
+    given |= layer.options
     return entropy(scheme, layer.q[:, queries], layer.k, **given).mean(0).T

@@ -2,6 +2,20 @@
 
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
-from posjax.nn.modules import MLP, Attention, Block, RMSNorm
+from posjax.nn.modules import MLP, Attention, Block
+from posjax.nn.norms import LayerNorm, RMSNorm
+from posjax.nn.specs import Norm, Residual
 
-__all__ = ["MLP", "Attention", "Block", "Decoder", "DecoderCache", "DecoderConfig", "RMSNorm", "logical_axes"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "Decoder",
+    "DecoderCache",
+    "DecoderConfig",
+    "LayerNorm",
+    "Norm",
+    "RMSNorm",
+    "Residual",
+    "logical_axes",
+]

@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from posjax.nn.decoder import Decoder
-from posjax.nn.modules import Block, Context, plain
+from posjax.nn.modules import Block, Context
+from posjax.nn.parts import plain
 from posjax.positions import Range
 from posjax.scheme import Scheme
 
@@ -17,7 +18,8 @@ from posjax.scheme import Scheme
 class Layer(NamedTuple):
     """What attention of one layer is given: projections after the norm of the scheme and before its features.
 
-    ``gates`` are those that ``Scheme.prepare`` makes of the tokens (FoX), or None.
+    ``gates`` are those that ``Scheme.prepare`` makes of the tokens (FoX), or None. ``options`` are those of the config
+    that change logits, for ``Scheme.attend``.
     """
 
     scheme: Scheme
@@ -25,6 +27,7 @@ class Layer(NamedTuple):
     q: Float[Array, "batch length heads query_size"]
     k: Float[Array, "batch length kv_heads key_size"]
     gates: Float[Array, "batch heads length"] | None
+    options: dict[str, float]
 
 
 def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int | None = None) -> Iterator[Layer]:
@@ -45,7 +48,8 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
         shared = [context.shared.get(scheme, {}) for scheme in schemes]
         for n in range(repeats):
             x, found = _run_period(jax.tree.map(lambda leaf, n=n: leaf[n], state), x, context.visible, shared, **where)
-            yield from (Layer(scheme, *given) for scheme, given in zip(schemes, found, strict=True))
+            for scheme, given in zip(schemes, found, strict=True):
+                yield Layer(scheme, *given, model.config.logit_options)
 
 
 @partial(jax.jit, static_argnames=("graph", "schemes", "length"))
@@ -60,7 +64,7 @@ def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[A
 
 
 def _given(block: Block, x: Array, context: Context) -> tuple:
-    attention, x = block.attention, block.attention_norm(x)
+    attention, x = block.attention, block.attention_input(x)
     scheme = attention.scheme
     params = plain(attention.learned) | context.shared.get(scheme, {})
     q, k, _ = attention._project(x)

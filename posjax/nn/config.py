@@ -1,16 +1,19 @@
 """What a decoder is made of: one frozen, hashable dataclass."""
 
 import dataclasses
+import operator
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_positive
+from posjax._checks import check, check_choice, check_number, check_positive
+from posjax._numbers import level
 from posjax.attention.sharded import Placement
 from posjax.layers import Layers, uniform
+from posjax.nn.specs import ACTIVATIONS, BIASES, Norm, Residual
 from posjax.scheme import Scheme
 
 REMAT = ("none", "dots", "offload", "attention", "full")
-ACTIVATIONS = ("swiglu", "gelu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +27,21 @@ class DecoderConfig:
         num_heads: query heads.
         num_kv_heads: key and value heads (GQA); ``num_heads`` when left out.
         head_dim: size of a head; ``model_dim // num_heads`` when left out.
-        mlp_dim: hidden width; when left out 4 ``model_dim``, or for SwiGLU 8/3 of it rounded up to a multiple of 8.
-        activation: ``"swiglu"`` or ``"gelu"``.
+        mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 of it rounded up to a multiple of
+            8.
+        activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
+            ``"reglu"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``.
+        norm: of the residual stream, and of queries and keys with ``projection_norm``.
+        residual: where the norms are, and how attention and MLP are added.
+        biases: what has a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
+        embedding_norm: whether a norm follows the embedding (BLOOM).
+        projection_norm: whether queries and keys are normed over all heads together (OLMo 2); a norm of each head is
+            ``Scheme(norm=QKNorm())``.
+        embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others have 1.
+        query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
+        logit_scale: factor of the logits (Cohere, Granite).
+        attention_softcap: cap c of the scores of attention, ``c tanh(z / c)`` (Gemma 2).
+        logit_softcap: the same of the logits.
         tied_head: the output projection is the embedding.
         causal: False makes a bidirectional encoder, for a masked-token loss.
         scheme: how position is told: one ``Scheme`` for all layers, or ``Layers``.
@@ -51,6 +67,16 @@ class DecoderConfig:
     head_dim: int | None = None
     mlp_dim: int | None = None
     activation: str = "swiglu"
+    norm: Norm = dataclasses.field(default=Norm())
+    residual: Residual = dataclasses.field(default=Residual())
+    biases: tuple[str, ...] = ()
+    embedding_norm: bool = False
+    projection_norm: bool = False
+    embedding_scale: float | None = None
+    query_scale: float | None = None
+    logit_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     tied_head: bool = True
     causal: bool = True
     scheme: Scheme | Layers = dataclasses.field(default=Scheme())
@@ -64,6 +90,12 @@ class DecoderConfig:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):
             check_positive(name, getattr(self, name))
         check_choice("activation", self.activation, ACTIVATIONS)
+        for name in self.biases:
+            check_choice("biases", name, BIASES)
+        for name in ("embedding_scale", "query_scale", "logit_scale"):
+            check_number(name, 1 if getattr(self, name) is None else getattr(self, name))
+        for name in ("attention_softcap", "logit_softcap"):
+            check_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()
@@ -73,6 +105,8 @@ class DecoderConfig:
         )
         for scheme in uniform(self.scheme, self.num_layers).schemes:
             scheme.check_direction(self.causal)
+            for name in self.logit_options:
+                check(scheme.linear is None, f"{name}: linear attention has no logits for it; leave it out")
             # Refuses an odd head, or one that the frequency rule cannot rotate.
             scheme.query_size(self.head_dim), scheme.key_size(self.head_dim)
 
@@ -83,11 +117,11 @@ class DecoderConfig:
                 f"model_dim must be a multiple of num_heads, or head_dim given; found {self.model_dim} and "
                 f"{self.num_heads}",
             )
-        widths = {"swiglu": -(-8 * self.model_dim // 24) * 8, "gelu": 4 * self.model_dim}
         defaults = {
             "num_kv_heads": self.num_heads,
             "head_dim": self.model_dim // self.num_heads,
-            "mlp_dim": widths[self.activation],
+            "mlp_dim": -(-8 * self.model_dim // 24) * 8 if self.gated else 4 * self.model_dim,
+            "embedding_scale": self.model_dim**0.5,
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -100,6 +134,32 @@ class DecoderConfig:
         return jnp.dtype(self.compute_dtype)
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: three matrices instead of two."""
+        return ACTIVATIONS[self.activation].gated
+
+    @property
+    def logit_options(self) -> dict[str, float]:
+        """What changes the logits of attention, as arguments of ``Scheme.attend``."""
+        options = {"query_scale": self.query_scale, "softcap": self.attention_softcap}
+        return {name: value for name, value in options.items() if value is not None}
+
+    def finish_logits(
+        self, products: Float[Array, "*b vocab"], bias: Float[Array, "vocab"] | None
+    ) -> Float[Array, "*b vocab"]:
+        """``c tanh(z / c)`` of ``z = logit_scale (products + bias)``, with ``c`` the soft cap if there is one."""
+        z = products if bias is None else operator.add(*level(products, bias.astype(products.dtype)))
+        z = z if self.logit_scale == 1 else z * self.logit_scale
+        cap = self.logit_softcap
+        return z if cap is None else cap * jnp.tanh(z / cap)
+
+    @property
     def layers(self) -> Layers:
-        """The scheme of every layer."""
-        return uniform(self.scheme, self.num_layers)
+        """The scheme of every layer; a first layer that differs otherwise is a pattern of its own."""
+        layers = uniform(self.scheme, self.num_layers)
+        return layers if self.residual.first_norm else _with_first_alone(layers)
+
+
+def _with_first_alone(layers: Layers) -> Layers:
+    (schemes, repeats), *rest = layers.patterns
+    return layers if repeats == 1 else Layers(((schemes, 1), (schemes, repeats - 1), *rest))

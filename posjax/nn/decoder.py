@@ -1,4 +1,4 @@
-"""A pre-norm Transformer for any scheme: causal language model, or bidirectional encoder."""
+"""A Transformer for any scheme: causal language model, or bidirectional encoder."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,9 @@ from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
 from posjax.nn.lookup import lookup
-from posjax.nn.modules import Block, Context, RMSNorm, parameter, placed, plain, scheme_parameters
+from posjax.nn.modules import Block, Context
+from posjax.nn.norms import make_norm
+from posjax.nn.parts import bias_parameter, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Scheme
 
@@ -77,12 +79,15 @@ class Decoder(nnx.Module):
         made = {} if embedding is None else embedding.init(rngs.params(), width)
         self.embedding = scheme_parameters({"embedding": made} if made else {})
         self.shared = nnx.List([scheme_parameters(made) for made in _init_shared(config, rngs)])
-        self.stacks = nnx.List([_stack(config, schemes, n, rngs) for schemes, n in config.layers.patterns])
-        self.norm = RMSNorm(width)
+        self.embedding_norm = make_norm(width, config.norm) if config.embedding_norm else None
+        patterns = enumerate(config.layers.patterns)
+        self.stacks = nnx.List([_stack(config, schemes, n, rngs, first=p == 0) for p, (schemes, n) in patterns])
+        self.norm = make_norm(width, config.norm)
         head = (
             None if config.tied_head else parameter(rngs.params(), (width, vocabulary), ("embed", "vocab"), width**-0.5)
         )
         self.head = head
+        self.head_bias = bias_parameter((vocabulary,), ("vocab",)) if "head" in config.biases else None
 
     def __call__(
         self,
@@ -132,16 +137,22 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
-        """Logits of what ``hidden`` gave, float32."""
+        """Logits of what ``hidden`` gave, float32: ``cap(logit_scale (hidden matrix + bias))``."""
         rows, matrix = explicit_spec(hidden)[:-1], self.output_matrix
         taken = {axis for part in rows for axis in axes_of(part)}
         columns = tuple(axis for axis in axes_of(explicit_spec(matrix)[1]) if axis not in taken)
-        return on_auto_axes(_product, hidden, matrix, like=PartitionSpec(*rows, columns or None))
+        made = partial(_logits, finish=self.config.finish_logits)
+        return on_auto_axes(made, hidden, matrix, self.output_bias, like=PartitionSpec(*rows, columns or None))
 
     @property
     def output_matrix(self) -> Float[Array, "embed vocab"]:
         """The matrix from the last hidden states to the logits."""
         return self.embed[...].T if self.head is None else self.head[...]
+
+    @property
+    def output_bias(self) -> Float[Array, "vocab"] | None:
+        """What is added to the products with ``output_matrix``."""
+        return None if self.head_bias is None else self.head_bias[...]
 
     def init_cache(self, batch: int, capacity: int, *, chunk: int = 1) -> DecoderCache:
         """An empty cache for ``decode``.
@@ -264,10 +275,12 @@ class Decoder(nnx.Module):
         learned = plain(self.embedding).get("embedding", {})
         where = context.positions, context.coordinates
         x = on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=explicit_spec(tokens))
-        return placed(x, self.config.placement)
+        x = placed(x, self.config.placement)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
-        x = lookup(table, tokens) * self.config.model_dim**0.5
+        x = lookup(table, tokens)
+        x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         spec = self.config.layers.embedding
         if spec is not None:
             where = self._in_places(positions) if coordinates is None else coordinates[..., 0]
@@ -306,8 +319,8 @@ class Decoder(nnx.Module):
         return jax.lax.scan(period, x, (state, kept))
 
 
-def _product(hidden, matrix):
-    return jnp.matmul(hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32)
+def _logits(hidden, matrix, bias, *, finish):
+    return finish(jnp.matmul(hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32), bias)
 
 
 def logical_axes(model: nnx.Module) -> dict:
@@ -325,13 +338,15 @@ def logical_axes(model: nnx.Module) -> dict:
     )
 
 
-def _stack(config: DecoderConfig, schemes: tuple[Scheme, ...], repeats: int, rngs: nnx.Rngs) -> nnx.List:
-    """The blocks of one pattern with their parameters stacked over its repeats."""
+def _stack(
+    config: DecoderConfig, schemes: tuple[Scheme, ...], repeats: int, rngs: nnx.Rngs, *, first: bool
+) -> nnx.List:
+    """The blocks of one pattern with their parameters stacked over its repeats; ``first`` is that of layer 0."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap
     def build(rngs):
-        return nnx.List([Block(config, scheme, rngs=rngs) for scheme in schemes])
+        return nnx.List([Block(config, scheme, first=first and n == 0, rngs=rngs) for n, scheme in enumerate(schemes)])
 
     return build(rngs)
 

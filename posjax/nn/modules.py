@@ -6,7 +6,6 @@ trainer maps to mesh axes; see ``logical_axes``.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax._numbers import level
 from posjax.attention.sharded import Placement, attend_on_mesh
-from posjax.attention.sharded.automatic import axes_of, explicit_spec, has_explicit, mesh_of, on_auto_axes
+from posjax.attention.sharded.automatic import axes_of, explicit_spec, has_explicit, mesh_of
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
+from posjax.nn.norms import RMSNorm, make_norm
+from posjax.nn.parts import bias_parameter, on_any_mesh, parameter, plain, plus, scheme_parameters
+from posjax.nn.specs import ACTIVATIONS
 from posjax.positions import Positions
 from posjax.scheme import Scheme
 
@@ -48,68 +49,6 @@ class Context:
     valid: Bool[Array, "batch length"] | None = None
 
 
-def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
-    """A normal float32 parameter whose axes have logical names."""
-    return nnx.Param(stddev * jax.random.normal(key, shape, jnp.float32), logical_axes=axes)
-
-
-def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
-    """A scheme's learned parameters as a module tree; they are small, and their axes have no names."""
-
-    def wrap(value):
-        return nnx.Param(value, logical_axes=(None,) * value.ndim)
-
-    return nnx.Dict(
-        {slot: nnx.Dict({name: wrap(value) for name, value in made.items()}) for slot, made in params.items()}
-    )
-
-
-def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
-    """The arrays of ``scheme_parameters`` again."""
-    return {slot: {name: leaf[...] for name, leaf in made.items()} for slot, made in params.items()}
-
-
-def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float[Array, "batch length embed"]:
-    """``x``, split over the mesh in use as the placement says; as it is where there is no mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not placement.axes or mesh.empty or mesh.manual_axes:
-        return x
-    placement.check_axes(mesh.shape)
-    place = jax.sharding.reshard if mesh.explicit_axes else jax.lax.with_sharding_constraint
-    return place(x, PartitionSpec(placement.batch or None, placement.context, None))
-
-
-def on_any_mesh(function: Callable[..., Any], module: nnx.Module, x: Array, *more: Any, like: Any = None) -> Any:
-    """``function(module, x, *more)`` where the compiler splits everything, on meshes with Explicit axes too.
-
-    What it returns lies like ``x``, or as a tree of specs says.
-    """
-    if not has_explicit(nnx.state(module), x, more):
-        return function(module, x, *more)
-    graph, state = nnx.split(module)
-
-    def run(state, *arguments):
-        return function(nnx.merge(graph, state), *arguments)
-
-    return on_auto_axes(run, state, x, *more, like=explicit_spec(x) if like is None else like)
-
-
-class RMSNorm(nnx.Module):
-    """``x / rms(x) * gain`` over the last axis, in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
-
-    def __init__(self, size: int, axis: str = "embed"):
-        self.gain = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=(axis,))
-
-    def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
-        return on_any_mesh(RMSNorm._normed, self, x)
-
-    def _normed(self, x):
-        wide = x.astype(jnp.float32)
-        rms = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
-        normed, gain = level(wide * rms, self.gain[...])
-        return (normed * gain).astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Multi-head attention with any scheme: four projections around ``Scheme.attend``.
 
@@ -135,6 +74,13 @@ class Attention(nnx.Module):
         self.o = parameter(rngs.params(), (heads, size, width), ("heads", "head_dim", "embed"), stddev)
         made = scheme.init(rngs.params(), heads, size, num_kv_heads=kv_heads, model_dim=width)
         self.learned = scheme_parameters(made)
+        axes = {"q": ("heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
+        biased, normed = "qkv" in config.biases, config.projection_norm
+        biases = [bias_parameter(shapes[name][1:], axes[name]) if biased else None for name in "qkv"]
+        self.q_bias, self.k_bias, self.v_bias = biases
+        norms = [RMSNorm(shapes[name][1:], axes[name], config.norm) if normed else None for name in "qk"]
+        self.q_norm, self.k_norm = norms
+        self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
 
     def __call__(
         self,
@@ -200,6 +146,7 @@ class Attention(nnx.Module):
         start = kept.total if self.scheme.reads_tokens else None
         given = {name: value for name, value in settings.items() if name != "shared"}
         given["gates"] = self.scheme.prepare(params, x, start=start, valid=given["valid"])
+        given |= self.config.logit_options
         out, kept = self.scheme.decode(*self._project(x), kept, params=params, partition=partition, **given)
         return self._merge(out), kept
 
@@ -207,10 +154,15 @@ class Attention(nnx.Module):
         return self.scheme.prepare(params, x, layout=self.config.placement.layout)
 
     def _project(self, x) -> list:
-        return [jnp.einsum("bte,ehd->bthd", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v)]
+        """Queries, keys and values, before the norm of the scheme."""
+        q, k, v = (
+            plus(jnp.einsum("bte,ehd->bthd", x, w[...].astype(x.dtype)), bias)
+            for w, bias in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
+        )
+        return [q, k, v] if self.q_norm is None else [self.q_norm(q), self.k_norm(k), v]
 
     def _merge(self, out):
-        return jnp.einsum("bthd,hde->bte", out, self.o[...].astype(out.dtype))
+        return plus(jnp.einsum("bthd,hde->bte", out, self.o[...].astype(out.dtype)), self.o_bias)
 
     def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
         """``Scheme.attend`` on the rows of one device; a ``length`` that is a Python number stays one."""
@@ -225,42 +177,60 @@ class Attention(nnx.Module):
             kv_positions=positions,
             gates=None if gates is None else (gates, gates),
             implementation=self.config.implementation,
+            **self.config.logit_options,
         )
 
 
 class MLP(nnx.Module):
-    """``down(silu(gate x) * up x)`` for SwiGLU (Shazeer, arXiv 2002.05202), ``down(gelu(up x))`` for GELU."""
+    """The hidden layer of a block: ``config.activation`` names one of ``specs.ACTIVATIONS``."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        width, hidden = config.model_dim, config.mlp_dim
+        width, hidden, self.activation = config.model_dim, config.mlp_dim, config.activation
+        gated, biased = ACTIVATIONS[config.activation].gated, "mlp" in config.biases
         into = partial(parameter, shape=(width, hidden), axes=("embed", "mlp"), stddev=width**-0.5)
         self.up = into(rngs.params())
-        self.gate = into(rngs.params()) if config.activation == "swiglu" else None
+        self.gate = into(rngs.params()) if gated else None
         stddev = (hidden * 2 * config.num_layers) ** -0.5
         self.down = parameter(rngs.params(), (hidden, width), ("mlp", "embed"), stddev)
+        self.up_bias = bias_parameter((hidden,), ("mlp",)) if biased else None
+        self.gate_bias = bias_parameter((hidden,), ("mlp",)) if biased and gated else None
+        self.down_bias = bias_parameter((width,), ("embed",)) if biased else None
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         return on_any_mesh(MLP._mixed, self, x)
 
     def _mixed(self, x):
-        up = x @ self.up[...].astype(x.dtype)
-        hidden = jax.nn.gelu(up) if self.gate is None else jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * up
-        return hidden @ self.down[...].astype(x.dtype)
+        act, up = ACTIVATIONS[self.activation].act, _product(x, self.up, self.up_bias)
+        hidden = act(up) if self.gate is None else act(_product(x, self.gate, self.gate_bias)) * up
+        return _product(hidden, self.down, self.down_bias)
 
 
 class Block(nnx.Module):
-    """Pre-norm block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """Attention and an MLP around the residual stream, joined as ``config.residual`` says.
 
-    def __init__(self, config: DecoderConfig, scheme: Scheme, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.model_dim)
+    Args:
+        config: the decoder's shape; ``scheme`` in it is not read.
+        scheme: the scheme of this layer.
+        first: whether it is the first layer of the decoder.
+        rngs: random streams.
+    """
+
+    def __init__(self, config: DecoderConfig, scheme: Scheme, *, first: bool = False, rngs: nnx.Rngs):
+        self.residual = residual = config.residual
+        norm = partial(make_norm, config.model_dim, config.norm)
+        before, after = residual.norm != "after", residual.norm != "before"
+        self.attention_norm = norm() if before and (residual.first_norm or not first) else None
         self.attention = Attention(config, scheme, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.model_dim)
+        self.attention_after = norm() if after else None
+        self.mlp_norm = norm() if before and not residual.shared_norm else None
         self.mlp = MLP(config, rngs=rngs)
+        self.mlp_after = norm() if after else None
 
     def __call__(self, x: Float[Array, "batch length embed"], context: Context) -> Float[Array, "batch length embed"]:
         """One layer; ``context`` is the same for all."""
-        x = x + self.attention(
-            self.attention_norm(x),
+        normed = self.attention_input(x)
+        found = self.attention(
+            normed,
             positions=context.positions,
             mask=context.mask,
             visible=context.visible,
@@ -268,12 +238,34 @@ class Block(nnx.Module):
             coordinates=context.coordinates,
             shared=context.shared.get(self.attention.scheme, {}),
         )
-        return x + self.mlp(self.mlp_norm(x))
+        return self._joined(x, normed, found)
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """One layer on new tokens, and its cache with them in it."""
-        found, kept = self.attention.decode(self.attention_norm(x), kept, context)
-        x = x + found
-        return x + self.mlp(self.mlp_norm(x)), kept
+        normed = self.attention_input(x)
+        found, kept = self.attention.decode(normed, kept, context)
+        return self._joined(x, normed, found), kept
+
+    def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:
+        """What attention reads of the residual stream."""
+        return _through(self.attention_norm, x)
+
+    def _joined(self, x, normed, found):
+        """The residual stream after the layer, of that before it, what attention read and what it gave."""
+        with_attention = x + self._scaled(_through(self.attention_after, found))
+        read = x if self.residual.parallel else with_attention
+        read = normed if self.residual.shared_norm else _through(self.mlp_norm, read)
+        return with_attention + self._scaled(_through(self.mlp_after, self.mlp(read)))
+
+    def _scaled(self, x):
+        return x if self.residual.scale == 1 else x * self.residual.scale
+
+
+def _through(norm: nnx.Module | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
+
+
+def _product(x, matrix: nnx.Param, bias: nnx.Param | None):
+    return plus(x @ matrix[...].astype(x.dtype), bias)

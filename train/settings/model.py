@@ -10,6 +10,27 @@ from train.settings.checks import check, check_positive
 
 
 @dataclass(frozen=True)
+class NormConfig:
+    """The fields of `posjax.nn.Norm`."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    bias: bool = False  # of a layer norm
+    unit_offset: bool = False  # multiplies by 1 + gain
+
+
+@dataclass(frozen=True)
+class ResidualConfig:
+    """The fields of `posjax.nn.Residual`."""
+
+    norm: Literal["before", "after", "both"] = "before"
+    parallel: bool = False
+    shared_norm: bool = False
+    first_norm: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The fields of `posjax.nn.DecoderConfig` but the scheme, which has its own place."""
 
@@ -20,7 +41,17 @@ class ModelConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     mlp_dim: int | None = None
-    activation: Literal["swiglu", "gelu"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "geglu-exact", "reglu", "gelu", "gelu-exact", "silu", "relu"] = "swiglu"
+    norm: NormConfig = field(default_factory=NormConfig)
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
+    biases: tuple[str, ...] = ()  # of qkv, output, mlp, head
+    embedding_norm: bool = False
+    projection_norm: bool = False  # of queries and keys over all heads together
+    embedding_scale: float | None = None  # None is sqrt(model_dim)
+    query_scale: float | None = None  # None is head_dim ** -0.5
+    logit_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     tied_head: bool = True
     causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always

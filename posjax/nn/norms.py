@@ -1,0 +1,71 @@
+"""Norms of the residual stream, and of all heads of a projection together."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from posjax._numbers import level
+from posjax.nn.parts import bias_parameter, on_any_mesh, plus
+from posjax.nn.specs import Norm
+
+
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x^2) + eps) * gain`` over the last axes, in float32; see ``Norm``.
+
+    Args:
+        shape: of the gain, the sizes of the last axes of ``x``.
+        axes: their logical names.
+        spec: ``eps`` and ``unit_offset`` are read.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], axes: str | tuple[str, ...] = "embed", spec: Norm | None = None):
+        shape, axes = (shape,) if isinstance(shape, int) else shape, (axes,) if isinstance(axes, str) else axes
+        self.spec = Norm() if spec is None else spec
+        self.gain = _gain(shape, axes, self.spec)
+
+    def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
+        return on_any_mesh(RMSNorm._normed, self, x)
+
+    def _normed(self, x):
+        wide, gain = x.astype(jnp.float32), self.gain[...]
+        mean = jnp.square(wide).mean(tuple(range(-gain.ndim, 0)), keepdims=True)
+        return _times_gain(self, wide * jax.lax.rsqrt(mean + self.spec.eps)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """``(x - mean) / sqrt(var + eps) * gain + bias`` over the last axis, in float32; see ``Norm``.
+
+    Args:
+        size: of the last axis.
+        axis: its logical name.
+        spec: ``eps``, ``bias`` and ``unit_offset`` are read.
+    """
+
+    def __init__(self, size: int, axis: str = "embed", spec: Norm | None = None):
+        self.spec = Norm("layer") if spec is None else spec
+        self.gain = _gain((size,), (axis,), self.spec)
+        self.bias = bias_parameter((size,), (axis,)) if self.spec.bias else None
+
+    def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
+        return on_any_mesh(LayerNorm._normed, self, x)
+
+    def _normed(self, x):
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.spec.eps)
+        return plus(_times_gain(self, normed), self.bias).astype(x.dtype)
+
+
+def make_norm(size: int, spec: Norm) -> RMSNorm | LayerNorm:
+    """The norm of the residual stream that a spec names."""
+    return (RMSNorm if spec.kind == "rms" else LayerNorm)(size, "embed", spec)
+
+
+def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Param:
+    return nnx.Param((jnp.zeros if spec.unit_offset else jnp.ones)(shape, jnp.float32), logical_axes=axes)
+
+
+def _times_gain(norm: RMSNorm | LayerNorm, normed: Array) -> Array:
+    normed, gain = level(normed, norm.gain[...].astype(jnp.float32))
+    return normed * (1 + gain if norm.spec.unit_offset else gain)

@@ -1,0 +1,73 @@
+"""Parameters with named axes, and how modules live on meshes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from posjax._numbers import level
+from posjax.attention.sharded import Placement
+from posjax.attention.sharded.automatic import explicit_spec, has_explicit, on_auto_axes
+
+
+def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
+    """A normal float32 parameter whose axes have logical names."""
+    return nnx.Param(stddev * jax.random.normal(key, shape, jnp.float32), logical_axes=axes)
+
+
+def bias_parameter(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    """A float32 parameter of zeros whose axes have logical names."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), logical_axes=axes)
+
+
+def plus(x: Float[Array, "*b"], bias: nnx.Param | None) -> Float[Array, "*b"]:
+    """``x + bias`` over the last axes, added in float32, so that the gradient of the bias is summed so too."""
+    if bias is None:
+        return x
+    wide, bias = level(x.astype(jnp.float32), bias[...].astype(jnp.float32))
+    return (wide + bias).astype(x.dtype)
+
+
+def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
+    """A scheme's learned parameters as a module tree; they are small, and their axes have no names."""
+
+    def wrap(value):
+        return nnx.Param(value, logical_axes=(None,) * value.ndim)
+
+    return nnx.Dict(
+        {slot: nnx.Dict({name: wrap(value) for name, value in made.items()}) for slot, made in params.items()}
+    )
+
+
+def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
+    """The arrays of ``scheme_parameters`` again."""
+    return {slot: {name: leaf[...] for name, leaf in made.items()} for slot, made in params.items()}
+
+
+def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float[Array, "batch length embed"]:
+    """``x``, split over the mesh in use as the placement says; as it is where there is no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not placement.axes or mesh.empty or mesh.manual_axes:
+        return x
+    placement.check_axes(mesh.shape)
+    place = jax.sharding.reshard if mesh.explicit_axes else jax.lax.with_sharding_constraint
+    return place(x, PartitionSpec(placement.batch or None, placement.context, None))
+
+
+def on_any_mesh(function: Callable[..., Any], module: nnx.Module, x: Array, *more: Any, like: Any = None) -> Any:
+    """``function(module, x, *more)`` where the compiler splits everything, on meshes with Explicit axes too.
+
+    What it returns lies like ``x``, or as a tree of specs says.
+    """
+    if not has_explicit(nnx.state(module), x, more):
+        return function(module, x, *more)
+    graph, state = nnx.split(module)
+
+    def run(state, *arguments):
+        return function(nnx.merge(graph, state), *arguments)
+
+    return on_auto_axes(run, state, x, *more, like=explicit_spec(x) if like is None else like)
