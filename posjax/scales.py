@@ -537,10 +537,12 @@ class QKNorm:
     Args:
         gain: learn a gain per channel for the queries and one for the keys, shared by the heads, from one.
         eps: added to the mean square.
+        unit_offset: multiplies by ``1 + gain``, the gain starting from 0 (Gemma 3).
     """
 
     gain: bool = True
     eps: float = 1e-6
+    unit_offset: bool = False
 
     def __post_init__(self):
         check_number("eps", self.eps, at_least=0)
@@ -551,8 +553,9 @@ class QKNorm:
         return not self.gain
 
     def init(self, key: Array, head_dim: int) -> dict[str, Float[Array, "size"]]:
-        """``{"q": [size], "k": [size]}`` of ones, float32, or ``{}`` without gain."""
-        return {name: jnp.ones(head_dim, jnp.float32) for name in ("q", "k")} if self.gain else {}
+        """``{"q": [size], "k": [size]}`` of ones (zeros with ``unit_offset``), float32; ``{}`` without gain."""
+        first = 0.0 if self.unit_offset else 1.0
+        return {name: jnp.full(head_dim, first, jnp.float32) for name in ("q", "k")} if self.gain else {}
 
     def apply(self, params, q, k):
         """``qk_norm(q, k, gains)``, shapes and dtypes kept.
@@ -565,7 +568,8 @@ class QKNorm:
         found = {name: value.shape for name, value in (params or {}).items()}
         wanted = {"q": q.shape[-1:], "k": k.shape[-1:]}
         check(found == wanted, f"params must have the shapes {wanted}, found {found}: QKNorm(...).init makes them")
-        return qk_norm(q, k, params["q"], params["k"], eps=self.eps)
+        offset = 1.0 if self.unit_offset else 0.0
+        return qk_norm(q, k, *(params[name].astype(jnp.float32) + offset for name in "qk"), eps=self.eps)
 
 
 @dataclasses.dataclass(frozen=True)

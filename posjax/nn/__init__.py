@@ -2,6 +2,7 @@
 
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
+from posjax.nn.huggingface import from_pretrained, save_pretrained
 from posjax.nn.modules import MLP, Attention, Block
 from posjax.nn.norms import LayerNorm, RMSNorm
 from posjax.nn.specs import Norm, Residual
@@ -17,5 +18,7 @@ __all__ = [
     "Norm",
     "RMSNorm",
     "Residual",
+    "from_pretrained",
     "logical_axes",
+    "save_pretrained",
 ]

@@ -44,6 +44,8 @@ class DecoderConfig:
         logit_softcap: the same of the logits.
         tied_head: the output projection is the embedding.
         causal: False makes a bidirectional encoder, for a masked-token loss.
+        trained_length: tokens of the longest rows that the model was made for. Nothing computes with it; released
+            layouts have a place for it.
         scheme: how position is told: one ``Scheme`` for all layers, or ``Layers``.
         compute_dtype: of activations and matrix products, ``"float32"`` or ``"bfloat16"``; parameters, norms, logits
             and softmax statistics are float32.
@@ -79,6 +81,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     tied_head: bool = True
     causal: bool = True
+    trained_length: int | None = None
     scheme: Scheme | Layers = dataclasses.field(default=Scheme())
     compute_dtype: str = "float32"
     remat: str = "none"

@@ -53,6 +53,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     tied_head: bool = True
+    trained_length: int | None = None  # of a released model; written by export
     causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always
     remat: Literal["none", "dots", "offload", "attention", "full"] = "none"

@@ -1,0 +1,10 @@
+"""Released models in and out: folders in the layout of Hugging Face, and GGUF files.
+
+fsspec, gguf and tokenizers (``pip install posjax[hf]``) are imported where they are needed.
+"""
+
+from posjax.nn.huggingface.load import from_pretrained
+from posjax.nn.huggingface.registry import FAMILIES, read_config
+from posjax.nn.huggingface.save import save_pretrained
+
+__all__ = ["FAMILIES", "from_pretrained", "read_config", "save_pretrained"]

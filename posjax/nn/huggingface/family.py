@@ -1,0 +1,206 @@
+"""What a family of released models is, and what their declarations share."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posjax import masks, rotary
+from posjax._checks import check, check_choice, shown
+from posjax.layers import Layers, uniform
+from posjax.nn.config import DecoderConfig
+from posjax.nn.huggingface.views import View
+from posjax.rotary import FrequencyRule, Rotary
+from posjax.scheme import Scheme
+
+Values = Mapping[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of released models: how its ``config.json`` and its tensors are those of a ``Decoder``.
+
+    Args:
+        model_type: of ``config.json``.
+        architecture: the class of transformers that writes and reads it.
+        keys: keys of ``config.json`` that are fields of ``DecoderConfig``.
+        read: the further fields, of the values of ``config.json``.
+        write: the further keys, of a ``DecoderConfig``.
+        tensors: for every parameter of a ``Decoder`` its view of a tensor; those inside blocks are named as in
+            ``"block/attention/q"``, and their tensors with ``{layer}``.
+        defaults: values of transformers for keys that ``config.json`` may leave out.
+        fixed: options that ``Decoder`` has not, with the one value at which they change nothing.
+        prefix: of the tensors' names, which some releases leave out.
+        ignored: names of tensors that are no parameters, such as buffers; those of a layer by their last part.
+    """
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, str]
+    read: Callable[[Values], dict[str, Any]]
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    tensors: Callable[[DecoderConfig], dict[str, View]]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefix: str = "model."
+    ignored: Sequence[str] = ("rotary_emb.inv_freq",)
+
+
+def sizes_of(config: DecoderConfig) -> dict[str, int]:
+    """The sizes that patterns of views name."""
+    return {
+        "vocab": config.vocab_size,
+        "embed": config.model_dim,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "each": config.num_heads // config.num_kv_heads,
+        "size": config.head_dim,
+        "mlp": config.mlp_dim,
+        "positions": getattr(config.layers.embedding, "max_length", 0),
+    }
+
+
+def chosen(name: str, value: Any, table: Mapping[Any, Any]) -> Any:
+    """``table[value]``. Raises ValueError for a value of ``config.json`` that is not in the table."""
+    check_choice(f"config.json: {name}", value, tuple(table))
+    return table[value]
+
+
+def key_of(table: Mapping[str, str], value: str) -> str:
+    """The first key of ``config.json`` that means a value of ``DecoderConfig``; the value itself where none does."""
+    return next((key for key, meant in table.items() if meant == value), value)
+
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu-exact"}
+"""Activations of gated MLPs by their names in ``config.json``."""
+PLAIN = {"gelu": "gelu-exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu": "relu"}
+"""Activations of plain MLPs."""
+
+
+def biases(**wanted: bool) -> tuple[str, ...]:
+    """The names of what has a bias."""
+    return tuple(name for name, has in wanted.items() if has)
+
+
+# --- schemes ----------------------------------------------------------------------------------------------------------
+
+
+def of_layers(schemes: Sequence[Scheme]) -> Scheme | Layers:
+    """One scheme where all layers have the same, else the shortest period and how often it repeats."""
+    if len(set(schemes)) == 1:
+        return schemes[0]
+    count = len(schemes)
+    period = next(n for n in range(1, count + 1) if all(schemes[i] == schemes[i % n] for i in range(count)))
+    repeats, rest = divmod(count, period)
+    first = tuple(schemes[:period])
+    return Layers(((first, repeats), *([(first[:rest], 1)] if rest else [])))
+
+
+def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
+    """``layer_types`` of ``config.json``, or a period repeated where it has none."""
+    count = values["num_hidden_layers"]
+    given = values.get("layer_types") or [period[n % len(period)] for n in range(count)]
+    check(len(given) == count, f"config.json: layer_types names {len(given)} layers of {count}")
+    for kind in given:
+        check_choice("config.json: layer_types", kind, (FULL, SLIDING))
+    return given
+
+
+def rope_rules(values: Values) -> dict[str, FrequencyRule | None]:
+    """The frequency rule of full and of sliding layers. They do not name the head's size, which the decoder knows."""
+    found = rotary.from_hf(values)
+    rules = found if isinstance(found, dict) else {FULL: found, SLIDING: found}
+    return {kind: rule if rule is None else dataclasses.replace(rule, head_dim=None) for kind, rule in rules.items()}
+
+
+def rope_schemes(values: Values, types: Sequence[str], *, pairing: str = "half", norm: Any = None) -> Scheme | Layers:
+    """Every layer's scheme: RoPE, and a window where the layer is a sliding one."""
+    rules, window = rope_rules(values), values.get("sliding_window")
+
+    def of(kind: str) -> Scheme:
+        features = None if rules[kind] is None else Rotary(rules[kind], pairing=pairing)
+        return Scheme(norm=norm, features=features, mask=masks.Window(window) if kind == SLIDING else None)
+
+    return of_layers([of(kind) for kind in types])
+
+
+def types_of(config: DecoderConfig) -> list[str]:
+    """Full or sliding, for every layer."""
+    return [FULL if scheme.mask is None else SLIDING for scheme in config.layers.schemes]
+
+
+def window_of(config: DecoderConfig) -> int | None:
+    """The window of the sliding layers. Raises ValueError for another mask than a window."""
+    found = {scheme.mask for scheme in config.layers.schemes} - {None}
+    for mask in found:
+        check(isinstance(mask, masks.Window), f"mask: {shown(mask)} has no place in config.json; a window has")
+    check(len(found) < 2, f"mask: config.json has one window for all layers, found {shown(found)}")
+    return next((mask.size for mask in found), None)
+
+
+def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | None:
+    """The frequency rule of the layers of a kind, or of the first that rotates; None where none does."""
+    pairs = zip(types_of(config), config.layers.schemes, strict=True)
+    found = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
+    check(
+        all(type(features) is Rotary for features in found),
+        f"scheme: {shown(found[0]) if found else None} has no place in config.json. What released models have can be "
+        "written: RoPE under a rule with a to_hf (plain, linear, dynamic NTK, YaRN, LongRoPE, Llama 3), windows, "
+        "learned positions and ALiBi. CoCA and other maps of queries and keys cannot",
+    )
+    return found[0].frequencies if found else None
+
+
+def rope_values(config: DecoderConfig) -> dict[str, Any]:
+    """``rope_parameters`` and ``max_position_embeddings`` of a model with one rule."""
+    rule = rule_of(config)
+    return length_value(config) | ({} if rule is None else {"rope_parameters": rule.to_hf()})
+
+
+def length_value(config: DecoderConfig, key: str = "max_position_embeddings") -> dict[str, int]:
+    """The length that the model is for, as ``config.json`` says it: its own, or that to which its rule extends."""
+    rule = rule_of(config)
+    original, factor = getattr(rule, "original_length", None), getattr(rule, "factor", None) or 1.0
+    if rule is not None and original is not None:
+        return {key: original if rule.hf_type == "dynamic" else max(int(original * factor), config.trained_length or 0)}
+    return {} if config.trained_length is None else {key: config.trained_length}
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+_HOW = ("compute_dtype", "remat", "scan_layers", "implementation", "placement", "trained_length")
+"""Fields that say how a model is computed, not what it is."""
+
+
+def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> None:
+    """Raises ValueError, with the field, unless a config and what is read of its ``config.json`` are the same model."""
+    for field in dataclasses.fields(DecoderConfig):
+        if field.name in _HOW:
+            continue
+        ours, theirs = (_comparable(getattr(c, field.name), c) for c in (config, again))
+        check(
+            ours == theirs,
+            f"{field.name}: the layout of {family.model_type} has no place for {shown(_different(ours, theirs)[0])}; "
+            f"it can say {shown(_different(ours, theirs)[1])}",
+        )
+
+
+def _comparable(value: Any, config: DecoderConfig) -> Any:
+    """A value of a config in a form in which equal models have equal ones."""
+    if isinstance(value, Scheme | Layers):
+        return [_without_size(scheme, config) for scheme in uniform(value, config.num_layers).schemes]
+    return set(value) if isinstance(value, tuple) else value
+
+
+def _without_size(scheme: Scheme, config: DecoderConfig) -> Scheme:
+    rule = scheme.features.frequencies if type(scheme.features) is Rotary else None
+    if rule is None or rule.head_dim != config.head_dim:
+        return scheme
+    return scheme.replace(features=dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None)))
+
+
+def _different(ours: Any, theirs: Any) -> tuple[Any, Any]:
+    """The first two members that differ, where both are lists."""
+    if not isinstance(ours, list):
+        return ours, theirs
+    return next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), (ours, theirs))

@@ -1,0 +1,216 @@
+"""Tensors in safetensors files: mapped, so that a view copies no more than the part that is asked for.
+
+The format is a JSON header and the tensors' bytes (https://github.com/huggingface/safetensors). It is read and written
+here, and not by the ``safetensors`` package, because that slices whole axes of tensors in their own order and saves
+whole arrays alone: a view of a fused tensor on one device's shard, read or written in place, needs the mapped bytes.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from posjax._checks import check
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """Where a tensor is: its file, the first byte in it, dtype and shape."""
+
+    file: str
+    start: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class Folder:
+    """The tensors of a folder of safetensors files, local or at a URL.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        FileNotFoundError: without the folder or a safetensors file in it.
+        ValueError: for files that are broken, and for pickles, which can run code when they are read.
+    """
+
+    def __init__(self, path: str | Path):
+        self._files, self._root = open_folder(path)
+        names = sorted(name for name in self._list() if name.endswith(".safetensors"))
+        self._check_found(names)
+        self.entries: dict[str, Entry] = {}
+        for name in self._indexed(names):
+            self.entries |= self._read_header(name)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor: mapped where the folder is local, fetched where it is not."""
+        entry = self.entries[name]
+        place, size = f"{self._root}/{entry.file}", math.prod(entry.shape) * entry.dtype.itemsize
+        if not size:
+            return np.empty(entry.shape, entry.dtype)
+        if is_local(self._files):
+            return np.memmap(place, entry.dtype, "r", entry.start, entry.shape)
+        content = self._files.cat_file(place, start=entry.start, end=entry.start + size)
+        return np.frombuffer(content, entry.dtype).reshape(entry.shape)
+
+    def _list(self) -> list[str]:
+        return [place.rpartition("/")[2] for place in self._files.ls(self._root, detail=False)]
+
+    def _check_found(self, names: Sequence[str]) -> None:
+        if names:
+            return
+        pickles = [name for name in self._list() if name.endswith(_PICKLES)]
+        check(
+            not pickles,
+            f"{self._root} holds its tensors as a pickle ({pickles[0] if pickles else None}), which can run code when "
+            "it is read; convert it to safetensors first",
+        )
+        raise FileNotFoundError(f"{self._root} holds no *.safetensors file")
+
+    def _indexed(self, names: Sequence[str]) -> Sequence[str]:
+        """The files that the index names; where there is none, all, or that of the whole model if it is there."""
+        if INDEX not in self._list():
+            return ["model.safetensors"] if "model.safetensors" in names else names
+        wanted = sorted(set(read_json(self._files, f"{self._root}/{INDEX}")["weight_map"].values()))
+        lost = [name for name in wanted if name not in names]
+        check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which is not there")
+        return wanted
+
+    def _read_header(self, file: str) -> Iterator[tuple[str, Entry]]:
+        place = f"{self._root}/{file}"
+        total = self._files.size(place)
+        check(total >= 8, f"{place} is no safetensors file: it has {total} bytes")
+        size = int.from_bytes(self._files.cat_file(place, start=0, end=8), "little")
+        check(8 + size <= total, f"{place} is cut short or no safetensors file: its header would end behind its end")
+        header = _header(self._files.cat_file(place, start=8, end=8 + size), place)
+        return [(name, _entry(name, told, file, 8 + size, total, place)) for name, told in header.items()]
+
+
+def _header(content: bytes, place: str) -> dict[str, Any]:
+    try:
+        header = json.loads(content)
+    except ValueError:
+        raise ValueError(f"{place} is no safetensors file: its header is not JSON") from None
+    return {name: told for name, told in header.items() if name != "__metadata__"}
+
+
+def _entry(name: str, told: Mapping[str, Any], file: str, base: int, total: int, place: str) -> Entry:
+    known = told["dtype"] in _DTYPES
+    check(known, f"tensor {name!r} in {place} has dtype {told['dtype']}; {', '.join(_DTYPES)} can be read")
+    start, end = told["data_offsets"]
+    dtype, shape = np.dtype(_DTYPES[told["dtype"]]), tuple(told["shape"])
+    check(base + end <= total, f"{place} is cut short: tensor {name!r} ends behind its end")
+    fits = end - start == math.prod(shape) * dtype.itemsize
+    check(fits, f"{place} is broken: tensor {name!r} has {end - start} bytes, which do not fit its shape {shape}")
+    return Entry(file, base + start, dtype, shape)
+
+
+class Layout(NamedTuple):
+    """A file to be written: its name, its header and where each of its tensors will be."""
+
+    file: str
+    header: bytes
+    entries: dict[str, Entry]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return max(e.start + math.prod(e.shape) * e.dtype.itemsize for e in self.entries.values())
+
+
+def lay_out(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) -> list[Layout]:
+    """The files for tensors of these dtypes and shapes, each of at most ``most`` bytes where tensors are no larger."""
+    groups: list[dict] = [{}]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if groups[-1] and filled + size > most:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = (np.dtype(dtype), tuple(shape), filled, filled + size)
+        filled += size
+    one = len(groups) == 1
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    return [_layout("model.safetensors" if one else name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def _layout(file: str, group: Mapping[str, tuple]) -> Layout:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, (dtype, shape, start, end) in group.items():
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    base = 8 + len(text)
+    entries = {name: Entry(file, base + start, dtype, shape) for name, (dtype, shape, start, _) in group.items()}
+    return Layout(file, len(text).to_bytes(8, "little") + text, entries)
+
+
+def create(folder: Path, layouts: Sequence[Layout]) -> None:
+    """The files with their headers and room for their tensors, and the index where there are several files."""
+    for layout in layouts:
+        with (folder / layout.file).open("wb") as file:
+            file.write(layout.header)
+            file.truncate(layout.size)
+    if len(layouts) > 1:
+        entries = [entry for layout in layouts for entry in layout.entries.values()]
+        total = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+        where = {name: layout.file for layout in layouts for name in layout.entries}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def writable(folder: Path, entry: Entry) -> np.ndarray:
+    """A tensor in a file that ``create`` made, to be written into."""
+    return np.memmap(folder / entry.file, entry.dtype, "r+", entry.start, entry.shape)
+
+
+def open_folder(path: str | Path) -> tuple[Any, str]:
+    """The file system of a path or URL, and the path in it. Raises FileNotFoundError where no folder is."""
+    files, root = open_place(path)
+    if not files.isdir(root):
+        raise FileNotFoundError(f"{path}: there is no such folder")
+    return files, root
+
+
+def open_place(path: str | Path) -> tuple[Any, str]:
+    """The file system of a path or URL, and the path in it."""
+    import fsspec  # only those who read released models need it
+
+    files, root = fsspec.core.url_to_fs(str(path))
+    return files, root.rstrip("/")
+
+
+def is_local(files: Any) -> bool:
+    """Whether a file system is that of this machine."""
+    return "file" in files.protocol
+
+
+def read_json(files: Any, place: str) -> dict[str, Any]:
+    """A JSON object. Raises FileNotFoundError without the file and ValueError for anything else in it."""
+    if not files.isfile(place):
+        raise FileNotFoundError(f"there is no {place}")
+    try:
+        found = json.loads(files.cat_file(place))
+    except ValueError as error:
+        raise ValueError(f"{place} is not valid JSON: {error}") from None
+    check(isinstance(found, dict), f"{place} must hold an object, found {type(found).__name__}")
+    return found

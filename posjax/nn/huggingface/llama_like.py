@@ -1,0 +1,440 @@
+"""Llama and the families that grew out of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from posjax import rotary, scales
+from posjax.nn.config import DecoderConfig
+from posjax.nn.huggingface.family import (
+    FULL,
+    GATED,
+    SLIDING,
+    Family,
+    Values,
+    biases,
+    chosen,
+    key_of,
+    layer_types,
+    length_value,
+    of_layers,
+    rope_rules,
+    rope_schemes,
+    rope_values,
+    rule_of,
+    types_of,
+    window_of,
+)
+from posjax.nn.huggingface.views import View
+from posjax.nn.specs import Norm, Residual
+from posjax.rotary import Rotary
+from posjax.scheme import Scheme
+
+KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "model_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "mlp_dim",
+    "tie_word_embeddings": "tied_head",
+    "max_position_embeddings": "trained_length",
+}
+LAYER = "model.layers.{layer}."
+EMBEDDING = {
+    "embed": View("model.embed_tokens.weight", "vocab embed -> vocab embed"),
+    "head": View("lm_head.weight", "vocab embed -> embed vocab"),
+}
+
+
+def norms(**names: str) -> dict[str, View]:
+    """The views of norms of a block by their names in files."""
+    return {f"block/{ours}/gain": View(f"{LAYER}{theirs}.weight", "embed -> embed") for ours, theirs in names.items()}
+
+
+def projections(attention: str = "self_attn.", mlp: str = "mlp.") -> dict[str, View]:
+    """The views of separate projections, with their biases."""
+    found = {}
+    for ours, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
+        name = f"{LAYER}{attention}{ours}_proj."
+        found[f"block/attention/{ours}"] = View(f"{name}weight", f"({heads} size) embed -> embed {heads} size")
+        found[f"block/attention/{ours}_bias"] = View(f"{name}bias", f"({heads} size) -> {heads} size")
+    for ours in ("gate", "up"):
+        found[f"block/mlp/{ours}"] = View(f"{LAYER}{mlp}{ours}_proj.weight", "mlp embed -> embed mlp")
+        found[f"block/mlp/{ours}_bias"] = View(f"{LAYER}{mlp}{ours}_proj.bias", "mlp -> mlp")
+    return found | outputs(f"{attention}o_proj", f"{mlp}down_proj")
+
+
+def outputs(attention: str, mlp: str) -> dict[str, View]:
+    """The views of the projections back into the residual stream, with their biases."""
+    return {
+        "block/attention/o": View(f"{LAYER}{attention}.weight", "embed (heads size) -> heads size embed"),
+        "block/attention/o_bias": View(f"{LAYER}{attention}.bias", "embed -> embed"),
+        "block/mlp/down": View(f"{LAYER}{mlp}.weight", "embed mlp -> mlp embed"),
+        "block/mlp/down_bias": View(f"{LAYER}{mlp}.bias", "embed -> embed"),
+    }
+
+
+LLAMA_NORMS = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+FINAL_NORM = {"norm/gain": View("model.norm.weight", "embed -> embed")}
+HEAD_NORMS = {
+    f"block/attention/learned/norm/{name}": View(f"{LAYER}self_attn.{name}_norm.weight", "size -> size")
+    for name in "qk"
+}
+
+
+def llama_tensors(config: DecoderConfig) -> dict[str, View]:
+    """Those of Llama and the families that only add to them."""
+    return EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections() | HEAD_NORMS
+
+
+def basics(values: Values) -> dict[str, Any]:
+    """What all of these families say alike."""
+    return {
+        "norm": Norm(eps=values["rms_norm_eps"]),
+        "activation": chosen("hidden_act", values["hidden_act"], GATED),
+        "embedding_scale": 1.0,
+    }
+
+
+def basic_values(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of ``basics``."""
+    return {"rms_norm_eps": config.norm.eps, "hidden_act": key_of(GATED, config.activation)}
+
+
+LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+
+
+def llama_biases(values: Values) -> dict[str, Any]:
+    """Biases as Llama's config names them: those of queries, keys and values with that of the output."""
+    attention = values.get("attention_bias", False)
+    return {"biases": biases(qkv=attention, output=attention, mlp=values.get("mlp_bias", False))}
+
+
+def llama_bias_values(config: DecoderConfig) -> dict[str, bool]:
+    """The keys of ``llama_biases``."""
+    return {"attention_bias": "qkv" in config.biases, "mlp_bias": "mlp" in config.biases}
+
+
+def _rope(values: Values) -> Scheme:
+    return Scheme(features=Rotary(rope_rules(values)[FULL]))
+
+
+def _windowed(values: Values) -> Any:
+    return rope_schemes(values, layer_types(values, (SLIDING if values.get("sliding_window") else FULL,)))
+
+
+def _family(name: str, architecture: str, read: Callable, write: Callable, **others) -> Family:
+    """A family with Llama's keys, norms and activation."""
+    given = {"tensors": llama_tensors, "keys": KEYS, "defaults": {}, **others}
+    given["defaults"] = LLAMA_DEFAULTS | dict(given["defaults"])
+    return Family(
+        name,
+        architecture,
+        read=lambda values: basics(values) | read(values),
+        write=lambda config: basic_values(config) | write(config),
+        **given,
+    )
+
+
+LLAMA = _family(
+    "llama",
+    "LlamaForCausalLM",
+    lambda values: llama_biases(values) | {"scheme": _rope(values)},
+    lambda config: llama_bias_values(config) | rope_values(config),
+)
+
+MISTRAL = _family(
+    "mistral",
+    "MistralForCausalLM",
+    lambda values: {"scheme": _windowed(values)},
+    lambda config: {"sliding_window": window_of(config)} | rope_values(config),
+    defaults={"sliding_window": 4096},
+)
+
+
+def _qwen_types(values: Values) -> list[str]:
+    """Qwen's layers: those from ``max_window_layers`` on are sliding, where windows are used at all."""
+    if not values.get("use_sliding_window"):
+        return [FULL] * values["num_hidden_layers"]
+    first = values.get("max_window_layers", 28)
+    return values.get("layer_types") or [SLIDING if n >= first else FULL for n in range(values["num_hidden_layers"])]
+
+
+def _qwen_values(config: DecoderConfig) -> dict[str, Any]:
+    window = window_of(config)
+    windows = {"layer_types": types_of(config)} | ({} if window is None else {"sliding_window": window})
+    return {"use_sliding_window": window is not None} | windows | rope_values(config)
+
+
+QWEN2 = _family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    lambda values: {"biases": ("qkv",), "scheme": rope_schemes(values, _qwen_types(values))},
+    _qwen_values,
+    defaults={"sliding_window": 4096},
+)
+
+QWEN3 = _family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    lambda values: (
+        {"biases": llama_biases(values)["biases"]}
+        | {"scheme": rope_schemes(values, _qwen_types(values), norm=scales.QKNorm(eps=values["rms_norm_eps"]))}
+    ),
+    lambda config: {"attention_bias": "qkv" in config.biases} | _qwen_values(config),
+    defaults={"sliding_window": 4096, "head_dim": 128},
+)
+
+
+def _smollm3_schemes(values: Values) -> Any:
+    """RoPE, but in every fourth layer, or where ``no_rope_layers`` holds a 0."""
+    rope, count = _rope(values), values["num_hidden_layers"]
+    every = values.get("no_rope_layer_interval", 4)
+    turning = values.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(count)]
+    return of_layers([rope if turns else Scheme() for turns in turning])
+
+
+SMOLLM3 = _family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    lambda values: llama_biases(values) | {"scheme": _smollm3_schemes(values)},
+    lambda config: (
+        llama_bias_values(config)
+        | rope_values(config)
+        | {"no_rope_layers": [int(scheme.rotates) for scheme in config.layers.schemes]}
+    ),
+    fixed={"use_sliding_window": False},
+    defaults={"tie_word_embeddings": True},
+)
+
+GRANITE = _family(
+    "granite",
+    "GraniteForCausalLM",
+    lambda values: (
+        llama_biases(values)
+        | {
+            "scheme": _rope(values),
+            "embedding_scale": float(values["embedding_multiplier"]),
+            "query_scale": float(values["attention_multiplier"]),
+            "residual": Residual(scale=float(values["residual_multiplier"])),
+            "logit_scale": 1.0 / values["logits_scaling"],
+        }
+    ),
+    lambda config: (
+        llama_bias_values(config)
+        | rope_values(config)
+        | {
+            "embedding_multiplier": config.embedding_scale,
+            "attention_multiplier": config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
+            "residual_multiplier": config.residual.scale,
+            "logits_scaling": 1.0 / config.logit_scale,
+        }
+    ),
+    defaults={
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+)
+
+
+# --- Gemma ------------------------------------------------------------------------------------------------------------
+
+_SANDWICH = norms(
+    attention_norm="input_layernorm",
+    attention_after="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_after="post_feedforward_layernorm",
+)
+
+
+def _gemma(values: Values) -> dict[str, Any]:
+    return {
+        "norm": Norm(eps=values["rms_norm_eps"], unit_offset=True),
+        "residual": Residual("both"),
+        "activation": chosen("hidden_activation", values["hidden_activation"], GATED),
+        "embedding_scale": values["hidden_size"] ** 0.5,
+        "query_scale": values["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": values["attn_logit_softcapping"],
+        "logit_softcap": values["final_logit_softcapping"],
+        "biases": biases(qkv=values.get("attention_bias"), output=values.get("attention_bias")),
+    }
+
+
+def _gemma_values(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "rms_norm_eps": config.norm.eps,
+        "hidden_activation": key_of(GATED, config.activation),
+        "query_pre_attn_scalar": _inverse_square(config),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "attention_bias": "qkv" in config.biases,
+        "sliding_window": window_of(config),
+        "layer_types": types_of(config),
+    }
+
+
+def _inverse_square(config: DecoderConfig) -> float:
+    """``query_scale ** -2``, whole where it is so but for rounding."""
+    found = config.head_dim if config.query_scale is None else config.query_scale**-2
+    return round(found) if round(found) ** -0.5 == config.query_scale else found
+
+
+def _gemma_family(name: str, architecture: str, read: Callable, write: Callable, more: dict, defaults: dict) -> Family:
+    return Family(
+        name,
+        architecture,
+        KEYS,
+        lambda values: _gemma(values) | read(values),
+        lambda config: _gemma_values(config) | write(config),
+        lambda config: EMBEDDING | FINAL_NORM | _SANDWICH | projections() | more,
+        {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh"} | defaults,
+        {"use_bidirectional_attention": (None, False)},
+    )
+
+
+GEMMA2 = _gemma_family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    lambda values: {"scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)))},
+    rope_values,
+    {},
+    {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "head_dim": 256,
+    },
+)
+
+
+def _gemma3_rules(config: DecoderConfig) -> dict[str, Any]:
+    rules = {kind: rule_of(config, kind) for kind in dict.fromkeys(types_of(config))}
+    rules = {kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()}
+    return length_value(config) | {"rope_parameters": {kind: rule.to_hf() for kind, rule in rules.items()}}
+
+
+GEMMA3 = _gemma_family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    lambda values: {
+        "scheme": rope_schemes(
+            values,
+            layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 6) - 1) + (FULL,)),
+            norm=scales.QKNorm(eps=values["rms_norm_eps"], unit_offset=True),
+        )
+    },
+    _gemma3_rules,
+    HEAD_NORMS,
+    {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "head_dim": 256,
+    },
+)
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+OLMO2 = _family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    lambda values: (
+        {"biases": llama_biases(values)["biases"], "scheme": _rope(values)}
+        | {"residual": Residual("after"), "projection_norm": True}
+    ),
+    lambda config: {"attention_bias": "qkv" in config.biases} | rope_values(config),
+    tensors=lambda config: (
+        EMBEDDING
+        | FINAL_NORM
+        | norms(attention_after="post_attention_layernorm", mlp_after="post_feedforward_layernorm")
+        | projections()
+        | {
+            f"block/attention/{name}_norm/gain": View(
+                f"{LAYER}self_attn.{name}_norm.weight", f"({heads} size) -> {heads} size"
+            )
+            for name, heads in (("q", "heads"), ("k", "kv_heads"))
+        }
+    ),
+    defaults={"rms_norm_eps": 1e-5},
+)
+
+_QKV = "(heads+kv_heads+kv_heads size) embed -> embed {} size"
+PHI3 = _family(
+    "phi3",
+    "Phi3ForCausalLM",
+    lambda values: {"scheme": _windowed(values)},
+    lambda config: {"sliding_window": window_of(config)} | _phi3_rope(config),
+    tensors=lambda config: (
+        EMBEDDING
+        | FINAL_NORM
+        | LLAMA_NORMS
+        | outputs("self_attn.o_proj", "mlp.down_proj")
+        | {
+            f"block/attention/{name}": View(f"{LAYER}self_attn.qkv_proj.weight", _QKV.format(heads), part)
+            for part, (name, heads) in enumerate((("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")))
+        }
+        | {
+            f"block/mlp/{name}": View(f"{LAYER}mlp.gate_up_proj.weight", "(2 mlp) embed -> embed mlp", part)
+            for part, name in enumerate(("gate", "up"))
+        }
+    ),
+    defaults={"rms_norm_eps": 1e-5},
+)
+
+
+def _phi3_rope(config: DecoderConfig) -> dict[str, Any]:
+    """Phi-3 reads the original length outside of the rope parameters."""
+    found = rope_values(config)
+    original = found.get("rope_parameters", {}).get("original_max_position_embeddings")
+    return found if original is None else found | {"original_max_position_embeddings": original}
+
+
+def _cohere_schemes(values: Values) -> Any:
+    """RoPE in sliding layers; none in those that see everything."""
+    types = layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 4) - 1) + (FULL,))
+    turning = rope_schemes(values, [SLIDING], pairing="interleaved")
+    return of_layers([turning if kind == SLIDING else Scheme() for kind in types])
+
+
+COHERE2 = Family(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    KEYS,
+    lambda values: {
+        "norm": Norm("layer", values["layer_norm_eps"]),
+        "residual": Residual(parallel=True, shared_norm=True),
+        "activation": chosen("hidden_act", values["hidden_act"], GATED),
+        "embedding_scale": 1.0,
+        "logit_scale": float(values["logit_scale"]),
+        "biases": llama_biases(values)["biases"],
+        "scheme": _cohere_schemes(values),
+    },
+    lambda config: (
+        {
+            "layer_norm_eps": config.norm.eps,
+            "hidden_act": key_of(GATED, config.activation),
+            "logit_scale": config.logit_scale,
+            "attention_bias": "qkv" in config.biases,
+            "sliding_window": window_of(config),
+            "layer_types": types_of(config),
+        }
+        | rope_values(config)
+    ),
+    lambda config: EMBEDDING | FINAL_NORM | norms(attention_norm="input_layernorm") | projections(),
+    {
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "logit_scale": 0.0625,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    {"use_qk_norm": False},
+)
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, OLMO2, PHI3, COHERE2)

@@ -1,0 +1,260 @@
+"""Released models into decoders, each device's part straight from the bytes of the files."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from posjax._checks import check, check_choice, nearest
+from posjax.nn.config import DecoderConfig
+from posjax.nn.decoder import Decoder, logical_axes
+from posjax.nn.huggingface.family import Family, sizes_of
+from posjax.nn.huggingface.files import Entry, Folder, open_place, read_json
+from posjax.nn.huggingface.registry import family_of, read_config
+from posjax.nn.huggingface.views import View, check_shape
+
+CONFIG = "config.json"
+_CHANGES = ("compute_dtype", "remat", "scan_layers", "implementation", "placement")
+
+
+class Source(Protocol):
+    """Where the tensors of a released model are.
+
+    Attributes:
+        entries: what is there, by name.
+    """
+
+    entries: Mapping[str, Entry]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A whole tensor; mapped where that is possible."""
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """What ``config.json`` of a released model says, or what the metadata of a GGUF file says in its words.
+
+    Raises:
+        FileNotFoundError: without the folder or the file.
+        ValueError: for a file that is no JSON.
+    """
+    if is_gguf(path):
+        from posjax.nn.huggingface.gguf import GGUF
+
+        return GGUF(path).values
+    files, root = open_place(path)
+    return read_json(files, f"{root}/{CONFIG}")
+
+
+def open_source(path: str | Path) -> Source:
+    """The tensors of a folder of safetensors files, or of a GGUF file."""
+    if is_gguf(path):
+        from posjax.nn.huggingface.gguf import GGUF
+
+        return GGUF(path)
+    return Folder(path)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return str(path).endswith(".gguf")
+
+
+def is_released(path: str | Path) -> bool:
+    """Whether a path is that of a released model: a GGUF file, or a folder with a ``config.json``."""
+    files, root = open_place(path)
+    return files.isfile(root) if is_gguf(path) else files.isfile(f"{root}/{CONFIG}")
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    dtype: str | None = "float32",
+    sharding: Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding] | None = None,
+    **changes,
+) -> Decoder:
+    """A released model as a ``Decoder``.
+
+    Tensors are read one layer at a time and straight into the devices' shards: beside the arrays on the devices, a host
+    needs room for its part of the largest tensor.
+
+    Args:
+        path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
+            a local GGUF file. The families are those of ``nn.huggingface.FAMILIES``.
+        dtype: of the parameters; None keeps that of the files.
+        sharding: of a parameter, from the logical names of its axes and its shape; see ``logical_axes``. All on one
+            device when left out.
+        changes: fields of ``DecoderConfig`` that say how it is computed: ``compute_dtype``, ``remat``,
+            ``scan_layers``, ``implementation``, ``placement``. Another scheme is given to ``Decoder.with_scheme``.
+
+    Raises:
+        FileNotFoundError: without the model.
+        ValueError: for a family or option that ``Decoder`` has not; for tensors that are missing, unexpected or of
+            another shape than the config says; for pickles.
+    """
+    for name in changes:
+        check_choice("changes", name, _CHANGES)
+    values = read_values(path)
+    config = dataclasses.replace(read_config(values), **changes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    abstract = nnx.to_pure_dict(state)
+    source = open_source(path)
+    wanted = _wanted(source, family_of(values), config, abstract, dtype)
+    if sharding is not None:
+        axes = logical_axes(nnx.merge(graph, state))
+        wanted = jax.tree.map(partial(_placed, sharding), wanted, axes, is_leaf=_is_struct)
+    nnx.replace_by_pure_dict(state, read_parameters(source, values, config, wanted))
+    return nnx.merge(graph, state)
+
+
+def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderConfig, wanted: Any) -> Any:
+    """The parameters of a decoder from the tensors of a released model.
+
+    Args:
+        source: the tensors.
+        values: of ``config.json``.
+        config: what ``read_config`` gave for them.
+        wanted: the tree of parameters as ``jax.ShapeDtypeStruct``, with shardings or without.
+
+    Raises:
+        ValueError: for tensors that are missing, unexpected or of another shape.
+    """
+    family, sizes = family_of(values), sizes_of(config)
+    named = named_parameters(wanted)
+    check_tensors(source, family, config, named)
+    views = family.tensors(config)
+
+    def read(name: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        place = place_of(name, config)
+        own = partial(_read, source, family, views[place.name], sizes)
+        return own(struct, None) if place.layers is None else _stacked(own, struct, place.layers)
+
+    return jax.tree.unflatten(jax.tree.structure(wanted), [read(*pair) for pair in named])
+
+
+class Place(NamedTuple):
+    """Where a parameter of a decoder belongs: its name in a family's tensors, and its layers if it is in a stack."""
+
+    name: str
+    layers: Sequence[int] | None
+
+
+def named_parameters(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree of parameters with their paths, as in ``"stacks/0/0/attention/q"``."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+
+
+def place_of(name: str, config: DecoderConfig) -> Place:
+    """Where the parameter of a path belongs."""
+    if not name.startswith("stacks/"):
+        return Place(name, None)
+    _, pattern, number, rest = name.split("/", 3)
+    sizes = [(len(schemes), repeats) for schemes, repeats in config.layers.patterns]
+    before = sum(period * repeats for period, repeats in sizes[: int(pattern)])
+    period, repeats = sizes[int(pattern)]
+    first = before + int(number)
+    return Place(f"block/{rest}", range(first, first + period * repeats, period))
+
+
+def tensors_of(place: Place, view: View) -> list[str]:
+    """The names of the tensors of a parameter."""
+    return [view.name] if place.layers is None else [view.name.format(layer=layer) for layer in place.layers]
+
+
+def check_tensors(source: Source, family: Family, config: DecoderConfig, named: Sequence[tuple[str, Any]]) -> None:
+    """Raises ValueError for tensors that are missing, unexpected or of another shape than the config says."""
+    views, sizes, used = family.tensors(config), sizes_of(config), set()
+    for name, _ in named:
+        place = place_of(name, config)
+        check(place.name in views, f"the layout of {family.model_type} has no tensor for the parameter {name}")
+        for tensor in tensors_of(place, views[place.name]):
+            used.add(found := _find(source, family, tensor))
+            check_shape(views[place.name], sizes, found, source.entries[found].shape)
+    head = views["head"].name if config.tied_head and "head" in views else None
+    extra = [name for name in source.entries if name not in used and not _is_ignored(name, family, head)]
+    check(
+        not extra,
+        f"unexpected tensors: {', '.join(extra[:3])}{f' and {len(extra) - 3} more' if len(extra) > 3 else ''}; "
+        f"config.json of {family.model_type} says nothing of them",
+    )
+
+
+def _is_ignored(name: str, family: Family, head: str | None) -> bool:
+    return name == head or any(name == end or name.endswith(f".{end}") for end in family.ignored)
+
+
+def _find(source: Source, family: Family, name: str) -> str:
+    """The name in the files, with the family's prefix or without."""
+    for found in (name, name.removeprefix(family.prefix)):
+        if found in source.entries:
+            return found
+    raise ValueError(f"tensor {name!r} is missing{nearest(name, tuple(source.entries), 'the files')}")
+
+
+def _wanted(source: Source, family: Family, config: DecoderConfig, abstract: Any, dtype: str | None) -> Any:
+    """The abstract parameters with the dtype that is asked for, or that of the files."""
+    named = named_parameters(abstract)
+    if dtype is not None:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract)
+    check_tensors(source, family, config, named)
+    views = family.tensors(config)
+
+    def kept(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        place = place_of(name, config)
+        first = _find(source, family, tensors_of(place, views[place.name])[0])
+        return jax.ShapeDtypeStruct(leaf.shape, source.entries[first].dtype)
+
+    return jax.tree.unflatten(jax.tree.structure(abstract), [kept(*pair) for pair in named])
+
+
+def _placed(sharding: Callable, struct: jax.ShapeDtypeStruct, axes: tuple) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding(axes, struct.shape))
+
+
+def _is_struct(node: Any) -> bool:
+    return isinstance(node, jax.ShapeDtypeStruct)
+
+
+def _read(source: Source, family: Family, view: View, sizes, struct: jax.ShapeDtypeStruct, layer: int | None) -> jax.Array:
+    """A parameter, or one layer of it, from its tensor."""
+    name = _find(source, family, view.name if layer is None else view.name.format(layer=layer))
+    tensor = source.tensor(name)
+    dtype = np.dtype(struct.dtype)
+    return jax.make_array_from_callback(
+        struct.shape, _sharding(struct), lambda index: view.read(tensor, sizes, index, dtype)
+    )
+
+
+def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, layers: Sequence[int]) -> jax.Array:
+    """Layer after layer put into one array on the devices."""
+    whole = _sharding(struct)
+    one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))
+    stack = jax.jit(lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=whole)()
+    put = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=whole)
+    for row, layer in enumerate(layers):
+        stack = put(stack, read(one, layer), row, 0)
+        # One layer at a time on the host: what is dispatched keeps what it was given.
+        jax.block_until_ready(stack)
+    return stack
+
+
+def _sharding(struct: jax.ShapeDtypeStruct) -> Sharding:
+    if struct.sharding is not None:
+        return struct.sharding
+    return SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
+
+
+def _of_layer(sharding: Sharding) -> Sharding:
+    """The sharding of one layer of a stack."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    layers, *rest = (*sharding.spec, None)
+    check(layers is None, f"sharding: the axis of layers must be whole on every device, found {sharding.spec}")
+    return NamedSharding(sharding.mesh, PartitionSpec(*rest))

@@ -1,0 +1,70 @@
+"""The families of released models by ``model_type``, and a ``Decoder``'s config from and to ``config.json``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from posjax._checks import check, check_choice
+from posjax.nn.config import DecoderConfig
+from posjax.nn.huggingface import llama_like
+from posjax.nn.huggingface.family import Family, check_same
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in llama_like.FAMILIES}
+"""Families by ``model_type``. Where a decoder fits several, the first is the one that it is written as."""
+
+
+def family_of(values: Mapping[str, Any]) -> Family:
+    """The family of a ``config.json``. Raises ValueError for one that is not here, and names those that are."""
+    check("model_type" in values, "config.json lacks model_type: it is no configuration of a released model")
+    check_choice("config.json: model_type", values["model_type"], tuple(FAMILIES))
+    return FAMILIES[values["model_type"]]
+
+
+def read_config(values: Mapping[str, Any]) -> DecoderConfig:
+    """The ``DecoderConfig`` of a ``config.json``.
+
+    Raises:
+        ValueError: for a family, an activation, a rope type or an option that ``Decoder`` has not, and missing keys.
+    """
+    family = family_of(values)
+    given = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
+    given |= {key: None for key, value in family.defaults.items() if key in values and values[key] is None}
+    for key, wanted in family.fixed.items():
+        fits = wanted if isinstance(wanted, tuple) else (wanted,)
+        found = values.get(key, fits[0])
+        check(found in fits, f"config.json: {key} {found!r} is an option that Decoder has not; {fits[0]!r} would work")
+    lacking = [key for key, field in family.keys.items() if key not in given and field in _NEEDED]
+    check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
+    fields = {field: given[key] for key, field in family.keys.items() if given.get(key) is not None}
+    return DecoderConfig(**fields | family.read(given))
+
+
+_NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
+
+
+def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """The keys of ``config.json`` that say what a decoder is.
+
+    Raises:
+        ValueError: for what the layout has no place for, with the field of the config.
+    """
+    values = {key: getattr(config, field) for key, field in family.keys.items() if getattr(config, field) is not None}
+    values |= {"model_type": family.model_type, "architectures": [family.architecture]} | family.write(config)
+    check_same(family, config, read_config(values))
+    return values
+
+
+def fitting_family(config: DecoderConfig) -> Family:
+    """The first family whose layout can say a config.
+
+    Raises:
+        ValueError: if none can, with the reason of Llama's.
+    """
+    reasons = {}
+    for family in FAMILIES.values():
+        try:
+            write_config(config, family)
+        except (ValueError, AttributeError) as error:
+            reasons[family.model_type] = error
+            continue
+        return family
+    raise ValueError(f"no released layout can say this decoder; llama's: {reasons['llama']}")

@@ -1,0 +1,173 @@
+"""Decoders into the layout of released models, every device's part straight into the bytes of the files."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from posjax._checks import check, check_positive
+from posjax.nn.config import DecoderConfig
+from posjax.nn.decoder import Decoder
+from posjax.nn.huggingface.family import Family, sizes_of
+from posjax.nn.huggingface.files import Layout, create, is_local, lay_out, open_place, writable
+from posjax.nn.huggingface.load import CONFIG, is_gguf, named_parameters, place_of, read_values, tensors_of
+from posjax.nn.huggingface.registry import FAMILIES, family_of, fitting_family, write_config
+from posjax.nn.huggingface.views import View
+
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a released folder that go with it as they are."""
+
+# What other versions of transformers call what is written here, or what no longer holds.
+_STALE = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "torch_dtype", "dtype")
+_STALE += ("transformers_version", "quantization_config")
+
+
+def save_pretrained(
+    decoder: Decoder,
+    path: str | Path,
+    *,
+    like: str | Path | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a decoder in the layout of Hugging Face: ``config.json`` and ``*.safetensors``.
+
+    Every process writes its own devices' parts; all of them must see the folder. Files appear under their names when
+    all is written.
+
+    Args:
+        decoder: the model.
+        path: the folder, local or a URL of fsspec. It must not hold a model.
+        like: a released model whose other files (the tokenizer, ...) and other keys of ``config.json`` go with it.
+        family: the ``model_type`` to write; that of ``like``, or else the first whose layout can say the config.
+        dtype: of the tensors; that of the parameters when left out.
+        max_file_bytes: the most that one file holds, but for tensors that are larger.
+
+    Raises:
+        ValueError: for a decoder that the layout has no place for (CoCA, ReRoPE, ...), and a folder that holds a model.
+    """
+    check_positive("max_file_bytes", max_file_bytes)
+    given = {} if like is None else read_values(like)
+    chosen = _family(decoder.config, family, given)
+    values = {key: value for key, value in given.items() if key not in _STALE}
+    values |= write_config(decoder.config, chosen)
+    parameters = named_parameters(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+    tensors = _tensors(decoder.config, chosen, parameters, dtype)
+    values["dtype"] = np.dtype(next(iter(tensors.values()))[0]).name
+    files, root = open_place(path)
+    check(not files.exists(f"{root}/{CONFIG}"), f"{path} holds a model already; choose another folder")
+    local = Path(root if is_local(files) else f"{root.replace('/', '_')}.upload")
+    partial = local.with_name(f"{local.name}.partial")
+    layouts = lay_out(tensors, max_file_bytes)
+    if jax.process_index() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        create(partial, layouts)
+        (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        _copy_others(like, partial)
+    _wait("created")
+    _write(decoder.config, chosen, parameters, layouts, partial)
+    _wait("written")
+    if jax.process_index() == 0:
+        _publish(partial, files, root)
+
+
+def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) -> Family:
+    if name is None and not like:
+        return fitting_family(config)
+    return family_of({"model_type": name} if name is not None else like)
+
+
+def _tensors(config: DecoderConfig, family: Family, parameters: list, dtype: str | None) -> dict[str, tuple]:
+    """Dtype and shape of every tensor, those of a layer after those of the layer before."""
+    views, sizes, found = family.tensors(config), sizes_of(config), {}
+    for name, leaf in parameters:
+        place = place_of(name, config)
+        check(
+            place.name in views,
+            f"the layout of {family.model_type} has no tensor for the parameter {name} of shape {leaf.shape}",
+        )
+        view = views[place.name]
+        for row, tensor in enumerate(tensors_of(place, view)):
+            layer = -1 if place.layers is None else place.layers[row]
+            found[tensor] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
+    ordered = sorted(found.items(), key=lambda item: (item[1][0], item[0]))
+    return {name: (kind, shape) for name, (_, kind, shape) in ordered}
+
+
+def _write(config: DecoderConfig, family: Family, parameters: list, layouts: list[Layout], folder: Path) -> None:
+    views, sizes = family.tensors(config), sizes_of(config)
+    entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
+    for name, leaf in parameters:
+        place = place_of(name, config)
+        view = views[place.name]
+        for tensor, index, values in _parts(leaf, tensors_of(place, view), place.layers is not None):
+            target = writable(folder, entries[tensor])
+            view.write(target, sizes, index, values.astype(target.dtype))
+            target.flush()
+
+
+def _parts(leaf: jax.Array, tensors: list[str], stacked: bool) -> Iterator[tuple[str, tuple, np.ndarray]]:
+    """For every shard of this process, one layer at a time: the tensor, the place in the parameter, the numbers."""
+    for shard in leaf.addressable_shards:
+        if shard.replica_id != 0:
+            continue
+        if not stacked:
+            yield tensors[0], shard.index, np.asarray(shard.data)
+            continue
+        for row, tensor in enumerate(tensors):
+            yield tensor, shard.index[1:], np.asarray(shard.data[row])
+
+
+def _copy_others(like: str | Path | None, folder: Path) -> None:
+    """The tokenizer and the like, from beside a released model or out of a GGUF file."""
+    if like is None:
+        return
+    if is_gguf(like):
+        from posjax.nn.huggingface.gguf import GGUF
+
+        for name, content in GGUF(like).tokenizer_files().items():
+            (folder / name).write_text(content, encoding="utf-8")
+        return
+    files, root = open_place(like)
+    for name in COPIED:
+        if files.isfile(f"{root}/{name}"):
+            (folder / name).write_bytes(files.cat_file(f"{root}/{name}"))
+
+
+def _publish(partial: Path, files: Any, root: str) -> None:
+    """Puts what is written where it was asked for, ``config.json`` last."""
+    names = sorted((file.name for file in partial.iterdir()), key=lambda name: name == CONFIG)
+    if not is_local(files):
+        for name in names:
+            files.put_file(str(partial / name), f"{root}/{name}")
+        shutil.rmtree(partial)
+        return
+    Path(root).mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (partial / name).replace(Path(root) / name)
+    partial.rmdir()
+
+
+def _wait(stage: str) -> None:
+    """Until every process is there."""
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import sync_global_devices
+
+        sync_global_devices(f"save_pretrained: {stage}")
