@@ -5,10 +5,10 @@ from typing import Any
 
 from posjax._checks import check, check_choice
 from posjax.nn.config import DecoderConfig
-from posjax.nn.huggingface import llama_like
+from posjax.nn.huggingface import gpt_like, llama_like
 from posjax.nn.huggingface.family import Family, check_same
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in llama_like.FAMILIES}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*llama_like.FAMILIES, *gpt_like.FAMILIES)}
 """Families by ``model_type``. Where a decoder fits several, the first is the one that it is written as."""
 
 

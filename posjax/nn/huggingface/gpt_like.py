@@ -1,0 +1,461 @@
+"""GPT-2 and the families with its kind of blocks: LayerNorm, plain MLPs, fused queries, keys and values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from posjax import absolute, bias, rotary
+from posjax._checks import check
+from posjax.nn.config import DecoderConfig
+from posjax.nn.huggingface.family import (
+    FULL,
+    PLAIN,
+    Family,
+    Values,
+    biases,
+    chosen,
+    key_of,
+    rope_rules,
+    rope_values,
+    rule_of,
+)
+from posjax.nn.huggingface.views import View
+from posjax.nn.specs import Norm, Residual
+from posjax.rotary import Rotary
+from posjax.scheme import Scheme
+
+EQUAL = ("q", "heads"), ("k", "heads"), ("v", "heads")
+ALL_BIASES = ("qkv", "output", "mlp")
+
+
+def norm(ours: str, theirs: str) -> dict[str, View]:
+    """The views of a LayerNorm."""
+    return {
+        f"{ours}/gain": View(f"{theirs}.weight", "embed -> embed"),
+        f"{ours}/bias": View(f"{theirs}.bias", "embed -> embed"),
+    }
+
+
+def matrix(ours: str, theirs: str, pattern: str, bias_pattern: str = "embed -> embed") -> dict[str, View]:
+    """The views of a projection that is no part of a fused one, and of its bias."""
+    return {ours: View(f"{theirs}.weight", pattern), f"{ours}_bias": View(f"{theirs}.bias", bias_pattern)}
+
+
+def mlp(layer: str, up: str, down: str) -> dict[str, View]:
+    """The views of a plain MLP in torch's Linear layers."""
+    return matrix("block/mlp/up", f"{layer}{up}", "mlp embed -> embed mlp", "mlp -> mlp") | matrix(
+        "block/mlp/down", f"{layer}{down}", "embed mlp -> mlp embed"
+    )
+
+
+def output(layer: str, name: str) -> dict[str, View]:
+    """The views of the output projection of attention in a Linear layer."""
+    return matrix("block/attention/o", f"{layer}{name}", "embed (heads size) -> heads size embed")
+
+
+def fused(name: str, rows: str, parts: Sequence[tuple[str, str]]) -> dict[str, View]:
+    """The views of queries, keys and values in one Linear layer whose rows are split so."""
+    found = {}
+    for part, (ours, kept) in enumerate(parts):
+        found[f"block/attention/{ours}"] = View(f"{name}.weight", f"({rows}) embed -> embed {kept} size", part)
+        found[f"block/attention/{ours}_bias"] = View(f"{name}.bias", f"({rows}) -> {kept} size", part)
+    return found
+
+
+def layer_norm(values: Values, key: str, has_bias: bool = True) -> dict[str, Any]:
+    """The norm, and the scale of embeddings, which is 1 in all of these families."""
+    return {"norm": Norm("layer", values[key], bias=has_bias), "embedding_scale": 1.0}
+
+
+def hidden_width(values: Values, key: str, width: str) -> dict[str, int]:
+    """The MLP's width, four times the model's where ``config.json`` does not say it."""
+    return {"mlp_dim": values.get(key) or 4 * values[width]}
+
+
+# --- GPT-2 ------------------------------------------------------------------------------------------------------------
+
+_GPT_KEYS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "model_dim",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_positions": "trained_length",
+    "n_inner": "mlp_dim",
+    "tie_word_embeddings": "tied_head",
+}
+_GPT_DEFAULTS = {"n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+_H = "transformer.h.{layer}."
+_GPT_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.embed_positions")
+
+
+def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
+    """Its Conv1D layers hold matrices the other way round than Linear layers do."""
+    found = {
+        "embed": View("transformer.wte.weight", "vocab embed -> vocab embed"),
+        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
+        "embedding/embedding/embedding": View("transformer.wpe.weight", "positions embed -> positions embed"),
+    }
+    for part, name in enumerate("qkv"):
+        heads, fused_name = "embed (3 heads size) -> embed heads size", f"{_H}attn.c_attn"
+        found[f"block/attention/{name}"] = View(f"{fused_name}.weight", heads, part)
+        found[f"block/attention/{name}_bias"] = View(f"{fused_name}.bias", "(3 heads size) -> heads size", part)
+    found |= matrix("block/attention/o", f"{_H}attn.c_proj", "(heads size) embed -> heads size embed")
+    found |= matrix("block/mlp/up", f"{_H}mlp.c_fc", "embed mlp -> embed mlp", "mlp -> mlp")
+    found |= matrix("block/mlp/down", f"{_H}mlp.c_proj", "mlp embed -> mlp embed")
+    found |= norm("block/attention_norm", f"{_H}ln_1") | norm("block/mlp_norm", f"{_H}ln_2")
+    return found | norm("norm", "transformer.ln_f")
+
+
+def _learned(config: DecoderConfig) -> dict[str, int]:
+    """The number of learned positions. Raises ValueError for a decoder without."""
+    spec = config.layers.embedding
+    check(type(spec) is absolute.Learned, f"embedding: GPT-2 has learned positions, found {spec}")
+    return {"n_positions": spec.max_length}
+
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    _GPT_KEYS,
+    lambda values: (
+        layer_norm(values, "layer_norm_epsilon")
+        | hidden_width(values, "n_inner", "n_embd")
+        | {"activation": chosen("activation_function", values["activation_function"], PLAIN), "biases": ALL_BIASES}
+        | {"scheme": Scheme(embedding=absolute.Learned(values["n_positions"]))}
+    ),
+    lambda config: (
+        {"layer_norm_epsilon": config.norm.eps, "activation_function": key_of(PLAIN, config.activation)}
+        | _learned(config)
+    ),
+    _gpt2_tensors,
+    _GPT_DEFAULTS | {"tie_word_embeddings": True},
+    {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    "transformer.",
+    _GPT_BUFFERS,
+)
+
+# --- GPT-J ------------------------------------------------------------------------------------------------------------
+
+
+def _gptj_tensors(config: DecoderConfig) -> dict[str, View]:
+    found = {"embed": View("transformer.wte.weight", "vocab embed -> vocab embed")}
+    found |= matrix("head", "lm_head", "vocab embed -> embed vocab", "vocab -> vocab")
+    for name in "qkv":
+        heads = "(heads size) embed -> embed heads size"
+        found[f"block/attention/{name}"] = View(f"{_H}attn.{name}_proj.weight", heads)
+    found |= output(_H, "attn.out_proj") | mlp(_H, "mlp.fc_in", "mlp.fc_out")
+    return found | norm("block/attention_norm", f"{_H}ln_1") | norm("norm", "transformer.ln_f")
+
+
+def _gptj_scheme(values: Values) -> Scheme:
+    size = values["n_embd"] // values["n_head"]
+    share = (values["rotary_dim"] or size) / size
+    return Scheme(features=Rotary(rotary.Plain(partial_rotary_factor=share), pairing="interleaved"))
+
+
+def _gptj_values(config: DecoderConfig) -> dict[str, Any]:
+    rule = rule_of(config)
+    share = 1.0 if rule is None else rule.partial_rotary_factor
+    return {
+        "layer_norm_epsilon": config.norm.eps,
+        "activation_function": key_of(PLAIN, config.activation),
+        "rotary_dim": round(share * config.head_dim),
+    }
+
+
+GPTJ = Family(
+    "gptj",
+    "GPTJForCausalLM",
+    _GPT_KEYS,
+    lambda values: (
+        layer_norm(values, "layer_norm_epsilon")
+        | hidden_width(values, "n_inner", "n_embd")
+        | {"activation": chosen("activation_function", values["activation_function"], PLAIN)}
+        | {"biases": ("mlp", "head"), "residual": Residual(parallel=True, shared_norm=True)}
+        | {"scheme": _gptj_scheme(values)}
+    ),
+    _gptj_values,
+    _gptj_tensors,
+    _GPT_DEFAULTS | {"n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False},
+    {},
+    "transformer.",
+    _GPT_BUFFERS,
+)
+
+# --- GPT-NeoX, Pythia -------------------------------------------------------------------------------------------------
+
+_NEOX = "gpt_neox.layers.{layer}."
+
+
+def _neox_tensors(config: DecoderConfig) -> dict[str, View]:
+    """The head is ``embed_out`` in files, whatever ``state_dict`` calls it."""
+    found = {
+        "embed": View("gpt_neox.embed_in.weight", "vocab embed -> vocab embed"),
+        "head": View("embed_out.weight", "vocab embed -> embed vocab"),
+    }
+    found |= fused(f"{_NEOX}attention.query_key_value", "heads 3 size", EQUAL)
+    found |= output(_NEOX, "attention.dense") | mlp(_NEOX, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    found |= norm("block/attention_norm", f"{_NEOX}input_layernorm")
+    found |= norm("block/mlp_norm", f"{_NEOX}post_attention_layernorm")
+    return found | norm("norm", "gpt_neox.final_layer_norm")
+
+
+def _neox_biases(values: Values) -> tuple[str, ...]:
+    attention = values["attention_bias"]
+    return biases(qkv=attention, output=attention, mlp=True)
+
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "model_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "mlp_dim",
+        "max_position_embeddings": "trained_length",
+        "tie_word_embeddings": "tied_head",
+    },
+    lambda values: (
+        layer_norm(values, "layer_norm_eps")
+        | {"activation": chosen("hidden_act", values["hidden_act"], PLAIN), "biases": _neox_biases(values)}
+        | {"residual": Residual(parallel=values["use_parallel_residual"])}
+        | {"scheme": Scheme(features=Rotary(rope_rules(values)[FULL]))}
+    ),
+    lambda config: (
+        {
+            "layer_norm_eps": config.norm.eps,
+            "hidden_act": key_of(PLAIN, config.activation),
+            "attention_bias": "qkv" in config.biases,
+            "use_parallel_residual": config.residual.parallel,
+        }
+        | _neox_rope(config)
+    ),
+    _neox_tensors,
+    {
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "use_parallel_residual": True,
+        "intermediate_size": 24576,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
+    {},
+    "gpt_neox.",
+    ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+)
+
+
+def _neox_rope(config: DecoderConfig) -> dict[str, Any]:
+    """transformers 4 reads ``rotary_pct`` and ``rotary_emb_base``, transformers 5 the rope parameters."""
+    found, rule = rope_values(config), rule_of(config)
+    if rule is None:
+        return found
+    older = {"rotary_pct": rule.partial_rotary_factor, "rotary_emb_base": rule.base}
+    parameters = found["rope_parameters"] | {"partial_rotary_factor": rule.partial_rotary_factor}
+    return found | older | {"rope_parameters": parameters}
+
+
+# --- BLOOM ------------------------------------------------------------------------------------------------------------
+
+
+def _bloom_tensors(config: DecoderConfig) -> dict[str, View]:
+    found = {
+        "embed": View("transformer.word_embeddings.weight", "vocab embed -> vocab embed"),
+        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
+    }
+    found |= fused(f"{_H}self_attention.query_key_value", "heads 3 size", EQUAL)
+    found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    found |= norm("block/attention_norm", f"{_H}input_layernorm")
+    found |= norm("block/mlp_norm", f"{_H}post_attention_layernorm")
+    found |= norm("embedding_norm", "transformer.word_embeddings_layernorm")
+    return found | norm("norm", "transformer.ln_f")
+
+
+BLOOM = Family(
+    "bloom",
+    "BloomForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "model_dim",
+        "n_layer": "num_layers",
+        "n_head": "num_heads",
+        "seq_length": "trained_length",
+        "tie_word_embeddings": "tied_head",
+    },
+    lambda values: (
+        layer_norm(values, "layer_norm_epsilon")
+        | {"activation": "gelu", "biases": ALL_BIASES, "embedding_norm": True, "mlp_dim": 4 * values["hidden_size"]}
+        | {"scheme": Scheme(bias=bias.ALiBi())}
+    ),
+    lambda config: {"layer_norm_epsilon": config.norm.eps},
+    _bloom_tensors,
+    {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    {"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
+    "transformer.",
+    (),
+)
+
+# --- MPT --------------------------------------------------------------------------------------------------------------
+
+_BLOCKS = "transformer.blocks.{layer}."
+
+
+def _mpt_tensors(config: DecoderConfig) -> dict[str, View]:
+    found = {
+        "embed": View("transformer.wte.weight", "vocab embed -> vocab embed"),
+        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
+    }
+    found |= fused(f"{_BLOCKS}attn.Wqkv", "3 heads size", EQUAL)
+    found |= output(_BLOCKS, "attn.out_proj") | mlp(_BLOCKS, "ffn.up_proj", "ffn.down_proj")
+    found |= norm("block/attention_norm", f"{_BLOCKS}norm_1") | norm("block/mlp_norm", f"{_BLOCKS}norm_2")
+    return found | norm("norm", "transformer.norm_f")
+
+
+_MPT_ATTENTION = {
+    "attn_type": ("multihead_attention",),
+    "alibi": (True,),
+    "alibi_bias_max": (8,),
+    "clip_qkv": (None,),
+    "qk_ln": (False,),
+    "prefix_lm": (False,),
+    "attn_uses_sequence_id": (False,),
+}
+"""Options of MPT's attention, with the values that ``Decoder`` has."""
+
+
+def _mpt(values: Values) -> dict[str, Any]:
+    attention = {"alibi": False} | (values.get("attn_config") or {})
+    for key, fits in _MPT_ATTENTION.items():
+        found = attention.get(key, fits[0])
+        why = f"config.json: attn_config.{key} {found!r} is an option that Decoder has not; {fits[0]!r} would work"
+        check(found in fits, why)
+    heads = values["n_heads"]
+    check(
+        heads & (heads - 1) == 0,
+        f"config.json: n_heads {heads}: MPT orders the slopes of ALiBi otherwise than its paper unless the number of "
+        "heads is a power of 2; such a model cannot be read",
+    )
+    return {
+        "query_scale": attention.get("softmax_scale"),
+        "mlp_dim": values["expansion_ratio"] * values["d_model"],
+        "activation": "gelu-exact",
+        "scheme": Scheme(bias=bias.ALiBi()),
+    }
+
+
+def _mpt_values(config: DecoderConfig) -> dict[str, Any]:
+    attention = {key: fits[0] for key, fits in _MPT_ATTENTION.items()} | {"softmax_scale": config.query_scale}
+    return {
+        "layer_norm_epsilon": config.norm.eps,
+        "expansion_ratio": config.mlp_dim // config.model_dim,
+        "attn_config": attention,
+        "no_bias": True,
+    }
+
+
+MPT = Family(
+    "mpt",
+    "MptForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "d_model": "model_dim",
+        "n_layers": "num_layers",
+        "n_heads": "num_heads",
+        "max_seq_len": "trained_length",
+        "tie_word_embeddings": "tied_head",
+    },
+    lambda values: layer_norm(values, "layer_norm_epsilon", has_bias=False) | _mpt(values),
+    _mpt_values,
+    _mpt_tensors,
+    {"layer_norm_epsilon": 1e-5, "expansion_ratio": 4, "tie_word_embeddings": True},
+    {"no_bias": True, "logit_scale": None, "norm_type": "low_precision_layernorm", "embedding_fraction": 1.0},
+    "transformer.",
+    (),
+)
+
+# --- Falcon -----------------------------------------------------------------------------------------------------------
+
+_FALCON_ROWS = "kv_heads each+1+1 size"
+_FALCON_PARTS = ("q", "(kv_heads each)"), ("k", "kv_heads"), ("v", "kv_heads")
+
+
+def _falcon_tensors(config: DecoderConfig) -> dict[str, View]:
+    """Queries of a group stand before its key and its value; so with one group (Falcon 7B) they do for all heads."""
+    found = {
+        "embed": View("transformer.word_embeddings.weight", "vocab embed -> vocab embed"),
+        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
+    }
+    found |= fused(f"{_H}self_attention.query_key_value", _FALCON_ROWS, _FALCON_PARTS)
+    found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    shared = config.residual.shared_norm
+    found |= norm("block/attention_norm", f"{_H}{'input_layernorm' if shared else 'ln_attn'}")
+    return found | norm("block/mlp_norm", f"{_H}ln_mlp") | norm("norm", "transformer.ln_f")
+
+
+def _falcon(values: Values) -> dict[str, Any]:
+    new, bias_everywhere = values["new_decoder_architecture"], values["bias"]
+    check(
+        new or values["multi_query"],
+        "config.json: a Falcon with neither new_decoder_architecture nor multi_query cannot be read",
+    )
+    two = new and (values.get("num_ln_in_parallel_attn") or 2) == 2
+    return {
+        "num_kv_heads": (values.get("num_kv_heads") or values["num_attention_heads"]) if new else 1,
+        "activation": chosen("activation", values["activation"], PLAIN),
+        "residual": Residual(parallel=True, shared_norm=not two),
+        "biases": ALL_BIASES if bias_everywhere else (),
+        "scheme": Scheme(features=Rotary(rope_rules(values)[FULL])),
+    }
+
+
+def _falcon_values(config: DecoderConfig) -> dict[str, Any]:
+    two = not config.residual.shared_norm
+    return {
+        "layer_norm_epsilon": config.norm.eps,
+        "activation": key_of(PLAIN, config.activation),
+        "bias": "mlp" in config.biases,
+        "new_decoder_architecture": two or config.num_kv_heads > 1,
+        "multi_query": config.num_kv_heads == 1,
+        "num_kv_heads": config.num_kv_heads,
+        "num_ln_in_parallel_attn": 2 if two else None,
+        "parallel_attn": True,
+        "alibi": False,
+        "ffn_hidden_size": config.mlp_dim,
+    } | rope_values(config)
+
+
+FALCON = Family(
+    "falcon",
+    "FalconForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "model_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "max_position_embeddings": "trained_length",
+        "tie_word_embeddings": "tied_head",
+    },
+    lambda values: (
+        layer_norm(values, "layer_norm_epsilon")
+        | hidden_width(values, "ffn_hidden_size", "hidden_size")
+        | _falcon(values)
+    ),
+    _falcon_values,
+    _falcon_tensors,
+    {
+        "layer_norm_epsilon": 1e-5,
+        "activation": "gelu",
+        "bias": False,
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    {"alibi": False, "parallel_attn": True},
+    "transformer.",
+    ("rotary_emb.inv_freq",),
+)
+
+FAMILIES = (GPT2, GPTJ, GPT_NEOX, BLOOM, MPT, FALCON)
