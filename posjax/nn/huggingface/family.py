@@ -196,7 +196,9 @@ def _without_size(scheme: Scheme, config: DecoderConfig) -> Scheme:
     rule = scheme.features.frequencies if type(scheme.features) is Rotary else None
     if rule is None or rule.head_dim != config.head_dim:
         return scheme
-    return scheme.replace(features=dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None)))
+    return scheme.replace(
+        features=dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None))
+    )
 
 
 def _different(ours: Any, theirs: Any) -> tuple[Any, Any]:

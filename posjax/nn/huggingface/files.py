@@ -7,6 +7,7 @@ whole arrays alone: a view of a fused tensor on one device's shard, read or writ
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,6 +182,12 @@ def create(folder: Path, layouts: Sequence[Layout]) -> None:
 def writable(folder: Path, entry: Entry) -> np.ndarray:
     """A tensor in a file that ``create`` made, to be written into."""
     return np.memmap(folder / entry.file, entry.dtype, "r+", entry.start, entry.shape)
+
+
+def sync(file: Path) -> None:
+    """Until what is written into a file is on the disk."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def open_folder(path: str | Path) -> tuple[Any, str]:

@@ -313,7 +313,9 @@ GEMMA2 = _gemma_family(
 
 def _gemma3_rules(config: DecoderConfig) -> dict[str, Any]:
     rules = {kind: rule_of(config, kind) for kind in dict.fromkeys(types_of(config))}
-    rules = {kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()}
+    rules = {
+        kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()
+    }
     return length_value(config) | {"rope_parameters": {kind: rule.to_hf() for kind, rule in rules.items()}}
 
 

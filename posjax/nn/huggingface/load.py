@@ -1,7 +1,7 @@
 """Released models into decoders, each device's part straight from the bytes of the files."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -222,7 +222,9 @@ def _is_struct(node: Any) -> bool:
     return isinstance(node, jax.ShapeDtypeStruct)
 
 
-def _read(source: Source, family: Family, view: View, sizes, struct: jax.ShapeDtypeStruct, layer: int | None) -> jax.Array:
+def _read(
+    source: Source, family: Family, view: View, sizes, struct: jax.ShapeDtypeStruct, layer: int | None
+) -> jax.Array:
     """A parameter, or one layer of it, from its tensor."""
     name = _find(source, family, view.name if layer is None else view.name.format(layer=layer))
     tensor = source.tensor(name)

@@ -14,10 +14,9 @@ from posjax._checks import check, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
 from posjax.nn.huggingface.family import Family, sizes_of
-from posjax.nn.huggingface.files import Layout, create, is_local, lay_out, open_place, writable
+from posjax.nn.huggingface.files import Layout, create, is_local, lay_out, open_place, sync, writable
 from posjax.nn.huggingface.load import CONFIG, is_gguf, named_parameters, place_of, read_values, tensors_of
-from posjax.nn.huggingface.registry import FAMILIES, family_of, fitting_family, write_config
-from posjax.nn.huggingface.views import View
+from posjax.nn.huggingface.registry import family_of, fitting_family, write_config
 
 COPIED = (
     "tokenizer.json",
@@ -83,6 +82,8 @@ def save_pretrained(
         _copy_others(like, partial)
     _wait("created")
     _write(decoder.config, chosen, parameters, layouts, partial)
+    for layout in layouts:
+        sync(partial / layout.file)
     _wait("written")
     if jax.process_index() == 0:
         _publish(partial, files, root)
@@ -120,7 +121,6 @@ def _write(config: DecoderConfig, family: Family, parameters: list, layouts: lis
         for tensor, index, values in _parts(leaf, tensors_of(place, view), place.layers is not None):
             target = writable(folder, entries[tensor])
             view.write(target, sizes, index, values.astype(target.dtype))
-            target.flush()
 
 
 def _parts(leaf: jax.Array, tensors: list[str], stacked: bool) -> Iterator[tuple[str, tuple, np.ndarray]]:

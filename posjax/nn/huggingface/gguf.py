@@ -1,0 +1,221 @@
+"""GGUF files of the llama architecture, read in the words of Hugging Face; numbers are dequantised to float32."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posjax._checks import check, check_choice
+from posjax.nn.huggingface.files import Entry
+
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+}
+_SCALINGS = {"linear": "linear", "yarn": "yarn"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+# How text is split before its pairs are merged, by llama.cpp's names: the pre-tokenizer of a tokenizer.json.
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_SPLITS = {
+    "gpt-2": _BYTES,
+    "default": _BYTES,
+    "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
+}
+_NORMAL, _CONTROL = 1, 3
+
+
+class GGUF:
+    """The tensors and the metadata of a GGUF file.
+
+    Args:
+        path: a local file.
+
+    Raises:
+        FileNotFoundError: without the file.
+        ValueError: for another architecture than llama, a mixture of experts, frequencies that are not in the metadata,
+            or a file that is no GGUF.
+        ModuleNotFoundError: without the package gguf.
+    """
+
+    def __init__(self, path: str | Path):
+        check("://" not in str(path), f"{path}: a GGUF file must be local; download it first")
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no {path}")
+        self._reader = _reader(path)
+        self._fields = self._reader.fields
+        found = self._get("general.architecture")
+        check(found == "llama", f"{path} is a GGUF of the architecture {found!r}; llama can be read")
+        check(not self._get("llama.expert_count"), f"{path} is a mixture of experts, which Decoder has not")
+        self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
+        check(
+            "rope_freqs.weight" not in self._tensors,
+            f"{path} has frequencies of its own (rope_freqs.weight), whose rule the file does not say; read the "
+            "model's safetensors",
+        )
+        self.entries: Mapping[str, Entry] = {
+            name: Entry(str(path), 0, np.dtype(np.float32), tuple(int(n) for n in reversed(tensor.shape)))
+            for name, tensor in self._tensors.items()
+        }
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The metadata as a ``config.json`` would say it."""
+        found = {theirs: self._get(f"llama.{ours}") for ours, theirs in _KEYS.items()}
+        found = {key: _shortest(value) for key, value in found.items() if value is not None}
+        rotated, size = self._get("llama.rope.dimension_count"), self._head_dim
+        check(rotated in (None, size), f"llama.rope.dimension_count must be the head's size, {size}, found {rotated}")
+        names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+        ids = {theirs: self._get(f"tokenizer.ggml.{ours}") for ours, theirs in names.items()}
+        return {
+            "model_type": "llama",
+            "vocab_size": self.entries["model.embed_tokens.weight"].shape[0],
+            "tie_word_embeddings": "lm_head.weight" not in self.entries,
+            "hidden_act": "silu",
+            **found,
+            **({"rope_scaling": scaling} if (scaling := self._scaling()) else {}),
+            **{key: value for key, value in ids.items() if value is not None},
+        }
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor in float32, its rows in Hugging Face's order."""
+        from gguf.quants import dequantize
+
+        stored = self._tensors[name]
+        found = np.asarray(dequantize(stored.data, stored.tensor_type), np.float32).reshape(self.entries[name].shape)
+        heads = {"self_attn.q_proj": "head_count", "self_attn.k_proj": "head_count_kv"}
+        own = next((key for part, key in heads.items() if f".{part}." in name), None)
+        return found if own is None else _halves(found, self._heads(own))
+
+    def tokenizer_files(self) -> dict[str, str]:
+        """``tokenizer.json`` and ``tokenizer_config.json`` of the file's own tokenizer.
+
+        Raises:
+            ValueError: for another kind than byte-level BPE, or a split of words that is not known here.
+        """
+        kind, split = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre") or "default"
+        check(kind == "gpt2", f"the tokenizer of this GGUF is {kind!r}; 'gpt2', byte-level BPE, can be read")
+        check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
+        tokens = self._get("tokenizer.ggml.tokens")
+        types = self._get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+        added = [
+            {"id": n, "content": token, "special": kind == _CONTROL} | _ADDED
+            for n, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind != _NORMAL
+        ]
+        whole = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": _SPLITS[split],
+            "post_processor": None,
+            "decoder": _BYTES,
+            "model": _BPE
+            | {
+                "vocab": {token: n for n, token in enumerate(tokens)},
+                "merges": [merge.split(" ") for merge in self._get("tokenizer.ggml.merges")],
+            },
+        }
+        return {
+            "tokenizer.json": json.dumps(whole, ensure_ascii=False),
+            "tokenizer_config.json": json.dumps(self._special(tokens), ensure_ascii=False, indent=2),
+        }
+
+    def _special(self, tokens: list[str]) -> dict[str, Any]:
+        names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        ids = {key: self._get(f"tokenizer.ggml.{ours}_token_id") for ours, key in names.items()}
+        found = {key: tokens[n] for key, n in ids.items() if n is not None}
+        template = self._get("tokenizer.chat_template")
+        found |= {"chat_template": template} if template else {}
+        return found | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+    def _get(self, key: str) -> Any:
+        field = self._fields.get(key)
+        return None if field is None else field.contents()
+
+    def _heads(self, key: str) -> int:
+        found = self._get(f"llama.attention.{key}")
+        return self._get("llama.attention.head_count") if found is None else found
+
+    @property
+    def _head_dim(self) -> int:
+        size = self._get("llama.attention.key_length")
+        return self._get("llama.embedding_length") // self._heads("head_count") if size is None else size
+
+    def _scaling(self) -> dict[str, Any] | None:
+        kind = self._get("llama.rope.scaling.type")
+        if kind in (None, "none"):
+            return None
+        check_choice("llama.rope.scaling.type", kind, tuple(_SCALINGS))
+        original = self._get("llama.rope.scaling.original_context_length")
+        found = {"rope_type": _SCALINGS[kind], "factor": self._get("llama.rope.scaling.factor")}
+        return found | ({"original_max_position_embeddings": original} if original and kind == "yarn" else {})
+
+    @staticmethod
+    def _name(name: str) -> str:
+        """A tensor's name in Hugging Face's words; as it is where there is none."""
+        part, _, kind = name.rpartition(".")
+        if part in _OUTER_NAMES:
+            return f"{_OUTER_NAMES[part]}.{kind}"
+        block, layer, inner = (*part.split("."), "", "")[:3]
+        return (
+            f"model.layers.{layer}.{_LAYER_NAMES[inner]}.{kind}" if block == "blk" and inner in _LAYER_NAMES else name
+        )
+
+
+_ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+_BPE = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+
+
+def _reader(path: str | Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("a GGUF file needs the package gguf: pip install posjax[hf]") from None
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{path} is no GGUF file that can be read: {error}") from None
+
+
+def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp stores a head's channels in pairs (t, t + d/2); here they are in halves again."""
+    half = rows.shape[0] // heads // 2
+    return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _shortest(value: Any) -> Any:
+    """A float32 as the shortest number that it rounds: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
