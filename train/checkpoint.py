@@ -31,7 +31,7 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 from train import integrity, report
 from train.config import Config, differences, dump, parse, parse_text, to_dict
 from train.distributed import decide, gather, is_loss
-from train.machine import versions
+from train.machine import own_versions
 from train.model import build_model
 from train.paths import check_checkpoints, is_local, path, write_file
 from train.step import TrainState
@@ -43,8 +43,6 @@ RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", "results.jsonl")
 ) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog"}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
-
-_PACKAGES = ("posjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def check_run(config: Config, directory: Path) -> None:
@@ -73,12 +71,7 @@ def _create_run(config: Config, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if not _started(directory):
         write_file(directory / "config.yaml", dump(config))
-        write_file(directory / "versions.json", json.dumps(_versions(), indent=2) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    """The versions of everything that decides a number, and the device's name."""
-    return {"device": jax.devices()[0].device_kind, **versions(_PACKAGES)}
+        write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
 
 
 def _started(directory: Path) -> bool:

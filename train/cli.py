@@ -61,8 +61,9 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
 
 
 def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
-    """The run directory that an argument names: itself, on this machine or at a URL, or that of a config."""
-    return path if "://" in path or Path(path).is_dir() else load(path, overrides).directory
+    """The run or released model that an argument names: itself, on this machine or at a URL, or that of a config."""
+    here = "://" in path or Path(path).is_dir() or path.endswith(".gguf")
+    return path if here else load(path, overrides).directory
 
 
 def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> int:
@@ -72,6 +73,16 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
 
     generate(directory, prompt, Sampling(**sampling), overrides)
     print()
+    return 0
+
+
+def export(path: str, overrides: Sequence[str], folder: str) -> int:
+    """write a trained run as a released model: config.json, safetensors, the tokenizer"""
+    directory = _run_of(path, overrides)
+    from train.export import export
+
+    export(directory, folder, overrides)
+    print(f"{folder} holds the model")
     return 0
 
 
@@ -130,6 +141,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "evaluate": evaluate,
     "generate": generate,
     "search": search,
+    "export": export,
     "tasks": tasks,
     "bench": bench,
     "plan": plan,
@@ -143,6 +155,7 @@ _ARGUMENTS = {
         },
         "--loop": {"action": "store_true", "help": "time the training loop of a config beside its bare jitted step"},
     },
+    "export": {"folder": {"metavar": "FOLDER", "help": "to be written, local or at a URL"}},
     "generate": {
         "--prompt": {"default": "", "help": "the text to continue"},
         "--tokens": {"type": int, "default": 200, "help": "how many tokens at most (200)"},
@@ -215,8 +228,8 @@ def _parser() -> _Parser:
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         sub.add_argument("config", metavar="CONFIG", help="a YAML file")
-        sub.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config")
         for argument, settings in _ARGUMENTS.get(name, {}).items():
             sub.add_argument(argument, **settings)
+        sub.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config")
         sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
     return parser

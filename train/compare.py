@@ -96,7 +96,7 @@ def members(config: Config) -> list[Config]:
 def _check_entry(config: Config, entry: SchemeConfig) -> None:
     """Raises ValueError, with the entry's label, for a scheme that cannot be built or does not fit the model."""
     try:
-        evaluated_scheme(entry, config.model.num_layers)
+        evaluated_scheme(config, entry)
         config.stage_number(entry.stage)
         if not entry.only_measured:
             _check_stages(replace(config, scheme=entry))

@@ -26,6 +26,7 @@ from train.settings import (
     ContextConfig,
     DataConfig,
     EvaluateConfig,
+    InitConfig,
     MeshConfig,
     ModelConfig,
     MonitorConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "ContextConfig",
     "DataConfig",
     "EvaluateConfig",
+    "InitConfig",
     "MeshConfig",
     "ModelConfig",
     "MonitorConfig",
@@ -63,6 +65,9 @@ class Config:
     the one before, with an optimizer and a schedule of its own. `scheme` is another scheme, `extend` changes options of
     the one there is, as in ``extend: {frequencies: {name: yarn, ...}}``. Without stages the run is one.
 
+    `init` is the path of a released model, from which the training starts: shape, scheme and tokenizer are those of the
+    model, so that `model` needs none of its keys, and `scheme` is ``released`` unless it names another.
+
     `imports` names modules that are imported before the scheme is built: those that register methods of one's own
     (``posjax.register``). They lie in the working directory, on PYTHONPATH or are installed, wherever the run is used.
     """
@@ -71,6 +76,7 @@ class Config:
     output: str = "runs"
     seed: int = 0
     imports: tuple[str, ...] = ()
+    init: InitConfig = field(default_factory=InitConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
@@ -154,7 +160,7 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 # What may change between the start of a run and its resumption without changing a single number of the training.
-_FREE_SECTIONS = ("name", "output", "imports", "data.cache", "monitor", "evaluate", "compare")
+_FREE_SECTIONS = ("name", "output", "imports", "init.path", "data.cache", "monitor", "evaluate", "compare")
 # How a model computes, not what: equal up to rounding, and another mesh may need another.
 _FREE_MODEL = ("model.remat", "model.scan_layers")
 _FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
@@ -185,9 +191,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -
     values = _read_yaml(text, str(path))
     values = {} if values is None else values
     check(isinstance(values, dict), f"{path}: a config is a mapping of keys to values, found {values!r}")
+    return load_values({"name": path.stem, **values}, overrides, kind)
+
+
+def load_values(values: dict[str, Any], overrides: Sequence[str] = (), kind: type = Config) -> Any:
+    """A config from the mapping that YAML gives, with overrides; errors are as in `load`."""
     for override in overrides:
         _override(values, override)
-    values.setdefault("name", path.stem)
     return parse(values, kind)
 
 
@@ -201,12 +211,21 @@ def parse_text(text: str, where: str, kind: type = Config) -> Any:
 def parse(values: Mapping[str, Any], kind: type = Config) -> Any:
     """A config from the plain mapping that YAML gives; unknown keys, wrong types and bad values are refused.
 
-    The modules that it names under `imports` are imported.
+    A released model under `init` fills in what the config leaves to it. The modules named under `imports` are imported.
     """
+    if kind is Config and isinstance(values, Mapping) and _starts_from(values.get("init")):
+        from train.released import resolved  # which imports jax, as a config without init need not
+
+        values = resolved(values)
     config = _section(values, kind, "")
     for name in getattr(config, "imports", ()):
         _import(name)
     return config
+
+
+def _starts_from(init: Any) -> bool:
+    """Whether a config names a released model."""
+    return bool(init.get("path") if isinstance(init, Mapping) else init)
 
 
 def _import(name: str) -> None:
@@ -327,6 +346,8 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is SchemeConfig:
         return _scheme(value, path)
+    if kind is InitConfig and isinstance(value, str):
+        return InitConfig(value)
     if dataclasses.is_dataclass(kind):
         return _section(value, kind, path)
     if origin is types.UnionType:

@@ -35,7 +35,7 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
         if name in found and found[name].shape == shape:
             return found[name]
         block, _, projection = name.rpartition("/attention/")
-        if projection in ("q", "k") and _becomes_coca(*schemes.get(block, (None, None))):
+        if projection in ("q", "k", "q_bias", "k_bias") and _becomes_coca(*schemes.get(block, (None, None))):
             merged = merge_projection(found[name], schemes[block][1].features.pairing)
             if merged.shape == shape:
                 return merged

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from posjax import nn
 from posjax.sampling import Drawn
-from train.checkpoint import restore_model
 from train.data import load_tokenizer
-from train.evaluate.saved import check_causal, load_saved
+from train.evaluate.saved import check_causal
 from train.model import evaluated_scheme
+from train.restore import config_of, restore
 
 _CHUNK = 64  # tokens of the prompt at a time
 
@@ -118,13 +118,13 @@ def generate(
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
     that would need another training, and for models that do not predict the next token.
     """
-    directory, write = Path(directory), write or partial(print, end="", flush=True)
-    config = load_saved(directory, overrides)
+    write = write or partial(print, end="", flush=True)
+    config = config_of(directory, overrides)
     check_causal(config)
-    scheme = evaluated_scheme(config.scheme, config.model.num_layers)
-    model = restore_model(directory)[1].with_scheme(scheme)
     tokenizer = load_tokenizer(config.data)
     tokens = tokenizer.encode(prompt.encode("utf-8"))[:-1]
+    scheme = evaluated_scheme(config, length=len(tokens) + sampling.tokens)
+    model = restore(directory, config)[1].with_scheme(scheme)
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     made: list[int] = []
     told = 0

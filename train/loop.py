@@ -24,7 +24,8 @@ from train.mesh import make_mesh
 from train.model import check_model, placement
 from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
 from train.paths import path, write_file
-from train.settings.checks import check_distinct
+from train.restore import as_released, initial_parameters
+from train.settings.checks import check, check_distinct
 from train.sharding import global_batch, rows_of_process
 from train.step import Program, StepMetrics, TrainState, build_program
 
@@ -159,9 +160,11 @@ def _held_out(config: Config) -> Any:
 def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
     """The program of a stage, traced: what attention or the loss refuses is refused here."""
     train = config.train
+    check(train.steps > 0, "train.steps is 0: there is nothing to train; evaluate and compare measure a model as it is")
     check_model(config)
     mesh = make_mesh(train.mesh, train.rows // train.accumulate)
     program = build_program(config, mesh)
+    before = as_released(config) if before is None and config.init.path else before
     if before is not None:
         check_continues(before, config)
     field = jax.ShapeDtypeStruct((train.rows, train.length), np.int32)
@@ -229,6 +232,8 @@ class Run:
 
     def _first_state(self, stage: Stage, saved: Saved | None, stream: Any) -> tuple[TrainState, int]:
         """The state to go on from: the saved one, that of the saved parameters of the stage before, or a new one."""
+        if saved is None and stage.config.init.path:
+            return stage.program.begin(initial_parameters(stage.config, stage.mesh)), 0
         if saved is None:
             return stage.program.initialize(), 0
         if saved.stage == stage.number:

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+PACKAGES = ("posjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+"""Those whose versions decide a number."""
+
 
 def processor() -> str:
     """The name of this machine's processor, as far as the system tells it, and how many cores it has."""
@@ -27,6 +30,13 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def own_versions() -> dict[str, str]:
+    """The versions of everything that decides a number, and the device's name."""
+    import jax  # which the config's reader must not load
+
+    return {"device": jax.devices()[0].device_kind, **versions(PACKAGES)}
 
 
 def resident_peak_bytes() -> int:

@@ -12,15 +12,35 @@ from posjax._checks import check
 from posjax.attention.sharded import Placement
 from posjax.layers import Layers
 from posjax.layout import Layout
+from posjax.nn.huggingface import read_config
 from posjax.presets import scheme, scheme_options
 from posjax.scheme import Scheme
 from train.config import Config, SchemeConfig
 from train.data import load_tokenizer
+from train.extension import completed
 from train.mesh import BATCH_AXES
+
+RELEASED = "released"
+"""The name of the scheme of the model under ``init``."""
+
+
+def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Layers:
+    """The scheme that is trained, that of the config or of another entry, without the entry's extension.
+
+    Raises ValueError as `build_scheme` does, and for the scheme of a released model where there is none.
+    """
+    entry = config.scheme if entry is None else entry
+    if entry.name != RELEASED:
+        return build_scheme(entry, config.model.num_layers)
+    check(bool(config.init.values), "scheme: 'released' is the scheme of the model under init; name one there")
+    check(
+        not entry.options, f"scheme: 'released' takes no options, found {sorted(entry.options)}; extend may change it"
+    )
+    return read_config(config.init.values).scheme
 
 
 def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
-    """The scheme that is trained: ``posjax.scheme(name, **options)``, without the entry's extension.
+    """``posjax.scheme(name, **options)`` of an entry.
 
     Recipes whose layers differ get the model's ``num_layers``. Raises ValueError for an unknown name or option, and for
     slots that do not compose.
@@ -31,9 +51,20 @@ def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
     return scheme(entry.name, **options)
 
 
-def evaluated_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
-    """The scheme of an entry with its extension. Raises ValueError for one that does not exist or cannot extend."""
-    return build_scheme(entry, num_layers).extend(**entry.extend)
+def evaluated_scheme(config: Config, entry: SchemeConfig | None = None, length: int | None = None) -> Scheme | Layers:
+    """The scheme of an entry with its extension, for texts of a length; the longest of the evaluation when left out.
+
+    Options that the extension leaves out follow from that and from the length the model was made for. Raises ValueError
+    for a scheme that does not exist or cannot extend.
+    """
+    entry = config.scheme if entry is None else entry
+    longest = max(config.evaluate.lengths) if length is None else length
+    return scheme_of(config, entry).extend(**completed(entry.extend, own_length(config), longest))
+
+
+def own_length(config: Config) -> int:
+    """The length that the model was made for: that of its training, unless a released one was made for more."""
+    return max(config.model.trained_length or 0, config.train.length)
 
 
 def check_model(config: Config) -> None:
@@ -45,7 +76,7 @@ def check_model(config: Config) -> None:
     _check_reach(config)
 
     def forward(key):
-        rule = build_scheme(config.scheme, config.model.num_layers).positions
+        rule = scheme_of(config).positions
         drawn = {} if rule is None else rule.draw(key, 1, config.train.length)._asdict()
         tokens = jnp.zeros((1, config.train.length), jnp.int32)
         return build_model(config)(tokens, **{name: value for name, value in drawn.items() if value is not None})
@@ -54,7 +85,12 @@ def check_model(config: Config) -> None:
 
 
 def _check_vocabulary(config: Config) -> None:
-    found, needed = config.model.vocabulary, load_tokenizer(config.data).vocabulary_size
+    tokenizer = load_tokenizer(config.data)
+    found, needed = config.model.vocabulary, tokenizer.vocabulary_size
+    check(
+        config.model.causal or tokenizer.mask != tokenizer.eos,
+        "model.causal: the tokenizer has no mask token of its own; data.special_tokens=added would work",
+    )
     check(
         not found or found >= needed,
         f"model.vocabulary: the tokenizer has {needed} tokens, found {found}; leave it out, or take {needed} or more",
@@ -64,7 +100,7 @@ def _check_vocabulary(config: Config) -> None:
 def _check_reach(config: Config) -> None:
     """Absolute embeddings may have an end, behind which they are NaN."""
     length = config.train.length
-    reach = getattr(build_scheme(config.scheme, config.model.num_layers).embedding, "reach", length)
+    reach = getattr(scheme_of(config).embedding, "reach", length)
     check(
         reach >= length,
         f"scheme: {config.scheme.name} tells {reach} positions apart, but train.length is {length}; "
@@ -83,8 +119,9 @@ def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig
         "norm": nn.Norm(**vars(config.model.norm)),
         "residual": nn.Residual(**vars(config.model.residual)),
         "placement": placement(config, mesh),
+        "trained_length": own_length(config),
     }
-    return nn.DecoderConfig(**fields, scheme=build_scheme(config.scheme, config.model.num_layers))
+    return nn.DecoderConfig(**fields, scheme=scheme_of(config))
 
 
 def placement(config: Config, mesh: Mesh | None) -> Placement:

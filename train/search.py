@@ -17,12 +17,13 @@ from posjax._checks import check
 from posjax.positions import as_array
 from posjax.rotary import LongRoPE, longrope
 from posjax.scheme import Scheme
-from train.checkpoint import FOUND, restore_model
+from train.checkpoint import FOUND
 from train.config import Config
-from train.evaluate.saved import held_out_tokens, load_saved
+from train.evaluate.saved import held_out_tokens
 from train.evaluate.windows import full_pieces, last_windows
-from train.model import build_scheme
+from train.model import own_length, scheme_of
 from train.paths import write_file
+from train.restore import config_of, restore, results_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,12 +60,11 @@ def search(
 
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
     """
-    directory = Path(directory)
-    config = load_saved(directory, overrides)
-    scheme, trained = _rope(config), config.train.length
+    config = config_of(directory, overrides)
+    scheme, trained = _rope(config), own_length(config)
     check(length > trained, f"--length must exceed the training length, {trained}, found {length}")
     rule = scheme.features.frequencies
-    _, model = restore_model(directory)
+    _, model = restore(directory, config)
     half = rule.rotary_dim(model.config.head_dim) // 2
     initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
     sizes = {"population": population, "parents": max(2, population // 2)}
@@ -75,14 +75,16 @@ def search(
         told(f"iteration {number}: {value:.4f} nats per token")
     kept = {name: getattr(found.rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **kept}}
-    write_file(directory / FOUND, json.dumps({"extend": extension, "fitness": found.fitness}) + "\n")
+    target = results_of(directory, config)
+    target.mkdir(parents=True, exist_ok=True)
+    write_file(target / FOUND, json.dumps({"extend": extension, "fitness": found.fitness}) + "\n")
     told(f"extend: {json.dumps(extension)}")
     return found.rule
 
 
 def _rope(config: Config) -> Scheme:
     """The run's scheme, which must rotate by plain RoPE over the whole head."""
-    scheme = build_scheme(config.scheme, config.model.num_layers)
+    scheme = scheme_of(config)
     rule = scheme.features.frequencies if isinstance(scheme, Scheme) and scheme.rotates else None
     plain = type(rule) is rotary.Plain and rule.partial_rotary_factor == 1
     check(plain, f"search rescales plain RoPE over the whole head; {config.scheme.name!r} has none")

@@ -17,7 +17,7 @@ from posjax.nn import logical_axes
 from train.config import Config
 from train.data import Batch, Tokenizer, load_tokenizer
 from train.loss import Losses, token_losses
-from train.model import build_model, build_scheme, placement
+from train.model import build_model, placement, scheme_of
 from train.optimizer import STAYS, labels, learning_rate, make_optimizer
 from train.sharding import named_sharding, optimizer_shardings, tree_shardings
 
@@ -83,7 +83,7 @@ def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: La
     Drawn ids run through a row, across its documents, which do not see each other; they are put into the places of the
     `layout`, in which the batch is.
     """
-    rule = build_scheme(config.scheme, config.model.num_layers).positions
+    rule = scheme_of(config).positions
     where = {"positions": batch.positions}
     if rule is not None:
         drawn = rule.draw(key, *batch.tokens.shape)._asdict()
@@ -98,7 +98,7 @@ def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: La
 
 def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], parameters: Any) -> Any:
     """The parameters with new random features (Performer's projections) every ``redraw_every`` steps."""
-    kernel = getattr(build_scheme(config.scheme, config.model.num_layers), "linear", None)
+    kernel = getattr(scheme_of(config), "linear", None)
     if kernel is None or not kernel.random or not config.train.redraw_every:
         return parameters
 

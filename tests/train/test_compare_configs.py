@@ -22,7 +22,7 @@ def test_every_model_of_a_config_can_be_built_and_extended(path):
     for member in members(config)[:: len(config.compare.seeds)]:
         model = nnx.eval_shape(lambda member=member: build_model(member))
         for entry in member.compare.schemes:
-            extended = evaluated_scheme(entry, config.model.num_layers)
+            extended = evaluated_scheme(config, entry)
             assert model.with_scheme(extended).config.scheme == extended
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import UInt, UInt16
 
+from posjax.nn.huggingface.gguf import GGUF
 from train.config import DataConfig
 from train.data.storage import open_url, optional
 
@@ -59,10 +60,15 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     system, path = open_url(config.tokenizer, "data.tokenizer")
     if not system.isfile(path):
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}")
+    if path.endswith(".gguf"):
+        files = GGUF(config.tokenizer).tokenizer_files()
+        declared = _named(json.loads(files["tokenizer_config.json"]))
+        return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own=True)
     content = system.cat_file(path)
+    own = config.special_tokens == "own"
     if path.endswith(".json"):
-        return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]), config.tokenizer)
-    return SentencePieceTokenizer(content, config.tokenizer)
+        return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]), config.tokenizer, own)
+    return SentencePieceTokenizer(content, config.tokenizer, own)
 
 
 def token_type(vocabulary_size: int) -> np.dtype:
@@ -113,6 +119,17 @@ class Specials(NamedTuple):
     vocabulary_size: int
 
 
+def own_specials(size: int, found: dict[str, int]) -> Specials:
+    """Special ids as `found`, and no others: without a mask token, and the end of a document in place of the rest.
+
+    Raises ValueError without any end of a document.
+    """
+    if not found.keys() & {"eos", "bos"}:
+        raise ValueError("data.special_tokens: the tokenizer has neither bos nor eos of its own; 'added' would work")
+    eos = found.get("eos", found.get("bos"))
+    return Specials(**{"bos": eos, "eos": eos, "mask": eos, "padding": eos} | found, vocabulary_size=size)
+
+
 def place_specials(size: int, found: dict[str, int]) -> Specials:
     """Special ids as `found`; those it lacks are put behind a vocabulary of `size` ids, in the order above."""
     lacking = [role for role in _ROLES if role not in found]
@@ -123,8 +140,8 @@ def place_specials(size: int, found: dict[str, int]) -> Specials:
 class _FileTokenizer:
     """What the two tokenizers from files share: special tokens around the ids that `_ids` gives."""
 
-    def __init__(self, size: int, found: dict[str, int], identity: bytes):
-        self._size, self._specials = size, place_specials(size, found)
+    def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool):
+        self._size, self._specials = size, (own_specials if own else place_specials)(size, found)
         self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
         self.identity = hashlib.sha256(identity + repr(self._specials).encode()).hexdigest()
 
@@ -151,7 +168,7 @@ class _FileTokenizer:
 class HuggingFaceTokenizer(_FileTokenizer):
     """A tokenizer.json. Its special tokens are those that the files beside it declare, else those of common names."""
 
-    def __init__(self, content: bytes, declared: dict[str, str], path: str):
+    def __init__(self, content: bytes, declared: dict[str, str], path: str, own: bool = False):
         library = optional("tokenizers", "data.tokenizer with a tokenizer.json")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
@@ -163,7 +180,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        super().__init__(max(vocabulary.values()) + 1, self._find(vocabulary, declared), content)
+        super().__init__(max(vocabulary.values()) + 1, self._find(vocabulary, declared), content, own)
 
     def _find(self, vocabulary: dict[str, int], declared: dict[str, str]) -> dict[str, int]:
         special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -184,15 +201,19 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
 def _declared(system: Any, folder: str) -> dict[str, str]:
     """The special tokens that tokenizer_config.json, or else special_tokens_map.json, in a folder names."""
-    keys = {"bos": "bos_token", "eos": "eos_token", "mask": "mask_token", "padding": "pad_token"}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = f"{folder}/{name}"
         if system.isfile(path):
-            values = _read_json(system.cat_file(path), path)
-            tokens = {role: values.get(key) for role, key in keys.items()}
-            words = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
-            return {role: word for role, word in words.items() if word}
+            return _named(_read_json(system.cat_file(path), path))
     return {}
+
+
+def _named(values: dict[str, Any]) -> dict[str, str]:
+    """The special tokens of a tokenizer's configuration, by role."""
+    keys = {"bos": "bos_token", "eos": "eos_token", "mask": "mask_token", "padding": "pad_token"}
+    tokens = {role: values.get(key) for role, key in keys.items()}
+    words = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
+    return {role: word for role, word in words.items() if word}
 
 
 def _read_json(content: bytes, path: str) -> dict[str, Any]:
@@ -206,7 +227,7 @@ def _read_json(content: bytes, path: str) -> dict[str, Any]:
 class SentencePieceTokenizer(_FileTokenizer):
     """A .model of SentencePiece, with the special tokens it defines."""
 
-    def __init__(self, content: bytes, path: str):
+    def __init__(self, content: bytes, path: str, own: bool = False):
         library = optional("sentencepiece", "data.tokenizer with a .model")
         try:
             self._model = library.SentencePieceProcessor(model_proto=content)
@@ -215,7 +236,7 @@ class SentencePieceTokenizer(_FileTokenizer):
             size = 0
         if not size:  # an empty file loads, as nothing
             raise ValueError(f"data.tokenizer: {path} is not a .model of SentencePiece")
-        super().__init__(size, self._find(), content)
+        super().__init__(size, self._find(), content, own)
 
     def _find(self) -> dict[str, int]:
         model = self._model

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from train.config import Config, dump
-from train.machine import processor
+from train.machine import own_versions, processor
+from train.model import own_length
 from train.report import About
 
 
@@ -19,16 +20,21 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
     tokens = "as bytes" if data.tokenizer == "bytes" else f"by the tokenizer {Path(data.tokenizer).name}"
     stages = [config.stage(number).train for number in range(len(config.stage_names))]
     trained = ", then ".join(f"{each.steps:,} steps of {each.batch_tokens:,} tokens" for each in stages)
+    trained = f"trained for {trained}" if config.steps else f"as released in {Path(config.init.path).name}"
     return About(
-        title=f"{config.name}: perplexity beyond the training length of {stages[-1].length} tokens",
+        title=f"{config.name}: perplexity beyond the training length of {own_length(config)} tokens",
         text=f"Text: {source}, {tokens}; {len(held_out):,} documents of {size:,} tokens held out",
-        model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, trained for "
-        f"{trained}",
+        model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, {trained}",
         config=dump(config),
         versions=versions,
     )
 
 
 def read_versions(directory: Path) -> dict[str, str]:
-    """The versions that a run was trained with, and this machine's processor, which measures it."""
-    return {**json.loads((directory / "versions.json").read_text(encoding="utf-8")), "cpu": processor()}
+    """The versions that a run was trained with, and this machine's processor, which measures it.
+
+    Those of this machine where nothing was trained.
+    """
+    place = directory / "versions.json"
+    trained = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else own_versions()
+    return {**trained, "cpu": processor()}

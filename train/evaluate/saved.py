@@ -11,8 +11,7 @@ from flax import nnx
 from rich.console import Console
 
 from train import report
-from train.checkpoint import read_config, restore_model
-from train.config import Config, SchemeConfig, differences, load
+from train.config import Config, SchemeConfig
 from train.data import held_out_documents, load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
@@ -20,14 +19,17 @@ from train.evaluate.perplexity import Measurement, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop import read_result
-from train.model import evaluated_scheme
-from train.paths import path, write_file
+from train.model import evaluated_scheme, own_length
+from train.paths import write_file
+from train.restore import config_of, restore, results_of
 
 EVALUATION = "evaluation.jsonl"
 
 
 def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Console | None = None) -> list[report.Row]:
-    """Measures the run saved in `directory` as ``evaluate`` says, shows the tables and writes ``index.html``.
+    """Measures the run in `directory`, or the released model there, as ``evaluate`` says, and shows the tables.
+
+    ``index.html`` and ``evaluation.jsonl`` go into the run's directory, for a released model into ``output``.
 
     `overrides` may change what training did not depend on: ``evaluate.*``, and ``scheme.extend``, which evaluates the
     trained parameters under an extended scheme. The rows are returned and replace those in ``evaluation.jsonl``.
@@ -35,27 +37,15 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     Raises FileNotFoundError without a trained run, and ValueError for overrides that would need another training, for
     models without a perplexity and for held-out documents that are too short.
     """
-    directory = path(directory)
-    config = load_saved(directory, overrides)
+    config = config_of(directory, overrides)
+    target = results_of(directory, config)
     held_out = held_out_tokens(config)
     rows = _measure(directory, config, held_out, [config.scheme])
-    write_rows(directory / EVALUATION, rows)
-    report.write(directory, rows, about(config, held_out, read_versions(directory)))
+    target.mkdir(parents=True, exist_ok=True)
+    write_rows(target / EVALUATION, rows)
+    report.write(target, rows, about(config, held_out, read_versions(target)))
     report.show(rows, console or Console())
     return rows
-
-
-def load_saved(directory: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a saved run, with overrides of what its training did not depend on.
-
-    Raises FileNotFoundError without a run, and ValueError for overrides that would need another training.
-    """
-    saved = read_config(directory)
-    config = load(directory / "config.yaml", overrides)
-    changed = differences(saved, config)
-    if changed:
-        raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
-    return config
 
 
 def measure_entries(
@@ -84,30 +74,22 @@ def _measure(
 
     for entry in entries:
         if entry.stage not in restored:
-            restored[entry.stage] = _restore(directory, config, entry.stage)
+            restored[entry.stage] = restore(directory, config, entry.stage)
         stage, model = restored[entry.stage]
         entry = _in_stage(entry, config, stage)
         base = stage.scheme.label if entry.only_measured else None
-        which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": stage.train.length}
+        which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": own_length(stage)}
         costs = {
             "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.only_measured else None,
             "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.only_measured else None,
         }
-        scheme = evaluated_scheme(entry, config.model.num_layers)
+        scheme = evaluated_scheme(config, entry)
         predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
         for found in measure_held_out(predictor, parameters, config, held_out):
             add({**which, **costs, **found.as_row()})
         for found in measure_tasks(predictor, parameters, config):
             add({**which, **found})
     return rows
-
-
-def _restore(directory: Path, config: Config, name: str) -> tuple[Config, nnx.Module]:
-    """The config of a stage, or of that of the newest checkpoint, overrides included, and the model."""
-    trained, model = restore_model(directory, name)
-    saved = read_config(directory)
-    number = next(n for n in range(len(saved.stage_names)) if saved.stage(n) == trained)
-    return config.stage(number), model
 
 
 def _in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:
@@ -118,7 +100,9 @@ def _in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfi
 
 
 def shortest_stage(config: Config) -> int:
-    """The training length, of a curriculum that of its shortest rows."""
+    """The training length, of a curriculum that of its shortest rows; of a released model the shortest evaluated."""
+    if config.init.path and not config.steps:
+        return min(config.evaluate.lengths)
     return min(config.stage(number).train.length for number in range(len(config.stage_names)))
 
 

@@ -3,6 +3,7 @@
 from train.settings.compare import CompareConfig
 from train.settings.data import DataConfig
 from train.settings.evaluate import EvaluateConfig
+from train.settings.init import InitConfig
 from train.settings.model import ModelConfig, SchemeConfig
 from train.settings.monitor import MonitorConfig
 from train.settings.train import ContextConfig, MeshConfig, TrainConfig
@@ -12,6 +13,7 @@ __all__ = [
     "ContextConfig",
     "DataConfig",
     "EvaluateConfig",
+    "InitConfig",
     "MeshConfig",
     "ModelConfig",
     "MonitorConfig",

@@ -29,7 +29,10 @@ class DataConfig:
     mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
     text_key: str = "text"  # the key or column of the text
     held_out: float = 0.05  # share of the documents kept from training, for evaluation
-    tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, or a .model of SentencePiece
+    tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, a .model of SentencePiece, or a GGUF file
+    special_tokens: Literal["added", "own"] = (
+        "added"  # ids for those of the four that a tokenizer lacks, or its own alone
+    )
     packing: Literal["concatenate", "best-fit"] = "concatenate"  # how documents fill rows: see train.data.packing
     cache: str = ""  # folder or URL of the tokens; {output}/tokens when empty, and none for the bytes of a small corpus
 
@@ -41,9 +44,9 @@ class DataConfig:
             check(not self.paths, f"data.paths is read only with data.source=files, found source {self.source!r}")
             check(not self.mixture, f"data.mixture is read only with data.source=files, found source {self.source!r}")
         check(
-            self.tokenizer == "bytes" or self.tokenizer.endswith((".json", ".model")),
-            "data.tokenizer must be 'bytes', a tokenizer.json of Hugging Face or a .model of SentencePiece, "
-            f"found {self.tokenizer!r}",
+            self.tokenizer == "bytes" or self.tokenizer.endswith((".json", ".model", ".gguf")),
+            "data.tokenizer must be 'bytes', a tokenizer.json of Hugging Face, a .model of SentencePiece or a GGUF "
+            f"file, found {self.tokenizer!r}",
         )
 
     def _check_files(self) -> None:

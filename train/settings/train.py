@@ -72,7 +72,7 @@ class TrainConfig:
     length: int = 32
     batch_tokens: int = 2048  # over all devices
     accumulate: int = 1  # parts that a batch is computed in, one after the other
-    steps: int = 700
+    steps: int = 700  # 0 measures a released model as it is
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
     learning_rate: float = 3e-3  # the peak, reached after warm-up
     final_learning_rate: float = 0.1  # the cosine's end, as a share of the peak
@@ -95,7 +95,8 @@ class TrainConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
 
     def __post_init__(self):
-        check_positive("train", self, "length", "batch_tokens", "steps", "learning_rate", "clip_norm")
+        check_positive("train", self, "length", "batch_tokens", "learning_rate", "clip_norm")
+        check(self.steps >= 0, f"train.steps must not be negative, found {self.steps}")
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
         for name in ("z_loss", "spike_factor"):
@@ -109,7 +110,7 @@ class TrainConfig:
             f"train.final_learning_rate is a share of the peak, from 0 to 1, found {self.final_learning_rate}",
         )
         check(
-            0 <= self.warmup_steps < self.steps,
+            0 <= self.warmup_steps < self.steps or self.steps == 0,
             f"train.warmup_steps must be at least 0 and below train.steps ({self.steps}), found {self.warmup_steps}",
         )
         rows = max(1, round(self.batch_tokens / self.length))

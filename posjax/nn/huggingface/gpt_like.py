@@ -412,14 +412,15 @@ def _falcon(values: Values) -> dict[str, Any]:
 
 def _falcon_values(config: DecoderConfig) -> dict[str, Any]:
     two = not config.residual.shared_norm
+    new = two or config.num_kv_heads > 1
     return {
         "layer_norm_epsilon": config.norm.eps,
         "activation": key_of(PLAIN, config.activation),
         "bias": "mlp" in config.biases,
-        "new_decoder_architecture": two or config.num_kv_heads > 1,
+        "new_decoder_architecture": new,
         "multi_query": config.num_kv_heads == 1,
         "num_kv_heads": config.num_kv_heads,
-        "num_ln_in_parallel_attn": 2 if two else None,
+        "num_ln_in_parallel_attn": 1 + two if new else None,
         "parallel_attn": True,
         "alibi": False,
         "ffn_hidden_size": config.mlp_dim,

@@ -1,0 +1,133 @@
+"""Tiny models of every family in the words of ``config.json``, and their tensors."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from posjax.nn import Decoder
+from posjax.nn.huggingface import read_config
+
+VOCAB = 101
+SPECIAL = {"vocab_size": VOCAB, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# Heads of 12 channels that are not the width over their number.
+LLAMA = SPECIAL | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+}
+GPT = SPECIAL | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+NEOX = {key: LLAMA[key] for key in LLAMA if key not in ("num_key_value_heads", "head_dim")} | {
+    "model_type": "gpt_neox",
+    "hidden_size": 48,
+    "rotary_pct": 0.5,
+    "rotary_emb_base": 5000.0,
+}
+PHI3 = LLAMA | {"model_type": "phi3", "sliding_window": None, "tie_word_embeddings": False}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 2.2, 2.4, 2.6, 3.6],
+    "original_max_position_embeddings": 32,
+}
+FALCON = SPECIAL | {
+    "model_type": "falcon",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "alibi": False,
+    "bias": False,
+}
+
+
+def rope(base, **others):
+    return {"rope_type": "default", "rope_theta": base} | others
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, dict] = {
+    "llama": LLAMA
+    | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}
+    | {"rope_parameters": rope(5e3, rope_type="llama3", factor=4.0, **LLAMA3)},
+    "llama-yarn": LLAMA
+    | {"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "gelu"}
+    | {"rope_parameters": rope(1e4, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)},
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 9, "rope_parameters": rope(1e6)},
+    "qwen2": {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
+    | {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "num_hidden_layers": 3}
+    | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": LLAMA | {"model_type": "qwen3", "attention_bias": True, "rope_parameters": rope(1e6)},
+    "smollm3": LLAMA | {"model_type": "smollm3", "num_hidden_layers": 5, "rope_parameters": rope(2e6)},
+    "granite": LLAMA
+    | {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3}
+    | {"logits_scaling": 4.0, "attention_bias": True},
+    "gemma2": LLAMA
+    | {"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": LLAMA
+    | {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 9, "query_pre_attn_scalar": 24}
+    | {"rope_parameters": {"full_attention": rope(1e6, rope_type="linear", factor=8.0), "sliding_attention": rope(1e4)}},
+    "olmo2": LLAMA | {"model_type": "olmo2", "attention_bias": True},
+    "phi3": PHI3 | {"sliding_window": 9, "rope_parameters": rope(1e4, partial_rotary_factor=0.5)},
+    "phi3-longrope": {key: PHI3[key] for key in PHI3 if key != "head_dim"}
+    | {"hidden_size": 48, "original_max_position_embeddings": 32, "rope_parameters": LONG},
+    "cohere2": LLAMA
+    | {"model_type": "cohere2", "num_hidden_layers": 5, "sliding_window": 9, "logit_scale": 0.25, "rope_theta": 5e4},
+    "gpt_neox": NEOX | {"hidden_act": "gelu"},
+    "gpt_neox-in-turn": NEOX | {"hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False},
+    "gpt2": GPT | {"model_type": "gpt2"},
+    "gptj": GPT | {"model_type": "gptj", "rotary_dim": 8, "tie_word_embeddings": False},
+    "bloom": SPECIAL | {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6},
+    "mpt": SPECIAL
+    | {"model_type": "mpt", "d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 4}
+    | {"attn_config": {"alibi": True, "softmax_scale": 0.2}},
+    "falcon": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+    "falcon-7b": FALCON | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
+    "falcon-bias": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "activation": "gelu_new"},
+    "falcon-11b": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+}
+
+
+def random_decoder(values: dict, seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
+    """A decoder with the config of ``config.json`` and normal numbers, biases and gains too."""
+    config = read_config(values | changes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    draw = np.random.default_rng(seed)
+    return nnx.merge(
+        graph, jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.2, leaf.shape).astype(dtype)), state)
+    )
+
+
+def parameters(decoder: Decoder) -> dict:
+    return nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+
+
+def stored(folder: str | Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder as the bytes of the files say, read by the package safetensors."""
+    from safetensors.numpy import load_file
+
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_same_tensors(folder: str | Path, other: str | Path) -> None:
+    """Two folders hold tensors of the same names, dtypes, shapes and bits."""
+    found, wanted = stored(folder), stored(other)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].tobytes() == tensor.tobytes(), name
+
+
+def config_of(folder: str | Path) -> dict:
+    return json.loads((Path(folder) / "config.json").read_text())

@@ -1,0 +1,82 @@
+"""What a released model says of a config that starts from it: shape, scheme, tokenizer."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from posjax.nn import DecoderConfig
+from posjax.nn.huggingface import read_config
+from posjax.nn.huggingface.load import is_gguf, read_values
+from train.settings.checks import check
+
+_HOW = ("compute_dtype", "remat", "scan_layers", "implementation")
+"""Keys of the model that say how it is computed: those of the config win."""
+_NOT_SHAPE = ("scheme", "placement", *_HOW)
+
+
+def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's mapping with what its ``init`` says filled in: ``model``, ``scheme`` and ``data.tokenizer``.
+
+    Raises:
+        FileNotFoundError: without the model.
+        ValueError: for a model that cannot be read, and for a key of ``model`` that contradicts it, by name.
+    """
+    init = values["init"] if isinstance(values["init"], Mapping) else {"path": values["init"]}
+    check(isinstance(init.get("path"), str), f"init: expected a path, found {init.get('path')!r}")
+    path, found = init["path"], init.get("values")
+    found = found or read_values(path)
+    shape = model_section(read_config(found))
+    given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
+    for key, value in given.items():
+        check(
+            key in _HOW or key not in shape or _same(value, shape[key]),
+            f"model.{key}: {value!r} contradicts {path}, which has {shape.get(key)!r}; leave it out",
+        )
+    data.setdefault("tokenizer", path if is_gguf(path) else f"{path.rstrip('/')}/tokenizer.json")
+    return {
+        "scheme": "released",
+        **values,
+        "init": {"path": path, "values": found},
+        "model": shape | given,
+        "data": data,
+        **_lengths(values, shape["trained_length"]),
+    }
+
+
+def _lengths(values: Mapping[str, Any], own: int | None) -> dict[str, Any]:
+    """The sections that lengths are in: training at the model's own, evaluation up to four times that."""
+    train, evaluate = _section(values, "train"), _section(values, "evaluate")
+    if own is not None and "length" not in train:
+        train = {"length": own, "batch_tokens": own, **train}
+    if own is not None and "lengths" not in evaluate:
+        longest = 4 * own
+        sizes = {"tokens": max(131072, longest), "batch_tokens": longest}
+        evaluate = {"lengths": [own // 4, own, 2 * own, longest], **sizes, **evaluate}
+    return {"train": train, "evaluate": evaluate}
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name) or {}
+    check(isinstance(found, Mapping), f"{name}: expected a section of keys, found {found!r}")
+    return dict(found)
+
+
+def _same(given: Any, found: Any) -> bool:
+    """Whether a key says the same; a section need not say everything, and lists are what YAML has for tuples."""
+    if isinstance(given, Mapping) and isinstance(found, Mapping):
+        return all(key in found and _same(value, found[key]) for key, value in given.items())
+    lists = isinstance(given, list | tuple) and isinstance(found, list | tuple)
+    return list(given) == list(found) if lists else given == found
+
+
+def model_section(config: DecoderConfig) -> dict[str, Any]:
+    """The shape of a decoder as the section ``model`` of a config."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    plain = {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
+    }
+    return {
+        "vocabulary" if name == "vocab_size" else name: list(value) if isinstance(value, tuple) else value
+        for name, value in plain.items()
+        if name not in _NOT_SHAPE
+    }

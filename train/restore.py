@@ -1,0 +1,82 @@
+"""A model to be used: one that a run has trained, or a released one."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from posjax.nn import from_pretrained
+from posjax.nn.huggingface.load import is_released, open_source, read_parameters
+from train.checkpoint import read_config, restore_model
+from train.config import Config, SchemeConfig, differences, load, load_values
+from train.convert import convert
+from train.model import RELEASED, decoder_config
+from train.paths import path
+from train.step import build_program
+
+
+def is_run(place: str | Path) -> bool:
+    """Whether a run is there."""
+    return (path(place) / "config.yaml").is_file()
+
+
+def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a saved run, with overrides of what its training did not depend on; or that of a released model.
+
+    Raises FileNotFoundError without either, and ValueError for overrides that would need another training.
+    """
+    if not is_run(place) and is_released(place):
+        name = Path(str(place).rstrip("/")).name.removesuffix(".gguf")
+        return load_values({"init": str(place), "name": name}, overrides)
+    directory = path(place)
+    saved = read_config(directory)
+    config = load(directory / "config.yaml", overrides)
+    changed = differences(saved, config)
+    if changed:
+        raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
+    return config
+
+
+def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config, nnx.Module]:
+    """The config of a stage, overrides included, and the model as it was trained there; or a released model.
+
+    Args:
+        place: a run directory, or a released model.
+        config: what `config_of` gave for it.
+        stage: by name; that of the newest checkpoint when empty.
+    """
+    if not is_run(place):
+        how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
+        return config, from_pretrained(place, **how)
+    directory = path(place)
+    trained, model = restore_model(directory, stage)
+    saved = read_config(directory)
+    number = next(n for n in range(len(saved.stage_names)) if saved.stage(n) == trained)
+    return config.stage(number), model
+
+
+def initial_parameters(config: Config, mesh: Mesh) -> Any:
+    """The parameters of the released model under ``init`` as those of a config, read straight to the devices' shards.
+
+    Raises FileNotFoundError without the model, and ValueError for tensors that its config does not say.
+    """
+    released = as_released(config)
+    abstract = build_program(released, mesh).abstract.parameters
+    source, values = open_source(config.init.path), config.init.values
+    found = read_parameters(source, values, decoder_config(released), abstract)
+    return jax.jit(partial(convert, released, config))(found) if config.scheme.name != RELEASED else found
+
+
+def as_released(config: Config) -> Config:
+    """The config with the scheme of the released model that it starts from."""
+    return dataclasses.replace(config, scheme=SchemeConfig(RELEASED), stages=())
+
+
+def results_of(place: str | Path, config: Config) -> Path:
+    """Where what is found of a model is written: into its run's directory, or one that bears a released one's name."""
+    return path(place) if is_run(place) else config.directory
