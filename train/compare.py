@@ -28,6 +28,7 @@ from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write
 from train.member import ERROR, MEMBER, RESULTS
 from train.model import check_model, evaluated_scheme
 from train.paths import write_file
+from train.study import run_study
 
 
 def compare(config: Config, console: Console | None = None) -> Path:
@@ -40,6 +41,8 @@ def compare(config: Config, console: Console | None = None) -> Path:
     some trainings failed, after the report of the others is written.
     """
     console = console or Console(highlight=False)
+    if not config.steps:
+        return run_study(config, console)
     if "://" in config.output:
         raise ValueError(f"output: compare trains on this machine, into a local folder; found {config.output!r}")
     planned, held_out = members(config), held_out_tokens(config)

@@ -19,7 +19,9 @@ from posjax.rotary import LongRoPE, longrope
 from posjax.scheme import Scheme
 from train.checkpoint import FOUND
 from train.config import Config
-from train.evaluate.saved import held_out_tokens
+from train.evaluate.decoder import predictor_of
+from train.evaluate.predictor import next_nll
+from train.evaluate.saved import held_out_tokens, shortest_stage
 from train.evaluate.windows import full_pieces, last_windows
 from train.model import own_length, scheme_of
 from train.paths import write_file
@@ -61,16 +63,13 @@ def search(
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
     """
     config = config_of(directory, overrides)
-    scheme, trained = _rope(config), own_length(config)
+    trained = own_length(config)
     check(length > trained, f"--length must exceed the training length, {trained}, found {length}")
-    rule = scheme.features.frequencies
+    _rope(config)
     _, model = restore(directory, config)
-    half = rule.rotary_dim(model.config.head_dim) // 2
-    initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
-    sizes = {"population": population, "parents": max(2, population // 2)}
-    sizes |= {name: max(1, population // 4) for name in ("mutations", "crossovers")}
-    fitness = _fitness(model, scheme, config, length)
-    found = longrope.search(fitness, initial, seed=seed, iterations=iterations, **sizes)
+    documents = held_out_tokens(dataclasses.replace(config, evaluate=_at(config, length)))
+    pieces = full_pieces(documents, length, config.evaluate.tokens)
+    found = search_factors(config, model, pieces, length, Sizes(population, iterations, seed))
     for number, value in enumerate(found.history):
         told(f"iteration {number}: {value:.4f} nats per token")
     kept = {name: getattr(found.rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
@@ -82,6 +81,34 @@ def search(
     return found.rule
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How far a search goes: rules at the start, generations, the seed of its draws."""
+
+    population: int = 64
+    iterations: int = 40
+    seed: int = 0
+
+
+def search_factors(
+    config: Config,
+    model: nnx.Module,
+    pieces: Sequence[Int[np.ndarray, "length+1"]],
+    length: int,
+    sizes: Sizes,
+    wrapped: Callable[[Callable], Callable] = lambda fitness: fitness,
+) -> longrope.Found:
+    """The search of `search` for a model and pieces of text; `wrapped` may remember what its fitness gives."""
+    scheme, trained = _rope(config), own_length(config)
+    rule, population = scheme.features.frequencies, sizes.population
+    half = rule.rotary_dim(model.config.head_dim) // 2
+    initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
+    numbers = {"population": population, "parents": max(2, population // 2)}
+    numbers |= {name: max(1, population // 4) for name in ("mutations", "crossovers")}
+    fitness = wrapped(_fitness(model, scheme, config, pieces, length))
+    return longrope.search(fitness, initial, seed=sizes.seed, iterations=sizes.iterations, **numbers)
+
+
 def _rope(config: Config) -> Scheme:
     """The run's scheme, which must rotate by plain RoPE over the whole head."""
     scheme = scheme_of(config)
@@ -91,11 +118,12 @@ def _rope(config: Config) -> Scheme:
     return scheme
 
 
-def _fitness(model: nnx.Module, scheme: Scheme, config: Config, length: int) -> Callable[[LongRoPE], float]:
+def _fitness(
+    model: nnx.Module, scheme: Scheme, config: Config, pieces: Sequence[np.ndarray], length: int
+) -> Callable[[LongRoPE], float]:
     """The mean negative log-likelihood of the last tokens under a rule, from one compiled program."""
     graph, parameters = nnx.split(model)
-    documents = held_out_tokens(dataclasses.replace(config, evaluate=_at(config, length)))
-    windows = last_windows(full_pieces(documents, length, config.evaluate.tokens), length, config.train.length)
+    windows = last_windows(pieces, length, min(shortest_stage(config), length))
     tokens, weights = jnp.asarray(windows.tokens, jnp.int32), jnp.asarray(windows.weights)
 
     @jax.jit
@@ -104,9 +132,8 @@ def _fitness(model: nnx.Module, scheme: Scheme, config: Config, length: int) -> 
         traced = nnx.merge(graph, parameters).with_scheme(scheme.replace(frequencies=rule))
 
         def row(pair):
-            logits = traced(pair[0][None, :-1])[0]
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), pair[0][1:, None], axis=-1)[:, 0]
-            return -(chosen * pair[1]).sum()
+            predictor, parameters = predictor_of(traced, config.seed)
+            return (next_nll(predictor, parameters, pair[0][None], length)[0] * pair[1]).sum()
 
         return jax.lax.map(row, (tokens, weights)).sum()
 

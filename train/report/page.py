@@ -129,18 +129,23 @@ def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About) -> st
     """The HTML page: figures, tables, notes, config and versions in one file without outside resources."""
     seeds = len({row["seed"] for row in rows})
     spread = f"Mean ± standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
-    body = [_html_table(table) for table in tables(rows)]
+    body = [html_table(table) for table in tables(rows)]
     remarks = "".join(f"<li>{html.escape(note)}</li>" for note in notes(rows))
     if remarks:
         body.append(f'<h2>Not measured</h2>\n<ul class="notes">{remarks}</ul>')
+    return assemble(about, f"{about.model}. {about.text}. {spread}", pictures, body)
+
+
+def assemble(about: About, heading: str, pictures: Sequence[Picture], body: Sequence[str]) -> str:
+    """The page of these parts; `body` is HTML, such as `html_table` gives."""
     versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
     return _PAGE.format(
         title=html.escape(about.title),
-        about=html.escape(f"{about.model}. {about.text}. {spread}"),
+        about=html.escape(heading),
         figures="\n".join(map(_html_figure, pictures)),
         tables="\n".join(body),
         config=html.escape(about.config),
-        versions=_html_table(versions),
+        versions=html_table(versions),
     )
 
 
@@ -149,7 +154,8 @@ def _html_figure(picture: Picture) -> str:
     return _FIGURE.format(alt=html.escape(picture.alt), png=png, caption=html.escape(picture.caption))
 
 
-def _html_table(table: Table) -> str:
+def html_table(table: Table) -> str:
+    """A table as HTML, with its title above."""
     heading = f"<h2>{html.escape(table.title)}</h2>\n" if table.title else ""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table.header)
     body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)

@@ -9,9 +9,9 @@ from typing import Any
 from train.report.numbers import Estimate, Row
 
 # Okabe and Ito's palette, tellable apart with any colour vision; without its yellow, too pale for lines.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
-_DASHES = ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
+DASHES = ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
 # Perplexities more than this many times the lowest one leave the figure at the top; the note below says which.
 _CLIP = 40.0
 _FEW = 20  # lines that a legend names at its ease
@@ -35,9 +35,9 @@ def lines(rows: Sequence[Row]) -> dict[str, Line]:
     for label in base:
         root = base[label] or label
         siblings = [name for name in base if base[name] == root]
-        dashes = _DASHES[siblings.index(label) % len(_DASHES)] if label in siblings else None
+        dashes = DASHES[siblings.index(label) % len(DASHES)] if label in siblings else None
         styles[label] = Line(
-            _COLOURS[trained.index(root) % len(_COLOURS)], _MARKERS[trained.index(root) % len(_MARKERS)], dashes
+            COLOURS[trained.index(root) % len(COLOURS)], MARKERS[trained.index(root) % len(MARKERS)], dashes
         )
     return styles
 

@@ -117,19 +117,24 @@ def _mebibytes(value: float) -> str:
 
 def show(rows: Sequence[Row], console: Any) -> None:
     """Prints the tables and notes on a `rich.console.Console`."""
+    for table in tables(rows):
+        show_table(table, console)
+    for note in notes(rows):
+        console.print(note, markup=False, highlight=False)
+
+
+def show_table(table: Table, console: Any) -> None:
+    """Prints a table on a `rich.console.Console`."""
     import rich.box
     import rich.table
 
-    for table in tables(rows):
-        drawn = rich.table.Table(box=rich.box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
-        for index, name in enumerate(table.header):
-            drawn.add_column(name, justify="right" if index else "left", overflow="fold")
-        for row in table.rows:
-            drawn.add_row(*map(_escaped, row))
-        console.print(table.title, style="bold", markup=False, highlight=False)
-        console.print(drawn)
-    for note in notes(rows):
-        console.print(note, markup=False, highlight=False)
+    drawn = rich.table.Table(box=rich.box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
+    for index, name in enumerate(table.header):
+        drawn.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*map(_escaped, row))
+    console.print(table.title, style="bold", markup=False, highlight=False)
+    console.print(drawn)
 
 
 def _escaped(text: str) -> str:

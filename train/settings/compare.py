@@ -1,19 +1,36 @@
 """What is compared."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from train.settings.checks import check, check_distinct, check_seed
+from train.settings.checks import check, check_distinct, check_positive, check_seed
 from train.settings.model import SchemeConfig
 
 
 @dataclass(frozen=True)
+class SearchConfig:
+    """The search of LongRoPE's factors for an extension that names LongRoPE without them."""
+
+    length: int = 0  # twice the model's own when 0
+    population: int = 8
+    iterations: int = 4
+
+
+@dataclass(frozen=True)
 class CompareConfig:
-    """The schemes and seeds that ``compare`` trains over the one base config."""
+    """The schemes and seeds that ``compare`` trains over the one base config.
+
+    With ``train.steps: 0`` nothing is trained: the model under ``init`` is studied under every scheme.
+    """
 
     seeds: tuple[int, ...] = (0,)
     schemes: tuple[SchemeConfig, ...] = ()
+    only: tuple[str, ...] = ()  # labels of the extensions that are studied now; all of them when empty
+    texts: int = 3  # that are read, of a study
+    search: SearchConfig = field(default_factory=SearchConfig)
 
     def __post_init__(self):
+        check_positive("compare", self, "texts")
+        check_positive("compare.search", self.search, "population", "iterations")
         check(bool(self.seeds), "compare.seeds is empty: name at least one seed")
         for seed in self.seeds:
             check_seed("compare.seeds", seed)

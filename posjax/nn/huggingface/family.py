@@ -32,6 +32,7 @@ class Family:
         fixed: options that ``Decoder`` has not, with the one value at which they change nothing.
         prefix: of the tensors' names, which some releases leave out.
         ignored: names of tensors that are no parameters, such as buffers; those of a layer by their last part.
+        aliases: other keys of ``config.json`` that transformers reads as these keys.
     """
 
     model_type: str
@@ -44,6 +45,7 @@ class Family:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prefix: str = "model."
     ignored: Sequence[str] = ("rotary_emb.inv_freq",)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:

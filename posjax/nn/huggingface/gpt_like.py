@@ -82,6 +82,8 @@ _GPT_KEYS = {
     "n_inner": "mlp_dim",
     "tie_word_embeddings": "tied_head",
 }
+_GPT_ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+_GPT_ALIASES |= {"max_position_embeddings": "n_positions"}
 _GPT_DEFAULTS = {"n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
 _H = "transformer.h.{layer}."
 _GPT_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.embed_positions")
@@ -131,6 +133,7 @@ GPT2 = Family(
     {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     "transformer.",
     _GPT_BUFFERS,
+    _GPT_ALIASES,
 )
 
 # --- GPT-J ------------------------------------------------------------------------------------------------------------
@@ -179,6 +182,7 @@ GPTJ = Family(
     {},
     "transformer.",
     _GPT_BUFFERS,
+    _GPT_ALIASES,
 )
 
 # --- GPT-NeoX, Pythia -------------------------------------------------------------------------------------------------
@@ -295,6 +299,7 @@ BLOOM = Family(
     {"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
     "transformer.",
     (),
+    {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
 )
 
 # --- MPT --------------------------------------------------------------------------------------------------------------
@@ -373,6 +378,7 @@ MPT = Family(
     {"no_bias": True, "logit_scale": None, "norm_type": "low_precision_layernorm", "embedding_fraction": 1.0},
     "transformer.",
     (),
+    {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
 )
 
 # --- Falcon -----------------------------------------------------------------------------------------------------------
@@ -420,7 +426,7 @@ def _falcon_values(config: DecoderConfig) -> dict[str, Any]:
         "new_decoder_architecture": new,
         "multi_query": config.num_kv_heads == 1,
         "num_kv_heads": config.num_kv_heads,
-        "num_ln_in_parallel_attn": 1 + two if new else None,
+        "num_ln_in_parallel_attn": (2 if two else 1) if new else None,
         "parallel_attn": True,
         "alibi": False,
         "ffn_hidden_size": config.mlp_dim,
@@ -457,6 +463,7 @@ FALCON = Family(
     {"alibi": False, "parallel_attn": True},
     "transformer.",
     ("rotary_emb.inv_freq",),
+    {"n_embed": "hidden_size"},
 )
 
 FAMILIES = (GPT2, GPTJ, GPT_NEOX, BLOOM, MPT, FALCON)

@@ -26,6 +26,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
         ValueError: for a family, an activation, a rope type or an option that ``Decoder`` has not, and missing keys.
     """
     family = family_of(values)
+    values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     given = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
     given |= {key: None for key, value in family.defaults.items() if key in values and values[key] is None}
     for key, wanted in family.fixed.items():

@@ -13,10 +13,10 @@ from flax import nnx
 from posjax._checks import check, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
-from posjax.nn.huggingface.family import Family, sizes_of
+from posjax.nn.huggingface.family import Family, check_same, sizes_of
 from posjax.nn.huggingface.files import Layout, create, is_local, lay_out, open_place, sync, writable
 from posjax.nn.huggingface.load import CONFIG, is_gguf, named_parameters, place_of, read_values, tensors_of
-from posjax.nn.huggingface.registry import family_of, fitting_family, write_config
+from posjax.nn.huggingface.registry import family_of, fitting_family, read_config, write_config
 
 COPIED = (
     "tokenizer.json",
@@ -33,7 +33,8 @@ COPIED = (
 
 # What other versions of transformers call what is written here, or what no longer holds.
 _STALE = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "torch_dtype", "dtype")
-_STALE += ("transformers_version", "quantization_config")
+_STALE += ("transformers_version", "quantization_config", "partial_rotary_factor", "rope_local_base_freq")
+_STALE += ("original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
 
 
 def save_pretrained(
@@ -64,8 +65,9 @@ def save_pretrained(
     check_positive("max_file_bytes", max_file_bytes)
     given = {} if like is None else read_values(like)
     chosen = _family(decoder.config, family, given)
-    values = {key: value for key, value in given.items() if key not in _STALE}
+    values = {key: value for key, value in given.items() if key not in (*_STALE, *chosen.aliases)}
     values |= write_config(decoder.config, chosen)
+    check_same(chosen, decoder.config, read_config(values))
     parameters = named_parameters(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     tensors = _tensors(decoder.config, chosen, parameters, dtype)
     values["dtype"] = np.dtype(next(iter(tensors.values()))[0]).name

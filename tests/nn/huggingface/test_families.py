@@ -1,9 +1,13 @@
 """Every family against transformers: its models read, run, decoded and written back, bit by bit.
 
-The models are tiny and random, biases and gains of norms too, and are stored in many small files.
+The models are tiny and random, biases and gains of norms too, and lie in many small files.
 """
 
+import copy
+import json
 import logging
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -13,7 +17,9 @@ import pytest
 from flax import nnx
 from nn.huggingface import released
 
-from posjax.nn import from_pretrained, save_pretrained
+from posjax import rotary
+from posjax.nn import Decoder, from_pretrained, save_pretrained
+from posjax.nn.huggingface import FAMILIES, read_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -26,14 +32,16 @@ TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, LENGTH))
 
 @pytest.fixture(scope="module", autouse=True)
 def _quiet():
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity(logging.ERROR)
+    log = transformers.utils.logging
+    level = log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity(logging.ERROR)
     yield
-    transformers.utils.logging.enable_progress_bar()
-    transformers.utils.logging.set_verbosity_warning()
+    log.enable_progress_bar()
+    log.set_verbosity(level)
 
 
-def theirs(values):
+def random_model(values):
     """A random model of transformers; its biases and the gains of its norms are far from 0 and 1."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**values)
@@ -43,11 +51,6 @@ def theirs(values):
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
     return model
-
-
-def written(model, folder):
-    model.save_pretrained(folder, max_shard_size="40KB")
-    return folder
 
 
 def logits(model, tokens):
@@ -64,69 +67,173 @@ def generated(model):
     return found[:, PROMPT:].numpy()
 
 
-def ours(decoder, tokens, greedy):
-    """Logits of whole rows, and the tokens that the decoder picks one by one with its cache: one program."""
-    graph, state = nnx.split(decoder)
+def pick(model, cache, logits):
+    """The likeliest token, and the cache and the logits after it."""
+    token = logits[:, -1:].argmax(-1)
+    logits, cache = model.decode(token, cache, length=PROMPT + NEW)
+    return (cache, logits), token[:, 0]
 
-    def pick(cache, logits, model):
-        token = logits[:, -1:].argmax(-1)
-        logits, cache = model.decode(token, cache, length=PROMPT + NEW)
-        return (cache, logits), token[:, 0]
+
+def ours(decoder, tokens):
+    """Logits of whole rows, and the tokens that the decoder picks after a prompt with its cache: one program."""
+    graph, state = nnx.split(decoder)
 
     @jax.jit
     def run(state, tokens):
         model = nnx.merge(graph, state)
-        whole = model(tokens)
-        if not greedy:
-            return whole, None
         cache = model.init_cache(len(tokens), PROMPT + NEW, chunk=PROMPT)
         logits, cache = model.decode(tokens[:, :PROMPT], cache, length=PROMPT + NEW)
-        start = cache, logits[:, -1:]
-        return whole, jax.lax.scan(lambda kept, _: pick(*kept, model), start, length=NEW)[1].T
+        kept = cache, logits[:, -1:]
+        return model(tokens), jax.lax.scan(lambda kept, _: pick(model, *kept), kept, length=NEW)[1].T
 
     return jax.device_get(run(state, jnp.asarray(tokens)))
 
 
 def assert_close(found, wanted):
-    error = np.abs(found - wanted).max() / np.abs(wanted).max()
-    print("ERR", error, np.abs(wanted).max())
-    assert error < 1e-5, error
-
-
-@pytest.mark.parametrize("name", released.CASES)
-def test_a_family_in_and_out(name, tmp_path):
-    model = theirs(released.CASES[name])
-    folder = written(model, tmp_path / "theirs")
-    assert len(list(folder.glob("*.safetensors"))) > 3
-    decoder = from_pretrained(folder)
-    found, tokens = ours(decoder, TOKENS[:, :26], True)
-    wanted = logits(model, TOKENS[:, :26])
     chex.assert_shape(found, wanted.shape)
-    assert_close(found, wanted)
-    np.testing.assert_array_equal(tokens, generated(model))
-    import time
-    t=time.time()
-    save_pretrained(decoder, tmp_path / "ours", like=folder, max_file_bytes=40_000)
-    print("TSAVE",time.time()-t); t=time.time()
-    released.assert_same_tensors(tmp_path / "ours", folder)
+    chex.assert_type(found, jnp.float32)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+class Case(NamedTuple):
+    """A model of transformers in a folder, its logits, and the decoder that was read of it."""
+
+    model: Any
+    folder: Path
+    logits: np.ndarray
+    decoder: Decoder
+
+
+@pytest.fixture(scope="module", params=released.CASES)
+def case(request, tmp_path_factory):
+    model = random_model(released.CASES[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return Case(model, folder, logits(model, TOKENS), from_pretrained(folder))
+
+
+def test_logits_and_greedy_tokens_are_those_of_transformers(case):
+    """Those of LongRoPE are greedy within its original length: see below."""
+    assert len(list(case.folder.glob("*.safetensors"))) > 3
+    found, tokens = ours(case.decoder, TOKENS)
+    assert_close(found, case.logits)
+    np.testing.assert_array_equal(tokens, generated(case.model))
+
+
+def test_transformers_reads_what_is_written_back(case, tmp_path):
+    save_pretrained(case.decoder, tmp_path / "back", like=case.folder, max_file_bytes=40_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3
+    released.assert_same_tensors(tmp_path / "back", case.folder)
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+        tmp_path / "back", output_loading_info=True, attn_implementation="eager"
     )
-    print("TREAD",time.time()-t); t=time.time()
+    assert set(loading) >= {"missing_keys", "unexpected_keys", "mismatched_keys"}
     assert not any(loading.values()), loading
-    np.testing.assert_array_equal(logits(again.eval(), TOKENS[:,:26]), wanted)
-    print("TRUN",time.time()-t); t=time.time()
+    chex.assert_trees_all_equal(*({k: v.numpy() for k, v in m.state_dict().items()} for m in (again, case.model)))
+    np.testing.assert_array_equal(logits(again.eval(), TOKENS), case.logits)
 
 
-@pytest.mark.parametrize("name", released.CASES)
-def test_bfloat16(name, tmp_path):
-    model = theirs(released.CASES[name])
-    folder = written(model.bfloat16(), tmp_path / "theirs")
-    import time
-    t=time.time()
-    d=from_pretrained(folder, dtype=None)
-    print("TREAD",time.time()-t); t=time.time()
-    save_pretrained(d, tmp_path / "ours", like=folder)
-    print("TSAVE",time.time()-t); t=time.time()
-    released.assert_same_tensors(tmp_path / "ours", folder)
-    assert released.config_of(tmp_path / "ours")["dtype"] == "bfloat16"
+def test_bfloat16_stays_as_it_is(case, tmp_path):
+    copy.deepcopy(case.model).bfloat16().save_pretrained(tmp_path / "theirs")
+    decoder = from_pretrained(tmp_path / "theirs", dtype=None)
+    chex.assert_type(jax.tree.leaves(released.parameters(decoder)), jnp.bfloat16)
+    save_pretrained(decoder, tmp_path / "back", like=tmp_path / "theirs")
+    released.assert_same_tensors(tmp_path / "back", tmp_path / "theirs")
+    assert released.config_of(tmp_path / "back")["dtype"] == "bfloat16"
+
+
+# --- rules that read the length ---------------------------------------------------------------------------------------
+
+DYNAMIC = released.rope(1e4, rope_type="dynamic", factor=2.0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        released.CASES["phi3-longrope"],
+        released.LLAMA | {"model_type": "llama", "max_position_embeddings": 32, "rope_parameters": DYNAMIC},
+    ],
+    ids=["longrope", "dynamic"],
+)
+def test_texts_within_and_beyond_the_original_length(values, tmp_path):
+    """Whole rows alone: the cache of transformers keeps the keys of the rule that held when each was made.
+
+    So its greedy tokens across the switch are those of neither rule, and there is no full forward pass that gives them.
+    """
+    model = random_model(values)
+    model.save_pretrained(tmp_path)
+    decoder, run = from_pretrained(tmp_path), nnx.jit(lambda model, tokens: model(tokens))
+    texts = TOKENS[:, :32], TOKENS
+    short, long = wanted = [logits(model, tokens) for tokens in texts]
+    for tokens, theirs in zip(texts, wanted, strict=True):
+        assert_close(np.asarray(run(decoder, tokens)), theirs)
+    assert np.abs(long[:, :32] - short).max() > 0.01
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "trained_length"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_config_json_leaves_out_is_what_transformers_takes(name):
+    """With the sizes alone, and with the names that transformers has for all families."""
+    whole = transformers.AutoConfig.for_model(name).to_dict()
+    family = FAMILIES[name]
+    sizes = [key for key, field in family.keys.items() if field in SIZES and key in whole]
+    short = {"model_type": name} | {key: whole[key] for key in sizes}
+    short |= {"attn_config": whole["attn_config"]} if name == "mpt" else {}
+    assert read_config(short) == read_config(whole)
+    other = {ours: theirs for theirs, ours in type(transformers.AutoConfig.for_model(name)).attribute_map.items()}
+    assert read_config({other.get(key, key): value for key, value in whole.items()}) == read_config(whole)
+
+
+def older(case, *without, **values):
+    return {key: value for key, value in released.CASES[case].items() if key not in without} | values
+
+
+FACTORS = {key: released.LONG[key] for key in ("short_factor", "long_factor")}
+OLDER = {
+    "llama": older(
+        "llama",
+        "rope_parameters",
+        rope_theta=5e3,
+        rope_scaling={"rope_type": "llama3", "factor": 4.0, **released.LLAMA3},
+    ),
+    "gemma3_text": older(
+        "gemma3_text",
+        "rope_parameters",
+        rope_theta=1e6,
+        rope_local_base_freq=2e4,
+        sliding_window_pattern=3,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "phi3": older("phi3", "rope_parameters", rope_theta=2e4, partial_rotary_factor=0.5, rope_scaling=None),
+    "phi3-longrope": older(
+        "phi3-longrope", "rope_parameters", rope_theta=2e4, rope_scaling=FACTORS | {"type": "longrope"}
+    ),
+    "gpt_neox": older("gpt_neox", rotary_pct=0.5, rotary_emb_base=3e4),
+    "cohere2": older("cohere2", "rope_theta", rope_theta=3e4, sliding_window_pattern=3),
+    "bloom": older("bloom", "hidden_size", "n_head", n_embed=48, num_attention_heads=6, seq_length=64),
+}
+"""As releases for transformers 4 say it."""
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_words_mean_what_they_mean_to_transformers(name):
+    values = OLDER[name]
+    theirs = transformers.AutoConfig.for_model(**values).to_dict()
+    assert read_config(values) == read_config(theirs | {"model_type": values["model_type"]})
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "phi3-longrope", "gpt_neox"])
+def test_another_rule_wins_over_the_older_words_of_the_folder_beside_it(name, tmp_path):
+    values = OLDER[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    decoder = released.random_decoder(values)
+    decoder = decoder.with_scheme(decoder.config.scheme.extend(frequencies=rotary.Plain(base=7e4)))
+    save_pretrained(decoder, tmp_path / "new", like=tmp_path)
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "new").rope_parameters
+    for inner in found.values() if name == "gemma3_text" else [found]:
+        assert (inner["rope_type"], inner["rope_theta"]) == ("default", 7e4)
+        assert inner.get("partial_rotary_factor", 1) == 1

@@ -1,0 +1,247 @@
+"""What a study found: a sentence for each length, tables, a figure, one page."""
+
+import html
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from train.config import Config, dump
+from train.machine import own_versions, processor
+from train.model import own_length
+from train.report import style
+from train.report.numbers import Estimate, estimate
+from train.report.page import About, Picture, assemble, html_table
+from train.report.tables import Table, show_table
+from train.study.cells import PASSKEY, TEXT
+
+FIGURE, INDEX = "figure.png", "index.html"
+
+Row = Mapping[str, Any]
+
+
+def write(config: Config, directory: Path, rows: Sequence[Row], console: Console) -> None:
+    """Writes ``figure.png`` and ``index.html``, and shows the sentences and tables; nothing without a result."""
+    done = [row for row in rows if row["kind"] in (TEXT, PASSKEY)]
+    if not any(row["kind"] == TEXT for row in done):
+        return
+    sentences, found = findings(config, done), tables(config, done)
+    picture = Picture(FIGURE, draw(config, done), _ALT, _CAPTION.format(scored=_scored(done)))
+    (directory / FIGURE).write_bytes(picture.png)
+    body = ["<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
+    body += [html_table(table) for table in found] + [_notes(done)]
+    about = _about(config, done)
+    (directory / INDEX).write_text(assemble(about, f"{about.model}. {about.text}.", [picture], body), encoding="utf-8")
+    for sentence in sentences:
+        console.print(sentence, markup=False)
+    for table in found:
+        show_table(table, console)
+    console.print(f"{directory / INDEX} has the figure, the tables, the config and the versions.", markup=False)
+
+
+def _about(config: Config, rows: Sequence[Row]) -> About:
+    names = list(dict.fromkeys(row["text"] for row in rows if row["kind"] == TEXT))
+    model = config.model
+    return About(
+        title=f"{config.init.path.rstrip('/').rpartition('/')[2]} beyond its {own_length(config):,} tokens",
+        text=f"Texts: {', '.join(names)}",
+        model=f"{model.num_layers} layers of {model.model_dim}, {model.num_heads} heads, as released; nothing is trained",
+        config=dump(config),
+        versions={**own_versions(), "cpu": processor()},
+    )
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def labels(config: Config, rows: Sequence[Row]) -> list[str]:
+    """The extensions that have a result, in the order of the config."""
+    known = [entry.label for entry in config.compare.schemes]
+    found = dict.fromkeys(row["label"] for row in rows)
+    return [label for label in known if label in found] + [label for label in found if label not in known]
+
+
+def lengths(rows: Sequence[Row]) -> list[int]:
+    """The lengths that have a result, rising."""
+    return sorted({row["length"] for row in rows})
+
+
+def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
+    """The loss of the last tokens of every text, by its name."""
+    mine = [row for row in rows if row["kind"] == TEXT and (row["label"], row["length"]) == (label, length)]
+    return {row["text"]: row["nll"] for row in mine if not row["error"]}
+
+
+def at_length(rows: Sequence[Row], label: str, length: int) -> Estimate | None:
+    """Mean and standard deviation over texts; None unless every text that the study has at this length has a number."""
+    wanted = {row["text"] for row in rows if row["kind"] == TEXT and row["length"] == length}
+    found = losses(rows, label, length)
+    return estimate(found.values()) if set(found) == wanted else None
+
+
+def findings(config: Config, rows: Sequence[Row]) -> list[str]:
+    """A sentence for each length: which extension is best, by how much, and whether texts agree."""
+    return [sentence for length in lengths(rows) if (sentence := _finding(config, rows, length))]
+
+
+def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
+    found = {label: at_length(rows, label, length) for label in labels(config, rows)}
+    ranked = sorted((value.mean, label) for label, value in found.items() if value is not None)
+    if len(ranked) < 2:
+        return ""
+    (best, first), (_, second) = ranked[:2]
+    plain = next((entry.label for entry in config.compare.schemes if not entry.extend), None)
+    value = found.get(plain)
+    beside = f", {value.mean - best:.3f} below {plain}" if value is not None and first != plain else ""
+    return (
+        f"At {length:,} tokens {first} is best, {best:.3f} nats per token{beside}; {second} follows, "
+        f"{_difference(losses(rows, first, length), losses(rows, second, length))}."
+    )
+
+
+def _difference(best: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """By how much one is behind, in words: the mean over texts of the differences, and their standard error."""
+    behind = [other[text] - best[text] for text in best]
+    mean = statistics.fmean(behind)
+    if len(behind) < 2:
+        return f"{mean:.3f} behind on one text"
+    error = statistics.stdev(behind) / math.sqrt(len(behind))
+    sure = "" if mean > 2 * error else ", which so few texts do not tell apart"
+    return f"{mean:.3f} ± {error:.3f} behind over {len(behind)} texts{sure}"
+
+
+def _scored(rows: Sequence[Row]) -> int:
+    return next(row["sizes"]["scored"] for row in rows if row["kind"] == TEXT)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
+    """The loss at the end of the context, the pass key, and costs."""
+    text = [row for row in rows if row["kind"] == TEXT]
+    own, at = own_length(config), lengths(text)
+    texts = len({row["text"] for row in text})
+    over = f"mean ± standard deviation over {texts} texts" if texts > 1 else "one text"
+    title = f"Loss of the last {_scored(rows):,} tokens, in nats per token ({over})"
+    header = ("extension", *(f"{n:,} ({n / own:.3g}x)" for n in at))
+    body = [(label, *(_shown(at_length(rows, label, n)) for n in at)) for label in labels(config, text)]
+    found = [Table(title, header, tuple(body))]
+    keys = [row for row in rows if row["kind"] == PASSKEY]
+    return [*found, *([_passkeys(config, keys)] if keys else []), _costs(config, text)]
+
+
+def _shown(value: Estimate | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value.mean:.3f}" + ("" if value.spread is None else f" ±{value.spread:.3f}")
+
+
+def _passkeys(config: Config, rows: Sequence[Row]) -> Table:
+    """The share found at each length and depth."""
+    columns = sorted({(row["length"], row["depth"]) for row in rows})
+    header = ("pass key found in %", *(f"{length:,} at {depth:.2f}" for length, depth in columns))
+    found = {(row["label"], row["length"], row["depth"]): row for row in rows if not row["error"]}
+
+    def share(label: str, column: tuple) -> str:
+        row = found.get((label, *column))
+        return "-" if row is None else f"{100 * row['accuracy']:.0f}"
+
+    cases = rows[0]["sizes"]["cases"]
+    body = [(label, *(share(label, column) for column in columns)) for label in labels(config, rows)]
+    title = f"Pass key by length and depth ({cases} case{'s' if cases > 1 else ''} each)"
+    return Table(title, header, tuple(body))
+
+
+def _costs(config: Config, rows: Sequence[Row]) -> Table:
+    """Tokens a second and the memory of the program at the longest length of each extension."""
+    longest = lengths(rows)[-1]
+    body = []
+    for label in labels(config, rows):
+        mine = [row for row in rows if (row["label"], row["length"]) == (label, longest) and not row["error"]]
+        speed = f"{statistics.fmean(row['tokens_per_second'] for row in mine):,.0f}" if mine else "-"
+        memory = f"{max(row['memory_bytes'] or 0 for row in mine) / 2**20:,.0f}" if mine else "-"
+        body.append((label, speed, memory))
+    header = ("extension", f"tokens/s at {longest:,}", "MiB of parameters and activations")
+    return Table("Cost of one pass", header, tuple(body))
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    failed = {f"{row['label']} at {row['length']:,}: {row['error']}" for row in rows if row["error"]}
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in sorted(failed))
+    return f"<h2>Not measured</h2>\n<ul>{items}</ul>" if failed else ""
+
+
+# --- figure -----------------------------------------------------------------------------------------------------------
+
+_ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
+_CAPTION = (
+    "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them; the "
+    "band is the standard deviation over texts. A falling line says that more context helps. Right: the loss of every "
+    "token at the longest length by how many tokens are before it. The axes end 1.5 nats above the lowest value."
+)
+_ROOM = 1.5
+
+
+def draw(config: Config, rows: Sequence[Row]) -> bytes:
+    """Loss against length and loss by position, as a PNG."""
+    text = [row for row in rows if row["kind"] == TEXT and not row["error"]]
+    names = labels(config, text)
+    figure = style.new_figure(14, max(5.5, 1.2 + 0.22 * len(names)))
+    ends, places = figure.subplots(1, 2)
+    bases = [{"label": name, "base": None if n == 0 else names[0]} for n, name in enumerate(names)]
+    looks = style.lines(bases) if len(names) < 8 else _many(names)
+    for name in names:
+        found = {n: value for n in lengths(text) if (value := at_length(text, name, n)) is not None}
+        if found:
+            style.plot(ends, name, looks[name], found)
+        _plot_positions(places, [row for row in text if row["label"] == name], looks[name], lengths(text)[-1])
+    style.length_axis(ends, lengths(text), own_length(config))
+    _axis(ends, [value.mean for name in names for n in lengths(text) if (value := at_length(text, name, n))])
+    _axis(places, [loss for row in text for loss in row["position_nll"][len(row["position_nll"]) // 2 :]])
+    places.set_xscale("log", base=2)
+    places.axvline(own_length(config), color="#555555", linestyle=":", linewidth=1.3)
+    ends.set_ylabel("nats per token")
+    ends.set_xlabel("context in tokens (times the model's own length)")
+    places.set_xlabel(f"tokens before, in a text of {lengths(text)[-1]:,}")
+    ends.set_title(f"Loss of the last {_scored(rows):,} tokens", fontsize=11)
+    places.set_title("Loss by position", fontsize=11)
+    figure.suptitle(_about(config, rows).title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    style.legend(figure, ends, False)
+    style.lay_out(figure)
+    return style.png(figure)
+
+
+def _many(names: Sequence[str]) -> dict[str, style.Line]:
+    """A colour and a dash for each of many lines."""
+    return {
+        name: style.Line(
+            style.COLOURS[n % len(style.COLOURS)],
+            style.MARKERS[n % len(style.MARKERS)],
+            style.DASHES[n // len(style.COLOURS) % len(style.DASHES)] if n >= len(style.COLOURS) else None,
+        )
+        for n, name in enumerate(names)
+    }
+
+
+def _plot_positions(panel: Any, rows: Sequence[Row], look: style.Line, longest: int) -> None:
+    """The mean over texts of the loss in each part of a text of the longest length, from 16 tokens on."""
+    mine = [row for row in rows if row["length"] == longest]
+    if not mine:
+        return
+    ends = mine[0]["position_ends"]
+    means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(ends))]
+    kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]
+    (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
+    if look.dashes is not None:
+        line.set_dashes(look.dashes)
+
+
+def _axis(panel: Any, values: Sequence[float]) -> None:
+    low = min(values)
+    panel.set_ylim(low - 0.05, min(max(values) + 0.05, low + _ROOM))
+    panel.grid(True, color="#dddddd", linewidth=0.7)
+    panel.set_axisbelow(True)

@@ -1,0 +1,123 @@
+"""A study from a config to a page: cell after cell, what is done never done again."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.console import Console
+
+from train.checkpoint import read_config
+from train.config import Config, dump
+from train.data import documents, load_tokenizer
+from train.monitor import enable_compilation_cache
+from train.paths import path, write_file
+from train.restore import restore
+from train.settings.checks import check
+from train.study import report
+from train.study.cells import (
+    RESULTS,
+    Cell,
+    Text,
+    append_row,
+    check_entries,
+    chosen_entries,
+    extension,
+    is_done,
+    passkey_cells,
+    read_rows,
+    text_cells,
+)
+from train.study.measure import measure
+from train.study.search import searched
+
+
+def run_study(config: Config, console: Console | None = None) -> Path:
+    """Measures a released model under every extension of ``compare.schemes``, and writes the report.
+
+    Its directory, which is returned, gets ``config.yaml``, ``results.jsonl``, ``figure.png`` and ``index.html``. A cell
+    is kept when it is finished; the same command, also with other schemes, lengths or texts, adds what is missing.
+
+    Raises ValueError, before anything is computed, for what cannot be studied.
+    """
+    console = console or Console(highlight=False)
+    check_entries(config)
+    entries = chosen_entries(config)
+    texts = read_texts(config)
+    directory = path(config.directory)
+    _check_directory(config, directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_file(directory / "config.yaml", dump(config))
+    enable_compilation_cache(config.monitor.compilation_cache)
+    model = restore(config.init.path, config)[1]
+    try:
+        for step in _steps(config, entries, texts, directory, model, console):
+            append_row(directory, step)
+    finally:
+        report.write(config, directory, read_rows(directory), console)
+    return directory
+
+
+def _steps(config: Config, entries, texts: Sequence[Text], directory: Path, model: nnx.Module, console: Console):
+    """The rows of what is not done yet, one after the other."""
+    entries = [searched(config, entry, directory, model, console) for entry in entries]
+    for entry in entries:
+        for length in config.evaluate.lengths:
+            extension(config, entry, length)
+    cells = [*text_cells(config, entries, texts)]
+    cells += [*passkey_cells(config, entries)] if "passkey" in config.evaluate.tasks else []
+    for number, cell in enumerate(cells, start=1):
+        if is_done(cell, read_rows(directory)):
+            continue
+        found = {"error": None, **measure(config, model, cell)}
+        jax.clear_caches()  # every cell is a program of its own
+        console.print(f"[{number}/{len(cells)}] {cell.words}: {_in_words(found)}", markup=False)
+        yield {**cell.key, **found}
+
+
+def _in_words(found: dict) -> str:
+    if found["error"]:
+        return found["error"]
+    number = f"{found['nll']:.4f} nats per token" if "nll" in found else f"{found['accuracy']:.0%} found"
+    return f"{number}, {found['seconds']:.0f} s"
+
+
+def read_texts(config: Config) -> list[Text]:
+    """The documents that hold the longest length: of each the piece in its middle, at most ``compare.texts`` of them.
+
+    Raises ValueError where there is none.
+    """
+    span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
+    found = documents(dataclasses.replace(config.data, held_out=0.0), "train")
+    # A token has a byte at least, so shorter documents need not be tokenised.
+    long = [document for document in found if len(document.text) > span]
+    long.sort(key=lambda document: -len(document.text))
+    texts = []
+    for document in long:
+        tokens = np.asarray(tokenizer.encode(document.text)[1:-1])
+        if len(tokens) > span and len(texts) < config.compare.texts:
+            start = (len(tokens) - span - 1) // 2
+            texts.append(Text(document.name, tokens[start : start + span + 1]))
+    check(
+        bool(texts),
+        f"evaluate.lengths: no document has {span + 1} tokens; name longer ones under data.paths, or shorter lengths",
+    )
+    return texts
+
+
+def _check_directory(config: Config, directory: Path) -> None:
+    """Raises ValueError for a directory with other things than a study of this model."""
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    where = f"{directory} holds other things than a study; choose another name"
+    check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), where)
+    saved = read_config(directory)
+    check(
+        saved.init.values == config.init.values,
+        f"{directory} holds the study of another model, {saved.init.path}; choose another name",
+    )
+
+
+__all__ = ["Cell", "run_study"]
