@@ -23,6 +23,7 @@ LLAMA = SPECIAL | {
     "head_dim": 12,
     "max_position_embeddings": 128,
 }
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GPT = SPECIAL | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
 NEOX = {key: LLAMA[key] for key in LLAMA if key not in ("num_key_value_heads", "head_dim")} | {
     "model_type": "gpt_neox",
@@ -65,7 +66,7 @@ CASES: dict[str, dict] = {
     | {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "num_hidden_layers": 3}
     | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": LLAMA | {"model_type": "qwen3", "attention_bias": True, "rope_parameters": rope(1e6)},
-    "smollm3": LLAMA | {"model_type": "smollm3", "num_hidden_layers": 5, "rope_parameters": rope(2e6)},
+    "smollm3": LLAMA | {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "rope_parameters": rope(2e6)},
     "granite": LLAMA
     | {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3}
     | {"logits_scaling": 4.0, "attention_bias": True},
@@ -73,14 +74,16 @@ CASES: dict[str, dict] = {
     | {"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
     | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": LLAMA
-    | {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 9, "query_pre_attn_scalar": 24}
+    | {"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
+    | {"layer_types": MIXED}
     | {"rope_parameters": {"full_attention": rope(1e6, rope_type="linear", factor=8.0), "sliding_attention": rope(1e4)}},
     "olmo2": LLAMA | {"model_type": "olmo2", "attention_bias": True},
     "phi3": PHI3 | {"sliding_window": 9, "rope_parameters": rope(1e4, partial_rotary_factor=0.5)},
     "phi3-longrope": {key: PHI3[key] for key in PHI3 if key != "head_dim"}
     | {"hidden_size": 48, "original_max_position_embeddings": 32, "rope_parameters": LONG},
     "cohere2": LLAMA
-    | {"model_type": "cohere2", "num_hidden_layers": 5, "sliding_window": 9, "logit_scale": 0.25, "rope_theta": 5e4},
+    | {"model_type": "cohere2", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}
+    | {"logit_scale": 0.25, "rope_theta": 5e4},
     "gpt_neox": NEOX | {"hidden_act": "gelu"},
     "gpt_neox-in-turn": NEOX | {"hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False},
     "gpt2": GPT | {"model_type": "gpt2"},

@@ -203,6 +203,7 @@ OLDER = {
     "gemma3_text": older(
         "gemma3_text",
         "rope_parameters",
+        "layer_types",
         rope_theta=1e6,
         rope_local_base_freq=2e4,
         sliding_window_pattern=3,
@@ -213,7 +214,7 @@ OLDER = {
         "phi3-longrope", "rope_parameters", rope_theta=2e4, rope_scaling=FACTORS | {"type": "longrope"}
     ),
     "gpt_neox": older("gpt_neox", rotary_pct=0.5, rotary_emb_base=3e4),
-    "cohere2": older("cohere2", "rope_theta", rope_theta=3e4, sliding_window_pattern=3),
+    "cohere2": older("cohere2", "layer_types", rope_theta=3e4, sliding_window_pattern=3),
     "bloom": older("bloom", "hidden_size", "n_head", n_embed=48, num_attention_heads=6, seq_length=64),
 }
 """As releases for transformers 4 say it."""
