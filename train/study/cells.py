@@ -25,10 +25,13 @@ class Text:
     name: str
     tokens: np.ndarray
 
-    @property
-    def digest(self) -> str:
-        """Differs between texts of different tokens."""
-        return hashlib.sha256(np.asarray(self.tokens, np.int64).tobytes()).hexdigest()[:12]
+    def last(self, length: int) -> np.ndarray:
+        """The last ``length + 1`` tokens: as many inputs, each with a target."""
+        return np.asarray(self.tokens[-length - 1 :], np.int32)
+
+    def digest(self, length: int) -> str:
+        """Differs between texts that end in different tokens."""
+        return hashlib.sha256(self.last(length).tobytes()).hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +59,7 @@ class Cell:
     @property
     def key(self) -> dict[str, Any]:
         """What tells it from all others; a row that has the same is its result."""
-        text = {} if self.text is None else {"text": self.text.name, "digest": self.text.digest}
+        text = {} if self.text is None else {"text": self.text.name, "digest": self.text.digest(self.length)}
         found = {"label": self.entry.label, "extend": self.extend, "kind": self.kind, "length": self.length}
         return json.loads(json.dumps(found | text | {"depth": self.depth, "sizes": self.sizes}))
 

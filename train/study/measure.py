@@ -37,7 +37,7 @@ def _read(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 
     The last tokens are the same at every length.
     """
-    tokens = np.asarray(cell.text.tokens[-cell.length - 1 :], np.int32)[None]
+    tokens = cell.text.last(cell.length)[None]
 
     def nll(parameters, tokens):
         return next_nll(predictor, parameters, tokens, cell.length)[0]
@@ -62,9 +62,9 @@ def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
     vocabulary = Vocabulary(load_tokenizer(config.data))
     right, losses, costs = [], [], {}
     for case in range(cell.sizes["cases"]):
-        tokens, answer = _prompt(vocabulary, cell, case)
+        tokens, size = _prompt(vocabulary, cell, case)
 
-        def scored(parameters, tokens, size=len(answer)):
+        def scored(parameters, tokens, size=size):
             hidden = predictor.hidden(parameters, tokens[:, :-1], cell.length)[:, -size:]
             logits = predictor.logits(parameters, hidden)[0]
             chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[0, -size:, None], axis=-1)
@@ -76,13 +76,13 @@ def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
     return {"accuracy": float(np.mean(right)), "answer_nll": float(np.mean(losses)), **costs}
 
 
-def _prompt(vocabulary: Vocabulary, cell: Cell, case: int) -> tuple[np.ndarray, np.ndarray]:
-    """A text of the cell's length that ends in the pass key, and the key's tokens; the same for every extension."""
+def _prompt(vocabulary: Vocabulary, cell: Cell, case: int) -> tuple[np.ndarray, int]:
+    """A text of the cell's length that ends in the pass key, and how many tokens that has; whatever the extension."""
     room = len(vocabulary.tokens(" 12345"))
     generator = np.random.default_rng([_SEED, cell.length, round(1000 * cell.depth), case])
     prompt = passkey(generator, vocabulary, cell.length + 1, cell.depth, room)
     answer = vocabulary.tokens(f" {prompt.answer.decode()}")
-    return np.concatenate([prompt.tokens, answer]).astype(np.int32)[None], answer
+    return np.concatenate([prompt.tokens, answer]).astype(np.int32)[None], len(answer)
 
 
 def _run(function: Callable, parameters: Any, tokens: np.ndarray) -> tuple[Any, dict[str, float]]:

@@ -48,7 +48,7 @@ def _about(config: Config, rows: Sequence[Row]) -> About:
     return About(
         title=f"{config.init.path.rstrip('/').rpartition('/')[2]} beyond its {own_length(config):,} tokens",
         text=f"Texts: {', '.join(names)}",
-        model=f"{model.num_layers} layers of {model.model_dim}, {model.num_heads} heads, as released; nothing is trained",
+        model=f"{model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, not trained any further",
         config=dump(config),
         versions={**own_versions(), "cpu": processor()},
     )
@@ -76,10 +76,25 @@ def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
 
 
 def at_length(rows: Sequence[Row], label: str, length: int) -> Estimate | None:
-    """Mean and standard deviation over texts; None unless every text that the study has at this length has a number."""
+    """Mean over texts, and the standard deviation of what changes; None unless every text of this length has a number.
+
+    What changes is the loss of a text less its level, which is how hard it is by itself.
+    """
     wanted = {row["text"] for row in rows if row["kind"] == TEXT and row["length"] == length}
     found = losses(rows, label, length)
-    return estimate(found.values()) if set(found) == wanted else None
+    if set(found) != wanted:
+        return None
+    levels = _levels(rows)
+    middle = statistics.fmean(levels[text] for text in found)
+    return estimate(loss - levels[text] + middle for text, loss in found.items())
+
+
+def _levels(rows: Sequence[Row]) -> dict[str, float]:
+    """How hard every text is: its first loss at the shortest length. It is no part of the spread over texts."""
+    found: dict[str, float] = {}
+    for row in sorted((row for row in rows if row["kind"] == TEXT and not row["error"]), key=lambda r: r["length"]):
+        found.setdefault(row["text"], row["nll"])
+    return found
 
 
 def findings(config: Config, rows: Sequence[Row]) -> list[str]:
@@ -93,6 +108,8 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
     if len(ranked) < 2:
         return ""
     (best, first), (_, second) = ranked[:2]
+    if ranked[-1][0] - best < _NOTHING:
+        return f"At {length:,} tokens all of them give {best:.3f} nats per token."
     plain = next((entry.label for entry in config.compare.schemes if not entry.extend), None)
     value = found.get(plain)
     beside = f", {value.mean - best:.3f} below {plain}" if value is not None and first != plain else ""
@@ -100,6 +117,9 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
         f"At {length:,} tokens {first} is best, {best:.3f} nats per token{beside}; {second} follows, "
         f"{_difference(losses(rows, first, length), losses(rows, second, length))}."
     )
+
+
+_NOTHING = 0.0005  # nats, less than what is written
 
 
 def _difference(best: Mapping[str, float], other: Mapping[str, float]) -> str:
@@ -125,7 +145,7 @@ def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
     text = [row for row in rows if row["kind"] == TEXT]
     own, at = own_length(config), lengths(text)
     texts = len({row["text"] for row in text})
-    over = f"mean ± standard deviation over {texts} texts" if texts > 1 else "one text"
+    over = f"mean over {texts} texts ± standard deviation of the change" if texts > 1 else "one text"
     title = f"Loss of the last {_scored(rows):,} tokens, in nats per token ({over})"
     header = ("extension", *(f"{n:,} ({n / own:.3g}x)" for n in at))
     body = [(label, *(_shown(at_length(rows, label, n)) for n in at)) for label in labels(config, text)]
@@ -180,7 +200,8 @@ def _notes(rows: Sequence[Row]) -> str:
 _ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
 _CAPTION = (
     "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them; the "
-    "band is the standard deviation over texts. A falling line says that more context helps. Right: the loss of every "
+    "band is the standard deviation over texts of the change. A falling line says that more context helps. Right: the "
+    "loss of every "
     "token at the longest length by how many tokens are before it. The axes end 1.5 nats above the lowest value."
 )
 _ROOM = 1.5
@@ -192,8 +213,7 @@ def draw(config: Config, rows: Sequence[Row]) -> bytes:
     names = labels(config, text)
     figure = style.new_figure(14, max(5.5, 1.2 + 0.22 * len(names)))
     ends, places = figure.subplots(1, 2)
-    bases = [{"label": name, "base": None if n == 0 else names[0]} for n, name in enumerate(names)]
-    looks = style.lines(bases) if len(names) < 8 else _many(names)
+    looks = _looks(names)
     for name in names:
         found = {n: value for n in lengths(text) if (value := at_length(text, name, n)) is not None}
         if found:
@@ -215,7 +235,7 @@ def draw(config: Config, rows: Sequence[Row]) -> bytes:
     return style.png(figure)
 
 
-def _many(names: Sequence[str]) -> dict[str, style.Line]:
+def _looks(names: Sequence[str]) -> dict[str, style.Line]:
     """A colour and a dash for each of many lines."""
     return {
         name: style.Line(

@@ -85,7 +85,7 @@ def _in_words(found: dict) -> str:
 
 
 def read_texts(config: Config) -> list[Text]:
-    """The documents that hold the longest length: of each the piece in its middle, at most ``compare.texts`` of them.
+    """The documents that hold the longest length, the longest ones first: the end of each, ``compare.texts`` at most.
 
     Raises ValueError where there is none.
     """
@@ -98,8 +98,7 @@ def read_texts(config: Config) -> list[Text]:
     for document in long:
         tokens = np.asarray(tokenizer.encode(document.text)[1:-1])
         if len(tokens) > span and len(texts) < config.compare.texts:
-            start = (len(tokens) - span - 1) // 2
-            texts.append(Text(document.name, tokens[start : start + span + 1]))
+            texts.append(Text(document.name, tokens[-span - 1 :]))
     check(
         bool(texts),
         f"evaluate.lengths: no document has {span + 1} tokens; name longer ones under data.paths, or shorter lengths",

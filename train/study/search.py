@@ -57,13 +57,13 @@ def _found(config: Config, directory: Path, model: nnx.Module, console: Console)
 
 
 def _text(config: Config, length: int) -> Any:
-    """The beginning of the longest document, which its piece in the middle does not reach."""
+    """The beginning of the longest document, far from its end, which cells read."""
     span = max(config.evaluate.lengths)
     found = documents(dataclasses.replace(config.data, held_out=0.0), "train")
     longest = max(found, key=lambda document: len(document.text))
     tokens = load_tokenizer(config.data).encode(longest.text)[1:-1]
     check(
-        (len(tokens) - span) // 2 > length,
+        len(tokens) > span + length + 1,
         f"compare.search: no document is long enough for a search at {length} tokens beside a text of {span}",
     )
     return tokens[: length + 1]
