@@ -268,6 +268,7 @@ def _of_layer(sharding: Sharding) -> Sharding:
     """The sharding of one layer of a stack."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    layers, *rest = (*sharding.spec, None)
-    check(layers is None, f"sharding: the axis of layers must be whole on every device, found {sharding.spec}")
+    layers, rest = sharding.spec[:1], sharding.spec[1:]
+    whole = all(axis is None for axis in layers)
+    check(whole, f"sharding: the axis of layers must be whole on every device, found {sharding.spec}")
     return NamedSharding(sharding.mesh, PartitionSpec(*rest))
