@@ -11,10 +11,10 @@ import posjax as pj
 from posjax import rotary
 from posjax.nn import Decoder, DecoderConfig, Norm, save_pretrained
 
-LENGTH = 32
+LENGTH, VOCABULARY = 32, 280
 
 
-def write_tokenizer(folder: Path, text: str, size: int = 300) -> None:
+def write_tokenizer(folder: Path, text: str, size: int) -> None:
     """A byte-level BPE tokenizer with two special tokens, and no mask token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -32,7 +32,7 @@ def write_tokenizer(folder: Path, text: str, size: int = 300) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
-def write_released(folder: Path, seed: int = 0, vocabulary: int = 300) -> Decoder:
+def write_released(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY) -> Decoder:
     """A random Llama of two layers in ``folder``; returned as it was written."""
     scheme = pj.Scheme(features=rotary.Rotary(rotary.Plain(500.0)))
     config = DecoderConfig(
@@ -49,11 +49,18 @@ def write_released(folder: Path, seed: int = 0, vocabulary: int = 300) -> Decode
     )
     decoder = Decoder(config, rngs=nnx.Rngs(seed))
     state = nnx.state(decoder)
-    wider = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), state)
+    wider = jax.tree.map(
+        lambda x: x * 3 if x.ndim > 2 else x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), state
+    )
     nnx.update(decoder, wider)
     save_pretrained(decoder, folder)
     write_tokenizer(folder, TEXT, vocabulary)
     return decoder
 
 
-TEXT = " ".join(f"The {word} stands on the {other}." for word in ("cat", "river", "old bridge") for other in ("wall", "sand"))
+def _perturbed(x: jax.Array) -> jax.Array:
+    """Larger matrices, and gains that are not all 1."""
+    return x * 3 if x.ndim > 2 else x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape))
+
+
+TEXT = "The cat stands on the wall. The river stands on the sand. The old bridge stands on the wall of the river."

@@ -33,9 +33,10 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
             f"model.{key}: {value!r} contradicts {path}, which has {shape.get(key)!r}; leave it out",
         )
     data.setdefault("tokenizer", path if is_gguf(path) else f"{path.rstrip('/')}/tokenizer.json")
+    scheme = values.get("scheme", {})
     return {
-        "scheme": "released",
         **values,
+        "scheme": {"name": "released", **scheme} if isinstance(scheme, Mapping) else scheme,
         "init": {"path": path, "values": found},
         "model": shape | given,
         "data": data,

@@ -32,7 +32,7 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     if not is_run(place) and is_released(place):
         name = Path(str(place).rstrip("/")).name.removesuffix(".gguf")
-        return load_values({"init": str(place), "name": name}, overrides)
+        return load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
     directory = path(place)
     saved = read_config(directory)
     config = load(directory / "config.yaml", overrides)

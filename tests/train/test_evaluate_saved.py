@@ -10,9 +10,10 @@ from rich.console import Console
 
 from train.checkpoint import check_run, restore_model
 from train.config import load
-from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, load_saved, read_rows, shortest_stage
+from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, read_rows, shortest_stage
 from train.evaluate.windows import pieces, whole_windows
 from train.loop import fit
+from train.restore import config_of
 
 CONFIG = """
 data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
@@ -101,7 +102,7 @@ def test_an_extension_is_measured_over_the_parameters_of_the_last_stage(run, row
 
 def test_a_task_that_no_length_holds_is_refused_before_anything_is_read(run):
     with pytest.raises(ValueError, match=r"evaluate\.tasks: passkey: a length of 64 tokens is too short") as error:
-        held_out_tokens(load_saved(run.directory, ["evaluate.tasks=[passkey]"]))
+        held_out_tokens(config_of(run.directory, ["evaluate.tasks=[passkey]"]))
     needed = int(re.search(r"takes (\d+)", str(error.value))[1])
     assert 250 < needed < 500
 

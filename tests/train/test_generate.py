@@ -122,12 +122,13 @@ def test_the_search_leaves_an_extension_that_evaluate_takes(run, capsys):
 def test_the_fitness_of_a_rule_is_that_of_its_model(run):
     config, model = load(run / "config.yaml"), restore_model(run)[1]
     rule = rotary.LongRoPE((1.0,) * 8, (1.5,) * 4 + (2.5,) * 4, 32, factor=2.0, select="long", unscaled_first=4)
-    found = _fitness(model, _rope(config), config, 64)(rule)
-    longer = model.with_scheme(_rope(config).extend(frequencies=rule))
     documents = held_out_tokens(
         dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, lengths=(64,)))
     )
-    windows = last_windows(full_pieces(documents, 64, 256), 64, 32)
+    pieces = full_pieces(documents, 64, 256)
+    found = _fitness(model, _rope(config), config, pieces, 64)(rule)
+    longer = model.with_scheme(_rope(config).extend(frequencies=rule))
+    windows = last_windows(pieces, 64, 32)
     tokens = jnp.asarray(windows.tokens, jnp.int32)
     logits = jax.nn.log_softmax(longer(tokens[:, :-1]))
     chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]

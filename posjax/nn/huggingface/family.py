@@ -179,7 +179,7 @@ def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> N
     for field in dataclasses.fields(DecoderConfig):
         if field.name in _HOW:
             continue
-        ours, theirs = (_comparable(getattr(c, field.name), c) for c in (config, again))
+        ours, theirs = (_comparable(field.name, c) for c in (config, again))
         check(
             ours == theirs,
             f"{field.name}: the layout of {family.model_type} has no place for {shown(_different(ours, theirs)[0])}; "
@@ -187,8 +187,11 @@ def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> N
         )
 
 
-def _comparable(value: Any, config: DecoderConfig) -> Any:
-    """A value of a config in a form in which equal models have equal ones."""
+def _comparable(name: str, config: DecoderConfig) -> Any:
+    """A field of a config in a form in which equal models have equal ones."""
+    value = getattr(config, name)
+    if name == "query_scale":
+        return config.head_dim**-0.5 if value is None else value
     if isinstance(value, Scheme | Layers):
         return [_without_size(scheme, config) for scheme in uniform(value, config.num_layers).schemes]
     return set(value) if isinstance(value, tuple) else value

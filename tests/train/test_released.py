@@ -1,0 +1,323 @@
+"""A released model wherever a run can stand: trained further, measured, continued, searched, exported."""
+
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from released_models import LENGTH, TEXT, VOCABULARY, write_released
+
+from posjax.coca import Coca, merge_projection
+from posjax.nn import from_pretrained
+from train import cli
+from train.checkpoint import restore_model
+from train.config import dump, load_values, parse, parse_text
+from train.data import load_tokenizer
+from train.evaluate.saved import read_rows
+from train.loop import fit
+from train.mesh import make_mesh
+from train.model import check_model, decoder_config, evaluated_scheme, scheme_of
+from train.optimizer import named_leaves
+from train.restore import initial_parameters, restore
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("released") / "tiny"
+    folder.mkdir()
+    return folder, write_released(folder)
+
+
+@pytest.fixture(scope="module")
+def values(released, tmp_path_factory):
+    """A config of a few steps from the released model."""
+    folder = tmp_path_factory.mktemp("text")
+    for n in range(6):
+        (folder / f"{n}.txt").write_text(f"{TEXT} " * 6)
+    return {
+        "name": "run",
+        "init": str(released[0]),
+        "output": str(folder / "runs"),
+        "data": {"source": "files", "paths": [f"{folder}/*.txt"], "held_out": 0.2},
+        "train": {
+            "mesh": {"data": 1},
+            "length": 16,
+            "batch_tokens": 64,
+            "steps": 4,
+            "warmup_steps": 1,
+            "log_every": 1,
+            "checkpoint_every": 2,
+        },
+        "monitor": {"tensorboard": False, "compilation_cache": ""},
+        "evaluate": {"lengths": [16, 32, 64], "tokens": 128, "batch_tokens": 128},
+    }
+
+
+def with_changes(values, **sections):
+    changed = {
+        key: {**values.get(key, {}), **change} if isinstance(change, dict) else change
+        for key, change in sections.items()
+    }
+    return parse({**values, **changed})
+
+
+def numbers(model):
+    return dict(named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+def test_shape_scheme_and_tokenizer_come_from_the_model(released, values):
+    folder, decoder = released
+    config = parse({"init": str(folder)})
+    assert scheme_of(config) == decoder.config.scheme
+    assert decoder_config(config).vocab_size == VOCABULARY
+    assert (config.model.num_layers, config.model.norm.eps, config.model.embedding_scale) == (2, 1e-5, 1.0)
+    assert config.train.length == LENGTH
+    assert config.evaluate.lengths == (8, 32, 64, 128)
+    tokenizer = load_tokenizer(config.data)
+    assert tokenizer.vocabulary_size == VOCABULARY
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.padding) == (0, 1, 1)
+    assert tokenizer.decode(tokenizer.encode(TEXT.encode())) == TEXT.encode()
+
+
+def test_a_saved_config_does_not_need_the_model_any_more(released, values):
+    config = parse(values)
+    saved = dump(config).replace(str(released[0]), "/nowhere/tiny")
+    again = parse_text(saved, "config.yaml")
+    assert again.model == config.model
+    assert scheme_of(again) == scheme_of(config)
+
+
+def test_how_it_is_computed_may_be_chosen(values):
+    config = with_changes(values, model={"compute_dtype": "bfloat16", "remat": "full", "num_layers": 2})
+    assert (config.model.compute_dtype, config.model.remat) == ("bfloat16", "full")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"num_layers": 3}}, r"model\.num_layers: 3 contradicts .*tiny, which has 2; leave it out"),
+        ({"model": {"norm": {"eps": 1e-6}}}, r"model\.norm: .* contradicts .*tiny"),
+        ({"model": {"vocabulary": 281}}, r"model\.vocabulary: 281 contradicts"),
+        ({"init": "/nowhere/model"}, r"there is no /nowhere/model/config\.json"),
+        ({"init": "/nowhere/model.gguf"}, r"there is no /nowhere/model\.gguf"),
+        ({"init": 3}, r"init: expected a path, found 3"),
+    ],
+)
+def test_contradictions_are_refused_by_name(values, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        with_changes(values, **changes)
+
+
+def test_the_scheme_of_a_model_that_is_not_there():
+    with pytest.raises(ValueError, match="'released' is the scheme of the model under init; name one there"):
+        scheme_of(parse({"scheme": "released"}))
+
+
+def test_a_tokenizer_without_a_mask_token_trains_no_encoder(values):
+    config = with_changes(values, data={"special_tokens": "own"})
+    chex.assert_equal(load_tokenizer(config.data).vocabulary_size, VOCABULARY)
+    masked = parse({**values, "init": "", "scheme": "rope", "model": {"causal": False}} | {
+        "data": {**values["data"], "tokenizer": f"{values['init']}/tokenizer.json", "special_tokens": "own"}
+    })  # fmt: skip
+    with pytest.raises(ValueError, match=r"no mask token of its own; data\.special_tokens=added would work"):
+        check_model(masked)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(values):
+    config = parse(values)
+    fit(config)
+    return config
+
+
+def test_training_starts_from_the_model(released, values, trained):
+    before = from_pretrained(released[0])
+    lines = [json.loads(line) for line in (trained.directory / "metrics.jsonl").read_text().splitlines()]
+    tokenizer = load_tokenizer(trained.data)
+    row = jnp.asarray(tokenizer.encode(f"{TEXT} ".encode() * 6)[:17], jnp.int32)[None]
+    logits = jax.nn.log_softmax(before(row[:, :-1]))
+    loss = -jnp.take_along_axis(logits, row[:, 1:, None], axis=-1).mean()
+    assert abs(lines[0]["loss"] - loss) < 0.5  # rows of the same text, not the same row
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_resuming_is_bit_for_bit(values, trained, monkeypatch):
+    config = with_changes(values, name="resumed")
+    monkeypatch.setattr("train.loop.stop_requested", _stop_after(monkeypatch, 2))
+    assert not fit(config).finished
+    monkeypatch.undo()
+    assert fit(config).finished
+    chex.assert_trees_all_equal(*(numbers(restore_model(c.directory)[1]) for c in (config, trained)))
+
+
+def _stop_after(monkeypatch, steps):
+    """A context whose event is set once so many updates are done."""
+    from contextlib import contextmanager
+    from threading import Event
+
+    from train import loop
+
+    event, seen = Event(), loop.reached_preemption
+
+    def reached(step, stop):
+        if step >= steps:
+            event.set()
+        return seen(step, stop)
+
+    monkeypatch.setattr(loop, "reached_preemption", reached)
+
+    @contextmanager
+    def requested():
+        yield event
+
+    return requested
+
+
+@pytest.mark.parametrize(
+    ("mesh", "share"),
+    [({"data": 2, "tensor": 2}, 2), ({"data": 1, "fsdp": 4}, 4), ({"data": 1, "context": 2, "tensor": 4}, 8)],
+)
+def test_meshes_read_their_own_parts(released, values, mesh, share):
+    config = with_changes(values, train={"mesh": mesh})
+    on_mesh = make_mesh(config.train.mesh, config.train.rows)
+    found = dict(named_leaves(initial_parameters(config, on_mesh)))
+    wanted = numbers(released[1])
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, wanted))
+    up = found["stacks/0/0/mlp/up"]
+    assert up.addressable_shards[0].data.size == up.size // share
+
+
+def test_stages_and_frozen_parts(released, values):
+    stages = [
+        {"name": "coca", "scheme": {"name": "coca-strict", "base": 500.0}, "train": {"trains": ["*/attention/k"]}},
+        {"name": "all", "train": {"trains": [], "steps": 2}},
+    ]
+    config = with_changes(values, name="stages", stages=stages)
+    fit(config)
+    _, model = restore_model(config.directory, "coca")
+    assert isinstance(model.config.scheme.features, Coca)
+    before, after = numbers(released[1]), numbers(model)
+    moved = {name for name in before if name.endswith("/k") or not np.array_equal(before[name], after[name])}
+    assert moved == {"stacks/0/0/attention/k"}
+    assert not np.array_equal(after["stacks/0/0/attention/k"], merge_projection(before["stacks/0/0/attention/k"]))
+
+
+def test_rope_becomes_coca_before_the_first_update(released, values):
+    config = with_changes(values, scheme={"name": "coca-strict", "base": 500.0})
+    mesh = make_mesh(config.train.mesh, config.train.rows)
+    found, before = dict(named_leaves(initial_parameters(config, mesh))), numbers(released[1])
+    k = before["stacks/0/0/attention/k"]
+    half = k.shape[-1] // 2
+    np.testing.assert_allclose(found["stacks/0/0/attention/k"], (k[..., :half] + k[..., half:]) / 2, rtol=1e-6)
+    chex.assert_trees_all_equal(found["stacks/0/0/attention/q"], before["stacks/0/0/attention/q"])
+
+
+def test_what_cannot_be_trained(values, capsys):
+    with pytest.raises(ValueError, match=r"train\.steps is 0: there is nothing to train"):
+        fit(with_changes(values, name="none", train={"steps": 0}))
+    with pytest.raises(ValueError, match="cannot start from the weights of 'released'"):
+        fit(with_changes(values, name="none", scheme="fox"))
+
+
+# --- use --------------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_takes_the_path(released, values, capsys):
+    data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "data.held_out=0.2"]
+    sizes = ["evaluate.lengths=[16, 64]", "evaluate.tokens=128", "evaluate.batch_tokens=128"]
+    arguments = [str(released[0]), f"output={values['output']}", *data, *sizes]
+    assert cli.main(["evaluate", *arguments]) == 0
+    rows = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
+    assert [(row["length"], row["last_length"]) for row in rows] == [(16, 16), (64, 16)]
+    assert "released" in capsys.readouterr().out
+    assert (Path(values["output"]) / "tiny" / "index.html").is_file()
+    extended = cli.main(["evaluate", *arguments, "scheme.extend={frequencies: {name: yarn}}"])
+    assert extended == 0
+    longer = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
+    assert longer[1]["last_nll"] != rows[1]["last_nll"]
+
+
+def test_options_of_extensions_follow_from_the_lengths(values):
+    config = with_changes(values, train={"steps": 0})
+    entry = parse({**values, "scheme": {"name": "released", "extend": {"frequencies": {"name": "yarn"}}}}).scheme
+    rule = evaluated_scheme(config, entry, length=128).features.frequencies
+    assert (rule.factor, rule.original_length, rule.base) == (4.0, LENGTH, 500.0)
+    assert evaluated_scheme(config, entry, length=16).features.frequencies.factor == 1.0
+
+
+def test_generate_continues_a_prompt_as_the_forward_pass_does(released, capsys):
+    prompt = "The cat stands"
+    arguments = ["generate", str(released[0]), "--prompt", prompt, "--tokens", "5", "--temperature", "0"]
+    assert cli.main(arguments) == 0
+    tokenizer = load_tokenizer(parse({"init": str(released[0])}).data)
+    tokens, made = list(tokenizer.encode(prompt.encode())[:-1]), []
+    for _ in range(5):
+        made.append(int(released[1](jnp.asarray([tokens], jnp.int32))[0, -1].argmax()))
+        tokens.append(made[-1])
+        if made[-1] == tokenizer.eos:
+            break
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(np.asarray(made)).decode(errors="replace").rstrip(
+        "\n"
+    )
+
+
+def test_search_takes_the_path(released, values, capsys):
+    data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "data.held_out=0.2"]
+    sizes = ["evaluate.tokens=128", "evaluate.batch_tokens=128", "evaluate.lengths=[16, 64]"]
+    arguments = ["search", str(released[0]), "--length", "64", "--population", "4", "--iterations", "1"]
+    assert cli.main([*arguments, f"output={values['output']}", "name=searched", *data, *sizes]) == 0
+    found = json.loads((Path(values["output"]) / "searched" / "longrope.json").read_text())
+    assert len(found["extend"]["frequencies"]["long_factor"]) == 4
+
+
+def test_export_writes_what_was_trained_with_its_tokenizer(released, trained, tmp_path, capsys):
+    assert cli.main(["export", str(trained.directory), str(tmp_path / "out")]) == 0
+    again, model = from_pretrained(tmp_path / "out"), restore_model(trained.directory)[1]
+    chex.assert_trees_all_equal(*map(numbers, (again, model)))
+    assert again.config.trained_length == LENGTH
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (released[0] / name).read_bytes()
+    assert cli.main(["export", str(trained.directory), str(tmp_path / "out")]) == 2
+    assert "holds a model already" in capsys.readouterr().err
+
+
+def test_export_of_an_extension(released, tmp_path):
+    extend = "scheme.extend={frequencies: {name: yarn, factor: 2.0}}"
+    assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["rope_parameters"]["rope_type"] == "yarn"
+    assert values["max_position_embeddings"] == 2 * LENGTH
+
+
+def test_export_refuses_what_has_no_place(released, tmp_path, capsys):
+    extend = "scheme.extend={far: {name: rerope}}"
+    assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 2
+    told = capsys.readouterr().err
+    assert "scheme: the layout of llama has no place for" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_from_a_seed_is_exported_too(values, tmp_path):
+    model = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}
+    config = parse({**values, "init": "", "name": "seed", "model": model})
+    fit(config)
+    assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
+    again, own = from_pretrained(tmp_path / "out"), restore(config.directory, config)[1]
+    tokens = jnp.arange(20).reshape(2, 10)
+    np.testing.assert_allclose(again(tokens), own(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_plans_need_the_config_alone(values):
+    config = load_values({"init": values["init"]}, ["train.length=64", "train.batch_tokens=512"])
+    assert decoder_config(config).num_layers == 2
