@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 def write(config: Config, directory: Path, rows: Sequence[Row], console: Console) -> None:
     """Writes ``figure.png`` and ``index.html``, and shows the sentences and tables; nothing without a result."""
     done = [row for row in rows if row["kind"] in (TEXT, PASSKEY)]
-    if not any(row["kind"] == TEXT for row in done):
+    if not any(row["kind"] == TEXT and not row["error"] for row in done):
         return
     sentences, found = findings(config, done), tables(config, done)
     picture = Picture(FIGURE, draw(config, done), _ALT, _CAPTION.format(scored=_scored(done)))
@@ -82,7 +82,7 @@ def at_length(rows: Sequence[Row], label: str, length: int) -> Estimate | None:
     """
     wanted = {row["text"] for row in rows if row["kind"] == TEXT and row["length"] == length}
     found = losses(rows, label, length)
-    if set(found) != wanted:
+    if not wanted or set(found) != wanted:
         return None
     levels = _levels(rows)
     middle = statistics.fmean(levels[text] for text in found)

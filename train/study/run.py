@@ -10,8 +10,9 @@ from flax import nnx
 from rich.console import Console
 
 from train.checkpoint import read_config
-from train.config import Config, dump
+from train.config import Config, SchemeConfig, dump
 from train.data import documents, load_tokenizer
+from train.model import scheme_of
 from train.monitor import enable_compilation_cache
 from train.paths import path, write_file
 from train.restore import restore
@@ -19,7 +20,6 @@ from train.settings.checks import check
 from train.study import report
 from train.study.cells import (
     RESULTS,
-    Cell,
     Text,
     append_row,
     check_entries,
@@ -31,7 +31,7 @@ from train.study.cells import (
     text_cells,
 )
 from train.study.measure import measure
-from train.study.search import searched
+from train.study.search import is_to_be_searched, searched
 
 
 def run_study(config: Config, console: Console | None = None) -> Path:
@@ -45,6 +45,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     console = console or Console(highlight=False)
     check_entries(config)
     entries = chosen_entries(config)
+    _check_schemes(config, entries)
     texts = read_texts(config)
     directory = path(config.directory)
     _check_directory(config, directory)
@@ -63,9 +64,6 @@ def run_study(config: Config, console: Console | None = None) -> Path:
 def _steps(config: Config, entries, texts: Sequence[Text], directory: Path, model: nnx.Module, console: Console):
     """The rows of what is not done yet, one after the other."""
     entries = [searched(config, entry, directory, model, console) for entry in entries]
-    for entry in entries:
-        for length in config.evaluate.lengths:
-            extension(config, entry, length)
     cells = [*text_cells(config, entries, texts)]
     cells += [*passkey_cells(config, entries)] if "passkey" in config.evaluate.tasks else []
     for number, cell in enumerate(cells, start=1):
@@ -75,6 +73,17 @@ def _steps(config: Config, entries, texts: Sequence[Text], directory: Path, mode
         jax.clear_caches()  # every cell is a program of its own
         console.print(f"[{number}/{len(cells)}] {cell.words}: {_in_words(found)}", markup=False)
         yield {**cell.key, **found}
+
+
+def _check_schemes(config: Config, entries: Sequence[SchemeConfig]) -> None:
+    """Raises ValueError, with the entry's label, for an extension that cannot be built at some length."""
+    for entry in entries:
+        for length in config.evaluate.lengths:
+            try:
+                if not is_to_be_searched(entry):
+                    scheme_of(config, entry).extend(**extension(config, entry, length))
+            except ValueError as error:
+                raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
 
 
 def _in_words(found: dict) -> str:
@@ -117,6 +126,3 @@ def _check_directory(config: Config, directory: Path) -> None:
         saved.init.values == config.init.values,
         f"{directory} holds the study of another model, {saved.init.path}; choose another name",
     )
-
-
-__all__ = ["Cell", "run_study"]

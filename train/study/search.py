@@ -22,13 +22,19 @@ SEARCH = "search"
 
 def searched(config: Config, entry: SchemeConfig, directory: Path, model: nnx.Module, console: Console) -> SchemeConfig:
     """The entry, with LongRoPE's factors where it names LongRoPE without; every rule that is tried is kept."""
-    change = entry.extend.get("frequencies")
-    if not isinstance(change, Mapping) or change.get("name") != "longrope" or "long_factor" in change:
+    if not is_to_be_searched(entry):
         return entry
+    change = entry.extend["frequencies"]
     found = _found(config, directory, model, console)
     factors = {"short_factor": list(found.short_factor), "long_factor": list(found.long_factor)}
     options = factors | {"unscaled_first": found.unscaled_first, "factor": found.factor}
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
+
+
+def is_to_be_searched(entry: SchemeConfig) -> bool:
+    """Whether an entry names LongRoPE without its factors."""
+    change = entry.extend.get("frequencies")
+    return isinstance(change, Mapping) and change.get("name") == "longrope" and "long_factor" not in change
 
 
 def _found(config: Config, directory: Path, model: nnx.Module, console: Console) -> LongRoPE:
