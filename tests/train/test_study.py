@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +180,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
         ({"compare": {"schemes": ["rope"]}}, "'rope' is not the scheme of the model under init"),
         (
             {"compare": {"schemes": SCHEMES, "only": ["yarn"]}},
-            "compare.only: unknown label 'yarn'; did you mean 'YaRN'",
+            "compare.only: unknown label 'yarn' (known: as released, YaRN",
         ),
         (
             {"evaluate": {"lengths": [64, 100_000], "tokens": 100_000, "batch_tokens": 100_000}},
@@ -193,9 +194,8 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
     ],
 )
 def test_mistakes_are_told_before_anything_is_read(values, changes, message, tmp_path):
-    with pytest.raises(ValueError, match=".*") as told:
+    with pytest.raises(ValueError, match=re.escape(message)):
         run_study(parse({**values, "output": str(tmp_path), **changes}))
-    assert message in str(told.value)
     assert not list(tmp_path.iterdir())
 
 
