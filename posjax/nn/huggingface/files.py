@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from posjax._checks import check
+from posjax._checks import check, shown
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -91,7 +91,9 @@ class Folder:
         """The files that the index names; where there is none, all, or that of the whole model if it is there."""
         if INDEX not in self._list():
             return ["model.safetensors"] if "model.safetensors" in names else names
-        wanted = sorted(set(read_json(self._files, f"{self._root}/{INDEX}")["weight_map"].values()))
+        where = read_json(self._files, f"{self._root}/{INDEX}").get("weight_map")
+        check(isinstance(where, dict), f"{self._root}/{INDEX} is broken: it has no weight_map of tensors to files")
+        wanted = sorted({str(name) for name in where.values()})
         lost = [name for name in wanted if name not in names]
         check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which is not there")
         return wanted
@@ -111,10 +113,21 @@ def _header(content: bytes, place: str) -> dict[str, Any]:
         header = json.loads(content)
     except ValueError:
         raise ValueError(f"{place} is no safetensors file: its header is not JSON") from None
+    check(isinstance(header, dict), f"{place} is no safetensors file: its header is {shown(header)}, not an object")
     return {name: told for name, told in header.items() if name != "__metadata__"}
 
 
+def _is_whole(told: Any) -> bool:
+    """Whether a header says of a tensor what it must: its dtype, its shape and where its bytes start and end."""
+    if not isinstance(told, dict) or not {"dtype", "shape", "data_offsets"} <= told.keys():
+        return False
+    numbers = [told["shape"], told["data_offsets"]]
+    counts = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in numbers)
+    return counts and isinstance(told["dtype"], str) and len(told["data_offsets"]) == 2
+
+
 def _entry(name: str, told: Mapping[str, Any], file: str, base: int, total: int, place: str) -> Entry:
+    check(_is_whole(told), f"{place} is broken: its header says {shown(told)} of tensor {name!r}")
     known = told["dtype"] in _DTYPES
     check(known, f"tensor {name!r} in {place} has dtype {told['dtype']}; {', '.join(_DTYPES)} can be read")
     start, end = told["data_offsets"]
@@ -208,7 +221,7 @@ def open_place(path: str | Path) -> tuple[Any, str]:
 
 def is_local(files: Any) -> bool:
     """Whether a file system is that of this machine."""
-    return "file" in files.protocol
+    return "file" in ((files.protocol,) if isinstance(files.protocol, str) else files.protocol)
 
 
 def read_json(files: Any, place: str) -> dict[str, Any]:

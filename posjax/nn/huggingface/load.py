@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from posjax._checks import check, check_choice, nearest
 from posjax.nn.config import DecoderConfig
@@ -21,6 +21,8 @@ from posjax.nn.huggingface.registry import family_of, read_config
 from posjax.nn.huggingface.views import View, check_shape
 
 CONFIG = "config.json"
+NO_MESH = Mesh(np.empty((), object), ())
+"""In use where arrays of single devices are worked on, which the mesh in use would not allow."""
 _CHANGES = ("compute_dtype", "remat", "scan_layers", "implementation", "placement")
 
 
@@ -135,7 +137,8 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
         own = partial(_read, source, family, views[place.name], sizes)
         return own(struct, None) if place.layers is None else _stacked(own, struct, place.layers)
 
-    return jax.tree.unflatten(jax.tree.structure(wanted), [read(*pair) for pair in named])
+    with jax.set_mesh(NO_MESH):
+        return jax.tree.unflatten(jax.tree.structure(wanted), [read(*pair) for pair in named])
 
 
 class Place(NamedTuple):

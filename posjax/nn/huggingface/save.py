@@ -15,7 +15,15 @@ from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
 from posjax.nn.huggingface.family import Family, check_same, sizes_of
 from posjax.nn.huggingface.files import Layout, create, is_local, lay_out, open_place, sync, writable
-from posjax.nn.huggingface.load import CONFIG, is_gguf, named_parameters, place_of, read_values, tensors_of
+from posjax.nn.huggingface.load import (
+    CONFIG,
+    NO_MESH,
+    is_gguf,
+    named_parameters,
+    place_of,
+    read_values,
+    tensors_of,
+)
 from posjax.nn.huggingface.registry import family_of, fitting_family, read_config, write_config
 
 COPIED = (
@@ -83,7 +91,8 @@ def save_pretrained(
         (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         _copy_others(like, partial)
     _wait("created")
-    _write(decoder.config, chosen, parameters, layouts, partial)
+    with jax.set_mesh(NO_MESH):
+        _write(decoder.config, chosen, parameters, layouts, partial)
     for layout in layouts:
         sync(partial / layout.file)
     _wait("written")

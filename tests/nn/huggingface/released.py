@@ -66,7 +66,8 @@ CASES: dict[str, dict] = {
     | {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "num_hidden_layers": 3}
     | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": LLAMA | {"model_type": "qwen3", "attention_bias": True, "rope_parameters": rope(1e6)},
-    "smollm3": LLAMA | {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "rope_parameters": rope(2e6)},
+    "smollm3": LLAMA
+    | {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "rope_parameters": rope(2e6)},
     "granite": LLAMA
     | {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3}
     | {"logits_scaling": 4.0, "attention_bias": True},
@@ -76,7 +77,9 @@ CASES: dict[str, dict] = {
     "gemma3_text": LLAMA
     | {"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
     | {"layer_types": MIXED}
-    | {"rope_parameters": {"full_attention": rope(1e6, rope_type="linear", factor=8.0), "sliding_attention": rope(1e4)}},
+    | {
+        "rope_parameters": {"full_attention": rope(1e6, rope_type="linear", factor=8.0), "sliding_attention": rope(1e4)}
+    },
     "olmo2": LLAMA | {"model_type": "olmo2", "attention_bias": True},
     "phi3": PHI3 | {"sliding_window": 9, "rope_parameters": rope(1e4, partial_rotary_factor=0.5)},
     "phi3-longrope": {key: PHI3[key] for key in PHI3 if key != "head_dim"}
@@ -94,7 +97,8 @@ CASES: dict[str, dict] = {
     | {"attn_config": {"alibi": True, "softmax_scale": 0.2}},
     "falcon": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
     "falcon-7b": FALCON | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
-    "falcon-bias": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "activation": "gelu_new"},
+    "falcon-bias": FALCON
+    | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "activation": "gelu_new"},
     "falcon-11b": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
 }
 
@@ -134,3 +138,7 @@ def assert_same_tensors(folder: str | Path, other: str | Path) -> None:
 
 def config_of(folder: str | Path) -> dict:
     return json.loads((Path(folder) / "config.json").read_text())
+
+
+def write_config(folder: str | Path, values: dict) -> None:
+    (Path(folder) / "config.json").write_text(json.dumps(values))

@@ -215,6 +215,8 @@ OLDER = {
     ),
     "gpt_neox": older("gpt_neox", rotary_pct=0.5, rotary_emb_base=3e4),
     "cohere2": older("cohere2", "layer_types", rope_theta=3e4, sliding_window_pattern=3),
+    "qwen2": older("qwen2"),
+    "smollm3": older("smollm3", "no_rope_layers", no_rope_layer_interval=2),
     "bloom": older("bloom", "hidden_size", "n_head", n_embed=48, num_attention_heads=6, seq_length=64),
 }
 """As releases for transformers 4 say it."""

@@ -1,0 +1,276 @@
+"""Files of tensors: those of the package safetensors read, ours read by it, broken ones, and file systems."""
+
+import json
+
+import fsspec
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from nn.huggingface import released
+
+from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface.files import INDEX, Folder, create, is_local, lay_out, writable
+
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
+
+
+def tensors():
+    """One of every dtype, of all ranks, with every byte that the dtype may have; none of one has no bytes at all."""
+    draw, found = np.random.default_rng(0), {}
+    for n, name in enumerate(DTYPES):
+        dtype, shape = np.dtype(getattr(ml_dtypes, name, name)), ((), (3,), (5, 2), (2, 3, 3))[n % 4]
+        content = draw.integers(0, 2 if name == "bool" else 256, (*shape, dtype.itemsize), np.uint8)
+        found[f"some.{name}"] = content.view(dtype)[..., 0]
+    return found | {"empty": np.zeros((0, 4), np.float32)}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].tobytes() == tensor.tobytes(), name
+
+
+def read(path):
+    folder = Folder(path)
+    return {name: folder.tensor(name) for name in folder.entries}
+
+
+def write(folder, content, most):
+    layouts = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in content.items()}, most)
+    create(folder, layouts)
+    for layout in layouts:
+        for name, entry in layout.entries.items():
+            writable(folder, entry)[...] = content[name]
+    return [layout.file for layout in layouts]
+
+
+# --- the package safetensors ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("several", [False, True])
+def test_files_of_the_package_are_read(several, tmp_path):
+    """In several files without an index, too; alignment is none of its promises."""
+    package, content = pytest.importorskip("safetensors.numpy"), tensors()
+    names = sorted(content)
+    parts = [names[:4], names[4:]] if several else [names]
+    for n, part in enumerate(parts):
+        package.save_file({name: content[name] for name in part}, tmp_path / f"part-{n}.safetensors", {"format": "pt"})
+    assert_same(read(tmp_path), content)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("most", [10**6, 30, 1])
+def test_the_package_reads_ours(most, tmp_path):
+    pytest.importorskip("safetensors")
+    content = {name: tensor for name, tensor in tensors().items() if name != "empty"}
+    files = write(tmp_path, content, most)
+    assert len(files) == {10**6: 1, 30: 6, 1: len(content)}[most]
+    assert_same(released.stored(tmp_path), content)
+    assert_same(read(tmp_path), content)
+
+
+# --- several files ----------------------------------------------------------------------------------------------------
+
+SMALL = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(4, dtype=np.int16)}
+
+
+def test_files_are_full_but_not_beyond_the_most(tmp_path):
+    content = {str(n): np.full(5, n, np.float32) for n in range(5)}
+    assert write(tmp_path, content, 40) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"] == {"total_size": 100}
+    assert index["weight_map"] == {name: f"model-0000{int(name) // 2 + 1}-of-00003.safetensors" for name in content}
+    assert_same(read(tmp_path), content)
+
+
+def test_one_file_needs_no_index(tmp_path):
+    assert write(tmp_path, SMALL, 10**6) == ["model.safetensors"]
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert_same(read(tmp_path), SMALL)
+
+
+def test_tensors_lie_aligned(tmp_path):
+    (layout,) = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in SMALL.items()}, 10**6)
+    assert (len(layout.header) % 8, layout.entries["b"].start) == (0, len(layout.header))
+
+
+def test_the_index_says_which_files_count(tmp_path):
+    write(tmp_path, SMALL, 1)
+    (tmp_path / "more.safetensors").write_bytes(b"not even a file of tensors")
+    assert_same(read(tmp_path), SMALL)
+
+
+def test_the_whole_model_counts_where_no_index_is(tmp_path):
+    write(tmp_path, SMALL, 10**6)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not even a file of tensors")
+    assert_same(read(tmp_path), SMALL)
+
+
+# --- broken files -----------------------------------------------------------------------------------------------------
+
+
+def file(header, data=bytes(8), size=None):
+    """The bytes of a file with a header that may be wrong, or say a wrong size of itself."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if size is None else size).to_bytes(8, "little") + text + data
+
+
+def one(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"one": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}}
+
+
+BROKEN = {
+    "empty": (b"", "is no safetensors file: it has 0 bytes"),
+    "short": (b"1234567", "is no safetensors file: it has 7 bytes"),
+    "header too long": (file(one(), size=500), "is cut short or no safetensors file: its header would end behind"),
+    "header of 2^63 bytes": (file(one(), size=2**63), "is cut short or no safetensors file: its header would end"),
+    "pointer of git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "is cut short or no safetensors file"),
+    "not JSON": (file(b"{{{{"), "is no safetensors file: its header is not JSON"),
+    "not text": (file(b"\xff\xfe{}"), "is no safetensors file: its header is not JSON"),
+    "a list": (file([1]), "is no safetensors file: its header is [1], not an object"),
+    "cut short": (file(one(), bytes(7)), "is cut short: tensor 'one' ends behind its end"),
+    "unknown dtype": (file(one("F8_E4M3")), "tensor 'one' in {} has dtype F8_E4M3; F64, F32, F16, BF16, "),
+    "too few bytes": (file(one(shape=(3,))), "is broken: tensor 'one' has 8 bytes, which do not fit its shape (3,)"),
+    "too many bytes": (file(one(shape=(1,))), "is broken: tensor 'one' has 8 bytes, which do not fit its shape (1,)"),
+    "ends before it starts": (file(one(offsets=(8, 0))), "is broken: tensor 'one' has -8 bytes"),
+    "starts in the header": (file(one(offsets=(-8, 0))), "is broken: its header says {{'dtype': 'F32', "),
+    "negative shape": (file(one(shape=(-1, -2))), "is broken: its header says {{'dtype': 'F32', 'shape': [-1, -2], "),
+    "no whole shape": (file(one(shape=(2.0,))), "is broken: its header says {{'dtype': 'F32', 'shape': [2.0], "),
+    "one offset": (file(one(offsets=(0,))), "is broken: its header says {{'dtype': 'F32', "),
+    "a dtype that is a list": (file(one(["F32"])), "is broken: its header says {{'dtype': ['F32'], "),
+    "no shape": (file({"one": {"dtype": "F32"}}), "is broken: its header says {{'dtype': 'F32'}} of tensor 'one'"),
+    "a number for a tensor": (file({"one": 3}), "is broken: its header says 3 of tensor 'one'"),
+}
+
+
+def assert_refused(path, words):
+    """One line with these words; ``{}`` stands for the file."""
+    with pytest.raises(ValueError, match="safetensors") as caught:
+        Folder(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert words.format(path / "model.safetensors") in text, text
+    assert str(path) in text
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong(name, tmp_path):
+    content, words = BROKEN[name]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert_refused(tmp_path, words)
+
+
+def test_every_file_that_is_cut_is_refused(tmp_path):
+    """At any byte: in the size, in the header, and in the tensors."""
+    write(tmp_path, SMALL, 10**6)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    for size in range(len(content)):
+        path.write_bytes(content[:size])
+        assert_refused(tmp_path, "is no safetensors file" if size < 8 else "is cut short")
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("[1]", "must hold an object, found list"),
+        ("{", "is not valid JSON"),
+        ("{}", "is broken: it has no weight_map"),
+        ('{"weight_map": ["a"]}', "is broken: it has no weight_map"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "names 'gone.safetensors', which is not there"),
+    ],
+)
+def test_a_broken_index(index, words, tmp_path):
+    write(tmp_path, SMALL, 10**6)
+    (tmp_path / INDEX).write_text(index)
+    assert_refused(tmp_path, words)
+
+
+def test_pickles_are_refused(tmp_path):
+    released.write_config(tmp_path, released.CASES["gpt2"])
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not read at all")
+    with pytest.raises(
+        ValueError, match=r"a pickle \(pytorch_model.bin\), which can run code when it is read; convert"
+    ):
+        from_pretrained(tmp_path)
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"there is no {tmp_path}/gone/config.json"):
+        from_pretrained(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=f"there is no {tmp_path}/config.json"):
+        from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/gone: there is no such folder"):
+        Folder(tmp_path / "gone")
+    released.write_config(tmp_path, released.CASES["gpt2"])
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} holds no \*.safetensors file"):
+        from_pretrained(tmp_path)
+
+
+def test_a_config_that_is_no_object(tmp_path):
+    for text, words in (("{", "is not valid JSON"), ("[]", "must hold an object, found list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"{tmp_path}/config.json {words}"):
+            from_pretrained(tmp_path)
+
+
+# --- file systems -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory():
+    """A file system in memory, empty."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def assert_same_parameters(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, wanted)))
+
+
+def test_a_url_is_written_and_read(memory, tmp_path, monkeypatch):
+    """Through a folder beside the working one, of which nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    decoder = released.random_decoder(released.CASES["falcon"])
+    save_pretrained(decoder, "memory://models/falcon", max_file_bytes=40_000)
+    names = {name.rpartition("/")[2] for name in memory.ls("/models/falcon", detail=False)}
+    assert names - {"config.json", INDEX} == {f"model-0000{n}-of-00005.safetensors" for n in range(1, 6)}
+    assert list(tmp_path.iterdir()) == []
+    assert_same_parameters(from_pretrained("memory://models/falcon"), decoder)
+    with pytest.raises(ValueError, match="memory://models/falcon holds a model already"):
+        save_pretrained(decoder, "memory://models/falcon")
+
+
+def test_other_files_go_with_a_model_from_a_url(memory, tmp_path):
+    decoder = released.random_decoder(released.CASES["gpt2"])
+    save_pretrained(decoder, tmp_path / "first")
+    (tmp_path / "first" / "merges.txt").write_bytes(b"#version\na b\n")
+    (tmp_path / "first" / "secret.txt").write_text("stays")
+    memory.put(str(tmp_path / "first"), "/models/gpt2", recursive=True)
+    save_pretrained(from_pretrained("memory://models/gpt2"), tmp_path / "second", like="memory://models/gpt2")
+    assert (tmp_path / "second" / "merges.txt").read_bytes() == b"#version\na b\n"
+    assert not (tmp_path / "second" / "secret.txt").exists()
+
+
+def test_a_file_system_that_keeps_copies_is_not_that_of_this_machine(memory, tmp_path):
+    """``filecache`` has a name with ``file`` in it, but its paths are those of what it copies."""
+    copies = fsspec.filesystem("filecache", fs=memory, cache_storage=str(tmp_path))
+    assert not is_local(copies)
+    assert not is_local(memory)
+    assert is_local(fsspec.filesystem("file"))

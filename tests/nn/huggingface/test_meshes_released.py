@@ -1,0 +1,181 @@
+"""Released models onto meshes of four devices and back: every shard, and every byte that is written."""
+
+import math
+from functools import cache
+
+import chex
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from nn.huggingface import released
+
+from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface.load import named_parameters
+
+EVEN = {"vocab_size": 102}
+THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_kv_heads": 3, "head_dim": 8, "hidden_size": 48}
+CASES = {
+    "llama": released.CASES["llama"],
+    "gpt_neox": released.CASES["gpt_neox"],
+    "gpt2": released.CASES["gpt2"],
+    "phi3": released.CASES["phi3"],
+    "falcon": released.CASES["falcon"],
+    # Three heads of keys cannot be split in two, so they are whole; half of the queries cuts through a group of two.
+    "llama, three": released.CASES["llama"] | THREE,
+    "phi3, three": released.CASES["phi3"] | THREE,
+    "falcon, three": released.CASES["falcon"] | THREE,
+    # One layer differs, so that there are two stacks.
+    "gemma3": released.CASES["gemma3_text"],
+}
+SPLITS = {
+    "grid": {"embed": "data", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"},
+    "fsdp": {"embed": ("data", "tensor")},
+    "tensor": {"heads": ("data", "tensor"), "kv_heads": ("data", "tensor"), "mlp": ("data", "tensor")},
+}
+"""Which axes of the mesh the logical axes of parameters lie along, where they divide them."""
+
+
+@cache
+def mesh(kind="auto"):
+    types = {"axis_types": (AxisType.Auto,) * 2} if kind == "auto" else {}
+    return jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4], **types)
+
+
+def sharding(split, kind="auto"):
+    """The function that ``from_pretrained`` takes."""
+
+    def fits(axis, size):
+        names = SPLITS[split].get(axis, ())
+        count = math.prod(mesh().shape[name] for name in ((names,) if isinstance(names, str) else names))
+        return names if names and size % count == 0 else None
+
+    return lambda axes, shape: NamedSharding(mesh(kind), P(*map(fits, axes, shape)))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """The name of a model, the folder that it was written to from one device, and the model."""
+    folder = tmp_path_factory.mktemp("one")
+    values = CASES[request.param] | EVEN
+    decoder = released.random_decoder(values)
+    save_pretrained(decoder, folder, family=values["model_type"], max_file_bytes=50_000)
+    return request.param, folder, decoder
+
+
+def assert_shards(found, wanted):
+    """Every shard has the numbers of its place in the whole array, and the shards together are all of it."""
+    chex.assert_equal_shape([found, wanted])
+    assert found.dtype == wanted.dtype
+    whole, covered = np.asarray(wanted), np.zeros(wanted.shape, bool)
+    assert len(found.addressable_shards) == 4
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
+        covered[shard.index] = True
+    assert covered.all()
+
+
+def assert_same_files(folder, other):
+    names = sorted(path.name for path in other.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert len(names) > 3
+    for name in names:
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+
+
+# Shapes of shards: of parameters in the first stack, which has two layers, and of those outside of the stacks.
+SHAPES = {
+    ("llama", "grid"): {
+        "stacks/0/0/attention/q": (2, 32, 2, 12),
+        "stacks/0/0/attention/k": (2, 32, 1, 12),
+        "stacks/0/0/attention/k_bias": (2, 1, 12),
+        "stacks/0/0/attention/o": (2, 2, 12, 32),
+        "stacks/0/0/attention/o_bias": (2, 32),
+        "stacks/0/0/attention_norm/gain": (2, 32),
+        "stacks/0/0/mlp/gate": (2, 32, 48),
+        "stacks/0/0/mlp/down": (2, 48, 32),
+        "stacks/0/0/mlp/up_bias": (2, 48),
+        "embed": (51, 32),
+        "head": (32, 51),
+        "norm/gain": (32,),
+    },
+    ("llama", "fsdp"): {
+        "stacks/0/0/attention/q": (2, 16, 4, 12),
+        "stacks/0/0/attention/o": (2, 4, 12, 16),
+        "embed": (102, 16),
+    },
+    ("llama", "tensor"): {
+        "stacks/0/0/attention/q": (2, 64, 1, 12),
+        "stacks/0/0/attention/k": (2, 64, 2, 12),
+        "stacks/0/0/mlp/up": (2, 64, 24),
+    },
+    ("llama, three", "grid"): {
+        "stacks/0/0/attention/q": (2, 24, 3, 8),
+        "stacks/0/0/attention/k": (2, 24, 3, 8),
+        "stacks/0/0/attention/v_bias": (2, 3, 8),
+    },
+    ("phi3, three", "grid"): {"stacks/0/0/attention/q": (2, 24, 3, 8), "stacks/0/0/attention/v": (2, 24, 3, 8)},
+    ("falcon", "grid"): {"stacks/0/0/attention/q": (2, 24, 2, 12), "stacks/0/0/attention/k": (2, 24, 1, 12)},
+    ("falcon", "tensor"): {"stacks/0/0/attention/q": (2, 48, 1, 12), "stacks/0/0/attention/k": (2, 48, 2, 12)},
+    ("falcon, three", "grid"): {"stacks/0/0/attention/q": (2, 24, 3, 8), "stacks/0/0/attention/k": (2, 24, 3, 8)},
+    ("gpt_neox", "grid"): {"stacks/0/0/attention/q_bias": (2, 2, 12), "stacks/0/0/mlp/up_bias": (2, 48)},
+    ("gpt2", "grid"): {"stacks/0/0/attention/v": (2, 24, 2, 12), "embedding/embedding/embedding": (64, 48)},
+}
+
+
+def assert_shapes(decoder, wanted):
+    named = dict(named_parameters(released.parameters(decoder)))
+    for name, shape in wanted.items():
+        assert {shard.data.shape for shard in named[name].addressable_shards} == {shape}, name
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_shard_is_that_of_one_device_and_the_files_are_the_same(case, split, tmp_path):
+    name, folder, wanted = case
+    decoder = from_pretrained(folder, sharding=sharding(split))
+    assert_shapes(decoder, SHAPES.get((name, split), {}))
+    jax.tree.map(assert_shards, *(released.parameters(each) for each in (decoder, wanted)))
+    save_pretrained(decoder, tmp_path / "back", like=folder, max_file_bytes=50_000)
+    assert_same_files(tmp_path / "back", folder)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_mesh_may_be_in_use(kind, tmp_path):
+    """And all on one device even so."""
+    decoder = released.random_decoder(CASES["falcon"] | EVEN)
+    save_pretrained(decoder, tmp_path / "one", max_file_bytes=50_000)
+    with jax.set_mesh(mesh(kind)):
+        split = from_pretrained(tmp_path / "one", sharding=sharding("grid", kind))
+        alone = from_pretrained(tmp_path / "one")
+        save_pretrained(split, tmp_path / "split", max_file_bytes=50_000)
+        save_pretrained(alone, tmp_path / "alone", max_file_bytes=50_000)
+        assert jax.sharding.get_abstract_mesh() == mesh(kind).abstract_mesh
+    jax.tree.map(assert_shards, *(released.parameters(each) for each in (split, decoder)))
+    for name in ("split", "alone"):
+        assert_same_files(tmp_path / name, tmp_path / "one")
+
+
+def test_layers_cannot_be_split(tmp_path):
+    decoder = released.random_decoder(CASES["gpt2"] | EVEN)
+    save_pretrained(decoder, tmp_path / "one")
+    with pytest.raises(ValueError, match="sharding: the axis of layers must be whole on every device"):
+        from_pretrained(tmp_path / "one", sharding=lambda axes, shape: NamedSharding(mesh(), P("data")))
+
+
+def test_what_is_asked_for_is_what_parameters_have(tmp_path):
+    """The function is given the names of the axes and the whole shape, of every parameter."""
+    save_pretrained(released.random_decoder(CASES["gpt2"]), tmp_path / "one")
+    asked = []
+
+    def record(axes, shape):
+        asked.append((axes, shape, sharding("grid")(axes, shape)))
+        return asked[-1][-1]
+
+    named = dict(named_parameters(released.parameters(from_pretrained(tmp_path / "one", sharding=record))))
+    assert [(shape, given) for _, shape, given in asked] == [(leaf.shape, leaf.sharding) for leaf in named.values()]
+    found = dict(zip(named, [axes for axes, _, _ in asked], strict=True))
+    assert found["stacks/0/0/attention/q"] == ("layers", "embed", "heads", "head_dim")
+    assert found["stacks/0/0/mlp/down_bias"] == ("layers", "embed")
+    assert found["embed"] == ("vocab", "embed")
+    assert found["embedding/embedding/embedding"] == (None, None)
