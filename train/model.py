@@ -27,16 +27,15 @@ RELEASED = "released"
 def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Layers:
     """The scheme that is trained, that of the config or of another entry, without the entry's extension.
 
+    That of a released model may be trained with changes, which are options of the entry: slots of `Scheme.extend`.
     Raises ValueError as `build_scheme` does, and for the scheme of a released model where there is none.
     """
     entry = config.scheme if entry is None else entry
     if entry.name != RELEASED:
         return build_scheme(entry, config.model.num_layers)
     check(bool(config.init.values), "scheme: 'released' is the scheme of the model under init; name one there")
-    check(
-        not entry.options, f"scheme: 'released' takes no options, found {sorted(entry.options)}; extend may change it"
-    )
-    return read_config(config.init.values).scheme
+    own, length = config.model.trained_length or config.train.length, config.train.length
+    return read_config(config.init.values).scheme.extend(**completed(entry.options, own, length))
 
 
 def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
