@@ -93,6 +93,10 @@ class Config:
             not outside, f"name: the run's directory lies in output, found {self.name!r}; set output for another place"
         )
         check_output(self.output)
+        check(
+            self.train.steps > 0 or bool(self.init.path),
+            "train.steps must be positive, found 0; with 0 a released model is measured, named as in init=PATH",
+        )
         check_seed("seed", self.seed)
         for number in range(len(self.stages)):
             self.stage(number)

@@ -13,7 +13,8 @@ from train.model import build_model, check_model, evaluated_scheme
 from train.optimizer import MOVES, labels, named_leaves
 
 FOLDER = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if "\ncompare:" in path.read_text())
+TEXTS = {path: path.read_text() for path in FOLDER.glob("*.yaml")}
+CONFIGS = sorted(path for path, text in TEXTS.items() if "\ncompare:" in text and "steps: 0" not in text)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -190,7 +190,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
             {"compare": {"schemes": [{**SCHEMES[1], "extend": {"frequencies": {"name": "yran"}}}]}},
             "did you mean 'yarn'",
         ),
-        ({"init": "", "scheme": "rope"}, "name a released model, as in init=PATH"),
+        ({"init": "", "scheme": "rope"}, "a released model is measured, named as in init=PATH"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_read(values, changes, message, tmp_path):

@@ -96,7 +96,7 @@ class TrainConfig:
 
     def __post_init__(self):
         check_positive("train", self, "length", "batch_tokens", "learning_rate", "clip_norm")
-        check(self.steps >= 0, f"train.steps must not be negative, found {self.steps}")
+        check(self.steps >= 0, f"train.steps must be positive, found {self.steps}")
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
         for name in ("z_loss", "spike_factor"):

@@ -138,7 +138,6 @@ def check_entries(config: Config) -> None:
     check(
         bool(config.compare.schemes), "compare.schemes is empty: list the extensions, as {name: released, extend: ...}"
     )
-    check(bool(config.init.path), "train.steps is 0, so nothing is trained: name a released model, as in init=PATH")
     for entry in config.compare.schemes:
         check(
             entry.name == "released",

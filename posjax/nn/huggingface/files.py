@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from posjax._checks import check, shown
@@ -23,7 +23,7 @@ _DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
+    "BF16": jnp.bfloat16,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
