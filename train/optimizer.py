@@ -30,10 +30,10 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trains`` names.
 
-    `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay: parameters with two named
-    axes or more, not counting the layers'. So norms, biases, scalars and what a position scheme learns do not.
+    `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay (see `is_matrix`): norms,
+    biases, scalars and what a position scheme learns do not.
     """
-    decays = _map_axes(_is_matrix, axes)
+    decays = _map_axes(is_matrix, axes)
     chosen = optax.chain(
         optax.clip_by_global_norm(config.clip_norm), _OPTIMIZERS[config.optimizer](config, axes, decays)
     )
@@ -126,8 +126,9 @@ def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
     return MuonDimensionNumbers(tuple(axis + 1 for axis in into), tuple(axis + 1 for axis in out))
 
 
-def _is_matrix(names: tuple[str | None, ...]) -> bool:
-    return len(set(names) - {None, "layers"}) > 1
+def is_matrix(names: tuple[str | None, ...]) -> bool:
+    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream."""
+    return "embed" in names and len(set(names) - {None, "layers"}) > 1
 
 
 def _is_names(node: Any) -> bool:

@@ -18,7 +18,7 @@ from train.config import Config
 from train.data import Batch, Tokenizer, load_tokenizer
 from train.loss import Losses, token_losses
 from train.model import build_model, placement, scheme_of
-from train.optimizer import STAYS, labels, learning_rate, make_optimizer
+from train.optimizer import STAYS, is_matrix, labels, learning_rate, make_optimizer
 from train.sharding import named_sharding, optimizer_shardings, tree_shardings
 
 
@@ -283,7 +283,7 @@ def _cast(parts: _Parts, parameters: Any) -> Any:
 
     def cast(names, leaf, label):
         leaf = jax.lax.stop_gradient(leaf) if label == STAYS else leaf
-        if dtype == leaf.dtype or len(set(names) - {None, "layers"}) < 2:
+        if dtype == leaf.dtype or not is_matrix(names):
             return leaf
         return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(parts.mesh, names, leaf.shape))
 

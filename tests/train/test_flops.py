@@ -141,6 +141,13 @@ def test_parameters_are_the_matrices_of_the_model(name, tied):
     assert product_parameters(config) == sum(map(np.prod, matrices)) - looked_up
 
 
+@pytest.mark.parametrize(("activation", "matrices"), [("geglu", 3), ("geglu-exact", 3), ("gelu-exact", 2), ("relu", 2)])
+def test_gates_are_a_third_matrix_and_biases_and_norms_are_none(activation, matrices):
+    options = {"biases": ("qkv", "output", "mlp", "head"), "projection_norm": True, "embedding_norm": True}
+    config = DecoderConfig(260, 3, 24, 4, mlp_dim=40, activation=activation, **options)
+    assert product_parameters(config) == 24 * (3 * (4 * 24 + matrices * 40) + 260)
+
+
 LLAMA = Config(
     model=ModelConfig(2, 64, num_heads=4, num_kv_heads=2, mlp_dim=128, vocabulary=1000, tied_head=False),
     train=TrainConfig(length=32, batch_tokens=128),

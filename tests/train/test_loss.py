@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posjax.nn import DecoderConfig
 from train.loss import token_losses
 
 TOKENS, SIZE, VOCABULARY = (2, 5), 4, 12
@@ -34,6 +35,33 @@ def test_losses_are_sums_over_predicted_tokens(values, chunks):
     found = token_losses(jnp.float32(hidden), jnp.float32(head), jnp.asarray(labels), chunks)
     chex.assert_type(list(found), jnp.float32)
     np.testing.assert_allclose(found, by_hand(*values), rtol=2e-6)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_biases_scales_and_soft_caps_of_logits(values, chunks):
+    hidden, head, labels = values
+    rng, config = np.random.default_rng(1), DecoderConfig(VOCABULARY, 1, SIZE, 1, logit_scale=0.7, logit_softcap=1.5)
+    bias, step = rng.normal(size=VOCABULARY), 1e-6
+
+    def exact(hidden, head, bias):
+        logits = 1.5 * np.tanh(0.7 * (hidden @ head + bias) / 1.5)
+        normaliser, places = np.log(np.exp(logits).sum(-1)), np.argwhere(labels >= 0)
+        return sum(normaliser[tuple(p)] - logits[tuple(p)][labels[tuple(p)]] for p in places)
+
+    def ours(hidden, head, bias):
+        return token_losses(hidden, head, jnp.asarray(labels), chunks, bias, config.finish_logits).nll
+
+    given = (hidden, head, bias)
+    found, gradients = jax.value_and_grad(ours, (0, 1, 2))(*map(jnp.float32, given))
+    np.testing.assert_allclose(found, exact(*given), rtol=2e-6)
+    for argument, place in ((0, (0, 1, 2)), (0, (1, 2, 3)), (1, (3, 11)), (1, (2, 7)), (2, (0,)), (2, (5,))):
+        ends = []
+        for sign in (1, -1):
+            moved = [x.copy() for x in given]
+            moved[argument][place] += sign * step
+            ends.append(exact(*moved))
+        wanted = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose(gradients[argument][place], wanted, rtol=2e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

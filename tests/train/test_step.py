@@ -96,8 +96,9 @@ def test_learning_rate_is_a_line_and_then_half_a_cosine(warmup):
 
 
 def test_only_matrices_decay_and_gradients_are_clipped():
-    shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": ()}
+    shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": (), "bias": (3, 2, 4)}
     axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "table": (None, None), "scalar": ()}
+    axes["bias"] = ("layers", "heads", "head_dim")
     parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
     config = TrainConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.1, clip_norm=1.0)
     optimizer = make_optimizer(config, axes)
@@ -202,6 +203,36 @@ def test_parts_chunks_and_meshes_change_no_loss(batch, on_one_device, train):
     state, losses = run(build_program(config, mesh), mesh, batch)
     np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
     chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
+
+
+EVERYTHING = {
+    "norm": {"kind": "layer", "bias": True},
+    "residual": {"norm": "both", "parallel": True, "scale": 0.5},
+    "activation": "geglu-exact",
+    "biases": ["qkv", "output", "mlp", "head"],
+    "embedding_norm": True,
+    "query_scale": 0.5,
+    "logit_scale": 0.5,
+    "attention_softcap": 4.0,
+    "logit_softcap": 3.0,
+}
+RMS = {"projection_norm": True, "norm": {"unit_offset": True}, "residual": {"norm": "after"}, "embedding_scale": 1.0}
+
+
+@pytest.mark.parametrize("model", [EVERYTHING, RMS], ids=["layer norm", "rms norm"])
+def test_meshes_remat_and_chunks_change_no_loss_of_a_model_with_every_option(batch, model):
+    alone = run(*build(small(**model), 1), batch)
+    train = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2}
+    config = parse(
+        {**SMALL, "model": {**SMALL["model"], **model, "remat": "full"}, "train": {**SMALL["train"], **train}}
+    )
+    mesh = make_mesh(config.train.mesh, config.train.rows)
+    state, losses = run(build_program(config, mesh), mesh, batch)
+    np.testing.assert_allclose(losses, alone[1], rtol=1e-5)
+    moved = jax.tree.map(
+        lambda a, b: bool((a != b).any()), state.parameters, build_program(config, mesh).initialize().parameters
+    )
+    assert all(jax.tree.leaves(moved)), "every parameter has a gradient"
 
 
 def test_a_key_head_that_devices_share_changes_no_loss(batch):
