@@ -62,8 +62,12 @@ def evaluated_scheme(config: Config, entry: SchemeConfig | None = None, length: 
 
 
 def own_length(config: Config) -> int:
-    """The length that the model was made for: that of its training, unless a released one was made for more."""
-    return max(config.model.trained_length or 0, config.train.length)
+    """The length that the model was made for: that of its training, unless a released one was made for more.
+
+    A released model that is given another scheme was trained with that at ``train.length`` alone.
+    """
+    released = config.model.trained_length or 0 if config.scheme.name == RELEASED else 0
+    return max(released, config.train.length)
 
 
 def check_model(config: Config) -> None:

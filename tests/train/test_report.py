@@ -185,7 +185,9 @@ def test_the_terminal_shows_every_table_and_note():
 
 
 def sliding(rows):
-    """The same rows with sliding windows, and with NLL by position."""
+    """The same rows with sliding windows, with NLL by position, and with what was measured while they trained."""
+    training = {"tokens": [1024, 2048], "held_out_loss": [3.0, 2.0]}
+    rows = [{**row, "training": None if row["base"] else training} for row in rows]
     more = {"sliding_tokens": 96, "position_ends": [1, 2, 4], "position_nll": [2.0, None, 1.0], "last_length": 16}
     return [{**row, **more, "sliding_perplexity": row["window_perplexity"] and 3.25} for row in rows]
 
@@ -212,12 +214,22 @@ def whole(tmp_path_factory):
 
 def test_the_page_carries_every_figure(whole):
     page = Page((whole / "index.html").read_text(encoding="utf-8"))
-    names = ["figure.png", "positions.png", "tasks.png", "depths.png"]
+    names = ["figure.png", "training.png", "positions.png", "tasks.png", "depths.png"]
     assert sorted(path.name for path in whole.iterdir()) == sorted([*names, "index.html"]) == sorted(report.FILES)
     assert [base64.b64decode(data.partition(",")[2]) for data in page.loads] == [
         (whole / name).read_bytes() for name in names
     ]
     assert page.open == []
+
+
+def test_the_loss_while_training_is_a_mean_over_seeds():
+    both = ((0, [3.0, 2.0]), (1, [5.0, 2.5]))
+    curves = {seed: {"tokens": [10, 20], "held_out_loss": losses} for seed, losses in both}
+    rows = [{**row("rope", 32, 5.0, 4.0, seed=seed), "training": curve} for seed, curve in curves.items()]
+    rows.append({**row("alibi", 32, 5.0, 4.0), "training": None})
+    found = numbers.trainings(rows)
+    assert list(found) == ["rope"]
+    assert {tokens: value.mean for tokens, value in found["rope"].items()} == {10: 4.0, 20: 2.25}
 
 
 def test_sliding_windows_get_a_panel_and_a_table(whole):

@@ -20,7 +20,7 @@ from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop import read_result
 from train.model import evaluated_scheme, own_length
-from train.paths import write_file
+from train.paths import path, write_file
 from train.restore import config_of, restore, results_of
 
 EVALUATION = "evaluation.jsonl"
@@ -82,6 +82,7 @@ def _measure(
         costs = {
             "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.only_measured else None,
             "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.only_measured else None,
+            "training": None if entry.only_measured else _training(directory),
         }
         scheme = evaluated_scheme(config, entry)
         predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
@@ -90,6 +91,14 @@ def _measure(
         for found in measure_tasks(predictor, parameters, config):
             add({**which, **found})
     return rows
+
+
+def _training(place: str | Path) -> dict[str, list] | None:
+    """The held-out loss while a run trained, by the tokens it had seen; None where it was not measured."""
+    metrics = path(place) / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    measured = [line for line in lines if line.get("held_out_loss") is not None]
+    return {key: [line[key] for line in measured] for key in ("tokens", "held_out_loss")} if measured else None
 
 
 def _in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:

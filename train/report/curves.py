@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from train.report import style
-from train.report.numbers import Estimate, Row, accuracies, held_out, labels, lengths, positions, tasks
+from train.report.numbers import Estimate, Row, accuracies, held_out, labels, lengths, positions, tasks, trainings
 from train.report.tables import spoken
 
 _COLUMNS = 3
@@ -29,6 +29,23 @@ def draw_positions(rows: Sequence[Row]) -> bytes:
     panel.set_xlabel("tokens before, in the window (times the training length)")
     panel.set_ylabel("perplexity per token on held-out text")
     style.legend(figure, panel, any(row["base"] for row in rows))
+    style.lay_out(figure)
+    return style.png(figure)
+
+
+def draw_training(rows: Sequence[Row]) -> bytes:
+    """The held-out loss while the schemes trained, against the tokens that they had seen."""
+    figure = style.new_figure(10, 5.5)
+    panel = figure.subplots()
+    looks = style.lines(held_out(rows))
+    for label, points in trainings(rows).items():
+        style.plot(panel, label, looks[label], points)
+    panel.set_xlabel("training tokens")
+    panel.set_ylabel("held-out loss, nats per token")
+    panel.set_title("While they trained", fontsize=11)
+    panel.grid(True, color="#dddddd", linewidth=0.7)
+    panel.set_axisbelow(True)
+    style.legend(figure, panel, False)
     style.lay_out(figure)
     return style.png(figure)
 

@@ -12,6 +12,7 @@ Rows of perplexity, one for each (scheme, seed, length):
     position_ends, position_nll   the tokens of `window` by where they stand, see `train.evaluate.perplexity`
     tokens_per_second   evaluation, tokens computed
     train_tokens_per_second, peak_memory_bytes   of the training process; None for one that was not trained
+    training            the held-out loss while it trained: lists of `tokens` seen and `held_out_loss`; or None
 
 Rows of tasks, one for each (scheme, seed, task, length, depth):
 
@@ -93,6 +94,19 @@ def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Es
         return (), []
     parts = zip(*(row["position_nll"] for row in longest), strict=True)
     return tuple(longest[0]["position_ends"]), [estimate(part) for part in parts]
+
+
+def trainings(rows: Sequence[Row]) -> dict[str, dict[int, Estimate]]:
+    """The held-out loss of every trained scheme against the tokens it had seen, where that was measured."""
+    found = {label: _training([row for row in rows if row["label"] == label]) for label in labels(rows)}
+    return {label: curve for label, curve in found.items() if curve}
+
+
+def _training(rows: Sequence[Row]) -> dict[int, Estimate]:
+    by_seed = {row["seed"]: row["training"] for row in rows if row.get("training")}
+    curves = [dict(zip(each["tokens"], each["held_out_loss"], strict=True)) for each in by_seed.values()]
+    shared = sorted(set.intersection(*map(set, curves))) if curves else []
+    return {tokens: estimate(curve[tokens] for curve in curves) for tokens in shared}
 
 
 def accuracies(rows: Sequence[Row], label: str) -> dict[int, Estimate]:

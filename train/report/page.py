@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.report import curves, figure, grids
-from train.report.numbers import Row, held_out, last_length, notes, tasks
+from train.report.numbers import Row, held_out, last_length, notes, tasks, trainings
 from train.report.tables import Table, tables
 
 INDEX = "index.html"
-FIGURES = ("figure.png", "positions.png", "tasks.png", "depths.png")
+FIGURES = ("figure.png", "training.png", "positions.png", "tasks.png", "depths.png")
 FILES = (INDEX, *FIGURES)
 """What a report may leave in a directory."""
 
@@ -52,6 +52,8 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     length = last_length(held_out(rows))
     by_length = figure.draw(rows, about.title, f"{about.model}. {about.text}.")
     found = [Picture("figure.png", by_length, _ALT, _CAPTION.format(length=length))]
+    if trainings(rows):
+        found.append(Picture("training.png", curves.draw_training(rows), _TRAINING_ALT, _TRAINING))
     if any(row.get("position_ends") for row in rows):
         found.append(Picture("positions.png", curves.draw_positions(rows), _POSITIONS_ALT, _POSITIONS))
     if tasks(rows):
@@ -108,6 +110,10 @@ _CAPTION = (
     "line says that more context helps and a rising one that it hurts. Sliding window, where there is one: the tokens "
     "that it uncovers with every step, the same ones at every length. Perplexity is exp of the mean negative "
     "log-likelihood over tokens."
+)
+_TRAINING_ALT = "Held-out loss against training tokens, one line for each trained scheme"
+_TRAINING = (
+    "The loss of held-out rows at the training length while the schemes trained, from the same weights or seeds on."
 )
 _POSITIONS_ALT = "Perplexity against the number of tokens before, one line for each scheme"
 _POSITIONS = (
