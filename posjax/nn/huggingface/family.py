@@ -131,12 +131,19 @@ def types_of(config: DecoderConfig) -> list[str]:
     return [FULL if scheme.mask is None else SLIDING for scheme in config.layers.schemes]
 
 
+_WRITABLE = (
+    "What released models have can be written: RoPE under a rule with a to_hf (plain, linear, dynamic NTK, YaRN, "
+    "LongRoPE, Llama 3), windows, norms of queries and keys, learned positions and ALiBi. CoCA and other maps of "
+    "queries and keys cannot"
+)
+
+
 def window_of(config: DecoderConfig) -> int | None:
     """The window of the sliding layers. Raises ValueError for another mask than a window."""
     found = {scheme.mask for scheme in config.layers.schemes} - {None}
     for mask in found:
-        check(isinstance(mask, masks.Window), f"mask: {shown(mask)} has no place in config.json; a window has")
-    check(len(found) < 2, f"mask: config.json has one window for all layers, found {shown(found)}")
+        check(isinstance(mask, masks.Window), f"scheme: mask {shown(mask)} has no place in config.json; a window has")
+    check(len(found) < 2, f"scheme: config.json has one window for all layers, found {shown(found)}")
     return next((mask.size for mask in found), None)
 
 
@@ -144,12 +151,8 @@ def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | N
     """The frequency rule of the layers of a kind, or of the first that rotates; None where none does."""
     pairs = zip(types_of(config), config.layers.schemes, strict=True)
     found = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
-    check(
-        all(type(features) is Rotary for features in found),
-        f"scheme: {shown(found[0]) if found else None} has no place in config.json. What released models have can be "
-        "written: RoPE under a rule with a to_hf (plain, linear, dynamic NTK, YaRN, LongRoPE, Llama 3), windows, "
-        "learned positions and ALiBi. CoCA and other maps of queries and keys cannot",
-    )
+    wrong = [features for features in found if type(features) is not Rotary]
+    check(not wrong, f"scheme: {shown(wrong[0]) if wrong else None} has no place in config.json. {_WRITABLE}")
     return found[0].frequencies if found else None
 
 
@@ -180,10 +183,11 @@ def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> N
         if field.name in _HOW:
             continue
         ours, theirs = (_comparable(field.name, c) for c in (config, again))
+        found, wanted = _difference(ours, theirs)
         check(
             ours == theirs,
-            f"{field.name}: the layout of {family.model_type} has no place for {shown(_different(ours, theirs)[0])}; "
-            f"it can say {shown(_different(ours, theirs)[1])}",
+            f"{field.name}: the layout of {family.model_type} has no place for {found}; it can say {wanted}"
+            f"{f'. {_WRITABLE}' if field.name == 'scheme' else ''}",
         )
 
 
@@ -206,8 +210,12 @@ def _without_size(scheme: Scheme, config: DecoderConfig) -> Scheme:
     )
 
 
-def _different(ours: Any, theirs: Any) -> tuple[Any, Any]:
-    """The first two members that differ, where both are lists."""
-    if not isinstance(ours, list):
-        return ours, theirs
-    return next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), (ours, theirs))
+def _difference(ours: Any, theirs: Any) -> tuple[str, str]:
+    """What differs: of schemes the slots that do, in the first layer that does."""
+    for pair in zip(ours, theirs, strict=True) if isinstance(ours, list) else ():
+        slots = [slot.name for slot in dataclasses.fields(Scheme)]
+        slots = [name for name in slots if getattr(pair[0], name) != getattr(pair[1], name)]
+        if slots:
+            one, other = (", ".join(f"{name} {shown(getattr(scheme, name))}" for name in slots) for scheme in pair)
+            return one, other
+    return shown(ours), shown(theirs)

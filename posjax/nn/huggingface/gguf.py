@@ -22,6 +22,7 @@ _KEYS = {
     "rope.freq_base": "rope_theta",
 }
 _SCALINGS = {"linear": "linear", "yarn": "yarn"}
+_SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned")
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,7 +41,6 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _SPLITS = {
     "gpt-2": _BYTES,
-    "default": _BYTES,
     "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
 }
 _NORMAL, _CONTROL = 1, 3
@@ -114,7 +114,7 @@ class GGUF:
         Raises:
             ValueError: for another kind than byte-level BPE, or a split of words that is not known here.
         """
-        kind, split = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre") or "default"
+        kind, split = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre")
         check(kind == "gpt2", f"the tokenizer of this GGUF is {kind!r}; 'gpt2', byte-level BPE, can be read")
         check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
         tokens = self._get("tokenizer.ggml.tokens")
@@ -131,7 +131,7 @@ class GGUF:
             "added_tokens": added,
             "normalizer": None,
             "pre_tokenizer": _SPLITS[split],
-            "post_processor": None,
+            "post_processor": self._added_around(tokens),
             "decoder": _BYTES,
             "model": _BPE
             | {
@@ -152,6 +152,21 @@ class GGUF:
         found |= {"chat_template": template} if template else {}
         return found | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
+    def _added_around(self, tokens: list[str]) -> dict[str, Any] | None:
+        """The tokens before and after every text, where there are any."""
+        ids = {name: self._get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        added = {name: n for name, n in ids.items() if n is not None and self._get(f"tokenizer.ggml.add_{name}_token")}
+        if not added:
+            return None
+        special = {name: [{"SpecialToken": {"id": tokens[n], "type_id": 0}}] for name, n in added.items()}
+        single = [*special.get("bos", []), {"Sequence": {"id": "A", "type_id": 0}}, *special.get("eos", [])]
+        return {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {tokens[n]: {"id": tokens[n], "ids": [n], "tokens": [tokens[n]]} for n in added.values()},
+        }
+
     def _get(self, key: str) -> Any:
         field = self._fields.get(key)
         return None if field is None else field.contents()
@@ -166,6 +181,9 @@ class GGUF:
         return self._get("llama.embedding_length") // self._heads("head_count") if size is None else size
 
     def _scaling(self) -> dict[str, Any] | None:
+        known = [f"llama.rope.scaling.{key}" for key in _SCALING_KEYS]
+        others = [key for key in self._fields if key.startswith("llama.rope.scal") and key not in known]
+        check(not others, f"{others[0] if others else None} is a part of a rope scaling that is not known here")
         kind = self._get("llama.rope.scaling.type")
         if kind in (None, "none"):
             return None

@@ -81,6 +81,7 @@ def save_pretrained(
     values["dtype"] = np.dtype(next(iter(tensors.values()))[0]).name
     files, root = open_place(path)
     check(not files.exists(f"{root}/{CONFIG}"), f"{path} holds a model already; choose another folder")
+    others = _others(like) if jax.process_index() == 0 else {}
     local = Path(root if is_local(files) else f"{root.replace('/', '_')}.upload")
     partial = local.with_name(f"{local.name}.partial")
     layouts = lay_out(tensors, max_file_bytes)
@@ -89,7 +90,8 @@ def save_pretrained(
         partial.mkdir(parents=True)
         create(partial, layouts)
         (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        _copy_others(like, partial)
+        for name, content in others.items():
+            (partial / name).write_bytes(content)
     _wait("created")
     with jax.set_mesh(NO_MESH):
         _write(decoder.config, chosen, parameters, layouts, partial)
@@ -146,20 +148,16 @@ def _parts(leaf: jax.Array, tensors: list[str], stacked: bool) -> Iterator[tuple
             yield tensor, shard.index[1:], np.asarray(shard.data[row])
 
 
-def _copy_others(like: str | Path | None, folder: Path) -> None:
+def _others(like: str | Path | None) -> dict[str, bytes]:
     """The tokenizer and the like, from beside a released model or out of a GGUF file."""
     if like is None:
-        return
+        return {}
     if is_gguf(like):
         from posjax.nn.huggingface.gguf import GGUF
 
-        for name, content in GGUF(like).tokenizer_files().items():
-            (folder / name).write_text(content, encoding="utf-8")
-        return
+        return {name: content.encode() for name, content in GGUF(like).tokenizer_files().items()}
     files, root = open_place(like)
-    for name in COPIED:
-        if files.isfile(f"{root}/{name}"):
-            (folder / name).write_bytes(files.cat_file(f"{root}/{name}"))
+    return {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
 
 
 def _publish(partial: Path, files: Any, root: str) -> None:

@@ -1,15 +1,17 @@
 """Tiny models of every family in the words of ``config.json``, and their tensors."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from posjax.nn import Decoder
-from posjax.nn.huggingface import read_config
+from posjax.nn.huggingface import files, read_config
 
 VOCAB = 101
 SPECIAL = {"vocab_size": VOCAB, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -142,3 +144,22 @@ def config_of(folder: str | Path) -> dict:
 
 def write_config(folder: str | Path, values: dict) -> None:
     (Path(folder) / "config.json").write_text(json.dumps(values))
+
+
+def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray], most: int = 10**9) -> list[str]:
+    """Writes tensors in files of at most so many bytes, and gives the names of the files."""
+    layouts = files.lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, most)
+    files.create(Path(folder), layouts)
+    for layout in layouts:
+        for name, entry in layout.entries.items():
+            files.writable(Path(folder), entry)[...] = tensors[name]
+    return [layout.file for layout in layouts]
+
+
+def refuse(words, function, *arguments, **options):
+    """``function`` raises ValueError with one line that has all of the words."""
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
+        function(*arguments, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert [word for word in words if word not in text] == [], text

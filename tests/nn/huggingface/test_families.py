@@ -5,7 +5,6 @@ The models are tiny and random, biases and gains of norms too, and lie in many s
 
 import copy
 import json
-import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,21 +23,14 @@ from posjax.nn.huggingface import FAMILIES, read_config
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("quiet_transformers"),
+]
 
 PROMPT, NEW, LENGTH = 6, 20, 40
 TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, LENGTH))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet():
-    log = transformers.utils.logging
-    level = log.get_verbosity()
-    log.disable_progress_bar()
-    log.set_verbosity(logging.ERROR)
-    yield
-    log.enable_progress_bar()
-    log.set_verbosity(level)
 
 
 def random_model(values):

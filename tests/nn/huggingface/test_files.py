@@ -10,7 +10,7 @@ import pytest
 from nn.huggingface import released
 
 from posjax.nn import from_pretrained, save_pretrained
-from posjax.nn.huggingface.files import INDEX, Folder, create, is_local, lay_out, writable
+from posjax.nn.huggingface.files import INDEX, Folder, is_local, lay_out
 
 DTYPES = (
     "float64",
@@ -48,15 +48,6 @@ def read(path):
     return {name: folder.tensor(name) for name in folder.entries}
 
 
-def write(folder, content, most):
-    layouts = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in content.items()}, most)
-    create(folder, layouts)
-    for layout in layouts:
-        for name, entry in layout.entries.items():
-            writable(folder, entry)[...] = content[name]
-    return [layout.file for layout in layouts]
-
-
 # --- the package safetensors ------------------------------------------------------------------------------------------
 
 
@@ -77,7 +68,7 @@ def test_files_of_the_package_are_read(several, tmp_path):
 def test_the_package_reads_ours(most, tmp_path):
     pytest.importorskip("safetensors")
     content = {name: tensor for name, tensor in tensors().items() if name != "empty"}
-    files = write(tmp_path, content, most)
+    files = released.write_tensors(tmp_path, content, most)
     assert len(files) == {10**6: 1, 30: 6, 1: len(content)}[most]
     assert_same(released.stored(tmp_path), content)
     assert_same(read(tmp_path), content)
@@ -90,7 +81,7 @@ SMALL = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(4, dt
 
 def test_files_are_full_but_not_beyond_the_most(tmp_path):
     content = {str(n): np.full(5, n, np.float32) for n in range(5)}
-    assert write(tmp_path, content, 40) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert released.write_tensors(tmp_path, content, 40) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"] == {"total_size": 100}
     assert index["weight_map"] == {name: f"model-0000{int(name) // 2 + 1}-of-00003.safetensors" for name in content}
@@ -98,7 +89,7 @@ def test_files_are_full_but_not_beyond_the_most(tmp_path):
 
 
 def test_one_file_needs_no_index(tmp_path):
-    assert write(tmp_path, SMALL, 10**6) == ["model.safetensors"]
+    assert released.write_tensors(tmp_path, SMALL, 10**6) == ["model.safetensors"]
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
     assert_same(read(tmp_path), SMALL)
 
@@ -109,13 +100,13 @@ def test_tensors_lie_aligned(tmp_path):
 
 
 def test_the_index_says_which_files_count(tmp_path):
-    write(tmp_path, SMALL, 1)
+    released.write_tensors(tmp_path, SMALL, 1)
     (tmp_path / "more.safetensors").write_bytes(b"not even a file of tensors")
     assert_same(read(tmp_path), SMALL)
 
 
 def test_the_whole_model_counts_where_no_index_is(tmp_path):
-    write(tmp_path, SMALL, 10**6)
+    released.write_tensors(tmp_path, SMALL, 10**6)
     (tmp_path / "consolidated.safetensors").write_bytes(b"not even a file of tensors")
     assert_same(read(tmp_path), SMALL)
 
@@ -176,7 +167,7 @@ def test_a_broken_file_is_named_with_what_is_wrong(name, tmp_path):
 
 def test_every_file_that_is_cut_is_refused(tmp_path):
     """At any byte: in the size, in the header, and in the tensors."""
-    write(tmp_path, SMALL, 10**6)
+    released.write_tensors(tmp_path, SMALL, 10**6)
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()
     for size in range(len(content)):
@@ -195,7 +186,7 @@ def test_every_file_that_is_cut_is_refused(tmp_path):
     ],
 )
 def test_a_broken_index(index, words, tmp_path):
-    write(tmp_path, SMALL, 10**6)
+    released.write_tensors(tmp_path, SMALL, 10**6)
     (tmp_path / INDEX).write_text(index)
     assert_refused(tmp_path, words)
 

@@ -1,0 +1,419 @@
+"""GGUF files as llama.cpp writes them: numbers, metadata and tokenizers, against what they were made of and others."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from nn.huggingface import released
+
+from posjax import rotary
+from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface.gguf import GGUF
+from posjax.nn.huggingface.load import read_values
+
+gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
+
+pytestmark = pytest.mark.parity
+
+F32, Q8, Q4 = (gguf.GGMLQuantizationType[name] for name in ("F32", "Q8_0", "Q4_1"))
+VALUES = {key: value for key, value in released.LLAMA.items() if key != "head_dim"} | {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e4,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, 24))
+NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def pairs(rows, heads):
+    """What llama.cpp's convert_hf_to_gguf.py makes of the rows of queries and keys: halves become pairs."""
+    return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def llama_cpp_name(name):
+    parts = name.removeprefix("model.").removesuffix(".weight")
+    if not parts.startswith("layers."):
+        return f"{NAMES[parts]}.weight"
+    _, layer, inner = parts.split(".", 2)
+    return f"blk.{layer}.{NAMES[inner]}.weight"
+
+
+def random_tensors(values):
+    """The tensors of a random model by their names in safetensors."""
+    width, hidden, layers = values["hidden_size"], values["intermediate_size"], values["num_hidden_layers"]
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    size = values.get("head_dim", width // heads)
+    shapes = {"model.embed_tokens": (101, width), "model.norm": (width,)}
+    shapes |= {} if values["tie_word_embeddings"] else {"lm_head": (101, width)}
+    for n in range(layers):
+        inner = {"self_attn.q_proj": (heads * size, width), "self_attn.k_proj": (kv_heads * size, width)}
+        inner |= {"self_attn.v_proj": (kv_heads * size, width), "self_attn.o_proj": (width, heads * size)}
+        inner |= {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+        inner |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+        shapes |= {f"model.layers.{n}.{name}": shape for name, shape in inner.items()}
+    draw = np.random.default_rng(0)
+    return {f"{name}.weight": draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def stored(tensor, kind):
+    """The bytes of a tensor of a kind, and the numbers that they stand for; vectors are float32 always."""
+    if kind == F32 or tensor.ndim == 1:
+        return tensor, F32, tensor
+    packed = gguf.quants.quantize(tensor, kind)
+    return packed, kind, gguf.quants.dequantize(packed, kind)
+
+
+def write(path, values, tensors, kind=F32, more=None, edit=lambda writer: None, architecture="llama"):
+    """A file of tensors as llama.cpp has them; gives the numbers that it holds, by the names in safetensors."""
+    writer, held = gguf.GGUFWriter(path, architecture), {}
+    writer.add_name("tiny")
+    heads = {"q_proj": values["num_attention_heads"], "k_proj": values["num_key_value_heads"]}
+    writer.add_vocab_size(values["vocab_size"])
+    writer.add_block_count(values["num_hidden_layers"])
+    writer.add_context_length(values["max_position_embeddings"])
+    writer.add_embedding_length(values["hidden_size"])
+    writer.add_feed_forward_length(values["intermediate_size"])
+    writer.add_head_count(heads["q_proj"])
+    writer.add_head_count_kv(heads["k_proj"])
+    writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    writer.add_rope_freq_base(values["rope_theta"])
+    writer.add_rope_dimension_count(values.get("head_dim", values["hidden_size"] // heads["q_proj"]))
+    if "head_dim" in values:
+        writer.add_key_length(values["head_dim"])
+    for name, tensor in tensors.items():
+        own = next((count for part, count in heads.items() if part in name), None)
+        content, raw, held[name] = stored(tensor, kind)
+        content = content if own is None else pairs(content, own)
+        writer.add_tensor(llama_cpp_name(name), np.ascontiguousarray(content), raw_dtype=raw)
+    for name, tensor in (more or {}).items():
+        writer.add_tensor(name, tensor)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def folder_of(path, values, tensors):
+    """The same model as a folder of safetensors."""
+    path.mkdir()
+    released.write_config(path, values)
+    released.write_tensors(path, tensors)
+    return path
+
+
+def assert_same(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, wanted)))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [F32, Q8, Q4], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "head_dim": 24}], ids=["apart", "tied"])
+def test_a_file_is_the_model_of_its_numbers(kind, changes, tmp_path):
+    values = VALUES | changes
+    held = write(tmp_path / "tiny.gguf", values, random_tensors(values), kind)
+    found = from_pretrained(tmp_path / "tiny.gguf")
+    wanted = from_pretrained(folder_of(tmp_path / "wanted", values, held))
+    assert found.config == wanted.config
+    assert_same(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("kind", [F32, Q8], ids=lambda kind: kind.name)
+def test_logits_are_those_of_transformers(kind, tmp_path):
+    """From the file itself, which it dequantises, and from what is written back as safetensors."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), kind)
+    decoder = from_pretrained(tmp_path / "tiny.gguf")
+    save_pretrained(decoder, tmp_path / "folder")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = read(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32), read(tmp_path / "folder")
+    found = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(decoder, TOKENS))
+    for model in theirs:
+        with torch.no_grad():
+            wanted = model.eval()(torch.tensor(TOKENS)).logits.numpy()
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_dtypes_and_a_mesh(tmp_path):
+    """Numbers are float32 where the dtype is left to the file; and they lie as they are asked to."""
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), Q8)
+    whole = from_pretrained(tmp_path / "tiny.gguf", dtype=None)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(released.parameters(whole))} == {"float32"}
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    names = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+
+    def sharding(axes, shape):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*map(names.get, axes)))
+
+    assert_same(from_pretrained(tmp_path / "tiny.gguf", sharding=sharding), whole)
+
+
+# --- metadata ---------------------------------------------------------------------------------------------------------
+
+
+def rule_of(path):
+    return from_pretrained(path).config.scheme.features.frequencies
+
+
+def scaled(kind, factor=None, original=None):
+    def edit(writer):
+        writer.add_rope_scaling_type(kind)
+        if factor is not None:
+            writer.add_rope_scaling_factor(factor)
+        if original is not None:
+            writer.add_rope_scaling_orig_ctx_len(original)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (lambda writer: None, rotary.Plain(base=5e4)),
+        (scaled(gguf.RopeScalingType.NONE), rotary.Plain(base=5e4)),
+        (scaled(gguf.RopeScalingType.LINEAR, 4.0), rotary.Linear(4.0, base=5e4)),
+        (scaled(gguf.RopeScalingType.YARN, 4.0, 32), rotary.YaRN(4.0, 32, base=5e4)),
+    ],
+    ids=["left out", "none", "linear", "yarn"],
+)
+def test_frequency_rules(edit, rule, tmp_path):
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=edit)
+    assert rule_of(tmp_path / "tiny.gguf") == rule
+
+
+def test_numbers_of_the_metadata_are_those_that_were_written(tmp_path):
+    """A file holds float32: 1e-5 is 9.999999747378752e-06 there, and 1e-5 again here."""
+
+    def edit(writer):
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=edit)
+    values = read_values(tmp_path / "tiny.gguf")
+    wanted = {key: VALUES[key] for key in VALUES if key not in ("initializer_range", "pad_token_id")}
+    assert values == wanted | {"bos_token_id": 1, "eos_token_id": 2}
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "the cat sat on the mat",
+    " leading and  double   spaces ",
+    "numbers 12345 and 3.14, 007",
+    "It's we'll they've I'm",
+    "naïve café / 日本語 🙂 \n\n\ttabs\r\n",
+    "<|im_start|>user\nHi<|im_end|>",
+    "code: for(i=0;i<10;i++){}",
+    "",
+]
+SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>"]
+
+
+def trained(split):
+    """A byte-level BPE tokenizer of 400 tokens with the given split of words."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    whole = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    # Its merges join digits, so that a split which tears them apart gives other ids.
+    model.pre_tokenizer = whole
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator([*TEXTS, "the cat and 1234 cats sat there in 2024 and 12 or 123 more"] * 9, trainer)
+    if split == "smollm":
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, whole])
+    return model
+
+
+def with_tokenizer(model, split, **flags):
+    """What writes a tokenizer into a file."""
+    parts = json.loads(model.to_str())["model"]
+
+    def edit(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(split)
+        writer.add_token_list(list(parts["vocab"]))
+        kinds = gguf.TokenType
+        writer.add_token_types([kinds.CONTROL if token in SPECIAL else kinds.NORMAL for token in parts["vocab"]])
+        writer.add_token_merges([" ".join(pair) for pair in parts["merges"]])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_chat_template("{{ messages[0]['content'] }}")
+        for name, value in flags.items():
+            getattr(writer, name)(value)
+
+    return edit
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "smollm"])
+def test_ids_are_those_of_the_tokenizer_that_was_written(split, tmp_path):
+    model = trained(split)
+    assert model.get_vocab_size() > 350
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=with_tokenizer(model, split))
+    files = GGUF(tmp_path / "tiny.gguf").tokenizer_files()
+    found = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    assert found.get_vocab() == model.get_vocab()
+    for text in TEXTS:
+        ids = model.encode(text).ids
+        assert found.encode(text).ids == ids, text
+        assert found.decode(ids, skip_special_tokens=False) == text
+    assert found.encode(TEXTS[5]).ids[0] == 1
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    assert special.items() <= json.loads(files["tokenizer_config.json"]).items()
+
+
+def test_splits_differ():
+    """So a wrong one would be seen."""
+    ids = [trained(split).encode(TEXTS[2]).ids for split in ("gpt-2", "smollm")]
+    assert ids[0] != ids[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("quiet_transformers")
+def test_transformers_reads_the_tokenizer_that_goes_with_a_model(tmp_path):
+    transformers, model = pytest.importorskip("transformers"), trained("smollm")
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=with_tokenizer(model, "smollm"))
+    save_pretrained(from_pretrained(tmp_path / "tiny.gguf"), tmp_path / "folder", like=tmp_path / "tiny.gguf")
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    for text in TEXTS:
+        assert found(text)["input_ids"] == model.encode(text).ids, text
+    assert (found.bos_token_id, found.eos_token_id) == (1, 2)
+    assert found.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi"
+
+
+@pytest.mark.parametrize(("first", "last"), [(True, False), (False, True), (True, True)])
+def test_tokens_that_are_added_to_every_text(first, last, tmp_path):
+    model = trained("smollm")
+    edit = with_tokenizer(model, "smollm", add_add_bos_token=first, add_add_eos_token=last)
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=edit)
+    found = tokenizers.Tokenizer.from_str(GGUF(tmp_path / "tiny.gguf").tokenizer_files()["tokenizer.json"])
+    plain = model.encode(TEXTS[0]).ids
+    assert found.encode(TEXTS[0]).ids == [1] * first + plain + [2] * last
+    assert found.encode(TEXTS[0], add_special_tokens=False).ids == plain
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "architecture": ({"architecture": "qwen2"}, "is a GGUF of the architecture 'qwen2'; llama can be read"),
+    "experts": ({"edit": lambda writer: writer.add_expert_count(8)}, "is a mixture of experts, which Decoder has not"),
+    "frequencies": (
+        {"more": {"rope_freqs.weight": np.ones(8, np.float32)}},
+        "has frequencies of its own (rope_freqs.weight), whose rule the file does not say",
+    ),
+    "longrope": (
+        {"edit": scaled(gguf.RopeScalingType.LONGROPE)},
+        "llama.rope.scaling.type: unknown value 'longrope' (known: linear, yarn)",
+    ),
+    "a part of yarn": (
+        {"edit": lambda writer: writer.add_rope_scaling_attn_factors(1.5)},
+        "llama.rope.scaling.attn_factor is a part of a rope scaling that is not known here",
+    ),
+    "an old scaling": (
+        {"edit": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)},
+        "llama.rope.scale_linear is a part of a rope scaling that is not known here",
+    ),
+    "biases": (
+        {"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}},
+        "unexpected tensors: model.layers.0.self_attn",
+    ),
+    "another tensor": ({"more": {"blk.0.attn_sinks": np.ones(4, np.float32)}}, "unexpected tensors: blk.0.attn_sinks;"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_no_decoder_can_be(name, tmp_path):
+    options, words = REFUSED[name]
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), **options)
+    released.refuse([words], from_pretrained, tmp_path / "tiny.gguf")
+
+
+def test_a_part_of_a_head_that_turns(tmp_path):
+    def edit(writer):
+        writer.kv_data[0].pop("llama.rope.dimension_count")
+        writer.add_rope_dimension_count(8)
+
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=edit)
+    words = "llama.rope.dimension_count must be the head's size, 16, found 8"
+    released.refuse([words], from_pretrained, tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"add_tokenizer_pre": "llama-bpe"}, "tokenizer.ggml.pre: unknown value 'llama-bpe'"),
+        ({"add_tokenizer_pre": "gpt2"}, "tokenizer.ggml.pre: unknown value 'gpt2'; did you mean 'gpt-2'?"),
+        ({"add_tokenizer_pre": "default"}, "tokenizer.ggml.pre: unknown value 'default'"),
+        (
+            {"add_tokenizer_model": "llama"},
+            "the tokenizer of this GGUF is 'llama'; 'gpt2', byte-level BPE, can be read",
+        ),
+    ],
+)
+def test_tokenizers_that_are_not_known(flags, words, tmp_path):
+    """The model is read all the same; and written back with no tokenizer, or not at all."""
+
+    def edit(writer):
+        with_tokenizer(trained("gpt-2"), "gpt-2")(writer)
+        for name in ("pre", "model"):
+            if f"add_tokenizer_{name}" in flags:
+                writer.kv_data[0].pop(f"tokenizer.ggml.{name}")
+        for name, value in flags.items():
+            getattr(writer, name)(value)
+
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=edit)
+    decoder = from_pretrained(tmp_path / "tiny.gguf")
+    released.refuse([words], save_pretrained, decoder, tmp_path / "folder", like=tmp_path / "tiny.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_what_is_no_gguf(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    with pytest.raises(FileNotFoundError, match=f"there is no {path}"):
+        from_pretrained(path)
+    for content in (b"", b"short", b"GGUF", b"no GGUF at all, whatever it is called" * 9):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path} is no GGUF file that can be read") as caught:
+            from_pretrained(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="a GGUF file must be local; download it first"):
+        from_pretrained("memory://tiny.gguf")
+
+
+def test_a_file_that_is_cut(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write(path, VALUES, random_tensors(VALUES))
+    content = path.read_bytes()
+    for size in (100, len(content) // 2, len(content) - 40):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=f"{path} is no GGUF file that can be read"):
+            from_pretrained(path)

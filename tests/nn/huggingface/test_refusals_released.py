@@ -1,0 +1,298 @@
+"""What released models have and a decoder has not, the other way round, and what is accepted of old releases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from nn.huggingface import released
+from nn.huggingface.released import refuse
+
+import posjax as pj
+from posjax import masks, rotary, scales
+from posjax.nn import Decoder, DecoderConfig, Norm, Residual, from_pretrained, save_pretrained
+from posjax.nn.huggingface import FAMILIES, read_config
+from posjax.nn.huggingface.files import Folder
+
+LLAMA = released.CASES["llama"]
+SMALL = {"vocab_size": 16, "num_layers": 2, "model_dim": 32, "num_heads": 4, "embedding_scale": 1.0}
+
+
+def decoder(**options):
+    """A decoder of zeros; nothing is computed with it."""
+    config = DecoderConfig(**SMALL | {"scheme": pj.scheme("rope")} | options)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), state))
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def rewritten(model, folder, change):
+    """The folder of a model whose tensors ``change`` has turned into others."""
+    save_pretrained(model, folder / "before")
+    source = Folder(folder / "before")
+    tensors = {name: np.array(source.tensor(name)) for name in source.entries}
+    (folder / "after").mkdir()
+    released.write_tensors(folder / "after", change(tensors))
+    (folder / "after" / "config.json").write_bytes((folder / "before" / "config.json").read_bytes())
+    return folder / "after"
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+TENSORS = {
+    "missing": (
+        lambda tensors: {name: x for name, x in tensors.items() if name != Q},
+        [f"tensor {Q!r} is missing", "did you mean 'model.layers.1.self_attn.v_proj.weight'?"],
+    ),
+    "unexpected": (
+        lambda tensors: tensors | {"model.layers.0.self_attn.sinks": np.zeros(4, np.float32)},
+        ["unexpected tensors: model.layers.0.self_attn.sinks;", "config.json of llama says nothing of them"],
+    ),
+    "many unexpected": (
+        lambda tensors: tensors | {f"extra.{n}": np.zeros(4, np.float32) for n in range(5)},
+        ["unexpected tensors: extra.0, extra.1, extra.2 and 2 more;"],
+    ),
+    "misshapen": (
+        lambda tensors: tensors | {Q: tensors[Q].T},
+        [f"tensor {Q!r} has shape (64, 48); by config.json it must have (48, 64)"],
+    ),
+    "as many numbers": (
+        lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"].reshape(8, 8)},
+        ["tensor 'model.norm.weight' has shape (8, 8); by config.json it must have (64,)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_tensors_that_do_not_fit_the_config(name, dtype, tmp_path):
+    change, words = TENSORS[name]
+    folder = rewritten(released.random_decoder(LLAMA), tmp_path, change)
+    refuse(words, from_pretrained, folder, dtype=dtype)
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "no model type": ({"vocab_size": 3}, ["config.json lacks model_type"]),
+    "unknown": (LLAMA | {"model_type": "lama"}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
+    "gemma3": (
+        LLAMA | {"model_type": "gemma3"},
+        ["model_type: unknown value 'gemma3'; did you mean 'gemma", "gemma3_text"],
+    ),
+    "no width": (
+        {key: LLAMA[key] for key in LLAMA if key not in ("hidden_size", "rope_parameters")},
+        ["config.json lacks 'hidden_size'"],
+    ),
+    "activation": (LLAMA | {"hidden_act": "silly"}, ["hidden_act: unknown value 'silly'; did you mean 'silu'?"]),
+    "plain": (released.CASES["gpt2"] | {"activation_function": "silu"}, ["activation_function: unknown value 'silu'"]),
+    "rope": (LLAMA | {"rope_parameters": released.rope(1e4, rope_type="yarm")}, ["rope_type", "'yarm'", "'yarn'"]),
+    "layer types": (
+        released.CASES["gemma2"] | {"layer_types": ["full_attention"]},
+        ["layer_types names 1 layers of 3"],
+    ),
+    "layer type": (
+        released.CASES["gemma2"] | {"layer_types": ["full_attention", "full_attention", "chunked_attention"]},
+        ["layer_types: unknown value 'chunked_attention'"],
+    ),
+    "falcon alibi": (released.FALCON | {"alibi": True}, ["alibi True is an option that Decoder has not; False would"]),
+    "falcon in turn": (released.FALCON | {"parallel_attn": False}, ["parallel_attn False", "True would work"]),
+    "falcon heads": (released.FALCON | {"multi_query": False}, ["neither new_decoder_architecture nor multi_query"]),
+    "mpt clip": (
+        released.CASES["mpt"] | {"attn_config": {"alibi": True, "clip_qkv": 6.0}},
+        ["attn_config.clip_qkv 6.0 is an option that Decoder has not; None would work"],
+    ),
+    "mpt without alibi": (
+        released.CASES["mpt"] | {"attn_config": {"alibi": False}},
+        ["attn_config.alibi False is an option that Decoder has not; True would work"],
+    ),
+    "mpt heads": (released.CASES["mpt"] | {"n_heads": 6}, ["n_heads 6: MPT orders the slopes of ALiBi otherwise"]),
+    "mpt biases": (released.CASES["mpt"] | {"no_bias": False}, ["no_bias False is an option that Decoder has not"]),
+    "gpt2 scales": (
+        released.CASES["gpt2"] | {"scale_attn_by_inverse_layer_idx": True},
+        ["scale_attn_by_inverse_layer_idx True is an option that Decoder has not; False would work"],
+    ),
+    "bloom": (
+        released.CASES["bloom"] | {"apply_residual_connection_post_layernorm": True},
+        ["apply_residual_connection_post_layernorm True is an option that Decoder has not"],
+    ),
+    "cohere2": (
+        released.CASES["cohere2"] | {"use_qk_norm": True},
+        ["use_qk_norm True is an option that Decoder has not"],
+    ),
+    "gemma2": (
+        released.CASES["gemma2"] | {"use_bidirectional_attention": True},
+        ["use_bidirectional_attention True is an option that Decoder has not"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_that_no_decoder_can_be(name):
+    values, words = CONFIGS[name]
+    refuse(words, read_config, values)
+
+
+# --- decoders ---------------------------------------------------------------------------------------------------------
+
+CAN = "What released models have can be written: RoPE under a rule with a to_hf"
+SCHEMES = {
+    "coca": ({"scheme": pj.scheme("coca-slack")}, ["scheme: Coca(variant='slack'", "CoCA and other maps", CAN]),
+    "xpos": ({"scheme": pj.scheme("xpos")}, ["scheme: XPos(", CAN]),
+    "rerope": (
+        {"scheme": pj.scheme("rerope", window=4)},
+        ["scheme: the layout of llama has no place for far ReRoPE(window=4); it can say far None", CAN],
+    ),
+    "t5": ({"scheme": pj.scheme("t5")}, ["scheme: the layout of llama has no place for", "bias T5(", "bias None", CAN]),
+    "cosine": ({"scheme": pj.scheme("cosine", length=8)}, ["norm CosineNorm(", "it can say norm None", CAN]),
+    "sinusoidal": ({"scheme": pj.scheme("sinusoidal")}, ["embedding Sinusoidal(", CAN]),
+    "two windows": (
+        {"scheme": pj.Layers(((tuple(pj.scheme("rope", mask=masks.Window(n)) for n in (3, 4)), 1),))},
+        ["scheme: the layout of llama has no place for mask Window(size=3); it can say mask None", CAN],
+    ),
+    "layer norm": ({"norm": Norm("layer")}, ["norm: the layout of llama has no place for Norm(kind='layer'"]),
+    "gelu": ({"activation": "gelu"}, ["activation: the layout of llama has no place for 'gelu'"]),
+    "relu": ({"activation": "reglu"}, ["hidden_act: unknown value 'reglu'"]),
+    "one bias": (
+        {"biases": ("output",)},
+        ["biases: the layout of llama has no place for {'output'}; it can say set()"],
+    ),
+    "first norm": ({"residual": Residual(first_norm=False)}, ["residual: the layout of llama has no place for"]),
+    "cap": (
+        {"attention_softcap": 3.0},
+        ["attention_softcap: the layout of llama has no place for 3.0; it can say None"],
+    ),
+    "encoder": ({"causal": False}, ["causal: the layout of llama has no place for False; it can say True"]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_decoders_that_no_layout_can_say(name, tmp_path):
+    options, words = SCHEMES[name]
+    refuse(
+        [*words, "no released layout can say this decoder; llama's: "],
+        save_pretrained,
+        decoder(**options),
+        tmp_path / "out",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+NAMED = {
+    "query norm": (
+        "llama",
+        {"scheme": pj.scheme("rope", norm=scales.QKNorm())},
+        [
+            "scheme: the layout of llama has no place for norm QKNorm(",
+            "it can say norm None",
+            "norms of queries and keys",
+        ],
+    ),
+    "window": ("llama", {"scheme": pj.scheme("window", size=5)}, ["mask Window(size=5); it can say mask None"]),
+    "chunks": ("mistral", {"scheme": pj.scheme("chunked", size=6)}, ["scheme: mask Chunked(", "a window has"]),
+    "two windows": ("mistral", SCHEMES["two windows"][0], ["scheme: config.json has one window for all layers"]),
+    "granite's scale": (
+        "llama",
+        {"logit_scale": 0.5},
+        ["logit_scale: the layout of llama has no place for 0.5; it can"],
+    ),
+    "gpt2": ("gpt2", {}, ["embedding: GPT-2 has learned positions, found None"]),
+    "another frequency rule": (
+        "llama",
+        {"scheme": pj.Scheme(features=rotary.Rotary(rotary.DynamicLinear(32)))},
+        ["to_hf: Hugging Face has no rope_type for DynamicLinear"],
+    ),
+    "unknown": ("lama", {}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_decoders_that_the_named_layout_cannot_say(name, tmp_path):
+    family, options, words = NAMED[name]
+    refuse(words, save_pretrained, decoder(**options), tmp_path / "out", family=family)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_layout_that_fits_is_taken(tmp_path):
+    fits = {
+        "llama": {},
+        "mistral": {"scheme": pj.scheme("window", size=5)},
+        "qwen2": {"biases": ("qkv",)},
+        "qwen3": {"scheme": pj.scheme("rope", norm=scales.QKNorm())},
+        "smollm3": {"scheme": pj.Layers((((pj.scheme("rope"), pj.Scheme()), 1),))},
+        "granite": {"logit_scale": 0.5},
+        "olmo2": {"residual": Residual("after"), "projection_norm": True},
+        "gpt2": {"scheme": pj.scheme("learned", max_length=16), "norm": Norm("layer", bias=True)}
+        | {"activation": "gelu", "biases": ("qkv", "output", "mlp")},
+    }
+    for name, options in fits.items():
+        save_pretrained(decoder(**options), tmp_path / name)
+        assert released.config_of(tmp_path / name)["model_type"] == name
+        assert read_config(released.config_of(tmp_path / name)) == from_pretrained(tmp_path / name).config
+
+
+def test_a_folder_with_a_model_is_left_alone(tmp_path):
+    save_pretrained(decoder(), tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    refuse(
+        [f"{tmp_path}/out holds a model already; choose another folder"], save_pretrained, decoder(), tmp_path / "out"
+    )
+    refuse(["holds a model already"], save_pretrained, decoder(), tmp_path / "out", like=tmp_path / "out")
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_arguments_must_be(tmp_path):
+    refuse(["max_file_bytes must be positive, found 0"], save_pretrained, decoder(), tmp_path / "out", max_file_bytes=0)
+    save_pretrained(decoder(), tmp_path / "out")
+    refuse(["scheme"], from_pretrained, tmp_path / "out", scheme=pj.scheme("alibi"))
+    refuse(["num_layers"], from_pretrained, tmp_path / "out", num_layers=3)
+    assert from_pretrained(tmp_path / "out", compute_dtype="bfloat16").config.compute_dtype == "bfloat16"
+
+
+# --- what is accepted -------------------------------------------------------------------------------------------------
+
+
+def buffers(family, layers):
+    """The buffers that old releases of a family hold, of every layer."""
+    ones = {"gpt2": ("attn.bias", "attn.masked_bias"), "gptj": ("attn.bias", "attn.masked_bias")}
+    ones |= {"gpt_neox": ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")}
+    ones |= {"llama": ("self_attn.rotary_emb.inv_freq",), "falcon": ("self_attention.rotary_emb.inv_freq",)}
+    return {f"{layers}.{n}.{name}": np.ones((1, 1, 3, 3), np.float32) for n in range(2) for name in ones[family]}
+
+
+OLD = {
+    "llama": "model.layers",
+    "gpt2": "transformer.h",
+    "gptj": "transformer.h",
+    "gpt_neox": "gpt_neox.layers",
+    "falcon": "transformer.h",
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_buffers_of_old_releases_and_names_without_a_prefix(name, tmp_path):
+    """As the released GPT-2 has them: ``h.0.attn.bias`` is a mask."""
+    model, prefix = released.random_decoder(released.CASES[name]), FAMILIES[name].prefix
+
+    def older(tensors):
+        return {key.removeprefix(prefix): x for key, x in (tensors | buffers(name, OLD[name])).items()}
+
+    folder = rewritten(model, tmp_path, older)
+    found = from_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
+    # They are no parameters: what is written back is without them.
+    save_pretrained(found, tmp_path / "back", like=folder)
+    assert Folder(tmp_path / "back").entries.keys() == Folder(tmp_path / "before").entries.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "bloom", "mpt", "falcon"])
+def test_a_tied_head_may_be_there_all_the_same(name, tmp_path):
+    values = released.CASES[name] | {"tie_word_embeddings": True}
+    head = FAMILIES[values["model_type"]].tensors(read_config(values))["head"].name
+    model = released.random_decoder(values)
+    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: np.ones((101, 8), np.float32)})
+    assert head in Folder(folder).entries
+    found = from_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
