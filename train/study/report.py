@@ -75,26 +75,32 @@ def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
     return {row["text"]: row["nll"] for row in mine if not row["error"]}
 
 
-def at_length(rows: Sequence[Row], label: str, length: int) -> Estimate | None:
+def at_length(config: Config, rows: Sequence[Row], label: str, length: int) -> Estimate | None:
     """Mean over texts, and the standard deviation of what changes; None unless every text of this length has a number.
 
-    What changes is the loss of a text less its level, which is how hard it is by itself.
+    What changes is the loss of a text beside that of the model as released, at its own length or the nearest one below.
     """
     wanted = {row["text"] for row in rows if row["kind"] == TEXT and row["length"] == length}
     found = losses(rows, label, length)
     if not wanted or set(found) != wanted:
         return None
-    levels = _levels(rows)
+    levels = _levels(config, rows)
     middle = statistics.fmean(levels[text] for text in found)
     return estimate(loss - levels[text] + middle for text, loss in found.items())
 
 
-def _levels(rows: Sequence[Row]) -> dict[str, float]:
-    """How hard every text is: its first loss at the shortest length. It is no part of the spread over texts."""
-    found: dict[str, float] = {}
-    for row in sorted((row for row in rows if row["kind"] == TEXT and not row["error"]), key=lambda r: r["length"]):
-        found.setdefault(row["text"], row["nll"])
-    return found
+def _levels(config: Config, rows: Sequence[Row]) -> dict[str, float]:
+    """How hard every text is for the model as released; 0 where that is not measured."""
+    plain, own = plain_label(config), own_length(config)
+    measured = [n for n in lengths(rows) if losses(rows, plain, n)]
+    at = max((n for n in measured if n <= own), default=min(measured, default=0))
+    known = losses(rows, plain, at)
+    return {row["text"]: known.get(row["text"], 0.0) for row in rows if row["kind"] == TEXT}
+
+
+def plain_label(config: Config) -> str:
+    """The label of the model without an extension; empty where it is not studied."""
+    return next((entry.label for entry in config.compare.schemes if not entry.extend), "")
 
 
 def findings(config: Config, rows: Sequence[Row]) -> list[str]:
@@ -103,23 +109,20 @@ def findings(config: Config, rows: Sequence[Row]) -> list[str]:
 
 
 def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
-    found = {label: at_length(rows, label, length) for label in labels(config, rows)}
-    ranked = sorted((value.mean, label) for label, value in found.items() if value is not None)
-    if len(ranked) < 2:
+    found = {label: at_length(config, rows, label, length) for label in labels(config, rows)}
+    means = {label: value.mean for label, value in found.items() if value is not None}
+    if len(means) < 2:
         return ""
-    (best, first), (_, second) = ranked[:2]
-    if ranked[-1][0] - best < _NOTHING:
-        return f"At {length:,} tokens all of them give {best:.3f} nats per token."
-    plain = next((entry.label for entry in config.compare.schemes if not entry.extend), None)
-    value = found.get(plain)
-    beside = f", {value.mean - best:.3f} below {plain}" if value is not None and first != plain else ""
+    # Rounded as they are written, so that what ties stays in the order of the config.
+    first, second = sorted(means, key=lambda label: round(means[label], 3))[:2]
+    best, plain = means[first], plain_label(config)
+    if first == plain:
+        return f"At {length:,} tokens no extension is better than {plain}, {best:.3f} nats per token."
+    beside = f", {means[plain] - best:.3f} below {plain}" if plain in means else ""
     return (
         f"At {length:,} tokens {first} is best, {best:.3f} nats per token{beside}; {second} follows, "
         f"{_difference(losses(rows, first, length), losses(rows, second, length))}."
     )
-
-
-_NOTHING = 0.0005  # nats, less than what is written
 
 
 def _difference(best: Mapping[str, float], other: Mapping[str, float]) -> str:
@@ -148,7 +151,7 @@ def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
     over = f"mean over {texts} texts ± standard deviation of the change" if texts > 1 else "one text"
     title = f"Loss of the last {_scored(rows):,} tokens, in nats per token ({over})"
     header = ("extension", *(f"{n:,} ({n / own:.3g}x)" for n in at))
-    body = [(label, *(_shown(at_length(rows, label, n)) for n in at)) for label in labels(config, text)]
+    body = [(label, *(_shown(at_length(config, rows, label, n)) for n in at)) for label in labels(config, text)]
     found = [Table(title, header, tuple(body))]
     keys = [row for row in rows if row["kind"] == PASSKEY]
     return [*found, *([_passkeys(config, keys)] if keys else []), _costs(config, text)]
@@ -199,10 +202,9 @@ def _notes(rows: Sequence[Row]) -> str:
 
 _ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
 _CAPTION = (
-    "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them; the "
-    "band is the standard deviation over texts of the change. A falling line says that more context helps. Right: the "
-    "loss of every "
-    "token at the longest length by how many tokens are before it. The axes end 1.5 nats above the lowest value."
+    "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them. A "
+    "falling line says that more context helps. Right: the loss of every token at the longest length by how many tokens "
+    "are before it. The axes end 1.5 nats above the lowest value."
 )
 _ROOM = 1.5
 
@@ -214,14 +216,18 @@ def draw(config: Config, rows: Sequence[Row]) -> bytes:
     figure = style.new_figure(14, max(5.5, 1.2 + 0.22 * len(names)))
     ends, places = figure.subplots(1, 2)
     looks = _looks(names)
+    drawn, later = [], []
     for name in names:
-        found = {n: value for n in lengths(text) if (value := at_length(text, name, n)) is not None}
+        found = {n: value for n in lengths(text) if (value := at_length(config, text, name, n)) is not None}
         if found:
-            style.plot(ends, name, looks[name], found)
-        _plot_positions(places, [row for row in text if row["label"] == name], looks[name], lengths(text)[-1])
+            style.plot(ends, name, looks[name], {n: Estimate(value.mean) for n, value in found.items()})
+        drawn += [value.mean for value in found.values()]
+        if lengths(text)[-1] in found:
+            mine = [row for row in text if (row["label"], row["length"]) == (name, lengths(text)[-1])]
+            later += _plot_positions(places, mine, looks[name])
     style.length_axis(ends, lengths(text), own_length(config))
-    _axis(ends, [value.mean for name in names for n in lengths(text) if (value := at_length(text, name, n))])
-    _axis(places, [loss for row in text for loss in row["position_nll"][len(row["position_nll"]) // 2 :]])
+    _axis(ends, drawn)
+    _axis(places, later)
     places.set_xscale("log", base=2)
     places.axvline(own_length(config), color="#555555", linestyle=":", linewidth=1.3)
     ends.set_ylabel("nats per token")
@@ -247,21 +253,19 @@ def _looks(names: Sequence[str]) -> dict[str, style.Line]:
     }
 
 
-def _plot_positions(panel: Any, rows: Sequence[Row], look: style.Line, longest: int) -> None:
-    """The mean over texts of the loss in each part of a text of the longest length, from 16 tokens on."""
-    mine = [row for row in rows if row["length"] == longest]
-    if not mine:
-        return
-    ends = mine[0]["position_ends"]
-    means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(ends))]
+def _plot_positions(panel: Any, rows: Sequence[Row], look: style.Line) -> list[float]:
+    """Plots the mean over texts of the loss in each part of a text; returns those from 64 tokens on."""
+    ends = rows[0]["position_ends"]
+    means = [statistics.fmean(row["position_nll"][n] for row in rows) for n in range(len(ends))]
     kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]
     (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
     if look.dashes is not None:
         line.set_dashes(look.dashes)
+    return [mean for end, mean in kept if end >= 64]
 
 
 def _axis(panel: Any, values: Sequence[float]) -> None:
-    low = min(values)
-    panel.set_ylim(low - 0.05, min(max(values) + 0.05, low + _ROOM))
+    low = min(values, default=0.0)
+    panel.set_ylim(low - 0.05, min(max(values, default=1.0) + 0.05, low + _ROOM))
     panel.grid(True, color="#dddddd", linewidth=0.7)
     panel.set_axisbelow(True)
