@@ -203,8 +203,8 @@ def _notes(rows: Sequence[Row]) -> str:
 _ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
 _CAPTION = (
     "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them. A "
-    "falling line says that more context helps. Right: the loss of every token at the longest length by how many tokens "
-    "are before it. The axes end 1.5 nats above the lowest value."
+    "falling line says that more context helps. Right: the loss of every token at the longest length by the number of "
+    "tokens before it. The axes end 1.5 nats above the lowest value."
 )
 _ROOM = 1.5
 
@@ -215,30 +215,47 @@ def draw(config: Config, rows: Sequence[Row]) -> bytes:
     names = labels(config, text)
     figure = style.new_figure(14, max(5.5, 1.2 + 0.22 * len(names)))
     ends, places = figure.subplots(1, 2)
-    looks = _looks(names)
-    drawn, later = [], []
-    for name in names:
-        found = {n: value for n in lengths(text) if (value := at_length(config, text, name, n)) is not None}
-        if found:
-            style.plot(ends, name, looks[name], {n: Estimate(value.mean) for n, value in found.items()})
-        drawn += [value.mean for value in found.values()]
-        if lengths(text)[-1] in found:
-            mine = [row for row in text if (row["label"], row["length"]) == (name, lengths(text)[-1])]
-            later += _plot_positions(places, mine, looks[name])
-    style.length_axis(ends, lengths(text), own_length(config))
-    _axis(ends, drawn)
-    _axis(places, later)
-    places.set_xscale("log", base=2)
-    places.axvline(own_length(config), color="#555555", linestyle=":", linewidth=1.3)
-    ends.set_ylabel("nats per token")
-    ends.set_xlabel("context in tokens (times the model's own length)")
-    places.set_xlabel(f"tokens before, in a text of {lengths(text)[-1]:,}")
+    _draw_lengths(ends, config, text, _looks(names))
+    _draw_positions(places, config, text, _looks(names))
     ends.set_title(f"Loss of the last {_scored(rows):,} tokens", fontsize=11)
-    places.set_title("Loss by position", fontsize=11)
     figure.suptitle(_about(config, rows).title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     style.legend(figure, ends, False)
     style.lay_out(figure)
     return style.png(figure)
+
+
+def _draw_lengths(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Line]) -> None:
+    """The mean loss of the last tokens against the length of the text."""
+    drawn = []
+    for name, look in looks.items():
+        found = {n: value.mean for n in lengths(rows) if (value := at_length(config, rows, name, n)) is not None}
+        if found:
+            style.plot(panel, name, look, {n: Estimate(mean) for n, mean in found.items()})
+        drawn += found.values()
+    style.length_axis(panel, lengths(rows), own_length(config))
+    _axis(panel, drawn)
+    panel.set_ylabel("nats per token")
+    panel.set_xlabel("context in tokens (times the model's own length)")
+
+
+def _draw_positions(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Line]) -> None:
+    """The mean loss in each part of the texts of the longest length, from 16 tokens on."""
+    longest, later = lengths(rows)[-1], []
+    for name, look in looks.items():
+        mine = [row for row in rows if (row["label"], row["length"]) == (name, longest)]
+        if at_length(config, rows, name, longest) is None:
+            continue
+        ends = mine[0]["position_ends"]
+        means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(ends))]
+        kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]
+        (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
+        line.set_dashes(look.dashes or (None, None))
+        later += [mean for end, mean in kept if end >= 64]
+    _axis(panel, later)
+    panel.set_xscale("log", base=2)
+    panel.axvline(own_length(config), color="#555555", linestyle=":", linewidth=1.3)
+    panel.set_title("Loss by position", fontsize=11)
+    panel.set_xlabel(f"tokens before, in a text of {longest:,}")
 
 
 def _looks(names: Sequence[str]) -> dict[str, style.Line]:
@@ -251,17 +268,6 @@ def _looks(names: Sequence[str]) -> dict[str, style.Line]:
         )
         for n, name in enumerate(names)
     }
-
-
-def _plot_positions(panel: Any, rows: Sequence[Row], look: style.Line) -> list[float]:
-    """Plots the mean over texts of the loss in each part of a text; returns those from 64 tokens on."""
-    ends = rows[0]["position_ends"]
-    means = [statistics.fmean(row["position_nll"][n] for row in rows) for n in range(len(ends))]
-    kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]
-    (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
-    if look.dashes is not None:
-        line.set_dashes(look.dashes)
-    return [mean for end, mean in kept if end >= 64]
 
 
 def _axis(panel: Any, values: Sequence[float]) -> None:
