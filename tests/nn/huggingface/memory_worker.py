@@ -1,0 +1,81 @@
+"""Reads a released model onto four made-up devices and writes it back; prints what that took as one line of JSON.
+
+Measured is anonymous memory (RssAnon of /proc/PID/status): what the process has allocated itself. Pages of mapped files
+are not: the kernel drops them when it needs the room, and a file that is read or written leaves any number of them.
+Another process looks every millisecond, so that nothing here can keep it from looking.
+
+    python memory_worker.py FOLDER OUT TINY
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+
+
+def anonymous(process):
+    """Bytes of anonymous memory of a process."""
+    with open(f"/proc/{process}/status") as file:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", file.read())[1]) * 1024
+
+
+def watch(process, peak):
+    while True:
+        peak.value = max(peak.value, anonymous(process))
+        time.sleep(0.001)
+
+
+def main(folder, out, tiny):
+    peak = multiprocessing.get_context("fork").Value("q", 0)
+    watcher = multiprocessing.get_context("fork").Process(target=watch, args=(os.getpid(), peak), daemon=True)
+    watcher.start()
+
+    import jax
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from posjax.nn import from_pretrained, save_pretrained
+    from posjax.nn.huggingface.load import named_parameters
+
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rules = {"embed": "data", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+
+    def sharding(axes, shape):
+        return NamedSharding(mesh, PartitionSpec(*map(rules.get, axes)))
+
+    def measured(function):
+        """What ``function`` gives, the memory before it, and the most while it ran."""
+        gc.collect()
+        before = peak.value = anonymous(os.getpid())
+        start = time.perf_counter()
+        found = function()
+        seconds = time.perf_counter() - start
+        time.sleep(0.01)
+        return found, before, peak.value, seconds
+
+    def numbers(decoder):
+        from flax import nnx
+
+        return [leaf for _, leaf in named_parameters(nnx.to_pure_dict(nnx.state(decoder)))]
+
+    # Everything is imported and compiled once before, for a small model of the same layers.
+    save_pretrained(from_pretrained(tiny, sharding=sharding), f"{out}-tiny", like=tiny)
+    decoder, before_read, most_read, read_s = measured(
+        lambda: jax.block_until_ready(from_pretrained(folder, sharding=sharding))
+    )
+    arrays = sum(shard.data.nbytes for leaf in numbers(decoder) for shard in leaf.addressable_shards)
+    _, before_write, most_write, write_s = measured(lambda: save_pretrained(decoder, out, like=folder))
+    found = {
+        "arrays": arrays,
+        "read": most_read - before_read - arrays,
+        "write": most_write - before_write,
+        "read_s": read_s,
+        "write_s": write_s,
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

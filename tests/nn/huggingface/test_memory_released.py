@@ -1,0 +1,92 @@
+"""What reading and writing take of a host's memory beside the arrays on the devices: a part of the largest tensor.
+
+See ``memory_worker.py`` for what is measured.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from nn.huggingface import released
+
+from posjax.nn import Decoder
+from posjax.nn.huggingface import FAMILIES, files, read_config
+from posjax.nn.huggingface.family import sizes_of
+from posjax.nn.huggingface.load import named_parameters, place_of, tensors_of
+
+ROOT = Path(__file__).parents[3]
+WORKER = Path(__file__).with_name("memory_worker.py")
+HEADS = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+# 212 MB and 2.5 GB in float32; the largest tensors are the embeddings, of 34 and 262 MB.
+SIZES = {
+    "small": {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 16},
+    "large": {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 12},
+}
+TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux's /proc"),
+]
+
+
+def shapes_of(values):
+    """The tensors of a model by name."""
+    config = read_config(values)
+    views = FAMILIES[values["model_type"]].tensors(config)
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    places = [place_of(name, config) for name, _ in named_parameters(nnx.to_pure_dict(state))]
+    return {
+        name: views[place.name].tensor_shape(sizes_of(config))
+        for place in places
+        for name in tensors_of(place, views[place.name])
+    }
+
+
+def build(folder, values):
+    """A folder of some numbers, written a piece at a time; gives the bytes of the largest tensor."""
+    folder.mkdir()
+    tensors = {name: (np.dtype(np.float32), shape) for name, shape in sorted(shapes_of(values).items())}
+    (layout,) = files.lay_out(tensors, 10**12)
+    files.create(folder, [layout])
+    some = np.random.default_rng(0).normal(0, 0.02, 2**20).astype(np.float32)
+    for start, entry in enumerate(layout.entries.values()):
+        flat = files.writable(folder, entry).reshape(-1)
+        for at in range(0, flat.size, some.size):
+            flat[at : at + some.size] = np.roll(some, start)[: flat.size - at]
+    released.write_config(folder, values)
+    return max(4 * int(np.prod(shape)) for _, shape in tensors.values())
+
+
+def run(*folders):
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, str(WORKER), *map(str, folders)],
+        env=os.environ | flags | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.wide)])
+def test_beside_the_arrays_less_than_twice_the_largest_tensor(size, tmp_path):
+    values = HEADS | SIZES[size]
+    largest = build(tmp_path / "model", values)
+    build(tmp_path / "tiny", values | TINY)
+    found = run(tmp_path / "model", tmp_path / "out", tmp_path / "tiny")
+    print(size, "largest", largest, found)
+    assert found["arrays"] > 6 * largest
+    assert found["read"] < 2 * largest, found
+    assert found["write"] < 2 * largest, found
+    ours, theirs = (files.Folder(tmp_path / name) for name in ("out", "model"))
+    assert ours.entries.keys() == theirs.entries.keys()
+    for name in ours.entries:
+        np.testing.assert_array_equal(ours.tensor(name), theirs.tensor(name))
