@@ -115,9 +115,11 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
 
+    Of a mixture of experts those count that a token takes, and the router.
     The embedding is looked up, and counts only where it is the head too.
     """
-    size, hidden = decoder.head_dim, (3 if decoder.gated else 2) * decoder.mlp_dim
+    size, hidden, experts = decoder.head_dim, (3 if decoder.gated else 2) * decoder.mlp_dim, decoder.experts
+    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
     widths = (
         decoder.num_heads * (scheme.query_size(size) + size)
         + decoder.num_kv_heads * (scheme.key_size(size) + size)

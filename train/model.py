@@ -119,6 +119,7 @@ def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     fields |= {
         "vocab_size": fields.pop("vocabulary") or load_tokenizer(config.data).vocabulary_size,
+        "experts": None if config.model.experts is None else nn.Experts(**vars(config.model.experts)),
         "norm": nn.Norm(**vars(config.model.norm)),
         "residual": nn.Residual(**vars(config.model.residual)),
         "placement": placement(config, mesh),

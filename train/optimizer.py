@@ -127,8 +127,11 @@ def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
 
 
 def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream."""
-    return "embed" in names and len(set(names) - {None, "layers"}) > 1
+    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream.
+
+    The router of a mixture of experts counts as none.
+    """
+    return "embed" in names and len(set(names) - {None, "layers", "experts"}) > 1
 
 
 def _is_names(node: Any) -> bool:

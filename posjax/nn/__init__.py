@@ -5,7 +5,7 @@ from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
 from posjax.nn.huggingface import from_pretrained, save_pretrained
 from posjax.nn.modules import MLP, Attention, Block
 from posjax.nn.norms import LayerNorm, RMSNorm
-from posjax.nn.specs import Norm, Residual
+from posjax.nn.specs import Experts, Norm, Residual
 
 __all__ = [
     "MLP",
@@ -14,6 +14,7 @@ __all__ = [
     "Decoder",
     "DecoderCache",
     "DecoderConfig",
+    "Experts",
     "LayerNorm",
     "Norm",
     "RMSNorm",

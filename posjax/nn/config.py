@@ -10,7 +10,7 @@ from posjax._checks import check, check_choice, check_number, check_positive
 from posjax._numbers import level
 from posjax.attention.sharded import Placement
 from posjax.layers import Layers, uniform
-from posjax.nn.specs import ACTIVATIONS, BIASES, Norm, Residual
+from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
 from posjax.scheme import Scheme
 
 REMAT = ("none", "dots", "offload", "attention", "full")
@@ -30,7 +30,8 @@ class DecoderConfig:
         mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 of it rounded up to a multiple of
             8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
-            ``"reglu"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``.
+            ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``.
+        experts: a mixture of MLPs instead of one, ``mlp_dim`` then being the width of each (gpt-oss).
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
         biases: what has a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
@@ -69,6 +70,7 @@ class DecoderConfig:
     head_dim: int | None = None
     mlp_dim: int | None = None
     activation: str = "swiglu"
+    experts: Experts | None = None
     norm: Norm = dataclasses.field(default=Norm())
     residual: Residual = dataclasses.field(default=Residual())
     biases: tuple[str, ...] = ()
@@ -95,7 +97,8 @@ class DecoderConfig:
         check_choice("activation", self.activation, ACTIVATIONS)
         for name in self.biases:
             check_choice("biases", name, BIASES)
-        for name in ("embedding_scale", "query_scale", "logit_scale"):
+        check_number("logit_scale", self.logit_scale)
+        for name in ("embedding_scale", "query_scale"):
             check_number(name, 1 if getattr(self, name) is None else getattr(self, name))
         for name in ("attention_softcap", "logit_softcap"):
             check_positive(name, 1 if getattr(self, name) is None else getattr(self, name))

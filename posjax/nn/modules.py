@@ -19,6 +19,7 @@ from posjax.attention.sharded import Placement, attend_on_mesh
 from posjax.attention.sharded.automatic import axes_of, explicit_spec, has_explicit, mesh_of
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
+from posjax.nn.experts import ExpertsMLP
 from posjax.nn.norms import RMSNorm, make_norm
 from posjax.nn.parts import bias_parameter, on_any_mesh, parameter, plain, plus, scheme_parameters
 from posjax.nn.specs import ACTIVATIONS
@@ -200,9 +201,9 @@ class MLP(nnx.Module):
         return on_any_mesh(MLP._mixed, self, x)
 
     def _mixed(self, x):
-        act, up = ACTIVATIONS[self.activation].act, _product(x, self.up, self.up_bias)
-        hidden = act(up) if self.gate is None else act(_product(x, self.gate, self.gate_bias)) * up
-        return _product(hidden, self.down, self.down_bias)
+        up = _product(x, self.up, self.up_bias)
+        gate = () if self.gate is None else (_product(x, self.gate, self.gate_bias),)
+        return _product(ACTIVATIONS[self.activation].hidden(*gate, up), self.down, self.down_bias)
 
 
 class Block(nnx.Module):
@@ -223,7 +224,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, scheme, rngs=rngs)
         self.attention_after = norm() if after else None
         self.mlp_norm = norm() if before and not residual.shared_norm else None
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)
         self.mlp_after = norm() if after else None
 
     def __call__(self, x: Float[Array, "batch length embed"], context: Context) -> Float[Array, "batch length embed"]:

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_number
+from posjax._checks import check, check_choice, check_counts, check_number
 
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
@@ -39,6 +40,24 @@ class Norm:
         check(
             self.kind == "layer" or not self.bias, "norm.bias: an RMS norm has none; leave it out, or take kind layer"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of every MLP.
+
+    Args:
+        count: how many there are.
+        per_token: how many of them every token takes.
+    """
+
+    count: int
+    per_token: int
+
+    def __post_init__(self):
+        check_counts(**{"experts.count": self.count, "experts.per_token": self.per_token})
+        fits = self.per_token <= self.count
+        check(fits, f"experts.per_token must be at most experts.count, found {self.per_token} of {self.count}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +103,31 @@ def _exact_gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def _clamped_swiglu(gate: Float[Array, "*b"], up: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """``(u + 1) g sigmoid(1.702 g)`` with ``g = min(gate, 7)`` and u = up between -7 and 7 (gpt-oss)."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """``down(act(gate x) * up x)`` where ``gated`` (Shazeer, arXiv 2002.05202), else ``down(act(up x))``."""
+    """The hidden units of an MLP: of ``gate x`` and ``up x`` where ``gated``, of ``up x`` alone otherwise."""
 
-    act: Callable[[Array], Array]
+    hidden: Callable[..., Array]
     gated: bool
 
 
+def _gated(act: Callable[[Array], Array]) -> Activation:
+    """``act(gate x) * up x`` (Shazeer, arXiv 2002.05202)."""
+    return Activation(lambda gate, up: act(gate) * up, True)
+
+
 ACTIVATIONS = {
-    "swiglu": Activation(jax.nn.silu, True),
-    "geglu": Activation(jax.nn.gelu, True),
-    "geglu-exact": Activation(_exact_gelu, True),
-    "reglu": Activation(jax.nn.relu, True),
+    "swiglu": _gated(jax.nn.silu),
+    "swiglu-clamped": Activation(_clamped_swiglu, True),
+    "geglu": _gated(jax.nn.gelu),
+    "geglu-exact": _gated(_exact_gelu),
+    "reglu": _gated(jax.nn.relu),
     "silu": Activation(jax.nn.silu, False),
     "gelu": Activation(jax.nn.gelu, False),
     "gelu-exact": Activation(_exact_gelu, False),

@@ -96,9 +96,9 @@ def test_learning_rate_is_a_line_and_then_half_a_cosine(warmup):
 
 
 def test_only_matrices_decay_and_gradients_are_clipped():
-    shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": (), "bias": (3, 2, 4)}
+    shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": (), "bias": (3, 2, 4), "experts": (3, 2, 4)}
     axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "table": (None, None), "scalar": ()}
-    axes["bias"] = ("layers", "heads", "head_dim")
+    axes |= {"bias": ("layers", "heads", "head_dim"), "experts": ("layers", "experts", "embed")}
     parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
     config = TrainConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.1, clip_norm=1.0)
     optimizer = make_optimizer(config, axes)

@@ -9,6 +9,10 @@ from typing import Any, Literal
 from train.settings.checks import check, check_positive
 
 
+_GATED = ("swiglu", "swiglu-clamped", "geglu", "geglu-exact", "reglu")
+_ACTIVATIONS = (*_GATED, "gelu", "gelu-exact", "silu", "relu")
+
+
 @dataclass(frozen=True)
 class NormConfig:
     """The fields of `posjax.nn.Norm`."""
@@ -17,6 +21,14 @@ class NormConfig:
     eps: float = 1e-6
     bias: bool = False  # of a layer norm
     unit_offset: bool = False  # multiplies by 1 + gain
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The fields of `posjax.nn.Experts`."""
+
+    count: int = 8
+    per_token: int = 2
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,10 @@ class ModelConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     mlp_dim: int | None = None
-    activation: Literal["swiglu", "geglu", "geglu-exact", "reglu", "gelu", "gelu-exact", "silu", "relu"] = "swiglu"
+    activation: Literal[
+        "swiglu", "swiglu-clamped", "geglu", "geglu-exact", "reglu", "gelu", "gelu-exact", "silu", "relu"
+    ] = "swiglu"
+    experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
     norm: NormConfig = field(default_factory=NormConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
     biases: tuple[str, ...] = ()  # of qkv, output, mlp, head

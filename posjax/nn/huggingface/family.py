@@ -58,6 +58,7 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "each": config.num_heads // config.num_kv_heads,
         "size": config.head_dim,
         "mlp": config.mlp_dim,
+        "experts": 0 if config.experts is None else config.experts.count,
         "positions": getattr(config.layers.embedding, "max_length", 0),
     }
 
@@ -115,13 +116,13 @@ def rope_rules(values: Values) -> dict[str, FrequencyRule | None]:
     return {kind: rule if rule is None else dataclasses.replace(rule, head_dim=None) for kind, rule in rules.items()}
 
 
-def rope_schemes(values: Values, types: Sequence[str], *, pairing: str = "half", norm: Any = None) -> Scheme | Layers:
-    """Every layer's scheme: RoPE, and a window where the layer is a sliding one."""
+def rope_schemes(values: Values, types: Sequence[str], *, pairing: str = "half", **slots: Any) -> Scheme | Layers:
+    """Every layer's scheme: RoPE, a window where the layer is a sliding one, and other slots alike in all of them."""
     rules, window = rope_rules(values), values.get("sliding_window")
 
     def of(kind: str) -> Scheme:
         features = None if rules[kind] is None else Rotary(rules[kind], pairing=pairing)
-        return Scheme(norm=norm, features=features, mask=masks.Window(window) if kind == SLIDING else None)
+        return Scheme(features=features, mask=masks.Window(window) if kind == SLIDING else None, **slots)
 
     return of_layers([of(kind) for kind in types])
 

@@ -25,9 +25,10 @@ from posjax.nn.huggingface.family import (
     window_of,
 )
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Norm, Residual
+from posjax.nn.specs import Experts, Norm, Residual
 from posjax.rotary import Rotary
 from posjax.scheme import Scheme
+from posjax.sinks import LearnedSinks
 
 KEYS = {
     "vocab_size": "vocab_size",
@@ -439,4 +440,59 @@ COHERE2 = Family(
     {"use_qk_norm": False},
 )
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, OLMO2, PHI3, COHERE2)
+_EXPERTS = f"{LAYER}mlp.experts."
+
+
+def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
+    """Gates and the rest of the hidden units alternate."""
+    found = EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections()
+    found["block/attention/learned/sinks/sinks"] = View(f"{LAYER}self_attn.sinks", "heads -> heads")
+    found["block/mlp/router"] = View(f"{LAYER}mlp.router.weight", "experts embed -> embed experts")
+    found["block/mlp/router_bias"] = View(f"{LAYER}mlp.router.bias", "experts -> experts")
+    for part, name in enumerate(("gate", "up")):
+        pattern = "experts embed (mlp 2) -> experts embed mlp"
+        found[f"block/mlp/{name}"] = View(f"{_EXPERTS}gate_up_proj", pattern, part)
+        found[f"block/mlp/{name}_bias"] = View(f"{_EXPERTS}gate_up_proj_bias", "experts (mlp 2) -> experts mlp", part)
+    found["block/mlp/down"] = View(f"{_EXPERTS}down_proj", "experts mlp embed -> experts mlp embed")
+    found["block/mlp/down_bias"] = View(f"{_EXPERTS}down_proj_bias", "experts embed -> experts embed")
+    return found
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    KEYS,
+    lambda values: {
+        "norm": Norm(eps=values["rms_norm_eps"]),
+        "activation": "swiglu-clamped",
+        "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"]),
+        "biases": (*llama_biases(values)["biases"], "mlp"),
+        "embedding_scale": 1.0,
+        "scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
+    },
+    lambda config: (
+        {
+            "rms_norm_eps": config.norm.eps,
+            "num_local_experts": config.experts and config.experts.count,
+            "num_experts_per_tok": config.experts and config.experts.per_token,
+            "attention_bias": "qkv" in config.biases,
+            "swiglu_limit": 7.0,
+            "sliding_window": window_of(config),
+            "layer_types": types_of(config),
+        }
+        | rope_values(config)
+    ),
+    _gpt_oss_tensors,
+    {
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    },
+    {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
+)
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, OLMO2, PHI3, COHERE2, GPT_OSS)

@@ -55,6 +55,7 @@ def rope(base, **others):
     return {"rope_type": "default", "rope_theta": base} | others
 
 
+YARN = {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 CASES: dict[str, dict] = {
     "llama": LLAMA
@@ -89,6 +90,9 @@ CASES: dict[str, dict] = {
     "cohere2": LLAMA
     | {"model_type": "cohere2", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}
     | {"logit_scale": 0.25, "rope_theta": 5e4},
+    "gpt_oss": LLAMA
+    | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}
+    | {"rope_parameters": rope(1.5e5, rope_type="yarn", factor=4.0, truncate=False, **YARN)},
     "gpt_neox": NEOX | {"hidden_act": "gelu"},
     "gpt_neox-in-turn": NEOX | {"hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False},
     "gpt2": GPT | {"model_type": "gpt2"},

@@ -1,0 +1,103 @@
+"""A mixture of experts: several MLPs, of which every token takes the few that a router chooses. No token is dropped."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from posjax.nn.config import DecoderConfig
+from posjax.nn.parts import bias_parameter, on_any_mesh, parameter
+from posjax.nn.specs import ACTIVATIONS
+
+
+class ExpertsMLP(nnx.Module):
+    """``sum over the chosen e of w_e mlp_e(x)``, ``w`` the softmax of the chosen ones' logits (gpt-oss, Mixtral).
+
+    The router's logits are ``router x + bias``, float32; the ``per_token`` largest are chosen. Tokens are sorted by
+    their experts, so that every expert multiplies its own tokens alone (``jax.lax.ragged_dot``): the cost is that of
+    ``per_token`` MLPs, whatever the router does. Parameters have an axis of experts in front.
+
+    Args:
+        config: the decoder's shape, with ``experts``.
+        rngs: random streams.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, hidden, count = config.model_dim, config.mlp_dim, config.experts.count
+        gated, biased = config.gated, "mlp" in config.biases
+        into = partial(parameter, shape=(count, width, hidden), axes=("experts", "embed", "mlp"), stddev=width**-0.5)
+        self.router = parameter(rngs.params(), (width, count), ("embed", "experts"), width**-0.5)
+        self.up = into(rngs.params())
+        self.gate = into(rngs.params()) if gated else None
+        stddev = (hidden * 2 * config.num_layers) ** -0.5
+        self.down = parameter(rngs.params(), (count, hidden, width), ("experts", "mlp", "embed"), stddev)
+        self.router_bias = bias_parameter((count,), ("experts",)) if biased else None
+        self.up_bias = bias_parameter((count, hidden), ("experts", "mlp")) if biased else None
+        self.gate_bias = bias_parameter((count, hidden), ("experts", "mlp")) if biased and gated else None
+        self.down_bias = bias_parameter((count, width), ("experts", "embed")) if biased else None
+
+    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        return on_any_mesh(ExpertsMLP._mixed, self, x)
+
+    def _mixed(self, x):
+        """Every device mixes its own tokens; the hidden units may be split, and their parts are added."""
+        placement, mesh = self.config.placement, jax.sharding.get_abstract_mesh()
+        graph, state = nnx.split(self)
+        if not placement.axes or mesh.empty or mesh.manual_axes or not self._fits(x, mesh):
+            return self._of_tokens(x, None)
+        rows, split = PartitionSpec(placement.batch or None, placement.context, None), placement.heads
+
+        def lies(leaf):
+            return PartitionSpec(*(split if axis == "mlp" else None for axis in leaf.get_metadata("logical_axes")))
+
+        specs = jax.tree.map(lies, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+        def of_device(state, x):
+            return nnx.merge(graph, state)._of_tokens(x, split)
+
+        return jax.shard_map(of_device, in_specs=(specs, rows), out_specs=rows)(state, x)
+
+    def _fits(self, x, mesh) -> bool:
+        """Whether the devices can share rows, tokens and hidden units evenly."""
+        placement = self.config.placement
+        rows = math.prod(mesh.shape[axis] for axis in placement.batch)
+        tokens = 1 if placement.context is None else mesh.shape[placement.context]
+        names = (placement.heads,) if isinstance(placement.heads, str) else placement.heads or ()
+        hidden = math.prod(mesh.shape[axis] for axis in names)
+        return x.shape[0] % rows == 0 and x.shape[1] % tokens == 0 and self.config.mlp_dim % hidden == 0
+
+    def _of_tokens(self, x, split):
+        """The mixture for the tokens here, hidden units split over the axes ``split``."""
+        tokens, spec = x.reshape(-1, x.shape[-1]), self.config.experts
+        chosen, weights = self._route(tokens)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=spec.count).astype(jnp.int32)
+        owners, experts = order // spec.per_token, chosen.reshape(-1)[order]
+        found = self._of_experts(tokens[owners], sizes, experts, split) * weights.reshape(-1)[order, None]
+        summed = jnp.zeros(tokens.shape, jnp.float32).at[owners].add(found)
+        return summed.astype(x.dtype).reshape(x.shape)
+
+    def _route(self, tokens) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
+        """The experts of every token, and what each counts."""
+        logits = jnp.matmul(tokens, self.router[...].astype(tokens.dtype), preferred_element_type=jnp.float32)
+        logits = logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)[None]
+        largest, chosen = jax.lax.top_k(logits, self.config.experts.per_token)
+        return chosen, jax.nn.softmax(largest, axis=-1)
+
+    def _of_experts(self, x, sizes, experts, split):
+        """What its expert makes of every row, float32; rows are sorted by their experts."""
+
+        def product(x, matrix, bias):
+            out = jax.lax.ragged_dot(x, matrix[...].astype(x.dtype), sizes, preferred_element_type=jnp.float32)
+            return out if bias is None else out + bias[...].astype(jnp.float32)[experts]
+
+        up = product(x, self.up, self.up_bias).astype(x.dtype)
+        gate = () if self.gate is None else (product(x, self.gate, self.gate_bias).astype(x.dtype),)
+        out = product(ACTIVATIONS[self.config.activation].hidden(*gate, up), self.down, None)
+        out = out if split is None else jax.lax.psum(out, split)
+        return out if self.down_bias is None else out + self.down_bias[...].astype(jnp.float32)[experts]

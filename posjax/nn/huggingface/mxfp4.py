@@ -1,0 +1,54 @@
+"""Tensors of experts in MXFP4, as gpt-oss is released, read as bfloat16.
+
+Every 32 numbers of a row share a scale: the byte s stands for ``2^(s - 127)``. A number has 4 bits, two to a byte, the
+lower half first (OCP Microscaling Formats, version 1.0).
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from posjax.nn.huggingface.files import Entry, Folder
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
+
+
+class Mxfp4:
+    """A folder's tensors, those in MXFP4 under the name and in the shape that they have elsewhere.
+
+    ``NAME_blocks [experts, rows, groups, 16]`` and ``NAME_scales [experts, rows, groups]`` are together
+    ``NAME [experts, 32 groups, rows]``.
+
+    Args:
+        folder: the tensors as they are in the files.
+    """
+
+    def __init__(self, folder: Folder):
+        self._folder = folder
+        packed = [name.removesuffix(_BLOCKS) for name in folder.entries if name.endswith(_BLOCKS)]
+        hidden = {name + end for name in packed for end in (_BLOCKS, _SCALES)}
+        plain = {name: entry for name, entry in folder.entries.items() if name not in hidden}
+        self.entries: Mapping[str, Entry] = plain | {name: self._entry(name) for name in packed}
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor, bfloat16 where it is packed in the file."""
+        if name in self._folder.entries:
+            return self._folder.tensor(name)
+        blocks, scales = (self._folder.tensor(name + end) for end in (_BLOCKS, _SCALES))
+        pairs = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], -1)
+        numbers = np.ldexp(_VALUES[pairs], scales.astype(np.int32)[..., None] - 127)
+        rows = numbers.astype(jnp.bfloat16).reshape(*blocks.shape[:2], -1)
+        return rows.swapaxes(1, 2)
+
+    def _entry(self, name: str) -> Entry:
+        blocks = self._folder.entries[name + _BLOCKS]
+        experts, rows, groups, half = blocks.shape
+        return Entry(blocks.file, blocks.start, np.dtype(jnp.bfloat16), (experts, groups * half * 2, rows))
+
+
+def is_packed(folder: Folder) -> bool:
+    """Whether a folder has tensors in MXFP4."""
+    return any(name.endswith(_BLOCKS) for name in folder.entries)

@@ -1,0 +1,60 @@
+"""Experts in MXFP4, against transformers' own reading of them."""
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posjax.nn.huggingface import files
+from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
+
+NAME = "model.layers.0.mlp.experts.down_proj"
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A folder with a packed tensor of 3 experts, and its blocks and scales."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"{NAME}_blocks": rng.integers(0, 256, (3, 5, 2, 16)).astype(np.uint8),
+        f"{NAME}_scales": rng.integers(110, 140, (3, 5, 2)).astype(np.uint8),
+        "model.norm.weight": rng.normal(size=4).astype(np.float32),
+    }
+    layouts = files.lay_out({name: (array.dtype, array.shape) for name, array in arrays.items()}, 10**9)
+    files.create(tmp_path, layouts)
+    for name, entry in layouts[0].entries.items():
+        files.writable(tmp_path, entry)[...] = arrays[name]
+    return tmp_path, arrays
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+def test_the_numbers_are_those_of_transformers(packed):
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    folder, arrays = packed
+    blocks, scales = (torch.tensor(arrays[f"{NAME}_{part}"]) for part in ("blocks", "scales"))
+    wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).numpy()
+    found = Mxfp4(files.Folder(folder)).tensor(NAME)
+    chex.assert_type(jnp.asarray(found), jnp.bfloat16)
+    np.testing.assert_array_equal(found.astype(np.float32), wanted)
+
+
+def test_a_packed_tensor_has_the_name_and_shape_that_it_has_elsewhere(packed):
+    source = Mxfp4(files.Folder(packed[0]))
+    assert set(source.entries) == {NAME, "model.norm.weight"}
+    assert source.entries[NAME].shape == source.tensor(NAME).shape == (3, 64, 5)
+    np.testing.assert_array_equal(source.tensor("model.norm.weight"), packed[1]["model.norm.weight"])
+    assert is_packed(files.Folder(packed[0]))
+
+
+def test_a_byte_holds_two_numbers_the_lower_half_first(tmp_path):
+    blocks = np.zeros((1, 1, 1, 16), np.uint8)
+    blocks[..., 0] = 0x2F  # 15 is -6, then 2 is 1
+    arrays = {f"{NAME}_blocks": blocks, f"{NAME}_scales": np.full((1, 1, 1), 128, np.uint8)}
+    layouts = files.lay_out({name: (array.dtype, array.shape) for name, array in arrays.items()}, 10**9)
+    files.create(tmp_path, layouts)
+    for name, entry in layouts[0].entries.items():
+        files.writable(tmp_path, entry)[...] = arrays[name]
+    found = Mxfp4(files.Folder(tmp_path)).tensor(NAME)[0, :, 0]
+    assert found[:3].tolist() == [-12.0, 2.0, 0.0]
