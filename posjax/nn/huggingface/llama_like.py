@@ -458,6 +458,14 @@ def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
     return found
 
 
+def _gpt_oss_rope(values: Values) -> Values:
+    """The config with the rule of the released models, where it names none."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    yarn |= {"rope_theta": 150_000.0, "original_max_position_embeddings": 4096}
+    named = values.get("rope_parameters") or values.get("rope_scaling")
+    return values if named else {**values, "rope_parameters": yarn}
+
+
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -468,7 +476,7 @@ GPT_OSS = Family(
         "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"]),
         "biases": (*llama_biases(values)["biases"], "mlp"),
         "embedding_scale": 1.0,
-        "scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
+        "scheme": rope_schemes(_gpt_oss_rope(values), layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
     },
     lambda config: (
         {
