@@ -1,0 +1,514 @@
+"""The options of a decoder against NumPy in float64: norms, residuals, MLPs, biases, scales and soft caps."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import oracles
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import posjax as pj
+from posjax import masks
+from posjax.diagnostics import measure
+from posjax.nn import Decoder, DecoderConfig, LayerNorm, Norm, Residual, RMSNorm, logical_axes
+from posjax.nn.capture import capture
+from posjax.nn.specs import ACTIVATIONS, BIASES
+
+VOCAB, LENGTH, WIDTH, SIZE = 20, 10, 16, 6
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, LENGTH))
+ROPE = pj.scheme("rope")
+LOCAL = pj.scheme("rope", mask=masks.Window(3))
+LAYER = Norm("layer", 0.05, bias=True)
+
+# Every value of every option at least once, and options that meet in one place together.
+CASES = {
+    "before": {
+        "norm": Norm(eps=0.05),
+        "activation": "swiglu",
+        "biases": BIASES,
+        "tied_head": False,
+        "embedding_scale": 1.0,
+        "query_scale": 0.7,
+        "logit_scale": 0.25,
+    },
+    "after": {
+        "norm": Norm(eps=0.05, unit_offset=True),
+        "residual": Residual("after"),
+        "activation": "geglu",
+        "projection_norm": True,
+        "attention_softcap": 0.8,
+        "logit_softcap": 1.5,
+        "logit_scale": 2.0,
+    },
+    "both": {
+        "norm": LAYER,
+        "residual": Residual("both", scale=0.3),
+        "activation": "geglu-exact",
+        "embedding_norm": True,
+        "biases": ("output",),
+        "query_scale": 0.2,
+        "attention_softcap": 0.5,
+    },
+    "parallel": {"norm": Norm("layer", 0.1), "residual": Residual(parallel=True, scale=1.5), "activation": "reglu"},
+    "parallel, both": {
+        "norm": dataclasses.replace(LAYER, unit_offset=True),
+        "residual": Residual("both", parallel=True),
+        "activation": "gelu",
+        "biases": ("mlp",),
+    },
+    "parallel, after": {"norm": LAYER, "residual": Residual("after", parallel=True), "activation": "gelu-exact"},
+    "shared": {
+        "norm": LAYER,
+        "residual": Residual(parallel=True, shared_norm=True),
+        "activation": "silu",
+        "biases": ("qkv", "head"),
+        "embedding_scale": 3.0,
+    },
+    "shared, both": {
+        "residual": Residual("both", parallel=True, shared_norm=True, scale=0.5),
+        "activation": "relu",
+        "projection_norm": True,
+        "biases": ("qkv",),
+        "embedding_norm": True,
+    },
+    "no first": {
+        "norm": LAYER,
+        "residual": Residual(first_norm=False),
+        "activation": "swiglu-clamped",
+        "embedding_norm": True,
+        "num_layers": 3,
+    },
+    # The first layer alone, then the rest of the first pattern, then the other one.
+    "no first, layers": {
+        "residual": Residual("both", first_norm=False),
+        "scheme": pj.Layers((((LOCAL, ROPE), 2), ((LOCAL,), 1))),
+        "num_layers": 5,
+        "biases": ("mlp", "output"),
+    },
+}
+
+
+def config(**options):
+    sizes = {"vocab_size": VOCAB, "num_layers": 2, "model_dim": WIDTH, "num_heads": 4, "num_kv_heads": 2}
+    return DecoderConfig(**{**sizes, "head_dim": SIZE, "mlp_dim": 12, "scheme": ROPE} | options)
+
+
+@functools.cache
+def made(name):
+    """Config, graph and parameters: all of them random, gains and biases too."""
+    settings = config(**CASES[name])
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0))))
+    draw = np.random.default_rng(1)
+    return settings, graph, jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.4, leaf.shape), jnp.float32), state)
+
+
+def label_loss(logits):
+    label = jax.nn.one_hot(TOKENS * 7 % VOCAB, VOCAB)
+    return (jax.nn.logsumexp(logits, axis=-1) - (logits * label).sum(-1)).mean()
+
+
+def gradients_of(graph):
+    """``run(parameters, tokens)`` -> gradients and logits."""
+
+    def loss(state, tokens):
+        logits = nnx.merge(graph, state)(tokens)
+        return label_loss(logits), logits
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@functools.cache
+def found(name):
+    """Logits and gradients."""
+    _, graph, state = made(name)
+    gradients, logits = jax.device_get(gradients_of(graph)(state, TOKENS))
+    return logits, gradients
+
+
+# --- NumPy ------------------------------------------------------------------------------------------------------------
+
+erf = np.vectorize(math.erf)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def exact_gelu(x):
+    return 0.5 * x * (1 + erf(x / np.sqrt(2)))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def clamped(gate, up):
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+HIDDEN = {
+    "swiglu": lambda gate, up: silu(gate) * up,
+    "swiglu-clamped": clamped,
+    "geglu": lambda gate, up: gelu(gate) * up,
+    "geglu-exact": lambda gate, up: exact_gelu(gate) * up,
+    "reglu": lambda gate, up: relu(gate) * up,
+    "silu": silu,
+    "gelu": gelu,
+    "gelu-exact": exact_gelu,
+    "relu": relu,
+}
+
+
+def norm(x, p, spec, axes=(-1,)):
+    x = x if spec.kind == "rms" else x - x.mean(axes, keepdims=True)
+    x = x / np.sqrt((x * x).mean(axes, keepdims=True) + spec.eps)
+    return x * (p["gain"] + spec.unit_offset) + p.get("bias", 0)
+
+
+def rotate(x):
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], -1
+    )
+
+
+def projected(x, p, c):
+    """Queries, keys and values, before they are rotated."""
+    q, k, v = (np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0) for name in "qkv")
+    if c.projection_norm:
+        q, k = (norm(y, p[f"{name}_norm"], c.norm, axes=(-2, -1)) for name, y in (("q", q), ("k", k)))
+    return q, k, v
+
+
+def attention(x, p, c, scheme):
+    q, k, v = projected(x, p, c)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    allowed = (distance >= 0) & (distance < (LENGTH if scheme.mask is None else 3))
+    scale = SIZE**-0.5 if c.query_scale is None else c.query_scale
+    out, _ = oracles.attention(rotate(q), rotate(k), v, allowed=allowed, scale=scale, softcap=c.attention_softcap)
+    return np.einsum("bthd,hde->bte", out, p["o"]) + p.get("o_bias", 0)
+
+
+def mlp(x, p, c):
+    parts = [x @ p[name] + p.get(f"{name}_bias", 0) for name in ("gate", "up") if name in p]
+    return HIDDEN[c.activation](*parts) @ p["down"] + p.get("down_bias", 0)
+
+
+def norms_of(c, first):
+    """The norms of a layer, by its residual; ``first`` is that of the first layer."""
+    before = {"attention_norm", "mlp_norm"} if c.residual.norm != "after" else set()
+    after = {"attention_after", "mlp_after"} if c.residual.norm != "before" else set()
+    absent = {"mlp_norm"} if c.residual.shared_norm else set()
+    absent |= {"attention_norm"} if first and not c.residual.first_norm else set()
+    return (before | after) - absent
+
+
+def block(x, p, c, scheme, first):
+    """One layer."""
+    assert set(p) == norms_of(c, first) | {"attention", "mlp"}
+
+    def n(name, x):
+        return norm(x, p[name], c.norm) if name in p else x
+
+    h = n("attention_norm", x)
+    after_attention = x + c.residual.scale * n("attention_after", attention(h, p["attention"], c, scheme))
+    read = x if c.residual.parallel else after_attention
+    read = h if c.residual.shared_norm else n("mlp_norm", read)
+    return after_attention + c.residual.scale * n("mlp_after", mlp(read, p["mlp"], c))
+
+
+def layers_of(p, c):
+    """For every layer its scheme, its parameters and what its block reads; at last nothing, and what they all give."""
+    x = p["embed"][TOKENS] * c.embedding_scale
+    x = norm(x, p["embedding_norm"], c.norm) if c.embedding_norm else x
+    first = True
+    for number, (schemes, repeats) in enumerate(c.layers.patterns):
+        for repeat in range(repeats):
+            for n, scheme in enumerate(schemes):
+                own = jax.tree.map(lambda leaf, r=repeat: leaf[r], p["stacks"][number][n])
+                yield scheme, own, x
+                x, first = block(x, own, c, scheme, first), False
+    yield None, None, x
+
+
+def numpy_decoder(p, c):
+    """Logits."""
+    *_, (_, _, x) = layers_of(p, c)
+    z = c.logit_scale * (norm(x, p["norm"], c.norm) @ p.get("head", p["embed"].T) + p.get("head_bias", 0))
+    return z if c.logit_softcap is None else c.logit_softcap * np.tanh(z / c.logit_softcap)
+
+
+def float64(state):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
+
+
+@functools.cache
+def wanted(name):
+    settings, _, state = made(name)
+    return numpy_decoder(float64(state), settings)
+
+
+def assert_close(got, want):
+    chex.assert_shape(got, want.shape)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_the_cases_have_every_option():
+    used = [made(name)[0] for name in CASES]
+    assert {c.activation for c in used} == set(ACTIVATIONS)
+    assert {name for c in used for name in c.biases} == set(BIASES)
+    assert {(c.norm.kind, c.norm.bias) for c in used} == {("rms", False), ("layer", False), ("layer", True)}
+    forms = {(c.residual.norm, c.residual.parallel) for c in used}
+    assert forms == {(place, parallel) for place in ("before", "after", "both") for parallel in (False, True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_numpy(name):
+    chex.assert_type(found(name)[0], jnp.float32)
+    assert_close(found(name)[0], wanted(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_parameter_has_a_gradient(name):
+    """In every layer, and for most of its numbers: ReLU and tokens that are not there leave some out."""
+    for path, leaf in jax.tree.leaves_with_path(found(name)[1]):
+        assert np.isfinite(leaf).all(), path
+        layers = leaf.reshape(len(leaf) if "stacks" in jax.tree_util.keystr(path) else 1, -1)
+        assert ((layers != 0).mean(-1) > 0.4).all(), path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_is_the_full_forward_pass(name):
+    _, graph, state = made(name)
+
+    @jax.jit
+    def run(state, tokens):
+        model = nnx.merge(graph, state)
+        first, cache = model.decode(tokens[:, :6], model.init_cache(4, LENGTH, chunk=6), length=LENGTH)
+
+        def step(cache, token):
+            logits, cache = model.decode(token[:, None], cache, length=LENGTH)
+            return cache, logits[:, 0]
+
+        rest = jax.lax.scan(step, cache, tokens[:, 6:].T)[1]
+        return jnp.concatenate([first, rest.swapaxes(0, 1)], axis=1)
+
+    assert_close(run(state, TOKENS), wanted(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("after", {"remat": "dots", "scan_layers": False}),
+        ("both", {"remat": "offload"}),
+        ("shared, both", {"remat": "attention", "scan_layers": False}),
+        ("no first, layers", {"remat": "full", "scan_layers": False}),
+    ],
+)
+def test_scan_and_remat_change_nothing(name, changes):
+    settings, _, state = made(name)
+    model = nnx.eval_shape(lambda: Decoder(dataclasses.replace(settings, **changes), rngs=nnx.Rngs(0)))
+    graph, other = nnx.split(model)
+    chex.assert_trees_all_equal_shapes(nnx.to_pure_dict(other), nnx.to_pure_dict(state))
+    gradients, logits = gradients_of(graph)(state, TOKENS)
+    meshes.same((logits, gradients), found(name))
+
+
+@pytest.mark.parametrize("name", ["before", "after"])
+def test_parameters_and_activations_in_bfloat16(name):
+    """As a released model is read when its dtype is kept. 8 bits of mantissa; the logits are of order one."""
+    settings, _, state = made(name)
+    narrow = dataclasses.replace(settings, compute_dtype="bfloat16")
+    graph = nnx.split(nnx.eval_shape(lambda: Decoder(narrow, rngs=nnx.Rngs(0))))[0]
+    state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+    gradients, logits = gradients_of(graph)(state, TOKENS)
+    chex.assert_type(logits, jnp.float32)
+    chex.assert_type(jax.tree.leaves(gradients), jnp.bfloat16)
+    error = np.abs(logits - wanted(name)).max() / np.abs(wanted(name)).max()
+    assert 1e-4 < error < 0.1
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+
+
+def placed(name, mesh):
+    """The parameters split over a mesh, by the names of their axes."""
+    _, graph, state = made(name)
+    names = jax.tree.leaves(logical_axes(nnx.merge(graph, state)), is_leaf=lambda node: isinstance(node, tuple))
+    leaves, structure = jax.tree.flatten(state)
+    specs = [P(*map((TENSOR | {"embed": "data"}).get, own)) for own in names]
+    return structure.unflatten([meshes.put(mesh, *pair) for pair in zip(leaves, specs, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("before", "explicit"), ("after", "explicit"), ("shared, both", "auto"), ("both", "mixed")],
+)
+def test_logits_and_gradients_over_a_mesh(name, kind):
+    mesh = meshes.mesh(kind)
+    state = placed(name, mesh)
+    biases = [leaf for path, leaf in jax.tree.leaves_with_path(state) if "k_bias" in jax.tree_util.keystr(path)]
+    for bias in biases:
+        assert bias.addressable_shards[0].data.shape == (2, 1, SIZE)
+    with jax.set_mesh(mesh):
+        gradients, logits = gradients_of(made(name)[1])(state, meshes.put(mesh, TOKENS, P("data", None)))
+    meshes.same((logits, gradients), found(name), tolerance=5e-5)
+
+
+def test_new_parameters_have_names_for_their_axes():
+    names = {}
+    for name in CASES:
+        _, graph, state = made(name)
+        for path, axes in jax.tree_util.tree_leaves_with_path(
+            logical_axes(nnx.merge(graph, state)), is_leaf=lambda node: isinstance(node, tuple)
+        ):
+            names[jax.tree_util.keystr(path[-2:], simple=True, separator="/")] = axes
+        jax.tree.map(lambda leaf, axes: chex.assert_rank(leaf, len(axes)), *_both(graph, state))
+    assert names["attention/q_bias"] == ("layers", "heads", "head_dim")
+    assert names["attention/v_bias"] == ("layers", "kv_heads", "head_dim")
+    assert names["attention/o_bias"] == names["mlp/down_bias"] == ("layers", "embed")
+    assert names["mlp/up_bias"] == names["mlp/gate_bias"] == ("layers", "mlp")
+    assert names["q_norm/gain"] == ("layers", "heads", "head_dim")
+    assert names["k_norm/gain"] == ("layers", "kv_heads", "head_dim")
+    assert names["attention_after/gain"] == names["mlp_norm/bias"] == ("layers", "embed")
+    assert names["embedding_norm/gain"] == names["norm/bias"] == ("embed",)
+    assert names["head_bias"] == ("vocab",)
+
+
+def _both(graph, state):
+    return nnx.to_pure_dict(state), logical_axes(nnx.merge(graph, state))
+
+
+# --- what looks into a model ------------------------------------------------------------------------------------------
+
+
+def read_by_attention(name):
+    """For every layer its scheme, and the queries and keys of what its attention reads, not rotated yet."""
+    settings, _, state = made(name)
+    *layers, _ = layers_of(float64(state), settings)
+    for scheme, p, x in layers:
+        h = norm(x, p["attention_norm"], settings.norm) if "attention_norm" in p else x
+        yield scheme, *projected(h, p["attention"], settings)[:2]
+
+
+@pytest.mark.parametrize("name", ["before", "after", "both", "shared, both", "no first, layers"])
+def test_captured_queries_and_keys_are_those_of_numpy(name):
+    settings, graph, state = made(name)
+    seen = list(capture(nnx.merge(graph, state), TOKENS))
+    assert len(seen) == settings.num_layers
+    for layer, (scheme, q, k) in zip(seen, read_by_attention(name), strict=True):
+        assert layer.scheme == scheme
+        assert_close(np.asarray(layer.q), q)
+        assert_close(np.asarray(layer.k), k)
+
+
+@pytest.mark.parametrize("name", ["before", "after", "both"])
+def test_measured_entropies_are_of_the_weights_of_the_model(name):
+    """With the scale of queries and the soft cap of the config."""
+    settings, graph, state = made(name)
+    queries = np.array([3, LENGTH - 1])
+    measured = measure(nnx.merge(graph, state), TOKENS, queries=queries)
+    assert list(measured.layers) == [0, 1]
+    scale = SIZE**-0.5 if settings.query_scale is None else settings.query_scale
+    for entropies, (_, q, k) in zip(measured.entropy, read_by_attention(name), strict=True):
+        z = scale * np.einsum("bihd,bjhd->bhij", rotate(q)[:, queries], np.repeat(rotate(k), 2, axis=2))
+        cap = settings.attention_softcap
+        z = z if cap is None else cap * np.tanh(z / cap)
+        weights = np.exp(z) * (np.arange(LENGTH) <= queries[:, None])
+        weights /= weights.sum(-1, keepdims=True)
+        want = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1).mean(0)
+        np.testing.assert_allclose(entropies, want, atol=1e-5)
+
+
+# --- specs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_hidden_units_of_large_numbers(name):
+    """Far beyond those that random models have."""
+    gate, up = np.random.default_rng(0).normal(0, 9, (2, 200))
+    parts = [gate, up] if ACTIVATIONS[name].gated else [up]
+    got = ACTIVATIONS[name].hidden(*(jnp.asarray(part, jnp.float32) for part in parts))
+    assert_close(np.asarray(got), HIDDEN[name](*parts))
+
+
+@pytest.mark.parametrize("spec", [Norm(), Norm(eps=0.5, unit_offset=True), Norm("layer"), LAYER], ids=str)
+def test_a_norm_starts_as_the_identity_of_normed_numbers(spec):
+    """Its gain multiplies by 1 and its bias adds 0, with an offset too."""
+    x = np.random.default_rng(0).normal(2, 3, (3, WIDTH))
+    module = (RMSNorm if spec.kind == "rms" else LayerNorm)(WIDTH, spec=spec)
+    got = module(jnp.asarray(x, jnp.float32))
+    assert_close(np.asarray(got), norm(x, {"gain": 1.0 - spec.unit_offset}, spec))
+    assert (getattr(module, "bias", None) is not None) == spec.bias
+    chex.assert_type(module(jnp.asarray(x, jnp.bfloat16)), jnp.bfloat16)
+
+
+def test_parameters_start_where_they_change_nothing():
+    settings = config(norm=LAYER, biases=BIASES, residual=Residual("both"), projection_norm=False, embedding_norm=True)
+    start = nnx.to_pure_dict(nnx.state(nnx.jit(lambda: Decoder(settings, rngs=nnx.Rngs(0)))()))
+    for path, leaf in jax.tree.leaves_with_path(start):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if "bias" in name or name == "gain":
+            np.testing.assert_array_equal(leaf, float(name == "gain"))
+        else:
+            assert leaf.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Norm("batch"), "norm.kind: unknown value 'batch'"),
+        (lambda: Norm("lay"), "norm.kind: unknown value 'lay'; did you mean 'layer'?"),
+        (lambda: Norm(eps=-1e-6), "norm.eps must be a number of at least 0, found -1e-06"),
+        (lambda: Norm(eps="1e-6"), "norm.eps must be a number of at least 0, found '1e-6'"),
+        (lambda: Norm(bias=True), "norm.bias: an RMS norm has none; leave it out, or take kind layer"),
+        (lambda: Residual("befor"), "residual.norm: unknown value 'befor'; did you mean 'before'?"),
+        (lambda: Residual(scale=float("nan")), "residual.scale must be a number, found nan"),
+        (lambda: Residual(shared_norm=True), "residual.shared_norm needs parallel branches with a norm before them"),
+        (lambda: Residual("after", parallel=True, shared_norm=True), "residual.shared_norm needs parallel branches"),
+        (lambda: Residual("after", first_norm=False), "residual.first_norm: there is no norm before attention alone"),
+        (
+            lambda: Residual(parallel=True, shared_norm=True, first_norm=False),
+            "residual.first_norm: there is no norm before attention alone",
+        ),
+        (lambda: config(activation="swish"), "activation: unknown value 'swish'"),
+        (lambda: config(biases=("qvk",)), "biases: unknown value 'qvk'; did you mean 'qkv'?"),
+        (lambda: config(embedding_scale=0), "embedding_scale must be positive, found 0"),
+        (lambda: config(embedding_scale="1"), "embedding_scale must be a number, found '1'"),
+        (lambda: config(query_scale=float("inf")), "query_scale must be a number, found inf"),
+        (lambda: config(logit_scale=None), "logit_scale must be a number, found None"),
+        (lambda: config(attention_softcap=0.0), "attention_softcap must be positive, found 0.0"),
+        (lambda: config(logit_softcap=-1.0), "logit_softcap must be positive, found -1.0"),
+        (
+            lambda: config(attention_softcap=2.0, scheme=pj.scheme("linear-elu")),
+            "softcap: linear attention has no logits for it; leave it out",
+        ),
+        (
+            lambda: config(query_scale=0.3, scheme=pj.scheme("linear-elu")),
+            "query_scale: linear attention has no logits for it; leave it out",
+        ),
+    ],
+)
+def test_bad_values_are_refused_by_the_name_of_the_field(make, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
