@@ -86,7 +86,7 @@ def from_pretrained(
     """A released model as a ``Decoder``.
 
     Tensors are read one layer at a time and straight into the devices' shards: beside the arrays on the devices, a host
-    needs room for its part of the largest tensor.
+    needs room for its part of the largest tensor; for the whole of it where the files are at a URL, or packed.
 
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
