@@ -7,11 +7,13 @@ import pytest
 
 @pytest.fixture(scope="module")
 def quiet_transformers():
-    """transformers without its progress bars and reports."""
-    log = pytest.importorskip("transformers").utils.logging
-    level = log.get_verbosity()
+    """transformers without its progress bars and reports, on one thread: the models are tiny, and others run beside."""
+    torch, log = pytest.importorskip("torch"), pytest.importorskip("transformers").utils.logging
+    level, threads = log.get_verbosity(), torch.get_num_threads()
+    torch.set_num_threads(1)
     log.disable_progress_bar()
     log.set_verbosity(logging.ERROR)
     yield
     log.enable_progress_bar()
     log.set_verbosity(level)
+    torch.set_num_threads(threads)
