@@ -95,13 +95,7 @@ class DecoderConfig:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):
             check_positive(name, getattr(self, name))
         check_choice("activation", self.activation, ACTIVATIONS)
-        for name in self.biases:
-            check_choice("biases", name, BIASES)
-        check_number("logit_scale", self.logit_scale)
-        for name in ("embedding_scale", "query_scale"):
-            check_number(name, 1 if getattr(self, name) is None else getattr(self, name))
-        for name in ("attention_softcap", "logit_softcap"):
-            check_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
+        self._check_numbers()
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()
@@ -109,6 +103,18 @@ class DecoderConfig:
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {self.num_kv_heads}",
         )
+        self._check_schemes()
+
+    def _check_numbers(self) -> None:
+        for name in self.biases:
+            check_choice("biases", name, BIASES)
+        check_number("logit_scale", self.logit_scale)
+        for name in ("embedding_scale", "query_scale"):
+            check_number(name, 1 if getattr(self, name) is None else getattr(self, name))
+        for name in ("attention_softcap", "logit_softcap"):
+            check_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
+
+    def _check_schemes(self) -> None:
         for scheme in uniform(self.scheme, self.num_layers).schemes:
             scheme.check_direction(self.causal)
             for name in self.logit_options:

@@ -118,31 +118,28 @@ class GGUF:
         check(kind == "gpt2", f"the tokenizer of this GGUF is {kind!r}; 'gpt2', byte-level BPE, can be read")
         check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
         tokens = self._get("tokenizer.ggml.tokens")
-        types = self._get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-        added = [
-            {"id": n, "content": token, "special": kind == _CONTROL} | _ADDED
-            for n, (token, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind != _NORMAL
-        ]
-        whole = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
+        whole = _TOKENIZER | {
+            "added_tokens": self._added(tokens),
             "pre_tokenizer": _SPLITS[split],
             "post_processor": self._added_around(tokens),
-            "decoder": _BYTES,
-            "model": _BPE
-            | {
-                "vocab": {token: n for n, token in enumerate(tokens)},
-                "merges": [merge.split(" ") for merge in self._get("tokenizer.ggml.merges")],
-            },
+            "model": _BPE | {"vocab": {token: n for n, token in enumerate(tokens)}, "merges": self._merges()},
         }
         return {
             "tokenizer.json": json.dumps(whole, ensure_ascii=False),
             "tokenizer_config.json": json.dumps(self._special(tokens), ensure_ascii=False, indent=2),
         }
+
+    def _added(self, tokens: list[str]) -> list[dict[str, Any]]:
+        """The tokens that are no pieces of text, or are never cut into pieces."""
+        types = self._get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+        return [
+            {"id": n, "content": token, "special": kind == _CONTROL} | _ADDED
+            for n, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind != _NORMAL
+        ]
+
+    def _merges(self) -> list[list[str]]:
+        return [merge.split(" ") for merge in self._get("tokenizer.ggml.merges")]
 
     def _special(self, tokens: list[str]) -> dict[str, Any]:
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -205,6 +202,7 @@ class GGUF:
 
 
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+_TOKENIZER = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "decoder": _BYTES}
 _BPE = {
     "type": "BPE",
     "dropout": None,

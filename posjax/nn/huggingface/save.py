@@ -73,33 +73,42 @@ def save_pretrained(
     check_positive("max_file_bytes", max_file_bytes)
     given = {} if like is None else read_values(like)
     chosen = _family(decoder.config, family, given)
-    values = {key: value for key, value in given.items() if key not in (*_STALE, *chosen.aliases)}
-    values |= write_config(decoder.config, chosen)
-    check_same(chosen, decoder.config, read_config(values))
     parameters = named_parameters(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     tensors = _tensors(decoder.config, chosen, parameters, dtype)
-    values["dtype"] = np.dtype(next(iter(tensors.values()))[0]).name
+    values = _values(decoder.config, chosen, given) | {"dtype": np.dtype(next(iter(tensors.values()))[0]).name}
     files, root = open_place(path)
     check(not files.exists(f"{root}/{CONFIG}"), f"{path} holds a model already; choose another folder")
-    others = _others(like) if jax.process_index() == 0 else {}
-    local = Path(root if is_local(files) else f"{root.replace('/', '_')}.upload")
-    partial = local.with_name(f"{local.name}.partial")
-    layouts = lay_out(tensors, max_file_bytes)
-    if jax.process_index() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        create(partial, layouts)
-        (partial / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for name, content in others.items():
-            (partial / name).write_bytes(content)
+    layouts, partial, first = lay_out(tensors, max_file_bytes), _partial(files, root), jax.process_index() == 0
+    if first:
+        _prepare(partial, layouts, _others(like) | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()})
     _wait("created")
-    with jax.set_mesh(NO_MESH):
-        _write(decoder.config, chosen, parameters, layouts, partial)
-    for layout in layouts:
-        sync(partial / layout.file)
+    _write(decoder.config, chosen, parameters, layouts, partial)
     _wait("written")
-    if jax.process_index() == 0:
+    if first:
         _publish(partial, files, root)
+
+
+def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` will say: of the model it is like, what still holds, and what the decoder is."""
+    kept = {key: value for key, value in given.items() if key not in (*_STALE, *family.aliases)}
+    values = kept | write_config(config, family)
+    check_same(family, config, read_config(values))
+    return values
+
+
+def _partial(files: Any, root: str) -> Path:
+    """The folder that is written into until all is there: beside the one asked for, or here for a URL."""
+    local = Path(root if is_local(files) else f"{root.replace('/', '_')}.upload")
+    return local.with_name(f"{local.name}.partial")
+
+
+def _prepare(folder: Path, layouts: list[Layout], others: Mapping[str, bytes]) -> None:
+    """A new folder with all files, those of tensors with room for them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    create(folder, layouts)
+    for name, content in others.items():
+        (folder / name).write_bytes(content)
 
 
 def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) -> Family:
@@ -126,6 +135,14 @@ def _tensors(config: DecoderConfig, family: Family, parameters: list, dtype: str
 
 
 def _write(config: DecoderConfig, family: Family, parameters: list, layouts: list[Layout], folder: Path) -> None:
+    """Puts every shard of this process where it belongs, and waits for the disk."""
+    with jax.set_mesh(NO_MESH):
+        _write_shards(config, family, parameters, layouts, folder)
+    for layout in layouts:
+        sync(folder / layout.file)
+
+
+def _write_shards(config, family: Family, parameters: list, layouts: list[Layout], folder: Path) -> None:
     views, sizes = family.tensors(config), sizes_of(config)
     entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
     for name, leaf in parameters:
