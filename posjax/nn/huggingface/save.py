@@ -73,9 +73,10 @@ def save_pretrained(
     check_positive("max_file_bytes", max_file_bytes)
     given = {} if like is None else read_values(like)
     chosen = _family(decoder.config, family, given)
+    values = _values(decoder.config, chosen, given)
     parameters = named_parameters(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     tensors = _tensors(decoder.config, chosen, parameters, dtype)
-    values = _values(decoder.config, chosen, given) | {"dtype": np.dtype(next(iter(tensors.values()))[0]).name}
+    values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_place(path)
     check(not files.exists(f"{root}/{CONFIG}"), f"{path} holds a model already; choose another folder")
     layouts, partial, first = lay_out(tensors, max_file_bytes), _partial(files, root), jax.process_index() == 0
