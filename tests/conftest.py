@@ -21,7 +21,8 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 def pytest_configure():
     """Where parity is asked for, a library that it needs and lacks is an error, not a skipped test."""
     if os.environ.get("POSJAX_REQUIRE_PARITY"):
-        missing = [name for name in ("torch", "transformers", "equinox") if importlib.util.find_spec(name) is None]
+        wanted = ("torch", "transformers", "accelerate", "safetensors", "equinox", "gguf", "tokenizers")
+        missing = [name for name in wanted if importlib.util.find_spec(name) is None]
         if missing:
             raise pytest.UsageError(f"POSJAX_REQUIRE_PARITY is set, but {' and '.join(missing)} cannot be imported")
 

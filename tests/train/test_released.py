@@ -18,6 +18,7 @@ from train.checkpoint import restore_model
 from train.config import dump, load_values, parse, parse_text
 from train.data import load_tokenizer
 from train.evaluate.saved import read_rows
+from train.extension import completed
 from train.loop import fit
 from train.mesh import make_mesh
 from train.model import check_model, decoder_config, evaluated_scheme, scheme_of
@@ -297,6 +298,16 @@ def test_export_of_an_extension(released, tmp_path):
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["rope_parameters"]["rope_type"] == "yarn"
     assert values["max_position_embeddings"] == 2 * LENGTH
+
+
+@pytest.mark.parametrize("name", ["ntk", "ntk-old", "linear", "llama3", "dynamic-ntk"])
+def test_extensions_that_a_layout_can_say_are_the_same_model_when_read(released, tmp_path, name):
+    extend = f"scheme.extend={{frequencies: {{name: {name}}}}}"
+    assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
+    change = completed({"frequencies": {"name": name}}, LENGTH, 4 * LENGTH)
+    extended = released[1].with_scheme(released[1].config.scheme.extend(**change))
+    tokens = jnp.arange(96).reshape(1, 96)
+    np.testing.assert_allclose(from_pretrained(tmp_path / "out")(tokens), extended(tokens), atol=1e-5)
 
 
 def test_export_refuses_what_has_no_place(released, tmp_path, capsys):

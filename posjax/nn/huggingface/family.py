@@ -9,7 +9,7 @@ from posjax._checks import check, check_choice, shown
 from posjax.layers import Layers, uniform
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
-from posjax.rotary import FrequencyRule, Rotary
+from posjax.rotary import FrequencyRule, Plain, Rotary
 from posjax.scheme import Scheme
 
 Values = Mapping[str, Any]
@@ -154,7 +154,12 @@ def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | N
     found = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
     wrong = [features for features in found if type(features) is not Rotary]
     check(not wrong, f"scheme: {shown(wrong[0]) if wrong else None} has no place in config.json. {_WRITABLE}")
-    return found[0].frequencies if found else None
+    return _with_size(found[0].frequencies, config) if found else None
+
+
+def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
+    """The rule with the head's size, which some need to say their base."""
+    return rule if rule.head_dim is not None else dataclasses.replace(rule, head_dim=config.head_dim)
 
 
 def rope_values(config: DecoderConfig) -> dict[str, Any]:
@@ -198,17 +203,19 @@ def _comparable(name: str, config: DecoderConfig) -> Any:
     if name == "query_scale":
         return config.head_dim**-0.5 if value is None else value
     if isinstance(value, Scheme | Layers):
-        return [_without_size(scheme, config) for scheme in uniform(value, config.num_layers).schemes]
+        return [_plainly(scheme, config) for scheme in uniform(value, config.num_layers).schemes]
     return set(value) if isinstance(value, tuple) else value
 
 
-def _without_size(scheme: Scheme, config: DecoderConfig) -> Scheme:
+def _plainly(scheme: Scheme, config: DecoderConfig) -> Scheme:
+    """The scheme without the head's size in its rule, and NTK-aware scaling as the plain rule that it is."""
     rule = scheme.features.frequencies if type(scheme.features) is Rotary else None
-    if rule is None or rule.head_dim != config.head_dim:
+    if rule is None or rule.head_dim not in (None, config.head_dim):
         return scheme
-    return scheme.replace(
-        features=dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None))
-    )
+    rule = _with_size(rule, config)
+    rule = rotary.from_hf(rule.to_hf()) if rule.hf_type == Plain.hf_type else rule
+    features = dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None))
+    return scheme.replace(features=features)
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[str, str]:
