@@ -1,5 +1,6 @@
 """A tiny released model with a tokenizer of its own, as a folder."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -32,11 +33,11 @@ def write_tokenizer(folder: Path, text: str, size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
-def write_released(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY) -> Decoder:
-    """A random Llama of two layers in ``folder``; returned as it was written."""
+def write_released(folder: Path, seed: int = 0, **changes) -> Decoder:
+    """A random Llama of two layers in ``folder``, with changes of its config; returned as it was written."""
     scheme = pj.Scheme(features=rotary.Rotary(rotary.Plain(500.0)))
     config = DecoderConfig(
-        vocab_size=vocabulary,
+        vocab_size=VOCABULARY,
         num_layers=2,
         model_dim=32,
         num_heads=4,
@@ -47,14 +48,10 @@ def write_released(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY) ->
         trained_length=LENGTH,
         scheme=scheme,
     )
-    decoder = Decoder(config, rngs=nnx.Rngs(seed))
-    state = nnx.state(decoder)
-    wider = jax.tree.map(
-        lambda x: x * 3 if x.ndim > 2 else x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), state
-    )
-    nnx.update(decoder, wider)
+    decoder = Decoder(dataclasses.replace(config, **changes), rngs=nnx.Rngs(seed))
+    nnx.update(decoder, jax.tree.map(_perturbed, nnx.state(decoder)))
     save_pretrained(decoder, folder)
-    write_tokenizer(folder, TEXT, vocabulary)
+    write_tokenizer(folder, TEXT, VOCABULARY)
     return decoder
 
 

@@ -38,7 +38,7 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
         **values,
         "scheme": {"name": "released", **scheme} if isinstance(scheme, Mapping) else scheme,
         "init": {"path": path, "values": found},
-        "model": shape | given,
+        "model": shape | {key: value for key, value in given.items() if key not in shape},
         "data": data,
         **_lengths(values, shape["trained_length"]),
     }

@@ -12,7 +12,7 @@ from flax import nnx
 from released_models import LENGTH, TEXT, VOCABULARY, write_released
 
 from posjax.coca import Coca, merge_projection
-from posjax.nn import from_pretrained
+from posjax.nn import Residual, from_pretrained
 from train import cli
 from train.checkpoint import restore_model
 from train.config import dump, load_values, parse, parse_text
@@ -98,6 +98,12 @@ def test_a_saved_config_does_not_need_the_model_any_more(released, values):
 def test_how_it_is_computed_may_be_chosen(values):
     config = with_changes(values, model={"compute_dtype": "bfloat16", "remat": "full", "num_layers": 2})
     assert (config.model.compute_dtype, config.model.remat) == ("bfloat16", "full")
+
+
+def test_a_part_of_a_norm_leaves_the_rest_as_the_model_has_it(values, tmp_path):
+    write_released(tmp_path, residual=Residual(scale=0.5))
+    config = with_changes(values, init=str(tmp_path), model={"residual": {"norm": "before"}})
+    assert config.model.residual.scale == 0.5
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from released_models import LENGTH, TEXT, write_released
 from rich.console import Console
 
 import posjax as pj
+from posjax.nn import Norm
 from train import cli
 from train.config import load, parse
 from train.extension import completed
@@ -20,6 +21,8 @@ from train.study import run_study
 from train.study.cells import RESULTS, append_row, is_done, read_rows, text_cells
 from train.study.report import findings, losses, tables
 
+GPT2 = {"activation": "gelu", "mlp_dim": 128, "num_kv_heads": 4, "norm": Norm("layer", 1e-5, bias=True)}
+GPT2 |= {"biases": ("qkv", "output", "mlp")}
 SCHEMES = [
     {"name": "released", "label": "as released"},
     {"name": "released", "label": "YaRN", "extend": {"frequencies": {"name": "yarn"}}},
@@ -197,6 +200,33 @@ def test_mistakes_are_told_before_anything_is_read(values, changes, message, tmp
     with pytest.raises(ValueError, match=re.escape(message)):
         run_study(parse({**values, "output": str(tmp_path), **changes}))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_the_model_is_told_and_the_rest_is_measured(tmp_path, values):
+    write_released(tmp_path, scheme=pj.scheme("learned", max_length=32), embedding_scale=1.0, **GPT2)
+    evaluate = {"lengths": [16, 64], "tokens": 128, "batch_tokens": 128}
+    sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "evaluate": evaluate}
+    directory = run_study(parse({**values, **sections}), Console(file=io.StringIO()))
+    found = {(row["label"], row["length"]): row["error"] for row in read_rows(directory)}
+    assert found["as released", 16] is None
+    assert "32" in found["as released", 64] or "not finite" in found["as released", 64]
+    assert "rotates nothing" in found["YaRN", 16]
+    page = (directory / "index.html").read_text()
+    assert "<h2>Not measured</h2>" in page
+
+
+def test_a_study_that_was_stopped_in_its_first_cell_continues(values, tmp_path, monkeypatch):
+    config = parse({**values, "output": str(tmp_path)})
+    monkeypatch.setattr(running, "measure", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(config, Console(file=io.StringIO()))
+    monkeypatch.undo()
+    run_study(config, Console(file=io.StringIO()))
+    assert len(read_rows(config.directory)) == 8
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_directory_of_something_else_is_left_alone(values, tmp_path):

@@ -9,10 +9,11 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
+from posjax.rotary import Rotary
+from posjax.scheme import Scheme
 from train.checkpoint import read_config
 from train.config import Config, SchemeConfig, dump
 from train.data import documents, load_tokenizer
-from train.model import scheme_of
 from train.monitor import enable_compilation_cache
 from train.paths import path, write_file
 from train.restore import restore
@@ -51,6 +52,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     _check_directory(config, directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / "config.yaml", dump(config))
+    (directory / RESULTS).touch()
     enable_compilation_cache(config.monitor.compilation_cache)
     model = restore(config.init.path, config)[1]
     try:
@@ -63,7 +65,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
 
 def _steps(config: Config, entries, texts: Sequence[Text], directory: Path, model: nnx.Module, console: Console):
     """The rows of what is not done yet, one after the other."""
-    entries = [searched(config, entry, directory, model, console) for entry in entries]
+    entries = [_searched(config, entry, directory, model, console) for entry in entries]
     cells = [*text_cells(config, entries, texts)]
     cells += [*passkey_cells(config, entries)] if "passkey" in config.evaluate.tasks else []
     for number, cell in enumerate(cells, start=1):
@@ -76,14 +78,28 @@ def _steps(config: Config, entries, texts: Sequence[Text], directory: Path, mode
 
 
 def _check_schemes(config: Config, entries: Sequence[SchemeConfig]) -> None:
-    """Raises ValueError, with the entry's label, for an extension that cannot be built at some length."""
+    """Raises ValueError, with the entry's label, for a slot, a method or an option that there is not.
+
+    A method that there is may still not fit this model: then that is what its cells say.
+    """
+    rope = Scheme(features=Rotary())
     for entry in entries:
-        for length in config.evaluate.lengths:
-            try:
-                if not is_to_be_searched(entry):
-                    scheme_of(config, entry).extend(**extension(config, entry, length))
-            except ValueError as error:
-                raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
+        change = extension(config, entry, max(config.evaluate.lengths))
+        change.pop("layers", None)  # of models whose layers differ
+        try:
+            if not is_to_be_searched(entry):
+                rope.extend(**change)
+        except ValueError as error:
+            raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
+
+
+def _searched(config: Config, entry: SchemeConfig, directory: Path, model: nnx.Module, console: Console):
+    """The entry with what a search finds for it; as it is where the model or the text allows none."""
+    try:
+        return searched(config, entry, directory, model, console)
+    except ValueError as error:
+        console.print(f"{entry.label}: {error}", markup=False)
+        return entry
 
 
 def _in_words(found: dict) -> str:

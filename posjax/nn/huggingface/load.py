@@ -133,6 +133,7 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
     named = named_parameters(wanted)
     check_tensors(source, family, config, named)
     views = family.tensors(config)
+    _check_tied(source, family, config)
 
     def read(name: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
         place = place_of(name, config)
@@ -189,6 +190,24 @@ def check_tensors(source: Source, family: Family, config: DecoderConfig, named: 
         f"unexpected tensors: {', '.join(extra[:3])}{f' and {len(extra) - 3} more' if len(extra) > 3 else ''}; "
         f"config.json of {family.model_type} says nothing of them",
     )
+
+
+def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:
+    """Raises ValueError for a head beside the embedding that it is said to be, but is not."""
+    embedding, head = (family.tensors(config).get(name) for name in ("embed", "head"))
+    if not config.tied_head or head is None or head.name not in source.entries:
+        return
+    one, other = (source.tensor(_find(source, family, view.name)) for view in (embedding, head))
+    rows = range(0, len(one), _ROWS)
+    same = one.shape == other.shape and all(np.array_equal(one[n : n + _ROWS], other[n : n + _ROWS]) for n in rows)
+    check(
+        same,
+        f"{head.name} differs from the embedding, though config.json ties them (tie_word_embeddings); set it to false "
+        "there to read the model with its own head",
+    )
+
+
+_ROWS = 4096  # that are compared at a time
 
 
 def _is_ignored(name: str, family: Family, head: str | None) -> bool:

@@ -290,9 +290,18 @@ def test_buffers_of_old_releases_and_names_without_a_prefix(name, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "bloom", "mpt", "falcon"])
 def test_a_tied_head_may_be_there_all_the_same(name, tmp_path):
     values = released.CASES[name] | {"tie_word_embeddings": True}
-    head = FAMILIES[values["model_type"]].tensors(read_config(values))["head"].name
+    views = FAMILIES[values["model_type"]].tensors(read_config(values))
+    head, embedding = views["head"].name, views["embed"].name
     model = released.random_decoder(values)
-    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: np.ones((101, 8), np.float32)})
+    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding]})
     assert head in Folder(folder).entries
     found = from_pretrained(folder)
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
+
+
+def test_a_head_of_its_own_beside_a_tied_one_is_refused(tmp_path):
+    model = released.random_decoder(released.CASES["llama-yarn"])
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding] + 1})
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding, though config\.json ties them"):
+        from_pretrained(folder)
