@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, traceback = COMMANDS[options.pop("command")], options.pop("traceback")
     try:
         return command(options.pop("config"), options.pop("overrides"), **options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if traceback:
             raise
         print("error:", " ".join(str(error).split()), file=sys.stderr)

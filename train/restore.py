@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from posjax.nn import from_pretrained
-from posjax.nn.huggingface.load import is_released, open_source, read_parameters
+from posjax.nn.huggingface.load import is_gguf, is_released, open_source, read_parameters
 from train.checkpoint import read_config, restore_model
 from train.config import Config, SchemeConfig, differences, load, load_values
 from train.convert import convert
@@ -33,6 +33,8 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not is_run(place) and is_released(place):
         name = Path(str(place).rstrip("/")).name.removesuffix(".gguf")
         return load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
+    if is_gguf(place):
+        raise FileNotFoundError(f"there is no {place}")
     directory = path(place)
     saved = read_config(directory)
     config = load(directory / "config.yaml", overrides)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import UInt, UInt16
 
-from posjax.nn.huggingface.gguf import GGUF
 from train.config import DataConfig
 from train.data.storage import open_url, optional
 
@@ -61,6 +60,8 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     if not system.isfile(path):
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}")
     if path.endswith(".gguf"):
+        from posjax.nn.huggingface.gguf import GGUF  # which brings flax, as other tokenizers need not
+
         files = GGUF(config.tokenizer).tokenizer_files()
         declared = _named(json.loads(files["tokenizer_config.json"]))
         return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own=True)

@@ -104,6 +104,7 @@ def from_pretrained(
     """
     for name in changes:
         check_choice("changes", name, _CHANGES)
+    check_dtype(dtype)
     values = read_values(path)
     config = dataclasses.replace(read_config(values), **changes)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
@@ -142,6 +143,12 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
 
     with jax.set_mesh(NO_MESH):
         return jax.tree.unflatten(jax.tree.structure(wanted), [read(*pair) for pair in named])
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raises ValueError for a dtype that tensors of a model cannot have; None is that of what is read."""
+    if dtype is not None:
+        check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
 
 
 class Place(NamedTuple):

@@ -18,6 +18,7 @@ from posjax.nn.huggingface.files import Layout, create, is_local, lay_out, open_
 from posjax.nn.huggingface.load import (
     CONFIG,
     NO_MESH,
+    check_dtype,
     is_gguf,
     named_parameters,
     place_of,
@@ -42,7 +43,7 @@ COPIED = (
 # What other versions of transformers call what is written here, or what no longer holds.
 _STALE = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "torch_dtype", "dtype")
 _STALE += ("transformers_version", "quantization_config", "partial_rotary_factor", "rope_local_base_freq")
-_STALE += ("original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
+_STALE += ("auto_map", "original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
 
 
 def save_pretrained(
@@ -71,6 +72,7 @@ def save_pretrained(
         ValueError: for a decoder that the layout has no place for (CoCA, ReRoPE, ...), and a folder that holds a model.
     """
     check_positive("max_file_bytes", max_file_bytes)
+    check_dtype(dtype)
     given = {} if like is None else read_values(like)
     chosen = _family(decoder.config, family, given)
     values = _values(decoder.config, chosen, given)
@@ -87,6 +89,7 @@ def save_pretrained(
     _wait("written")
     if first:
         _publish(partial, files, root)
+    _wait("published")
 
 
 def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
