@@ -1,8 +1,15 @@
 """Options of extensions that follow from the length a model was made for and the length it is used at."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from posjax import rotary
+from posjax._checks import check
+from posjax.layers import Layers
+from posjax.rotary import FrequencyRule
+from posjax.scheme import Scheme
 
 Sizes = Callable[[int, int], dict[str, Any]]
 
@@ -77,3 +84,73 @@ def completed(extend: Mapping[str, Any], own: int, length: int) -> dict[str, Any
 def _completed(slot: str, change: Any, own: int, length: int) -> Any:
     sizes = _OPTIONS.get(slot, {}).get(change.get("name")) if isinstance(change, Mapping) else None
     return change if sizes is None else {**sizes(own, length), **change}
+
+
+def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, length: int) -> dict[str, Any]:
+    """An extension of a released model: `completed`, beginning where the model's own rule and windows end.
+
+    * Layers that see a window alone know all their distances already: the extension passes over them.
+    * A model whose RoPE is scaled already keeps it up to its own length. Beyond that a rule of the same kind takes its
+      place, with the model's original length and with a factor that is the product of both: the model's own, and that
+      of the extension, which counts from the model's own length.
+
+    Args:
+        scheme: of the model.
+        extend, own, length: see `completed`.
+
+    Raises:
+        ValueError: for a model whose layers all see a window alone, and for a rule of another kind than its own.
+    """
+    if not extend:
+        return {}
+    schemes = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
+    reached, which = _reached(schemes, extend)
+    found = completed({**which, **extend}, own, length)
+    rules = {each.features.frequencies for each in reached if each.rotates}
+    scaled = sorted((rule for rule in rules if not isinstance(rule, _UNSCALED)), key=repr)
+    if scaled and isinstance(found.get("frequencies"), Mapping):
+        rule = _continued(scaled[0], extend["frequencies"], found.pop("frequencies"), own, length)
+        found |= rule
+    return found if found.keys() - {"layers"} else {}
+
+
+_UNSCALED = (rotary.Plain, rotary.Proportional, rotary.DynamicNTK, rotary.DynamicLinear, rotary.DynamicYaRN)
+"""Rules that turn, up to the length that the model was made for, as plain RoPE does."""
+_KINDS = (({"linear"}, rotary.Linear), ({"yarn", "ntk-by-parts", "llama3"}, (rotary.NTKByParts, rotary.Llama3)))
+"""Names of rules that can take the place of rules of a class, given its factor and original length."""
+
+
+def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any]) -> tuple[Sequence[Scheme], dict[str, str]]:
+    """The layers that an extension changes, and the option of `Layers.extend` that says so."""
+    full = [scheme for scheme in schemes if scheme.mask is None]
+    if "layers" in extend or len(full) == len(schemes):
+        return schemes, {}
+    check(bool(full), "every layer of this model sees a window of its own alone, so an extension has nothing to change")
+    return full, {"layers": "full"}
+
+
+def _continued(
+    rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, Any], own: int, length: int
+) -> dict[str, Any]:
+    """The slot ``frequencies``, left out where the model's own rule stays."""
+    if {"factor", "original_length"} <= given.keys():
+        return {"frequencies": change}
+    name = change["name"]
+    names = next((names for names, kind in _KINDS if isinstance(rule, kind)), set())
+    if length <= own and "factor" not in given:
+        return {}
+    check(
+        name in names,
+        f"frequencies: {name!r} would replace the model's own {type(rule).__name__}; "
+        f"{' or '.join(sorted(names)) or 'no rule'} can continue it",
+    )
+    kept = _fields(rule) if rotary.SCALINGS[name] is type(rule) else {}
+    if hasattr(rule, "original_length"):
+        kept["original_length"] = rule.original_length
+    return {"frequencies": {**kept, **given, "factor": rule.factor * change["factor"]}}
+
+
+def _fields(rule: FrequencyRule) -> dict[str, Any]:
+    """A rule's own options, without the temperature that followed from its factor."""
+    passed_over = {*(field.name for field in dataclasses.fields(FrequencyRule)), "attention_factor"}
+    return {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule) if f.name not in passed_over}

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from posjax import nn
+from posjax._checks import check
 from posjax.sampling import Drawn
 from train.data import load_tokenizer
 from train.evaluate.saved import check_causal
@@ -123,6 +124,7 @@ def generate(
     check_causal(config)
     tokenizer = load_tokenizer(config.data)
     tokens = tokenizer.encode(prompt.encode("utf-8"))[:-1]
+    check(len(tokens) > 0, "--prompt is empty, and this tokenizer begins texts by no token; name a first word")
     scheme = evaluated_scheme(config, length=len(tokens) + sampling.tokens)
     model = restore(directory, config)[1].with_scheme(scheme)
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""

@@ -1,6 +1,7 @@
 """From a config to a model: the scheme, and the decoder around it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from posjax.presets import scheme, scheme_options
 from posjax.scheme import Scheme
 from train.config import Config, SchemeConfig
 from train.data import load_tokenizer
-from train.extension import completed
+from train.extension import completed, continued
 from train.mesh import BATCH_AXES
 
 RELEASED = "released"
@@ -35,7 +36,8 @@ def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Lay
         return build_scheme(entry, config.model.num_layers)
     check(bool(config.init.values), "scheme: 'released' is the scheme of the model under init; name one there")
     own, length = config.model.trained_length or config.train.length, config.train.length
-    return read_config(config.init.values).scheme.extend(**completed(entry.options, own, length))
+    scheme = read_config(config.init.values).scheme
+    return scheme.extend(**continued(scheme, entry.options, own, length))
 
 
 def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
@@ -58,7 +60,18 @@ def evaluated_scheme(config: Config, entry: SchemeConfig | None = None, length: 
     """
     entry = config.scheme if entry is None else entry
     longest = max(config.evaluate.lengths) if length is None else length
-    return scheme_of(config, entry).extend(**completed(entry.extend, own_length(config), longest))
+    return scheme_of(config, entry).extend(**extension_of(config, entry, longest))
+
+
+def extension_of(config: Config, entry: SchemeConfig, length: int) -> dict[str, Any]:
+    """The extension of an entry with all options, for texts of a length.
+
+    Raises ValueError for one that would replace what a released model has itself.
+    """
+    own = own_length(config)
+    if entry.name != RELEASED:
+        return completed(entry.extend, own, length)
+    return continued(scheme_of(config, entry), entry.extend, own, length)
 
 
 def own_length(config: Config) -> int:

@@ -69,7 +69,7 @@ def search(
     _, model = restore(directory, config)
     documents = held_out_tokens(dataclasses.replace(config, evaluate=_at(config, length)))
     pieces = full_pieces(documents, length, config.evaluate.tokens)
-    found = search_factors(config, model, pieces, length, Sizes(population, iterations, seed))
+    found = search_factors(config, model, pieces, length, Effort(population, iterations, seed))
     for number, value in enumerate(found.history):
         told(f"iteration {number}: {value:.4f} nats per token")
     kept = {name: getattr(found.rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
@@ -82,7 +82,7 @@ def search(
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class Effort:
     """How far a search goes: rules at the start, generations, the seed of its draws."""
 
     population: int = 64
@@ -95,18 +95,18 @@ def search_factors(
     model: nnx.Module,
     pieces: Sequence[Int[np.ndarray, "length+1"]],
     length: int,
-    sizes: Sizes,
+    effort: Effort,
     wrapped: Callable[[Callable], Callable] = lambda fitness: fitness,
 ) -> longrope.Found:
     """The search of `search` for a model and pieces of text; `wrapped` may remember what its fitness gives."""
     scheme, trained = _rope(config), own_length(config)
-    rule, population = scheme.features.frequencies, sizes.population
+    rule, population = scheme.features.frequencies, effort.population
     half = rule.rotary_dim(model.config.head_dim) // 2
     initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
     numbers = {"population": population, "parents": max(2, population // 2)}
     numbers |= {name: max(1, population // 4) for name in ("mutations", "crossovers")}
     fitness = wrapped(_fitness(model, scheme, config, pieces, length))
-    return longrope.search(fitness, initial, seed=sizes.seed, iterations=sizes.iterations, **numbers)
+    return longrope.search(fitness, initial, seed=effort.seed, iterations=effort.iterations, **numbers)
 
 
 def _rope(config: Config) -> Scheme:

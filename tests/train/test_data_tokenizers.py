@@ -205,3 +205,29 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatc
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ValueError, match=rf"needs {package}, not installed here: pip install 'posjax\[data\]'$"):
         load(tmp_path / name)
+
+
+def begun_by(token):
+    """A tokenizer that puts a token before every text, as the ones of Llama 3 and Gemma do."""
+    from tokenizers import processors
+
+    tokenizer = hugging_face(SPECIAL)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.token_to_id(token))]
+    )
+    return tokenizer
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("first", ["<s>", "</s>", None])
+def test_a_released_tokenizer_begins_texts_as_in_transformers(tmp_path, first):
+    transformers = pytest.importorskip("transformers")
+    (begun_by(first) if first else hugging_face(SPECIAL)).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    ids = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)("the cat")["input_ids"]
+    own = load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json"), special_tokens="own"))
+    # What another token begins by is not BOS, which is all that a model's texts may be begun by here.
+    np.testing.assert_array_equal(own.encode(b"the cat"), [*(ids[1:] if first == "</s>" else ids), 1])
+    added = load(tmp_path / "tokenizer.json")
+    np.testing.assert_array_equal(added.encode(b"the cat"), [0, *own.tokens(b"the cat"), 1])
+    assert (own.identity == added.identity) == (first == "<s>")

@@ -18,14 +18,14 @@ from train.settings.evaluate import SECTIONS
 class Chunks:
     """A tokenizer whose tokens are up to three letters of a word, with the space before it, made up as they come."""
 
-    bos, eos = 0, 1
+    bos, eos, opening = 0, 1, (0,)
 
     def __init__(self):
         self.known = {}
 
-    def encode(self, text):
+    def tokens(self, text):
         found = re.findall(r" ?\w{1,3}|\W", text.decode())
-        return np.array([0, *(self.known.setdefault(piece, len(self.known) + 2) for piece in found), 1], np.uint16)
+        return np.array([self.known.setdefault(piece, len(self.known) + 2) for piece in found], np.uint16)
 
     def decode(self, tokens):
         pieces = {number: piece for piece, number in self.known.items()}

@@ -27,9 +27,10 @@ _COMMON_NAMES = {
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids are below `vocabulary_size`; `bos` and `eos` stand around each document.
+    """Text to ids and back. Ids are below `vocabulary_size`; `opening` and `eos` stand around each document.
 
-    `identity` differs between tokenizers that encode anything differently: a cache of tokens goes by it.
+    `opening` is BOS, or nothing for a released tokenizer that adds none. `identity` differs between tokenizers that
+    encode anything differently: a cache of tokens goes by it.
     """
 
     vocabulary_size: int
@@ -37,10 +38,14 @@ class Tokenizer(Protocol):
     eos: int
     mask: int
     padding: int
+    opening: tuple[int, ...]
     identity: str
 
+    def tokens(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
+        """The tokens of a piece of text. Never special tokens for what the text spells out."""
+
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """The tokens of one document: BOS, its text, EOS. Never special tokens for what the text spells out."""
+        """The tokens of one document: the opening, its text, EOS."""
 
     def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
         """The tokens of several documents, on all cores where the library can."""
@@ -57,6 +62,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     system, path = open_url(config.tokenizer, "data.tokenizer")
+    own = config.special_tokens == "own"
     if not system.isfile(path):
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}")
     if path.endswith(".gguf"):
@@ -64,9 +70,8 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
 
         files = GGUF(config.tokenizer).tokenizer_files()
         declared = _named(json.loads(files["tokenizer_config.json"]))
-        return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own=True)
+        return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own)
     content = system.cat_file(path)
-    own = config.special_tokens == "own"
     if path.endswith(".json"):
         return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]), config.tokenizer, own)
     return SentencePieceTokenizer(content, config.tokenizer, own)
@@ -81,7 +86,11 @@ class ByteTokenizer:
     """Bytes as tokens: ids 0 to 255 are the bytes themselves, 256 to 259 the four special tokens."""
 
     vocabulary_size, bos, eos, mask, padding = VOCABULARY_SIZE, BOS, EOS, MASK, PADDING
-    identity = "bytes"
+    opening, identity = (BOS,), "bytes"
+
+    def tokens(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
+        """The bytes of a piece of text."""
+        return np.frombuffer(text, np.uint8).astype(np.uint16)
 
     def encode(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
         """The tokens of one document: BOS, its bytes, EOS."""
@@ -139,20 +148,32 @@ def place_specials(size: int, found: dict[str, int]) -> Specials:
 
 
 class _FileTokenizer:
-    """What the two tokenizers from files share: special tokens around the ids that `_ids` gives."""
+    """What the two tokenizers from files share: special tokens around the ids that `_ids` gives.
 
-    def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool):
+    Args:
+        size: how many ids there are.
+        found: the special tokens among them.
+        identity: the bytes of the file.
+        own: whether special tokens are its own alone; see ``data.special_tokens``.
+        begins: whether the tokenizer itself puts BOS before a text; without `own` it is put there anyway.
+    """
+
+    def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
         self._size, self._specials = size, (own_specials if own else place_specials)(size, found)
         self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
-        self.identity = hashlib.sha256(identity + repr(self._specials).encode()).hexdigest()
+        self.opening = (self.bos,) if begins or not own else ()
+        how = repr(self._specials) if self.opening else f"{self._specials} without an opening"
+        self.identity = hashlib.sha256(identity + how.encode()).hexdigest()
+
+    def tokens(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
+        return np.array(self._ids([_words(text)])[0], token_type(self.vocabulary_size))
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
         kind = token_type(self.vocabulary_size)
-        words = [text.decode("utf-8", errors="replace") for text in texts]
-        return [np.array([self.bos, *ids, self.eos], kind) for ids in self._ids(words)]
+        return [np.array([*self.opening, *ids, self.eos], kind) for ids in self._ids([*map(_words, texts)])]
 
     def decode(self, tokens: np.ndarray) -> bytes:
         left_out = set(self._specials[:4])
@@ -166,8 +187,15 @@ class _FileTokenizer:
         raise NotImplementedError
 
 
+def _words(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
+
+
 class HuggingFaceTokenizer(_FileTokenizer):
-    """A tokenizer.json. Its special tokens are those that the files beside it declare, else those of common names."""
+    """A tokenizer.json. Its special tokens are those that the files beside it declare, else those of common names.
+
+    It begins texts by BOS where its post-processor does, as in transformers.
+    """
 
     def __init__(self, content: bytes, declared: dict[str, str], path: str, own: bool = False):
         library = optional("tokenizers", "data.tokenizer with a tokenizer.json")
@@ -181,7 +209,9 @@ class HuggingFaceTokenizer(_FileTokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        super().__init__(max(vocabulary.values()) + 1, self._find(vocabulary, declared), content, own)
+        found = self._find(vocabulary, declared)
+        begins = self._tokenizer.encode("a").ids[:1] == [found.get("bos")]
+        super().__init__(max(vocabulary.values()) + 1, found, content, own, begins)
 
     def _find(self, vocabulary: dict[str, int], declared: dict[str, str]) -> dict[str, int]:
         special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -237,7 +267,8 @@ class SentencePieceTokenizer(_FileTokenizer):
             size = 0
         if not size:  # an empty file loads, as nothing
             raise ValueError(f"data.tokenizer: {path} is not a .model of SentencePiece")
-        super().__init__(size, self._find(), content, own)
+        found = self._find()
+        super().__init__(size, found, content, own, begins="bos" in found)
 
     def _find(self) -> dict[str, int]:
         model = self._model

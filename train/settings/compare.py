@@ -26,6 +26,7 @@ class CompareConfig:
     schemes: tuple[SchemeConfig, ...] = ()
     only: tuple[str, ...] = ()  # labels of the extensions that are studied now; all of them when empty
     texts: int = 3  # that are read, of a study
+    scored: int = 0  # tokens at the end of each text whose loss is measured; a quarter of the model's length when 0
     search: SearchConfig = field(default_factory=SearchConfig)
 
     def __post_init__(self):

@@ -4,14 +4,17 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from posjax.nn.huggingface.files import is_local, open_place
+from posjax.nn.huggingface.load import is_gguf
 from train.config import Config, SchemeConfig
-from train.extension import completed
-from train.model import own_length
+from train.data import load_tokenizer
+from train.model import extension_of, own_length
 from train.settings.checks import check, unknown
 
 RESULTS = "results.jsonl"
@@ -20,14 +23,16 @@ TEXT, PASSKEY = "text", "passkey"
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text to be read: a name, and as many tokens as the longest cell needs."""
+    """A text to be read: a name, as many tokens as the longest cell needs, and what the model's texts begin with."""
 
     name: str
     tokens: np.ndarray
+    opening: tuple[int, ...] = ()
 
     def last(self, length: int) -> np.ndarray:
-        """The last ``length + 1`` tokens: as many inputs, each with a target."""
-        return np.asarray(self.tokens[-length - 1 :], np.int32)
+        """The opening and the last tokens, ``length + 1`` together: as many inputs, each with a target."""
+        rest = length + 1 - len(self.opening)
+        return np.array([*self.opening, *self.tokens[-rest:]], np.int32)
 
     def digest(self, length: int) -> str:
         """Differs between texts that end in different tokens."""
@@ -39,8 +44,10 @@ class Cell:
     """One measurement.
 
     Args:
+        model: what tells this model from others; see `model_digest`.
         entry: the extension.
-        extend: its slots with all options, at this length.
+        extend: its slots with all options, at this length; those of the entry where they do not fit the model.
+        refusal: why they do not; empty where they do.
         kind: ``"text"`` or ``"passkey"``.
         length: in tokens.
         text: that is read, of a cell of text.
@@ -48,20 +55,23 @@ class Cell:
         sizes: what else decides the numbers.
     """
 
+    model: str
     entry: SchemeConfig
     extend: Mapping[str, Any]
+    refusal: str
     kind: str
     length: int
     text: Text | None = None
     depth: float | None = None
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    @property
+    @cached_property
     def key(self) -> dict[str, Any]:
         """What tells it from all others; a row that has the same is its result."""
         text = {} if self.text is None else {"text": self.text.name, "digest": self.text.digest(self.length)}
-        found = {"label": self.entry.label, "extend": self.extend, "kind": self.kind, "length": self.length}
-        return json.loads(json.dumps(found | text | {"depth": self.depth, "sizes": self.sizes}))
+        found = {"model": self.model, "label": self.entry.label, "extend": self.extend, "kind": self.kind}
+        found |= {"length": self.length, "depth": self.depth, "sizes": self.sizes}
+        return json.loads(json.dumps(found | text))
 
     @property
     def words(self) -> str:
@@ -80,33 +90,63 @@ def chosen_entries(config: Config) -> list[SchemeConfig]:
     return [entry for entry in entries if not only or entry.label in only]
 
 
-def text_cells(config: Config, entries: Sequence[SchemeConfig], texts: Sequence[Text]) -> Iterator[Cell]:
-    """The cells of text, shorter ones first, so that a first picture is there soon."""
+def cells_of(config: Config, model: str, entries: Sequence[SchemeConfig], texts: Sequence[Text]) -> list[Cell]:
+    """All cells: those of text, then those of the pass key where ``evaluate.tasks`` names it."""
+    cells = [*_text_cells(config, model, entries, texts)]
+    return cells + ([*_passkey_cells(config, model, entries)] if PASSKEY in config.evaluate.tasks else [])
+
+
+def _text_cells(config: Config, model: str, entries: Sequence[SchemeConfig], texts: Sequence[Text]) -> Iterator[Cell]:
+    """Shorter ones first, and text by text, so that all extensions can be compared soon."""
+    sizes = {"scored": scored(config)}
     for length in config.evaluate.lengths:
-        for entry in entries:
-            extend = extension(config, entry, length)
-            for text in texts:
-                yield Cell(entry, extend, TEXT, length, text=text, sizes={"scored": scored(config)})
+        extended = [(entry, *_extension(config, entry, length)) for entry in entries]
+        for text in texts:
+            for each in extended:
+                yield Cell(model, *each, TEXT, length, text=text, sizes=sizes)
 
 
-def passkey_cells(config: Config, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
-    """The cells of the pass key: each length and depth."""
+def _passkey_cells(config: Config, model: str, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
+    """Each length and depth."""
     section = config.evaluate.passkey
+    sizes = {"cases": section.cases}
     for length in section.lengths or config.evaluate.lengths:
         for entry in entries:
-            extend = extension(config, entry, length)
+            extended = _extension(config, entry, length)
             for depth in np.linspace(0, 1, section.depths):
-                yield Cell(entry, extend, PASSKEY, length, depth=float(depth), sizes={"cases": section.cases})
+                yield Cell(model, entry, *extended, PASSKEY, length, depth=float(depth), sizes=sizes)
 
 
-def extension(config: Config, entry: SchemeConfig, length: int) -> dict[str, Any]:
-    """The slots of an entry with all options at a length."""
-    return completed(entry.extend, own_length(config), length)
+def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
+    """The slots of an entry with all options at a length; or as they are, and why they do not fit the model."""
+    try:
+        return extension_of(config, entry, length), ""
+    except ValueError as error:
+        return entry.extend, str(error)
 
 
 def scored(config: Config) -> int:
-    """How many tokens at the end of a text are scored: as many as the shortest length has."""
-    return min(config.evaluate.lengths)
+    """How many tokens at the end of a text are scored."""
+    return config.compare.scored or max(1, own_length(config) // 4)
+
+
+def model_digest(config: Config) -> str:
+    """Differs between models whose weights, config, tokenizer or dtype of computation differ.
+
+    The files are read whole where they are local; at a URL the file system's own mark of their contents is taken.
+    """
+    place = config.init.path
+    files, root = open_place(place)
+    names = [root] if is_gguf(place) else sorted(n for n in files.ls(root, detail=False) if n.endswith(".safetensors"))
+    marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
+    tokenizer = load_tokenizer(config.data).identity
+    whole = json.dumps([config.init.values, config.model.compute_dtype, tokenizer, marks], sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()[:12]
+
+
+def _file_digest(name: str) -> str:
+    with open(name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_rows(directory: Path) -> list[dict[str, Any]]:
@@ -127,10 +167,10 @@ def append_row(directory: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row).encode() + b"\n")
 
 
-def is_done(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a result is there."""
-    key = cell.key
-    return any(all(row.get(name) == value for name, value in key.items()) for row in rows)
+def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row of a cell; None where it is not measured yet."""
+    wanted = cell.key.items()
+    return next((row for row in rows if all(row.get(name) == value for name, value in wanted)), None)
 
 
 def check_entries(config: Config) -> None:

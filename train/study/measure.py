@@ -15,7 +15,7 @@ from train.evaluate.decoder import predictor_of
 from train.evaluate.perplexity import position_ends
 from train.evaluate.predictor import Predictor, best, next_nll
 from train.evaluate.tasks import Vocabulary
-from train.evaluate.tasks.passkey import passkey
+from train.evaluate.tasks.passkey import QUESTION, passkey
 from train.model import scheme_of
 from train.study.cells import TEXT, Cell
 
@@ -23,7 +23,9 @@ _SEED = 7
 
 
 def measure(config: Config, model: nnx.Module, cell: Cell) -> dict[str, Any]:
-    """The numbers of a cell. A length that the scheme refuses with ValueError gives that as the ``error``."""
+    """The numbers of a cell. What the model or the scheme refuses with ValueError is the ``error``."""
+    if cell.refusal:
+        return {"error": cell.refusal}
     try:
         scheme = scheme_of(config, cell.entry).extend(**cell.extend)
         predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
@@ -82,11 +84,16 @@ def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 
 def _prompt(vocabulary: Vocabulary, cell: Cell, case: int) -> tuple[np.ndarray, int]:
     """A text of the cell's length that ends in the pass key, and how many tokens that has; whatever the extension."""
-    room = len(vocabulary.tokens(" 12345"))
+    room = len(_answer(vocabulary, "12345"))
     generator = np.random.default_rng([_SEED, cell.length, round(1000 * cell.depth), case])
     prompt = passkey(generator, vocabulary, cell.length + 1, cell.depth, room)
-    answer = vocabulary.tokens(f" {prompt.answer.decode()}")
+    answer = _answer(vocabulary, prompt.answer.decode())
     return np.concatenate([prompt.tokens, answer]).astype(np.int32)[None], len(answer)
+
+
+def _answer(vocabulary: Vocabulary, key: str) -> np.ndarray:
+    """The tokens of the key behind the question; alone, many tokenizers would begin it by a space of its own."""
+    return vocabulary.tokens(f"{QUESTION} {key}")[len(vocabulary.tokens(QUESTION)) :]
 
 
 def _run(function: Callable, parameters: Any, tokens: np.ndarray) -> tuple[Any, dict[str, float]]:

@@ -3,7 +3,7 @@
 import html
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,26 +76,32 @@ def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
 
 
 def at_length(config: Config, rows: Sequence[Row], label: str, length: int) -> Estimate | None:
-    """Mean over texts, and the standard deviation of what changes; None unless every text of this length has a number.
+    """Mean over texts, and the standard deviation of what changes; None unless all shared texts have a number.
 
     What changes is the loss of a text beside that of the model as released, at its own length or the nearest one below.
     """
-    wanted = {row["text"] for row in rows if row["kind"] == TEXT and row["length"] == length}
-    found = losses(rows, label, length)
-    if not wanted or set(found) != wanted:
+    texts, found = shared_texts(rows, length), losses(rows, label, length)
+    if not texts or not texts <= found.keys():
         return None
-    levels = _levels(config, rows)
-    middle = statistics.fmean(levels[text] for text in found)
-    return estimate(loss - levels[text] + middle for text, loss in found.items())
+    mean, levels = statistics.fmean(found[text] for text in texts), _levels(config, rows, texts)
+    changes = estimate(found[text] - levels[text] for text in sorted(texts)) if levels else None
+    return Estimate(mean, None if changes is None else changes.spread)
 
 
-def _levels(config: Config, rows: Sequence[Row]) -> dict[str, float]:
-    """How hard every text is for the model as released; 0 where that is not measured."""
+def shared_texts(rows: Sequence[Row], length: int) -> set[str]:
+    """The texts that every extension which worked so far has read at a length, so that means are over the same ones."""
+    mine = [row for row in rows if row["kind"] == TEXT and row["length"] == length]
+    failed = {row["label"] for row in mine if row["error"]}
+    found = [losses(mine, label, length).keys() for label in {row["label"] for row in mine} - failed]
+    return set.intersection(*map(set, found)) if found else set()
+
+
+def _levels(config: Config, rows: Sequence[Row], texts: Collection[str]) -> dict[str, float]:
+    """How hard these texts are for the model as released; empty unless that is measured of all of them."""
     plain, own = plain_label(config), own_length(config)
-    measured = [n for n in lengths(rows) if losses(rows, plain, n)]
+    measured = [n for n in lengths(rows) if set(texts) <= losses(rows, plain, n).keys()]
     at = max((n for n in measured if n <= own), default=min(measured, default=0))
-    known = losses(rows, plain, at)
-    return {row["text"]: known.get(row["text"], 0.0) for row in rows if row["kind"] == TEXT}
+    return losses(rows, plain, at)
 
 
 def plain_label(config: Config) -> str:
@@ -116,24 +122,41 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
     # Rounded as they are written, so that what ties stays in the order of the config.
     first, second = sorted(means, key=lambda label: round(means[label], 3))[:2]
     best, plain = means[first], plain_label(config)
+
+    def behind(label: str) -> str:
+        return _difference(rows, length, first, label)
+
     if first == plain:
-        return f"At {length:,} tokens no extension is better than {plain}, {best:.3f} nats per token."
-    beside = f", {means[plain] - best:.3f} below {plain}" if plain in means else ""
-    return (
-        f"At {length:,} tokens {first} is best, {best:.3f} nats per token{beside}; {second} follows, "
-        f"{_difference(losses(rows, first, length), losses(rows, second, length))}."
-    )
+        told = f"no extension is better than {plain}, {best:.3f} nats per token; {second} follows, {behind(second)}"
+    else:
+        others = dict.fromkeys([plain, second] if plain in means else [second])
+        told = f"{first} is best, {best:.3f} nats per token; " + "; ".join(f"{n} is {behind(n)}" for n in others)
+    texts = len(shared_texts(rows, length))
+    return f"At {length:,} tokens {told} ({_over(texts)})."
 
 
-def _difference(best: Mapping[str, float], other: Mapping[str, float]) -> str:
+def _over(texts: int) -> str:
+    return f"{texts} texts, ± the standard error of the difference" if texts > 1 else "one text"
+
+
+def _difference(rows: Sequence[Row], length: int, best: str, other: str) -> str:
     """By how much one is behind, in words: the mean over texts of the differences, and their standard error."""
-    behind = [other[text] - best[text] for text in best]
+    one, two = losses(rows, best, length), losses(rows, other, length)
+    behind = [two[text] - one[text] for text in sorted(shared_texts(rows, length))]
     mean = statistics.fmean(behind)
     if len(behind) < 2:
-        return f"{mean:.3f} behind on one text"
+        return f"{mean:.3f} behind"
     error = statistics.stdev(behind) / math.sqrt(len(behind))
-    sure = "" if mean > 2 * error else ", which so few texts do not tell apart"
-    return f"{mean:.3f} ± {error:.3f} behind over {len(behind)} texts{sure}"
+    sure = "" if mean > _quantile(len(behind) - 1) * error else ", which so few texts do not tell apart"
+    return f"{mean:.3f} ± {error:.3f} behind{sure}"
+
+
+def _quantile(freedom: int) -> float:
+    """Student's t at 97.5% for so many degrees of freedom; of more than ten, that of ten, which is on the safe side."""
+    return _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
+
+
+_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 def _scored(rows: Sequence[Row]) -> int:
@@ -148,7 +171,7 @@ def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
     text = [row for row in rows if row["kind"] == TEXT]
     own, at = own_length(config), lengths(text)
     texts = len({row["text"] for row in text})
-    over = f"mean over {texts} texts ± standard deviation of the change" if texts > 1 else "one text"
+    over = f"mean over texts, {texts} at most, ± standard deviation of the change" if texts > 1 else "one text"
     title = f"Loss of the last {_scored(rows):,} tokens, in nats per token ({over})"
     header = ("extension", *(f"{n:,} ({n / own:.3g}x)" for n in at))
     body = [(label, *(_shown(at_length(config, rows, label, n)) for n in at)) for label in labels(config, text)]
@@ -211,8 +234,8 @@ _ROOM = 1.5
 
 def draw(config: Config, rows: Sequence[Row]) -> bytes:
     """Loss against length and loss by position, as a PNG."""
-    text = [row for row in rows if row["kind"] == TEXT and not row["error"]]
-    names = labels(config, text)
+    text = [row for row in rows if row["kind"] == TEXT]
+    names = labels(config, [row for row in text if not row["error"]])
     figure = style.new_figure(14, max(5.5, 1.2 + 0.22 * len(names)))
     ends, places = figure.subplots(1, 2)
     _draw_lengths(ends, config, text, _looks(names))
@@ -240,11 +263,12 @@ def _draw_lengths(panel: Any, config: Config, rows: Sequence[Row], looks: Mappin
 
 def _draw_positions(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Line]) -> None:
     """The mean loss in each part of the texts of the longest length, from 16 tokens on."""
-    longest, later = lengths(rows)[-1], []
+    longest, later = lengths([row for row in rows if not row["error"]])[-1], []
+    texts = shared_texts(rows, longest)
     for name, look in looks.items():
-        mine = [row for row in rows if (row["label"], row["length"]) == (name, longest)]
         if at_length(config, rows, name, longest) is None:
             continue
+        mine = [row for row in rows if (row["label"], row["length"]) == (name, longest) and row["text"] in texts]
         ends = mine[0]["position_ends"]
         means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(ends))]
         kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]

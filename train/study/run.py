@@ -1,11 +1,12 @@
 """A study from a config to a page: cell after cell, what is done never done again."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from rich.console import Console
 
@@ -14,6 +15,8 @@ from posjax.scheme import Scheme
 from train.checkpoint import read_config
 from train.config import Config, SchemeConfig, dump
 from train.data import documents, load_tokenizer
+from train.extension import completed
+from train.model import own_length
 from train.monitor import enable_compilation_cache
 from train.paths import path, write_file
 from train.restore import restore
@@ -21,85 +24,139 @@ from train.settings.checks import check
 from train.study import report
 from train.study.cells import (
     RESULTS,
+    Cell,
     Text,
     append_row,
+    cells_of,
     check_entries,
     chosen_entries,
-    extension,
-    is_done,
-    passkey_cells,
+    model_digest,
     read_rows,
-    text_cells,
+    result,
+    scored,
 )
 from train.study.measure import measure
-from train.study.search import is_to_be_searched, searched
+from train.study.search import Search, is_to_be_searched, search_text, with_factors
 
 
 def run_study(config: Config, console: Console | None = None) -> Path:
     """Measures a released model under every extension of ``compare.schemes``, and writes the report.
 
     Its directory, which is returned, gets ``config.yaml``, ``results.jsonl``, ``figure.png`` and ``index.html``. A cell
-    is kept when it is finished; the same command, also with other schemes, lengths or texts, adds what is missing.
+    is kept when it is finished; the same command, also with other schemes, lengths or texts, adds what is missing. The
+    report is of the cells of this config alone.
 
     Raises ValueError, before anything is computed, for what cannot be studied.
     """
     console = console or Console(highlight=False)
     check_entries(config)
-    entries = chosen_entries(config)
-    _check_schemes(config, entries)
-    texts = read_texts(config)
+    chosen = chosen_entries(config)
+    _check_schemes(config)
+    texts, mark = read_texts(config), model_digest(config)
+    search = _search(config, mark, chosen)
     directory = path(config.directory)
-    _check_directory(config, directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_file(directory / "config.yaml", dump(config))
-    (directory / RESULTS).touch()
+    _open_directory(config, directory)
     enable_compilation_cache(config.monitor.compilation_cache)
-    model = restore(config.init.path, config)[1]
+    study = _Study(config, mark, texts, search, directory, console, read_rows(directory))
     try:
-        for step in _steps(config, entries, texts, directory, model, console):
-            append_row(directory, step)
+        study.run(chosen)
     finally:
-        report.write(config, directory, read_rows(directory), console)
+        report.write(config, directory, study.current(), console)
     return directory
 
 
-def _steps(config: Config, entries, texts: Sequence[Text], directory: Path, model: nnx.Module, console: Console):
-    """The rows of what is not done yet, one after the other."""
-    entries = [_searched(config, entry, directory, model, console) for entry in entries]
-    cells = [*text_cells(config, entries, texts)]
-    cells += [*passkey_cells(config, entries)] if "passkey" in config.evaluate.tasks else []
-    for number, cell in enumerate(cells, start=1):
-        if is_done(cell, read_rows(directory)):
-            continue
-        found = {"error": None, **measure(config, model, cell)}
-        jax.clear_caches()  # every cell is a program of its own
-        console.print(f"[{number}/{len(cells)}] {cell.words}: {_in_words(found)}", markup=False)
-        yield {**cell.key, **found}
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Study:
+    """A study under way; `rows` grows with what is measured."""
+
+    config: Config
+    mark: str
+    texts: Sequence[Text]
+    search: Search | None
+    directory: Path
+    console: Console
+    rows: list[Mapping[str, Any]]
+
+    def run(self, entries: Sequence[SchemeConfig]) -> None:
+        """Measures what is not done yet, cell after cell."""
+        model = restore(self.config.init.path, self.config)[1]
+        entries = [self._searched(entry, model) for entry in entries]
+        cells = cells_of(self.config, self.mark, entries, self.texts)
+        for number, cell in enumerate(cells, start=1):
+            if result(cell, self.rows) is None:
+                self._say(f"[{number}/{len(cells)}] {cell.words}: {self._measure(model, cell)}")
+                jax.clear_caches()  # every cell is a program of its own
+
+    def current(self) -> list[Mapping[str, Any]]:
+        """The rows of this config's cells, and no others that the directory may hold."""
+        entries = [self._known(entry) for entry in self.config.compare.schemes]
+        cells = cells_of(self.config, self.mark, entries, self.texts)
+        return [row for cell in cells if (row := result(cell, self.rows)) is not None]
+
+    def _measure(self, model: nnx.Module, cell: Cell) -> str:
+        """What a cell gave, in words; kept, unless a larger machine could do it."""
+        try:
+            found = {"error": None, **measure(self.config, model, cell)}
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return "more memory is needed than this machine has"
+        self._keep({**cell.key, **found})
+        return _in_words(found)
+
+    def _searched(self, entry: SchemeConfig, model: nnx.Module) -> SchemeConfig:
+        """The entry with what a search finds for it; as it is where the model allows none."""
+        known = self._known(entry)
+        if self.search is None or not is_to_be_searched(known):
+            return known
+        try:
+            return with_factors(entry, self.search.run(model, self.rows, self._keep, partial(self._told, entry)))
+        except ValueError as error:
+            self._told(entry, str(error))
+            return entry
+
+    def _known(self, entry: SchemeConfig) -> SchemeConfig:
+        """The entry with what was found before."""
+        found = self.search.known(self.rows) if self.search is not None and is_to_be_searched(entry) else None
+        return entry if found is None else with_factors(entry, found)
+
+    def _keep(self, row: Mapping[str, Any]) -> None:
+        append_row(self.directory, row)
+        self.rows.append(row)
+
+    def _told(self, entry: SchemeConfig, line: str) -> None:
+        self._say(f"{entry.label}: {line}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False)
 
 
-def _check_schemes(config: Config, entries: Sequence[SchemeConfig]) -> None:
+def _search(config: Config, mark: str, chosen: Sequence[SchemeConfig]) -> Search | None:
+    """The search of LongRoPE's factors; None without an entry for it, or without its text where none is chosen."""
+    if not any(map(is_to_be_searched, config.compare.schemes)):
+        return None
+    try:
+        return Search(config, mark, search_text(config))
+    except ValueError:
+        if any(map(is_to_be_searched, chosen)):
+            raise
+        return None
+
+
+def _check_schemes(config: Config) -> None:
     """Raises ValueError, with the entry's label, for a slot, a method or an option that there is not.
 
     A method that there is may still not fit this model: then that is what its cells say.
     """
     rope = Scheme(features=Rotary())
-    for entry in entries:
-        change = extension(config, entry, max(config.evaluate.lengths))
+    for entry in config.compare.schemes:
+        change = completed(entry.extend, own_length(config), max(config.evaluate.lengths))
         change.pop("layers", None)  # of models whose layers differ
         try:
             if not is_to_be_searched(entry):
                 rope.extend(**change)
         except ValueError as error:
             raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
-
-
-def _searched(config: Config, entry: SchemeConfig, directory: Path, model: nnx.Module, console: Console):
-    """The entry with what a search finds for it; as it is where the model or the text allows none."""
-    try:
-        return searched(config, entry, directory, model, console)
-    except ValueError as error:
-        console.print(f"{entry.label}: {error}", markup=False)
-        return entry
 
 
 def _in_words(found: dict) -> str:
@@ -112,18 +169,20 @@ def _in_words(found: dict) -> str:
 def read_texts(config: Config) -> list[Text]:
     """The documents that hold the longest length, the longest ones first: the end of each, ``compare.texts`` at most.
 
-    Raises ValueError where there is none.
+    Raises ValueError where there is none, and for a length that is shorter than what is scored.
     """
     span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
+    least = min(config.evaluate.lengths)
+    check(least >= scored(config), f"evaluate.lengths: {least} is below compare.scored, {scored(config)} tokens")
     found = documents(dataclasses.replace(config.data, held_out=0.0), "train")
     # A token has a byte at least, so shorter documents need not be tokenised.
     long = [document for document in found if len(document.text) > span]
     long.sort(key=lambda document: -len(document.text))
     texts = []
     for document in long:
-        tokens = np.asarray(tokenizer.encode(document.text)[1:-1])
+        tokens = tokenizer.tokens(document.text)
         if len(tokens) > span and len(texts) < config.compare.texts:
-            texts.append(Text(document.name, tokens[-span - 1 :]))
+            texts.append(Text(document.name, tokens[-span - 1 :], tokenizer.opening))
     check(
         bool(texts),
         f"evaluate.lengths: no document has {span + 1} tokens; name longer ones under data.paths, or shorter lengths",
@@ -131,14 +190,14 @@ def read_texts(config: Config) -> list[Text]:
     return texts
 
 
-def _check_directory(config: Config, directory: Path) -> None:
-    """Raises ValueError for a directory with other things than a study of this model."""
-    if not directory.exists() or not any(directory.iterdir()):
-        return
-    where = f"{directory} holds other things than a study; choose another name"
-    check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), where)
-    saved = read_config(directory)
-    check(
-        saved.init.values == config.init.values,
-        f"{directory} holds the study of another model, {saved.init.path}; choose another name",
-    )
+def _open_directory(config: Config, directory: Path) -> None:
+    """Makes the directory, with the config. Raises ValueError for one that holds other things than this study."""
+    if directory.exists() and any(directory.iterdir()):
+        where = f"{directory} holds other things than a study; choose another name"
+        check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), where)
+        saved = read_config(directory).init
+        other = f"{directory} holds the study of another model, {saved.path}; choose another name"
+        check(saved.values == config.init.values, other)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_file(directory / "config.yaml", dump(config))
+    (directory / RESULTS).touch()

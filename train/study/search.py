@@ -1,34 +1,90 @@
 """LongRoPE's factors for a study, found once, on text that no cell reads."""
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from flax import nnx
-from rich.console import Console
 
 from posjax.rotary import LongRoPE
 from train.config import Config, SchemeConfig
 from train.data import documents, load_tokenizer
 from train.model import own_length
-from train.search import Sizes, search_factors
+from train.search import Effort, search_factors
 from train.settings.checks import check
-from train.study.cells import append_row, read_rows
 
-SEARCH = "search"
+TRIED, FOUND = "search", "found"
+"""The kinds of rows of a search: a rule that was tried, and what was found in the end."""
+
+Row = Mapping[str, Any]
 
 
-def searched(config: Config, entry: SchemeConfig, directory: Path, model: nnx.Module, console: Console) -> SchemeConfig:
-    """The entry, with LongRoPE's factors where it names LongRoPE without; every rule that is tried is kept."""
-    if not is_to_be_searched(entry):
-        return entry
-    change = entry.extend["frequencies"]
-    found = _found(config, directory, model, console)
-    factors = {"short_factor": list(found.short_factor), "long_factor": list(found.long_factor)}
-    options = factors | {"unscaled_first": found.unscaled_first, "factor": found.factor}
-    return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
+@dataclasses.dataclass(frozen=True, eq=False)
+class Search:
+    """The search of a study.
+
+    Args:
+        config: of the study.
+        model: what tells the model from others.
+        tokens: one text of the length that is searched for, with the token that is predicted last.
+    """
+
+    config: Config
+    model: str
+    tokens: np.ndarray
+
+    @property
+    def length(self) -> int:
+        """The length that factors are searched for."""
+        return len(self.tokens) - 1
+
+    @property
+    def effort(self) -> Effort:
+        """How far the search goes."""
+        section = self.config.compare.search
+        return Effort(section.population, section.iterations, self.config.seed)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a rule's fitness depends on."""
+        digest = hashlib.sha256(np.asarray(self.tokens, np.int32).tobytes()).hexdigest()[:12]
+        return {"model": self.model, "length": self.length, "digest": digest}
+
+    def known(self, rows: Sequence[Row]) -> dict[str, Any] | None:
+        """The options that this search found before."""
+        key = {"kind": FOUND, "effort": dataclasses.asdict(self.effort)} | self.key
+        found = (row["options"] for row in rows if all(row.get(name) == value for name, value in key.items()))
+        return next(found, None)
+
+    def run(
+        self, model: nnx.Module, rows: Sequence[Row], keep: Callable[[Row], object], told: Callable[[str], object]
+    ) -> dict[str, Any]:
+        """Searches, and keeps every rule that is tried, and what is found.
+
+        Raises ValueError for a model whose RoPE is not plain.
+        """
+        tried = [row for row in rows if row["kind"] == TRIED and self.key.items() <= row.items()]
+        nll = {row["rule"]: row["nll"] for row in tried}
+
+        def remembered(fitness: Callable[[LongRoPE], float]) -> Callable[[LongRoPE], float]:
+            def of(rule: LongRoPE) -> float:
+                name = json.dumps([rule.long_factor, rule.unscaled_first])
+                if name not in nll:
+                    nll[name] = fitness(rule)
+                    told(f"{nll[name]:.4f} nats per token")
+                    keep({"kind": TRIED, **self.key, "rule": name, "nll": nll[name]})
+                return nll[name]
+
+            return of
+
+        rule = search_factors(self.config, model, [self.tokens], self.length, self.effort, remembered).rule
+        options = {name: getattr(rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
+        options = json.loads(json.dumps(options))
+        keep({"kind": FOUND, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
+        return options
 
 
 def is_to_be_searched(entry: SchemeConfig) -> bool:
@@ -37,39 +93,25 @@ def is_to_be_searched(entry: SchemeConfig) -> bool:
     return isinstance(change, Mapping) and change.get("name") == "longrope" and "long_factor" not in change
 
 
-def _found(config: Config, directory: Path, model: nnx.Module, console: Console) -> LongRoPE:
-    sizes = config.compare.search
-    length = sizes.length or 2 * own_length(config)
-    tokens = _text(config, length)
-
-    def told(line: str) -> None:
-        console.print(f"search of LongRoPE's factors: {line}", markup=False)
-
-    known = {row["rule"]: row["nll"] for row in read_rows(directory) if row["kind"] == SEARCH}
-
-    def remembered(fitness: Any) -> Any:
-        def of(rule: LongRoPE) -> float:
-            name = json.dumps([length, rule.long_factor, rule.unscaled_first])
-            if name not in known:
-                known[name] = fitness(rule)
-                told(f"{known[name]:.4f} nats per token")
-                append_row(directory, {"kind": SEARCH, "rule": name, "nll": known[name]})
-            return known[name]
-
-        return of
-
-    limits = Sizes(sizes.population, sizes.iterations, config.seed)
-    return search_factors(config, model, [tokens], length, limits, remembered).rule
+def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfig:
+    """An entry that is to be searched, with what was found."""
+    change = entry.extend["frequencies"]
+    return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
 
 
-def _text(config: Config, length: int) -> Any:
-    """The beginning of the longest document, far from its end, which cells read."""
-    span = max(config.evaluate.lengths)
+def search_text(config: Config) -> np.ndarray:
+    """The beginning of the longest document, far from its end, which cells read.
+
+    Raises ValueError where no document holds both.
+    """
+    length = config.compare.search.length or 2 * own_length(config)
+    span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
     found = documents(dataclasses.replace(config.data, held_out=0.0), "train")
     longest = max(found, key=lambda document: len(document.text))
-    tokens = load_tokenizer(config.data).encode(longest.text)[1:-1]
+    tokens = [*tokenizer.opening, *tokenizer.tokens(longest.text)]
     check(
         len(tokens) > span + length + 1,
-        f"compare.search: no document is long enough for a search at {length} tokens beside a text of {span}",
+        f"compare.search: no document has {span + length + 2} tokens, for a search of LongRoPE's factors at {length} "
+        f"beside a text of {span}; name longer ones, or leave it out by compare.only",
     )
-    return tokens[: length + 1]
+    return np.asarray(tokens[: length + 1], np.int32)

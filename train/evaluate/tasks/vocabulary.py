@@ -18,12 +18,12 @@ class Vocabulary:
 
     def tokens(self, text: str) -> Tokens:
         """The tokens of a piece of text, without those of a document's ends."""
-        return np.asarray(self.tokenizer.encode(text.encode())[1:-1], np.int32)
+        return np.asarray(self.tokenizer.tokens(text.encode()), np.int32)
 
     @cached_property
     def begin(self) -> Tokens:
-        """The token that begins a document."""
-        return np.array([self.tokenizer.bos], np.int32)
+        """What begins a document: a token, or none."""
+        return np.array(self.tokenizer.opening, np.int32)
 
     @cached_property
     def symbols(self) -> Tokens:
