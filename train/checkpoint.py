@@ -34,6 +34,7 @@ from train.distributed import decide, gather, is_loss
 from train.machine import own_versions
 from train.model import build_model
 from train.paths import check_checkpoints, is_local, path, write_file
+from train.released import KEPT, keep_files
 from train.step import TrainState
 
 FOUND = "longrope.json"
@@ -41,7 +42,7 @@ FOUND = "longrope.json"
 
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", "results.jsonl")
-) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog"}
+) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 
 
@@ -72,6 +73,8 @@ def _create_run(config: Config, directory: Path) -> None:
     if not _started(directory):
         write_file(directory / "config.yaml", dump(config))
         write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
+        if config.init.path:
+            keep_files(config, directory)
 
 
 def _started(directory: Path) -> bool:

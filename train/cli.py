@@ -76,12 +76,12 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
     return 0
 
 
-def export(path: str, overrides: Sequence[str], folder: str) -> int:
+def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> int:
     """write a trained run as a released model: config.json, safetensors, the tokenizer"""
     directory = _run_of(path, overrides)
     from train.export import export
 
-    export(directory, folder, overrides)
+    export(directory, folder, overrides, dtype=dtype)
     print(f"{folder} holds the model")
     return 0
 
@@ -155,7 +155,10 @@ _ARGUMENTS = {
         },
         "--loop": {"action": "store_true", "help": "time the training loop of a config beside its bare jitted step"},
     },
-    "export": {"folder": {"metavar": "FOLDER", "help": "to be written, local or at a URL"}},
+    "export": {
+        "folder": {"metavar": "FOLDER", "help": "to be written, local or at a URL"},
+        "--dtype": {"help": "of the tensors (that of a released model; float32 for a run)"},
+    },
     "generate": {
         "--prompt": {"default": "", "help": "the text to continue"},
         "--tokens": {"type": int, "default": 200, "help": "how many tokens at most (200)"},

@@ -267,11 +267,18 @@ def differences(saved: Config, found: Config) -> list[str]:
 def _decisive(config: Config) -> dict[str, Any]:
     """Every key with its value, those of the stages as they are when filled in."""
     values = _flatten({**to_dict(config), "stages": len(config.stages)})
+    if config.init.path and config.data.tokenizer == own_tokenizer(config.init.path):
+        values["data.tokenizer"] = "that of the model under init"  # wherever that lies by now
     for number in range(len(config.stages)):
         stage = to_dict(config.stage(number))
         own = _flatten({name: stage[name] for name in ("train", "scheme")})
         values |= {f"stages[{number}].{key}": value for key, value in own.items() if not _is_free(key)}
     return values
+
+
+def own_tokenizer(path: str) -> str:
+    """Where the tokenizer of a released model is."""
+    return path if path.endswith(".gguf") else f"{path.rstrip('/')}/tokenizer.json"
 
 
 def _is_free(key: str) -> bool:

@@ -1,39 +1,82 @@
 """A trained run in the layout of released models, for whatever reads those."""
 
-import shutil
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from posjax.nn import save_pretrained
+from flax import nnx
+
+from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface.files import open_place
 from posjax.nn.huggingface.load import is_released
 from posjax.nn.huggingface.save import COPIED
 from train.config import Config
-from train.model import evaluated_scheme
-from train.restore import config_of, restore
+from train.model import evaluated_scheme, extension_of
+from train.paths import path
+from train.released import KEPT
+from train.restore import config_of, is_run, restore
+from train.settings.checks import check
 
 
-def export(place: str | Path, folder: str, overrides: Sequence[str] = ()) -> None:
+def export(
+    place: str | Path,
+    folder: str,
+    overrides: Sequence[str] = (),
+    *,
+    dtype: str | None = None,
+    told: Callable[[str], Any] = print,
+) -> None:
     """Writes the model of a run, or a released one, into a folder in the layout of Hugging Face.
 
-    With ``scheme.extend`` it is written extended. The tokenizer's files go with it.
+    With ``scheme.extend`` it is written extended, and its options are told. The tokenizer's files go with it.
+
+    Args:
+        place: the run or the released model.
+        folder: to be written, local or at a URL.
+        overrides: of the config.
+        dtype: of the tensors; when left out that of a released model, or float32, in which a run is trained.
+        told: takes a line.
 
     Raises FileNotFoundError without a trained run, and ValueError for a model that the layout has no place for.
     """
     config = config_of(place, overrides)
-    stage, model = restore(place, config)
+    like = _original(place, config)
+    stage, model = _model(place, config)
+    longest = max(stage.evaluate.lengths)
+    if stage.scheme.extend:
+        told(f"extended for {longest} tokens: {json.dumps(extension_of(stage, stage.scheme, longest))}")
     model = model.with_scheme(evaluated_scheme(stage))
-    original = config.init.path
-    like = original if original and is_released(original) else None
-    save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"))
+    save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
     if like is None:
-        _copy_tokenizer(config, Path(folder))
+        _copy_tokenizer(config, folder)
 
 
-def _copy_tokenizer(config: Config, folder: Path) -> None:
+def _model(place: str | Path, config: Config) -> tuple[Config, nnx.Module]:
+    """The config of the newest stage and its model, a released one in the dtype of its files."""
+    return restore(place, config) if is_run(place) else (config, from_pretrained(place, dtype=None))
+
+
+def _original(place: str | Path, config: Config) -> str | None:
+    """The released model whose tokenizer and other keys go with what is written; None for a run from a seed.
+
+    Raises ValueError where neither the run kept them, nor the model is where it was.
+    """
+    kept, original = path(place) / KEPT, config.init.path
+    if not original or (is_run(place) and is_released(str(kept))):
+        return str(kept) if original else None
+    check(is_released(original), f"init: {original} is gone, and with it the tokenizer; set init.path to where it is")
+    return original
+
+
+def _copy_tokenizer(config: Config, folder: str) -> None:
     """The tokenizer of a run that started from no released model, where it is one that others can read."""
-    source = Path(config.data.tokenizer)
-    if source.suffix == ".json" and source.is_file():
-        shutil.copyfile(source, folder / "tokenizer.json")
-        for name in COPIED:
-            if name != "tokenizer.json" and (source.parent / name).is_file():
-                shutil.copyfile(source.parent / name, folder / name)
+    if not config.data.tokenizer.endswith(".json"):
+        return
+    files, source = open_place(config.data.tokenizer)
+    beside = source.rpartition("/")[0]
+    names = {"tokenizer.json": source, **{n: f"{beside}/{n}" for n in COPIED if n != "tokenizer.json"}}
+    target, root = open_place(folder)
+    for name, place in names.items():
+        if files.isfile(place):
+            target.pipe_file(f"{root}/{name}", files.cat_file(place))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from posjax import nn
 from posjax._checks import check
 from posjax.attention.sharded import Placement
-from posjax.layers import Layers
+from posjax.layers import Layers, uniform
 from posjax.layout import Layout
 from posjax.nn.huggingface import read_config
 from posjax.presets import scheme, scheme_options
@@ -33,11 +33,20 @@ def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Lay
     """
     entry = config.scheme if entry is None else entry
     if entry.name != RELEASED:
-        return build_scheme(entry, config.model.num_layers)
+        return build_scheme(_with_base(config, entry), config.model.num_layers)
     check(bool(config.init.values), "scheme: 'released' is the scheme of the model under init; name one there")
     own, length = config.model.trained_length or config.train.length, config.train.length
     scheme = read_config(config.init.values).scheme
     return scheme.extend(**continued(scheme, entry.options, own, length))
+
+
+def _with_base(config: Config, entry: SchemeConfig) -> SchemeConfig:
+    """The entry with the rotary base of the model under ``init``, where it names none of its own."""
+    if not config.init.values or "base" in entry.options or "base" not in scheme_options(entry.name):
+        return entry
+    released = uniform(read_config(config.init.values).scheme, config.model.num_layers)
+    bases = {each.features.frequencies.base for each in released.schemes if each.rotates}
+    return dataclasses.replace(entry, options={**entry.options, "base": bases.pop()}) if len(bases) == 1 else entry
 
 
 def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:

@@ -1,13 +1,20 @@
 """What a released model says of a config that starts from it: shape, scheme, tokenizer."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from posjax.nn import DecoderConfig
 from posjax.nn.huggingface import read_config
-from posjax.nn.huggingface.load import is_gguf, read_values
+from posjax.nn.huggingface.load import CONFIG, read_values
+from posjax.nn.huggingface.save import files_beside
+from train.config import Config, own_tokenizer
 from train.settings.checks import check
+
+KEPT = "released"
+"""Where a run keeps the files of the model that it started from."""
 
 _HOW = ("compute_dtype", "remat", "scan_layers", "implementation")
 """Keys of the model that say how it is computed: those of the config win."""
@@ -27,12 +34,13 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     found = found or read_values(path)
     shape = model_section(read_config(found))
     given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
+    shape["trained_length"] = _own_length(path, shape["trained_length"], given.get("trained_length"))
     for key, value in given.items():
         check(
             key in _HOW or key not in shape or _same(value, shape[key]),
             f"model.{key}: {value!r} contradicts {path}, which has {shape.get(key)!r}; leave it out",
         )
-    data.setdefault("tokenizer", path if is_gguf(path) else f"{path.rstrip('/')}/tokenizer.json")
+    data.setdefault("tokenizer", own_tokenizer(path))
     scheme = values.get("scheme", {})
     return {
         **values,
@@ -44,16 +52,52 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lengths(values: Mapping[str, Any], own: int | None) -> dict[str, Any]:
+def _own_length(path: str, found: int | None, given: Any) -> Any:
+    """The length a model was made for. Raises ValueError where neither its config.json nor the config says it."""
+    check(
+        found is not None or given is not None,
+        f"model.trained_length: config.json of {path} does not say the length it was trained at; set it",
+    )
+    return given if found is None else found
+
+
+def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
     """The sections that lengths are in: training at the model's own, evaluation up to four times that."""
     train, evaluate = _section(values, "train"), _section(values, "evaluate")
-    if own is not None and "length" not in train:
+    if "length" not in train:
         train = {"length": own, "batch_tokens": own, **train}
-    if own is not None and "lengths" not in evaluate:
+    if "lengths" not in evaluate:
         longest = 4 * own
         sizes = {"tokens": max(131072, longest), "batch_tokens": longest}
         evaluate = {"lengths": [own // 4, own, 2 * own, longest], **sizes, **evaluate}
     return {"train": train, "evaluate": evaluate}
+
+
+def keep_files(config: Config, directory: Path) -> None:
+    """Copies ``config.json`` and the tokenizer of the model under ``init`` into a run, which then needs it no more."""
+    folder = directory / KEPT
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {**files_beside(config.init.path), CONFIG: json.dumps(dict(config.init.values), indent=2).encode()}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def with_moved_tokenizer(saved: Config, found: Config) -> Config:
+    """A saved config with overrides: the tokenizer of the model under ``init`` is where that is now said to be."""
+    own = bool(found.init.path) and saved.data.tokenizer == own_tokenizer(saved.init.path) == found.data.tokenizer
+    return _with_tokenizer(found, own_tokenizer(found.init.path)) if own else found
+
+
+def with_kept_tokenizer(config: Config, directory: Path) -> Config:
+    """The config of a run with the tokenizer that `keep_files` kept, unless the run has another one."""
+    kept = directory / KEPT / "tokenizer.json"
+    if not config.init.path or config.data.tokenizer != own_tokenizer(config.init.path) or not kept.is_file():
+        return config
+    return _with_tokenizer(config, str(kept))
+
+
+def _with_tokenizer(config: Config, place: str) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=place))
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from train.config import Config, SchemeConfig, differences, load, load_values
 from train.convert import convert
 from train.model import RELEASED, decoder_config
 from train.paths import path
+from train.released import with_kept_tokenizer, with_moved_tokenizer
 from train.step import build_program
 
 
@@ -37,11 +38,11 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise FileNotFoundError(f"there is no {place}")
     directory = path(place)
     saved = read_config(directory)
-    config = load(directory / "config.yaml", overrides)
+    config = with_moved_tokenizer(saved, load(directory / "config.yaml", overrides))
     changed = differences(saved, config)
     if changed:
         raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
-    return config
+    return with_kept_tokenizer(config, directory)
 
 
 def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config, nnx.Module]:

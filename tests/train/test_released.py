@@ -1,6 +1,7 @@
 """A released model wherever a run can stand: trained further, measured, continued, searched, exported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import chex
@@ -12,7 +13,7 @@ from flax import nnx
 from released_models import LENGTH, TEXT, VOCABULARY, write_released
 
 from posjax.coca import Coca, merge_projection
-from posjax.nn import Residual, from_pretrained
+from posjax.nn import Residual, from_pretrained, save_pretrained
 from train import cli
 from train.checkpoint import restore_model
 from train.config import dump, load_values, parse, parse_text
@@ -93,6 +94,25 @@ def test_a_saved_config_does_not_need_the_model_any_more(released, values):
     again = parse_text(saved, "config.yaml")
     assert again.model == config.model
     assert scheme_of(again) == scheme_of(config)
+
+
+def test_a_model_that_does_not_say_its_length_is_told_it(values, tmp_path):
+    write_released(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["max_position_embeddings"] = None
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"model\.trained_length: config\.json of .* does not say the length"):
+        with_changes(values, init=str(tmp_path))
+    config = with_changes(values, init=str(tmp_path), model={"trained_length": 16})
+    assert (config.model.trained_length, parse({"init": str(tmp_path)} | LONG).train.length) == (16, 64)
+
+
+LONG = {"model": {"trained_length": 64}}
+
+
+def test_another_rotation_keeps_the_base_of_the_model(values):
+    assert scheme_of(with_changes(values, scheme={"name": "coca-strict"})).features.frequencies.base == 500.0
+    assert scheme_of(with_changes(values, scheme={"name": "coca-strict", "base": 7.0})).features.frequencies.base == 7.0
 
 
 def test_how_it_is_computed_may_be_chosen(values):
@@ -298,9 +318,36 @@ def test_export_writes_what_was_trained_with_its_tokenizer(released, trained, tm
     assert "holds a model already" in capsys.readouterr().err
 
 
-def test_export_of_an_extension(released, tmp_path):
+def test_a_run_needs_the_model_it_started_from_no_more(released, values, tmp_path, capsys):
+    shutil.copytree(released[0], tmp_path / "tiny")
+    config = with_changes(values, init=str(tmp_path / "tiny"), name="alone", train={"steps": 2})
+    fit(config)
+    shutil.move(tmp_path / "tiny", tmp_path / "moved")
+    assert cli.main(["generate", str(config.directory), "--prompt", "The cat", "--tokens", "2"]) == 0
+    assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (released[0] / name).read_bytes()
+    assert fit(with_changes(values, init=str(tmp_path / "moved"), name="alone", train={"steps": 2})).finished
+    capsys.readouterr()
+    shutil.rmtree(config.directory / "released")
+    assert cli.main(["export", str(config.directory), str(tmp_path / "again")]) == 2
+    assert "tiny is gone" in capsys.readouterr().err
+    assert cli.main(["export", str(config.directory), str(tmp_path / "again"), f"init.path={tmp_path}/moved"]) == 0
+
+
+def test_export_keeps_the_dtype_of_the_files(released, tmp_path):
+    save_pretrained(released[1], tmp_path / "half", like=released[0], dtype="bfloat16")
+    assert cli.main(["export", str(tmp_path / "half"), str(tmp_path / "out")]) == 0
+    assert cli.main(["export", str(tmp_path / "half"), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    kinds = [json.loads((tmp_path / name / "config.json").read_text())["dtype"] for name in ("out", "wide")]
+    assert kinds == ["bfloat16", "float32"]
+    chex.assert_trees_all_equal(*(numbers(from_pretrained(tmp_path / name)) for name in ("out", "wide")))
+
+
+def test_export_of_an_extension(released, tmp_path, capsys):
     extend = "scheme.extend={frequencies: {name: yarn, factor: 2.0}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
+    assert f"extended for {4 * LENGTH} tokens: " in capsys.readouterr().out
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["rope_parameters"]["rope_type"] == "yarn"
     assert values["max_position_embeddings"] == 2 * LENGTH
@@ -325,11 +372,13 @@ def test_export_refuses_what_has_no_place(released, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_from_a_seed_is_exported_too(values, tmp_path):
+def test_a_run_from_a_seed_is_exported_too(released, values, tmp_path):
     model = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}
-    config = parse({**values, "init": "", "name": "seed", "model": model})
+    data = {**values["data"], "tokenizer": f"{released[0]}/tokenizer.json"}
+    config = parse({**values, "init": "", "name": "seed", "model": model, "data": data})
     fit(config)
-    assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
+    assert cli.main(["export", str(config.directory), f"file://{tmp_path}/out"]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (released[0] / "tokenizer.json").read_bytes()
     again, own = from_pretrained(tmp_path / "out"), restore(config.directory, config)[1]
     tokens = jnp.arange(20).reshape(2, 10)
     np.testing.assert_allclose(again(tokens), own(tokens), rtol=1e-5, atol=1e-5)

@@ -81,9 +81,10 @@ def save_pretrained(
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_place(path)
     check(not files.exists(f"{root}/{CONFIG}"), f"{path} holds a model already; choose another folder")
+    others = {} if like is None else files_beside(like)
     layouts, partial, first = lay_out(tensors, max_file_bytes), _partial(files, root), jax.process_index() == 0
     if first:
-        _prepare(partial, layouts, _others(like) | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()})
+        _prepare(partial, layouts, others | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()})
     _wait("created")
     _write(decoder.config, chosen, parameters, layouts, partial)
     _wait("written")
@@ -169,10 +170,8 @@ def _parts(leaf: jax.Array, tensors: list[str], stacked: bool) -> Iterator[tuple
             yield tensor, shard.index[1:], np.asarray(shard.data[row])
 
 
-def _others(like: str | Path | None) -> dict[str, bytes]:
-    """The tokenizer and the like, from beside a released model or out of a GGUF file."""
-    if like is None:
-        return {}
+def files_beside(like: str | Path) -> dict[str, bytes]:
+    """The tokenizer and the like, by name: from beside a released model, or out of a GGUF file."""
     if is_gguf(like):
         from posjax.nn.huggingface.gguf import GGUF
 
