@@ -11,7 +11,7 @@ from nn.huggingface.released import refuse
 import posjax as pj
 from posjax import masks, rotary, scales
 from posjax.nn import Decoder, DecoderConfig, Norm, Residual, from_pretrained, save_pretrained
-from posjax.nn.huggingface import FAMILIES, read_config
+from posjax.nn.huggingface import FAMILIES, files, read_config
 from posjax.nn.huggingface.files import Folder
 
 LLAMA = released.CASES["llama"]
@@ -301,6 +301,25 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path):
     refuse(["holds a model already"], save_pretrained, decoder(), tmp_path / "out", like=tmp_path / "out")
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", files.INDEX])
+def test_tensors_without_a_config_are_left_alone(name, tmp_path):
+    """They would be mixed with the new ones: whatever reads the folder takes some of both."""
+    (tmp_path / name).write_bytes(b"tensors of another model")
+    refuse(
+        [f"{tmp_path} holds a model already; choose another folder (found {name})"],
+        save_pretrained,
+        decoder(),
+        tmp_path,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_with_other_files_is_written_into(tmp_path):
+    (tmp_path / "README.md").write_text("stays")
+    save_pretrained(decoder(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_what_arguments_must_be(tmp_path):
