@@ -392,7 +392,7 @@ MPT = Family(
     lambda values: layer_norm(values, "layer_norm_epsilon", has_bias=False) | _mpt(values),
     _mpt_values,
     _mpt_tensors,
-    {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    {"layer_norm_epsilon": 1e-5, "max_seq_len": 2048, "tie_word_embeddings": True},
     {"no_bias": True, "logit_scale": None, "norm_type": "low_precision_layernorm", "embedding_fraction": 1.0}
     | {"expansion_ratio": 4},
     "transformer.",

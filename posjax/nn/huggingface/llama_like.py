@@ -105,6 +105,11 @@ def basic_values(config: DecoderConfig) -> dict[str, Any]:
     return {"rms_norm_eps": config.norm.eps, "hidden_act": key_of(GATED, config.activation)}
 
 
+def default_sizes(length: int, width: int, kv_heads: int | None = None) -> dict[str, int | None]:
+    """What transformers takes for sizes that ``config.json`` leaves out; None are as many heads as of queries."""
+    return {"max_position_embeddings": length, "intermediate_size": width, "num_key_value_heads": kv_heads}
+
+
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 
 
@@ -150,6 +155,7 @@ LLAMA = _family(
     "LlamaForCausalLM",
     lambda values: llama_biases(values) | {"scheme": _rope(values)},
     lambda config: llama_bias_values(config) | rope_values(config),
+    defaults=default_sizes(2048, 11008),
 )
 
 MISTRAL = _family(
@@ -157,7 +163,7 @@ MISTRAL = _family(
     "MistralForCausalLM",
     lambda values: {"scheme": _windowed(values)},
     lambda config: {"sliding_window": window_of(config)} | rope_values(config),
-    defaults={"sliding_window": 4096},
+    defaults=default_sizes(131_072, 14336, 8) | {"sliding_window": 4096},
 )
 
 
@@ -181,7 +187,7 @@ QWEN2 = _family(
     "Qwen2ForCausalLM",
     lambda values: {"biases": ("qkv",), "scheme": rope_schemes(values, _qwen_types(values))},
     _qwen_values,
-    defaults={"sliding_window": 4096, "max_window_layers": 28},
+    defaults=default_sizes(32768, 22016, 32) | {"sliding_window": 4096, "max_window_layers": 28},
 )
 
 QWEN3 = _family(
@@ -192,7 +198,7 @@ QWEN3 = _family(
         | {"scheme": rope_schemes(values, _qwen_types(values), norm=scales.QKNorm(eps=values["rms_norm_eps"]))}
     ),
     lambda config: {"attention_bias": "qkv" in config.biases} | _qwen_values(config),
-    defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    defaults=default_sizes(32768, 22016, 32) | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 )
 
 
@@ -218,7 +224,7 @@ SMOLLM3 = _family(
     "SmolLM3ForCausalLM",
     lambda values: llama_biases(values) | {"scheme": _smollm3_schemes(values)},
     lambda config: llama_bias_values(config) | rope_values(config) | _smollm3_values(config),
-    defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    defaults=default_sizes(32768, 11008, 4) | {"tie_word_embeddings": True, "no_rope_layer_interval": 4},
 )
 
 GRANITE = _family(
@@ -244,7 +250,8 @@ GRANITE = _family(
             "logits_scaling": 1.0 / config.logit_scale,
         }
     ),
-    defaults={
+    defaults=default_sizes(2048, 11008)
+    | {
         "embedding_multiplier": 1.0,
         "attention_multiplier": 1.0,
         "residual_multiplier": 1.0,
@@ -316,7 +323,8 @@ GEMMA2 = _gemma_family(
     lambda values: {"scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)))},
     rope_values,
     {},
-    {
+    default_sizes(8192, 9216, 4)
+    | {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 256,
@@ -360,7 +368,8 @@ GEMMA3 = _gemma_family(
     },
     _gemma3_rules,
     HEAD_NORMS,
-    {
+    default_sizes(131_072, 9216, 4)
+    | {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "query_pre_attn_scalar": 256,
@@ -393,7 +402,7 @@ OLMO2 = _family(
             for name, heads in (("q", "heads"), ("k", "kv_heads"))
         }
     ),
-    defaults={"rms_norm_eps": 1e-5},
+    defaults=default_sizes(2048, 11008) | {"rms_norm_eps": 1e-5},
 )
 
 _QKV = "(heads+kv_heads+kv_heads size) embed -> embed {} size"
@@ -416,7 +425,7 @@ PHI3 = _family(
             for part, name in enumerate(("gate", "up"))
         }
     ),
-    defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    defaults=default_sizes(4096, 8192) | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
 )
 
 
@@ -467,7 +476,8 @@ COHERE2 = Family(
         | rope_values(config)
     ),
     lambda config: EMBEDDING | FINAL_NORM | norms(attention_norm="input_layernorm") | projections(),
-    {
+    default_sizes(8192, 22528)
+    | {
         "layer_norm_eps": 1e-5,
         "hidden_act": "silu",
         "logit_scale": 0.0625,
@@ -527,7 +537,8 @@ GPT_OSS = Family(
         | rope_values(config)
     ),
     _gpt_oss_tensors,
-    {
+    default_sizes(131_072, 2880, 8)
+    | {
         "rms_norm_eps": 1e-5,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,

@@ -41,6 +41,10 @@ OPTIONS = {
     "share of another family": ("cohere2", {"rotary_pct": 0.5}),
     "base alone": ("gpt_oss", {"rope_theta": 500.0, "rope_parameters": None}),
     "experts": ("gpt_oss", {"num_local_experts": None, "num_experts": 4}),
+    "no length": (
+        "qwen2",
+        {"max_position_embeddings": None, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    ),
     "no window": ("qwen2", {"sliding_window": None}),
     "no options of attention": ("mpt", {"attn_config": None}),
     "one option of attention": ("mpt", {"attn_config": {"softmax_scale": 0.3}}),
