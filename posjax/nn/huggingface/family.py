@@ -9,7 +9,7 @@ from posjax._checks import check, check_choice, shown
 from posjax.layers import Layers, uniform
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
-from posjax.rotary import FrequencyRule, Plain, Rotary
+from posjax.rotary import FrequencyRule, Plain, Proportional, Rotary
 from posjax.scheme import Scheme
 
 Values = Mapping[str, Any]
@@ -109,22 +109,46 @@ def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
     return given
 
 
-def rope_rules(values: Values) -> dict[str, FrequencyRule | None]:
-    """The frequency rule of full and of sliding layers. They do not name the head's size, which the decoder knows."""
-    found = rotary.from_hf(values)
-    rules = found if isinstance(found, dict) else {FULL: found, SLIDING: found}
-    return {kind: rule if rule is None else dataclasses.replace(rule, head_dim=None) for kind, rule in rules.items()}
+_ROPE_KEYS = ("model_type", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
+_ROPE_KEYS += ("original_max_position_embeddings",)
 
 
-def rope_schemes(values: Values, types: Sequence[str], *, pairing: str = "half", **slots: Any) -> Scheme | Layers:
-    """Every layer's scheme: RoPE, a window where the layer is a sliding one, and other slots alike in all of them."""
-    rules, window = rope_rules(values), values.get("sliding_window")
+def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
+    """The frequency rule of all layers. It does not name the head's size, which the decoder knows.
 
-    def of(kind: str) -> Scheme:
-        features = None if rules[kind] is None else Rotary(rules[kind], pairing=pairing)
-        return Scheme(features=features, mask=masks.Window(window) if kind == SLIDING else None, **slots)
+    As transformers does, it takes ``rope_scaling`` before ``rope_parameters`` and turns a part of the head in the few
+    families alone that have it, which are ``partial`` here.
 
-    return of_layers([of(kind) for kind in types])
+    Raises:
+        ValueError: for rules by kinds of layers, and for a part of the head in another family.
+    """
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    rule = rotary.from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
+    name, one = values["model_type"], isinstance(rule, FrequencyRule)
+    check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give that alone")
+    share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
+    check(share == 1, f"config.json: partial_rotary_factor {share}: {name} turns whole heads; 1 would work")
+    return rule
+
+
+def window_size(values: Values) -> int:
+    """``sliding_window`` of ``config.json``, which sliding layers need."""
+    found = values.get("sliding_window")
+    fits = type(found) is int and found > 0
+    check(fits, f"config.json: sliding_window must be a whole number above 0 for sliding layers, found {shown(found)}")
+    return found
+
+
+def rope_scheme(values: Values, rule: FrequencyRule | None, kind: str, pairing: str = "half", **slots: Any) -> Scheme:
+    """A layer's scheme: RoPE where there is a rule, a window where the layer is a sliding one, and other slots."""
+    features = None if rule is None else Rotary(rule, pairing=pairing)
+    return Scheme(features=features, mask=masks.Window(window_size(values)) if kind == SLIDING else None, **slots)
+
+
+def rope_schemes(values: Values, types: Sequence[str], rules: Mapping | None = None, **slots: Any) -> Scheme | Layers:
+    """Every layer's scheme, by the one rule of all layers or those of both kinds of them."""
+    rules = rules or dict.fromkeys((FULL, SLIDING), rope_rule(values))
+    return of_layers([rope_scheme(values, rules[kind], kind, **slots) for kind in types])
 
 
 def types_of(config: DecoderConfig) -> list[str]:

@@ -17,7 +17,8 @@ import numpy as np
 
 from posjax._checks import check, shown
 
-INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPES = {
     "F64": np.float64,
@@ -56,10 +57,10 @@ class Folder:
 
     def __init__(self, path: str | Path):
         self._files, self._root = open_folder(path)
-        names = sorted(name for name in self._list() if name.endswith(".safetensors"))
-        self._check_found(names)
+        found = names_in(self._files, self._root)
+        self._check_found(found)
         self.entries: dict[str, Entry] = {}
-        for name in self._indexed(names):
+        for name in self._wanted(found):
             self.entries |= self._read_header(name)
 
     def tensor(self, name: str) -> np.ndarray:
@@ -73,13 +74,10 @@ class Folder:
         content = self._files.cat_file(place, start=entry.start, end=entry.start + size)
         return np.frombuffer(content, entry.dtype).reshape(entry.shape)
 
-    def _list(self) -> list[str]:
-        return [place.rpartition("/")[2] for place in self._files.ls(self._root, detail=False)]
-
     def _check_found(self, names: Sequence[str]) -> None:
-        if names:
+        if any(name.endswith(SUFFIX) for name in names):
             return
-        pickles = [name for name in self._list() if name.endswith(_PICKLES)]
+        pickles = [name for name in names if name.endswith(_PICKLES)]
         check(
             not pickles,
             f"{self._root} holds its tensors as a pickle ({pickles[0] if pickles else None}), which can run code when "
@@ -87,10 +85,12 @@ class Folder:
         )
         raise FileNotFoundError(f"{self._root} holds no *.safetensors file")
 
-    def _indexed(self, names: Sequence[str]) -> Sequence[str]:
-        """The files that the index names; where there is none, all, or that of the whole model if it is there."""
-        if INDEX not in self._list():
-            return ["model.safetensors"] if "model.safetensors" in names else names
+    def _wanted(self, names: Sequence[str]) -> Sequence[str]:
+        """That of the whole model, as for transformers; else those that the index names; without an index all."""
+        if WHOLE in names:
+            return [WHOLE]
+        if INDEX not in names:
+            return [name for name in names if name.endswith(SUFFIX)]
         where = read_json(self._files, f"{self._root}/{INDEX}").get("weight_map")
         check(isinstance(where, dict), f"{self._root}/{INDEX} is broken: it has no weight_map of tensors to files")
         wanted = sorted({str(name) for name in where.values()})
@@ -164,7 +164,7 @@ def lay_out(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) 
         filled += size
     one = len(groups) == 1
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
-    return [_layout("model.safetensors" if one else name, group) for name, group in zip(names, groups, strict=True)]
+    return [_layout(WHOLE if one else name, group) for name, group in zip(names, groups, strict=True)]
 
 
 def _layout(file: str, group: Mapping[str, tuple]) -> Layout:
@@ -217,6 +217,12 @@ def open_place(path: str | Path) -> tuple[Any, str]:
 
     files, root = fsspec.core.url_to_fs(str(path))
     return files, root.rstrip("/")
+
+
+def names_in(files: Any, root: str) -> list[str]:
+    """The names in a folder, sorted; none where there is no folder."""
+    found = files.ls(root, detail=False) if files.isdir(root) else []
+    return sorted(place.rstrip("/").rpartition("/")[2] for place in found)
 
 
 def is_local(files: Any) -> bool:

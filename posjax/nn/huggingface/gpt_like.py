@@ -4,23 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from posjax import absolute, bias, rotary
-from posjax._checks import check
+from posjax._checks import check, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
-    FULL,
     PLAIN,
     Family,
     Values,
     biases,
     chosen,
     key_of,
-    rope_rules,
+    rope_rule,
     rope_values,
     rule_of,
 )
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm, Residual
-from posjax.rotary import Rotary
+from posjax.rotary import FrequencyRule, Rotary
 from posjax.scheme import Scheme
 
 EQUAL = ("q", "heads"), ("k", "heads"), ("v", "heads")
@@ -150,9 +149,10 @@ def _gptj_tensors(config: DecoderConfig) -> dict[str, View]:
 
 
 def _gptj_scheme(values: Values) -> Scheme:
-    size = values["n_embd"] // values["n_head"]
-    share = (values["rotary_dim"] or size) / size
-    return Scheme(features=Rotary(rotary.Plain(partial_rotary_factor=share), pairing="interleaved"))
+    size, width = values["n_embd"] // values["n_head"], values["rotary_dim"]
+    fits = type(width) is int and 0 < width <= size
+    check(fits, f"config.json: rotary_dim must be a whole number from 1 to {size}, a head's size, found {shown(width)}")
+    return Scheme(features=Rotary(rotary.Plain(partial_rotary_factor=width / size), pairing="interleaved"))
 
 
 def _gptj_values(config: DecoderConfig) -> dict[str, Any]:
@@ -224,7 +224,7 @@ GPT_NEOX = Family(
         layer_norm(values, "layer_norm_eps")
         | {"activation": chosen("hidden_act", values["hidden_act"], PLAIN), "biases": _neox_biases(values)}
         | {"residual": Residual(parallel=values["use_parallel_residual"])}
-        | {"scheme": Scheme(features=Rotary(rope_rules(values)[FULL]))}
+        | {"scheme": Scheme(features=Rotary(_neox_rule(values)))}
     ),
     lambda config: (
         {
@@ -244,11 +244,29 @@ GPT_NEOX = Family(
         "intermediate_size": 24576,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
+        "rotary_emb_base": 10_000.0,
+        "rotary_pct": 0.25,
     },
     {},
     "gpt_neox.",
     ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )
+
+
+def _neox_rule(values: Values) -> FrequencyRule:
+    """The rule, whose base and rotated part transformers reads from keys that only this family has.
+
+    Raises:
+        ValueError: for ``rope_theta`` or ``partial_rotary_factor`` that say something else beside them.
+    """
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    older = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    taken = {key: given.get(key, values[name]) for key, name in older.items()}
+    for key, name in older.items():
+        found = values.get(key, taken[key])
+        why = f"config.json: {key} {found!r}: transformers reads {name} for gpt_neox, which is {taken[key]!r} here"
+        check(found == taken[key], f"{why}; set it to {found!r} if that is meant")
+    return rope_rule({**values, "rope_scaling": None, "rope_parameters": {**given, **taken}}, partial=True)
 
 
 def _neox_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -331,7 +349,7 @@ _MPT_ATTENTION = {
 
 
 def _mpt(values: Values) -> dict[str, Any]:
-    attention = {"alibi": False} | (values.get("attn_config") or {})
+    attention = values.get("attn_config") or {}
     for key, fits in _MPT_ATTENTION.items():
         found = attention.get(key, fits[0])
         why = f"config.json: attn_config.{key} {found!r} is an option that Decoder has not; {fits[0]!r} would work"
@@ -344,7 +362,7 @@ def _mpt(values: Values) -> dict[str, Any]:
     )
     return {
         "query_scale": attention.get("softmax_scale"),
-        "mlp_dim": values["expansion_ratio"] * values["d_model"],
+        "mlp_dim": 4 * values["d_model"],
         "activation": "gelu-exact",
         "scheme": Scheme(bias=bias.ALiBi()),
     }
@@ -354,7 +372,7 @@ def _mpt_values(config: DecoderConfig) -> dict[str, Any]:
     attention = {key: fits[0] for key, fits in _MPT_ATTENTION.items()} | {"softmax_scale": config.query_scale}
     return {
         "layer_norm_epsilon": config.norm.eps,
-        "expansion_ratio": config.mlp_dim // config.model_dim,
+        "expansion_ratio": 4,
         "attn_config": attention,
         "no_bias": True,
     }
@@ -374,8 +392,9 @@ MPT = Family(
     lambda values: layer_norm(values, "layer_norm_epsilon", has_bias=False) | _mpt(values),
     _mpt_values,
     _mpt_tensors,
-    {"layer_norm_epsilon": 1e-5, "expansion_ratio": 4, "tie_word_embeddings": True},
-    {"no_bias": True, "logit_scale": None, "norm_type": "low_precision_layernorm", "embedding_fraction": 1.0},
+    {"layer_norm_epsilon": 1e-5, "max_seq_len": 2048, "tie_word_embeddings": True},
+    {"no_bias": True, "logit_scale": None, "norm_type": "low_precision_layernorm", "embedding_fraction": 1.0}
+    | {"expansion_ratio": 4},
     "transformer.",
     (),
     {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
@@ -406,13 +425,17 @@ def _falcon(values: Values) -> dict[str, Any]:
         new or values["multi_query"],
         "config.json: a Falcon with neither new_decoder_architecture nor multi_query cannot be read",
     )
-    two = new and (values.get("num_ln_in_parallel_attn") or 2) == 2
+    norms = values.get("num_ln_in_parallel_attn") or (2 if new else 1)
+    check(
+        norms in ((1, 2) if new else (1,)),
+        f"config.json: num_ln_in_parallel_attn {norms!r} is an option that Decoder has not; 1 would work",
+    )
     return {
         "num_kv_heads": (values.get("num_kv_heads") or values["num_attention_heads"]) if new else 1,
         "activation": chosen("activation", values["activation"], PLAIN),
-        "residual": Residual(parallel=True, shared_norm=not two),
+        "residual": Residual(parallel=True, shared_norm=norms == 1),
         "biases": ALL_BIASES if bias_everywhere else (),
-        "scheme": Scheme(features=Rotary(rope_rules(values)[FULL])),
+        "scheme": Scheme(features=Rotary(rope_rule(values))),
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posjax import rotary, scales
+from posjax._checks import check, check_choice, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
@@ -17,7 +18,8 @@ from posjax.nn.huggingface.family import (
     layer_types,
     length_value,
     of_layers,
-    rope_rules,
+    rope_rule,
+    rope_scheme,
     rope_schemes,
     rope_values,
     rule_of,
@@ -26,7 +28,7 @@ from posjax.nn.huggingface.family import (
 )
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Experts, Norm, Residual
-from posjax.rotary import Rotary
+from posjax.rotary import FrequencyRule
 from posjax.scheme import Scheme
 from posjax.sinks import LearnedSinks
 
@@ -103,6 +105,11 @@ def basic_values(config: DecoderConfig) -> dict[str, Any]:
     return {"rms_norm_eps": config.norm.eps, "hidden_act": key_of(GATED, config.activation)}
 
 
+def default_sizes(length: int, width: int, kv_heads: int | None = None) -> dict[str, int | None]:
+    """What transformers takes for sizes that ``config.json`` leaves out; None are as many heads as of queries."""
+    return {"max_position_embeddings": length, "intermediate_size": width, "num_key_value_heads": kv_heads}
+
+
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
 
 
@@ -118,11 +125,16 @@ def llama_bias_values(config: DecoderConfig) -> dict[str, bool]:
 
 
 def _rope(values: Values) -> Scheme:
-    return Scheme(features=Rotary(rope_rules(values)[FULL]))
+    return rope_scheme(values, rope_rule(values), FULL)
 
 
-def _windowed(values: Values) -> Any:
-    return rope_schemes(values, layer_types(values, (SLIDING if values.get("sliding_window") else FULL,)))
+def _windowed(values: Values, *, partial: bool = False) -> Scheme:
+    """A window in all layers, where there is one; transformers does not read ``layer_types`` of these families."""
+    kind = FULL if values.get("sliding_window") is None else SLIDING
+    other = set(layer_types(values, (kind,))) - {kind}
+    name, why = values["model_type"], "as its sliding_window says; leave layer_types out"
+    check(not other, f"config.json: layer_types has {', '.join(other)}, but all layers of {name} are {kind}, {why}")
+    return rope_scheme(values, rope_rule(values, partial=partial), kind)
 
 
 def _family(name: str, architecture: str, read: Callable, write: Callable, **others) -> Family:
@@ -143,6 +155,7 @@ LLAMA = _family(
     "LlamaForCausalLM",
     lambda values: llama_biases(values) | {"scheme": _rope(values)},
     lambda config: llama_bias_values(config) | rope_values(config),
+    defaults=default_sizes(2048, 11008),
 )
 
 MISTRAL = _family(
@@ -150,16 +163,17 @@ MISTRAL = _family(
     "MistralForCausalLM",
     lambda values: {"scheme": _windowed(values)},
     lambda config: {"sliding_window": window_of(config)} | rope_values(config),
-    defaults={"sliding_window": 4096},
+    defaults=default_sizes(131_072, 14336, 8) | {"sliding_window": 4096},
 )
 
 
 def _qwen_types(values: Values) -> list[str]:
     """Qwen's layers: those from ``max_window_layers`` on are sliding, where windows are used at all."""
-    if not values.get("use_sliding_window"):
-        return [FULL] * values["num_hidden_layers"]
-    first = values.get("max_window_layers", 28)
-    return values.get("layer_types") or [SLIDING if n >= first else FULL for n in range(values["num_hidden_layers"])]
+    used = values.get("use_sliding_window") and values["sliding_window"] is not None
+    first, count = values["max_window_layers"], values["num_hidden_layers"]
+    types = layer_types(values, [SLIDING if used and n >= first else FULL for n in range(count)])
+    check(used or SLIDING not in types, "config.json: layer_types has sliding layers, but use_sliding_window is off")
+    return types
 
 
 def _qwen_values(config: DecoderConfig) -> dict[str, Any]:
@@ -173,7 +187,7 @@ QWEN2 = _family(
     "Qwen2ForCausalLM",
     lambda values: {"biases": ("qkv",), "scheme": rope_schemes(values, _qwen_types(values))},
     _qwen_values,
-    defaults={"sliding_window": 4096},
+    defaults=default_sizes(32768, 22016, 32) | {"sliding_window": 4096, "max_window_layers": 28},
 )
 
 QWEN3 = _family(
@@ -184,29 +198,33 @@ QWEN3 = _family(
         | {"scheme": rope_schemes(values, _qwen_types(values), norm=scales.QKNorm(eps=values["rms_norm_eps"]))}
     ),
     lambda config: {"attention_bias": "qkv" in config.biases} | _qwen_values(config),
-    defaults={"sliding_window": 4096, "head_dim": 128},
+    defaults=default_sizes(32768, 22016, 32) | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 )
 
 
 def _smollm3_schemes(values: Values) -> Any:
-    """RoPE, but in every fourth layer, or where ``no_rope_layers`` holds a 0."""
-    rope, count = _rope(values), values["num_hidden_layers"]
-    every = values.get("no_rope_layer_interval", 4)
-    turning = values.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(count)]
-    return of_layers([rope if turns else Scheme() for turns in turning])
+    """RoPE, but in every fourth layer, or where ``no_rope_layers`` holds a 0: those have the window, if one is used."""
+    rule, count, every = rope_rule(values), values["num_hidden_layers"], values["no_rope_layer_interval"]
+    turning = values.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
+    check(len(turning) >= count, f"config.json: no_rope_layers names {len(turning)} layers of {count}")
+    windows = values.get("use_sliding_window") and values.get("sliding_window") is not None
+    types = layer_types(values, [SLIDING if windows and not turns else FULL for turns in turning[:count]])
+    pairs = zip(turning, types, strict=False)
+    return of_layers([rope_scheme(values, rule if turns else None, kind) for turns, kind in pairs])
+
+
+def _smollm3_values(config: DecoderConfig) -> dict[str, Any]:
+    window = window_of(config)
+    windows = {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types_of(config)}
+    return windows | {"no_rope_layers": [int(scheme.rotates) for scheme in config.layers.schemes]}
 
 
 SMOLLM3 = _family(
     "smollm3",
     "SmolLM3ForCausalLM",
     lambda values: llama_biases(values) | {"scheme": _smollm3_schemes(values)},
-    lambda config: (
-        llama_bias_values(config)
-        | rope_values(config)
-        | {"no_rope_layers": [int(scheme.rotates) for scheme in config.layers.schemes]}
-    ),
-    fixed={"use_sliding_window": False},
-    defaults={"tie_word_embeddings": True},
+    lambda config: llama_bias_values(config) | rope_values(config) | _smollm3_values(config),
+    defaults=default_sizes(32768, 11008, 4) | {"tie_word_embeddings": True, "no_rope_layer_interval": 4},
 )
 
 GRANITE = _family(
@@ -232,7 +250,8 @@ GRANITE = _family(
             "logits_scaling": 1.0 / config.logit_scale,
         }
     ),
-    defaults={
+    defaults=default_sizes(2048, 11008)
+    | {
         "embedding_multiplier": 1.0,
         "attention_multiplier": 1.0,
         "residual_multiplier": 1.0,
@@ -283,7 +302,9 @@ def _inverse_square(config: DecoderConfig) -> float:
     return round(found) if round(found) ** -0.5 == config.query_scale else found
 
 
-def _gemma_family(name: str, architecture: str, read: Callable, write: Callable, more: dict, defaults: dict) -> Family:
+def _gemma_family(
+    name: str, architecture: str, read: Callable, write: Callable, more: dict, defaults: dict, **fixed: Any
+) -> Family:
     return Family(
         name,
         architecture,
@@ -292,7 +313,7 @@ def _gemma_family(name: str, architecture: str, read: Callable, write: Callable,
         lambda config: _gemma_values(config) | write(config),
         lambda config: EMBEDDING | FINAL_NORM | _SANDWICH | projections() | more,
         {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh"} | defaults,
-        {"use_bidirectional_attention": (None, False)},
+        {"use_bidirectional_attention": (None, False)} | fixed,
     )
 
 
@@ -302,7 +323,8 @@ GEMMA2 = _gemma_family(
     lambda values: {"scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)))},
     rope_values,
     {},
-    {
+    default_sizes(8192, 9216, 4)
+    | {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 256,
@@ -310,6 +332,19 @@ GEMMA2 = _gemma_family(
         "head_dim": 256,
     },
 )
+
+
+def _gemma3_read(values: Values) -> dict[str, FrequencyRule]:
+    """The rules of both kinds of layers; of transformers 4 ``rope_scaling`` and ``rope_theta`` are of full ones."""
+    given = values.get("rope_parameters") or {}
+    check(
+        given.keys() <= {FULL, SLIDING},
+        f"config.json: rope_parameters {shown(given)}: gemma3_text has those of {FULL} and of {SLIDING}, each its own",
+    )
+    full = {"rope_theta": values.get("rope_theta", 1e6)} | (given.get(FULL) or {}) | (values.get("rope_scaling") or {})
+    sliding = {"rope_theta": values.get("rope_local_base_freq", 1e4)} | (given.get(SLIDING) or {})
+    pairs = ((FULL, full), (SLIDING, sliding))
+    return {kind: rope_rule({**values, "rope_scaling": None, "rope_parameters": inner}) for kind, inner in pairs}
 
 
 def _gemma3_rules(config: DecoderConfig) -> dict[str, Any]:
@@ -327,18 +362,21 @@ GEMMA3 = _gemma_family(
         "scheme": rope_schemes(
             values,
             layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 6) - 1) + (FULL,)),
+            _gemma3_read(values),
             norm=scales.QKNorm(eps=values["rms_norm_eps"], unit_offset=True),
         )
     },
     _gemma3_rules,
     HEAD_NORMS,
-    {
+    default_sizes(131_072, 9216, 4)
+    | {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "head_dim": 256,
     },
+    attn_logit_softcapping=None,  # transformers does not read it
 )
 
 
@@ -364,14 +402,14 @@ OLMO2 = _family(
             for name, heads in (("q", "heads"), ("k", "kv_heads"))
         }
     ),
-    defaults={"rms_norm_eps": 1e-5},
+    defaults=default_sizes(2048, 11008) | {"rms_norm_eps": 1e-5},
 )
 
 _QKV = "(heads+kv_heads+kv_heads size) embed -> embed {} size"
 PHI3 = _family(
     "phi3",
     "Phi3ForCausalLM",
-    lambda values: {"scheme": _windowed(values)},
+    lambda values: {"scheme": _phi3_scheme(values)},
     lambda config: {"sliding_window": window_of(config)} | _phi3_rope(config),
     tensors=lambda config: (
         EMBEDDING
@@ -387,8 +425,16 @@ PHI3 = _family(
             for part, name in enumerate(("gate", "up"))
         }
     ),
-    defaults={"rms_norm_eps": 1e-5},
+    defaults=default_sizes(4096, 8192) | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
 )
+
+
+def _phi3_scheme(values: Values) -> Scheme:
+    """Plain RoPE or LongRoPE, for transformers reads no other with this family."""
+    scheme = _windowed(values, partial=True)
+    kind = scheme.features.frequencies.hf_type
+    check_choice("config.json: rope_type of phi3", kind, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
+    return scheme
 
 
 def _phi3_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -401,8 +447,8 @@ def _phi3_rope(config: DecoderConfig) -> dict[str, Any]:
 def _cohere_schemes(values: Values) -> Any:
     """RoPE in sliding layers; none in those that see everything."""
     types = layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 4) - 1) + (FULL,))
-    turning = rope_schemes(values, [SLIDING], pairing="interleaved")
-    return of_layers([turning if kind == SLIDING else Scheme() for kind in types])
+    rules = {SLIDING: rope_rule(values), FULL: None}
+    return rope_schemes(values, types, rules, pairing="interleaved")
 
 
 COHERE2 = Family(
@@ -430,7 +476,8 @@ COHERE2 = Family(
         | rope_values(config)
     ),
     lambda config: EMBEDDING | FINAL_NORM | norms(attention_norm="input_layernorm") | projections(),
-    {
+    default_sizes(8192, 22528)
+    | {
         "layer_norm_eps": 1e-5,
         "hidden_act": "silu",
         "logit_scale": 0.0625,
@@ -461,9 +508,8 @@ def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
 def _gpt_oss_rope(values: Values) -> Values:
     """The config with the rule of the released models, where it names none."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    yarn |= {"rope_theta": 150_000.0, "original_max_position_embeddings": 4096}
-    named = values.get("rope_parameters") or values.get("rope_scaling")
-    return values if named else {**values, "rope_parameters": yarn}
+    yarn |= {"original_max_position_embeddings": 4096}
+    return {**values, "rope_parameters": values.get("rope_parameters") or yarn}
 
 
 GPT_OSS = Family(
@@ -491,7 +537,8 @@ GPT_OSS = Family(
         | rope_values(config)
     ),
     _gpt_oss_tensors,
-    {
+    default_sizes(131_072, 2880, 8)
+    | {
         "rms_norm_eps": 1e-5,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
@@ -501,6 +548,7 @@ GPT_OSS = Family(
         "tie_word_embeddings": False,
     },
     {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
+    aliases={"num_experts": "num_local_experts"},
 )
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, OLMO2, PHI3, COHERE2, GPT_OSS)

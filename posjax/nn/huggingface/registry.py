@@ -29,16 +29,24 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     given = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
     given |= {key: None for key, value in family.defaults.items() if key in values and values[key] is None}
-    for key, wanted in family.fixed.items():
+    for key, wanted in (_FIXED | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
         found = values.get(key, fits[0])
         check(found in fits, f"config.json: {key} {found!r} is an option that Decoder has not; {fits[0]!r} would work")
     lacking = [key for key, field in family.keys.items() if key not in given and field in _NEEDED]
     check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
     fields = {field: given[key] for key, field in family.keys.items() if given.get(key) is not None}
-    return DecoderConfig(**fields | family.read(given))
+    config = DecoderConfig(**fields | family.read(given))
+    size = values.get("head_dim") or config.head_dim
+    check(
+        size == config.head_dim,
+        f"config.json: head_dim {size!r}: heads of {family.model_type} have {config.head_dim} channels; leave it out",
+    )
+    return config
 
 
+_FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
+"""Options of transformers for every family that ``Decoder`` or the reading of files has not."""
 _NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 
 

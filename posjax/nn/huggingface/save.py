@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,18 @@ from posjax._checks import check, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
 from posjax.nn.huggingface.family import Family, check_same, sizes_of
-from posjax.nn.huggingface.files import Layout, create, is_local, lay_out, open_place, sync, writable
+from posjax.nn.huggingface.files import (
+    INDEX,
+    SUFFIX,
+    Layout,
+    create,
+    is_local,
+    lay_out,
+    names_in,
+    open_place,
+    sync,
+    writable,
+)
 from posjax.nn.huggingface.load import (
     CONFIG,
     NO_MESH,
@@ -80,7 +91,7 @@ def save_pretrained(
     tensors = _tensors(decoder.config, chosen, parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_place(path)
-    check(not files.exists(f"{root}/{CONFIG}"), f"{path} holds a model already; choose another folder")
+    _check_empty(path, names_in(files, root))
     others = {} if like is None else files_beside(like)
     layouts, partial, first = lay_out(tensors, max_file_bytes), _partial(files, root), jax.process_index() == 0
     if first:
@@ -91,6 +102,12 @@ def save_pretrained(
     if first:
         _publish(partial, files, root)
     _wait("published")
+
+
+def _check_empty(path: str | Path, names: Sequence[str]) -> None:
+    """Raises ValueError for a folder with a model, or with tensors that would be mixed with new ones."""
+    found = [name for name in names if name in (CONFIG, INDEX) or name.endswith(SUFFIX)]
+    check(not found, f"{path} holds a model already; choose another folder (found {', '.join(found[:3])})")
 
 
 def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:

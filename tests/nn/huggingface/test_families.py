@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from nn.huggingface import released
+from nn.huggingface.theirs import TOKENS, assert_close, logits, random_model, torch, transformers
 
 from posjax import rotary
 from posjax.nn import Decoder, from_pretrained, save_pretrained
 from posjax.nn.huggingface import FAMILIES, read_config
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.parity,
@@ -29,25 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
-PROMPT, NEW, LENGTH = 6, 20, 40
-TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, LENGTH))
-
-
-def random_model(values):
-    """A random model of transformers; its biases and the gains of its norms are far from 0 and 1."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**values)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
-    return model
-
-
-def logits(model, tokens):
-    with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.float().numpy()
+PROMPT, NEW = 6, 20
 
 
 def generated(model):
@@ -79,12 +59,6 @@ def ours(decoder, tokens):
         return model(tokens), jax.lax.scan(lambda kept, _: pick(model, *kept), kept, length=NEW)[1].T
 
     return jax.device_get(run(state, jnp.asarray(tokens)))
-
-
-def assert_close(found, wanted):
-    chex.assert_shape(found, wanted.shape)
-    chex.assert_type(found, jnp.float32)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 class Case(NamedTuple):
@@ -164,17 +138,16 @@ def test_texts_within_and_beyond_the_original_length(values, tmp_path):
 
 # --- config.json ------------------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "trained_length"}
+SIZES = {"vocab_size", "model_dim", "num_layers", "num_heads"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_config_json_leaves_out_is_what_transformers_takes(name):
-    """With the sizes alone, and with the names that transformers has for all families."""
+    """With the sizes alone that ours needs, and with the names that transformers has for all families."""
     whole = transformers.AutoConfig.for_model(name).to_dict()
     family = FAMILIES[name]
     sizes = [key for key, field in family.keys.items() if field in SIZES and key in whole]
     short = {"model_type": name} | {key: whole[key] for key in sizes}
-    short |= {"attn_config": whole["attn_config"]} if name == "mpt" else {}
     assert read_config(short) == read_config(whole)
     other = {ours: theirs for theirs, ours in type(transformers.AutoConfig.for_model(name)).attribute_map.items()}
     assert read_config({other.get(key, key): value for key, value in whole.items()}) == read_config(whole)

@@ -105,6 +105,25 @@ def test_the_index_says_which_files_count(tmp_path):
     assert_same(read(tmp_path), SMALL)
 
 
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("quiet_transformers")
+def test_the_whole_model_counts_before_the_index_as_it_does_for_transformers(tmp_path):
+    """Of both ``transformers`` reads the whole one, so that the files of the index need not even be there."""
+    transformers = pytest.importorskip("transformers")
+    values = released.CASES["llama"]
+    whole, parts = (released.random_decoder(values, seed) for seed in (0, 1))
+    save_pretrained(whole, tmp_path / "out")
+    save_pretrained(parts, tmp_path / "parts", max_file_bytes=40_000)
+    for file in (tmp_path / "parts").glob("model*"):
+        file.rename(tmp_path / "out" / file.name)
+    assert (tmp_path / "out" / INDEX).exists()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in read(tmp_path / "out").items():
+        np.testing.assert_array_equal(tensor, found[name].numpy())
+    assert_same_parameters(from_pretrained(tmp_path / "out"), whole)
+
+
 def test_the_whole_model_counts_where_no_index_is(tmp_path):
     released.write_tensors(tmp_path, SMALL, 10**6)
     (tmp_path / "consolidated.safetensors").write_bytes(b"not even a file of tensors")
@@ -186,7 +205,7 @@ def test_every_file_that_is_cut_is_refused(tmp_path):
     ],
 )
 def test_a_broken_index(index, words, tmp_path):
-    released.write_tensors(tmp_path, SMALL, 10**6)
+    released.write_tensors(tmp_path, SMALL, 1)
     (tmp_path / INDEX).write_text(index)
     assert_refused(tmp_path, words)
 

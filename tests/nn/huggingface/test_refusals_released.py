@@ -11,7 +11,7 @@ from nn.huggingface.released import refuse
 import posjax as pj
 from posjax import masks, rotary, scales
 from posjax.nn import Decoder, DecoderConfig, Norm, Residual, from_pretrained, save_pretrained
-from posjax.nn.huggingface import FAMILIES, read_config
+from posjax.nn.huggingface import FAMILIES, files, read_config
 from posjax.nn.huggingface.files import Folder
 
 LLAMA = released.CASES["llama"]
@@ -121,6 +121,66 @@ CONFIGS = {
         released.CASES["cohere2"] | {"use_qk_norm": True},
         ["use_qk_norm True is an option that Decoder has not"],
     ),
+    "not causal": (LLAMA | {"is_causal": False}, ["is_causal False is an option that Decoder has not; True would"]),
+    "layers of their own": (LLAMA | {"per_layer_config": {"0": {}}}, ["per_layer_config {'0': {}} is an option"]),
+    "part of a head": (LLAMA | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5: llama turns whole heads"]),
+    "part of a head, falcon": (
+        released.FALCON | {"rope_parameters": released.rope(1e4, partial_rotary_factor=0.5)},
+        ["partial_rotary_factor 0.5: falcon turns whole heads; 1 would work"],
+    ),
+    "rules by layer": (
+        LLAMA | {"rope_parameters": {"full_attention": released.rope(1e4), "sliding_attention": released.rope(1e3)}},
+        ["rope_parameters {'full_attention': ", "llama has one rule for all layers; give that alone"],
+    ),
+    "smollm3 layer types": (
+        released.CASES["smollm3"] | {"layer_types": ["full_attention"]},
+        ["layer_types names 1 layers of 3"],
+    ),
+    "smollm3 window": (
+        released.CASES["smollm3"] | {"layer_types": ["sliding_attention"] * 3},
+        ["sliding_window must be a whole number above 0 for sliding layers, found None"],
+    ),
+    "smollm3 rope": (released.CASES["smollm3"] | {"no_rope_layers": [1, 0]}, ["no_rope_layers names 2 layers of 3"]),
+    "gemma3 rule": (
+        released.CASES["gemma3_text"] | {"rope_parameters": released.rope(1e3)},
+        ["rope_parameters {'rope_type': 'default', 'rope_theta': 1000.0}: gemma3_text has those of full_attention and"],
+    ),
+    "gemma3 cap": (
+        released.CASES["gemma3_text"] | {"attn_logit_softcapping": 2.0},
+        ["attn_logit_softcapping 2.0 is an option that Decoder has not; None would work"],
+    ),
+    "qwen2 layer types": (
+        released.CASES["qwen2"] | {"layer_types": ["full_attention"]},
+        ["layer_types names 1 layers of 3"],
+    ),
+    "qwen2 windows": (
+        released.CASES["qwen2"] | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
+        ["layer_types has sliding layers, but use_sliding_window is off"],
+    ),
+    "mistral layer types": (
+        released.CASES["mistral"] | {"layer_types": ["sliding_attention", "full_attention"]},
+        ["layer_types has full_attention, but all layers of mistral are sliding_attention", "leave layer_types out"],
+    ),
+    "phi3 rule": (
+        released.PHI3 | {"rope_parameters": released.rope(1e4, rope_type="linear", factor=2.0)},
+        ["rope_type of phi3: unknown value 'linear' (known: default, longrope)"],
+    ),
+    "neox base": (
+        {key: value for key, value in released.CASES["gpt_neox"].items() if key != "rotary_emb_base"}
+        | {"rope_theta": 500.0},
+        ["rope_theta 500.0: transformers reads rotary_emb_base for gpt_neox, which is 10000.0 here; set it to 500.0"],
+    ),
+    "neox share": (
+        released.CASES["gpt_neox"] | {"partial_rotary_factor": 1.0},
+        ["partial_rotary_factor 1.0: transformers reads rotary_pct for gpt_neox, which is 0.5 here"],
+    ),
+    "neox heads": (released.CASES["gpt_neox"] | {"head_dim": 6}, ["head_dim 6: heads of gpt_neox have 12 channels"]),
+    "mpt width": (released.CASES["mpt"] | {"expansion_ratio": 2}, ["expansion_ratio 2 is an option that Decoder has"]),
+    "falcon norms": (
+        released.CASES["falcon-7b"] | {"num_ln_in_parallel_attn": 2},
+        ["num_ln_in_parallel_attn 2 is an option that Decoder has not; 1 would work"],
+    ),
+    "gptj width": (released.CASES["gptj"] | {"rotary_dim": 64}, ["rotary_dim must be a whole number from 1 to 12"]),
     "gemma2": (
         released.CASES["gemma2"] | {"use_bidirectional_attention": True},
         ["use_bidirectional_attention True is an option that Decoder has not"],
@@ -241,6 +301,25 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path):
     refuse(["holds a model already"], save_pretrained, decoder(), tmp_path / "out", like=tmp_path / "out")
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", files.INDEX])
+def test_tensors_without_a_config_are_left_alone(name, tmp_path):
+    """They would be mixed with the new ones: whatever reads the folder takes some of both."""
+    (tmp_path / name).write_bytes(b"tensors of another model")
+    refuse(
+        [f"{tmp_path} holds a model already; choose another folder (found {name})"],
+        save_pretrained,
+        decoder(),
+        tmp_path,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_with_other_files_is_written_into(tmp_path):
+    (tmp_path / "README.md").write_text("stays")
+    save_pretrained(decoder(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_what_arguments_must_be(tmp_path):

@@ -1,0 +1,81 @@
+"""Options of ``config.json`` that change the numbers: read as transformers reads them.
+
+Those that are refused are in ``test_refusals_released.py``.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+from nn.huggingface import released
+from nn.huggingface.theirs import TOKENS, assert_close, logits, random_model
+
+from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface import read_config
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("quiet_transformers"),
+]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+DEFAULT = {"rope_type": "default"}
+OPTIONS = {
+    "windows without rope": ("smollm3", {"use_sliding_window": True, "sliding_window": 5}),
+    "windows by layer types": ("smollm3", {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 5}),
+    "a window that is not used": ("smollm3", {"sliding_window": 5}),
+    "more layers than there are": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
+    "the rule of one kind": ("gemma3_text", {"rope_parameters": {FULL: released.rope(1e3)}}),
+    "no base": ("gemma3_text", {"rope_parameters": {FULL: DEFAULT, SLIDING: DEFAULT}}),
+    "outer bases": (
+        "gemma3_text",
+        {"rope_parameters": {FULL: DEFAULT, SLIDING: DEFAULT}, "rope_theta": 77.0, "rope_local_base_freq": 33.0},
+    ),
+    "scaling of full layers": ("gemma3_text", {"rope_scaling": LINEAR}),
+    "scaling first": ("llama", {"rope_scaling": LINEAR, "rope_parameters": released.rope(1e3)}),
+    "scaling first, neox": ("gpt_neox", {"rope_scaling": LINEAR, "rope_parameters": released.rope(1e3)}),
+    "base of another family": ("llama", {"rope_local_base_freq": 55.0, "rope_parameters": None}),
+    "share of another family": ("cohere2", {"rotary_pct": 0.5}),
+    "base alone": ("gpt_oss", {"rope_theta": 500.0, "rope_parameters": None}),
+    "experts": ("gpt_oss", {"num_local_experts": None, "num_experts": 4}),
+    "no length": (
+        "qwen2",
+        {"max_position_embeddings": None, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    ),
+    "no window": ("qwen2", {"sliding_window": None}),
+    "no options of attention": ("mpt", {"attn_config": None}),
+    "one option of attention": ("mpt", {"attn_config": {"softmax_scale": 0.3}}),
+}
+
+
+def changed(name):
+    """The config of a case; a key of None is left out, but for ``sliding_window``."""
+    case, changes = OPTIONS[name]
+    values = released.CASES[case] | changes
+    kept = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
+    return json.loads(json.dumps(kept))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_means_what_it_means_to_transformers(name, tmp_path):
+    model = random_model(changed(name))
+    model.save_pretrained(tmp_path)
+    released.write_config(tmp_path, changed(name))
+    found = nnx.jit(lambda model, tokens: model(tokens))(from_pretrained(tmp_path), TOKENS)
+    assert_close(np.asarray(found), logits(model, TOKENS))
+
+
+@pytest.mark.parametrize("name", ["windows without rope", "windows by layer types"])
+def test_windows_of_smollm3_are_written_as_transformers_reads_them(name, tmp_path):
+    values = changed(name)
+    decoder = released.random_decoder(values)
+    save_pretrained(decoder, tmp_path / "out", family="smollm3")
+    theirs = random_model(released.config_of(tmp_path / "out") | released.SPECIAL).config
+    assert [kind == SLIDING for kind in theirs.layer_types] == [
+        s.mask is not None for s in decoder.config.layers.schemes
+    ]
+    assert (theirs.sliding_window, theirs.use_sliding_window) == (5, True)
+    assert read_config(theirs.to_dict()) == decoder.config
