@@ -72,13 +72,21 @@ def search(
     found = search_factors(config, model, pieces, length, Effort(population, iterations, seed))
     for number, value in enumerate(found.history):
         told(f"iteration {number}: {value:.4f} nats per token")
-    kept = {name: getattr(found.rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
-    extension = {"frequencies": {"name": "longrope", "original_length": trained, **kept}}
-    target = results_of(directory, config)
-    target.mkdir(parents=True, exist_ok=True)
-    write_file(target / FOUND, json.dumps({"extend": extension, "fitness": found.fitness}) + "\n")
+    extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}
+    _keep(results_of(directory, config), {"extend": extension, "fitness": found.fitness})
     told(f"extend: {json.dumps(extension)}")
     return found.rule
+
+
+def options_of(rule: LongRoPE) -> dict[str, Any]:
+    """What a search decides of a rule, as a config has it."""
+    options = {name: getattr(rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def _keep(folder: Path, found: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / FOUND, json.dumps(found) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,32 +65,40 @@ def _measure(
     entries: Sequence[SchemeConfig],
     told: Callable[[str], Any] = lambda _: None,
 ) -> list[report.Row]:
-    fitted, rows = read_result(directory), []
     restored: dict[str, tuple[Config, nnx.Module]] = {}
-
-    def add(row: report.Row) -> None:
-        rows.append(row)
-        told(_in_words(row))
-
+    rows = []
     for entry in entries:
         if entry.stage not in restored:
             restored[entry.stage] = restore(directory, config, entry.stage)
         stage, model = restored[entry.stage]
-        entry = _in_stage(entry, config, stage)
-        base = stage.scheme.label if entry.only_measured else None
-        which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": own_length(stage)}
-        costs = {
-            "train_tokens_per_second": fitted.tokens_per_second if fitted and not entry.only_measured else None,
-            "peak_memory_bytes": fitted.peak_memory_bytes if fitted and not entry.only_measured else None,
-            "training": None if entry.only_measured else _training(directory),
-        }
-        scheme = evaluated_scheme(config, entry)
-        predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
-        for found in measure_held_out(predictor, parameters, config, held_out):
-            add({**which, **costs, **found.as_row()})
-        for found in measure_tasks(predictor, parameters, config):
-            add({**which, **found})
+        for row in _rows(directory, config, held_out, _in_stage(entry, config, stage), stage, model):
+            rows.append(row)
+            told(_in_words(row))
     return rows
+
+
+def _rows(
+    directory: Path, config: Config, held_out: Sequence[np.ndarray], entry: SchemeConfig, stage: Config, model: Any
+) -> Iterator[report.Row]:
+    """The rows of one entry: of held-out text, then of tasks."""
+    base = stage.scheme.label if entry.only_measured else None
+    which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": own_length(stage)}
+    costs = _costs(directory, entry)
+    predictor, parameters = predictor_of(model.with_scheme(evaluated_scheme(config, entry)), config.seed)
+    for found in measure_held_out(predictor, parameters, config, held_out):
+        yield {**which, **costs, **found.as_row()}
+    for found in measure_tasks(predictor, parameters, config):
+        yield {**which, **found}
+
+
+def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
+    """What the training of an entry cost; None for one that was not trained."""
+    fitted = None if entry.only_measured else read_result(directory)
+    return {
+        "train_tokens_per_second": fitted.tokens_per_second if fitted else None,
+        "peak_memory_bytes": fitted.peak_memory_bytes if fitted else None,
+        "training": None if entry.only_measured else _training(directory),
+    }
 
 
 def _training(place: str | Path) -> dict[str, list] | None:

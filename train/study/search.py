@@ -13,7 +13,7 @@ from posjax.rotary import LongRoPE
 from train.config import Config, SchemeConfig
 from train.data import documents, load_tokenizer
 from train.model import own_length
-from train.search import Effort, search_factors
+from train.search import Effort, options_of, search_factors
 from train.settings.checks import check
 
 TRIED, FOUND = "search", "found"
@@ -81,8 +81,7 @@ class Search:
             return of
 
         rule = search_factors(self.config, model, [self.tokens], self.length, self.effort, remembered).rule
-        options = {name: getattr(rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
-        options = json.loads(json.dumps(options))
+        options = options_of(rule)
         keep({"kind": FOUND, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
         return options
 
