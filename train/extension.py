@@ -90,9 +90,9 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     """An extension of a released model: `completed`, beginning where the model's own rule and windows end.
 
     * Layers that see a window alone know all their distances already: the extension passes over them.
-    * A model whose RoPE is scaled already keeps it up to its own length. Beyond that a rule of the same kind takes its
-      place, with the model's original length and with a factor that is the product of both: the model's own, and that
-      of the extension, which counts from the model's own length.
+    * Up to its own length a model keeps its own frequencies, unless the extension names a factor or an original length.
+    * Beyond that, where its RoPE is scaled already, a rule of the same kind takes that one's place, with the model's
+      original length and the product of both factors: that of the extension counts from the model's own length.
 
     Args:
         scheme: of the model.
@@ -106,12 +106,19 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     schemes = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
     reached, which = _reached(schemes, extend)
     found = completed({**which, **extend}, own, length)
+    if length <= own and _follows_length(extend.get("frequencies")):
+        del found["frequencies"]
     rules = {each.features.frequencies for each in reached if each.rotates}
     scaled = sorted((rule for rule in rules if not isinstance(rule, _UNSCALED)), key=repr)
     if scaled and isinstance(found.get("frequencies"), Mapping):
-        rule = _continued(scaled[0], extend["frequencies"], found.pop("frequencies"), own, length)
-        found |= rule
+        found["frequencies"] = _continued(scaled[0], extend["frequencies"], found["frequencies"])
     return found if found.keys() - {"layers"} else {}
+
+
+def _follows_length(change: Any) -> bool:
+    """Whether a rule by name leaves all frequencies alone up to the model's own length."""
+    named = isinstance(change, Mapping) and change.get("name") in _OPTIONS["frequencies"].keys() - {"hope", "longrope"}
+    return named and not change.keys() & {"factor", "original_length"}
 
 
 _UNSCALED = (rotary.Plain, rotary.Proportional, rotary.DynamicNTK, rotary.DynamicLinear, rotary.DynamicYaRN)
@@ -129,16 +136,12 @@ def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any]) -> tuple[Sequ
     return full, {"layers": "full"}
 
 
-def _continued(
-    rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, Any], own: int, length: int
-) -> dict[str, Any]:
-    """The slot ``frequencies``, left out where the model's own rule stays."""
+def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """A rule by name, with the options `given` or with all, `change`, in place of the model's own."""
     if {"factor", "original_length"} <= given.keys():
-        return {"frequencies": change}
+        return change
     name = change["name"]
     names = next((names for names, kind in _KINDS if isinstance(rule, kind)), set())
-    if length <= own and "factor" not in given:
-        return {}
     check(
         name in names,
         f"frequencies: {name!r} would replace the model's own {type(rule).__name__}; "
@@ -147,7 +150,7 @@ def _continued(
     kept = _fields(rule) if rotary.SCALINGS[name] is type(rule) else {}
     if hasattr(rule, "original_length"):
         kept["original_length"] = rule.original_length
-    return {"frequencies": {**kept, **given, "factor": rule.factor * change["factor"]}}
+    return {**kept, **given, "factor": rule.factor * change["factor"]}
 
 
 def _fields(rule: FrequencyRule) -> dict[str, Any]:

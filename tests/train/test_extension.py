@@ -78,8 +78,9 @@ def test_a_yarn_keeps_its_own_options_but_not_the_temperature_of_its_factor():
     assert extended == rotary.YaRN(64.0, 128, beta_fast=16.0, truncate=False)
 
 
-def test_up_to_its_own_length_a_model_keeps_its_scaling():
-    scheme = scaled(rotary.Llama3(factor=8.0, original_length=512))
+@pytest.mark.parametrize("rule", [rotary.Llama3(factor=8.0, original_length=512), rotary.Plain(500.0)])
+def test_up_to_its_own_length_a_model_keeps_its_frequencies(rule):
+    scheme = scaled(rule)
     for name in ("yarn", "llama3", "dynamic-ntk", "linear"):
         assert continued(scheme, {"frequencies": {"name": name}}, OWN, OWN) == {}
     both = {"frequencies": {"name": "yarn"}, "scale": {"name": "clipped-log-n"}}
@@ -114,3 +115,10 @@ def test_a_model_of_windows_alone_has_nothing_to_extend():
     with pytest.raises(ValueError, match="every layer of this model sees a window of its own alone"):
         continued(LOCAL, YARN, OWN, 2 * OWN)
     assert continued(LOCAL, {}, OWN, 2 * OWN) == {}
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "hope"}, {"name": "yarn", "factor": 4.0}, {"name": "dynamic-ntk", "original_length": 512}]
+)
+def test_what_changes_a_model_at_any_length_does_so_at_its_own(change):
+    assert continued(ROPE, {"frequencies": change}, OWN, OWN).keys() == {"frequencies"}

@@ -168,9 +168,13 @@ def append_row(directory: Path, row: Mapping[str, Any]) -> None:
 
 
 def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row of a cell; None where it is not measured yet."""
-    wanted = cell.key.items()
-    return next((row for row in rows if all(row.get(name) == value for name, value in wanted)), None)
+    """The row of a cell; None where it is not measured yet.
+
+    That of another label will do if all else is the same, as where extensions change nothing up to the model's length.
+    """
+    wanted = [(name, value) for name, value in cell.key.items() if name != "label"]
+    found = [row for row in rows if all(row.get(name) == value for name, value in wanted)]
+    return {**found[0], "label": cell.entry.label} if found else None
 
 
 def check_entries(config: Config) -> None:
