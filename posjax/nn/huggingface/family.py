@@ -123,12 +123,19 @@ def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
         ValueError: for rules by kinds of layers, and for a part of the head in another family.
     """
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    rule = rotary.from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
+    rule = _from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
     name, one = values["model_type"], isinstance(rule, FrequencyRule)
     check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give that alone")
     share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
     check(share == 1, f"config.json: partial_rotary_factor {share}: {name} turns whole heads; 1 would work")
     return rule
+
+
+def _from_hf(values: Values) -> Any:
+    try:
+        return rotary.from_hf(values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"config.json: rope_parameters: {error}") from None
 
 
 def window_size(values: Values) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from posjax._checks import check
 from posjax.nn.huggingface.files import Entry, Folder
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -44,7 +45,15 @@ class Mxfp4:
         return rows.swapaxes(1, 2)
 
     def _entry(self, name: str) -> Entry:
-        blocks = self._folder.entries[name + _BLOCKS]
+        """Where a packed tensor is. Raises ValueError for blocks and scales that do not belong together."""
+        blocks, scales = self._folder.entries[name + _BLOCKS], self._folder.entries.get(name + _SCALES)
+        check(scales is not None, f"tensor {name + _SCALES!r} is missing: the numbers of {name}{_BLOCKS} need scales")
+        fits = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape and blocks.shape[3] == 16
+        check(
+            fits,
+            f"tensor {name + _BLOCKS!r} has shape {blocks.shape} and its scales {scales.shape}; they must be "
+            "(experts, rows, groups, 16) and (experts, rows, groups)",
+        )
         experts, rows, groups, half = blocks.shape
         return Entry(blocks.file, blocks.start, np.dtype(jnp.bfloat16), (experts, groups * half * 2, rows))
 

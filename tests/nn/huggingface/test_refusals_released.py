@@ -1,5 +1,7 @@
 """What released models have and a decoder has not, the other way round, and what is accepted of old releases."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,6 +188,43 @@ CONFIGS = {
         ["use_bidirectional_attention True is an option that Decoder has not"],
     ),
 }
+
+
+BROKEN = {
+    "half a layer": ("llama", "num_hidden_layers", 1.5, "must be a whole number above 0, found 1.5"),
+    "a width in words": ("llama", "hidden_size", "64", "must be a whole number above 0, found '64'"),
+    "no heads": ("gpt2", "n_head", 0, "must be a whole number above 0, found 0"),
+    "an eps of none": ("mistral", "rms_norm_eps", None, "must be a finite number, found None"),
+    "an eps in words": ("bloom", "layer_norm_epsilon", "1e-5", "must be a finite number, found '1e-5'"),
+    "tied by a word": ("llama", "tie_word_embeddings", "no", "must be true or false, found 'no'"),
+    "tied by none": ("llama", "tie_word_embeddings", None, "must be true or false, found None"),
+    "rope that is a list": ("llama", "rope_parameters", [1], "must be an object, found [1]"),
+    "rope of one kind": ("gemma3_text", "rope_parameters", {"full_attention": 3}, "{'full_attention': 3}: gemma3_text"),
+    "base": ("qwen3", "rope_parameters", {"rope_type": "default", "rope_theta": "x"}, ": base must be a number, found"),
+    "factors": ("phi3-longrope", "rope_parameters", released.LONG | {"long_factor": 3}, ": "),
+    "layers in words": ("gemma2", "layer_types", "full_attention", "must be a list, found 'full_attention'"),
+    "options": ("mpt", "attn_config", [], "must be an object, found []"),
+    "scale of 0": ("granite", "logits_scaling", 0, "must be positive, found 0"),
+    "scalar of 0": ("gemma2", "query_pre_attn_scalar", 0, "must be positive, found 0"),
+    "activation": ("gptj", "activation_function", ["gelu"], "must be a name, found ['gelu']"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_values_of_a_wrong_kind_are_named_by_their_key(name):
+    case, key, value, words = BROKEN[name]
+    refuse([f"config.json: {key}", words], read_config, released.CASES[case] | {key: value})
+
+
+@pytest.mark.parametrize("case", released.CASES)
+def test_every_key_may_be_missing_or_of_any_kind(case):
+    """Then it is read or refused by a ValueError, and by nothing else."""
+    values = released.CASES[case]
+    for key in values:
+        for changed in ({}, *({key: wrong} for wrong in (None, "x", [], ["a"], {"a": 1}, -1, 0, 1.5, True))):
+            rest = {name: value for name, value in values.items() if name != key}
+            with contextlib.suppress(ValueError):
+                read_config(rest | changed)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
