@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from posjax import masks, rotary
 from posjax._checks import check, check_choice, shown
+from posjax._slots import is_own_class
 from posjax.layers import Layers, uniform
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
@@ -128,7 +131,9 @@ def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
     check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give that alone")
     share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
     check(share == 1, f"config.json: partial_rotary_factor {share}: {name} turns whole heads; 1 would work")
-    return rule
+    # DeepSeek's factor of the logits, which none of these families has: of both mscales they take the ratio alone.
+    factor = {} if rule.softmax_scale == 1 else {"attention_factor": rule.table_factor}
+    return dataclasses.replace(rule, **factor, mscale=None, mscale_all_dim=None) if factor else rule
 
 
 def _from_hf(values: Values) -> Any:
@@ -244,9 +249,17 @@ def _plainly(scheme: Scheme, config: DecoderConfig) -> Scheme:
     if rule is None or rule.head_dim not in (None, config.head_dim):
         return scheme
     rule = _with_size(rule, config)
-    rule = rotary.from_hf(rule.to_hf()) if rule.hf_type == Plain.hf_type else rule
+    plain = rotary.from_hf(rule.to_hf()) if rule.hf_type == Plain.hf_type else rule
+    rule = plain if _turn_alike(rule, plain, config.head_dim) else rule
     features = dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None))
     return scheme.replace(features=features)
+
+
+def _turn_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
+    """Whether a rule of the library has the numbers of another, but for rounding; others may do more than they tell."""
+    if is_own_class(type(rule)) or (rule.table_factor, rule.softmax_scale) != (other.table_factor, other.softmax_scale):
+        return False
+    return np.allclose(*(each.inverse_frequencies(size) for each in (rule, other)), rtol=1e-12, atol=0)
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """What released models have and a decoder has not, the other way round, and what is accepted of old releases."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -276,6 +277,59 @@ def test_decoders_that_no_layout_can_say(name, tmp_path):
         tmp_path / "out",
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(rotary.Plain):
+    """Plain RoPE at half of its frequencies, under the name of plain RoPE."""
+
+    def _scaled(self, inverse_frequencies):
+        return inverse_frequencies / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat(rotary.NTKAware):
+    """All frequencies at half, under the name and the base of NTK-aware scaling."""
+
+    def _multipliers(self, half):
+        return np.full(half, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned(rotary.Plain):
+    """The frequencies of plain RoPE, but another table."""
+
+    def table(self, positions, **options):
+        cos, sin = super().table(positions, **options)
+        return rotary.RotaryTable(cos, -sin)
+
+
+OTHERS = {
+    "halved": Halved(),
+    "flat": Flat(2.0),
+    "turned": Turned(),
+    "linear": dataclasses.make_dataclass("Own", [], bases=(rotary.Linear,), frozen=True)(2.0),
+    "a factor of the logits": rotary.YaRN(4.0, 16, mscale=1.0, mscale_all_dim=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("family", [None, "llama", "qwen2", "gpt_neox"])
+def test_a_rule_that_only_looks_like_a_known_one_is_not_written_as_that(name, family, tmp_path):
+    scheme = pj.Scheme(features=rotary.Rotary(OTHERS[name]))
+    biases = {"biases": ("qkv",)} if family == "qwen2" else {}
+    if family == "gpt_neox":
+        biases = {"biases": ("qkv", "output", "mlp"), "norm": Norm("layer", bias=True), "activation": "gelu"}
+        biases |= {"tied_head": False, "residual": Residual(parallel=True)}
+    refuse(
+        ["scheme: the layout of", type(OTHERS[name]).__name__],
+        save_pretrained,
+        decoder(scheme=scheme, **biases),
+        tmp_path / "out",
+        family=family,
+    )
+    plain = pj.Scheme(features=rotary.Rotary(rotary.NTKAware(2.0)))
+    save_pretrained(decoder(scheme=plain, **biases), tmp_path / "out", family=family)
 
 
 NAMED = {
