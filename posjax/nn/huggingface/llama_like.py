@@ -439,8 +439,14 @@ PHI3 = _family(
 def _phi3_scheme(values: Values) -> Scheme:
     """Plain RoPE or LongRoPE, for transformers reads no other with this family."""
     scheme = _windowed(values, partial=True)
-    kind = scheme.features.frequencies.hf_type
-    check_choice("config.json: rope_type of phi3", kind, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
+    rule, size = scheme.features.frequencies, values["hidden_size"] // values["num_attention_heads"]
+    check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
+    wanted = int(size * rule.partial_rotary_factor) // 2
+    fits = rule.hf_type == rotary.Plain.hf_type or len(rule.long_factor) == wanted
+    check(
+        fits,
+        f"config.json: long_factor: transformers reads {wanted} numbers for phi3, whose heads have {size} channels",
+    )
     return scheme
 
 

@@ -332,6 +332,7 @@ def test_a_rule_that_only_looks_like_a_known_one_is_not_written_as_that(name, fa
     save_pretrained(decoder(scheme=plain, **biases), tmp_path / "out", family=family)
 
 
+LONG = rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 16, factor=2.0)
 NAMED = {
     "query norm": (
         "llama",
@@ -357,6 +358,21 @@ NAMED = {
         ["to_hf: Hugging Face has no rope_type for DynamicLinear"],
     ),
     "unknown": ("lama", {}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
+    "phi3, linear": (
+        "phi3",
+        {"scheme": pj.Scheme(features=rotary.Rotary(rotary.Linear(2.0)))},
+        ["rope_type of phi3: unknown value 'linear' (known: default, longrope)"],
+    ),
+    "phi3, yarn": (
+        "phi3",
+        {"scheme": pj.Scheme(features=rotary.Rotary(rotary.YaRN(2.0, 16)))},
+        ["rope_type of phi3: unknown value 'yarn' (known: default, longrope)"],
+    ),
+    "phi3, wide heads": (
+        "phi3",
+        {"scheme": pj.Scheme(features=rotary.Rotary(LONG)), "head_dim": 16},
+        ["long_factor: transformers reads 4 numbers for phi3, whose heads have 8 channels"],
+    ),
 }
 
 
@@ -376,6 +392,7 @@ def test_the_first_layout_that_fits_is_taken(tmp_path):
         "smollm3": {"scheme": pj.Layers((((pj.scheme("rope"), pj.Scheme()), 1),))},
         "granite": {"logit_scale": 0.5},
         "olmo2": {"residual": Residual("after"), "projection_norm": True},
+        "phi3": {"scheme": pj.Scheme(features=rotary.Rotary(rotary.Plain(partial_rotary_factor=0.5)))},
         "gpt2": {"scheme": pj.scheme("learned", max_length=16), "norm": Norm("layer", bias=True)}
         | {"activation": "gelu", "biases": ("qkv", "output", "mlp")},
     }
