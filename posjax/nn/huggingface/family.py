@@ -199,9 +199,12 @@ def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
 
 
 def rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """``rope_parameters`` and ``max_position_embeddings`` of a model with one rule."""
+    """``rope_parameters`` and ``max_position_embeddings`` of a model with one rule; transformers 4 reads the base."""
     rule = rule_of(config)
-    return length_value(config) | ({} if rule is None else {"rope_parameters": rule.to_hf()})
+    if rule is None:
+        return length_value(config)
+    found = rule.to_hf()
+    return length_value(config) | {"rope_parameters": found, "rope_theta": found["rope_theta"]}
 
 
 def length_value(config: DecoderConfig, key: str = "max_position_embeddings") -> dict[str, int]:

@@ -274,7 +274,7 @@ def _neox_rope(config: DecoderConfig) -> dict[str, Any]:
     found, rule = rope_values(config), rule_of(config)
     if rule is None:
         return found
-    older = {"rotary_pct": rule.partial_rotary_factor, "rotary_emb_base": rule.base}
+    older = {"rotary_pct": rule.partial_rotary_factor, "rotary_emb_base": found["rope_theta"]}
     parameters = found["rope_parameters"] | {"partial_rotary_factor": rule.partial_rotary_factor}
     return found | older | {"rope_parameters": parameters}
 

@@ -359,7 +359,9 @@ def _gemma3_rules(config: DecoderConfig) -> dict[str, Any]:
     rules = {
         kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()
     }
-    return length_value(config) | {"rope_parameters": {kind: rule.to_hf() for kind, rule in rules.items()}}
+    found = {kind: rule.to_hf() for kind, rule in rules.items()}
+    older = {"rope_theta": found[FULL]["rope_theta"], "rope_local_base_freq": found[SLIDING]["rope_theta"]}
+    return length_value(config) | {"rope_parameters": found} | older
 
 
 GEMMA3 = _gemma_family(
@@ -451,10 +453,10 @@ def _phi3_scheme(values: Values) -> Scheme:
 
 
 def _phi3_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Phi-3 reads the original length outside of the rope parameters."""
+    """Phi-3 reads the original length outside of the rope parameters, and of transformers 4 the part that turns."""
     found = rope_values(config)
-    original = found.get("rope_parameters", {}).get("original_max_position_embeddings")
-    return found if original is None else found | {"original_max_position_embeddings": original}
+    inner, outer = found.get("rope_parameters", {}), ("original_max_position_embeddings", "partial_rotary_factor")
+    return found | {key: inner[key] for key in outer if key in inner}
 
 
 def _cohere_schemes(values: Values) -> Any:

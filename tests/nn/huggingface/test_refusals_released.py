@@ -330,6 +330,10 @@ def test_a_rule_that_only_looks_like_a_known_one_is_not_written_as_that(name, fa
     )
     plain = pj.Scheme(features=rotary.Rotary(rotary.NTKAware(2.0)))
     save_pretrained(decoder(scheme=plain, **biases), tmp_path / "out", family=family)
+    written = released.config_of(tmp_path / "out")
+    bases = {written[key] for key in ("rope_theta", "rotary_emb_base") if key in written}
+    assert bases == {written["rope_parameters"]["rope_theta"]}
+    assert bases != {1e4}
 
 
 LONG = rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 16, factor=2.0)
