@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from posjax import masks, rotary
 from posjax._checks import check, check_choice, shown
+from posjax._slots import is_own_class
 from posjax.layers import Layers, uniform
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
@@ -123,12 +126,21 @@ def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
         ValueError: for rules by kinds of layers, and for a part of the head in another family.
     """
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    rule = rotary.from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
+    rule = _from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
     name, one = values["model_type"], isinstance(rule, FrequencyRule)
     check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give that alone")
     share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
     check(share == 1, f"config.json: partial_rotary_factor {share}: {name} turns whole heads; 1 would work")
-    return rule
+    # DeepSeek's factor of the logits, which none of these families has: of both mscales they take the ratio alone.
+    factor = {} if rule.softmax_scale == 1 else {"attention_factor": rule.table_factor}
+    return dataclasses.replace(rule, **factor, mscale=None, mscale_all_dim=None) if factor else rule
+
+
+def _from_hf(values: Values) -> Any:
+    try:
+        return rotary.from_hf(values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"config.json: rope_parameters: {error}") from None
 
 
 def window_size(values: Values) -> int:
@@ -187,9 +199,12 @@ def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
 
 
 def rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """``rope_parameters`` and ``max_position_embeddings`` of a model with one rule."""
+    """``rope_parameters`` and ``max_position_embeddings`` of a model with one rule; transformers 4 reads the base."""
     rule = rule_of(config)
-    return length_value(config) | ({} if rule is None else {"rope_parameters": rule.to_hf()})
+    if rule is None:
+        return length_value(config)
+    found = rule.to_hf()
+    return length_value(config) | {"rope_parameters": found, "rope_theta": found["rope_theta"]}
 
 
 def length_value(config: DecoderConfig, key: str = "max_position_embeddings") -> dict[str, int]:
@@ -237,9 +252,17 @@ def _plainly(scheme: Scheme, config: DecoderConfig) -> Scheme:
     if rule is None or rule.head_dim not in (None, config.head_dim):
         return scheme
     rule = _with_size(rule, config)
-    rule = rotary.from_hf(rule.to_hf()) if rule.hf_type == Plain.hf_type else rule
+    plain = rotary.from_hf(rule.to_hf()) if rule.hf_type == Plain.hf_type else rule
+    rule = plain if _turn_alike(rule, plain, config.head_dim) else rule
     features = dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None))
     return scheme.replace(features=features)
+
+
+def _turn_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
+    """Whether a rule of the library has the numbers of another, but for rounding; others may do more than they tell."""
+    if is_own_class(type(rule)) or (rule.table_factor, rule.softmax_scale) != (other.table_factor, other.softmax_scale):
+        return False
+    return np.allclose(*(each.inverse_frequencies(size) for each in (rule, other)), rtol=1e-12, atol=0)
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[str, str]:

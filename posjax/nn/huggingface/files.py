@@ -111,7 +111,7 @@ class Folder:
 def _header(content: bytes, place: str) -> dict[str, Any]:
     try:
         header = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{place} is no safetensors file: its header is not JSON") from None
     check(isinstance(header, dict), f"{place} is no safetensors file: its header is {shown(header)}, not an object")
     return {name: told for name, told in header.items() if name != "__metadata__"}
@@ -213,8 +213,10 @@ def open_folder(path: str | Path) -> tuple[Any, str]:
 
 def open_place(path: str | Path) -> tuple[Any, str]:
     """The file system of a path or URL, and the path in it."""
-    import fsspec  # only those who read released models need it
-
+    try:
+        import fsspec  # only those who read released models need it
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(f"{path}: released models need the package fsspec: pip install posjax[hf]") from None
     files, root = fsspec.core.url_to_fs(str(path))
     return files, root.rstrip("/")
 
@@ -236,7 +238,7 @@ def read_json(files: Any, place: str) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no {place}")
     try:
         found = json.loads(files.cat_file(place))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not valid JSON: {error}") from None
     check(isinstance(found, dict), f"{place} must hold an object, found {type(found).__name__}")
     return found

@@ -74,6 +74,9 @@ class GGUF:
             f"{path} has frequencies of its own (rope_freqs.weight), whose rule the file does not say; read the "
             "model's safetensors",
         )
+        check("model.embed_tokens.weight" in self._tensors, f"{path} has no tensor token_embd.weight")
+        for key in ("llama.embedding_length", "llama.attention.head_count"):
+            check(self._get(key) is not None, f"{path} does not say {key}")
         self.entries: Mapping[str, Entry] = {
             name: Entry(str(path), 0, np.dtype(np.float32), tuple(int(n) for n in reversed(tensor.shape)))
             for name, tensor in self._tensors.items()

@@ -60,6 +60,22 @@ def fused(name: str, rows: str, parts: Sequence[tuple[str, str]]) -> dict[str, V
     return found
 
 
+def megatron(layer: str, attention: str) -> dict[str, View]:
+    """The views of a block as Megatron had it: every head's query, key and value stand together."""
+    found = fused(f"{layer}{attention}.query_key_value", "heads 3 size", EQUAL)
+    found |= output(layer, f"{attention}.dense") | mlp(layer, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    found |= norm("block/attention_norm", f"{layer}input_layernorm")
+    return found | norm("block/mlp_norm", f"{layer}post_attention_layernorm")
+
+
+def tables(embedding: str, head: str) -> dict[str, View]:
+    """The views of the embedding and of a head without a bias."""
+    return {
+        "embed": View(f"{embedding}.weight", "vocab embed -> vocab embed"),
+        "head": View(f"{head}.weight", "vocab embed -> embed vocab"),
+    }
+
+
 def layer_norm(values: Values, key: str, has_bias: bool = True) -> dict[str, Any]:
     """The norm, and the scale of embeddings, which is 1 in all of these families."""
     return {"norm": Norm("layer", values[key], bias=has_bias), "embedding_scale": 1.0}
@@ -90,11 +106,8 @@ _GPT_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.embed_positions")
 
 def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
     """Its Conv1D layers hold matrices the other way round than Linear layers do."""
-    found = {
-        "embed": View("transformer.wte.weight", "vocab embed -> vocab embed"),
-        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
-        "embedding/embedding/embedding": View("transformer.wpe.weight", "positions embed -> positions embed"),
-    }
+    found = tables("transformer.wte", "lm_head")
+    found["embedding/embedding/embedding"] = View("transformer.wpe.weight", "positions embed -> positions embed")
     for part, name in enumerate("qkv"):
         heads, fused_name = "embed (3 heads size) -> embed heads size", f"{_H}attn.c_attn"
         found[f"block/attention/{name}"] = View(f"{fused_name}.weight", heads, part)
@@ -192,15 +205,8 @@ _NEOX = "gpt_neox.layers.{layer}."
 
 def _neox_tensors(config: DecoderConfig) -> dict[str, View]:
     """The head is ``embed_out`` in files, whatever ``state_dict`` calls it."""
-    found = {
-        "embed": View("gpt_neox.embed_in.weight", "vocab embed -> vocab embed"),
-        "head": View("embed_out.weight", "vocab embed -> embed vocab"),
-    }
-    found |= fused(f"{_NEOX}attention.query_key_value", "heads 3 size", EQUAL)
-    found |= output(_NEOX, "attention.dense") | mlp(_NEOX, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-    found |= norm("block/attention_norm", f"{_NEOX}input_layernorm")
-    found |= norm("block/mlp_norm", f"{_NEOX}post_attention_layernorm")
-    return found | norm("norm", "gpt_neox.final_layer_norm")
+    found = megatron(_NEOX, "attention") | norm("norm", "gpt_neox.final_layer_norm")
+    return found | tables("gpt_neox.embed_in", "embed_out")
 
 
 def _neox_biases(values: Values) -> tuple[str, ...]:
@@ -274,7 +280,7 @@ def _neox_rope(config: DecoderConfig) -> dict[str, Any]:
     found, rule = rope_values(config), rule_of(config)
     if rule is None:
         return found
-    older = {"rotary_pct": rule.partial_rotary_factor, "rotary_emb_base": rule.base}
+    older = {"rotary_pct": rule.partial_rotary_factor, "rotary_emb_base": found["rope_theta"]}
     parameters = found["rope_parameters"] | {"partial_rotary_factor": rule.partial_rotary_factor}
     return found | older | {"rope_parameters": parameters}
 
@@ -283,16 +289,9 @@ def _neox_rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _bloom_tensors(config: DecoderConfig) -> dict[str, View]:
-    found = {
-        "embed": View("transformer.word_embeddings.weight", "vocab embed -> vocab embed"),
-        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
-    }
-    found |= fused(f"{_H}self_attention.query_key_value", "heads 3 size", EQUAL)
-    found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-    found |= norm("block/attention_norm", f"{_H}input_layernorm")
-    found |= norm("block/mlp_norm", f"{_H}post_attention_layernorm")
+    found = megatron(_H, "self_attention") | norm("norm", "transformer.ln_f")
     found |= norm("embedding_norm", "transformer.word_embeddings_layernorm")
-    return found | norm("norm", "transformer.ln_f")
+    return found | tables("transformer.word_embeddings", "lm_head")
 
 
 BLOOM = Family(
@@ -326,10 +325,7 @@ _BLOCKS = "transformer.blocks.{layer}."
 
 
 def _mpt_tensors(config: DecoderConfig) -> dict[str, View]:
-    found = {
-        "embed": View("transformer.wte.weight", "vocab embed -> vocab embed"),
-        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
-    }
+    found = tables("transformer.wte", "lm_head")
     found |= fused(f"{_BLOCKS}attn.Wqkv", "3 heads size", EQUAL)
     found |= output(_BLOCKS, "attn.out_proj") | mlp(_BLOCKS, "ffn.up_proj", "ffn.down_proj")
     found |= norm("block/attention_norm", f"{_BLOCKS}norm_1") | norm("block/mlp_norm", f"{_BLOCKS}norm_2")
@@ -408,10 +404,7 @@ _FALCON_PARTS = ("q", "(kv_heads each)"), ("k", "kv_heads"), ("v", "kv_heads")
 
 def _falcon_tensors(config: DecoderConfig) -> dict[str, View]:
     """Queries of a group stand before its key and its value; so with one group (Falcon 7B) they do for all heads."""
-    found = {
-        "embed": View("transformer.word_embeddings.weight", "vocab embed -> vocab embed"),
-        "head": View("lm_head.weight", "vocab embed -> embed vocab"),
-    }
+    found = tables("transformer.word_embeddings", "lm_head")
     found |= fused(f"{_H}self_attention.query_key_value", _FALCON_ROWS, _FALCON_PARTS)
     found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
     shared = config.residual.shared_norm

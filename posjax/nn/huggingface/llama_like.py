@@ -1,10 +1,10 @@
 """Llama and the families that grew out of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from posjax import rotary, scales
-from posjax._checks import check, check_choice, shown
+from posjax._checks import check, check_choice, check_positive, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
@@ -227,6 +227,12 @@ SMOLLM3 = _family(
     defaults=default_sizes(32768, 11008, 4) | {"tie_word_embeddings": True, "no_rope_layer_interval": 4},
 )
 
+
+def _inverse(values: Values, key: str) -> float:
+    check_positive(f"config.json: {key}", values[key])
+    return 1.0 / values[key]
+
+
 GRANITE = _family(
     "granite",
     "GraniteForCausalLM",
@@ -237,7 +243,7 @@ GRANITE = _family(
             "embedding_scale": float(values["embedding_multiplier"]),
             "query_scale": float(values["attention_multiplier"]),
             "residual": Residual(scale=float(values["residual_multiplier"])),
-            "logit_scale": 1.0 / values["logits_scaling"],
+            "logit_scale": _inverse(values, "logits_scaling"),
         }
     ),
     lambda config: (
@@ -271,6 +277,7 @@ _SANDWICH = norms(
 
 
 def _gemma(values: Values) -> dict[str, Any]:
+    check_positive("config.json: query_pre_attn_scalar", values["query_pre_attn_scalar"])
     return {
         "norm": Norm(eps=values["rms_norm_eps"], unit_offset=True),
         "residual": Residual("both"),
@@ -327,7 +334,7 @@ GEMMA2 = _gemma_family(
     | {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256,
+        "query_pre_attn_scalar": 256.0,
         "sliding_window": 4096,
         "head_dim": 256,
     },
@@ -338,7 +345,7 @@ def _gemma3_read(values: Values) -> dict[str, FrequencyRule]:
     """The rules of both kinds of layers; of transformers 4 ``rope_scaling`` and ``rope_theta`` are of full ones."""
     given = values.get("rope_parameters") or {}
     check(
-        given.keys() <= {FULL, SLIDING},
+        given.keys() <= {FULL, SLIDING} and all(isinstance(inner, Mapping | None) for inner in given.values()),
         f"config.json: rope_parameters {shown(given)}: gemma3_text has those of {FULL} and of {SLIDING}, each its own",
     )
     full = {"rope_theta": values.get("rope_theta", 1e6)} | (given.get(FULL) or {}) | (values.get("rope_scaling") or {})
@@ -352,7 +359,9 @@ def _gemma3_rules(config: DecoderConfig) -> dict[str, Any]:
     rules = {
         kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()
     }
-    return length_value(config) | {"rope_parameters": {kind: rule.to_hf() for kind, rule in rules.items()}}
+    found = {kind: rule.to_hf() for kind, rule in rules.items()}
+    older = {"rope_theta": found[FULL]["rope_theta"], "rope_local_base_freq": found[SLIDING]["rope_theta"]}
+    return length_value(config) | {"rope_parameters": found} | older
 
 
 GEMMA3 = _gemma_family(
@@ -372,7 +381,7 @@ GEMMA3 = _gemma_family(
     | {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
-        "query_pre_attn_scalar": 256,
+        "query_pre_attn_scalar": 256.0,
         "sliding_window": 4096,
         "head_dim": 256,
     },
@@ -432,16 +441,22 @@ PHI3 = _family(
 def _phi3_scheme(values: Values) -> Scheme:
     """Plain RoPE or LongRoPE, for transformers reads no other with this family."""
     scheme = _windowed(values, partial=True)
-    kind = scheme.features.frequencies.hf_type
-    check_choice("config.json: rope_type of phi3", kind, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
+    rule, size = scheme.features.frequencies, values["hidden_size"] // values["num_attention_heads"]
+    check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
+    wanted = int(size * rule.partial_rotary_factor) // 2
+    fits = rule.hf_type == rotary.Plain.hf_type or len(rule.long_factor) == wanted
+    check(
+        fits,
+        f"config.json: long_factor: transformers reads {wanted} numbers for phi3, whose heads have {size} channels",
+    )
     return scheme
 
 
 def _phi3_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Phi-3 reads the original length outside of the rope parameters."""
+    """Phi-3 reads the original length outside of the rope parameters, and of transformers 4 the part that turns."""
     found = rope_values(config)
-    original = found.get("rope_parameters", {}).get("original_max_position_embeddings")
-    return found if original is None else found | {"original_max_position_embeddings": original}
+    inner, outer = found.get("rope_parameters", {}), ("original_max_position_embeddings", "partial_rotary_factor")
+    return found | {key: inner[key] for key in outer if key in inner}
 
 
 def _cohere_schemes(values: Values) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -269,7 +269,7 @@ def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, layers: Sequence[int]
     """Layer after layer put into one array on the devices."""
     whole = _sharding(struct)
     one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))
-    stack, put = _zeros(struct.shape, struct.dtype, whole)(), _put(whole)
+    stack, put = jnp.zeros(struct.shape, struct.dtype, device=whole), _put(whole)
     for row, layer in enumerate(layers):
         stack = put(stack, read(one, layer), row, 0)
         # One layer at a time on the host: what is dispatched keeps what it was given.
@@ -277,15 +277,8 @@ def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, layers: Sequence[int]
     return stack
 
 
-@cache
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Callable:
-    """A program for an array of zeros, compiled once for all parameters of a shape."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-
-
-@cache
 def _put(sharding: Sharding) -> Callable:
-    """A program that puts a layer into its row of a stack, compiled once for every shape."""
+    """A program that puts a layer into its row of a stack; JAX compiles it once for every shape and sharding."""
     return jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
 
 

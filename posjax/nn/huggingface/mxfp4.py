@@ -9,11 +9,16 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from posjax._checks import check
 from posjax.nn.huggingface.files import Entry, Folder
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
+_PAIRS = _VALUES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
+"""The two numbers of every byte."""
+_AT_ONCE = 2**18
+"""Numbers that are unpacked at a time: beside the tensor that takes a few times as many float32."""
 
 
 class Mxfp4:
@@ -37,16 +42,33 @@ class Mxfp4:
         """A tensor, bfloat16 where it is packed in the file."""
         if name in self._folder.entries:
             return self._folder.tensor(name)
+        experts, width, rows = self.entries[name].shape
         blocks, scales = (self._folder.tensor(name + end) for end in (_BLOCKS, _SCALES))
-        pairs = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], -1)
-        numbers = np.ldexp(_VALUES[pairs], scales.astype(np.int32)[..., None] - 127)
-        rows = numbers.astype(jnp.bfloat16).reshape(*blocks.shape[:2], -1)
-        return rows.swapaxes(1, 2)
+        blocks, scales = blocks.reshape(-1, width // 32, 16), scales.reshape(-1, width // 32)
+        found = np.empty((experts * rows, width), jnp.bfloat16)
+        step = max(1, _AT_ONCE // width)
+        for n in range(0, len(found), step):
+            found[n : n + step] = _unpacked(blocks[n : n + step], scales[n : n + step])
+        return found.reshape(experts, rows, width).swapaxes(1, 2)
 
     def _entry(self, name: str) -> Entry:
-        blocks = self._folder.entries[name + _BLOCKS]
+        """Where a packed tensor is. Raises ValueError for blocks and scales that do not belong together."""
+        blocks, scales = self._folder.entries[name + _BLOCKS], self._folder.entries.get(name + _SCALES)
+        check(scales is not None, f"tensor {name + _SCALES!r} is missing: the numbers of {name}{_BLOCKS} need scales")
+        fits = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape and blocks.shape[3] == 16
+        check(
+            fits,
+            f"tensor {name + _BLOCKS!r} has shape {blocks.shape} and its scales {scales.shape}; they must be "
+            "(experts, rows, groups, 16) and (experts, rows, groups)",
+        )
         experts, rows, groups, half = blocks.shape
         return Entry(blocks.file, blocks.start, np.dtype(jnp.bfloat16), (experts, groups * half * 2, rows))
+
+
+def _unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Rows of float32 numbers of the bytes of their blocks ``[rows, groups, 16]`` and scales ``[rows, groups]``."""
+    exponents = scales.astype(np.int32)[..., None, None] - 127
+    return np.ldexp(_PAIRS[blocks], exponents).reshape(len(blocks), -1)
 
 
 def is_packed(folder: Folder) -> bool:

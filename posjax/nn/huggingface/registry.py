@@ -1,9 +1,10 @@
 """The families of released models by ``model_type``, and a ``Decoder``'s config from and to ``config.json``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
-from posjax._checks import check, check_choice
+from posjax._checks import check, check_choice, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface import gpt_like, llama_like
 from posjax.nn.huggingface.family import Family, check_same
@@ -35,8 +36,9 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
         check(found in fits, f"config.json: {key} {found!r} is an option that Decoder has not; {fits[0]!r} would work")
     lacking = [key for key, field in family.keys.items() if key not in given and field in _NEEDED]
     check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
+    _check_kinds(family, given)
     fields = {field: given[key] for key, field in family.keys.items() if given.get(key) is not None}
-    config = DecoderConfig(**fields | family.read(given))
+    config = _config(fields | family.read(given))
     size = values.get("head_dim") or config.head_dim
     check(
         size == config.head_dim,
@@ -48,6 +50,50 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
 _FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
 """Options of transformers for every family that ``Decoder`` or the reading of files has not."""
 _NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
+
+
+def _config(fields: Mapping[str, Any]) -> DecoderConfig:
+    try:
+        return DecoderConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"config.json says no decoder that can be: {error}") from None
+
+
+_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda found: isinstance(found, bool)),
+    int: ("a whole number above 0", lambda found: type(found) is int and found > 0),
+    float: ("a finite number", lambda found: type(found) in (int, float) and isfinite(found)),
+    str: ("a name", lambda found: isinstance(found, str)),
+    list: ("a list", lambda found: isinstance(found, list | tuple)),
+    dict: ("an object", lambda found: isinstance(found, Mapping)),
+}
+"""What a value of ``config.json`` must be, in words and as a test."""
+_KEYS = {
+    **dict.fromkeys(("layer_types", "no_rope_layers"), list),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), float),
+    **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"), int),
+}
+"""Keys of several families whose defaults do not tell what their values are."""
+_MAY_BE_NONE = (
+    "sliding_window",
+    "num_key_value_heads",
+    "head_dim",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
+
+def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
+    """Raises ValueError, with the key, for a value that is not of the kind that transformers takes for it."""
+    told = {key: type(value) for key, value in family.defaults.items() if value is not None}
+    for key, kind in (told | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
+        if key not in given or (given[key] is None and key in _MAY_BE_NONE):
+            continue
+        words, fits = _KINDS[kind]
+        check(fits(given[key]), f"config.json: {key} must be {words}, found {shown(given[key])}")
 
 
 def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:

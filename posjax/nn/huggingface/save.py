@@ -57,6 +57,9 @@ _STALE += ("transformers_version", "quantization_config", "partial_rotary_factor
 _STALE += ("auto_map", "original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
 
 
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
 def save_pretrained(
     decoder: Decoder,
     path: str | Path,
@@ -111,8 +114,15 @@ def _check_empty(path: str | Path, names: Sequence[str]) -> None:
 
 
 def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` will say: of the model it is like, what still holds, and what the decoder is."""
-    kept = {key: value for key, value in given.items() if key not in (*_STALE, *family.aliases)}
+    """What ``config.json`` will say: of the model it is like, what still holds, and what the decoder is.
+
+    A decoder knows no special tokens, and transformers would take those of the family's first release.
+    """
+    kept = (
+        dict.fromkeys(_TOKENS)
+        if not given
+        else {key: value for key, value in given.items() if key not in (*_STALE, *family.aliases)}
+    )
     values = kept | write_config(config, family)
     check_same(family, config, read_config(values))
     return values

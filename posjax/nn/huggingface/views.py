@@ -11,7 +11,8 @@ import numpy as np
 from posjax._checks import check
 
 Index = tuple[slice, ...]
-Sizes = Mapping[str, int]
+AxisSizes = Mapping[str, int]
+"""Sizes of axes by the names that patterns give them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +34,15 @@ class View:
     pattern: str
     part: int | None = None
 
-    def tensor_shape(self, sizes: Sizes) -> tuple[int, ...]:
+    def tensor_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return tuple(math.prod(_size(atom, sizes) for atom in axis) for axis in self._sides[0])
 
-    def parameter_shape(self, sizes: Sizes) -> tuple[int, ...]:
+    def parameter_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
         """The shape of the parameter."""
         return tuple(math.prod(_size(atom, sizes) for atom in axis) for axis in self._sides[1])
 
-    def read(self, tensor: np.ndarray, sizes: Sizes, index: Index, dtype: np.dtype) -> np.ndarray:
+    def read(self, tensor: np.ndarray, sizes: AxisSizes, index: Index, dtype: np.dtype) -> np.ndarray:
         """A part of the parameter, copied out of the tensor."""
         shape = self.parameter_shape(sizes)
         out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
@@ -49,12 +50,12 @@ class View:
             out[target] = source
         return out
 
-    def write(self, tensor: np.ndarray, sizes: Sizes, index: Index, values: np.ndarray) -> None:
+    def write(self, tensor: np.ndarray, sizes: AxisSizes, index: Index, values: np.ndarray) -> None:
         """Puts a part of the parameter into its place in the tensor."""
         for source, target in self._pieces(tensor, sizes, index):
             source[...] = values[target]
 
-    def _pieces(self, tensor: np.ndarray, sizes: Sizes, index: Index) -> Iterator[tuple[np.ndarray, tuple]]:
+    def _pieces(self, tensor: np.ndarray, sizes: AxisSizes, index: Index) -> Iterator[tuple[np.ndarray, tuple]]:
         """Views of the tensor, and where each belongs in the part: several where axes are joined."""
         view, right = self._split(tensor, sizes), self._sides[1]
         shape = self.parameter_shape(sizes)
@@ -62,7 +63,7 @@ class View:
         for way in itertools.product(*ways):
             yield view[tuple(at for source, _ in way for at in source)], tuple(target for _, target in way)
 
-    def _split(self, tensor: np.ndarray, sizes: Sizes) -> np.ndarray:
+    def _split(self, tensor: np.ndarray, sizes: AxisSizes) -> np.ndarray:
         """The tensor with an axis for every name on the right, in their order: no copy."""
         left, right = self._sides
         names = [atom for axis in left for atom in axis]
@@ -71,7 +72,7 @@ class View:
         kept = [self._kept(atom) for atom in names if self._kept(atom)]
         return chosen.transpose([kept.index(atom) for axis in right for atom in axis])
 
-    def _selection(self, atom: str, sizes: Sizes) -> int | slice:
+    def _selection(self, atom: str, sizes: AxisSizes) -> int | slice:
         """What of one axis belongs to the parameter."""
         if atom.isdigit():
             return self.part
@@ -92,7 +93,7 @@ class View:
         return _axes(left), _axes(right)
 
 
-def check_shape(view: View, sizes: Sizes, name: str, found: tuple[int, ...]) -> None:
+def check_shape(view: View, sizes: AxisSizes, name: str, found: tuple[int, ...]) -> None:
     """Raises ValueError for a tensor that has not the shape that its config says."""
     wanted = view.tensor_shape(sizes)
     check(tuple(found) == wanted, f"tensor {name!r} has shape {tuple(found)}; by config.json it must have {wanted}")
@@ -102,11 +103,11 @@ def _axes(side: str) -> list[list[str]]:
     return [(group or single).split() for group, single in re.findall(r"\(([^)]*)\)|(\S+)", side)]
 
 
-def _size(atom: str, sizes: Sizes) -> int:
+def _size(atom: str, sizes: AxisSizes) -> int:
     return sum(int(part) if part.isdigit() else sizes[part] for part in atom.split("+"))
 
 
-def _ways(axis: list[str], wanted: range, sizes: Sizes) -> list[tuple[tuple, slice]]:
+def _ways(axis: list[str], wanted: range, sizes: AxisSizes) -> list[tuple[tuple, slice]]:
     """For an axis of the parameter, where its wanted part comes from in the split view, and where it goes to."""
     if len(axis) == 1:
         return [((slice(wanted.start, wanted.stop),), slice(None))]

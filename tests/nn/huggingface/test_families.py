@@ -20,6 +20,7 @@ from nn.huggingface.theirs import TOKENS, assert_close, logits, random_model, to
 from posjax import rotary
 from posjax.nn import Decoder, from_pretrained, save_pretrained
 from posjax.nn.huggingface import FAMILIES, read_config
+from posjax.nn.huggingface.registry import write_config
 
 pytestmark = [
     pytest.mark.parity,
@@ -192,6 +193,35 @@ def test_older_words_mean_what_they_mean_to_transformers(name):
     values = OLDER[name]
     theirs = transformers.AutoConfig.for_model(**values).to_dict()
     assert read_config(values) == read_config(theirs | {"model_type": values["model_type"]})
+
+
+@pytest.mark.parametrize("name", released.CASES)
+def test_a_model_of_its_own_has_no_special_tokens_of_another(name, tmp_path):
+    """The defaults of transformers are those of a release; a small vocabulary may not even have them."""
+    values = released.CASES[name]
+    save_pretrained(released.random_decoder(values), tmp_path / "out", family=values["model_type"])
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    found = transformers.GenerationConfig.from_model_config(config)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert (getattr(config, key), getattr(found, key)) == (None, None), key
+    transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", released.CASES)
+def test_transformers_4_finds_the_base_where_it_looks(name):
+    """In outer keys, which change nothing for transformers 5."""
+    values = released.CASES[name]
+    config = read_config(values)
+    written = write_config(config, FAMILIES[values["model_type"]])
+    rules = written.get("rope_parameters", {})
+    rules = [rules["full_attention"], rules["sliding_attention"]] if name == "gemma3_text" else [rules]
+    places = ("rope_theta", "rope_local_base_freq")
+    for inner, place in zip(rules, places, strict=False):
+        assert written.get(place) == inner.get("rope_theta")
+    if name.startswith("gpt_neox"):
+        assert written["rotary_emb_base"] == written["rope_theta"] == 5000.0
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(written))).to_dict()
+    assert read_config(theirs | {"model_type": values["model_type"]}) == config
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "phi3", "phi3-longrope", "gpt_neox"])

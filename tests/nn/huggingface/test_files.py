@@ -1,6 +1,7 @@
 """Files of tensors: those of the package safetensors read, ours read by it, broken ones, and file systems."""
 
 import json
+import sys
 
 import fsspec
 import jax
@@ -150,6 +151,7 @@ BROKEN = {
     "header of 2^63 bytes": (file(one(), size=2**63), "is cut short or no safetensors file: its header would end"),
     "pointer of git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "is cut short or no safetensors file"),
     "not JSON": (file(b"{{{{"), "is no safetensors file: its header is not JSON"),
+    "too deep": (file(b"[" * 100_000), "is no safetensors file: its header is not JSON"),
     "not text": (file(b"\xff\xfe{}"), "is no safetensors file: its header is not JSON"),
     "a list": (file([1]), "is no safetensors file: its header is [1], not an object"),
     "cut short": (file(one(), bytes(7)), "is cut short: tensor 'one' ends behind its end"),
@@ -232,7 +234,12 @@ def test_what_is_not_there(tmp_path):
 
 
 def test_a_config_that_is_no_object(tmp_path):
-    for text, words in (("{", "is not valid JSON"), ("[]", "must hold an object, found list")):
+    cases = (
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "must hold an object, found list"),
+    )
+    for text, words in cases:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=f"{tmp_path}/config.json {words}"):
             from_pretrained(tmp_path)
@@ -276,6 +283,14 @@ def test_other_files_go_with_a_model_from_a_url(memory, tmp_path):
     save_pretrained(from_pretrained("memory://models/gpt2"), tmp_path / "second", like="memory://models/gpt2")
     assert (tmp_path / "second" / "merges.txt").read_bytes() == b"#version\na b\n"
     assert not (tmp_path / "second" / "secret.txt").exists()
+
+
+def test_without_fsspec_its_name_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^memory://models/gpt2: .* package fsspec: pip install posjax\[hf\]$"
+    ):
+        from_pretrained("memory://models/gpt2")
 
 
 def test_a_file_system_that_keeps_copies_is_not_that_of_this_machine(memory, tmp_path):

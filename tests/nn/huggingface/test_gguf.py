@@ -346,6 +346,10 @@ REFUSED = {
         {"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}},
         "unexpected tensors: model.layers.0.self_attn",
     ),
+    "no heads": (
+        {"edit": lambda writer: writer.kv_data[0].pop("llama.attention.head_count")},
+        "tiny.gguf does not say llama.attention.head_count",
+    ),
     "another tensor": ({"more": {"blk.0.attn_sinks": np.ones(4, np.float32)}}, "unexpected tensors: blk.0.attn_sinks;"),
 }
 
@@ -355,6 +359,12 @@ def test_files_that_no_decoder_can_be(name, tmp_path):
     options, words = REFUSED[name]
     write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), **options)
     released.refuse([words], from_pretrained, tmp_path / "tiny.gguf")
+
+
+def test_a_file_without_embeddings(tmp_path):
+    tensors = {name: x for name, x in random_tensors(VALUES).items() if "embed_tokens" not in name}
+    write(tmp_path / "tiny.gguf", VALUES, tensors)
+    released.refuse(["tiny.gguf has no tensor token_embd.weight"], from_pretrained, tmp_path / "tiny.gguf")
 
 
 def test_a_part_of_a_head_that_turns(tmp_path):

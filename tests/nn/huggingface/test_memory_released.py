@@ -76,6 +76,43 @@ def run(*folders):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+GPT_OSS |= {"vocab_size": 512, "hidden_size": 768, "intermediate_size": 768, "num_local_experts": 16}
+
+
+def packed(name, shape):
+    """The tensors of a tensor in files: those of experts are in MXFP4."""
+    if "experts" not in name or name.endswith("bias"):
+        return {name: (np.dtype(np.float32), shape)}
+    experts, width, rows = shape
+    blocks, scales = (experts, rows, width // 32, 16), (experts, rows, width // 32)
+    return {f"{name}_blocks": (np.dtype(np.uint8), blocks), f"{name}_scales": (np.dtype(np.uint8), scales)}
+
+
+def build_packed(folder, values):
+    """A folder of random experts and other numbers that are all alike; gives the bytes of the largest in float32."""
+    folder.mkdir()
+    shapes, draw = shapes_of(values), np.random.default_rng(0)
+    tensors = {name: kind for each in sorted(shapes) for name, kind in packed(each, shapes[each]).items()}
+    (layout,) = files.lay_out(tensors, 10**12)
+    files.create(folder, [layout])
+    for entry in layout.entries.values():
+        number = draw.integers(100, 130, entry.shape, np.uint8) if entry.dtype == np.uint8 else 0.01
+        files.writable(folder, entry)[...] = number
+    released.write_config(folder, values)
+    return max(4 * int(np.prod(shape)) for shape in shapes.values())
+
+
+def test_experts_in_mxfp4_are_unpacked_a_part_at_a_time(tmp_path):
+    """Beside the parameter's part there is the whole tensor in bfloat16, and no more of it in float32."""
+    largest = build_packed(tmp_path / "model", GPT_OSS)
+    build_packed(tmp_path / "tiny", GPT_OSS | TINY | {"num_local_experts": 4})
+    found = run(tmp_path / "model", tmp_path / "out", tmp_path / "tiny")
+    print("largest", largest, found)
+    assert found["arrays"] > 3 * largest
+    assert found["read"] < 2 * largest, found
+
+
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.wide)])
 def test_beside_the_arrays_less_than_twice_the_largest_tensor(size, tmp_path):
     values = HEADS | SIZES[size]

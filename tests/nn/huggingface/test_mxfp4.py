@@ -4,6 +4,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nn.huggingface import released
 
 from posjax.nn.huggingface import files
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
@@ -46,6 +47,22 @@ def test_a_packed_tensor_has_the_name_and_shape_that_it_has_elsewhere(packed):
     assert source.entries[NAME].shape == source.tensor(NAME).shape == (3, 64, 5)
     np.testing.assert_array_equal(source.tensor("model.norm.weight"), packed[1]["model.norm.weight"])
     assert is_packed(files.Folder(packed[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({f"{NAME}_scales": None}, f"tensor '{NAME}_scales' is missing"),
+        ({f"{NAME}_scales": (3, 5, 3)}, f"tensor '{NAME}_blocks' has shape (3, 5, 2, 16) and its scales (3, 5, 3)"),
+        ({f"{NAME}_blocks": (3, 160)}, f"tensor '{NAME}_blocks' has shape (3, 160)"),
+        ({f"{NAME}_blocks": (3, 5, 2, 8)}, f"tensor '{NAME}_blocks' has shape (3, 5, 2, 8)"),
+    ],
+)
+def test_blocks_and_scales_that_do_not_belong_together(change, words, tmp_path):
+    shapes = {f"{NAME}_blocks": (3, 5, 2, 16), f"{NAME}_scales": (3, 5, 2)} | change
+    tensors = {name: np.zeros(shape, np.uint8) for name, shape in shapes.items() if shape}
+    released.write_tensors(tmp_path, tensors)
+    released.refuse([words], Mxfp4, files.Folder(tmp_path))
 
 
 def test_a_byte_holds_two_numbers_the_lower_half_first(tmp_path):

@@ -23,6 +23,7 @@ pytestmark = [
 FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DEFAULT = {"rope_type": "default"}
+YARN = released.rope(1e4, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 OPTIONS = {
     "windows without rope": ("smollm3", {"use_sliding_window": True, "sliding_window": 5}),
     "windows by layer types": ("smollm3", {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 5}),
@@ -41,6 +42,12 @@ OPTIONS = {
     "share of another family": ("cohere2", {"rotary_pct": 0.5}),
     "base alone": ("gpt_oss", {"rope_theta": 500.0, "rope_parameters": None}),
     "experts": ("gpt_oss", {"num_local_experts": None, "num_experts": 4}),
+    "one mscale": ("llama-yarn", {"rope_parameters": YARN | {"mscale_all_dim": 0.7}}),
+    "both mscales": ("llama-yarn", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "a factor beside mscales": (
+        "llama-yarn",
+        {"rope_parameters": YARN | {"attention_factor": 0.7, "mscale": 0.5, "mscale_all_dim": 0.7}},
+    ),
     "no length": (
         "qwen2",
         {"max_position_embeddings": None, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},

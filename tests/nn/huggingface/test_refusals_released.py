@@ -1,5 +1,8 @@
 """What released models have and a decoder has not, the other way round, and what is accepted of old releases."""
 
+import contextlib
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +191,43 @@ CONFIGS = {
 }
 
 
+BROKEN = {
+    "half a layer": ("llama", "num_hidden_layers", 1.5, "must be a whole number above 0, found 1.5"),
+    "a width in words": ("llama", "hidden_size", "64", "must be a whole number above 0, found '64'"),
+    "no heads": ("gpt2", "n_head", 0, "must be a whole number above 0, found 0"),
+    "an eps of none": ("mistral", "rms_norm_eps", None, "must be a finite number, found None"),
+    "an eps in words": ("bloom", "layer_norm_epsilon", "1e-5", "must be a finite number, found '1e-5'"),
+    "tied by a word": ("llama", "tie_word_embeddings", "no", "must be true or false, found 'no'"),
+    "tied by none": ("llama", "tie_word_embeddings", None, "must be true or false, found None"),
+    "rope that is a list": ("llama", "rope_parameters", [1], "must be an object, found [1]"),
+    "rope of one kind": ("gemma3_text", "rope_parameters", {"full_attention": 3}, "{'full_attention': 3}: gemma3_text"),
+    "base": ("qwen3", "rope_parameters", {"rope_type": "default", "rope_theta": "x"}, ": base must be a number, found"),
+    "factors": ("phi3-longrope", "rope_parameters", released.LONG | {"long_factor": 3}, ": "),
+    "layers in words": ("gemma2", "layer_types", "full_attention", "must be a list, found 'full_attention'"),
+    "options": ("mpt", "attn_config", [], "must be an object, found []"),
+    "scale of 0": ("granite", "logits_scaling", 0, "must be positive, found 0"),
+    "scalar of 0": ("gemma2", "query_pre_attn_scalar", 0, "must be positive, found 0"),
+    "activation": ("gptj", "activation_function", ["gelu"], "must be a name, found ['gelu']"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_values_of_a_wrong_kind_are_named_by_their_key(name):
+    case, key, value, words = BROKEN[name]
+    refuse([f"config.json: {key}", words], read_config, released.CASES[case] | {key: value})
+
+
+@pytest.mark.parametrize("case", released.CASES)
+def test_every_key_may_be_missing_or_of_any_kind(case):
+    """Then it is read or refused by a ValueError, and by nothing else."""
+    values = released.CASES[case]
+    for key in values:
+        for changed in ({}, *({key: wrong} for wrong in (None, "x", [], ["a"], {"a": 1}, -1, 0, 1.5, True))):
+            rest = {name: value for name, value in values.items() if name != key}
+            with contextlib.suppress(ValueError):
+                read_config(rest | changed)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_that_no_decoder_can_be(name):
     values, words = CONFIGS[name]
@@ -239,6 +279,64 @@ def test_decoders_that_no_layout_can_say(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@dataclasses.dataclass(frozen=True)
+class Halved(rotary.Plain):
+    """Plain RoPE at half of its frequencies, under the name of plain RoPE."""
+
+    def _scaled(self, inverse_frequencies):
+        return inverse_frequencies / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat(rotary.NTKAware):
+    """All frequencies at half, under the name and the base of NTK-aware scaling."""
+
+    def _multipliers(self, half):
+        return np.full(half, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned(rotary.Plain):
+    """The frequencies of plain RoPE, but another table."""
+
+    def table(self, positions, **options):
+        cos, sin = super().table(positions, **options)
+        return rotary.RotaryTable(cos, -sin)
+
+
+OTHERS = {
+    "halved": Halved(),
+    "flat": Flat(2.0),
+    "turned": Turned(),
+    "linear": dataclasses.make_dataclass("Own", [], bases=(rotary.Linear,), frozen=True)(2.0),
+    "a factor of the logits": rotary.YaRN(4.0, 16, mscale=1.0, mscale_all_dim=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("family", [None, "llama", "qwen2", "gpt_neox"])
+def test_a_rule_that_only_looks_like_a_known_one_is_not_written_as_that(name, family, tmp_path):
+    scheme = pj.Scheme(features=rotary.Rotary(OTHERS[name]))
+    biases = {"biases": ("qkv",)} if family == "qwen2" else {}
+    if family == "gpt_neox":
+        biases = {"biases": ("qkv", "output", "mlp"), "norm": Norm("layer", bias=True), "activation": "gelu"}
+        biases |= {"tied_head": False, "residual": Residual(parallel=True)}
+    refuse(
+        ["scheme: the layout of", type(OTHERS[name]).__name__],
+        save_pretrained,
+        decoder(scheme=scheme, **biases),
+        tmp_path / "out",
+        family=family,
+    )
+    plain = pj.Scheme(features=rotary.Rotary(rotary.NTKAware(2.0)))
+    save_pretrained(decoder(scheme=plain, **biases), tmp_path / "out", family=family)
+    written = released.config_of(tmp_path / "out")
+    bases = {written[key] for key in ("rope_theta", "rotary_emb_base") if key in written}
+    assert bases == {written["rope_parameters"]["rope_theta"]}
+    assert bases != {1e4}
+
+
+LONG = rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 16, factor=2.0)
 NAMED = {
     "query norm": (
         "llama",
@@ -264,6 +362,21 @@ NAMED = {
         ["to_hf: Hugging Face has no rope_type for DynamicLinear"],
     ),
     "unknown": ("lama", {}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
+    "phi3, linear": (
+        "phi3",
+        {"scheme": pj.Scheme(features=rotary.Rotary(rotary.Linear(2.0)))},
+        ["rope_type of phi3: unknown value 'linear' (known: default, longrope)"],
+    ),
+    "phi3, yarn": (
+        "phi3",
+        {"scheme": pj.Scheme(features=rotary.Rotary(rotary.YaRN(2.0, 16)))},
+        ["rope_type of phi3: unknown value 'yarn' (known: default, longrope)"],
+    ),
+    "phi3, wide heads": (
+        "phi3",
+        {"scheme": pj.Scheme(features=rotary.Rotary(LONG)), "head_dim": 16},
+        ["long_factor: transformers reads 4 numbers for phi3, whose heads have 8 channels"],
+    ),
 }
 
 
@@ -283,6 +396,7 @@ def test_the_first_layout_that_fits_is_taken(tmp_path):
         "smollm3": {"scheme": pj.Layers((((pj.scheme("rope"), pj.Scheme()), 1),))},
         "granite": {"logit_scale": 0.5},
         "olmo2": {"residual": Residual("after"), "projection_norm": True},
+        "phi3": {"scheme": pj.Scheme(features=rotary.Rotary(rotary.Plain(partial_rotary_factor=0.5)))},
         "gpt2": {"scheme": pj.scheme("learned", max_length=16), "norm": Norm("layer", bias=True)}
         | {"activation": "gelu", "biases": ("qkv", "output", "mlp")},
     }
