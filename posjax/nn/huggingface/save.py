@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ _STALE += ("transformers_version", "quantization_config", "partial_rotary_factor
 _STALE += ("auto_map", "original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
 
 
+_LONGEST_PATH = 4096
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -71,8 +74,8 @@ def save_pretrained(
 ) -> None:
     """Writes a decoder in the layout of Hugging Face: ``config.json`` and ``*.safetensors``.
 
-    Every process writes its own devices' parts; all of them must see the folder. Files appear under their names when
-    all is written.
+    Every process writes its own devices' parts; all of them must see the folder; for a URL that for temporary files
+    (``TMPDIR``), which needs room for the model. Files appear under their names when all is written.
 
     Args:
         decoder: the model.
@@ -95,16 +98,18 @@ def save_pretrained(
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_place(path)
     _check_empty(path, names_in(files, root))
-    others = {} if like is None else files_beside(like)
-    layouts, partial, first = lay_out(tensors, max_file_bytes), _partial(files, root), jax.process_index() == 0
-    if first:
-        _prepare(partial, layouts, others | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()})
-    _wait("created")
-    _write(decoder.config, chosen, parameters, layouts, partial)
-    _wait("written")
-    if first:
-        _publish(partial, files, root)
-    _wait("published")
+    layouts, first = lay_out(tensors, max_file_bytes), jax.process_index() == 0
+    beside = {} if like is None or not first else files_beside(like)
+    others = beside | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
+    with _partial(files, root) as partial:
+        if first:
+            _prepare(partial, layouts, others)
+        _wait("created")
+        _write(decoder.config, chosen, parameters, layouts, partial)
+        _wait("written")
+        if first:
+            _publish(partial, files, root)
+        _wait("published")
 
 
 def _check_empty(path: str | Path, names: Sequence[str]) -> None:
@@ -118,20 +123,30 @@ def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> 
 
     A decoder knows no special tokens, and transformers would take those of the family's first release.
     """
-    kept = (
-        dict.fromkeys(_TOKENS)
-        if not given
-        else {key: value for key, value in given.items() if key not in (*_STALE, *family.aliases)}
-    )
-    values = kept | write_config(config, family)
+    kept = {key: value for key, value in given.items() if key not in (*_STALE, *family.aliases)}
+    values = (kept or dict.fromkeys(_TOKENS)) | write_config(config, family)
     check_same(family, config, read_config(values))
     return values
 
 
-def _partial(files: Any, root: str) -> Path:
-    """The folder that is written into until all is there: beside the one asked for, or here for a URL."""
-    local = Path(root if is_local(files) else f"{root.replace('/', '_')}.upload")
-    return local.with_name(f"{local.name}.partial")
+@contextmanager
+def _partial(files: Any, root: str) -> Iterator[Path]:
+    """The folder that is written into until all is there: beside the one asked for, or a temporary one for a URL."""
+    if is_local(files):
+        yield Path(f"{root}.partial")
+        return
+    with tempfile.TemporaryDirectory(prefix="posjax-") as folder:
+        yield Path(_of_first(folder), "model")
+
+
+def _of_first(folder: str) -> str:
+    """The folder that the first process names."""
+    if jax.process_count() == 1:
+        return folder
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    named = broadcast_one_to_all(np.frombuffer(folder.encode().ljust(_LONGEST_PATH), np.uint8))
+    return bytes(np.asarray(named, np.uint8)).decode().rstrip()
 
 
 def _prepare(folder: Path, layouts: list[Layout], others: Mapping[str, bytes]) -> None:
@@ -213,7 +228,6 @@ def _publish(partial: Path, files: Any, root: str) -> None:
     if not is_local(files):
         for name in names:
             files.put_file(str(partial / name), f"{root}/{name}")
-        shutil.rmtree(partial)
         return
     Path(root).mkdir(parents=True, exist_ok=True)
     for name in names:

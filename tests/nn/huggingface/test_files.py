@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 
 import fsspec
 import jax
@@ -261,17 +262,36 @@ def assert_same_parameters(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, wanted)))
 
 
-def test_a_url_is_written_and_read(memory, tmp_path, monkeypatch):
-    """Through a folder beside the working one, of which nothing is left."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working folder and that of temporary files, both empty."""
+    for name in ("here", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path
+
+
+def test_a_url_is_written_and_read(memory, here):
+    """Through a temporary folder, of which nothing is left."""
     decoder = released.random_decoder(released.CASES["falcon"])
     save_pretrained(decoder, "memory://models/falcon", max_file_bytes=40_000)
     names = {name.rpartition("/")[2] for name in memory.ls("/models/falcon", detail=False)}
     assert names - {"config.json", INDEX} == {f"model-0000{n}-of-00005.safetensors" for n in range(1, 6)}
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in here.rglob("*")) == ["here", "temporary"]
     assert_same_parameters(from_pretrained("memory://models/falcon"), decoder)
     with pytest.raises(ValueError, match="memory://models/falcon holds a model already"):
         save_pretrained(decoder, "memory://models/falcon")
+
+
+def test_of_a_url_that_cannot_be_written_nothing_is_left(memory, here, monkeypatch):
+    def full(*arguments):
+        raise OSError("no room")
+
+    monkeypatch.setattr(type(memory), "put_file", full)
+    with pytest.raises(OSError, match="no room"):
+        save_pretrained(released.random_decoder(released.CASES["gpt2"]), "memory://models/gpt2")
+    assert sorted(path.name for path in here.rglob("*")) == ["here", "temporary"]
 
 
 def test_other_files_go_with_a_model_from_a_url(memory, tmp_path):
