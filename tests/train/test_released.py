@@ -12,8 +12,9 @@ import pytest
 from flax import nnx
 from released_models import LENGTH, TEXT, VOCABULARY, write_released
 
+import posjax as pj
 from posjax.coca import Coca, merge_projection
-from posjax.nn import Residual, from_pretrained, save_pretrained
+from posjax.nn import Norm, Residual, from_pretrained, save_pretrained
 from train import cli
 from train.checkpoint import restore_model
 from train.config import dump, load_values, parse, parse_text
@@ -97,10 +98,7 @@ def test_a_saved_config_does_not_need_the_model_any_more(released, values):
 
 
 def test_a_model_that_does_not_say_its_length_is_told_it(values, tmp_path):
-    write_released(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    said["max_position_embeddings"] = None
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    write_released(tmp_path, scheme=pj.scheme("alibi"), trained_length=None, **BLOOM)
     with pytest.raises(ValueError, match=r"model\.trained_length: config\.json of .* does not say the length"):
         with_changes(values, init=str(tmp_path))
     config = with_changes(values, init=str(tmp_path), model={"trained_length": 16})
@@ -108,6 +106,8 @@ def test_a_model_that_does_not_say_its_length_is_told_it(values, tmp_path):
 
 
 LONG = {"model": {"trained_length": 64}}
+BLOOM = {"norm": Norm("layer", 1e-5, bias=True), "embedding_norm": True, "biases": ("qkv", "output", "mlp")}
+BLOOM |= {"activation": "gelu", "mlp_dim": 128, "num_kv_heads": 4}
 
 
 def test_another_rotation_keeps_the_base_of_the_model(values):
