@@ -194,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
     """
     options = _parse(arguments)
-    command, traceback = COMMANDS[options.pop("command")], options.pop("traceback")
+    name, traceback = options.pop("command"), options.pop("traceback")
+    command = COMMANDS[name]
     try:
         return command(options.pop("config"), options.pop("overrides"), **options)
     except (ValueError, OSError, ImportError) as error:
@@ -203,8 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from there", file=sys.stderr)
+        print("stopped" + ("; the same command resumes" if name in _RESUMABLE else ""), file=sys.stderr)
         return INTERRUPTED
+
+
+_RESUMABLE = ("fit", "compare")
 
 
 class _Parser(argparse.ArgumentParser):

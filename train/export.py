@@ -1,21 +1,23 @@
 """A trained run in the layout of released models, for whatever reads those."""
 
+import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
+from posjax.layers import uniform
 from posjax.nn import from_pretrained, save_pretrained
 from posjax.nn.huggingface.files import open_place
 from posjax.nn.huggingface.load import is_released
 from posjax.nn.huggingface.save import COPIED
-from train.config import Config
-from train.model import evaluated_scheme, extension_of
+from train.config import Config, SchemeConfig, own_tokenizer
+from train.model import evaluated_scheme, extension_of, own_length, scheme_of
 from train.paths import path
 from train.released import KEPT
-from train.restore import config_of, is_run, restore
+from train.restore import config_of, entry_in_stage, is_run, restore
 from train.settings.checks import check
 
 
@@ -43,13 +45,31 @@ def export(
     config = config_of(place, overrides)
     like = _original(place, config)
     stage, model = _model(place, config)
-    longest = max(stage.evaluate.lengths)
-    if stage.scheme.extend:
-        told(f"extended for {longest} tokens: {json.dumps(extension_of(stage, stage.scheme, longest))}")
-    model = model.with_scheme(evaluated_scheme(stage))
+    entry, longest = entry_in_stage(config.scheme, config, stage), max(stage.evaluate.lengths)
+    model = model.with_scheme(evaluated_scheme(stage, entry))
+    model.config = dataclasses.replace(model.config, trained_length=_reach(stage, entry, longest))
     save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
-    if like is None:
+    if config.data.tokenizer not in _tokenizers_of(place, config):
         _copy_tokenizer(config, folder)
+    if entry.extend:
+        told(f"extended for {longest} tokens: {json.dumps(extension_of(stage, entry, longest))}")
+
+
+def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
+    """The length that a model is for, with an extension that divides frequencies by a factor or without."""
+    own, change = own_length(config), extension_of(config, entry, longest).get("frequencies")
+    if not isinstance(change, Mapping) or "factor" not in change or "original_length" in change:
+        return own  # a rule with an original length says itself how far it reaches
+    schemes = uniform(scheme_of(config, entry), config.model.num_layers).schemes
+    before = max(getattr(each.features.frequencies, "factor", 1.0) for each in schemes if each.rotates)
+    return int(own * change["factor"] / before)
+
+
+def _tokenizers_of(place: str | Path, config: Config) -> tuple[str, ...]:
+    """Where the tokenizer is that goes with the released model's other files."""
+    if not config.init.path:
+        return ()
+    return own_tokenizer(config.init.path), str(path(place) / KEPT / "tokenizer.json")
 
 
 def _model(place: str | Path, config: Config) -> tuple[Config, nnx.Module]:

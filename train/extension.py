@@ -103,8 +103,10 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     """
     if not extend:
         return {}
+    _check_named(extend)
     schemes = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
-    reached, which = _reached(schemes, extend)
+    reached, which = _reached(schemes, extend, own)
+    _check_masking(reached, extend.get("far"))
     found = completed({**which, **extend}, own, length)
     if length <= own and _follows_length(extend.get("frequencies")):
         del found["frequencies"]
@@ -127,9 +129,29 @@ _KINDS = (({"linear"}, rotary.Linear), ({"yarn", "ntk-by-parts", "llama3"}, (rot
 """Names of rules that can take the place of rules of a class, given its factor and original length."""
 
 
-def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any]) -> tuple[Sequence[Scheme], dict[str, str]]:
-    """The layers that an extension changes, and the option of `Layers.extend` that says so."""
-    full = [scheme for scheme in schemes if scheme.mask is None]
+def _check_named(extend: Mapping[str, Any]) -> None:
+    """Raises ValueError for a slot that is described without its name."""
+    for slot, change in extend.items():
+        named = not isinstance(change, Mapping) or isinstance(change.get("name"), str)
+        check(named, f"{slot}: expected {{name: ..., option: value}}, found {change!r}")
+
+
+def _check_masking(schemes: Sequence[Scheme], change: Any) -> None:
+    """Raises ValueError for a method of far pairs that masks, which layers without rotation would not do."""
+    masks = isinstance(change, Mapping) and change["name"] in ("streaming", "lm-infinite")
+    check(
+        not masks or all(scheme.rotates for scheme in schemes),
+        f"far: {change['name'] if masks else ''!r} would leave the layers of this model that do not rotate without its "
+        "mask; mask: {name: lambda} masks them all",
+    )
+
+
+def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any], own: int) -> tuple[Sequence[Scheme], dict[str, str]]:
+    """The layers that an extension changes, and the option of `Layers.extend` that says so.
+
+    A window as long as the model's own length confines nothing that the model knows.
+    """
+    full = [scheme for scheme in schemes if scheme.retained is None or sum(scheme.retained) >= own]
     if "layers" in extend or len(full) == len(schemes):
         return schemes, {}
     check(bool(full), "every layer of this model sees a window of its own alone, so an extension has nothing to change")

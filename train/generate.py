@@ -18,8 +18,10 @@ from posjax.sampling import Drawn
 from train.data import load_tokenizer
 from train.evaluate.saved import check_causal
 from train.model import evaluated_scheme
-from train.restore import config_of, restore
+from train.restore import config_of, entry_in_stage, restore
 
+_UNFINISHED = "\ufffd".encode()
+"""What some tokenizers decode the first bytes of a character to."""
 _CHUNK = 64  # tokens of the prompt at a time
 
 
@@ -125,8 +127,9 @@ def generate(
     tokenizer = load_tokenizer(config.data)
     tokens = tokenizer.encode(prompt.encode("utf-8"))[:-1]
     check(len(tokens) > 0, "--prompt is empty, and this tokenizer begins texts by no token; name a first word")
-    scheme = evaluated_scheme(config, length=len(tokens) + sampling.tokens)
-    model = restore(directory, config)[1].with_scheme(scheme)
+    stage, model = restore(directory, config)
+    entry = entry_in_stage(config.scheme, config, stage)
+    model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     made: list[int] = []
     told = 0
@@ -134,9 +137,11 @@ def generate(
         made.append(token)
         # What a token adds can depend on those before it: spaces, and characters of several tokens.
         whole = tokenizer.decode(np.asarray(made))
+        if whole.endswith(_UNFINISHED):
+            continue
         piece, told = text.decode(whole[told:]), len(whole)
         write(piece)
         found += piece
-    rest = text.decode(b"", final=True)
+    rest = text.decode(tokenizer.decode(np.asarray(made))[told:], final=True)
     write(rest)
     return found + rest

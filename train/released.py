@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posjax import rotary
 from posjax.nn import DecoderConfig
 from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.load import CONFIG, read_values
@@ -34,7 +35,7 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     found = found or read_values(path)
     shape = model_section(read_config(found))
     given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
-    shape["trained_length"] = _own_length(path, shape["trained_length"], given.get("trained_length"))
+    shape["trained_length"] = _own_length(path, found, given.get("trained_length"))
     for key, value in given.items():
         check(
             key in _HOW or key not in shape or _same(value, shape[key]),
@@ -52,13 +53,21 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own_length(path: str, found: int | None, given: Any) -> Any:
-    """The length a model was made for. Raises ValueError where neither its config.json nor the config says it."""
+def _own_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
+    """The length a model was made for: what its config.json says, or that to which its scaling reaches.
+
+    Raises ValueError where neither config.json nor the config says it.
+    """
+    config = read_config(values)
+    rules = {each.features.frequencies for each in config.layers.schemes if each.rotates}
+    scaled = [rule for rule in rules if isinstance(rule, rotary.NTKByParts | rotary.Llama3)]
+    reached = [int(rule.original_length * rule.factor) for rule in scaled]
+    found = max([*reached, config.trained_length or 0])
     check(
-        found is not None or given is not None,
+        bool(found or given),
         f"model.trained_length: config.json of {path} does not say the length it was trained at; set it",
     )
-    return given if found is None else found
+    return found or given
 
 
 def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
@@ -66,10 +75,10 @@ def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
     train, evaluate = _section(values, "train"), _section(values, "evaluate")
     if "length" not in train:
         train = {"length": own, "batch_tokens": own, **train}
-    if "lengths" not in evaluate:
-        longest = 4 * own
-        sizes = {"tokens": max(131072, longest), "batch_tokens": longest}
-        evaluate = {"lengths": [own // 4, own, 2 * own, longest], **sizes, **evaluate}
+    evaluate = {"lengths": [own // 4, own, 2 * own, 4 * own], **evaluate}
+    if isinstance(evaluate["lengths"], list) and all(isinstance(length, int) for length in evaluate["lengths"]):
+        longest = max(evaluate["lengths"], default=own)
+        evaluate = {"tokens": max(131072, longest), "batch_tokens": longest, **evaluate}
     return {"train": train, "evaluate": evaluate}
 
 
@@ -91,9 +100,8 @@ def with_moved_tokenizer(saved: Config, found: Config) -> Config:
 def with_kept_tokenizer(config: Config, directory: Path) -> Config:
     """The config of a run with the tokenizer that `keep_files` kept, unless the run has another one."""
     kept = directory / KEPT / "tokenizer.json"
-    if not config.init.path or config.data.tokenizer != own_tokenizer(config.init.path) or not kept.is_file():
-        return config
-    return _with_tokenizer(config, str(kept))
+    own = bool(config.init.path) and config.data.tokenizer == own_tokenizer(config.init.path)
+    return _with_tokenizer(config, str(kept)) if own and kept.is_file() else config
 
 
 def _with_tokenizer(config: Config, place: str) -> Config:

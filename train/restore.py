@@ -16,8 +16,9 @@ from train.checkpoint import read_config, restore_model
 from train.config import Config, SchemeConfig, differences, load, load_values
 from train.convert import convert
 from train.model import RELEASED, decoder_config
-from train.paths import path
+from train.paths import path, write_file
 from train.released import with_kept_tokenizer, with_moved_tokenizer
+from train.settings.checks import check
 from train.step import build_program
 
 
@@ -32,8 +33,7 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises FileNotFoundError without either, and ValueError for overrides that would need another training.
     """
     if not is_run(place) and is_released(place):
-        name = Path(str(place).rstrip("/")).name.removesuffix(".gguf")
-        return load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
+        return _config_of_released(place, overrides)
     if is_gguf(place):
         raise FileNotFoundError(f"there is no {place}")
     directory = path(place)
@@ -43,6 +43,14 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     if changed:
         raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
     return with_kept_tokenizer(config, directory)
+
+
+def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
+    whole = str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
+    name = whole.rpartition("/")[2].removesuffix(".gguf")
+    config = load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
+    check(config.init.path == str(place), f"init: {config.init.path} is another model than {place}, which is measured")
+    return config
 
 
 def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config, nnx.Module]:
@@ -63,6 +71,14 @@ def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config,
     return config.stage(number), model
 
 
+def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:
+    """An entry as the stage has it: a stage that changed the scheme of the config changed that of its entries."""
+    if stage.scheme.trained() == config.scheme.trained():
+        return entry
+    extend = entry.extend or stage.scheme.extend
+    return dataclasses.replace(stage.scheme, label=entry.label, extend=extend, stage=entry.stage)
+
+
 def initial_parameters(config: Config, mesh: Mesh) -> Any:
     """The parameters of the released model under ``init`` as those of a config, read straight to the devices' shards.
 
@@ -81,5 +97,21 @@ def as_released(config: Config) -> Config:
 
 
 def results_of(place: str | Path, config: Config) -> Path:
-    """Where what is found of a model is written: into its run's directory, or one that bears a released one's name."""
-    return path(place) if is_run(place) else config.directory
+    """Where what is found of a model is written: into its run's directory, or one that bears a released one's name.
+
+    Raises ValueError where that one holds what belongs to something else.
+    """
+    if is_run(place):
+        return path(place)
+    directory = config.directory
+    check(not is_run(directory), f"{directory} holds a run; give what is found of {place} another place by name=")
+    mark = directory / _OF
+    known = mark.read_text(encoding="utf-8") if mark.is_file() else str(place)
+    check(known == str(place), f"{directory} holds what was found of {known}; choose another name=")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_file(mark, str(place))
+    return directory
+
+
+_OF = "model.txt"
+"""Says of which released model a directory holds results."""

@@ -18,7 +18,7 @@ from posjax.positions import as_array
 from posjax.rotary import LongRoPE, longrope
 from posjax.scheme import Scheme
 from train.checkpoint import FOUND
-from train.config import Config
+from train.config import Config, EvaluateConfig
 from train.evaluate.decoder import predictor_of
 from train.evaluate.predictor import next_nll
 from train.evaluate.saved import held_out_tokens, shortest_stage
@@ -63,13 +63,14 @@ def search(
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
     """
     config = config_of(directory, overrides)
-    trained = own_length(config)
+    config = dataclasses.replace(config, evaluate=_at(config, length))
+    stage, model = restore(directory, config)
+    trained = own_length(stage)
     check(length > trained, f"--length must exceed the training length, {trained}, found {length}")
-    _rope(config)
-    _, model = restore(directory, config)
-    documents = held_out_tokens(dataclasses.replace(config, evaluate=_at(config, length)))
-    pieces = full_pieces(documents, length, config.evaluate.tokens)
-    found = search_factors(config, model, pieces, length, Effort(population, iterations, seed))
+    check_searchable(stage)
+    pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
+    effort, scored = Effort(population, iterations, seed), min(shortest_stage(config), length)
+    found = search_factors(stage, model, pieces, length, effort, scored)
     for number, value in enumerate(found.history):
         told(f"iteration {number}: {value:.4f} nats per token")
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}
@@ -97,6 +98,11 @@ class Effort:
     iterations: int = 40
     seed: int = 0
 
+    def __post_init__(self):
+        for name, least in (("population", 4), ("iterations", 1)):
+            found = getattr(self, name)
+            check(found >= least, f"{name} of a search must be at least {least}, found {found}")
+
 
 def search_factors(
     config: Config,
@@ -104,34 +110,38 @@ def search_factors(
     pieces: Sequence[Int[np.ndarray, "length+1"]],
     length: int,
     effort: Effort,
+    scored: int,
     wrapped: Callable[[Callable], Callable] = lambda fitness: fitness,
 ) -> longrope.Found:
-    """The search of `search` for a model and pieces of text; `wrapped` may remember what its fitness gives."""
-    scheme, trained = _rope(config), own_length(config)
+    """The search of `search` for a model and pieces of text, by the loss of the `scored` last tokens of each.
+
+    `wrapped` may remember what its fitness gives.
+    """
+    scheme, trained = check_searchable(config), own_length(config)
     rule, population = scheme.features.frequencies, effort.population
     half = rule.rotary_dim(model.config.head_dim) // 2
     initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
     numbers = {"population": population, "parents": max(2, population // 2)}
     numbers |= {name: max(1, population // 4) for name in ("mutations", "crossovers")}
-    fitness = wrapped(_fitness(model, scheme, config, pieces, length))
+    fitness = wrapped(_fitness(model, scheme, config, pieces, length, scored))
     return longrope.search(fitness, initial, seed=effort.seed, iterations=effort.iterations, **numbers)
 
 
-def _rope(config: Config) -> Scheme:
-    """The run's scheme, which must rotate by plain RoPE over the whole head."""
+def check_searchable(config: Config) -> Scheme:
+    """The run's scheme. Raises ValueError unless every layer rotates by plain RoPE over the whole head."""
     scheme = scheme_of(config)
     rule = scheme.features.frequencies if isinstance(scheme, Scheme) and scheme.rotates else None
     plain = type(rule) is rotary.Plain and rule.partial_rotary_factor == 1
-    check(plain, f"search rescales plain RoPE over the whole head; {config.scheme.name!r} has none")
+    check(plain, f"search rescales plain RoPE over the whole head of every layer; {config.scheme.name!r} is not that")
     return scheme
 
 
 def _fitness(
-    model: nnx.Module, scheme: Scheme, config: Config, pieces: Sequence[np.ndarray], length: int
+    model: nnx.Module, scheme: Scheme, config: Config, pieces: Sequence[np.ndarray], length: int, scored: int
 ) -> Callable[[LongRoPE], float]:
     """The mean negative log-likelihood of the last tokens under a rule, from one compiled program."""
     graph, parameters = nnx.split(model)
-    windows = last_windows(pieces, length, min(shortest_stage(config), length))
+    windows = last_windows(pieces, length, scored)
     tokens, weights = jnp.asarray(windows.tokens, jnp.int32), jnp.asarray(windows.weights)
 
     @jax.jit
@@ -152,5 +162,8 @@ def _fitness(
     return fitness
 
 
-def _at(config: Config, length: int):
-    return dataclasses.replace(config.evaluate, lengths=(length,))
+def _at(config: Config, length: int) -> EvaluateConfig:
+    """The evaluation at one length, whose text is computed at once."""
+    section = config.evaluate
+    sizes = {name: max(getattr(section, name), length) for name in ("tokens", "batch_tokens")}
+    return dataclasses.replace(section, lengths=(length,), stride=0, **sizes)

@@ -111,6 +111,26 @@ def test_layers_with_a_window_are_passed_over():
     assert chosen["layers"] == "local"
 
 
+def test_a_window_as_long_as_the_model_confines_nothing():
+    wide = ROPE.replace(mask={"name": "window", "size": OWN})
+    extended = wide.extend(**continued(wide, YARN, OWN, 2 * OWN))
+    assert isinstance(extended.features.frequencies, rotary.YaRN)
+    assert extended.mask == wide.mask
+
+
+def test_a_mask_that_some_layers_would_lack_is_refused():
+    scheme = pj.Layers((((ROPE, pj.Scheme()), 2),))
+    with pytest.raises(ValueError, match="'streaming' would leave the layers of this model that do not rotate without"):
+        continued(scheme, {"far": {"name": "streaming"}}, OWN, 2 * OWN)
+    assert continued(scheme, {"far": {"name": "rerope"}}, OWN, 2 * OWN)
+
+
+@pytest.mark.parametrize("change", [{"factor": 16}, {"name": ["yarn"]}])
+def test_a_slot_without_its_name_is_told(change):
+    with pytest.raises(ValueError, match=r"frequencies: expected \{name: \.\.\., option: value\}, found"):
+        continued(scaled(rotary.Llama3()), {"frequencies": change}, OWN, 2 * OWN)
+
+
 def test_a_model_of_windows_alone_has_nothing_to_extend():
     with pytest.raises(ValueError, match="every layer of this model sees a window of its own alone"):
         continued(LOCAL, YARN, OWN, 2 * OWN)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from released_models import LENGTH, TEXT, VOCABULARY, write_released
+from released_models import LENGTH, TEXT, VOCABULARY, write_released, write_tokenizer
 
 import posjax as pj
+from posjax import rotary
 from posjax.coca import Coca, merge_projection
-from posjax.nn import Norm, Residual, from_pretrained, save_pretrained
+from posjax.nn import Decoder, Norm, Residual, from_pretrained, save_pretrained
 from train import cli
 from train.checkpoint import restore_model
 from train.config import dump, load_values, parse, parse_text
@@ -239,6 +240,29 @@ def test_stages_and_frozen_parts(released, values):
     assert not np.array_equal(after["stacks/0/0/attention/k"], merge_projection(before["stacks/0/0/attention/k"]))
 
 
+def test_what_a_stage_trained_is_used_as_it_was_trained(values, capsys, monkeypatch):
+    longer = {"name": "long", "train": {"length": 128, "batch_tokens": 128, "steps": 2, "warmup_steps": 1}}
+    scheme = {"name": "released", "frequencies": {"name": "yarn"}}
+    data = values["data"] | {"held_out": 0.4}
+    config = with_changes(values, name="longer", scheme=scheme, stages=[{"name": "short"}, longer], data=data)
+    fit(config)
+    trained = restore_model(config.directory)[1].config.scheme.features.frequencies
+    assert trained.factor == 4.0
+    used = []
+
+    def noted(model, scheme, own=Decoder.with_scheme):
+        used.append(scheme.features.frequencies)
+        return own(model, scheme)
+
+    monkeypatch.setattr(Decoder, "with_scheme", noted)
+    assert cli.main(["generate", str(config.directory), "--prompt", "The cat", "--tokens", "1"]) == 0
+    assert cli.main(["evaluate", str(config.directory), "evaluate.lengths=[16, 32]"]) == 0
+    assert used == [trained, trained]
+    given = "scheme.extend={frequencies: {name: linear, factor: 3.0}}"
+    assert cli.main(["generate", str(config.directory), "--prompt", "The cat", "--tokens", "1", given]) == 2
+    assert "'linear' would replace the model's own YaRN" in capsys.readouterr().err
+
+
 def test_rope_becomes_coca_before_the_first_update(released, values):
     config = with_changes(values, scheme={"name": "coca-strict", "base": 500.0})
     mesh = make_mesh(config.train.mesh, config.train.rows)
@@ -298,6 +322,27 @@ def test_generate_continues_a_prompt_as_the_forward_pass_does(released, capsys):
     )
 
 
+def test_characters_of_several_tokens_are_written_whole(released, capsys, monkeypatch):
+    tokenizer = load_tokenizer(parse({"init": str(released[0])}).data)
+    for text in ("日本語", "é x", "😀 ok"):
+        monkeypatch.setattr("train.generate.tokens_after", lambda *_, text=text: iter(tokenizer.tokens(text.encode())))
+        assert cli.main(["generate", str(released[0]), "--prompt", "The cat"]) == 0
+        assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_what_is_found_of_a_model_is_kept_apart(released, values, trained, tmp_path, capsys):
+    data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "data.held_out=0.2"]
+    arguments = ["evaluate", str(released[0]), f"output={values['output']}", *data, "evaluate.lengths=[16]"]
+    assert cli.main([*arguments, "name=run"]) == 2
+    assert "holds a run" in capsys.readouterr().err
+    shutil.copytree(released[0], tmp_path / "tiny")
+    assert cli.main([*arguments, "name=apart"]) == 0
+    assert cli.main(["evaluate", str(tmp_path / "tiny"), *arguments[2:], "name=apart"]) == 2
+    assert f"holds what was found of {released[0]}" in capsys.readouterr().err
+    assert cli.main([*arguments, "name=apart", f"init={tmp_path}/tiny"]) == 2
+    assert "is another model than" in capsys.readouterr().err
+
+
 def test_search_takes_the_path(released, values, capsys):
     data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "data.held_out=0.2"]
     sizes = ["evaluate.tokens=128", "evaluate.batch_tokens=128", "evaluate.lengths=[16, 64]"]
@@ -333,6 +378,29 @@ def test_a_run_needs_the_model_it_started_from_no_more(released, values, tmp_pat
     assert cli.main(["export", str(config.directory), str(tmp_path / "again")]) == 2
     assert "tiny is gone" in capsys.readouterr().err
     assert cli.main(["export", str(config.directory), str(tmp_path / "again"), f"init.path={tmp_path}/moved"]) == 0
+
+
+@pytest.mark.parametrize("name", ["linear", "yarn", "llama3", "ntk"])
+def test_an_exported_extension_says_how_far_it_reaches(released, tmp_path, name):
+    extend = f"scheme.extend={{frequencies: {{name: {name}, factor: 4.0}}}}"
+    assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 4 * LENGTH
+
+
+def test_a_scaling_says_how_far_a_model_reaches(tmp_path):
+    """Qwen's layout, in which the maximum stays that of the training before it was extended."""
+    write_released(tmp_path, scheme=pj.Scheme(features=rotary.Rotary(rotary.YaRN(4.0, LENGTH, base=500.0))))
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"max_position_embeddings": LENGTH}))
+    assert parse({"init": str(tmp_path)}).train.length == 4 * LENGTH
+
+
+def test_a_tokenizer_of_its_own_is_exported(values, tmp_path):
+    write_tokenizer(tmp_path, "quite another text " + TEXT, VOCABULARY)
+    config = with_changes(values, name="own", data={"tokenizer": str(tmp_path / "tokenizer.json")}, train={"steps": 2})
+    fit(config)
+    assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
 def test_export_keeps_the_dtype_of_the_files(released, tmp_path):

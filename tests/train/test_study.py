@@ -16,7 +16,8 @@ from rich.console import Console
 import posjax as pj
 from posjax.nn import Norm
 from train import cli
-from train.config import load, parse
+from train.compare import compare
+from train.config import dump, load, parse
 from train.study import measure as measuring
 from train.study import run as running
 from train.study import run_study
@@ -30,6 +31,9 @@ SCHEMES = [
     {"name": "released", "label": "YaRN", "extend": {"frequencies": {"name": "yarn"}}},
     {"name": "released", "label": "ReRoPE", "extend": {"far": {"name": "rerope"}}},
 ]
+
+
+LONG = {"name": "released", "label": "LongRoPE", "extend": {"frequencies": {"name": "longrope"}}}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,6 @@ def test_other_weights_are_another_model(released, values, study, tmp_path):
 
 
 def test_the_report_is_of_this_config_alone(values, study):
-    (study[0] / RESULTS).write_text((study[0] / RESULTS).read_text())
     shorter = {**values, "evaluate": {**values["evaluate"], "lengths": [16]}}
     console = Console(file=io.StringIO(), width=200)
     run_study(parse(shorter), console)
@@ -273,6 +276,20 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
             {"compare": {"schemes": [{**SCHEMES[1], "extend": {"frequencies": {"name": "yran"}}}]}},
             "did you mean 'yarn'",
         ),
+        (
+            {"compare": {"schemes": [{**SCHEMES[0], "frequencies": {"name": "linear", "factor": 4.0}}]}},
+            "'as released' has frequencies beside its name, which only a training reads",
+        ),
+        ({"compare": {"schemes": [{**SCHEMES[0], "stage": "0"}]}}, "'as released' has stage beside its name"),
+        (
+            {"compare": {"schemes": [LONG], "search": {"length": 16}}},
+            "compare.search.length must exceed the model's own",
+        ),
+        ({"compare": {"schemes": [LONG], "search": {"population": 2}}}, "population of a search must be at least 4"),
+        (
+            {"evaluate": {"lengths": [64], "tokens": 128, "batch_tokens": 128, "tasks": ["copy"]}},
+            "a study has the task 'passkey' alone, found 'copy'",
+        ),
         ({"init": "", "scheme": "rope"}, "a released model is measured, named as in init=PATH"),
     ],
 )
@@ -307,6 +324,47 @@ def test_a_study_that_was_stopped_in_its_first_cell_continues(values, tmp_path, 
 
 def _interrupt(*_):
     raise KeyboardInterrupt
+
+
+def test_a_study_and_a_comparison_leave_each_other_alone(values, study, tmp_path):
+    before = (study[0] / RESULTS).read_text()
+    shutil.copytree(study[0], tmp_path / "study")
+    train = {"steps": 2, "warmup_steps": 1, "length": 16, "batch_tokens": 64, "mesh": {"data": 1}}
+    trained = {**values, "train": train, "output": str(tmp_path), "data": {**values["data"], "held_out": 0.4}}
+    with pytest.raises(ValueError, match="holds a study of a released model"):
+        compare(parse(trained))
+    assert (tmp_path / "study" / RESULTS).read_text() == before
+    (tmp_path / "study" / "config.yaml").write_text(dump(parse(trained)))
+    with pytest.raises(ValueError, match="holds a comparison of schemes that were trained"):
+        run_study(parse({**values, "output": str(tmp_path)}))
+
+
+def test_a_search_that_needs_too_much_memory_leaves_the_rest(values, tmp_path, monkeypatch):
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr("train.study.search.search_factors", exhausted)
+    console = Console(file=io.StringIO(), width=200)
+    sections = {"output": str(tmp_path), "compare": {"schemes": [SCHEMES[0], LONG], "texts": 1}}
+    directory = run_study(parse({**values, **sections}), console)
+    assert "LongRoPE: more memory is needed" in console.file.getvalue()
+    errors = {row["label"]: row["error"] for row in read_rows(directory) if row["length"] == 64}
+    assert errors["as released"] is None
+    assert "no factors of LongRoPE were found" in errors["LongRoPE"]
+
+
+def test_texts_of_one_name_are_told_apart(values, tmp_path):
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "book.txt").write_text(f"This is {part}. " + TEXT * 30)
+    mixture = [{"paths": [f"{tmp_path}/{part}/*.txt"]} for part in ("a", "b")]
+    config = parse({**values, "data": {"source": "files", "mixture": mixture}})
+    assert len({text.name for text in running.read_texts(config)}) == 2
+
+
+def test_lengths_alone_may_be_named(values):
+    sections = {key: value for key, value in values.items() if key != "evaluate"}
+    assert parse({**sections, "evaluate": {"lengths": [16, 8192]}}).evaluate.batch_tokens == 8192
 
 
 def test_a_directory_of_something_else_is_left_alone(values, tmp_path):

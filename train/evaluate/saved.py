@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_ta
 from train.loop import read_result
 from train.model import evaluated_scheme, own_length
 from train.paths import path, write_file
-from train.restore import config_of, restore, results_of
+from train.restore import config_of, entry_in_stage, restore, results_of
 
 EVALUATION = "evaluation.jsonl"
 
@@ -71,7 +70,7 @@ def _measure(
         if entry.stage not in restored:
             restored[entry.stage] = restore(directory, config, entry.stage)
         stage, model = restored[entry.stage]
-        for row in _rows(directory, config, held_out, _in_stage(entry, config, stage), stage, model):
+        for row in _rows(directory, config, held_out, entry_in_stage(entry, config, stage), stage, model):
             rows.append(row)
             told(_in_words(row))
     return rows
@@ -84,7 +83,7 @@ def _rows(
     base = stage.scheme.label if entry.only_measured else None
     which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": own_length(stage)}
     costs = _costs(directory, entry)
-    predictor, parameters = predictor_of(model.with_scheme(evaluated_scheme(config, entry)), config.seed)
+    predictor, parameters = predictor_of(model.with_scheme(evaluated_scheme(stage, entry)), config.seed)
     for found in measure_held_out(predictor, parameters, config, held_out):
         yield {**which, **costs, **found.as_row()}
     for found in measure_tasks(predictor, parameters, config):
@@ -107,13 +106,6 @@ def _training(place: str | Path) -> dict[str, list] | None:
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     measured = [line for line in lines if line.get("held_out_loss") is not None]
     return {key: [line[key] for line in measured] for key in ("tokens", "held_out_loss")} if measured else None
-
-
-def _in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:
-    """An entry as the stage has it: a stage that changed the scheme of the config changed that of its entries."""
-    if stage.scheme.trained() == config.scheme.trained():
-        return entry
-    return replace(stage.scheme, label=entry.label, extend=entry.extend or stage.scheme.extend, stage=entry.stage)
 
 
 def shortest_stage(config: Config) -> int:

@@ -31,6 +31,8 @@ class CompareConfig:
 
     def __post_init__(self):
         check_positive("compare", self, "texts")
+        for name, found in (("scored", self.scored), ("search.length", self.search.length)):
+            check(found >= 0, f"compare.{name} must not be negative, found {found}")
         check_positive("compare.search", self.search, "population", "iterations")
         check(bool(self.seeds), "compare.seeds is empty: name at least one seed")
         for seed in self.seeds:

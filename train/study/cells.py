@@ -90,8 +90,21 @@ def chosen_entries(config: Config) -> list[SchemeConfig]:
     return [entry for entry in entries if not only or entry.label in only]
 
 
+def is_to_be_searched(entry: SchemeConfig) -> bool:
+    """Whether an entry names LongRoPE without its factors."""
+    change = entry.extend.get("frequencies")
+    return isinstance(change, Mapping) and change.get("name") == "longrope" and "long_factor" not in change
+
+
 def cells_of(config: Config, model: str, entries: Sequence[SchemeConfig], texts: Sequence[Text]) -> list[Cell]:
-    """All cells: those of text, then those of the pass key where ``evaluate.tasks`` names it."""
+    """All cells: those of text, then those of the pass key where ``evaluate.tasks`` names it.
+
+    Args:
+        config: of the study.
+        model: what tells the model from others.
+        entries: the extensions, with what was searched for them.
+        texts: to be read.
+    """
     cells = [*_text_cells(config, model, entries, texts)]
     return cells + ([*_passkey_cells(config, model, entries)] if PASSKEY in config.evaluate.tasks else [])
 
@@ -119,6 +132,8 @@ def _passkey_cells(config: Config, model: str, entries: Sequence[SchemeConfig]) 
 
 def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
     """The slots of an entry with all options at a length; or as they are, and why they do not fit the model."""
+    if is_to_be_searched(entry):
+        return entry.extend, "no factors of LongRoPE were found for this model; the search says why"
     try:
         return extension_of(config, entry, length), ""
     except ValueError as error:
@@ -188,3 +203,11 @@ def check_entries(config: Config) -> None:
             f"compare.schemes: {entry.label!r} is not the scheme of the model under init, so it must be trained; set "
             "train.steps, or name it released",
         )
+        beside = [*entry.options, *(["stage"] if entry.stage else [])]
+        check(
+            not beside,
+            f"compare.schemes: {entry.label!r} has {' and '.join(beside)} beside its name, which only a training "
+            "reads; put slots under extend",
+        )
+    for task in config.evaluate.tasks:
+        check(task == PASSKEY, f"evaluate.tasks: a study has the task {PASSKEY!r} alone, found {task!r}")

@@ -15,7 +15,7 @@ from train.evaluate.decoder import predictor_of
 from train.evaluate.perplexity import position_ends
 from train.evaluate.predictor import Predictor, best, next_nll
 from train.evaluate.tasks import Vocabulary
-from train.evaluate.tasks.passkey import QUESTION, passkey
+from train.evaluate.tasks.passkey import QUESTION, Prompt, passkey
 from train.model import scheme_of
 from train.study.cells import TEXT, Cell
 
@@ -84,10 +84,13 @@ def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 
 def _prompt(vocabulary: Vocabulary, cell: Cell, case: int) -> tuple[np.ndarray, int]:
     """A text of the cell's length that ends in the pass key, and how many tokens that has; whatever the extension."""
-    room = len(_answer(vocabulary, "12345"))
-    generator = np.random.default_rng([_SEED, cell.length, round(1000 * cell.depth), case])
-    prompt = passkey(generator, vocabulary, cell.length + 1, cell.depth, room)
-    answer = _answer(vocabulary, prompt.answer.decode())
+
+    def drawn(room: int) -> Prompt:
+        generator = np.random.default_rng([_SEED, cell.length, round(1000 * cell.depth), case])
+        return passkey(generator, vocabulary, cell.length + 1, cell.depth, room)
+
+    answer = _answer(vocabulary, drawn(1).answer.decode())
+    prompt = drawn(len(answer))
     return np.concatenate([prompt.tokens, answer]).astype(np.int32)[None], len(answer)
 
 

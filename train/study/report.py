@@ -273,6 +273,8 @@ def _draw_positions(panel: Any, config: Config, rows: Sequence[Row], looks: Mapp
         ends = mine[0]["position_ends"]
         means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(ends))]
         kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]
+        if not kept:
+            continue
         (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
         line.set_dashes(look.dashes or (None, None))
         later += [mean for end, mean in kept if end >= 64]

@@ -30,13 +30,14 @@ from train.study.cells import (
     cells_of,
     check_entries,
     chosen_entries,
+    is_to_be_searched,
     model_digest,
     read_rows,
     result,
     scored,
 )
 from train.study.measure import measure
-from train.study.search import Search, is_to_be_searched, search_text, with_factors
+from train.study.search import Search, search_of, with_factors
 
 
 def run_study(config: Config, console: Console | None = None) -> Path:
@@ -98,9 +99,8 @@ class _Study:
         try:
             found = {"error": None, **measure(self.config, model, cell)}
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return "more memory is needed than this machine has"
+            _check_memory(error)
+            return _TOO_LARGE
         self._keep({**cell.key, **found})
         return _in_words(found)
 
@@ -109,10 +109,14 @@ class _Study:
         known = self._known(entry)
         if self.search is None or not is_to_be_searched(known):
             return known
+        if self.search.refusal:
+            self._told(entry, self.search.refusal)
+            return entry
         try:
             return with_factors(entry, self.search.run(model, self.rows, self._keep, partial(self._told, entry)))
-        except ValueError as error:
-            self._told(entry, str(error))
+        except jax.errors.JaxRuntimeError as error:
+            _check_memory(error)
+            self._told(entry, _TOO_LARGE)
             return entry
 
     def _known(self, entry: SchemeConfig) -> SchemeConfig:
@@ -131,12 +135,21 @@ class _Study:
         self.console.print(line, markup=False)
 
 
+_TOO_LARGE = "more memory is needed than this machine has"
+
+
+def _check_memory(error: jax.errors.JaxRuntimeError) -> None:
+    """Raises what is wrong, unless it is only that memory does not suffice."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+
+
 def _search(config: Config, mark: str, chosen: Sequence[SchemeConfig]) -> Search | None:
     """The search of LongRoPE's factors; None without an entry for it, or without its text where none is chosen."""
     if not any(map(is_to_be_searched, config.compare.schemes)):
         return None
     try:
-        return Search(config, mark, search_text(config))
+        return search_of(config, mark)
     except ValueError:
         if any(map(is_to_be_searched, chosen)):
             raise
@@ -154,7 +167,7 @@ def _check_schemes(config: Config) -> None:
         change.pop("layers", None)  # of models whose layers differ
         try:
             if not is_to_be_searched(entry):
-                rope.extend(**change)
+                rope.replace(**change)
         except ValueError as error:
             raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
 
@@ -181,8 +194,10 @@ def read_texts(config: Config) -> list[Text]:
     texts = []
     for document in long:
         tokens = tokenizer.tokens(document.text)
-        if len(tokens) > span and len(texts) < config.compare.texts:
-            texts.append(Text(document.name, tokens[-span - 1 :], tokenizer.opening))
+        if len(tokens) > span:
+            texts.append(Text(_new_name(document.name, texts), tokens[-span - 1 :], tokenizer.opening))
+        if len(texts) == config.compare.texts:
+            break
     check(
         bool(texts),
         f"evaluate.lengths: no document has {span + 1} tokens; name longer ones under data.paths, or shorter lengths",
@@ -190,14 +205,21 @@ def read_texts(config: Config) -> list[Text]:
     return texts
 
 
+def _new_name(name: str, texts: Sequence[Text]) -> str:
+    """The name of a document; with a number where another one has it, as in another part of a mixture."""
+    same = sum(text.name.partition(" #")[0] == name for text in texts)
+    return f"{name} #{same + 1}" if same else name
+
+
 def _open_directory(config: Config, directory: Path) -> None:
     """Makes the directory, with the config. Raises ValueError for one that holds other things than this study."""
     if directory.exists() and any(directory.iterdir()):
         where = f"{directory} holds other things than a study; choose another name"
         check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), where)
-        saved = read_config(directory).init
-        other = f"{directory} holds the study of another model, {saved.path}; choose another name"
-        check(saved.values == config.init.values, other)
+        saved = read_config(directory)
+        check(not saved.steps, f"{directory} holds a comparison of schemes that were trained; choose another name")
+        other = f"{directory} holds the study of another model, {saved.init.path}; choose another name"
+        check(saved.init.values == config.init.values, other)
     directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / "config.yaml", dump(config))
     (directory / RESULTS).touch()

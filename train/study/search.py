@@ -13,8 +13,9 @@ from posjax.rotary import LongRoPE
 from train.config import Config, SchemeConfig
 from train.data import documents, load_tokenizer
 from train.model import own_length
-from train.search import Effort, options_of, search_factors
+from train.search import Effort, check_searchable, options_of, search_factors
 from train.settings.checks import check
+from train.study.cells import scored
 
 TRIED, FOUND = "search", "found"
 """The kinds of rows of a search: a rule that was tried, and what was found in the end."""
@@ -30,11 +31,13 @@ class Search:
         config: of the study.
         model: what tells the model from others.
         tokens: one text of the length that is searched for, with the token that is predicted last.
+        effort: how far it goes.
     """
 
     config: Config
     model: str
     tokens: np.ndarray
+    effort: Effort
 
     @property
     def length(self) -> int:
@@ -42,16 +45,24 @@ class Search:
         return len(self.tokens) - 1
 
     @property
-    def effort(self) -> Effort:
-        """How far the search goes."""
-        section = self.config.compare.search
-        return Effort(section.population, section.iterations, self.config.seed)
+    def scored(self) -> int:
+        """How many tokens at the end are scored."""
+        return min(scored(self.config), self.length)
+
+    @property
+    def refusal(self) -> str:
+        """Why this model allows no search; empty if it does."""
+        try:
+            check_searchable(self.config)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     @property
     def key(self) -> dict[str, Any]:
         """What a rule's fitness depends on."""
         digest = hashlib.sha256(np.asarray(self.tokens, np.int32).tobytes()).hexdigest()[:12]
-        return {"model": self.model, "length": self.length, "digest": digest}
+        return {"model": self.model, "length": self.length, "scored": self.scored, "digest": digest}
 
     def known(self, rows: Sequence[Row]) -> dict[str, Any] | None:
         """The options that this search found before."""
@@ -62,10 +73,7 @@ class Search:
     def run(
         self, model: nnx.Module, rows: Sequence[Row], keep: Callable[[Row], object], told: Callable[[str], object]
     ) -> dict[str, Any]:
-        """Searches, and keeps every rule that is tried, and what is found.
-
-        Raises ValueError for a model whose RoPE is not plain.
-        """
+        """Searches, and keeps every rule that is tried, and what is found."""
         tried = [row for row in rows if row["kind"] == TRIED and self.key.items() <= row.items()]
         nll = {row["rule"]: row["nll"] for row in tried}
 
@@ -80,16 +88,11 @@ class Search:
 
             return of
 
-        rule = search_factors(self.config, model, [self.tokens], self.length, self.effort, remembered).rule
+        given = (self.config, model, [self.tokens], self.length, self.effort, self.scored)
+        rule = search_factors(*given, remembered).rule
         options = options_of(rule)
         keep({"kind": FOUND, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
         return options
-
-
-def is_to_be_searched(entry: SchemeConfig) -> bool:
-    """Whether an entry names LongRoPE without its factors."""
-    change = entry.extend.get("frequencies")
-    return isinstance(change, Mapping) and change.get("name") == "longrope" and "long_factor" not in change
 
 
 def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfig:
@@ -98,12 +101,20 @@ def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfi
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
 
 
+def search_of(config: Config, model: str) -> Search:
+    """The search that a config names. Raises ValueError for sizes or texts with which none is possible."""
+    section = config.compare.search
+    return Search(config, model, search_text(config), Effort(section.population, section.iterations, config.seed))
+
+
 def search_text(config: Config) -> np.ndarray:
     """The beginning of the longest document, far from its end, which cells read.
 
-    Raises ValueError where no document holds both.
+    Raises ValueError where no document holds both, and for a length that is not beyond the model's own.
     """
-    length = config.compare.search.length or 2 * own_length(config)
+    own = own_length(config)
+    length = config.compare.search.length or 2 * own
+    check(length > own, f"compare.search.length must exceed the model's own, {own}, found {length}")
     span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
     found = documents(dataclasses.replace(config.data, held_out=0.0), "train")
     longest = max(found, key=lambda document: len(document.text))
