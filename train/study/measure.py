@@ -47,7 +47,7 @@ def _read(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
     found, costs = _run(nll, parameters, tokens)
     losses, ends = np.asarray(found, np.float64), position_ends(cell.length)
     if not np.isfinite(losses).all():
-        return {"error": "the loss is not finite"}
+        return {"error": "the loss is not finite", **costs}
     parts = np.add.reduceat(losses, [0, *ends[:-1]]) / np.diff([0, *ends])
     return {
         "nll": float(losses[-cell.sizes["scored"] :].mean()),
@@ -78,7 +78,7 @@ def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
         right.append(bool(np.asarray(found).all()))
         losses.append(float(loss))
     if not np.isfinite(losses).all():
-        return {"error": "the logits are not finite"}
+        return {"error": "the logits are not finite", **costs}
     return {"accuracy": float(np.mean(right)), "answer_nll": float(np.mean(losses)), **costs}
 
 

@@ -95,14 +95,17 @@ class _Study:
         return [row for cell in cells if (row := result(cell, self.rows)) is not None]
 
     def _measure(self, model: nnx.Module, cell: Cell) -> str:
-        """What a cell gave, in words; kept, unless a larger machine could do it."""
+        """What a cell gave, in words. It is kept if it was computed: what is refused now need not be so again."""
         try:
-            found = {"error": None, **measure(self.config, model, cell)}
+            found = measure(self.config, model, cell)
         except jax.errors.JaxRuntimeError as error:
             _check_memory(error)
-            return _TOO_LARGE
-        self._keep({**cell.key, **found})
-        return _in_words(found)
+            found = {"error": _TOO_LARGE}
+        row = {**cell.key, "error": None, **found}
+        self.rows.append(row)
+        if "seconds" in found:
+            append_row(self.directory, row)
+        return _in_words(row)
 
     def _searched(self, entry: SchemeConfig, model: nnx.Module) -> SchemeConfig:
         """The entry with what a search finds for it; as it is where the model allows none."""
