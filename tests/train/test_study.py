@@ -191,9 +191,8 @@ def test_which_is_best_is_told_with_the_error_over_texts(values):
     rows += [row("YaRN", "a", 2.5), row("YaRN", "b", 4.4), row("ReRoPE", "a", 2.4), row("ReRoPE", "b", 4.6)]
     (sentence,) = findings(config, rows)
     assert sentence == (
-        "At 64 tokens YaRN is best, 3.450 nats per token; as released is 0.550 ± 0.050 behind, which so few texts do "
-        "not tell apart; ReRoPE is 0.050 ± 0.150 behind, which so few texts do not tell apart (2 texts, ± the standard "
-        "error of the difference)."
+        "At 64 tokens YaRN is best, 3.450 nats per token; as released is 0.550 ± 0.050 behind, on 2 of 2 texts; ReRoPE "
+        "is 0.050 ± 0.150 behind, on 1 of 2 texts."
     )
     table = tables(config, rows)[0]
     assert table.rows[1] == ("YaRN", "3.450 ±0.071")

@@ -31,7 +31,7 @@ def write(config: Config, directory: Path, rows: Sequence[Row], console: Console
     sentences, found = findings(config, done), tables(config, done)
     picture = Picture(FIGURE, draw(config, done), _ALT, _CAPTION.format(scored=_scored(done)))
     (directory / FIGURE).write_bytes(picture.png)
-    body = ["<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
+    body = ["<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>", _ERRORS]
     body += [html_table(table) for table in found] + [_notes(done)]
     about = _about(config, done)
     (directory / INDEX).write_text(assemble(about, f"{about.model}. {about.text}.", [picture], body), encoding="utf-8")
@@ -40,6 +40,9 @@ def write(config: Config, directory: Path, rows: Sequence[Row], console: Console
     for table in found:
         show_table(table, console)
     console.print(f"{directory / INDEX} has the figure, the tables, the config and the versions.", markup=False)
+
+
+_ERRORS = "<p>± is the standard error over texts of what one extension is behind another.</p>"
 
 
 def _about(config: Config, rows: Sequence[Row]) -> About:
@@ -120,43 +123,25 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
     if len(means) < 2:
         return ""
     # Rounded as they are written, so that what ties stays in the order of the config.
-    first, second = sorted(means, key=lambda label: round(means[label], 3))[:2]
-    best, plain = means[first], plain_label(config)
-
-    def behind(label: str) -> str:
-        return _difference(rows, length, first, label)
-
-    if first == plain:
-        told = f"no extension is better than {plain}, {best:.3f} nats per token; {second} follows, {behind(second)}"
-    else:
-        others = dict.fromkeys([plain, second] if plain in means else [second])
-        told = f"{first} is best, {best:.3f} nats per token; " + "; ".join(f"{n} is {behind(n)}" for n in others)
-    texts = len(shared_texts(rows, length))
-    return f"At {length:,} tokens {told} ({_over(texts)})."
-
-
-def _over(texts: int) -> str:
-    return f"{texts} texts, ± the standard error of the difference" if texts > 1 else "one text"
+    order, plain = sorted(means, key=lambda label: round(means[label], 3)), plain_label(config)
+    best = order[0]
+    written = {label: {text: round(nll, 3) for text, nll in losses(rows, label, length).items()} for label in order}
+    others = [label for label in order[1:] if written[label] != written[best]]
+    named = dict.fromkeys([*([plain] if plain in others else []), *others[:1]])
+    first = f"no extension is better than {best}" if best == plain else f"{best} is best"
+    behind = "".join(f"; {label} is {_difference(rows, length, best, label)}" for label in named)
+    return f"At {length:,} tokens {first}, {means[best]:.3f} nats per token{behind}."
 
 
 def _difference(rows: Sequence[Row], length: int, best: str, other: str) -> str:
-    """By how much one is behind, in words: the mean over texts of the differences, and their standard error."""
+    """By how much one is behind, in words: the mean over texts, its standard error, and on how many texts it is."""
     one, two = losses(rows, best, length), losses(rows, other, length)
     behind = [two[text] - one[text] for text in sorted(shared_texts(rows, length))]
-    mean = statistics.fmean(behind)
     if len(behind) < 2:
-        return f"{mean:.3f} behind"
+        return f"{behind[0]:.3f} behind, on one text"
     error = statistics.stdev(behind) / math.sqrt(len(behind))
-    sure = "" if mean > _quantile(len(behind) - 1) * error else ", which so few texts do not tell apart"
-    return f"{mean:.3f} ± {error:.3f} behind{sure}"
-
-
-def _quantile(freedom: int) -> float:
-    """Student's t at 97.5% for so many degrees of freedom; of more than ten, that of ten, which is on the safe side."""
-    return _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
-
-
-_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+    worse = sum(each > 0 for each in behind)
+    return f"{statistics.fmean(behind):.3f} ± {error:.3f} behind, on {worse} of {len(behind)} texts"
 
 
 def _scored(rows: Sequence[Row]) -> int:
