@@ -1,7 +1,7 @@
 """Text from a saved run: the prompt decoded in chunks, then token after token."""
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from posjax import nn
 from posjax._checks import check
 from posjax.sampling import Drawn
-from train.data import load_tokenizer
+from train.data import Tokenizer, load_tokenizer
 from train.evaluate.saved import check_causal
 from train.model import evaluated_scheme
 from train.restore import config_of, entry_in_stage, restore
@@ -130,10 +130,15 @@ def generate(
     stage, model = restore(directory, config)
     entry = entry_in_stage(config.scheme, config, stage)
     model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
+    return _written(tokens_after(model, tokens, sampling, tokenizer.eos), tokenizer, write)
+
+
+def _written(tokens: Iterable[int], tokenizer: Tokenizer, write: Callable[[str], object]) -> str:
+    """Hands the text of tokens to `write` as they come, whole characters at a time, and returns it."""
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     made: list[int] = []
-    told = 0
-    for token in tokens_after(model, tokens, sampling, tokenizer.eos):
+    told, whole = 0, b""
+    for token in tokens:
         made.append(token)
         # What a token adds can depend on those before it: spaces, and characters of several tokens.
         whole = tokenizer.decode(np.asarray(made))
@@ -142,6 +147,6 @@ def generate(
         piece, told = text.decode(whole[told:]), len(whole)
         write(piece)
         found += piece
-    rest = text.decode(tokenizer.decode(np.asarray(made))[told:], final=True)
+    rest = text.decode(whole[told:], final=True)
     write(rest)
     return found + rest

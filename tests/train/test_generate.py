@@ -18,7 +18,7 @@ from train.evaluate.saved import held_out_tokens
 from train.evaluate.windows import full_pieces, last_windows
 from train.generate import Sampling, choose, tokens_after
 from train.loop import fit
-from train.search import _fitness, _rope
+from train.search import _fitness, check_searchable
 
 CONFIG = """
 data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
@@ -126,8 +126,8 @@ def test_the_fitness_of_a_rule_is_that_of_its_model(run):
         dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, lengths=(64,)))
     )
     pieces = full_pieces(documents, 64, 256)
-    found = _fitness(model, _rope(config), config, pieces, 64)(rule)
-    longer = model.with_scheme(_rope(config).extend(frequencies=rule))
+    found = _fitness(model, check_searchable(config), config, pieces, 64, 32)(rule)
+    longer = model.with_scheme(check_searchable(config).extend(frequencies=rule))
     windows = last_windows(pieces, 64, 32)
     tokens = jnp.asarray(windows.tokens, jnp.int32)
     logits = jax.nn.log_softmax(longer(tokens[:, :-1]))
