@@ -63,14 +63,14 @@ def search(
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
     """
     config = config_of(directory, overrides)
+    scored = min(shortest_stage(config), length)
     config = dataclasses.replace(config, evaluate=_at(config, length))
     stage, model = restore(directory, config)
     trained = own_length(stage)
     check(length > trained, f"--length must exceed the training length, {trained}, found {length}")
     check_searchable(stage)
     pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
-    effort, scored = Effort(population, iterations, seed), min(shortest_stage(config), length)
-    found = search_factors(stage, model, pieces, length, effort, scored)
+    found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored)
     for number, value in enumerate(found.history):
         told(f"iteration {number}: {value:.4f} nats per token")
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}

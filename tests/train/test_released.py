@@ -350,6 +350,14 @@ def test_search_takes_the_path(released, values, capsys):
     assert cli.main([*arguments, f"output={values['output']}", "name=searched", *data, *sizes]) == 0
     found = json.loads((Path(values["output"]) / "searched" / "longrope.json").read_text())
     assert len(found["extend"]["frequencies"]["long_factor"]) == 4
+    # What is minimised is what `evaluate` calls the loss of the last tokens: of the shortest length, 16.
+    extend = f"scheme.extend={json.dumps(found['extend'])}"
+    assert (
+        cli.main(["evaluate", arguments[1], f"output={values['output']}", "name=searched", *data, *sizes, extend]) == 0
+    )
+    row = read_rows(Path(values["output"]) / "searched" / "evaluation.jsonl")[-1]
+    assert (row["length"], row["last_length"]) == (64, 16)
+    np.testing.assert_allclose(row["last_nll"], found["fitness"], rtol=1e-4)
 
 
 def test_export_writes_what_was_trained_with_its_tokenizer(released, trained, tmp_path, capsys):
