@@ -34,7 +34,7 @@ def fit(path: str, overrides: Sequence[str]) -> int:
 def _tell(config: Any, result: Any) -> None:
     """What came out of a training, in a line."""
     if not result.finished:
-        print(f"stopped after {result.steps} of {config.steps} steps; the same command goes on from there")
+        print(f"stopped after {result.steps} of {config.steps} steps; the same command resumes")
         return
     loss = "loss not finite" if result.final_loss is None else f"loss {result.final_loss:.4f}"
     speed = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else "speed not measured"

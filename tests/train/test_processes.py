@@ -178,7 +178,7 @@ def ask(*asked):
         run.end(*(130 for _ in run.all))
         newest = max(int(name) for name in checkpoints(run.directory))
         assert newest >= target
-        assert f"stopped after {newest} of {STEPS} steps; the same command goes on from there" in run.printed(0)
+        assert f"stopped after {newest} of {STEPS} steps; the same command resumes" in run.printed(0)
 
     return stop
 
