@@ -49,6 +49,11 @@ def test_ssmax_with_one_over_log_length_is_log_n():
     close(found, scales.log_n(n, 512, minimum=1), rtol=1e-6, atol=1e-7)
 
 
+def test_ssmax_of_nothing_visible_is_that_of_one_key():
+    s, b = jnp.asarray([0.4]), jnp.asarray([1.5])
+    close(scales.ssmax(ints(0, 1, 2), s, b)[:, 0], [1.5, 1.5, 1.5 + 0.4 * math.log(2)])
+
+
 def test_ssmax_does_not_fade():
     """One logit 5 above the n - 1 others: the weight of the largest under softmax, and under SSMax with s = 0.43."""
     n = np.array([10, 100, 1000, 100_000])

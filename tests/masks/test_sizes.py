@@ -83,6 +83,15 @@ def test_a_python_int_stays_structure_and_an_array_becomes_a_leaf():
     assert Window(jnp.int32(3)).retained is None
 
 
+def test_what_two_masks_retain():
+    """Both: the one that keeps fewer tokens. Either: the larger of each number, and all where one keeps all."""
+    assert (Window(9) & Window(5)).retained == (Window(5) & Window(9)).retained == (0, 5)
+    assert (Window(9) & Causal()).retained == (0, 9)
+    assert (Sinks(2) | Window(5)).retained == (2, 5)
+    assert (Window(9) | Window(5)).retained == (0, 9)
+    assert (Window(9) | Causal()).retained is None
+
+
 def test_sizes_pass_through_transformations():
     here = jnp.arange(N, dtype=jnp.int32)
     sizes = jnp.asarray([2, 5, 9])

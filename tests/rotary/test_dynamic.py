@@ -40,6 +40,16 @@ def _traced(rule):
     return jax.jit(lambda n: rule.frequencies(n, head_dim=16))
 
 
+@pytest.mark.parametrize("length", [1, L, 33, 100, 1_000_003])
+def test_dynamic_ntk_grows_by_its_factor(length):
+    """Base b s^(w / (w - 2)) with s = factor l / L - (factor - 1), as Hugging Face's "dynamic" has it."""
+    s = 2.5 * max(length, L) / L - 1.5
+    expected = 1 / (10_000 * s ** (16 / 14)) ** (np.arange(8) / 8)
+    rule = DynamicNTK(L, factor=2.5)
+    np.testing.assert_allclose(rule.frequencies(length, head_dim=16)[0].value, expected, rtol=1e-6)
+    np.testing.assert_allclose(_traced(rule)(length)[0].value, expected, rtol=2e-6)
+
+
 @rules
 def test_static_rule_at_the_current_scale(rule, static):
     traced = _traced(rule)

@@ -102,6 +102,12 @@ def test_yarn_correction_range(width, base, length, low, high):
     assert correction_range(width, base, length, 32, 1, truncate=True) == (np.floor(low), np.ceil(high))
 
 
+def test_yarn_correction_range_ends_with_the_last_pair():
+    """With base 10, one turn in 100,000 tokens would be at index 8 ln(1e5 / 2 pi) / (2 ln 10) = 16.8 of 0 to 7."""
+    assert correction_range(8, 10.0, 1e5, 1e4, 1, truncate=False) == (pytest.approx(0.807, abs=1e-3), 7)
+    assert correction_range(8, 10.0, 1e5, 1e4, 1, truncate=True) == (0, 7)
+
+
 def test_yarn_correction_range_never_inverts():
     low, high = correction_range(8, 1e4, 6, 32, 31, truncate=True)
     assert (low, high) == (0, 0.001)

@@ -78,6 +78,13 @@ def test_each_token_but_the_first_of_a_document_is_predicted_once(sizes, length,
     assert pairs(batch) == sorted(expected)
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(9, 1), (10, 2), (16, 2), (17, 2), (18, 3)])
+def test_a_stream_takes_no_row_in_which_nothing_is_predicted(tokens, rows):
+    packed = pack(documents_of([tokens]), 8, "concatenate")
+    assert len(packed) == rows
+    assert (everything(packed).labels >= 0).any(axis=1).all()
+
+
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 def test_positions_restart_and_padding_is_marked(packing):
     batch = everything(pack(documents_of(SIZES["many"]), 16, packing))

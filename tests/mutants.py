@@ -1,0 +1,241 @@
+"""Draws small faults into lines that compute, and asks the suite to find them.
+
+    python tests/mutants.py REPORT [--seed 0] [--count 100]
+
+A mutant is one change of one expression: another operator, comparison or function, a number one larger, a sign left
+out. For each, the test files nearest to the changed module run first, in a copy of the repository, and at the first
+failure the mutant is killed; if they pass, the rest of the default suite decides. REPORT is a file of JSON lines, one
+for each mutant, and is resumed. Changes that no test could find, because the program means the same, stand in
+``EQUIVALENT`` with the reason, and others are drawn in their place.
+
+mutmut rewrites every function into a chooser of mutants, which ``jit`` and frozen dataclasses do not survive, and
+cosmic-ray runs one command for all mutants and changes annotations too; so the draw is our own.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# posjax whole, and of the trainer what computes numbers.
+COMPUTING = (
+    "posjax/**/*.py",
+    "train/step.py",
+    "train/loss.py",
+    "train/optimizer.py",
+    "train/flops.py",
+    "train/extension.py",
+    "train/convert.py",
+    "train/search.py",
+    "train/data/packing.py",
+    "train/data/pipeline.py",
+    "train/evaluate/*.py",
+    "train/tasks/generators.py",
+    "train/monitor/meter.py",
+    "train/study/measure.py",
+    "train/report/numbers.py",
+)
+
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+
+_PAIRS = (
+    ("min", "max"), ("minimum", "maximum"), ("argmin", "argmax"), ("floor", "ceil"), ("sin", "cos"), ("zeros", "ones"),
+    ("zeros_like", "ones_like"), ("all", "any"), ("sum", "mean"), ("log", "log1p"), ("exp", "expm1"),
+    ("logical_and", "logical_or"),
+)  # fmt: skip
+FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
+
+# (file, line without spaces around it, what stands there instead): why no test can tell them apart.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+NEAR_SECONDS, SUITE_SECONDS = 900, 5400
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one expression on lines `line` to `last`, from column `begin` to `end`, all as in ``ast``."""
+
+    path: str
+    line: int
+    last: int
+    begin: int
+    end: int
+    now: str
+    instead: str
+
+    def applied(self, text: str) -> str:
+        """The module's text with the change."""
+        lines = text.splitlines(keepends=True)
+        head = lines[self.line - 1].encode()[: self.begin].decode()
+        tail = lines[self.last - 1].encode()[self.end :].decode()
+        return "".join(lines[: self.line - 1]) + head + self.instead + tail + "".join(lines[self.last :])
+
+
+def changes(node: ast.AST) -> Iterator[str]:
+    """The sources of what may stand in the place of an expression."""
+    match node:
+        case ast.BinOp(op=op) if type(op) in OPERATORS and not _of_text(node):
+            yield _unparsed(ast.BinOp(node.left, OPERATORS[type(op)](), node.right))
+        case ast.Compare(ops=[op]) if type(op) in OPERATORS:
+            yield _unparsed(ast.Compare(node.left, [OPERATORS[type(op)]()], node.comparators))
+        case ast.BoolOp(op=op):
+            yield _unparsed(ast.BoolOp(OPERATORS[type(op)](), node.values))
+        case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
+            yield _unparsed(node.operand)
+        case ast.Constant(value=value) if type(value) in (int, float):
+            yield repr(value + 1)
+        case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS:
+            yield _unparsed(ast.Call(ast.Name(FUNCTIONS[name]), node.args, node.keywords))
+        case ast.Call(func=ast.Attribute(value=of, attr=name)) if name in FUNCTIONS:
+            yield _unparsed(ast.Call(ast.Attribute(of, FUNCTIONS[name]), node.args, node.keywords))
+
+
+def _of_text(node: ast.BinOp) -> bool:
+    """Whether text is joined or filled in, which is no arithmetic."""
+    return any(isinstance(part, ast.JoinedStr | ast.Constant) and not _is_number(part) for part in ast.walk(node))
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float, bool)
+
+
+def _unparsed(node: ast.AST) -> str:
+    return f"({ast.unparse(node)})"
+
+
+def computing(tree: ast.AST) -> Iterator[ast.AST]:
+    """The expressions of functions that compute: no annotations, decorators, defaults, messages or errors."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            for statement in node.body:
+                yield from _inside(statement)
+        else:
+            yield from computing(node)
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom):
+        return
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield from computing(ast.Module([node], []))
+        return
+    yield node
+    left_out = {id(node.annotation)} if isinstance(node, ast.AnnAssign) else set()
+    for child in ast.iter_child_nodes(node):
+        if id(child) not in left_out:
+            yield from _inside(child)
+
+
+def mutants(path: str, text: str) -> list[Mutant]:
+    """Every mutant of a module, in the order of its lines."""
+    found = [
+        Mutant(path, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset, ast.unparse(node), instead)
+        for node in computing(ast.parse(text))
+        for instead in changes(node)
+    ]
+    return [mutant for mutant in found if (path, _line(text, mutant), mutant.instead) not in EQUIVALENT]
+
+
+def _line(text: str, mutant: Mutant) -> str:
+    return text.splitlines()[mutant.line - 1].strip()
+
+
+def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
+    """``count`` mutants, each of another line; every line that computes is as likely, whatever its file."""
+    lines: dict[tuple[str, int], list[Mutant]] = {}
+    for path in sorted({path for pattern in COMPUTING for path in root.glob(pattern)}):
+        name = path.relative_to(root).as_posix()
+        for mutant in mutants(name, path.read_text(encoding="utf-8")):
+            lines.setdefault((name, mutant.line), []).append(mutant)
+    choose = random.Random(seed)
+    return [choose.choice(lines[line]) for line in choose.sample(sorted(lines), count)]
+
+
+def nearest(root: Path, path: str) -> list[str]:
+    """The test files that are named after a module or its folder, then those of its room that speak of it; else the
+    whole room."""
+    module = Path(path)
+    parts = module.parts[1:-1] if module.parts[0] == "posjax" else module.parts[:-1]
+    room = next(place for n in range(len(parts), -1, -1) if (place := root.joinpath("tests", *parts[:n])).is_dir())
+    stem = module.stem.strip("_")
+    names = [name for name in (stem, *parts[-1:]) if name != room.name]
+    every = list(dict.fromkeys(sorted(room.glob("test_*.py")) + sorted((root / "tests").glob("test_*.py"))))
+    named = [test for name in names for test in every if test.stem.startswith(f"test_{name}")]
+    speaking = [test for test in every if re.search(rf"\b{stem}\b", test.read_text(encoding="utf-8"))]
+    found = list(dict.fromkeys([*named, *speaking])) or [room]
+    return [test.relative_to(root).as_posix() for test in found]
+
+
+def judged(copy: Path, mutant: Mutant) -> dict:
+    """What became of a mutant: killed by which files, or alive after the whole suite."""
+    file = copy / mutant.path
+    original, start = file.read_text(encoding="utf-8"), time.perf_counter()
+    file.write_text(mutant.applied(original), encoding="utf-8")
+    try:
+        near = nearest(copy, mutant.path)
+        killer = (near and failing(copy, ["-n", "0", *near], NEAR_SECONDS)) or failing(copy, [], SUITE_SECONDS)
+    finally:
+        file.write_text(original, encoding="utf-8")
+    return {**asdict(mutant), "killed_by": killer, "seconds": round(time.perf_counter() - start)}
+
+
+def failing(copy: Path, arguments: Sequence[str], seconds: float) -> str | None:
+    """The first test that fails; "time" if they take too long, None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "time"
+    if done.returncode == 0:
+        return None
+    told = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    return told[1] if told else f"pytest ended with {done.returncode}"
+
+
+def copied(root: Path, place: Path) -> Path:
+    """The files that git knows, as they are now."""
+    names = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, place / name)
+    return place
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100)
+    asked = parser.parse_args()
+    done = len(asked.report.read_text().splitlines()) if asked.report.exists() else 0
+    with tempfile.TemporaryDirectory() as place, asked.report.open("a") as report:
+        copy = copied(ROOT, Path(place))
+        for mutant in drawn(ROOT, asked.seed, asked.count)[done:]:
+            verdict = judged(copy, mutant)
+            print(json.dumps(verdict), file=report, flush=True)
+            print(f"{mutant.path}:{mutant.line}: {mutant.now} -> {mutant.instead}: {verdict['killed_by'] or 'ALIVE'}")
+    alive = [row for row in map(json.loads, asked.report.read_text().splitlines()) if row["killed_by"] is None]
+    print(f"{len(alive)} of {asked.count} are alive")
+
+
+if __name__ == "__main__":
+    main()
