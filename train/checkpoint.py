@@ -1,10 +1,10 @@
-"""What a run leaves on disk, so that it can go on bit for bit and nothing saved is ever lost.
+"""What a run leaves on disk, so that it resumes bit for bit and nothing saved is ever lost.
 
 A run directory holds ``config.yaml`` (every key resolved), ``versions.json``, ``metrics.jsonl``, ``fit.json`` once the
-training is finished, and ``checkpoints/STEP``. A checkpoint has three items: ``parameters`` (a nested dict, float32),
-``training`` (all other arrays of the `TrainState`, by name) and ``run`` (JSON: the stage, the place in the data, the
-config, the corpora's digests). Beside them lie its checksums, written last (see `train.integrity`).
-docs/checkpoints.md says what of this is stable.
+training is finished, ``released`` if it started from a released model, and ``checkpoints/STEP``. A checkpoint has three
+items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays of the `TrainState`, by
+name) and ``run`` (JSON: the stage, the place in the data, the config, the corpora's digests). Beside them lie its
+checksums, written last (see `train.integrity`). docs/checkpoints.md says what of this is stable.
 """
 
 import dataclasses
@@ -40,8 +40,11 @@ from train.step import TrainState
 FOUND = "longrope.json"
 """Where `train.search` leaves what it found."""
 
+RESULTS = "results.jsonl"
+"""Where a comparison or a study keeps its rows."""
+
 RUN_FILES = frozenset(
-    ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", "results.jsonl")
+    ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
 ) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 

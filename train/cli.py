@@ -16,7 +16,7 @@ WRONG_INPUT = 2
 
 
 def fit(path: str, overrides: Sequence[str]) -> int:
-    """train one config, or go on with it"""
+    """train one config, or resume it"""
     config = load(path, overrides)
     import jax
 
@@ -43,7 +43,7 @@ def _tell(config: Any, result: Any) -> None:
 
 
 def compare(path: str, overrides: Sequence[str]) -> int:
-    """train and evaluate several schemes over one config, and report them side by side"""
+    """train and evaluate several schemes over one config, or measure a released model under many extensions"""
     config = load(path, overrides)
     from train.compare import compare
 
@@ -52,7 +52,7 @@ def compare(path: str, overrides: Sequence[str]) -> int:
 
 
 def evaluate(path: str, overrides: Sequence[str]) -> int:
-    """measure a trained run: its directory, or the config it was trained from"""
+    """measure a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.evaluate.saved import evaluate
 
@@ -67,7 +67,7 @@ def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
 
 
 def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> int:
-    """continue a prompt with a trained run: its directory, or the config it was trained from"""
+    """continue a prompt with a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.generate import Sampling, generate
 
@@ -77,7 +77,7 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
 
 
 def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> int:
-    """write a trained run as a released model: config.json, safetensors, the tokenizer"""
+    """write a trained run, or a released model with an extension, in the layout of Hugging Face"""
     directory = _run_of(path, overrides)
     from train.export import export
 
@@ -87,7 +87,7 @@ def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) 
 
 
 def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> int:
-    """search LongRoPE's factors for a trained run with RoPE: its directory, or the config it was trained from"""
+    """search LongRoPE's factors for a trained run or a released model with RoPE"""
     directory = _run_of(path, overrides)
     from train.search import search
 
@@ -189,7 +189,7 @@ _ARGUMENTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0, 2 for a mistake in what it was given, 130 when interrupted.
+    """Runs a command and returns its exit status: 0, 2 for a wrong input or a missing package, 130 when interrupted.
 
     A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
     """
@@ -229,12 +229,15 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     return vars(options)
 
 
+_CONFIG_HELP = "a YAML file; evaluate, generate, search and export also take a run's folder or a released model"
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="python -m train", description="Train and compare position schemes.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
-        sub.add_argument("config", metavar="CONFIG", help="a YAML file")
+        sub.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
         for argument, settings in _ARGUMENTS.get(name, {}).items():
             sub.add_argument(argument, **settings)
         sub.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config")

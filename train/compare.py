@@ -20,12 +20,12 @@ import numpy as np
 from rich.console import Console
 
 from train import report
-from train.checkpoint import read_config
+from train.checkpoint import RESULTS, read_config
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump
 from train.convert import check_continues
 from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
-from train.member import ERROR, MEMBER, RESULTS
+from train.member import ERROR, MEMBER
 from train.model import check_model, evaluated_scheme
 from train.paths import write_file
 from train.study import run_study
@@ -33,6 +33,8 @@ from train.study import run_study
 
 def compare(config: Config, console: Console | None = None) -> Path:
     """Trains and measures every scheme of ``config.compare`` with every seed, and writes the report.
+
+    With ``train.steps: 0`` the released model under ``init`` is studied instead; see `run_study`.
 
     The run's directory, which is returned, gets one directory for each training, ``config.yaml``, ``results.jsonl``,
     ``figure.png`` and ``index.html``. What is finished there already is not trained or measured again.
@@ -174,7 +176,7 @@ def run_member(member: Config) -> str | None:
     """Trains and measures a member in a process of its own; what went wrong, in one line, or None.
 
     Its progress goes to this process's standard output. Its standard error goes to a file beside its directory, which
-    is kept when it failed. An interrupt reaches both processes; the member saves a checkpoint before this one goes on.
+    is kept when it failed. An interrupt reaches both processes; this one waits until the member has saved.
     """
     log = member.directory.with_name(f"{member.name}.log")
     root = str(Path(__file__).resolve().parents[1])

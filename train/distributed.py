@@ -151,10 +151,10 @@ def reached_preemption(step: int, stop: threading.Event) -> bool:
 
 
 def listen(step: int, stop: threading.Event) -> None:
-    """Asks at the beginning of a process's part, which goes on after `step` updates; call it on all processes.
+    """Asks at the beginning of a process's part, which resumes after `step` updates; call it on all processes.
 
     jax answers yes at one step alone, the one after the furthest that was asked for. A process that was told before it
-    ever asked would wait for step 1, which a run that goes on never asks for.
+    ever asked would wait for step 1, which a resumed run never asks for.
     """
     reached_preemption(1, stop)
     reached_preemption(max(step, 1), stop)
@@ -189,7 +189,7 @@ def _hosts() -> list[str]:
 
 
 def _lost(process: int) -> None:
-    """Ends this process, from a thread; when process 0 is gone, jax does so too, and may be first in its own words."""
+    """Ends this process, from a thread; when process 0 dies, jax does so too, and may be first in its own words."""
     _leave(TimeoutError(f"{LOST_LINE} {process}"))
 
 
@@ -198,10 +198,10 @@ def _leave(error: BaseException) -> None:
     _leaving.acquire()  # for good: one thread leaves
     where = f"process {jax.process_index()} of {jax.process_count()}"
     if isinstance(error, KeyboardInterrupt):
-        message, status = f"{where} stopped; the same command goes on from the newest checkpoint", _INTERRUPTED
+        message, status = f"{where} stopped; the same command resumes from the newest checkpoint", _INTERRUPTED
     elif is_loss(error):
         detail = str(error).splitlines()[0][:200]
-        message, status = f"error: {where}: {LOST}; start all of them again to go on ({detail})", _FAILED
+        message, status = f"error: {where}: {LOST}; start all of them again to resume ({detail})", _FAILED
     elif isinstance(error, ValueError | OSError):
         message, status = f"error: {where}: {' '.join(str(error).split())}", _WRONG_INPUT
     else:
@@ -214,6 +214,6 @@ def _leave(error: BaseException) -> None:
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether an error says that another process is gone, as far as its words tell."""
+    """Whether an error says that another process died, as far as its words tell."""
     runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
     return (runtime and any(sign in str(error) for sign in _SIGNS_OF_LOSS)) or "Gloo" in str(error)

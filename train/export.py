@@ -12,7 +12,7 @@ from posjax.layers import uniform
 from posjax.nn import from_pretrained, save_pretrained
 from posjax.nn.huggingface.files import open_place
 from posjax.nn.huggingface.load import is_released
-from posjax.nn.huggingface.save import COPIED
+from posjax.nn.huggingface.save import COPIED, files_beside
 from train.config import Config, SchemeConfig, own_tokenizer
 from train.model import evaluated_scheme, extension_of, own_length, scheme_of
 from train.paths import path
@@ -50,13 +50,13 @@ def export(
     model.config = dataclasses.replace(model.config, trained_length=_reach(stage, entry, longest))
     save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
     if config.data.tokenizer not in _tokenizers_of(place, config):
-        _copy_tokenizer(config, folder)
+        _replace_tokenizer(config, folder, like)
     if entry.extend:
         told(f"extended for {longest} tokens: {json.dumps(extension_of(stage, entry, longest))}")
 
 
 def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
-    """The length that a model is for, with an extension that divides frequencies by a factor or without."""
+    """The length that the written model is for: its own, times an extension's factor that counts from that."""
     own, change = own_length(config), extension_of(config, entry, longest).get("frequencies")
     if not isinstance(change, Mapping) or "factor" not in change or "original_length" in change:
         return own  # a rule with an original length says itself how far it reaches
@@ -78,25 +78,30 @@ def _model(place: str | Path, config: Config) -> tuple[Config, nnx.Module]:
 
 
 def _original(place: str | Path, config: Config) -> str | None:
-    """The released model whose tokenizer and other keys go with what is written; None for a run from a seed.
+    """The released model whose tokenizer and other keys go with what is written; None without one.
 
     Raises ValueError where neither the run kept them, nor the model is where it was.
     """
     kept, original = path(place) / KEPT, config.init.path
     if not original or (is_run(place) and is_released(str(kept))):
         return str(kept) if original else None
-    check(is_released(original), f"init: {original} is gone, and with it the tokenizer; set init.path to where it is")
+    check(
+        is_released(original),
+        f"init: there is no model at {original}, so its tokenizer cannot be written; set init.path to where it is now",
+    )
     return original
 
 
-def _copy_tokenizer(config: Config, folder: str) -> None:
-    """The tokenizer of a run that started from no released model, where it is one that others can read."""
+def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
+    """Puts the run's own tokenizer in place of the released model's; none where it is no tokenizer.json."""
+    target, root = open_place(folder)
+    for name in files_beside(like) if like else ():
+        target.rm_file(f"{root}/{name}")
     if not config.data.tokenizer.endswith(".json"):
         return
     files, source = open_place(config.data.tokenizer)
     beside = source.rpartition("/")[0]
     names = {"tokenizer.json": source, **{n: f"{beside}/{n}" for n in COPIED if n != "tokenizer.json"}}
-    target, root = open_place(folder)
     for name, place in names.items():
         if files.isfile(place):
             target.pipe_file(f"{root}/{name}", files.cat_file(place))

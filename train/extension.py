@@ -90,9 +90,11 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     """An extension of a released model: `completed`, beginning where the model's own rule and windows end.
 
     * Layers that see a window alone know all their distances already: the extension passes over them.
-    * Up to its own length a model keeps its own frequencies, unless the extension names a factor or an original length.
-    * Beyond that, where its RoPE is scaled already, a rule of the same kind takes that one's place, with the model's
-      original length and the product of both factors: that of the extension counts from the model's own length.
+    * Up to its own length a model keeps its own frequencies, unless the extension names a factor or an original length,
+      or is HoPE or LongRoPE.
+    * Beyond that, where its RoPE is scaled already, a rule of the same kind replaces it (linear; or YaRN, NTK-by-parts
+      and Llama 3's rule), with the model's original length and the product of both factors. The factor of the extension
+      counts from the model's own length.
 
     Args:
         scheme: of the model.
@@ -124,7 +126,7 @@ def _follows_length(change: Any) -> bool:
 
 
 _UNSCALED = (rotary.Plain, rotary.Proportional, rotary.DynamicNTK, rotary.DynamicLinear, rotary.DynamicYaRN)
-"""Rules that turn, up to the length that the model was made for, as plain RoPE does."""
+"""Rules that rotate, up to the length that the model was made for, as plain RoPE does."""
 _KINDS = (({"linear"}, rotary.Linear), ({"yarn", "ntk-by-parts", "llama3"}, (rotary.NTKByParts, rotary.Llama3)))
 """Names of rules that can take the place of rules of a class, given its factor and original length."""
 
@@ -159,7 +161,10 @@ def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any], own: int) -> 
 
 
 def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """A rule by name, with the options `given` or with all, `change`, in place of the model's own."""
+    """The options of a rule that replaces the model's own: `given` in the config; `change`, all of them.
+
+    A config that names both the factor and the original length says everything itself.
+    """
     if {"factor", "original_length"} <= given.keys():
         return change
     name = change["name"]

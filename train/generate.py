@@ -119,14 +119,14 @@ def generate(
     `overrides` may change what training did not depend on: ``scheme.extend``, to run past the training length.
 
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
-    that would need another training, and for models that do not predict the next token.
+    that would need another training, for models that do not predict the next token, and for a prompt without a token.
     """
     write = write or partial(print, end="", flush=True)
     config = config_of(directory, overrides)
     check_causal(config)
     tokenizer = load_tokenizer(config.data)
     tokens = tokenizer.encode(prompt.encode("utf-8"))[:-1]
-    check(len(tokens) > 0, "--prompt is empty, and this tokenizer begins texts by no token; name a first word")
+    check(len(tokens) > 0, "--prompt is empty, and this tokenizer has no BOS to start from; give at least one word")
     stage, model = restore(directory, config)
     entry = entry_in_stage(config.scheme, config, stage)
     model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
@@ -137,16 +137,16 @@ def _written(tokens: Iterable[int], tokenizer: Tokenizer, write: Callable[[str],
     """Hands the text of tokens to `write` as they come, whole characters at a time, and returns it."""
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     made: list[int] = []
-    told, whole = 0, b""
+    written, whole = 0, b""
     for token in tokens:
         made.append(token)
         # What a token adds can depend on those before it: spaces, and characters of several tokens.
         whole = tokenizer.decode(np.asarray(made))
         if whole.endswith(_UNFINISHED):
             continue
-        piece, told = text.decode(whole[told:]), len(whole)
+        piece, written = text.decode(whole[written:]), len(whole)
         write(piece)
         found += piece
-    rest = text.decode(whole[told:], final=True)
+    rest = text.decode(whole[written:], final=True)
     write(rest)
     return found + rest

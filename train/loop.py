@@ -59,7 +59,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     """Trains the config in `directory` (its own by default), resuming whatever is there, and saves the result.
 
     A finished run is returned as it is. SIGINT (Ctrl-C), SIGTERM and a pod's notice of preemption save a checkpoint and
-    return; the same call then goes on as if nothing had happened: bit for bit on the same devices. `progress` is the
+    return; the same call then resumes as if nothing had happened: bit for bit on the same devices. `progress` is the
     label under which progress is shown; None shows nothing.
 
     Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, a mesh,
@@ -231,7 +231,7 @@ class Run:
         return step
 
     def _first_state(self, stage: Stage, saved: Saved | None, stream: Any) -> tuple[TrainState, int]:
-        """The state to go on from: the saved one, that of the saved parameters of the stage before, or a new one."""
+        """The state to start from: the saved one, that of the saved parameters of the stage before, or a new one."""
         if saved is None and stage.config.init.path:
             return stage.program.begin(initial_parameters(stage.config, stage.mesh)), 0
         if saved is None:

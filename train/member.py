@@ -5,12 +5,12 @@ The config's ``compare`` section holds the schemes to measure with the trained p
 
 import sys
 
+from train.checkpoint import RESULTS
 from train.config import Config, dump, parse_text
 from train.evaluate.saved import measure_entries, write_rows
 from train.loop import fit
 from train.paths import write_file
 
-RESULTS = "results.jsonl"
 MEMBER = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line on standard error that says what went wrong
 
@@ -18,11 +18,11 @@ ERROR = "error: "  # begins the line on standard error that says what went wrong
 def run(config: Config) -> None:
     """Trains the config, measures every scheme of ``config.compare``, and writes the rows and their config.
 
-    Raises ValueError when the training was interrupted; what it did is saved, and running again goes on.
+    Raises ValueError when the training was interrupted; what it did is saved, and running it again resumes.
     """
     fitted = fit(config, progress=config.scheme.label)
     if not fitted.finished:
-        raise ValueError(f"interrupted after {fitted.steps} of {config.steps} steps; run again to go on")
+        raise ValueError(f"interrupted after {fitted.steps} of {config.steps} steps; run again to resume")
     rows = measure_entries(config.directory, config, config.compare.schemes, told=lambda line: print(line, flush=True))
     write_rows(config.directory / RESULTS, rows)
     write_file(config.directory / MEMBER, dump(config))

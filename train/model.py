@@ -41,7 +41,7 @@ def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Lay
 
 
 def _with_base(config: Config, entry: SchemeConfig) -> SchemeConfig:
-    """The entry with the rotary base of the model under ``init``, where it names none of its own."""
+    """The entry with the rotary base of the model under ``init``, if it names none and the model has only one."""
     if not config.init.values or "base" in entry.options or "base" not in scheme_options(entry.name):
         return entry
     released = uniform(read_config(config.init.values).scheme, config.model.num_layers)

@@ -9,6 +9,7 @@ from typing import Any
 from posjax import rotary
 from posjax.nn import DecoderConfig
 from posjax.nn.huggingface import read_config
+from posjax.nn.huggingface.family import reach
 from posjax.nn.huggingface.load import CONFIG, read_values
 from posjax.nn.huggingface.save import files_beside
 from train.config import Config, own_tokenizer
@@ -35,7 +36,7 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     found = found or read_values(path)
     shape = model_section(read_config(found))
     given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
-    shape["trained_length"] = _own_length(path, found, given.get("trained_length"))
+    shape["trained_length"] = _trained_length(path, found, given.get("trained_length"))
     for key, value in given.items():
         check(
             key in _HOW or key not in shape or _same(value, shape[key]),
@@ -53,16 +54,15 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
-    """The length a model was made for: what its config.json says, or that to which its scaling reaches.
+def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
+    """The length a model was made for: the larger of what config.json says and what its scaling reaches; else `given`.
 
     Raises ValueError where neither config.json nor the config says it.
     """
     config = read_config(values)
     rules = {each.features.frequencies for each in config.layers.schemes if each.rotates}
     scaled = [rule for rule in rules if isinstance(rule, rotary.NTKByParts | rotary.Llama3)]
-    reached = [int(rule.original_length * rule.factor) for rule in scaled]
-    found = max([*reached, config.trained_length or 0])
+    found = max([*map(reach, scaled), config.trained_length or 0])
     check(
         bool(found or given),
         f"model.trained_length: config.json of {path} does not say the length it was trained at; set it",
@@ -71,7 +71,7 @@ def _own_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
 
 
 def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
-    """The sections that lengths are in: training at the model's own, evaluation up to four times that."""
+    """The sections ``train`` and ``evaluate`` with default lengths: the model's own, and up to four times that."""
     train, evaluate = _section(values, "train"), _section(values, "evaluate")
     if "length" not in train:
         train = {"length": own, "batch_tokens": own, **train}
@@ -83,7 +83,10 @@ def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
 
 
 def keep_files(config: Config, directory: Path) -> None:
-    """Copies ``config.json`` and the tokenizer of the model under ``init`` into a run, which then needs it no more."""
+    """Copies ``config.json`` and the tokenizer of the model under ``init`` into a run.
+
+    Then the run can be used and exported without the model.
+    """
     folder = directory / KEPT
     folder.mkdir(parents=True, exist_ok=True)
     files = {**files_beside(config.init.path), CONFIG: json.dumps(dict(config.init.values), indent=2).encode()}
@@ -92,7 +95,7 @@ def keep_files(config: Config, directory: Path) -> None:
 
 
 def with_moved_tokenizer(saved: Config, found: Config) -> Config:
-    """A saved config with overrides: the tokenizer of the model under ``init`` is where that is now said to be."""
+    """``found``, with the tokenizer beside the model that its ``init`` names now, if the run used the model's own."""
     own = bool(found.init.path) and saved.data.tokenizer == own_tokenizer(saved.init.path) == found.data.tokenizer
     return _with_tokenizer(found, own_tokenizer(found.init.path)) if own else found
 

@@ -49,7 +49,9 @@ def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
     whole = str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
     name = whole.rpartition("/")[2].removesuffix(".gguf")
     config = load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
-    check(config.init.path == str(place), f"init: {config.init.path} is another model than {place}, which is measured")
+    check(
+        config.init.path == str(place), f"init: found {config.init.path}, but the command names {place}; leave init out"
+    )
     return config
 
 
@@ -61,7 +63,7 @@ def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config,
         config: what `config_of` gave for it.
         stage: by name; that of the newest checkpoint when empty.
     """
-    if not is_run(place):
+    if not is_run(place):  # nothing is trained, so `remat` says nothing
         how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
         return config, from_pretrained(place, **how)
     directory = path(place)
@@ -97,17 +99,17 @@ def as_released(config: Config) -> Config:
 
 
 def results_of(place: str | Path, config: Config) -> Path:
-    """Where what is found of a model is written: into its run's directory, or one that bears a released one's name.
+    """The directory for results about a model: the run's own, or ``{output}/{name}`` for a released model.
 
-    Raises ValueError where that one holds what belongs to something else.
+    Raises ValueError if that directory belongs to a run or to another model.
     """
     if is_run(place):
         return path(place)
     directory = config.directory
-    check(not is_run(directory), f"{directory} holds a run; give what is found of {place} another place by name=")
+    check(not is_run(directory), f"{directory} holds a run; choose another name for the results of {place}, by name=")
     mark = directory / _OF
     known = mark.read_text(encoding="utf-8") if mark.is_file() else str(place)
-    check(known == str(place), f"{directory} holds what was found of {known}; choose another name=")
+    check(known == str(place), f"{directory} holds results of {known}; choose another name, by name=")
     directory.mkdir(parents=True, exist_ok=True)
     write_file(mark, str(place))
     return directory

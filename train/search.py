@@ -55,19 +55,22 @@ def search(
     seed: int = 0,
     told: Callable[[str], Any] = print,
 ) -> LongRoPE:
-    """Searches the long list for a run's RoPE at ``length`` tokens; see ``posjax.rotary.longrope.search``.
+    """Searches the long list for the RoPE of a run or a released model at ``length`` tokens.
+
+    See ``posjax.rotary.longrope.search``.
 
     The fitness is the mean negative log-likelihood of the last tokens of held-out text, in context of that length. What
-    is found is told, and written to ``longrope.json`` in the run's directory, ready for ``scheme.extend``.
+    is found is printed, and written to ``longrope.json`` in the run's directory, or in ``{output}/{name}`` for a
+    released model, ready for ``scheme.extend``.
 
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
     """
     config = config_of(directory, overrides)
-    scored = min(shortest_stage(config), length)
+    scored = min(shortest_stage(config), length)  # before `_at`: of a released model the shortest length of the config
     config = dataclasses.replace(config, evaluate=_at(config, length))
     stage, model = restore(directory, config)
     trained = own_length(stage)
-    check(length > trained, f"--length must exceed the training length, {trained}, found {length}")
+    check(length > trained, f"--length must exceed the model's own, {trained}, found {length}")
     check_searchable(stage)
     pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
     found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored)
@@ -111,11 +114,11 @@ def search_factors(
     length: int,
     effort: Effort,
     scored: int,
-    wrapped: Callable[[Callable], Callable] = lambda fitness: fitness,
+    wrap: Callable[[Callable], Callable] = lambda fitness: fitness,
 ) -> longrope.Found:
     """The search of `search` for a model and pieces of text, by the loss of the `scored` last tokens of each.
 
-    `wrapped` may remember what its fitness gives.
+    `wrap` gets the fitness function and returns the one to use, such as one that saves every result.
     """
     scheme, trained = check_searchable(config), own_length(config)
     rule, population = scheme.features.frequencies, effort.population
@@ -123,7 +126,7 @@ def search_factors(
     initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
     numbers = {"population": population, "parents": max(2, population // 2)}
     numbers |= {name: max(1, population // 4) for name in ("mutations", "crossovers")}
-    fitness = wrapped(_fitness(model, scheme, config, pieces, length, scored))
+    fitness = wrap(_fitness(model, scheme, config, pieces, length, scored))
     return longrope.search(fitness, initial, seed=effort.seed, iterations=effort.iterations, **numbers)
 
 
@@ -163,7 +166,7 @@ def _fitness(
 
 
 def _at(config: Config, length: int) -> EvaluateConfig:
-    """The evaluation at one length, whose text is computed at once."""
+    """The evaluation at one length, with room for one text of it at a time."""
     section = config.evaluate
     sizes = {name: max(getattr(section, name), length) for name in ("tokens", "batch_tokens")}
     return dataclasses.replace(section, lengths=(length,), stride=0, **sizes)

@@ -1,4 +1,4 @@
-"""A line between process 0 and every other, by which all notice at once when one of them is gone.
+"""A line between process 0 and every other, by which all notice at once when one dies.
 
 A process that waits in a collective for one that died may wait until jax's heartbeats time out, after 100 seconds. The
 system closes the connections of a process that ends, however it ends, so an open connection is a sign of life. A
@@ -86,7 +86,7 @@ def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.
 
 
 def _watch(end: socket.socket, process: int, lost: Callable[[int], None], done: threading.Event) -> None:
-    """Reads until the other side says goodbye or is gone, which means nothing once this side is done."""
+    """Reads until the other side says goodbye or dies, which means nothing once this side is done."""
     try:
         said = end.recv(1)
     except OSError:

@@ -189,9 +189,14 @@ def _rule(parameters: Config, config: Config, layer_type: str | None = None) -> 
         head_dim=_head_dim(config, layer_type),
         **options,
     )
-    if rule.softmax_scale != 1 and config.get("model_type") in _NO_SOFTMAX_SCALE:
-        return dataclasses.replace(rule, attention_factor=rule.table_factor, mscale=None, mscale_all_dim=None)
-    return rule
+    return without_softmax_scale(rule) if config.get("model_type") in _NO_SOFTMAX_SCALE else rule
+
+
+def without_softmax_scale(rule: FrequencyRule) -> FrequencyRule:
+    """The rule with DeepSeek's mscales used only as their ratio, on cos and sin, and not on the logits."""
+    if rule.softmax_scale == 1:
+        return rule
+    return dataclasses.replace(rule, attention_factor=rule.table_factor, mscale=None, mscale_all_dim=None)
 
 
 def _original_length(name: str, given: Config, config: Config) -> int:

@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 
 from train import compare as module
+from train.checkpoint import RESULTS
 from train.compare import _passing_on, compare, finished, members, run_member
 from train.config import dump, load, parse
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
-from train.member import MEMBER, RESULTS
+from train.member import MEMBER
 
 LENGTHS = (8, 16, 32)
 WORDS = (

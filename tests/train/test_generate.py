@@ -116,7 +116,7 @@ def test_the_search_leaves_an_extension_that_evaluate_takes(run, capsys):
     assert row["length"] == 64
     np.testing.assert_allclose(row["last_nll"], found["fitness"], rtol=1e-4)
     assert cli.main(["search", str(run), "--length", "32"]) == 2
-    assert "must exceed the training length, 32" in capsys.readouterr().err
+    assert "must exceed the model's own, 32" in capsys.readouterr().err
 
 
 def test_the_fitness_of_a_rule_is_that_of_its_model(run):

@@ -72,7 +72,7 @@ def test_a_hang_is_named_and_its_end_too(capsys, loader):
     assert "in stuck_in_the_loader" in hang
     assert "Thread MainThread" in hang
     assert "in test_a_hang_is_named_and_its_end_too" in hang
-    assert "process 3: went on: step 41 has finished" in end
+    assert "process 3: continued: step 41 has finished" in end
     assert capsys.readouterr().err.startswith(hang + end)
 
 
@@ -97,7 +97,7 @@ def test_a_hang_is_told_once_and_the_next_one_again(now, capsys):
     assert "last finished: none so far; step 1 was dispatched" in told[0]
     values[0].ready = values[1].ready = True
     watchdog._look()
-    assert told[1].endswith("went on: step 2 has finished\n")
+    assert told[1].endswith("continued: step 2 has finished\n")
     now[0] = 39.0
     watchdog._look()
     assert len(told) == 2
@@ -160,7 +160,7 @@ def test_a_run_that_waits_for_a_batch_names_the_step_in_its_directory(tmp_path, 
         }
     )
     file = tmp_path / "run" / "watchdog" / "process-0.txt"
-    told = {4: "last finished: step 3; none is running", 5: "process 0: went on: step 4 has finished"}
+    told = {4: "last finished: step 3; none is running", 5: "process 0: continued: step 4 has finished"}
     steps = iter(range(1, 6))
 
     def read_a_slow_disk(self, stream):

@@ -17,7 +17,7 @@ from object_store import serving
 ROOT = Path(__file__).parents[2]
 STEPS = 40
 TIMEOUT = 150  # seconds for a run, on a busy machine; far more than it takes
-LOST = "another process ended or cannot be reached; start all of them again to go on"
+LOST = "another process ended or cannot be reached; start all of them again to resume"
 
 pytestmark = pytest.mark.slow
 

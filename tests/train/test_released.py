@@ -338,9 +338,9 @@ def test_what_is_found_of_a_model_is_kept_apart(released, values, trained, tmp_p
     shutil.copytree(released[0], tmp_path / "tiny")
     assert cli.main([*arguments, "name=apart"]) == 0
     assert cli.main(["evaluate", str(tmp_path / "tiny"), *arguments[2:], "name=apart"]) == 2
-    assert f"holds what was found of {released[0]}" in capsys.readouterr().err
+    assert f"holds results of {released[0]}" in capsys.readouterr().err
     assert cli.main([*arguments, "name=apart", f"init={tmp_path}/tiny"]) == 2
-    assert "is another model than" in capsys.readouterr().err
+    assert "but the command names" in capsys.readouterr().err
 
 
 def test_search_takes_the_path(released, values, capsys):
@@ -384,7 +384,7 @@ def test_a_run_needs_the_model_it_started_from_no_more(released, values, tmp_pat
     capsys.readouterr()
     shutil.rmtree(config.directory / "released")
     assert cli.main(["export", str(config.directory), str(tmp_path / "again")]) == 2
-    assert "tiny is gone" in capsys.readouterr().err
+    assert "so its tokenizer cannot be written" in capsys.readouterr().err
     assert cli.main(["export", str(config.directory), str(tmp_path / "again"), f"init.path={tmp_path}/moved"]) == 0
 
 
@@ -409,6 +409,13 @@ def test_a_tokenizer_of_its_own_is_exported(values, tmp_path):
     fit(config)
     assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_a_run_with_bytes_is_exported_without_the_tokenizer_of_its_model(values, tmp_path):
+    config = with_changes(values, name="bytes", data={"tokenizer": "bytes"}, train={"steps": 2})
+    fit(config)
+    assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
+    assert sorted(place.name for place in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_export_keeps_the_dtype_of_the_files(released, tmp_path):

@@ -16,12 +16,13 @@ from rich.console import Console
 import posjax as pj
 from posjax.nn import Norm
 from train import cli
+from train.checkpoint import RESULTS
 from train.compare import compare
 from train.config import dump, load, parse
 from train.study import measure as measuring
 from train.study import run as running
 from train.study import run_study
-from train.study.cells import RESULTS, append_row, cells_of, model_digest, read_rows, result
+from train.study.cells import append_row, cells_of, digest_of_model, finished_rows, result
 from train.study.report import findings, losses, tables
 
 GPT2 = {"activation": "gelu", "mlp_dim": 128, "num_kv_heads": 4, "norm": Norm("layer", 1e-5, bias=True)}
@@ -68,7 +69,7 @@ def study(values):
 
 
 def test_the_numbers_are_those_of_the_extended_model(released, values, study):
-    rows, config = read_rows(study[0]), parse(values)
+    rows, config = finished_rows(study[0]), parse(values)
     text = running.read_texts(config)[0]
     for label, extend in (("as released", {}), ("YaRN", {"frequencies": pj.rotary.YaRN(2.0, LENGTH, base=500.0)})):
         decoder = released[1].with_scheme(released[1].config.scheme.extend(**extend))
@@ -97,17 +98,17 @@ def test_what_is_done_is_not_done_again(values, study, monkeypatch):
 
 
 def test_more_extensions_are_added(values, study):
-    before = read_rows(study[0])
+    before = finished_rows(study[0])
     more = {**values, "compare": {"schemes": SCHEMES, "texts": 2, "only": ["ReRoPE"]}}
     run_study(parse(more), Console(file=io.StringIO()))
-    after = read_rows(study[0])
+    after = finished_rows(study[0])
     assert after[: len(before)] == before
     assert {row["label"] for row in after[len(before) :]} == {"ReRoPE"}
     assert len(after) == len(before) + 4
 
 
 def test_another_option_is_another_cell(values, study):
-    rows = read_rows(study[0])
+    rows = finished_rows(study[0])
     assert all(result(cell, rows) for cell in cells(parse(values)))
     schemes = [{**SCHEMES[1], "extend": {"frequencies": {"name": "yarn", "factor": 8.0}}}]
     for change in (
@@ -119,18 +120,18 @@ def test_another_option_is_another_cell(values, study):
 
 
 def cells(config):
-    return cells_of(config, model_digest(config), config.compare.schemes, running.read_texts(config))
+    return cells_of(config, digest_of_model(config), config.compare.schemes, running.read_texts(config))
 
 
 def test_other_weights_are_another_model(released, values, study, tmp_path):
     shutil.copytree(released[0], tmp_path / "tiny")
     moved = parse({**values, "init": str(tmp_path / "tiny")})
-    assert model_digest(moved) == model_digest(parse(values))
+    assert digest_of_model(moved) == digest_of_model(parse(values))
     shutil.rmtree(tmp_path / "tiny")
     (tmp_path / "tiny").mkdir()
     write_released(tmp_path / "tiny", seed=1)
     assert moved.init.values == parse({**values, "init": str(tmp_path / "tiny")}).init.values
-    assert not any(result(cell, read_rows(study[0])) for cell in cells(moved))
+    assert not any(result(cell, finished_rows(study[0])) for cell in cells(moved))
 
 
 def test_the_report_is_of_this_config_alone(values, study):
@@ -151,7 +152,7 @@ def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, m
     monkeypatch.setattr(running, "measure", exhausted)
     console = Console(file=io.StringIO(), width=200)
     directory = run_study(parse({**values, "output": str(tmp_path)}), console)
-    assert {row["length"] for row in read_rows(directory)} == {16}
+    assert {row["length"] for row in finished_rows(directory)} == {16}
     assert "more memory is needed than this machine has" in console.file.getvalue()
 
 
@@ -162,9 +163,9 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path):
     append_row(tmp_path, {"a": 1})
     with (tmp_path / RESULTS).open("a") as file:
         file.write('{"b": ')
-    assert read_rows(tmp_path) == [{"a": 1}]
+    assert finished_rows(tmp_path) == [{"a": 1}]
     append_row(tmp_path, {"c": 3})
-    assert read_rows(tmp_path) == [{"a": 1}, {"c": 3}]
+    assert finished_rows(tmp_path) == [{"a": 1}, {"c": 3}]
 
 
 def test_the_report_has_a_sentence_for_each_length_a_table_and_a_figure(values, study):
@@ -172,7 +173,7 @@ def test_the_report_has_a_sentence_for_each_length_a_table_and_a_figure(values, 
     page = (directory / "index.html").read_text()
     assert (directory / "figure.png").read_bytes().startswith(b"\x89PNG")
     # Up to the model's own length YaRN changes nothing, and what is measured already is not measured again.
-    lengths = [row["length"] for row in read_rows(directory) if row["label"] == "YaRN"]
+    lengths = [row["length"] for row in finished_rows(directory) if row["label"] == "YaRN"]
     assert set(lengths) == {64}
     assert "At 64 tokens" in told
     assert "At 64 tokens" in page
@@ -204,7 +205,7 @@ def test_pass_keys_by_depth(values):
     evaluate |= {"passkey": {"depths": 2, "cases": 2, "lengths": [256]}}
     config = parse({**values, "name": "keys", "evaluate": evaluate, "compare": {"schemes": SCHEMES[:1], "texts": 1}})
     directory = run_study(config, Console(file=io.StringIO()))
-    rows = [row for row in read_rows(directory) if row["kind"] == "passkey"]
+    rows = [row for row in finished_rows(directory) if row["kind"] == "passkey"]
     assert [(row["length"], row["depth"]) for row in rows] == [(256, 0.0), (256, 1.0)]
     assert all(row["accuracy"] in (0, 0.5, 1) and row["answer_nll"] > 0 for row in rows)
     assert "pass key found in %" in (directory / "index.html").read_text()
@@ -243,7 +244,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
     compare = {"schemes": schemes, "texts": 1, "search": {"length": 64, "population": 4, "iterations": 1}}
     config = parse({**values, "name": "searched", "compare": compare})
     directory = run_study(config, Console(file=io.StringIO()))
-    rows = read_rows(directory)
+    rows = finished_rows(directory)
     tried = [row for row in rows if row["kind"] == "search"]
     assert 4 <= len(tried) <= 6
     (row,) = (r for r in rows if r["kind"] == "text" and r["label"] == "LongRoPE" and r["length"] == 64)
@@ -252,7 +253,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
     assert row["error"] is None
     monkeypatch.setattr("train.search._fitness", lambda *_: pytest.fail)
     run_study(config, Console(file=io.StringIO()))
-    assert read_rows(directory) == rows
+    assert finished_rows(directory) == rows
     without = {**compare, "only": ["as released"]}
     run_study(parse({**values, "name": "searched", "compare": without}), Console(file=io.StringIO()))
     assert "LongRoPE" in (directory / "index.html").read_text().partition("<h2>Config")[0]
@@ -307,7 +308,7 @@ def test_what_does_not_fit_the_model_is_told_and_the_rest_is_measured(tmp_path, 
     assert "<h2>Not measured</h2>" in page
     assert "as released at 64: the loss is not finite" in page
     assert "YaRN at 64: frequencies: this scheme rotates nothing" in page
-    kept = [(row["label"], row["length"], row["error"]) for row in read_rows(directory)]
+    kept = [(row["label"], row["length"], row["error"]) for row in finished_rows(directory)]
     lost = ("as released", 64, "the loss is not finite")
     assert kept == [("as released", 16, None)] * 2 + [lost] * 2  # what is refused need not be so in a later version
 
@@ -319,7 +320,7 @@ def test_a_study_that_was_stopped_in_its_first_cell_continues(values, tmp_path, 
         run_study(config, Console(file=io.StringIO()))
     monkeypatch.undo()
     run_study(config, Console(file=io.StringIO()))
-    assert len(read_rows(config.directory)) == 6
+    assert len(finished_rows(config.directory)) == 6
 
 
 def _interrupt(*_):
@@ -348,7 +349,7 @@ def test_a_search_that_needs_too_much_memory_leaves_the_rest(values, tmp_path, m
     sections = {"output": str(tmp_path), "compare": {"schemes": [SCHEMES[0], LONG], "texts": 1}}
     directory = run_study(parse({**values, **sections}), console)
     assert "LongRoPE: more memory is needed" in console.file.getvalue()
-    assert {row["label"] for row in read_rows(directory)} == {"as released"}
+    assert {row["label"] for row in finished_rows(directory)} == {"as released"}
     assert "LongRoPE at 64: no factors of LongRoPE were found" in (directory / "index.html").read_text()
 
 

@@ -82,7 +82,7 @@ def build_corpus(
     """Encodes the documents of the files into shards of `folder`, and writes the index when all are there.
 
     Shard n is two files: shard-n.tokens, then shard-n.npz, which says what is in it and where the text after it
-    begins. A build that was stopped goes on after the last shard that has both; what it then writes is what it would
+    begins. A build that was stopped resumes after the last shard that has both; what it then writes is what it would
     have written without the stop. Of a file that turns out to be damaged no document is in the index, though what came
     before the damage is in the shards. `told` gets a line for every full shard.
 

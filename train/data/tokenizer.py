@@ -194,7 +194,7 @@ def _words(text: bytes) -> str:
 class HuggingFaceTokenizer(_FileTokenizer):
     """A tokenizer.json. Its special tokens are those that the files beside it declare, else those of common names.
 
-    It begins texts by BOS where its post-processor does, as in transformers.
+    It begins texts with BOS if its post-processor does, as in transformers.
     """
 
     def __init__(self, content: bytes, declared: dict[str, str], path: str, own: bool = False):

@@ -28,7 +28,8 @@ EVALUATION = "evaluation.jsonl"
 def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Console | None = None) -> list[report.Row]:
     """Measures the run in `directory`, or the released model there, as ``evaluate`` says, and shows the tables.
 
-    ``index.html`` and ``evaluation.jsonl`` go into the run's directory, for a released model into ``output``.
+    ``index.html`` and ``evaluation.jsonl`` go into the run's directory, or into ``{output}/{name}`` for a
+    released model.
 
     `overrides` may change what training did not depend on: ``evaluate.*``, and ``scheme.extend``, which evaluates the
     trained parameters under an extended scheme. The rows are returned and replace those in ``evaluation.jsonl``.

@@ -1,4 +1,4 @@
-"""JAX's cache of compiled programs that outlives the process, so that a run that goes on starts at once."""
+"""JAX's cache of compiled programs that outlives the process, so that a resumed run starts at once."""
 
 import os
 import sys

@@ -22,7 +22,7 @@ class Log(Protocol):
 
 
 class MetricsLog:
-    """One JSON object a line, each with a ``step``. Opened again, it goes on after its last whole line.
+    """One JSON object a line, each with a ``step``. Opened again, it continues after its last whole line.
 
     A resumed run repeats the steps since its checkpoint; those that stand there already are not written twice.
     """
@@ -58,7 +58,7 @@ def _last_line(whole: bytes, place: Path) -> dict[str, Any]:
         last = json.loads(whole.splitlines()[-1]) if whole else {"step": 0}
         return {**last, "step": int(last["step"])}
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{place}: its last line holds no metrics; take the line out to go on with the run") from None
+        raise ValueError(f"{place}: its last line holds no metrics; take the line out to resume the run") from None
 
 
 class _Object:
@@ -99,7 +99,7 @@ class TensorBoardLog:
             register_writer_factory(directory.protocol, _Objects())
         # A whole object is written at each flush, so those are rarer.
         seconds = 10 if is_local(directory) else 60
-        # Files are named by the second, and a run that goes on within it must not write over its first one.
+        # Files are named by the second, and a run that resumes within it must not write over its first one.
         self._writer = SummaryWriter(str(directory), flush_secs=seconds, filename_suffix=f".{time.time_ns()}")
 
     def write(self, step: int, **values: Any) -> None:
@@ -113,7 +113,7 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """A run of Weights & Biases, which goes on when the same run directory does."""
+    """A run of Weights & Biases, which resumes when the same run directory does."""
 
     def __init__(self, config: Config, directory: Path):
         check_wandb(config.monitor.wandb)

@@ -13,7 +13,7 @@ from train.paths import is_local
 class Trace:
     """Traces the steps ``[first, last]`` into `directory`: the devices are idle when it starts and when it ends.
 
-    A run that goes on inside them traces the rest; one that ends inside them keeps what there is.
+    A run that resumes inside them traces the rest; one that ends inside them keeps what there is.
     """
 
     def __init__(self, steps: Sequence[int], directory: Path):

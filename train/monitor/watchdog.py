@@ -56,7 +56,7 @@ class Watchdog:
         if moved:
             self._since = time.monotonic()
             if self._told:
-                self._tell(f"went on: step {self._finished} has finished")
+                self._tell(f"continued: step {self._finished} has finished")
             self._told = False
         elif not self._told and time.monotonic() - self._since > self._seconds:
             self._told = True

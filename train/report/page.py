@@ -10,8 +10,8 @@ from train.report import curves, figure, grids
 from train.report.numbers import Row, held_out, last_length, notes, tasks, trainings
 from train.report.tables import Table, tables
 
-INDEX = "index.html"
-FIGURES = ("figure.png", "training.png", "positions.png", "tasks.png", "depths.png")
+INDEX, FIGURE = "index.html", "figure.png"
+FIGURES = (FIGURE, "training.png", "positions.png", "tasks.png", "depths.png")
 FILES = (INDEX, *FIGURES)
 """What a report may leave in a directory."""
 

@@ -67,7 +67,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     tied_head: bool = True
-    trained_length: int | None = None  # of a released model; written by export
+    trained_length: int | None = None  # tokens that a released model was made for; from its config.json
     causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always
     remat: Literal["none", "dots", "offload", "attention", "full"] = "none"

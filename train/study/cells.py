@@ -12,12 +12,12 @@ import numpy as np
 
 from posjax.nn.huggingface.files import is_local, open_place
 from posjax.nn.huggingface.load import is_gguf
+from train.checkpoint import RESULTS
 from train.config import Config, SchemeConfig
-from train.data import load_tokenizer
+from train.data import Document, documents, load_tokenizer
 from train.model import extension_of, own_length
 from train.settings.checks import check, unknown
 
-RESULTS = "results.jsonl"
 TEXT, PASSKEY = "text", "passkey"
 
 
@@ -30,7 +30,7 @@ class Text:
     opening: tuple[int, ...] = ()
 
     def last(self, length: int) -> np.ndarray:
-        """The opening and the last tokens, ``length + 1`` together: as many inputs, each with a target."""
+        """The opening and the last tokens, ``length + 1`` together: ``length`` inputs, each with a target."""
         rest = length + 1 - len(self.opening)
         return np.array([*self.opening, *self.tokens[-rest:]], np.int32)
 
@@ -44,7 +44,7 @@ class Cell:
     """One measurement.
 
     Args:
-        model: what tells this model from others; see `model_digest`.
+        model_digest: of the model; see `digest_of_model`.
         entry: the extension.
         extend: its slots with all options, at this length; those of the entry where they do not fit the model.
         refusal: why they do not; empty where they do.
@@ -55,7 +55,7 @@ class Cell:
         sizes: what else decides the numbers.
     """
 
-    model: str
+    model_digest: str
     entry: SchemeConfig
     extend: Mapping[str, Any]
     refusal: str
@@ -69,7 +69,7 @@ class Cell:
     def key(self) -> dict[str, Any]:
         """What tells it from all others; a row that has the same is its result."""
         text = {} if self.text is None else {"text": self.text.name, "digest": self.text.digest(self.length)}
-        found = {"model": self.model, "label": self.entry.label, "extend": self.extend, "kind": self.kind}
+        found = {"model": self.model_digest, "label": self.entry.label, "extend": self.extend, "kind": self.kind}
         found |= {"length": self.length, "depth": self.depth, "sizes": self.sizes}
         return json.loads(json.dumps(found | text))
 
@@ -96,30 +96,32 @@ def is_to_be_searched(entry: SchemeConfig) -> bool:
     return isinstance(change, Mapping) and change.get("name") == "longrope" and "long_factor" not in change
 
 
-def cells_of(config: Config, model: str, entries: Sequence[SchemeConfig], texts: Sequence[Text]) -> list[Cell]:
+def cells_of(config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[Text]) -> list[Cell]:
     """All cells: those of text, then those of the pass key where ``evaluate.tasks`` names it.
 
     Args:
         config: of the study.
-        model: what tells the model from others.
+        model_digest: of the model.
         entries: the extensions, with what was searched for them.
         texts: to be read.
     """
-    cells = [*_text_cells(config, model, entries, texts)]
-    return cells + ([*_passkey_cells(config, model, entries)] if PASSKEY in config.evaluate.tasks else [])
+    cells = [*_text_cells(config, model_digest, entries, texts)]
+    return cells + ([*_passkey_cells(config, model_digest, entries)] if PASSKEY in config.evaluate.tasks else [])
 
 
-def _text_cells(config: Config, model: str, entries: Sequence[SchemeConfig], texts: Sequence[Text]) -> Iterator[Cell]:
+def _text_cells(
+    config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[Text]
+) -> Iterator[Cell]:
     """Shorter ones first, and text by text, so that all extensions can be compared soon."""
     sizes = {"scored": scored(config)}
     for length in config.evaluate.lengths:
         extended = [(entry, *_extension(config, entry, length)) for entry in entries]
         for text in texts:
             for each in extended:
-                yield Cell(model, *each, TEXT, length, text=text, sizes=sizes)
+                yield Cell(model_digest, *each, TEXT, length, text=text, sizes=sizes)
 
 
-def _passkey_cells(config: Config, model: str, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
+def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
     """Each length and depth."""
     section = config.evaluate.passkey
     sizes = {"cases": section.cases}
@@ -127,7 +129,7 @@ def _passkey_cells(config: Config, model: str, entries: Sequence[SchemeConfig]) 
         for entry in entries:
             extended = _extension(config, entry, length)
             for depth in np.linspace(0, 1, section.depths):
-                yield Cell(model, entry, *extended, PASSKEY, length, depth=float(depth), sizes=sizes)
+                yield Cell(model_digest, entry, *extended, PASSKEY, length, depth=float(depth), sizes=sizes)
 
 
 def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
@@ -140,12 +142,17 @@ def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mappin
         return entry.extend, str(error)
 
 
+def all_documents(config: Config) -> list[Document]:
+    """Every document; a study trains nothing, so none is held out."""
+    return documents(dataclasses.replace(config.data, held_out=0.0), "train")
+
+
 def scored(config: Config) -> int:
     """How many tokens at the end of a text are scored."""
     return config.compare.scored or max(1, own_length(config) // 4)
 
 
-def model_digest(config: Config) -> str:
+def digest_of_model(config: Config) -> str:
     """Differs between models whose weights, config, tokenizer or dtype of computation differ.
 
     The files are read whole where they are local; at a URL the file system's own mark of their contents is taken.
@@ -164,7 +171,7 @@ def _file_digest(name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_rows(directory: Path) -> list[dict[str, Any]]:
+def finished_rows(directory: Path) -> list[dict[str, Any]]:
     """What is done. A last line that was cut off by an interruption is left out."""
     place = directory / RESULTS
     lines = place.read_text(encoding="utf-8").split("\n") if place.exists() else [""]

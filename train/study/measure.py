@@ -1,4 +1,4 @@
-"""One cell of a study: what it costs to read a text so, and whether a pass key is found."""
+"""One cell of a study: the loss of a text under an extension, or whether a pass key is found; with time and memory."""
 
 import time
 from collections.abc import Callable
@@ -61,20 +61,21 @@ def _read(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> dict[str, Any]:
     """The share of pass keys of which every token is the likeliest one, given the text and the key up to it.
 
-    That is what greedy decoding writes. ``answer_nll`` is what the key costs, in nats per token.
+    That is what greedy decoding writes. ``answer_nll`` is the mean negative log-likelihood of the key's tokens, in
+    nats. Time and memory are those of the last case.
     """
     vocabulary = Vocabulary(load_tokenizer(config.data))
     right, losses, costs = [], [], {}
     for case in range(cell.sizes["cases"]):
         tokens, size = _prompt(vocabulary, cell, case)
 
-        def scored(parameters, tokens, size=size):
+        def answer(parameters, tokens, size=size):
             hidden = predictor.hidden(parameters, tokens[:, :-1], cell.length)[:, -size:]
             logits = predictor.logits(parameters, hidden)[0]
             chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[0, -size:, None], axis=-1)
             return best(logits) == tokens[0, -size:], -chosen.mean()
 
-        (found, loss), costs = _run(scored, parameters, tokens)
+        (found, loss), costs = _run(answer, parameters, tokens)
         right.append(bool(np.asarray(found).all()))
         losses.append(float(loss))
     if not np.isfinite(losses).all():
@@ -95,7 +96,8 @@ def _prompt(vocabulary: Vocabulary, cell: Cell, case: int) -> tuple[np.ndarray, 
 
 
 def _answer(vocabulary: Vocabulary, key: str) -> np.ndarray:
-    """The tokens of the key behind the question; alone, many tokenizers would begin it by a space of its own."""
+    """The tokens of the key after the question. Tokenised alone, the key would start with an extra space in many
+    tokenizers."""
     return vocabulary.tokens(f"{QUESTION} {key}")[len(vocabulary.tokens(QUESTION)) :]
 
 

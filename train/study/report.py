@@ -14,17 +14,15 @@ from train.machine import own_versions, processor
 from train.model import own_length
 from train.report import style
 from train.report.numbers import Estimate, estimate
-from train.report.page import About, Picture, assemble, html_table
+from train.report.page import FIGURE, INDEX, About, Picture, assemble, html_table
 from train.report.tables import Table, show_table
 from train.study.cells import PASSKEY, TEXT
-
-FIGURE, INDEX = "figure.png", "index.html"
 
 Row = Mapping[str, Any]
 
 
 def write(config: Config, directory: Path, rows: Sequence[Row], console: Console) -> None:
-    """Writes ``figure.png`` and ``index.html``, and shows the sentences and tables; nothing without a result."""
+    """Writes ``figure.png`` and ``index.html``, shows the sentences and tables; nothing before a text has a loss."""
     done = [row for row in rows if row["kind"] in (TEXT, PASSKEY)]
     if not any(row["kind"] == TEXT and not row["error"] for row in done):
         return
@@ -42,7 +40,7 @@ def write(config: Config, directory: Path, rows: Sequence[Row], console: Console
     console.print(f"{directory / INDEX} has the figure, the tables, the config and the versions.", markup=False)
 
 
-_ERRORS = "<p>± is the standard error over texts of what one extension is behind another.</p>"
+_ERRORS = "<p>In these sentences ± is the standard error over texts of the difference between two extensions.</p>"
 
 
 def _about(config: Config, rows: Sequence[Row]) -> About:
@@ -63,8 +61,8 @@ def _about(config: Config, rows: Sequence[Row]) -> About:
 def labels(config: Config, rows: Sequence[Row]) -> list[str]:
     """The extensions that have a result, in the order of the config."""
     known = [entry.label for entry in config.compare.schemes]
-    found = dict.fromkeys(row["label"] for row in rows)
-    return [label for label in known if label in found] + [label for label in found if label not in known]
+    found = {row["label"] for row in rows}
+    return [label for label in known if label in found]
 
 
 def lengths(rows: Sequence[Row]) -> list[int]:
@@ -81,7 +79,8 @@ def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
 def at_length(config: Config, rows: Sequence[Row], label: str, length: int) -> Estimate | None:
     """Mean over texts, and the standard deviation of what changes; None unless all shared texts have a number.
 
-    What changes is the loss of a text beside that of the model as released, at its own length or the nearest one below.
+    What changes is the loss of a text beside that of the model as released at its own length; if that is not measured,
+    at the nearest shorter length, else at the shortest one.
     """
     texts, found = shared_texts(rows, length), losses(rows, label, length)
     if not texts or not texts <= found.keys():
@@ -156,13 +155,16 @@ def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
     text = [row for row in rows if row["kind"] == TEXT]
     own, at = own_length(config), lengths(text)
     texts = len({row["text"] for row in text})
-    over = f"mean over texts, {texts} at most, ± standard deviation of the change" if texts > 1 else "one text"
+    over = "one text" if texts == 1 else f"mean over {texts} texts at most; {_SPREAD}"
     title = f"Loss of the last {_scored(rows):,} tokens, in nats per token ({over})"
     header = ("extension", *(f"{n:,} ({n / own:.3g}x)" for n in at))
     body = [(label, *(_shown(at_length(config, rows, label, n)) for n in at)) for label in labels(config, text)]
     found = [Table(title, header, tuple(body))]
     keys = [row for row in rows if row["kind"] == PASSKEY]
     return [*found, *([_passkeys(config, keys)] if keys else []), _costs(config, text)]
+
+
+_SPREAD = "± is the standard deviation over texts of the change from the model as released at its own length"
 
 
 def _shown(value: Estimate | None) -> str:
@@ -188,14 +190,15 @@ def _passkeys(config: Config, rows: Sequence[Row]) -> Table:
 
 
 def _costs(config: Config, rows: Sequence[Row]) -> Table:
-    """Tokens a second and the memory of the program at the longest length of each extension."""
+    """Tokens a second and the memory of one pass, at the longest length of the study."""
     longest = lengths(rows)[-1]
     body = []
     for label in labels(config, rows):
         mine = [row for row in rows if (row["label"], row["length"]) == (label, longest) and not row["error"]]
         # The fastest of the texts: what else a machine does can only slow it.
         speed = f"{max(row['tokens_per_second'] for row in mine):,.0f}" if mine else "-"
-        memory = f"{max(row['memory_bytes'] or 0 for row in mine) / 2**20:,.0f}" if mine else "-"
+        held = [row["memory_bytes"] for row in mine if row["memory_bytes"] is not None]
+        memory = f"{max(held) / 2**20:,.0f}" if held else "-"
         body.append((label, speed, memory))
     header = ("extension", f"tokens/s at {longest:,}", "MiB of parameters and activations")
     return Table("Cost of one pass", header, tuple(body))
@@ -212,8 +215,8 @@ def _notes(rows: Sequence[Row]) -> str:
 _ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
 _CAPTION = (
     "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them. A "
-    "falling line says that more context helps. Right: the loss of every token at the longest length by the number of "
-    "tokens before it. The axes end 1.5 nats above the lowest value."
+    "falling line says that more context helps. Right: the mean loss in parts of the texts of the longest length, by "
+    "the number of tokens before, from 16 on. The axes end 1.5 nats above the lowest value."
 )
 _ROOM = 1.5
 

@@ -1,4 +1,4 @@
-"""A study from a config to a page: cell after cell, what is done never done again."""
+"""A study, from a config to a page. No finished cell is measured again."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from rich.console import Console
 
 from posjax.rotary import Rotary
 from posjax.scheme import Scheme
-from train.checkpoint import read_config
+from train.checkpoint import RESULTS, read_config
 from train.config import Config, SchemeConfig, dump
-from train.data import documents, load_tokenizer
+from train.data import load_tokenizer
 from train.extension import completed
 from train.model import own_length
 from train.monitor import enable_compilation_cache
@@ -23,16 +23,16 @@ from train.restore import restore
 from train.settings.checks import check
 from train.study import report
 from train.study.cells import (
-    RESULTS,
     Cell,
     Text,
+    all_documents,
     append_row,
     cells_of,
     check_entries,
     chosen_entries,
+    digest_of_model,
+    finished_rows,
     is_to_be_searched,
-    model_digest,
-    read_rows,
     result,
     scored,
 )
@@ -53,12 +53,12 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     check_entries(config)
     chosen = chosen_entries(config)
     _check_schemes(config)
-    texts, mark = read_texts(config), model_digest(config)
-    search = _search(config, mark, chosen)
+    texts, model_digest = read_texts(config), digest_of_model(config)
+    search = _search(config, model_digest, chosen)
     directory = path(config.directory)
     _open_directory(config, directory)
     enable_compilation_cache(config.monitor.compilation_cache)
-    study = _Study(config, mark, texts, search, directory, console, read_rows(directory))
+    study = _Study(config, model_digest, texts, search, directory, console, finished_rows(directory))
     try:
         study.run(chosen)
     finally:
@@ -71,7 +71,7 @@ class _Study:
     """A study under way; `rows` grows with what is measured."""
 
     config: Config
-    mark: str
+    model_digest: str
     texts: Sequence[Text]
     search: Search | None
     directory: Path
@@ -82,7 +82,7 @@ class _Study:
         """Measures what is not done yet, cell after cell."""
         model = restore(self.config.init.path, self.config)[1]
         entries = [self._searched(entry, model) for entry in entries]
-        cells = cells_of(self.config, self.mark, entries, self.texts)
+        cells = cells_of(self.config, self.model_digest, entries, self.texts)
         for number, cell in enumerate(cells, start=1):
             if result(cell, self.rows) is None:
                 self._say(f"[{number}/{len(cells)}] {cell.words}: {self._measure(model, cell)}")
@@ -91,11 +91,11 @@ class _Study:
     def current(self) -> list[Mapping[str, Any]]:
         """The rows of this config's cells, and no others that the directory may hold."""
         entries = [self._known(entry) for entry in self.config.compare.schemes]
-        cells = cells_of(self.config, self.mark, entries, self.texts)
+        cells = cells_of(self.config, self.model_digest, entries, self.texts)
         return [row for cell in cells if (row := result(cell, self.rows)) is not None]
 
     def _measure(self, model: nnx.Module, cell: Cell) -> str:
-        """What a cell gave, in words. It is kept if it was computed: what is refused now need not be so again."""
+        """The result of a cell in words. It is saved if something was computed; a refusal may not hold next time."""
         try:
             found = measure(self.config, model, cell)
         except jax.errors.JaxRuntimeError as error:
@@ -142,17 +142,17 @@ _TOO_LARGE = "more memory is needed than this machine has"
 
 
 def _check_memory(error: jax.errors.JaxRuntimeError) -> None:
-    """Raises what is wrong, unless it is only that memory does not suffice."""
+    """Raises the error again, unless it says that memory is not enough."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         raise error
 
 
-def _search(config: Config, mark: str, chosen: Sequence[SchemeConfig]) -> Search | None:
+def _search(config: Config, model_digest: str, chosen: Sequence[SchemeConfig]) -> Search | None:
     """The search of LongRoPE's factors; None without an entry for it, or without its text where none is chosen."""
     if not any(map(is_to_be_searched, config.compare.schemes)):
         return None
     try:
-        return search_of(config, mark)
+        return search_of(config, model_digest)
     except ValueError:
         if any(map(is_to_be_searched, chosen)):
             raise
@@ -160,9 +160,9 @@ def _search(config: Config, mark: str, chosen: Sequence[SchemeConfig]) -> Search
 
 
 def _check_schemes(config: Config) -> None:
-    """Raises ValueError, with the entry's label, for a slot, a method or an option that there is not.
+    """Raises ValueError, with the entry's label, for a slot, method or option that does not exist.
 
-    A method that there is may still not fit this model: then that is what its cells say.
+    One that exists may still not fit this model; its cells then say so.
     """
     rope = Scheme(features=Rotary())
     for entry in config.compare.schemes:
@@ -190,9 +190,8 @@ def read_texts(config: Config) -> list[Text]:
     span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
     least = min(config.evaluate.lengths)
     check(least >= scored(config), f"evaluate.lengths: {least} is below compare.scored, {scored(config)} tokens")
-    found = documents(dataclasses.replace(config.data, held_out=0.0), "train")
     # A token has a byte at least, so shorter documents need not be tokenised.
-    long = [document for document in found if len(document.text) > span]
+    long = [document for document in all_documents(config) if len(document.text) > span]
     long.sort(key=lambda document: -len(document.text))
     texts = []
     for document in long:

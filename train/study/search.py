@@ -11,13 +11,13 @@ from flax import nnx
 
 from posjax.rotary import LongRoPE
 from train.config import Config, SchemeConfig
-from train.data import documents, load_tokenizer
+from train.data import load_tokenizer
 from train.model import own_length
 from train.search import Effort, check_searchable, options_of, search_factors
 from train.settings.checks import check
-from train.study.cells import scored
+from train.study.cells import all_documents, scored
 
-TRIED, FOUND = "search", "found"
+TRIED, CHOSEN = "search", "found"
 """The kinds of rows of a search: a rule that was tried, and what was found in the end."""
 
 Row = Mapping[str, Any]
@@ -29,13 +29,13 @@ class Search:
 
     Args:
         config: of the study.
-        model: what tells the model from others.
+        model_digest: of the model.
         tokens: one text of the length that is searched for, with the token that is predicted last.
         effort: how far it goes.
     """
 
     config: Config
-    model: str
+    model_digest: str
     tokens: np.ndarray
     effort: Effort
 
@@ -62,11 +62,11 @@ class Search:
     def key(self) -> dict[str, Any]:
         """What a rule's fitness depends on."""
         digest = hashlib.sha256(np.asarray(self.tokens, np.int32).tobytes()).hexdigest()[:12]
-        return {"model": self.model, "length": self.length, "scored": self.scored, "digest": digest}
+        return {"model": self.model_digest, "length": self.length, "scored": self.scored, "digest": digest}
 
     def known(self, rows: Sequence[Row]) -> dict[str, Any] | None:
         """The options that this search found before."""
-        key = {"kind": FOUND, "effort": dataclasses.asdict(self.effort)} | self.key
+        key = {"kind": CHOSEN, "effort": dataclasses.asdict(self.effort)} | self.key
         found = (row["options"] for row in rows if all(row.get(name) == value for name, value in key.items()))
         return next(found, None)
 
@@ -91,7 +91,7 @@ class Search:
         given = (self.config, model, [self.tokens], self.length, self.effort, self.scored)
         rule = search_factors(*given, remembered).rule
         options = options_of(rule)
-        keep({"kind": FOUND, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
+        keep({"kind": CHOSEN, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
         return options
 
 
@@ -101,10 +101,12 @@ def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfi
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
 
 
-def search_of(config: Config, model: str) -> Search:
+def search_of(config: Config, model_digest: str) -> Search:
     """The search that a config names. Raises ValueError for sizes or texts with which none is possible."""
     section = config.compare.search
-    return Search(config, model, search_text(config), Effort(section.population, section.iterations, config.seed))
+    return Search(
+        config, model_digest, search_text(config), Effort(section.population, section.iterations, config.seed)
+    )
 
 
 def search_text(config: Config) -> np.ndarray:
@@ -116,8 +118,7 @@ def search_text(config: Config) -> np.ndarray:
     length = config.compare.search.length or 2 * own
     check(length > own, f"compare.search.length must exceed the model's own, {own}, found {length}")
     span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
-    found = documents(dataclasses.replace(config.data, held_out=0.0), "train")
-    longest = max(found, key=lambda document: len(document.text))
+    longest = max(all_documents(config), key=lambda document: len(document.text))
     tokens = [*tokenizer.opening, *tokenizer.tokens(longest.text)]
     check(
         len(tokens) > span + length + 1,

@@ -13,6 +13,7 @@ from posjax.layers import Layers, uniform
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
 from posjax.rotary import FrequencyRule, Plain, Proportional, Rotary
+from posjax.rotary.huggingface import without_softmax_scale
 from posjax.scheme import Scheme
 
 Values = Mapping[str, Any]
@@ -32,7 +33,8 @@ class Family:
         tensors: for every parameter of a ``Decoder`` its view of a tensor; those inside blocks are named as in
             ``"block/attention/q"``, and their tensors with ``{layer}``.
         defaults: values of transformers for keys that ``config.json`` may leave out.
-        fixed: options that ``Decoder`` has not, with the one value at which they change nothing.
+        fixed: options that ``Decoder`` does not have, each with the value, or a tuple of values, at which it changes
+            nothing.
         prefix: of the tensors' names, which some releases leave out.
         ignored: names of tensors that are no parameters, such as buffers; those of a layer by their last part.
         aliases: other keys of ``config.json`` that transformers reads as these keys.
@@ -119,8 +121,8 @@ _ROPE_KEYS += ("original_max_position_embeddings",)
 def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
     """The frequency rule of all layers. It does not name the head's size, which the decoder knows.
 
-    As transformers does, it takes ``rope_scaling`` before ``rope_parameters`` and turns a part of the head in the few
-    families alone that have it, which are ``partial`` here.
+    As in transformers, ``rope_scaling`` comes before ``rope_parameters``. Only a few families rotate a part of the
+    head; they pass ``partial``.
 
     Raises:
         ValueError: for rules by kinds of layers, and for a part of the head in another family.
@@ -130,10 +132,10 @@ def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
     name, one = values["model_type"], isinstance(rule, FrequencyRule)
     check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give that alone")
     share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
-    check(share == 1, f"config.json: partial_rotary_factor {share}: {name} turns whole heads; 1 would work")
-    # DeepSeek's factor of the logits, which none of these families has: of both mscales they take the ratio alone.
-    factor = {} if rule.softmax_scale == 1 else {"attention_factor": rule.table_factor}
-    return dataclasses.replace(rule, **factor, mscale=None, mscale_all_dim=None) if factor else rule
+    check(
+        share == 1, f"config.json: partial_rotary_factor must be 1 for {name}, which rotates whole heads; found {share}"
+    )
+    return without_softmax_scale(rule)
 
 
 def _from_hf(values: Values) -> Any:
@@ -199,7 +201,7 @@ def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
 
 
 def rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """``rope_parameters`` and ``max_position_embeddings`` of a model with one rule; transformers 4 reads the base."""
+    """``rope_parameters``, ``max_position_embeddings`` and, for transformers 4, ``rope_theta``, by the one rule."""
     rule = rule_of(config)
     if rule is None:
         return length_value(config)
@@ -207,19 +209,24 @@ def rope_values(config: DecoderConfig) -> dict[str, Any]:
     return length_value(config) | {"rope_parameters": found, "rope_theta": found["rope_theta"]}
 
 
-def length_value(config: DecoderConfig, key: str = "max_position_embeddings") -> dict[str, int]:
-    """The length that the model is for, as ``config.json`` says it: its own, or that to which its rule extends."""
-    rule = rule_of(config)
-    original, factor = getattr(rule, "original_length", None), getattr(rule, "factor", None) or 1.0
-    if rule is not None and original is not None:
-        return {key: original if rule.hf_type == "dynamic" else max(int(original * factor), config.trained_length or 0)}
-    return {} if config.trained_length is None else {key: config.trained_length}
+def length_value(config: DecoderConfig) -> dict[str, int]:
+    """``max_position_embeddings``: the length that the model is for, its own or that to which its rule extends."""
+    rule, length = rule_of(config), config.trained_length
+    if getattr(rule, "original_length", None) is not None:
+        dynamic = rule.hf_type == "dynamic"
+        length = rule.original_length if dynamic else max(reach(rule), config.trained_length or 0)
+    return {} if length is None else {"max_position_embeddings": length}
+
+
+def reach(rule: FrequencyRule) -> int:
+    """The length to which a rule with an original length extends it: that times the rule's factor, if it has one."""
+    return int(rule.original_length * (getattr(rule, "factor", None) or 1.0))
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 _HOW = ("compute_dtype", "remat", "scan_layers", "implementation", "placement", "trained_length")
-"""Fields that say how a model is computed, not what it is."""
+"""Fields that may differ between equal models: how they are computed, and the length they were trained at."""
 
 
 def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> None:
@@ -253,13 +260,16 @@ def _plainly(scheme: Scheme, config: DecoderConfig) -> Scheme:
         return scheme
     rule = _with_size(rule, config)
     plain = rotary.from_hf(rule.to_hf()) if rule.hf_type == Plain.hf_type else rule
-    rule = plain if _turn_alike(rule, plain, config.head_dim) else rule
+    rule = plain if _rotate_alike(rule, plain, config.head_dim) else rule
     features = dataclasses.replace(scheme.features, frequencies=dataclasses.replace(rule, head_dim=None))
     return scheme.replace(features=features)
 
 
-def _turn_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
-    """Whether a rule of the library has the numbers of another, but for rounding; others may do more than they tell."""
+def _rotate_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
+    """Whether two rules of the library have the same numbers, up to rounding.
+
+    A class of one's own is never alike: it may do more than its frequencies say.
+    """
     if is_own_class(type(rule)) or (rule.table_factor, rule.softmax_scale) != (other.table_factor, other.softmax_scale):
         return False
     return np.allclose(*(each.inverse_frequencies(size) for each in (rule, other)), rtol=1e-12, atol=0)

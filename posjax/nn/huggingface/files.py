@@ -8,7 +8,7 @@ whole arrays alone: a view of a fused tensor on one device's shard, read or writ
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ class Folder:
         raise FileNotFoundError(f"{self._root} holds no *.safetensors file")
 
     def _wanted(self, names: Sequence[str]) -> Sequence[str]:
-        """That of the whole model, as for transformers; else those that the index names; without an index all."""
+        """The files to read: that of the whole model, as in transformers; else those of the index; else all."""
         if WHOLE in names:
             return [WHOLE]
         if INDEX not in names:
@@ -98,7 +98,7 @@ class Folder:
         check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which is not there")
         return wanted
 
-    def _read_header(self, file: str) -> Iterator[tuple[str, Entry]]:
+    def _read_header(self, file: str) -> list[tuple[str, Entry]]:
         place = f"{self._root}/{file}"
         total = self._files.size(place)
         check(total >= 8, f"{place} is no safetensors file: it has {total} bytes")

@@ -67,7 +67,7 @@ class GGUF:
         self._fields = self._reader.fields
         found = self._get("general.architecture")
         check(found == "llama", f"{path} is a GGUF of the architecture {found!r}; llama can be read")
-        check(not self._get("llama.expert_count"), f"{path} is a mixture of experts, which Decoder has not")
+        check(not self._get("llama.expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
         self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
         check(
             "rope_freqs.weight" not in self._tensors,

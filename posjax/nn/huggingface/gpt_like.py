@@ -239,7 +239,7 @@ GPT_NEOX = Family(
             "attention_bias": "qkv" in config.biases,
             "use_parallel_residual": config.residual.parallel,
         }
-        | _neox_rope(config)
+        | _neox_rope_values(config)
     ),
     _neox_tensors,
     {
@@ -275,7 +275,7 @@ def _neox_rule(values: Values) -> FrequencyRule:
     return rope_rule({**values, "rope_scaling": None, "rope_parameters": {**given, **taken}}, partial=True)
 
 
-def _neox_rope(config: DecoderConfig) -> dict[str, Any]:
+def _neox_rope_values(config: DecoderConfig) -> dict[str, Any]:
     """transformers 4 reads ``rotary_pct`` and ``rotary_emb_base``, transformers 5 the rope parameters."""
     found, rule = rope_values(config), rule_of(config)
     if rule is None:
@@ -348,7 +348,9 @@ def _mpt(values: Values) -> dict[str, Any]:
     attention = values.get("attn_config") or {}
     for key, fits in _MPT_ATTENTION.items():
         found = attention.get(key, fits[0])
-        why = f"config.json: attn_config.{key} {found!r} is an option that Decoder has not; {fits[0]!r} would work"
+        why = (
+            f"config.json: attn_config.{key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
+        )
         check(found in fits, why)
     heads = values["n_heads"]
     check(
@@ -421,7 +423,7 @@ def _falcon(values: Values) -> dict[str, Any]:
     norms = values.get("num_ln_in_parallel_attn") or (2 if new else 1)
     check(
         norms in ((1, 2) if new else (1,)),
-        f"config.json: num_ln_in_parallel_attn {norms!r} is an option that Decoder has not; 1 would work",
+        f"config.json: num_ln_in_parallel_attn {norms!r} is an option that Decoder does not have; 1 would work",
     )
     return {
         "num_kv_heads": (values.get("num_kv_heads") or values["num_attention_heads"]) if new else 1,

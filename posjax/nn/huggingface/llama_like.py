@@ -205,12 +205,12 @@ QWEN3 = _family(
 def _smollm3_schemes(values: Values) -> Any:
     """RoPE, but in every fourth layer, or where ``no_rope_layers`` holds a 0: those have the window, if one is used."""
     rule, count, every = rope_rule(values), values["num_hidden_layers"], values["no_rope_layer_interval"]
-    turning = values.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
-    check(len(turning) >= count, f"config.json: no_rope_layers names {len(turning)} layers of {count}")
+    rotating = values.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
+    check(len(rotating) >= count, f"config.json: no_rope_layers names {len(rotating)} layers of {count}")
     windows = values.get("use_sliding_window") and values.get("sliding_window") is not None
-    types = layer_types(values, [SLIDING if windows and not turns else FULL for turns in turning[:count]])
-    pairs = zip(turning, types, strict=False)
-    return of_layers([rope_scheme(values, rule if turns else None, kind) for turns, kind in pairs])
+    types = layer_types(values, [SLIDING if windows and not rotates else FULL for rotates in rotating[:count]])
+    pairs = zip(rotating, types, strict=False)
+    return of_layers([rope_scheme(values, rule if rotates else None, kind) for rotates, kind in pairs])
 
 
 def _smollm3_values(config: DecoderConfig) -> dict[str, Any]:
@@ -341,7 +341,7 @@ GEMMA2 = _gemma_family(
 )
 
 
-def _gemma3_read(values: Values) -> dict[str, FrequencyRule]:
+def _gemma3_rules(values: Values) -> dict[str, FrequencyRule]:
     """The rules of both kinds of layers; of transformers 4 ``rope_scaling`` and ``rope_theta`` are of full ones."""
     given = values.get("rope_parameters") or {}
     check(
@@ -354,7 +354,7 @@ def _gemma3_read(values: Values) -> dict[str, FrequencyRule]:
     return {kind: rope_rule({**values, "rope_scaling": None, "rope_parameters": inner}) for kind, inner in pairs}
 
 
-def _gemma3_rules(config: DecoderConfig) -> dict[str, Any]:
+def _gemma3_rope_values(config: DecoderConfig) -> dict[str, Any]:
     rules = {kind: rule_of(config, kind) for kind in dict.fromkeys(types_of(config))}
     rules = {
         kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()
@@ -371,11 +371,11 @@ GEMMA3 = _gemma_family(
         "scheme": rope_schemes(
             values,
             layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 6) - 1) + (FULL,)),
-            _gemma3_read(values),
+            _gemma3_rules(values),
             norm=scales.QKNorm(eps=values["rms_norm_eps"], unit_offset=True),
         )
     },
-    _gemma3_rules,
+    _gemma3_rope_values,
     HEAD_NORMS,
     default_sizes(131_072, 9216, 4)
     | {
@@ -419,7 +419,7 @@ PHI3 = _family(
     "phi3",
     "Phi3ForCausalLM",
     lambda values: {"scheme": _phi3_scheme(values)},
-    lambda config: {"sliding_window": window_of(config)} | _phi3_rope(config),
+    lambda config: {"sliding_window": window_of(config)} | _phi3_rope_values(config),
     tensors=lambda config: (
         EMBEDDING
         | FINAL_NORM
@@ -444,16 +444,16 @@ def _phi3_scheme(values: Values) -> Scheme:
     rule, size = scheme.features.frequencies, values["hidden_size"] // values["num_attention_heads"]
     check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
     wanted = int(size * rule.partial_rotary_factor) // 2
-    fits = rule.hf_type == rotary.Plain.hf_type or len(rule.long_factor) == wanted
+    found = wanted if rule.hf_type == rotary.Plain.hf_type else len(rule.long_factor)
     check(
-        fits,
-        f"config.json: long_factor: transformers reads {wanted} numbers for phi3, whose heads have {size} channels",
+        found == wanted,
+        f"config.json: long_factor must have {wanted} numbers for phi3 with heads of {size} channels, found {found}",
     )
     return scheme
 
 
-def _phi3_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Phi-3 reads the original length outside of the rope parameters, and of transformers 4 the part that turns."""
+def _phi3_rope_values(config: DecoderConfig) -> dict[str, Any]:
+    """Phi-3 reads the original length outside of the rope parameters, and of transformers 4 the part that rotates."""
     found = rope_values(config)
     inner, outer = found.get("rope_parameters", {}), ("original_max_position_embeddings", "partial_rotary_factor")
     return found | {key: inner[key] for key in outer if key in inner}

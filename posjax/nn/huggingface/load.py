@@ -99,8 +99,9 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError: without the model.
-        ValueError: for a family or option that ``Decoder`` has not; for tensors that are missing, unexpected or of
-            another shape than the config says; for pickles.
+        ValueError: for a family or option that ``Decoder`` does not have; for tensors that are missing, unexpected or
+            of another shape than the config says; for a head that differs from the embedding to which config.json
+            ties it; for pickles.
     """
     for name in changes:
         check_choice("changes", name, _CHANGES)
@@ -128,7 +129,8 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
         wanted: the tree of parameters as ``jax.ShapeDtypeStruct``, with shardings or without.
 
     Raises:
-        ValueError: for tensors that are missing, unexpected or of another shape.
+        ValueError: for tensors that are missing, unexpected or of another shape, and for a head that differs from the
+            embedding to which config.json ties it.
     """
     family, sizes = family_of(values), sizes_of(config)
     named = named_parameters(wanted)

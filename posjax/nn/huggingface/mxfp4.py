@@ -18,11 +18,11 @@ _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float3
 _PAIRS = _VALUES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
 """The two numbers of every byte."""
 _AT_ONCE = 2**18
-"""Numbers that are unpacked at a time: beside the tensor that takes a few times as many float32."""
+"""Numbers unpacked at a time; bounds the float32 memory needed beside the tensor."""
 
 
 class Mxfp4:
-    """A folder's tensors, those in MXFP4 under the name and in the shape that they have elsewhere.
+    """A folder's tensors; those in MXFP4 get the names and shapes that unpacked releases use.
 
     ``NAME_blocks [experts, rows, groups, 16]`` and ``NAME_scales [experts, rows, groups]`` are together
     ``NAME [experts, 32 groups, rows]``.
@@ -66,7 +66,10 @@ class Mxfp4:
 
 
 def _unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Rows of float32 numbers of the bytes of their blocks ``[rows, groups, 16]`` and scales ``[rows, groups]``."""
+    """``value(nibble) 2^(scale - 127)``, float32 ``[rows, 32 groups]``.
+
+    Of blocks ``uint8 [rows, groups, 16]``, two nibbles a byte, and scales ``uint8 [rows, groups]``.
+    """
     exponents = scales.astype(np.int32)[..., None, None] - 127
     return np.ldexp(_PAIRS[blocks], exponents).reshape(len(blocks), -1)
 

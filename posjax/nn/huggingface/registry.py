@@ -24,7 +24,8 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     """The ``DecoderConfig`` of a ``config.json``.
 
     Raises:
-        ValueError: for a family, an activation, a rope type or an option that ``Decoder`` has not, and missing keys.
+        ValueError: for a family, an activation, a rope type or an option that ``Decoder`` does not have; for missing
+            keys.
     """
     family = family_of(values)
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
@@ -33,7 +34,8 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     for key, wanted in (_FIXED | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
         found = values.get(key, fits[0])
-        check(found in fits, f"config.json: {key} {found!r} is an option that Decoder has not; {fits[0]!r} would work")
+        why = f"config.json: {key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
+        check(found in fits, why)
     lacking = [key for key, field in family.keys.items() if key not in given and field in _NEEDED]
     check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
     _check_kinds(family, given)
@@ -42,13 +44,13 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     size = values.get("head_dim") or config.head_dim
     check(
         size == config.head_dim,
-        f"config.json: head_dim {size!r}: heads of {family.model_type} have {config.head_dim} channels; leave it out",
+        f"config.json: head_dim must be {config.head_dim} for {family.model_type}, found {size!r}; leave it out",
     )
     return config
 
 
 _FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
-"""Options of transformers for every family that ``Decoder`` or the reading of files has not."""
+"""Options of every family that cannot be read here, each with the value at which it changes nothing."""
 _NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 
 
@@ -56,7 +58,7 @@ def _config(fields: Mapping[str, Any]) -> DecoderConfig:
     try:
         return DecoderConfig(**fields)
     except ValueError as error:
-        raise ValueError(f"config.json says no decoder that can be: {error}") from None
+        raise ValueError(f"config.json describes no valid decoder: {error}") from None
 
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {

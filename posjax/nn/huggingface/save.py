@@ -59,7 +59,7 @@ _STALE += ("transformers_version", "quantization_config", "partial_rotary_factor
 _STALE += ("auto_map", "original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
 
 
-_LONGEST_PATH = 4096
+_LONGEST_PATH = 4096  # bytes; the name is broadcast as an array of fixed size
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -74,8 +74,9 @@ def save_pretrained(
 ) -> None:
     """Writes a decoder in the layout of Hugging Face: ``config.json`` and ``*.safetensors``.
 
-    Every process writes its own devices' parts; all of them must see the folder; for a URL that for temporary files
-    (``TMPDIR``), which needs room for the model. Files appear under their names when all is written.
+    Every process writes its own devices' parts, so all must see the same folder. For a URL the files are first written
+    to the temporary folder (``TMPDIR``), which all must see and which needs room for the model. Files get their names
+    when all is written.
 
     Args:
         decoder: the model.
@@ -121,7 +122,7 @@ def _check_empty(path: str | Path, names: Sequence[str]) -> None:
 def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     """What ``config.json`` will say: of the model it is like, what still holds, and what the decoder is.
 
-    A decoder knows no special tokens, and transformers would take those of the family's first release.
+    Without ``like`` the special tokens are null: transformers would otherwise take the family's defaults.
     """
     kept = {key: value for key, value in given.items() if key not in (*_STALE, *family.aliases)}
     values = (kept or dict.fromkeys(_TOKENS)) | write_config(config, family)

@@ -94,7 +94,7 @@ class View:
 
 
 def check_shape(view: View, sizes: AxisSizes, name: str, found: tuple[int, ...]) -> None:
-    """Raises ValueError for a tensor that has not the shape that its config says."""
+    """Raises ValueError for a tensor whose shape differs from what its config says."""
     wanted = view.tensor_shape(sizes)
     check(tuple(found) == wanted, f"tensor {name!r} has shape {tuple(found)}; by config.json it must have {wanted}")
 

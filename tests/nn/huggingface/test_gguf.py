@@ -325,7 +325,10 @@ def test_tokens_that_are_added_to_every_text(first, last, tmp_path):
 
 REFUSED = {
     "architecture": ({"architecture": "qwen2"}, "is a GGUF of the architecture 'qwen2'; llama can be read"),
-    "experts": ({"edit": lambda writer: writer.add_expert_count(8)}, "is a mixture of experts, which Decoder has not"),
+    "experts": (
+        {"edit": lambda writer: writer.add_expert_count(8)},
+        "a mixture of experts, which Decoder does not have",
+    ),
     "frequencies": (
         {"more": {"rope_freqs.weight": np.ones(8, np.float32)}},
         "has frequencies of its own (rope_freqs.weight), whose rule the file does not say",

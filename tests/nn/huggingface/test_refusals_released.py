@@ -99,37 +99,49 @@ CONFIGS = {
         released.CASES["gemma2"] | {"layer_types": ["full_attention", "full_attention", "chunked_attention"]},
         ["layer_types: unknown value 'chunked_attention'"],
     ),
-    "falcon alibi": (released.FALCON | {"alibi": True}, ["alibi True is an option that Decoder has not; False would"]),
+    "falcon alibi": (
+        released.FALCON | {"alibi": True},
+        ["alibi True is an option that Decoder does not have"],
+    ),
     "falcon in turn": (released.FALCON | {"parallel_attn": False}, ["parallel_attn False", "True would work"]),
     "falcon heads": (released.FALCON | {"multi_query": False}, ["neither new_decoder_architecture nor multi_query"]),
     "mpt clip": (
         released.CASES["mpt"] | {"attn_config": {"alibi": True, "clip_qkv": 6.0}},
-        ["attn_config.clip_qkv 6.0 is an option that Decoder has not; None would work"],
+        ["attn_config.clip_qkv 6.0 is an option that Decoder does not have; None would work"],
     ),
     "mpt without alibi": (
         released.CASES["mpt"] | {"attn_config": {"alibi": False}},
-        ["attn_config.alibi False is an option that Decoder has not; True would work"],
+        ["attn_config.alibi False is an option that Decoder does not have; True would work"],
     ),
     "mpt heads": (released.CASES["mpt"] | {"n_heads": 6}, ["n_heads 6: MPT orders the slopes of ALiBi otherwise"]),
-    "mpt biases": (released.CASES["mpt"] | {"no_bias": False}, ["no_bias False is an option that Decoder has not"]),
+    "mpt biases": (
+        released.CASES["mpt"] | {"no_bias": False},
+        ["no_bias False is an option that Decoder"],
+    ),
     "gpt2 scales": (
         released.CASES["gpt2"] | {"scale_attn_by_inverse_layer_idx": True},
-        ["scale_attn_by_inverse_layer_idx True is an option that Decoder has not; False would work"],
+        ["scale_attn_by_inverse_layer_idx True is an option that Decoder does not have; False would work"],
     ),
     "bloom": (
         released.CASES["bloom"] | {"apply_residual_connection_post_layernorm": True},
-        ["apply_residual_connection_post_layernorm True is an option that Decoder has not"],
+        ["apply_residual_connection_post_layernorm True is an option that Decoder does not have"],
     ),
     "cohere2": (
         released.CASES["cohere2"] | {"use_qk_norm": True},
-        ["use_qk_norm True is an option that Decoder has not"],
+        ["use_qk_norm True is an option that Decoder does not have"],
     ),
-    "not causal": (LLAMA | {"is_causal": False}, ["is_causal False is an option that Decoder has not; True would"]),
+    "not causal": (
+        LLAMA | {"is_causal": False},
+        ["is_causal False is an option that Decoder does not"],
+    ),
     "layers of their own": (LLAMA | {"per_layer_config": {"0": {}}}, ["per_layer_config {'0': {}} is an option"]),
-    "part of a head": (LLAMA | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5: llama turns whole heads"]),
+    "part of a head": (
+        LLAMA | {"partial_rotary_factor": 0.5},
+        ["partial_rotary_factor must be 1 for llama, which"],
+    ),
     "part of a head, falcon": (
         released.FALCON | {"rope_parameters": released.rope(1e4, partial_rotary_factor=0.5)},
-        ["partial_rotary_factor 0.5: falcon turns whole heads; 1 would work"],
+        ["partial_rotary_factor must be 1 for falcon, which rotates whole heads; found 0.5"],
     ),
     "rules by layer": (
         LLAMA | {"rope_parameters": {"full_attention": released.rope(1e4), "sliding_attention": released.rope(1e3)}},
@@ -150,7 +162,7 @@ CONFIGS = {
     ),
     "gemma3 cap": (
         released.CASES["gemma3_text"] | {"attn_logit_softcapping": 2.0},
-        ["attn_logit_softcapping 2.0 is an option that Decoder has not; None would work"],
+        ["attn_logit_softcapping 2.0 is an option that Decoder does not have; None would work"],
     ),
     "qwen2 layer types": (
         released.CASES["qwen2"] | {"layer_types": ["full_attention"]},
@@ -177,16 +189,19 @@ CONFIGS = {
         released.CASES["gpt_neox"] | {"partial_rotary_factor": 1.0},
         ["partial_rotary_factor 1.0: transformers reads rotary_pct for gpt_neox, which is 0.5 here"],
     ),
-    "neox heads": (released.CASES["gpt_neox"] | {"head_dim": 6}, ["head_dim 6: heads of gpt_neox have 12 channels"]),
-    "mpt width": (released.CASES["mpt"] | {"expansion_ratio": 2}, ["expansion_ratio 2 is an option that Decoder has"]),
+    "neox heads": (
+        released.CASES["gpt_neox"] | {"head_dim": 6},
+        ["head_dim must be 12 for gpt_neox, found 6"],
+    ),
+    "mpt width": (released.CASES["mpt"] | {"expansion_ratio": 2}, ["expansion_ratio 2 is an option that Decoder does"]),
     "falcon norms": (
         released.CASES["falcon-7b"] | {"num_ln_in_parallel_attn": 2},
-        ["num_ln_in_parallel_attn 2 is an option that Decoder has not; 1 would work"],
+        ["num_ln_in_parallel_attn 2 is an option that Decoder does not have; 1 would work"],
     ),
     "gptj width": (released.CASES["gptj"] | {"rotary_dim": 64}, ["rotary_dim must be a whole number from 1 to 12"]),
     "gemma2": (
         released.CASES["gemma2"] | {"use_bidirectional_attention": True},
-        ["use_bidirectional_attention True is an option that Decoder has not"],
+        ["use_bidirectional_attention True is an option that Decoder does not have"],
     ),
 }
 
@@ -375,7 +390,7 @@ NAMED = {
     "phi3, wide heads": (
         "phi3",
         {"scheme": pj.Scheme(features=rotary.Rotary(LONG)), "head_dim": 16},
-        ["long_factor: transformers reads 4 numbers for phi3, whose heads have 8 channels"],
+        ["long_factor must have 4 numbers for phi3 with heads of 8 channels, found"],
     ),
 }
 
