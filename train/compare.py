@@ -28,6 +28,7 @@ from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write
 from train.member import ERROR, MEMBER
 from train.model import check_model, evaluated_scheme
 from train.paths import write_file
+from train.restore import as_released
 from train.study import run_study
 
 
@@ -114,6 +115,8 @@ def _check_stages(config: Config) -> None:
     stages = [config.stage(number) for number in range(len(config.stage_names))]
     for stage in stages:
         check_model(stage)
+    if config.init.path:
+        check_continues(as_released(stages[0]), stages[0])
     for before, after in pairwise(stages):
         check_continues(before, after)
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from posjax.layers import uniform
 from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface.family import length_value
 from posjax.nn.huggingface.files import open_place
 from posjax.nn.huggingface.load import is_released
 from posjax.nn.huggingface.save import COPIED, files_beside
@@ -52,7 +53,8 @@ def export(
     if config.data.tokenizer not in _tokenizers_of(place, config):
         _replace_tokenizer(config, folder, like)
     if entry.extend:
-        told(f"extended for {longest} tokens: {json.dumps(extension_of(stage, entry, longest))}")
+        reached = length_value(model.config)["max_position_embeddings"]
+        told(f"extended for {reached} tokens: {json.dumps(extension_of(stage, entry, longest))}")
 
 
 def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:

@@ -17,7 +17,7 @@ from posjax._checks import check
 from posjax.sampling import Drawn
 from train.data import Tokenizer, load_tokenizer
 from train.evaluate.saved import check_causal
-from train.model import evaluated_scheme
+from train.model import check_vocabulary, evaluated_scheme
 from train.restore import config_of, entry_in_stage, restore
 
 _UNFINISHED = "\ufffd".encode()
@@ -124,6 +124,7 @@ def generate(
     write = write or partial(print, end="", flush=True)
     config = config_of(directory, overrides)
     check_causal(config)
+    check_vocabulary(config)
     tokenizer = load_tokenizer(config.data)
     tokens = tokenizer.encode(prompt.encode("utf-8"))[:-1]
     check(len(tokens) > 0, "--prompt is empty, and this tokenizer has no BOS to start from; give at least one word")

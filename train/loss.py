@@ -33,6 +33,15 @@ class Losses(NamedTuple):
     count: Float[Array, ""]
 
 
+def check_chunks(vocabulary: int, chunks: int) -> None:
+    """Raises ValueError for ``train.loss_chunks`` that do not divide the vocabulary."""
+    if vocabulary % chunks:
+        fits = divisor_near(vocabulary, chunks)
+        raise ValueError(
+            f"train.loss_chunks must divide the vocabulary of {vocabulary} tokens, found {chunks}; {fits} would work"
+        )
+
+
 def token_losses(
     hidden: Float[Array, "*tokens size"],
     head: Float[Array, "size vocabulary"],
@@ -52,12 +61,7 @@ def token_losses(
     Raises:
       ValueError: if the chunks do not divide the vocabulary.
     """
-    vocabulary = head.shape[1]
-    if vocabulary % chunks:
-        fits = divisor_near(vocabulary, chunks)
-        raise ValueError(
-            f"train.loss_chunks must divide the vocabulary of {vocabulary} tokens, found {chunks}; {fits} would work"
-        )
+    check_chunks(head.shape[1], chunks)
     label = jnp.maximum(labels, 0)
     normaliser, picked = (
         _whole(finish, hidden, head, bias, label)

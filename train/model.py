@@ -19,6 +19,7 @@ from posjax.scheme import Scheme
 from train.config import Config, SchemeConfig
 from train.data import load_tokenizer
 from train.extension import completed, continued
+from train.loss import check_chunks
 from train.mesh import BATCH_AXES
 
 RELEASED = "released"
@@ -97,7 +98,8 @@ def check_model(config: Config) -> None:
 
     So too for a vocabulary in which the tokenizer's tokens have no place.
     """
-    _check_vocabulary(config)
+    check_vocabulary(config)
+    check_chunks(decoder_config(config).vocab_size, config.train.loss_chunks)
     _check_reach(config)
 
     def forward(key):
@@ -109,7 +111,8 @@ def check_model(config: Config) -> None:
     jax.eval_shape(forward, jax.random.key(0))
 
 
-def _check_vocabulary(config: Config) -> None:
+def check_vocabulary(config: Config) -> None:
+    """Raises ValueError for a tokenizer whose tokens have no place in the model's vocabulary."""
     tokenizer = load_tokenizer(config.data)
     found, needed = config.model.vocabulary, tokenizer.vocabulary_size
     check(

@@ -13,7 +13,7 @@ from posjax.nn.huggingface.family import reach
 from posjax.nn.huggingface.load import CONFIG, read_values
 from posjax.nn.huggingface.save import files_beside
 from train.config import Config, own_tokenizer
-from train.settings.checks import check
+from train.settings.checks import check, unknown
 
 KEPT = "released"
 """Where a run keeps the files of the model that it started from."""
@@ -32,7 +32,11 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     init = values["init"] if isinstance(values["init"], Mapping) else {"path": values["init"]}
     check(isinstance(init.get("path"), str), f"init: expected a path, found {init.get('path')!r}")
+    for key in init:
+        if key not in ("path", "values"):
+            raise unknown("init", key, ("path", "values"), "key")
     path, found = init["path"], init.get("values")
+    check(found is None or isinstance(found, Mapping), f"init.values: expected a config.json, found {found!r}")
     found = found or read_values(path)
     shape = model_section(read_config(found))
     given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
@@ -55,19 +59,17 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
-    """The length a model was made for: the larger of what config.json says and what its scaling reaches; else `given`.
+    """The length a model was made for: `given`, else what config.json says or its scaling reaches.
 
     Raises ValueError where neither config.json nor the config says it.
     """
     config = read_config(values)
     rules = {each.features.frequencies for each in config.layers.schemes if each.rotates}
     scaled = [rule for rule in rules if isinstance(rule, rotary.NTKByParts | rotary.Llama3)]
-    found = max([*map(reach, scaled), config.trained_length or 0])
-    check(
-        bool(found or given),
-        f"model.trained_length: config.json of {path} does not say the length it was trained at; set it",
-    )
-    return found or given
+    stated = config.trained_length
+    found = given or max([*(reach(rule, stated) for rule in scaled), stated or 0])
+    check(bool(found), f"model.trained_length: config.json of {path} does not say the length it was trained at; set it")
+    return found
 
 
 def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
@@ -89,7 +91,9 @@ def keep_files(config: Config, directory: Path) -> None:
     """
     folder = directory / KEPT
     folder.mkdir(parents=True, exist_ok=True)
-    files = {**files_beside(config.init.path), CONFIG: json.dumps(dict(config.init.values), indent=2).encode()}
+    own = config.data.tokenizer == own_tokenizer(config.init.path)
+    beside = files_beside(config.init.path) if own else {}
+    files = {**beside, CONFIG: json.dumps(dict(config.init.values), indent=2).encode()}
     for name, content in files.items():
         (folder / name).write_bytes(content)
 

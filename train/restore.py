@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from posjax.nn import from_pretrained
+from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.load import is_gguf, is_released, open_source, read_parameters
 from train.checkpoint import read_config, restore_model
 from train.config import Config, SchemeConfig, differences, load, load_values
@@ -24,7 +25,8 @@ from train.step import build_program
 
 def is_run(place: str | Path) -> bool:
     """Whether a run is there."""
-    return (path(place) / "config.yaml").is_file()
+    with reaching(place):
+        return (path(place) / "config.yaml").is_file()
 
 
 def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -46,13 +48,16 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
-    whole = str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
-    name = whole.rpartition("/")[2].removesuffix(".gguf")
+    name = _whole(place).rpartition("/")[2].removesuffix(".gguf")
     config = load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
-    check(
-        config.init.path == str(place), f"init: found {config.init.path}, but the command names {place}; leave init out"
-    )
+    why = f"init: found {config.init.path}, but the command names {place}; leave init out"
+    check(_whole(config.init.path) == _whole(place), why)
     return config
+
+
+def _whole(place: str | Path) -> str:
+    """A path or URL in the one form in which two of the same place are equal."""
+    return str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
 
 
 def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config, nnx.Module]:
@@ -63,9 +68,9 @@ def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config,
         config: what `config_of` gave for it.
         stage: by name; that of the newest checkpoint when empty.
     """
-    if not is_run(place):  # nothing is trained, so `remat` says nothing
+    if not is_run(place):  # nothing is trained: `remat` says nothing, and parameters can stay as narrow as they are
         how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
-        return config, from_pretrained(place, **how)
+        return config, from_pretrained(place, dtype=None, **how)
     directory = path(place)
     trained, model = restore_model(directory, stage)
     saved = read_config(directory)
@@ -108,10 +113,10 @@ def results_of(place: str | Path, config: Config) -> Path:
     directory = config.directory
     check(not is_run(directory), f"{directory} holds a run; choose another name for the results of {place}, by name=")
     mark = directory / _OF
-    known = mark.read_text(encoding="utf-8") if mark.is_file() else str(place)
-    check(known == str(place), f"{directory} holds results of {known}; choose another name, by name=")
+    known = mark.read_text(encoding="utf-8") if mark.is_file() else _whole(place)
+    check(known == _whole(place), f"{directory} holds results of {known}; choose another name, by name=")
     directory.mkdir(parents=True, exist_ok=True)
-    write_file(mark, str(place))
+    write_file(mark, _whole(place))
     return directory
 
 

@@ -72,13 +72,14 @@ def search(
     trained = own_length(stage)
     check(length > trained, f"--length must exceed the model's own, {trained}, found {length}")
     check_searchable(stage)
+    folder = results_of(directory, config)
     pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
     found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored)
     for number, value in enumerate(found.history):
         told(f"iteration {number}: {value:.4f} nats per token")
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}
-    _keep(results_of(directory, config), {"extend": extension, "fitness": found.fitness})
     told(f"extend: {json.dumps(extension)}")
+    _keep(folder, {"extend": extension, "fitness": found.fitness})
     return found.rule
 
 

@@ -1,5 +1,6 @@
 """A released model wherever a run can stand: trained further, measured, continued, searched, exported."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from fsspec.implementations.memory import MemoryFileSystem
 from released_models import LENGTH, TEXT, VOCABULARY, write_released, write_tokenizer
 
 import posjax as pj
@@ -18,9 +20,11 @@ from posjax.coca import Coca, merge_projection
 from posjax.nn import Decoder, Norm, Residual, from_pretrained, save_pretrained
 from train import cli
 from train.checkpoint import restore_model
+from train.compare import compare
 from train.config import dump, load_values, parse, parse_text
 from train.data import load_tokenizer
-from train.evaluate.saved import read_rows
+from train.evaluate.saved import held_out_tokens, read_rows
+from train.evaluate.windows import full_pieces, last_windows
 from train.extension import completed
 from train.loop import fit
 from train.mesh import make_mesh
@@ -141,6 +145,18 @@ def test_a_part_of_a_norm_leaves_the_rest_as_the_model_has_it(values, tmp_path):
 def test_contradictions_are_refused_by_name(values, changes, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         with_changes(values, **changes)
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        ({"path": "tiny", "dtype": "bfloat16"}, r"init: unknown key 'dtype' \(known: path, values\)"),
+        ({"path": "tiny", "values": 3}, r"init\.values: expected a config\.json, found 3"),
+    ],
+)
+def test_keys_of_init(values, init, message):
+    with pytest.raises(ValueError, match=message):
+        parse({**values, "init": init})
 
 
 def test_the_scheme_of_a_model_that_is_not_there():
@@ -290,12 +306,26 @@ def test_evaluate_takes_the_path(released, values, capsys):
     assert cli.main(["evaluate", *arguments]) == 0
     rows = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
     assert [(row["length"], row["last_length"]) for row in rows] == [(16, 16), (64, 16)]
+    np.testing.assert_allclose(rows[1]["last_nll"], last_nll(released[1], values, 64, 16), rtol=1e-5)
     assert "released" in capsys.readouterr().out
     assert (Path(values["output"]) / "tiny" / "index.html").is_file()
     extended = cli.main(["evaluate", *arguments, "scheme.extend={frequencies: {name: yarn}}"])
     assert extended == 0
     longer = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
-    assert longer[1]["last_nll"] != rows[1]["last_nll"]
+    scheme = released[1].config.scheme.extend(frequencies=rotary.YaRN(2.0, LENGTH, base=500.0))
+    wanted = last_nll(released[1].with_scheme(scheme), values, 64, 16)
+    np.testing.assert_allclose(longer[1]["last_nll"], wanted, rtol=1e-5)
+
+
+def last_nll(decoder, values, length, scored):
+    """The mean loss of the last tokens of every whole piece of held-out text, by the model's own logits."""
+    config = with_changes(values, evaluate={"lengths": [16, 64], "tokens": 128, "batch_tokens": 128})
+    pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
+    windows = last_windows(pieces, length, scored)
+    tokens = jnp.asarray(np.asarray(windows.tokens), jnp.int32)
+    logits = jax.nn.log_softmax(decoder(tokens[:, :-1]))
+    nll = -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return float((nll * windows.weights).sum() / windows.scored)
 
 
 def test_options_of_extensions_follow_from_the_lengths(values):
@@ -339,8 +369,58 @@ def test_what_is_found_of_a_model_is_kept_apart(released, values, trained, tmp_p
     assert cli.main([*arguments, "name=apart"]) == 0
     assert cli.main(["evaluate", str(tmp_path / "tiny"), *arguments[2:], "name=apart"]) == 2
     assert f"holds results of {released[0]}" in capsys.readouterr().err
+    assert cli.main(["evaluate", f"{released[0]}/", *arguments[2:], "name=apart"]) == 0, "the same folder"
     assert cli.main([*arguments, "name=apart", f"init={tmp_path}/tiny"]) == 2
     assert "but the command names" in capsys.readouterr().err
+
+
+def test_a_search_with_no_place_for_its_result_does_not_begin(released, values, trained, monkeypatch, capsys):
+    monkeypatch.setattr("train.search.search_factors", lambda *_: pytest.fail("searched"))
+    data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "evaluate.lengths=[16]"]
+    arguments = ["search", str(released[0]), "--length", "64", f"output={values['output']}", "name=run", *data]
+    assert cli.main(arguments) == 2
+    assert "holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["generate", "--prompt", "The"]])
+def test_a_tokenizer_that_is_too_large_is_refused(released, values, command, capsys):
+    data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "evaluate.lengths=[16]"]
+    name, *rest = command
+    assert cli.main([name, str(released[0]), *rest, *data, "data.special_tokens=added"]) == 2
+    assert f"model.vocabulary: the tokenizer has {VOCABULARY + 2} tokens" in capsys.readouterr().err
+
+
+def test_special_tokens_are_those_of_config_json_where_nothing_else_says_them(released, tmp_path):
+    shutil.copytree(released[0], tmp_path / "tiny")
+    (tmp_path / "tiny" / "tokenizer_config.json").unlink()
+    said = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(said | {"bos_token_id": 7, "eos_token_id": [9, 3]}))
+    tokenizer = load_tokenizer(parse({"init": str(tmp_path / "tiny")}).data)
+    assert (tokenizer.bos, tokenizer.eos) == (7, 9)
+
+
+def test_a_place_that_cannot_be_reached_is_one_line(monkeypatch, capsys):
+    def unreachable(*_):
+        raise RuntimeError("no\nnetwork")
+
+    for name in ("isfile", "isdir", "ls", "info"):
+        monkeypatch.setattr(MemoryFileSystem, name, unreachable)
+    for command in (["compare", "configs/extend.yaml", "init=memory://tiny"], ["generate", "memory://tiny"]):
+        assert cli.main(command) == 2
+        assert "cannot be reached: RuntimeError: no network" in capsys.readouterr().err
+
+
+def test_a_comparison_knows_before_it_trains_what_cannot_start_from_the_model(values, tmp_path, monkeypatch):
+    """Norms of queries and keys, as Qwen3 has them, have no place in CoCA."""
+    monkeypatch.setattr("train.compare.run_member", lambda _: pytest.fail("trained"))
+    rope = rotary.Rotary(rotary.Plain(500.0))
+    write_released(tmp_path, scheme=pj.Scheme(features=rope, norm=pj.scales.QKNorm(eps=1e-5)))
+    schemes = [{"name": "released"}, {"name": "coca-strict", "label": "CoCA"}]
+    config = {**values, "output": str(tmp_path / "runs"), "compare": {"schemes": schemes}}
+    with pytest.raises(ValueError, match=r"CoCA: .*'CoCA' has no place for what 'released' has learned"):
+        compare(parse({**config, "init": str(tmp_path)}))
+    with pytest.raises(ValueError, match=r"CoCA: train.loss_chunks must divide the vocabulary of 280"):
+        compare(parse({**config, "train": {**values["train"], "loss_chunks": 3}, "compare": {"schemes": schemes[1:]}}))
 
 
 def test_search_takes_the_path(released, values, capsys):
@@ -395,6 +475,18 @@ def test_an_exported_extension_says_how_far_it_reaches(released, tmp_path, name)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 4 * LENGTH
 
 
+def test_llama_3_2_is_for_the_length_that_it_states(tmp_path):
+    """Its rule would reach twice as far: 32 times 8,192, of which 131,072 are used. Here 32 times 8 of 128."""
+    rule = rotary.Llama3(32.0, 8, base=500.0)
+    write_released(tmp_path, scheme=pj.Scheme(features=rotary.Rotary(rule)), trained_length=128)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["max_position_embeddings"] == 128
+    assert parse({"init": str(tmp_path)}).model.trained_length == 128
+    save_pretrained(from_pretrained(tmp_path), tmp_path / "again", like=tmp_path)
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == said
+    assert parse({"init": str(tmp_path), "model": {"trained_length": 256}}).model.trained_length == 256
+
+
 def test_a_scaling_says_how_far_a_model_reaches(tmp_path):
     """Qwen's layout, in which the maximum stays that of the training before it was extended."""
     write_released(tmp_path, scheme=pj.Scheme(features=rotary.Rotary(rotary.YaRN(4.0, LENGTH, base=500.0))))
@@ -430,7 +522,7 @@ def test_export_keeps_the_dtype_of_the_files(released, tmp_path):
 def test_export_of_an_extension(released, tmp_path, capsys):
     extend = "scheme.extend={frequencies: {name: yarn, factor: 2.0}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
-    assert f"extended for {4 * LENGTH} tokens: " in capsys.readouterr().out
+    assert f"extended for {2 * LENGTH} tokens: " in capsys.readouterr().out
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["rope_parameters"]["rope_type"] == "yarn"
     assert values["max_position_embeddings"] == 2 * LENGTH
@@ -470,3 +562,12 @@ def test_a_run_from_a_seed_is_exported_too(released, values, tmp_path):
 def test_plans_need_the_config_alone(values):
     config = load_values({"init": values["init"]}, ["train.length=64", "train.batch_tokens=512"])
     assert decoder_config(config).num_layers == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+@pytest.mark.compile
+def test_a_training_from_a_released_model_is_planned(values, capsys):
+    sizes = ["train.length=64", "train.batch_tokens=1024", "train.mesh={fsdp: 8}", "scheme=coca-strict"]
+    arguments = ["plan", "configs/released-coca.yaml", f"init={values['init']}", "--topology", "v5e:2x4", *sizes]
+    assert cli.main([*arguments, "train.accumulate=1"]) == 0
+    assert "HBM" in capsys.readouterr().out

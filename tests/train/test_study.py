@@ -5,25 +5,34 @@ import json
 import re
 import shutil
 import string
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from released_models import LENGTH, TEXT, write_released
 from rich.console import Console
 
 import posjax as pj
-from posjax.nn import Norm
+import train.search
+from posjax.nn import Decoder, DecoderConfig, Norm
 from train import cli
 from train.checkpoint import RESULTS
 from train.compare import compare
 from train.config import dump, load, parse
+from train.data import load_tokenizer
+from train.evaluate.decoder import predictor_of
+from train.evaluate.predictor import next_nll
+from train.evaluate.tasks import Vocabulary
+from train.extension import completed
 from train.study import measure as measuring
 from train.study import run as running
 from train.study import run_study
 from train.study.cells import append_row, cells_of, digest_of_model, finished_rows, result
 from train.study.report import findings, losses, tables
+from train.study.search import search_text
 
 GPT2 = {"activation": "gelu", "mlp_dim": 128, "num_kv_heads": 4, "norm": Norm("layer", 1e-5, bias=True)}
 GPT2 |= {"biases": ("qkv", "output", "mlp")}
@@ -200,14 +209,33 @@ def test_which_is_best_is_told_with_the_error_over_texts(values):
     assert losses(rows, "YaRN", 64) == {"a": 2.5, "b": 4.4}
 
 
-def test_pass_keys_by_depth(values):
+def keys_by_logits(decoder, config, length, depth, cases):
+    """The share of keys whose tokens are all the likeliest, and their mean loss, by the decoder's own logits."""
+    vocabulary = Vocabulary(load_tokenizer(config.data))
+    right, losses = [], []
+    for case in range(cases):
+        cell = SimpleNamespace(length=length, depth=depth)
+        tokens, size = measuring._prompt(vocabulary, cell, case)
+        before, answer = tokens[0, :-size], tokens[0, -size:]
+        key = vocabulary.tokenizer.decode(answer).strip()
+        assert key.isdigit()
+        assert key in vocabulary.tokenizer.decode(before)
+        logits = jax.nn.log_softmax(decoder(jnp.asarray(tokens[:, :-1])))[0, -size:]
+        losses.append(-logits[jnp.arange(size), answer].mean())
+        right.append((logits.argmax(-1) == answer).all())
+    return np.mean(right), np.mean(losses)
+
+
+def test_pass_keys_by_depth(released, values):
     evaluate = {"lengths": [128], "tokens": 512, "batch_tokens": 512, "tasks": ["passkey"]}
     evaluate |= {"passkey": {"depths": 2, "cases": 2, "lengths": [256]}}
     config = parse({**values, "name": "keys", "evaluate": evaluate, "compare": {"schemes": SCHEMES[:1], "texts": 1}})
     directory = run_study(config, Console(file=io.StringIO()))
     rows = [row for row in finished_rows(directory) if row["kind"] == "passkey"]
     assert [(row["length"], row["depth"]) for row in rows] == [(256, 0.0), (256, 1.0)]
-    assert all(row["accuracy"] in (0, 0.5, 1) and row["answer_nll"] > 0 for row in rows)
+    for row in rows:
+        wanted = keys_by_logits(released[1], config, row["length"], row["depth"], cases=2)
+        np.testing.assert_allclose((row["accuracy"], row["answer_nll"]), wanted, rtol=1e-5)
     assert "pass key found in %" in (directory / "index.html").read_text()
 
 
@@ -251,6 +279,25 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
     best = min(tried, key=lambda r: r["nll"])
     assert row["extend"]["frequencies"]["long_factor"] == json.loads(best["rule"])[0]
     assert row["error"] is None
+    searched, read = search_text(config), running.read_texts(config)[0]
+    document = load_tokenizer(config.data).tokens(b"This is two. " + TEXT.encode() * 40)
+    np.testing.assert_array_equal(searched, document[:65])
+    np.testing.assert_array_equal(read.last(64), document[-65:])
+    assert len(document) > 130
+    # What was tried before an interruption is not tried again.
+    kept = [row for row in rows if row["kind"] == "search"][:2]
+    (directory / RESULTS).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    calls, fitness = [], train.search._fitness
+
+    def counted(*arguments):
+        own = fitness(*arguments)
+        return lambda rule: calls.append(rule) or own(rule)
+
+    monkeypatch.setattr("train.search._fitness", counted)
+    run_study(config, Console(file=io.StringIO()))
+    assert len(calls) == len(tried) - 2
+    rows = finished_rows(directory)
+    assert [row for row in rows if row["kind"] == "search"] == tried
     monkeypatch.setattr("train.search._fitness", lambda *_: pytest.fail)
     run_study(config, Console(file=io.StringIO()))
     assert finished_rows(directory) == rows
@@ -290,6 +337,8 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
             {"evaluate": {"lengths": [64], "tokens": 128, "batch_tokens": 128, "tasks": ["copy"]}},
             "a study has the task 'passkey' alone, found 'copy'",
         ),
+        ({"output": "gs://bucket/runs"}, "output: a study is kept in a local folder, found 'gs://bucket/runs'"),
+        ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocabulary: the tokenizer has 282 tokens"),
         ({"init": "", "scheme": "rope"}, "a released model is measured, named as in init=PATH"),
     ],
 )
@@ -351,6 +400,41 @@ def test_a_search_that_needs_too_much_memory_leaves_the_rest(values, tmp_path, m
     assert "LongRoPE: more memory is needed" in console.file.getvalue()
     assert {row["label"] for row in finished_rows(directory)} == {"as released"}
     assert "LongRoPE at 64: no factors of LongRoPE were found" in (directory / "index.html").read_text()
+
+
+def test_nothing_is_searched_for_a_model_that_no_extension_fits(values, tmp_path, monkeypatch):
+    """Every layer sees a window alone, whose distances the model knows."""
+    monkeypatch.setattr("train.study.search.search_factors", lambda *_: pytest.fail("searched"))
+    window = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Plain(500.0)), mask=pj.masks.Window(8))
+    write_released(tmp_path, scheme=window)
+    console = Console(file=io.StringIO(), width=200)
+    sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "compare": {"schemes": [SCHEMES[0], LONG]}}
+    run_study(parse({**values, **sections}), console)
+    assert "LongRoPE: every layer of this model sees a window of its own alone" in console.file.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extend", [{}, {"far": {"name": "rerope"}}], ids=["plain", "rerope"])
+def test_a_model_like_smollm2_reads_32768_tokens_within_4_gib(extend):
+    """By its compiled program; nothing is computed. A row of logits alone for every token would take 6 GiB."""
+    scheme = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Plain(1e5)))
+    config = DecoderConfig(
+        vocab_size=49152,
+        num_layers=30,
+        model_dim=576,
+        num_heads=9,
+        num_kv_heads=3,
+        mlp_dim=1536,
+        norm=Norm(eps=1e-5),
+        trained_length=8192,
+        scheme=scheme.extend(**completed(extend, 8192, 32768)),
+    )
+    predictor, parameters = predictor_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), 0)
+    tokens = jax.ShapeDtypeStruct((1, 32769), jnp.int32)
+    program = jax.jit(lambda parameters, tokens: next_nll(predictor, parameters, tokens, 32768))
+    held = program.lower(parameters, tokens).compile().memory_analysis()
+    whole = held.argument_size_in_bytes + held.output_size_in_bytes + held.temp_size_in_bytes
+    assert 0.5 * 2**30 < whole < 4 * 2**30
 
 
 def test_texts_of_one_name_are_told_apart(values, tmp_path):

@@ -197,7 +197,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
     It begins texts with BOS if its post-processor does, as in transformers.
     """
 
-    def __init__(self, content: bytes, declared: dict[str, str], path: str, own: bool = False):
+    def __init__(self, content: bytes, declared: dict[str, str | int], path: str, own: bool = False):
         library = optional("tokenizers", "data.tokenizer with a tokenizer.json")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
@@ -213,7 +213,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         begins = self._tokenizer.encode("a").ids[:1] == [found.get("bos")]
         super().__init__(max(vocabulary.values()) + 1, found, content, own, begins)
 
-    def _find(self, vocabulary: dict[str, int], declared: dict[str, str]) -> dict[str, int]:
+    def _find(self, vocabulary: dict[str, int], declared: dict[str, str | int]) -> dict[str, int]:
         special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
         found = {}
         for role, names in _COMMON_NAMES.items():
@@ -221,6 +221,8 @@ class HuggingFaceTokenizer(_FileTokenizer):
             name = declared.get(role, common)
             if name in vocabulary:
                 found[role] = vocabulary[name]
+            elif name in vocabulary.values():
+                found[role] = name
         return found
 
     def _ids(self, texts: list[str]) -> list[Sequence[int]]:
@@ -230,13 +232,27 @@ class HuggingFaceTokenizer(_FileTokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _declared(system: Any, folder: str) -> dict[str, str]:
-    """The special tokens that tokenizer_config.json, or else special_tokens_map.json, in a folder names."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+def _declared(system: Any, folder: str) -> dict[str, str | int]:
+    """The special tokens that tokenizer_config.json, or else special_tokens_map.json, in a folder names.
+
+    Without either those of the model's config.json there, which are numbers.
+    """
+    for name, read in (
+        ("tokenizer_config.json", _named),
+        ("special_tokens_map.json", _named),
+        ("config.json", _numbered),
+    ):
         path = f"{folder}/{name}"
         if system.isfile(path):
-            return _named(_read_json(system.cat_file(path), path))
+            return read(_read_json(system.cat_file(path), path))
     return {}
+
+
+def _numbered(values: dict[str, Any]) -> dict[str, int]:
+    """The special tokens of a model's configuration, by role; of several ends of a text the first."""
+    ids = {role: values.get(f"{name}_token_id") for role, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))}
+    first = {role: found[0] if isinstance(found, list) and found else found for role, found in ids.items()}
+    return {role: found for role, found in first.items() if type(found) is int}
 
 
 def _named(values: dict[str, Any]) -> dict[str, str]:
@@ -244,7 +260,7 @@ def _named(values: dict[str, Any]) -> dict[str, str]:
     keys = {"bos": "bos_token", "eos": "eos_token", "mask": "mask_token", "padding": "pad_token"}
     tokens = {role: values.get(key) for role, key in keys.items()}
     words = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
-    return {role: word for role, word in words.items() if word}
+    return {role: word for role, word in words.items() if isinstance(word, str) and word}
 
 
 def _read_json(content: bytes, path: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from train.evaluate.perplexity import Measurement, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop import read_result
-from train.model import evaluated_scheme, own_length
+from train.model import check_vocabulary, evaluated_scheme, own_length
 from train.paths import path, write_file
 from train.restore import config_of, entry_in_stage, restore, results_of
 
@@ -123,6 +123,7 @@ def held_out_tokens(config: Config) -> list[np.ndarray]:
     ``evaluate.tasks``.
     """
     check_causal(config)
+    check_vocabulary(config)
     check_tasks(config.evaluate, _vocabulary(config))
     held_out = held_out_documents(config)
     check_lengths(held_out, config.evaluate.lengths, shortest_stage(config))

@@ -16,7 +16,7 @@ from train.checkpoint import RESULTS, read_config
 from train.config import Config, SchemeConfig, dump
 from train.data import load_tokenizer
 from train.extension import completed
-from train.model import own_length
+from train.model import check_vocabulary, own_length
 from train.monitor import enable_compilation_cache
 from train.paths import path, write_file
 from train.restore import restore
@@ -50,9 +50,11 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     Raises ValueError, before anything is computed, for what cannot be studied.
     """
     console = console or Console(highlight=False)
+    check("://" not in config.output, f"output: a study is kept in a local folder, found {config.output!r}")
     check_entries(config)
     chosen = chosen_entries(config)
     _check_schemes(config)
+    check_vocabulary(config)
     texts, model_digest = read_texts(config), digest_of_model(config)
     search = _search(config, model_digest, chosen)
     directory = path(config.directory)
@@ -112,8 +114,8 @@ class _Study:
         known = self._known(entry)
         if self.search is None or not is_to_be_searched(known):
             return known
-        if self.search.refusal:
-            self._told(entry, self.search.refusal)
+        if refusal := self.search.refusal(entry):
+            self._told(entry, refusal)
             return entry
         try:
             return with_factors(entry, self.search.run(model, self.rows, self._keep, partial(self._told, entry)))

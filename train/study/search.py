@@ -12,7 +12,7 @@ from flax import nnx
 from posjax.rotary import LongRoPE
 from train.config import Config, SchemeConfig
 from train.data import load_tokenizer
-from train.model import own_length
+from train.model import extension_of, own_length
 from train.search import Effort, check_searchable, options_of, search_factors
 from train.settings.checks import check
 from train.study.cells import all_documents, scored
@@ -49,11 +49,11 @@ class Search:
         """How many tokens at the end are scored."""
         return min(scored(self.config), self.length)
 
-    @property
-    def refusal(self) -> str:
-        """Why this model allows no search; empty if it does."""
+    def refusal(self, entry: SchemeConfig) -> str:
+        """Why there is nothing to search for an entry: its model allows none, or the extension does not fit it."""
         try:
             check_searchable(self.config)
+            extension_of(self.config, with_factors(entry, {"long_factor": ()}), self.length)
         except ValueError as error:
             return str(error)
         return ""

@@ -214,13 +214,21 @@ def length_value(config: DecoderConfig) -> dict[str, int]:
     rule, length = rule_of(config), config.trained_length
     if getattr(rule, "original_length", None) is not None:
         dynamic = rule.hf_type == "dynamic"
-        length = rule.original_length if dynamic else max(reach(rule), config.trained_length or 0)
+        length = rule.original_length if dynamic else reach(rule, config.trained_length)
     return {} if length is None else {"max_position_embeddings": length}
 
 
-def reach(rule: FrequencyRule) -> int:
-    """The length to which a rule with an original length extends it: that times the rule's factor, if it has one."""
-    return int(rule.original_length * (getattr(rule, "factor", None) or 1.0))
+def reach(rule: FrequencyRule, stated: int | None) -> int:
+    """The length that a model is for whose rule has an original length.
+
+    That length times the rule's factor, or what is `stated` as ``max_position_embeddings``, whichever is larger. Llama
+    3's rule is used for less than its factor would allow (Llama 3.2: 32 times 8,192 for 131,072 tokens), so of it what
+    is stated counts, unless that is the original length.
+    """
+    stated = stated or 0
+    if isinstance(rule, rotary.Llama3) and stated > rule.original_length:
+        return stated
+    return max(int(rule.original_length * (getattr(rule, "factor", None) or 1.0)), stated)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

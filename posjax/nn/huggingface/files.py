@@ -8,7 +8,8 @@ whole arrays alone: a view of a fused tensor on one device's shard, read or writ
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,8 +207,9 @@ def sync(file: Path) -> None:
 def open_folder(path: str | Path) -> tuple[Any, str]:
     """The file system of a path or URL, and the path in it. Raises FileNotFoundError where no folder is."""
     files, root = open_place(path)
-    if not files.isdir(root):
-        raise FileNotFoundError(f"{path}: there is no such folder")
+    with reaching(path):
+        if not files.isdir(root):
+            raise FileNotFoundError(f"{path}: there is no such folder")
     return files, root
 
 
@@ -219,6 +221,17 @@ def open_place(path: str | Path) -> tuple[Any, str]:
         raise ModuleNotFoundError(f"{path}: released models need the package fsspec: pip install posjax[hf]") from None
     files, root = fsspec.core.url_to_fs(str(path))
     return files, root.rstrip("/")
+
+
+@contextmanager
+def reaching(path: str | Path) -> Iterator[None]:
+    """Turns what a file system raises of its own (no network, no rights) into OSError, in one line with the path."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:  # every file system of fsspec has its own
+        raise OSError(f"{path} cannot be reached: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def names_in(files: Any, root: str) -> list[str]:

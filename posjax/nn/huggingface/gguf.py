@@ -1,6 +1,5 @@
 """GGUF files of the llama architecture, read in the words of Hugging Face; numbers are dequantised to float32."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 
 from posjax._checks import check, check_choice
 from posjax.nn.huggingface.files import Entry
+from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
 _KEYS = {
     "block_count": "num_hidden_layers",
@@ -35,15 +35,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-# How text is split before its pairs are merged, by llama.cpp's names: the pre-tokenizer of a tokenizer.json.
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_DIGITS = {"type": "Digits", "individual_digits": True}
-_SPLITS = {
-    "gpt-2": _BYTES,
-    "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
-}
-_NORMAL, _CONTROL = 1, 3
 
 
 class GGUF:
@@ -112,60 +103,8 @@ class GGUF:
         return found if own is None else _halves(found, self._heads(own))
 
     def tokenizer_files(self) -> dict[str, str]:
-        """``tokenizer.json`` and ``tokenizer_config.json`` of the file's own tokenizer.
-
-        Raises:
-            ValueError: for another kind than byte-level BPE, or a split of words that is not known here.
-        """
-        kind, split = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre")
-        check(kind == "gpt2", f"the tokenizer of this GGUF is {kind!r}; 'gpt2', byte-level BPE, can be read")
-        check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
-        tokens = self._get("tokenizer.ggml.tokens")
-        whole = _TOKENIZER | {
-            "added_tokens": self._added(tokens),
-            "pre_tokenizer": _SPLITS[split],
-            "post_processor": self._added_around(tokens),
-            "model": _BPE | {"vocab": {token: n for n, token in enumerate(tokens)}, "merges": self._merges()},
-        }
-        return {
-            "tokenizer.json": json.dumps(whole, ensure_ascii=False),
-            "tokenizer_config.json": json.dumps(self._special(tokens), ensure_ascii=False, indent=2),
-        }
-
-    def _added(self, tokens: list[str]) -> list[dict[str, Any]]:
-        """The tokens that are no pieces of text, or are never cut into pieces."""
-        types = self._get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-        return [
-            {"id": n, "content": token, "special": kind == _CONTROL} | _ADDED
-            for n, (token, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind != _NORMAL
-        ]
-
-    def _merges(self) -> list[list[str]]:
-        return [merge.split(" ") for merge in self._get("tokenizer.ggml.merges")]
-
-    def _special(self, tokens: list[str]) -> dict[str, Any]:
-        names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-        ids = {key: self._get(f"tokenizer.ggml.{ours}_token_id") for ours, key in names.items()}
-        found = {key: tokens[n] for key, n in ids.items() if n is not None}
-        template = self._get("tokenizer.chat_template")
-        found |= {"chat_template": template} if template else {}
-        return found | {"tokenizer_class": "PreTrainedTokenizerFast"}
-
-    def _added_around(self, tokens: list[str]) -> dict[str, Any] | None:
-        """The tokens before and after every text, where there are any."""
-        ids = {name: self._get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-        added = {name: n for name, n in ids.items() if n is not None and self._get(f"tokenizer.ggml.add_{name}_token")}
-        if not added:
-            return None
-        special = {name: [{"SpecialToken": {"id": tokens[n], "type_id": 0}}] for name, n in added.items()}
-        single = [*special.get("bos", []), {"Sequence": {"id": "A", "type_id": 0}}, *special.get("eos", [])]
-        return {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {tokens[n]: {"id": tokens[n], "ids": [n], "tokens": [tokens[n]]} for n in added.values()},
-        }
+        """``tokenizer.json`` and ``tokenizer_config.json`` of the file's own tokenizer; see ``gguf_tokenizer``."""
+        return tokenizer_files(self._get)
 
     def _get(self, key: str) -> Any:
         field = self._fields.get(key)
@@ -202,20 +141,6 @@ class GGUF:
         return (
             f"model.layers.{layer}.{_LAYER_NAMES[inner]}.{kind}" if block == "blk" and inner in _LAYER_NAMES else name
         )
-
-
-_ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-_TOKENIZER = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "decoder": _BYTES}
-_BPE = {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": False,
-    "byte_fallback": False,
-    "ignore_merges": False,
-}
 
 
 def _reader(path: str | Path) -> Any:

@@ -16,7 +16,7 @@ from posjax._checks import check, check_choice, nearest
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
-from posjax.nn.huggingface.files import Entry, Folder, open_place, read_json
+from posjax.nn.huggingface.files import Entry, Folder, open_place, reaching, read_json
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
 from posjax.nn.huggingface.views import View, check_shape
@@ -52,7 +52,8 @@ def read_values(path: str | Path) -> dict[str, Any]:
 
         return GGUF(path).values
     files, root = open_place(path)
-    return read_json(files, f"{root}/{CONFIG}")
+    with reaching(path):
+        return read_json(files, f"{root}/{CONFIG}")
 
 
 def open_source(path: str | Path) -> Source:
@@ -73,7 +74,8 @@ def is_gguf(path: str | Path) -> bool:
 def is_released(path: str | Path) -> bool:
     """Whether a path is that of a released model: a GGUF file, or a folder with a ``config.json``."""
     files, root = open_place(path)
-    return files.isfile(root) if is_gguf(path) else files.isfile(f"{root}/{CONFIG}")
+    with reaching(path):
+        return files.isfile(root if is_gguf(path) else f"{root}/{CONFIG}")
 
 
 def from_pretrained(

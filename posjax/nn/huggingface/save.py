@@ -1,7 +1,6 @@
 """Decoders into the layout of released models, every device's part straight into the bytes of the files."""
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from posjax.nn.huggingface.files import (
     lay_out,
     names_in,
     open_place,
+    reaching,
     sync,
     writable,
 )
@@ -98,7 +98,9 @@ def save_pretrained(
     tensors = _tensors(decoder.config, chosen, parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_place(path)
-    _check_empty(path, names_in(files, root))
+    with reaching(path):
+        check(not files.isfile(root), f"{path} is a file; choose a folder")
+        _check_empty(path, names_in(files, root))
     layouts, first = lay_out(tensors, max_file_bytes), jax.process_index() == 0
     beside = {} if like is None or not first else files_beside(like)
     others = beside | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
@@ -132,11 +134,14 @@ def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> 
 
 @contextmanager
 def _partial(files: Any, root: str) -> Iterator[Path]:
-    """The folder that is written into until all is there: beside the one asked for, or a temporary one for a URL."""
-    if is_local(files):
-        yield Path(f"{root}.partial")
-        return
-    with tempfile.TemporaryDirectory(prefix="posjax-") as folder:
+    """A new folder to write into until all is there: beside the one asked for, or a temporary one for a URL.
+
+    Nothing of it stays, also when writing fails.
+    """
+    parent = Path(root).parent if is_local(files) else None
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{Path(root).name}.partial-", dir=parent) as folder:
         yield Path(_of_first(folder), "model")
 
 
@@ -152,8 +157,7 @@ def _of_first(folder: str) -> str:
 
 def _prepare(folder: Path, layouts: list[Layout], others: Mapping[str, bytes]) -> None:
     """A new folder with all files, those of tensors with room for them."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     create(folder, layouts)
     for name, content in others.items():
         (folder / name).write_bytes(content)
@@ -233,7 +237,6 @@ def _publish(partial: Path, files: Any, root: str) -> None:
     Path(root).mkdir(parents=True, exist_ok=True)
     for name in names:
         (partial / name).replace(Path(root) / name)
-    partial.rmdir()
 
 
 def _wait(stage: str) -> None:

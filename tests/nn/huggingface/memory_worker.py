@@ -43,7 +43,8 @@ def main(folder, out, tiny):
     rules = {"embed": "data", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
     def sharding(axes, shape):
-        return NamedSharding(mesh, PartitionSpec(*map(rules.get, axes)))
+        names = [rules.get(axis) if size % 2 == 0 else None for axis, size in zip(axes, shape, strict=True)]
+        return NamedSharding(mesh, PartitionSpec(*names))
 
     def measured(function):
         """What ``function`` gives, the memory before it, and the most while it ran."""

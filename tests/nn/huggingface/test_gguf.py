@@ -1,5 +1,6 @@
 """GGUF files as llama.cpp writes them: numbers, metadata and tokenizers, against what they were made of and others."""
 
+import io
 import json
 
 import jax
@@ -230,6 +231,10 @@ TEXTS = [
     "code: for(i=0;i<10;i++){}",
     "",
 ]
+LLAMA_3 = (  # of Llama 3's tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -250,6 +255,10 @@ def trained(split):
     model.train_from_iterator([*TEXTS, "the cat and 1234 cats sat there in 2024 and 12 or 123 more"] * 9, trainer)
     if split == "smollm":
         model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, whole])
+    if split == "llama-bpe":
+        words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA_3), "isolated")
+        letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, letters])
     return model
 
 
@@ -274,7 +283,7 @@ def with_tokenizer(model, split, **flags):
     return edit
 
 
-@pytest.mark.parametrize("split", ["gpt-2", "smollm"])
+@pytest.mark.parametrize("split", ["gpt-2", "smollm", "llama-bpe"])
 def test_ids_are_those_of_the_tokenizer_that_was_written(split, tmp_path):
     model = trained(split)
     assert model.get_vocab_size() > 350
@@ -284,17 +293,78 @@ def test_ids_are_those_of_the_tokenizer_that_was_written(split, tmp_path):
     assert found.get_vocab() == model.get_vocab()
     for text in TEXTS:
         ids = model.encode(text).ids
-        assert found.encode(text).ids == ids, text
+        assert found.encode(text, add_special_tokens=False).ids == ids, text
         assert found.decode(ids, skip_special_tokens=False) == text
-    assert found.encode(TEXTS[5]).ids[0] == 1
+    assert found.encode(TEXTS[0]).ids[:1] == ([1] if split == "llama-bpe" else model.encode(TEXTS[0]).ids[:1])
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
     assert special.items() <= json.loads(files["tokenizer_config.json"]).items()
 
 
 def test_splits_differ():
     """So a wrong one would be seen."""
-    ids = [trained(split).encode(TEXTS[2]).ids for split in ("gpt-2", "smollm")]
-    assert ids[0] != ids[1]
+    ids = [trained(split).encode(TEXTS[2] + " 1234567").ids for split in ("gpt-2", "smollm", "llama-bpe")]
+    assert len(set(map(tuple, ids))) == 3
+
+
+def test_llama_3_takes_words_that_it_has_whole(tmp_path):
+    """Its vocabulary was not made by merging alone."""
+    model = trained("llama-bpe")
+    merges = [" ".join(pair) for pair in json.loads(model.to_str())["model"]["merges"]]
+
+    def with_one_merge(writer):
+        with_tokenizer(model, "llama-bpe")(writer)
+        writer.kv_data[0].pop("tokenizer.ggml.merges")
+        writer.add_token_merges(merges[:1])
+
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=with_one_merge)
+    found = tokenizers.Tokenizer.from_str(GGUF(tmp_path / "tiny.gguf").tokenizer_files()["tokenizer.json"])
+    for words in ("the", " cat", " sat"):
+        ids = model.encode(words).ids
+        assert found.encode(words, add_special_tokens=False).ids == ids
+        assert len(ids) == 1
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_ids_are_those_of_sentencepiece(prefix, tmp_path):
+    """As Llama 2 and Mistral have it: merges by score, bytes for what is not in the vocabulary."""
+    library = pytest.importorskip("sentencepiece")
+    content = io.BytesIO()
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter([text for text in TEXTS if text] * 20),
+        model_writer=content,
+        model_type="bpe",
+        vocab_size=380,
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
+        minloglevel=2,
+    )
+    model = library.SentencePieceProcessor(model_proto=content.getvalue())
+    every = range(model.vocab_size())
+    kinds = gguf.TokenType
+    types = [
+        kinds.UNKNOWN if model.is_unknown(n) else kinds.CONTROL if model.is_control(n)
+        else kinds.BYTE if model.is_byte(n) else kinds.NORMAL
+        for n in every
+    ]  # fmt: skip
+
+    def edit(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([model.id_to_piece(n) for n in every])
+        writer.add_token_scores([model.get_score(n) for n in every])
+        writer.add_token_types(types)
+        writer.add_add_space_prefix(prefix)
+        writer.add_bos_token_id(model.bos_id())
+        writer.add_eos_token_id(model.eos_id())
+
+    write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=edit)
+    found = tokenizers.Tokenizer.from_str(GGUF(tmp_path / "tiny.gguf").tokenizer_files()["tokenizer.json"])
+    for text in [text for text in TEXTS if text] + ["Ω and ß are not in it: 漢字"]:
+        ids = model.encode(text)
+        assert found.encode(text).ids == [model.bos_id(), *ids], text
+        assert found.decode(ids, skip_special_tokens=False) == model.decode(ids) == text
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -383,13 +453,10 @@ def test_a_part_of_a_head_that_turns(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"add_tokenizer_pre": "llama-bpe"}, "tokenizer.ggml.pre: unknown value 'llama-bpe'"),
+        ({"add_tokenizer_pre": "qwen2"}, "tokenizer.ggml.pre: unknown value 'qwen2'"),
         ({"add_tokenizer_pre": "gpt2"}, "tokenizer.ggml.pre: unknown value 'gpt2'; did you mean 'gpt-2'?"),
         ({"add_tokenizer_pre": "default"}, "tokenizer.ggml.pre: unknown value 'default'"),
-        (
-            {"add_tokenizer_model": "llama"},
-            "the tokenizer of this GGUF is 'llama'; 'gpt2', byte-level BPE, can be read",
-        ),
+        ({"add_tokenizer_model": "bert"}, "tokenizer.ggml.model: unknown value 'bert'"),
     ],
 )
 def test_tokenizers_that_are_not_known(flags, words, tmp_path):

@@ -432,6 +432,30 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "out").write_text("stays")
+    refuse([f"{tmp_path}/out is a file; choose a folder"], save_pretrained, decoder(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_not_ours_stays_and_nothing_is_left_of_what_failed(tmp_path, monkeypatch):
+    """A folder beside the one that is written may bear any name."""
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "letter").write_text("stays")
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("posjax.nn.huggingface.save._write", full)
+    with pytest.raises(OSError, match="no space left"):
+        save_pretrained(decoder(), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]
+    monkeypatch.undo()
+    save_pretrained(decoder(), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
+    assert (tmp_path / "out.partial" / "letter").read_text() == "stays"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", files.INDEX])
 def test_tensors_without_a_config_are_left_alone(name, tmp_path):
     """They would be mixed with the new ones: whatever reads the folder takes some of both."""

@@ -7,10 +7,13 @@ import json
 import os
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from nn.huggingface.test_memory_released import TINY, build, run
 
 from posjax.nn import from_pretrained, save_pretrained
 
@@ -94,6 +97,19 @@ def test_the_exported_folder_is_the_model(folder, theirs):
     assert all((value == wanted[name]).all() for name, value in again.state_dict().items())
     values = json.loads((folder / "config.json").read_text())
     assert (values["rms_norm_eps"], values["max_position_embeddings"], values["bos_token_id"]) == (1e-5, 8192, 1)
+
+
+def test_the_exported_folder_is_read_as_the_same_model(ours, folder):
+    chex.assert_trees_all_equal(*(nnx.to_pure_dict(nnx.state(each)) for each in (from_pretrained(folder), ours)))
+
+
+def test_onto_a_mesh_of_four_it_takes_little_beside_its_arrays(folder, tmp_path):
+    """And back: less than twice the largest tensor, the embedding of 113 MB."""
+    build(tmp_path / "tiny", json.loads((folder / "config.json").read_text()) | TINY)
+    found = run(folder, tmp_path / "out", tmp_path / "tiny")
+    print(found)
+    assert found["arrays"] > 500e6
+    assert max(found["read"], found["write"]) < 2 * 4 * 49152 * 576
 
 
 def test_the_tokenizer_is_that_of_transformers(folder):

@@ -1,0 +1,146 @@
+"""The tokenizer of a GGUF file as a ``tokenizer.json``: byte-level BPE, or the BPE of SentencePiece."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from posjax._checks import check_choice
+
+# How text is split before its pairs are merged, by llama.cpp's names: the pre-tokenizer of a tokenizer.json.
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BY_LLAMA3 = {"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False}
+_SPLITS = {
+    "gpt-2": _BYTES,
+    "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
+    "llama-bpe": {"type": "Sequence", "pretokenizers": [_BY_LLAMA3, _BYTES | {"use_regex": False}]},
+}
+_WHOLE_WORDS_FIRST = ("llama-bpe",)
+"""Splits whose words are not merged where the vocabulary has them whole."""
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+_SPACE = "▁"
+
+Get = Callable[[str], Any]
+
+
+def tokenizer_files(get: Get) -> dict[str, str]:
+    """``tokenizer.json`` and ``tokenizer_config.json``.
+
+    Args:
+        get: the value of a key of the file's metadata, None where it has none.
+
+    Raises:
+        ValueError: for another kind of tokenizer, or a split of words that is not known here.
+    """
+    kind, tokens = get("tokenizer.ggml.model"), get("tokenizer.ggml.tokens")
+    check_choice("tokenizer.ggml.model", kind, tuple(_KINDS))
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(get, tokens),
+        "post_processor": _added_around(get, tokens, kind),
+        **_KINDS[kind](get, tokens),
+    }
+    return {
+        "tokenizer.json": json.dumps(whole, ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(_special(get, tokens), ensure_ascii=False, indent=2),
+    }
+
+
+def _byte_level(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
+    """BPE over bytes that are written as letters, as GPT-2 has it."""
+    split = get("tokenizer.ggml.pre")
+    check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
+    merges = [merge.split(" ") for merge in get("tokenizer.ggml.merges")]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": _SPLITS[split],
+        "decoder": _BYTES,
+        "model": _bpe(tokens, merges, ignore_merges=split in _WHOLE_WORDS_FIRST),
+    }
+
+
+def _sentencepiece(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
+    """BPE over characters, with spaces as U+2581 and bytes for what the vocabulary lacks, as Llama 2 has it."""
+    first = [] if get("tokenizer.ggml.add_space_prefix") is False else [{"type": "Prepend", "prepend": _SPACE}]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    stripped = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if first else []
+    types = get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    merges = merges_by_score(tokens, get("tokenizer.ggml.scores"))
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*first, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *stripped]},
+        "model": _bpe(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in types),
+    }
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
+"""What a tokenizer.json has of each kind, by llama.cpp's names."""
+
+
+def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
+    """The pairs that SentencePiece would merge, the best first: those whose whole is a token, by the score of that."""
+    ids = {token: n for n, token in enumerate(tokens)}
+    pairs = [
+        (-score, ids[token[:cut]], ids[token[cut:]])
+        for token, score in zip(tokens, scores, strict=True)
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [[tokens[left], tokens[right]] for _, left, right in sorted(pairs)]
+
+
+def _bpe(tokens: Sequence[str], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    fixed = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    usual = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+    return {**fixed, **usual, **options, "vocab": {token: n for n, token in enumerate(tokens)}, "merges": merges}
+
+
+def _added(get: Get, tokens: Sequence[str]) -> list[dict[str, Any]]:
+    """The tokens that are no pieces of text, or are never cut into pieces."""
+    types = get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    how = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": n, "content": token, "special": kind in (_CONTROL, _UNKNOWN)} | how
+        for n, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind not in (_NORMAL, _BYTE)
+    ]
+
+
+def _special(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    ids = {key: get(f"tokenizer.ggml.{ours}_token_id") for ours, key in names.items()}
+    found = {key: tokens[n] for key, n in ids.items() if n is not None}
+    template = get("tokenizer.chat_template")
+    found |= {"chat_template": template} if template else {}
+    return found | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def _added_around(get: Get, tokens: Sequence[str], kind: str) -> dict[str, Any] | None:
+    """The tokens before and after every text, where there are any.
+
+    Like llama.cpp it puts BOS before texts of SentencePiece and Llama 3 unless the file says otherwise.
+    """
+    usual = {"bos": kind == "llama" or get("tokenizer.ggml.pre") == "llama-bpe", "eos": False}
+    ids = {name: get(f"tokenizer.ggml.{name}_token_id") for name in usual}
+    asked = {name: get(f"tokenizer.ggml.add_{name}_token") for name in usual}
+    wanted = {name: usual[name] if asked[name] is None else asked[name] for name in usual}
+    added = {name: n for name, n in ids.items() if n is not None and wanted[name]}
+    if not added:
+        return None
+    special = {name: [{"SpecialToken": {"id": tokens[n], "type_id": 0}}] for name, n in added.items()}
+    single = [*special.get("bos", []), {"Sequence": {"id": "A", "type_id": 0}}, *special.get("eos", [])]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {tokens[n]: {"id": tokens[n], "ids": [n], "tokens": [tokens[n]]} for n in added.values()},
+    }
