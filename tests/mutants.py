@@ -32,19 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # posjax whole, and of the trainer what computes numbers.
 COMPUTING = (
     "posjax/**/*.py",
-    "train/step.py",
-    "train/loss.py",
-    "train/optimizer.py",
-    "train/flops.py",
-    "train/extension.py",
-    "train/convert.py",
-    "train/search.py",
+    "train/loop/*.py",
+    "train/model/*.py",
     "train/data/packing.py",
     "train/data/pipeline.py",
-    "train/evaluate/*.py",
-    "train/tasks/generators.py",
+    "train/evaluate/**/*.py",
+    "train/languages/generators.py",
     "train/monitor/meter.py",
-    "train/study/measure.py",
+    "train/compare/study/measure.py",
     "train/report/numbers.py",
 )
 

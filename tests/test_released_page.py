@@ -15,7 +15,7 @@ from posjax.nn import from_pretrained
 from posjax.nn.huggingface import FAMILIES
 from train import cli
 from train.config import load_values
-from train.model import decoder_config
+from train.model.build import decoder_config
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/released.md").read_text(encoding="utf-8")

@@ -20,8 +20,8 @@ def fit(path: str, overrides: Sequence[str]) -> int:
     config = load(path, overrides)
     import jax
 
-    from train.distributed import processes
-    from train.loop import fit
+    from train.loop.fit import fit
+    from train.runtime.distributed import processes
 
     with processes():
         result = fit(config, progress=config.name)
@@ -45,7 +45,7 @@ def _tell(config: Any, result: Any) -> None:
 def compare(path: str, overrides: Sequence[str]) -> int:
     """train and evaluate several schemes over one config, or measure a released model under many extensions"""
     config = load(path, overrides)
-    from train.compare import compare
+    from train.compare.compare import compare
 
     compare(config)
     return 0
@@ -69,9 +69,9 @@ def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
 def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> int:
     """continue a prompt with a trained run or a released model"""
     directory = _run_of(path, overrides)
-    from train.generate import Sampling, generate
+    from train.evaluate.generate import Draws, generate
 
-    generate(directory, prompt, Sampling(**sampling), overrides)
+    generate(directory, prompt, Draws(**sampling), overrides)
     print()
     return 0
 
@@ -79,7 +79,7 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
 def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> int:
     """write a trained run, or a released model with an extension, in the layout of Hugging Face"""
     directory = _run_of(path, overrides)
-    from train.export import export
+    from train.checkpoint.export import export
 
     export(directory, folder, overrides, dtype=dtype)
     print(f"{folder} holds the model")
@@ -89,7 +89,7 @@ def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) 
 def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> int:
     """search LongRoPE's factors for a trained run or a released model with RoPE"""
     directory = _run_of(path, overrides)
-    from train.search import search
+    from train.evaluate.search import search
 
     search(directory, overrides, length, **sizes)
     return 0
@@ -97,7 +97,7 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
 
 def tasks(path: str, overrides: Sequence[str]) -> int:
     """train encoders on formal languages and grids, and test them on longer and larger ones"""
-    from train.tasks import TasksConfig, run
+    from train.languages import TasksConfig, run
 
     run(load(path, overrides, TasksConfig))
     return 0
@@ -106,19 +106,19 @@ def tasks(path: str, overrides: Sequence[str]) -> int:
 def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None, loop: bool) -> int:
     """time attention and its memory against other libraries, side by side"""
     if loop:
-        from train.bench_loop import bench_loop
+        from train.workshop.bench_loop import bench_loop
 
         bench_loop(load(path, overrides))
         return 0
-    from train.bench import BenchConfig, bench
+    from train.workshop.bench import BenchConfig, bench
 
     config = load(path, overrides, BenchConfig)
     if schedule is not None:
-        from train.schedule.bench import bench_schedules
+        from train.workshop.schedule.bench import bench_schedules
 
         bench_schedules(config.schedule, schedule, config.directory)
     if costs is not None:
-        from train.schedule.costs import write_costs
+        from train.workshop.schedule.costs import write_costs
 
         write_costs(config.schedule, costs)
     if schedule is None and costs is None:

@@ -18,8 +18,8 @@ from posjax.bias import T5, ALiBi, ForgetBias, Kerple
 from posjax.far import Branch
 from posjax.masks import Beyond, Causal, ChunksApart, Mask, Segments, Sinks, Window
 from posjax.positions import Range
-from train.schedule.chips import CHIPS
-from train.schedule.compiling import compile_for
+from train.runtime.chips import CHIPS
+from train.workshop.schedule.compiling import compile_for
 
 pytestmark = [
     pytest.mark.compile,

@@ -13,7 +13,7 @@ import posjax as pj
 from posjax.attention.sharded import Placement
 from posjax.nn import Decoder, DecoderConfig, Experts
 from posjax.nn.experts import ExpertsMLP
-from train.flops import product_parameters
+from train.model.flops import product_parameters
 
 CONFIG = DecoderConfig(
     vocab_size=40,

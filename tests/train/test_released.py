@@ -20,17 +20,18 @@ from posjax.coca import Coca, merge_projection
 from posjax.nn import Decoder, Norm, Residual, from_pretrained, save_pretrained
 from train import cli
 from train.checkpoint import restore_model
-from train.compare import compare
+from train.checkpoint.restore import restore
+from train.compare.compare import compare
 from train.config import dump, load_values, parse, parse_text
 from train.data import load_tokenizer
 from train.evaluate.saved import held_out_tokens, read_rows
 from train.evaluate.windows import full_pieces, last_windows
-from train.extension import completed
-from train.loop import fit
-from train.mesh import make_mesh
-from train.model import check_model, decoder_config, evaluated_scheme, scheme_of
-from train.optimizer import named_leaves
-from train.restore import initial_parameters, restore
+from train.loop.fit import fit
+from train.loop.start import initial_parameters
+from train.model.build import check_model, decoder_config, evaluated_scheme, scheme_of
+from train.model.extension import completed
+from train.model.mesh import make_mesh
+from train.model.state import named_leaves
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def test_training_starts_from_the_model(released, values, trained):
 
 def test_resuming_is_bit_for_bit(values, trained, monkeypatch):
     config = with_changes(values, name="resumed")
-    monkeypatch.setattr("train.loop.stop_requested", _stop_after(monkeypatch, 2))
+    monkeypatch.setattr("train.loop.fit.stop_requested", _stop_after(monkeypatch, 2))
     assert not fit(config).finished
     monkeypatch.undo()
     assert fit(config).finished
@@ -209,7 +210,7 @@ def _stop_after(monkeypatch, steps):
     from contextlib import contextmanager
     from threading import Event
 
-    from train import loop
+    from train.loop import fit as loop
 
     event, seen = Event(), loop.reached_preemption
 
@@ -355,7 +356,9 @@ def test_generate_continues_a_prompt_as_the_forward_pass_does(released, capsys):
 def test_characters_of_several_tokens_are_written_whole(released, capsys, monkeypatch):
     tokenizer = load_tokenizer(parse({"init": str(released[0])}).data)
     for text in ("日本語", "é x", "😀 ok"):
-        monkeypatch.setattr("train.generate.tokens_after", lambda *_, text=text: iter(tokenizer.tokens(text.encode())))
+        monkeypatch.setattr(
+            "train.evaluate.generate.tokens_after", lambda *_, text=text: iter(tokenizer.tokens(text.encode()))
+        )
         assert cli.main(["generate", str(released[0]), "--prompt", "The cat"]) == 0
         assert capsys.readouterr().out == f"{text}\n"
 
@@ -375,7 +378,7 @@ def test_what_is_found_of_a_model_is_kept_apart(released, values, trained, tmp_p
 
 
 def test_a_search_with_no_place_for_its_result_does_not_begin(released, values, trained, monkeypatch, capsys):
-    monkeypatch.setattr("train.search.search_factors", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("train.evaluate.search.search_factors", lambda *_: pytest.fail("searched"))
     data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "evaluate.lengths=[16]"]
     arguments = ["search", str(released[0]), "--length", "64", f"output={values['output']}", "name=run", *data]
     assert cli.main(arguments) == 2
@@ -412,7 +415,7 @@ def test_a_place_that_cannot_be_reached_is_one_line(monkeypatch, capsys):
 
 def test_a_comparison_knows_before_it_trains_what_cannot_start_from_the_model(values, tmp_path, monkeypatch):
     """Norms of queries and keys, as Qwen3 has them, have no place in CoCA."""
-    monkeypatch.setattr("train.compare.run_member", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr("train.compare.compare.run_member", lambda _: pytest.fail("trained"))
     rope = rotary.Rotary(rotary.Plain(500.0))
     write_released(tmp_path, scheme=pj.Scheme(features=rope, norm=pj.scales.QKNorm(eps=1e-5)))
     schemes = [{"name": "released"}, {"name": "coca-strict", "label": "CoCA"}]

@@ -19,14 +19,14 @@ class CorruptFile(Exception):
     """A file whose content is not what its name says; the message says where and why."""
 
 
-class Text(NamedTuple):
+class NamedText(NamedTuple):
     """One text of a file; `label` tells it from the file's others: ":3" for the third line or record."""
 
     label: str
     content: bytes
 
 
-def texts(path: str, text_key: str) -> Iterator[Text]:
+def texts(path: str, text_key: str) -> Iterator[NamedText]:
     """The texts of a file, in order. Raises CorruptFile where its content turns out to be damaged."""
     read = _READERS[_format(path)]
     system, name = open_url(path, "data.paths")
@@ -49,14 +49,14 @@ def _format(path: str) -> str:
     return f".{ending}" if name else ""
 
 
-def _read_whole(file: BinaryIO, path: str, _: str) -> Iterator[Text]:
-    yield Text("", b"".join(_chunks(file, path)))
+def _read_whole(file: BinaryIO, path: str, _: str) -> Iterator[NamedText]:
+    yield NamedText("", b"".join(_chunks(file, path)))
 
 
-def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[Text]:
+def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[NamedText]:
     for number, line in enumerate(_lines(_chunks(file, path)), start=1):
         if line.strip():
-            yield Text(f":{number}", _text_of_line(line, f"line {number}", text_key))
+            yield NamedText(f":{number}", _text_of_line(line, f"line {number}", text_key))
 
 
 def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
@@ -113,7 +113,7 @@ def _as_bytes(value: Any, where: str, text_key: str, keys: list[str]) -> bytes:
     return value.encode(errors="replace")
 
 
-def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Text]:
+def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[NamedText]:
     parquet = optional("pyarrow.parquet", "reading .parquet")
     with _arrow_damage():
         table = parquet.ParquetFile(file)
@@ -122,23 +122,23 @@ def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Text]:
         yield from _column(table.iter_batches(_RECORDS, columns=present), text_key, columns)
 
 
-def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[Text]:
+def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[NamedText]:
     ipc = optional("pyarrow.ipc", "reading .arrow")
     with _arrow_damage():
         stream = ipc.open_stream(file)
         yield from _column(stream, text_key, stream.schema.names)
 
 
-def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[Text]:
+def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[NamedText]:
     number = 0
     for batch in batches:
         values = batch.column(text_key).to_pylist() if text_key in columns else [None] * batch.num_rows
         for value in values:
             number += 1
-            yield Text(f":{number}", _as_bytes(value, f"row {number}", text_key, columns))
+            yield NamedText(f":{number}", _as_bytes(value, f"row {number}", text_key, columns))
 
 
-def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Text]:
+def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[NamedText]:
     """Every record is a text. The library reads local files only, so one behind a URL is fetched first."""
     module = optional("array_record.python.array_record_module", "reading .array_record")
     with tempfile.NamedTemporaryFile() as local:
@@ -151,14 +151,14 @@ def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Text]:
             yield from _records(module.ArrayRecordReader(name))
 
 
-def _records(reader: Any) -> Iterator[Text]:
+def _records(reader: Any) -> Iterator[NamedText]:
     count = reader.num_records()
     if not reader.ok():
         reader.read_all()  # says what is wrong
     for start in range(0, count, _RECORDS):
         for number, record in enumerate(reader.read(start, min(start + _RECORDS, count)), start=start + 1):
             record.decode()  # a serialised message is no text
-            yield Text(f":{number}", record)
+            yield NamedText(f":{number}", record)
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-_READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Text]]] = {
+_READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[NamedText]]] = {
     ".txt": _read_whole,
     ".py": _read_whole,
     ".jsonl": _read_lines,

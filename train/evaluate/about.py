@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from train.config import Config, dump
-from train.machine import own_versions, processor
-from train.model import own_length
+from train.model.build import own_length
 from train.report import About
+from train.runtime.machine import own_versions, processor
 
 
 def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str, str]) -> About:
@@ -18,7 +18,7 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
     paths = ", ".join(path for part in data.parts for path in part.paths)
     source = "Python's standard library" if data.source == "stdlib" else paths
     tokens = "as bytes" if data.tokenizer == "bytes" else f"by the tokenizer {Path(data.tokenizer).name}"
-    stages = [config.stage(number).train for number in range(len(config.stage_names))]
+    stages = [stage.train for stage in config.every_stage]
     trained = ", then ".join(f"{each.steps:,} steps of {each.batch_tokens:,} tokens" for each in stages)
     trained = f"trained for {trained}" if config.steps else f"as released in {Path(config.init.path).name}"
     return About(

@@ -1,11 +1,12 @@
 """A decoder as a `Predictor`: in one forward pass, or token after token."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from posjax import nn
 from posjax.sampling import Drawn
@@ -17,22 +18,26 @@ _CHUNK = 64  # tokens of a prompt at a time
 def predictor_of(model: nn.Decoder, seed: int) -> tuple[Predictor, Any]:
     """The model as pure functions, and its parameters. `seed` is that of positions drawn in use, if its scheme does."""
     graph, parameters = nnx.split(model)
-    rule = model.config.layers.positions
-
-    def drawn(length, rows):
-        return Drawn() if rule is None else rule.evaluate(length, key=jax.random.key(seed), batch=rows)
 
     def hidden(parameters, tokens, length):
-        where = {"length": length, **_given(drawn(length, len(tokens)))}
-        return nnx.merge(graph, parameters).hidden(tokens, **where)
+        where = _given(drawn_in_use(model, length, seed, len(tokens)))
+        return nnx.merge(graph, parameters).hidden(tokens, length=length, **where)
 
     def logits(parameters, hidden):
         return nnx.merge(graph, parameters).logits(hidden)
 
     def greedy(parameters, prompts, new):
-        return _greedy(graph, parameters, prompts, new, drawn(prompts.shape[1] + new, len(prompts)))
+        total = prompts.shape[1] + new
+        step = decoding(graph, drawn_in_use(model, total, seed, len(prompts)), total)
+        return _greedy(step, parameters, prompts, cache_for(graph, parameters, prompts, total), new)
 
     return Predictor(hidden, logits, greedy), parameters
+
+
+def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> Drawn:
+    """What the model's rule of positions draws in use; nothing without a rule."""
+    rule = model.config.layers.positions
+    return Drawn() if rule is None else rule.evaluate(length, key=jax.random.key(seed), batch=rows)
 
 
 def _given(drawn: Drawn) -> dict[str, Array]:
@@ -40,36 +45,61 @@ def _given(drawn: Drawn) -> dict[str, Array]:
     return {name: value for name, value in drawn._asdict().items() if value is not None}
 
 
-def _greedy(
-    graph: nnx.GraphDef, parameters: Any, prompts: Int[Array, "rows prompt"], new: int, drawn: Drawn
-) -> Int[Array, "rows new"]:
-    """The prompts in chunks, then the likeliest token, again and again. The length is frozen at that of the whole."""
-    rows, size = prompts.shape
-    total, chunk = size + new, min(_CHUNK, size)
-    column = (size - 1) % chunk  # of the prompt's last token, in its chunk
+Step = Callable[[Any, Any, Int[Array, "rows chunk"], Array], tuple[Float[Array, "rows chunk vocabulary"], Any]]
+"""``step(parameters, cache, tokens, valid)`` gives logits and the cache with these tokens."""
 
-    def step(cache, tokens, valid):
+
+def decoding(graph: nnx.GraphDef, drawn: Drawn, total: int) -> Step:
+    """A step of decoding `total` tokens. The length is frozen at that, from the first token on."""
+
+    def step(parameters, cache, tokens, valid):
         index = jnp.minimum(cache.used[:, None] + jnp.arange(tokens.shape[1]), total - 1)
-        where = {"length": total, **_at(drawn, index, total)}
-        return nnx.merge(graph, parameters).decode(tokens, cache, valid=valid, **where)
+        where = _at(drawn, index, total)
+        return nnx.merge(graph, parameters).decode(tokens, cache, valid=valid, length=total, **where)
 
-    def read(carry, part):
-        logits, cache = step(carry[1], *part)
-        return (best(logits[:, column]), cache), None
+    return step
 
-    def write(carry, _):
-        token, cache = carry
-        logits, cache = step(cache, token[:, None], jnp.ones((rows, 1), bool))
-        following = jnp.where(token == NOT_FINITE, NOT_FINITE, best(logits[:, 0]))
-        return (following, cache), token
 
+def cache_for(graph: nnx.GraphDef, parameters: Any, prompts: Int[Array, "rows prompt"], total: int) -> Any:
+    """An empty cache for `total` tokens, of which `read` takes the prompts."""
+    rows, size = prompts.shape
+    return nnx.merge(graph, parameters).init_cache(rows, total, chunk=min(_CHUNK, size))
+
+
+def read(
+    step: Step, parameters: Any, cache: Any, prompts: Int[Array, "rows prompt"]
+) -> tuple[Float[Array, "rows vocabulary"], Any]:
+    """Reads prompts in chunks into an empty cache: the logits of the token after each, and the cache."""
+    rows, size = prompts.shape
+    chunk = min(_CHUNK, size)
     padded = jnp.pad(prompts, ((0, 0), (0, -size % chunk)))
     valid = jnp.broadcast_to(jnp.arange(padded.shape[1]) < size, padded.shape)
     parts = tuple(jnp.moveaxis(x.reshape(rows, -1, chunk), 1, 0) for x in (padded, valid))
-    nothing = jnp.zeros(rows, jnp.int32)
-    cache = nnx.merge(graph, parameters).init_cache(rows, total, chunk=chunk)
-    carry, _ = jax.lax.scan(read, (nothing, cache), parts)
-    return jax.lax.scan(write, carry, None, length=new)[1].T
+    column = (size - 1) % chunk  # of the prompt's last token, in its chunk
+
+    def part(carry, tokens_and_valid):
+        logits, cache = step(parameters, carry[1], *tokens_and_valid)
+        return (logits[:, column], cache), None
+
+    # The logits of the last chunk alone are kept: those of all chunks would be as many as the vocabulary is large.
+    nothing = jax.eval_shape(part, (None, cache), jax.tree.map(lambda x: x[0], parts))[0][0]
+    return jax.lax.scan(part, (jnp.zeros(nothing.shape, nothing.dtype), cache), parts)[0]
+
+
+def _greedy(
+    step: Step, parameters: Any, prompts: Int[Array, "rows prompt"], cache: Any, new: int
+) -> Int[Array, "rows new"]:
+    """The likeliest token after the prompts, again and again."""
+    everyone = jnp.ones((len(prompts), 1), bool)
+
+    def write(carry, _):
+        token, cache = carry
+        logits, cache = step(parameters, cache, token[:, None], everyone)
+        following = jnp.where(token == NOT_FINITE, NOT_FINITE, best(logits[:, 0]))
+        return (following, cache), token
+
+    logits, cache = read(step, parameters, cache, prompts)
+    return jax.lax.scan(write, (best(logits), cache), None, length=new)[1].T
 
 
 def _at(drawn: Drawn, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:

@@ -16,14 +16,13 @@ from jaxtyping import Array, Float
 
 from train.evaluate.predictor import Predictor, next_nll
 from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, sliding_pieces, whole_windows
-
-MEASURES = ("window", "last", "sliding")
+from train.report.numbers import MEASURES
 
 _LARGEST_NLL = 700.0  # exp of more is no float64
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Perplexity:
     """What was measured at one evaluation length. NLL is in nats per token, the mean over all scored tokens.
 
     `window` scores every token of non-overlapping windows; `last` only the final tokens, the same ones at each length,
@@ -83,8 +82,8 @@ def measure(
     tokens: int,
     batch_tokens: int,
     stride: int = 0,
-) -> Iterator[Measurement]:
-    """Yields one `Measurement` for each of `lengths`, in nats per token.
+) -> Iterator[Perplexity]:
+    """Yields one `Perplexity` for each of `lengths`, in nats per token.
 
     1. *Whole window*: non-overlapping windows of each length, from about `tokens` tokens of the documents.
     2. *Last tokens*: `train_length` targets at the end of pieces that have full context at every length, in one
@@ -95,7 +94,7 @@ def measure(
 
     All are sums of NLL over all scored tokens divided by their number, never means of windows. A window lies in one
     document and starts at position 0. The model is compiled once for each length, for batches of about `batch_tokens`
-    tokens. A length beyond the training length that it refuses with ValueError gives a `Measurement` with that error:
+    tokens. A length beyond the training length that it refuses with ValueError gives a `Perplexity` with that error:
     a learned embedding has no row for it.
 
     Raises ValueError, before anything compiles, for a length below `train_length` or above every document's.
@@ -105,7 +104,7 @@ def measure(
     ends, chosen = full_pieces(documents, span, tokens), pieces(documents, span, tokens)
     slid = sliding_pieces(documents, span, stride, tokens) if stride else []
 
-    def at(length: int) -> Measurement:
+    def at(length: int) -> Perplexity:
         windows = {"window": whole_windows(chosen, length), "last": last_windows(ends, length, train_length)}
         if slid:
             windows["sliding"] = last_windows(slid, length, stride)
@@ -115,7 +114,7 @@ def measure(
         except ValueError as error:
             if length == train_length:
                 raise
-            return Measurement(length, error=_one_line(error))
+            return Perplexity(length, error=_one_line(error))
 
     return map(at, lengths)
 
@@ -135,7 +134,7 @@ def check_lengths(documents: Sequence[Sized], lengths: Sequence[int], train_leng
 
 def _measure_length(
     predictor: Predictor, parameters: Any, windows: dict[str, Windows], length: int, rows: int
-) -> Measurement:
+) -> Perplexity:
     """All measurements at one length, through one compiled function of `rows` windows."""
     rows = min(rows, max(len(each.tokens) for each in windows.values()))
     score = _compiled(predictor, parameters, rows, length)
@@ -146,12 +145,12 @@ def _measure_length(
     means = {name: float(sums[name].sum()) / each.scored for name, each in windows.items()}
     if not max(means.values()) < _LARGEST_NLL:
         found = " and ".join(str(value) for value in means.values())
-        return Measurement(length, error=f"the loss is not finite ({found} nats per token)")
+        return Perplexity(length, error=f"the loss is not finite ({found} nats per token)")
     computed = sum(_batches(each, rows) for each in windows.values()) * rows * length
     ends, by_position = _by_position(sums["window"], windows["window"])
     numbers = {f"{name}_nll": value for name, value in means.items()}
     numbers |= {f"{name}_tokens": each.scored for name, each in windows.items()}
-    return Measurement(
+    return Perplexity(
         length, **numbers, position_ends=ends, position_nll=by_position, tokens_per_second=computed / seconds
     )
 

@@ -10,17 +10,17 @@ from flax import nnx
 from rich.console import Console
 
 from train import report
+from train.checkpoint.restore import config_of, entry_in_stage, restore, results_of
 from train.config import Config, SchemeConfig
 from train.data import held_out_documents, load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
-from train.evaluate.perplexity import Measurement, check_lengths, measure
+from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
-from train.loop import read_result
-from train.model import check_vocabulary, evaluated_scheme, own_length
-from train.paths import path, write_file
-from train.restore import config_of, entry_in_stage, restore, results_of
+from train.loop.fit import read_result
+from train.model.build import check_vocabulary, evaluated_scheme, own_length
+from train.runtime.paths import path, write_file
 
 EVALUATION = "evaluation.jsonl"
 
@@ -113,7 +113,7 @@ def shortest_stage(config: Config) -> int:
     """The training length, of a curriculum that of its shortest rows; of a released model the shortest evaluated."""
     if config.init.path and not config.steps:
         return min(config.evaluate.lengths)
-    return min(config.stage(number).train.length for number in range(len(config.stage_names)))
+    return min(stage.train.length for stage in config.every_stage)
 
 
 def held_out_tokens(config: Config) -> list[np.ndarray]:
@@ -142,7 +142,7 @@ def _in_words(row: report.Row) -> str:
 
 def measure_held_out(
     predictor: Predictor, parameters: Any, config: Config, held_out: Sequence[np.ndarray]
-) -> Iterator[Measurement]:
+) -> Iterator[Perplexity]:
     """Perplexity on the held-out documents at every length, as ``config.evaluate`` says."""
     return measure(
         predictor,

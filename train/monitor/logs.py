@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import Config, to_dict
-from train.paths import is_local, path
+from train.runtime.paths import is_local, path
 
 
 class Log(Protocol):

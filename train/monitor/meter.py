@@ -4,7 +4,7 @@ Metrics are written at log steps. The rates of a line are those of the updates s
 the wall, all that happened between included (evaluation, checkpoints):
 
 * ``tokens_per_second``: tokens of the batches, padding included; ``tokens_per_second_per_chip``: the same by chip.
-* ``model_flops_per_second_per_chip``: `train.flops` names the convention: the FLOPs that the model's mathematics takes,
+* ``model_flops_per_second_per_chip``: `flops.py` names the convention: the FLOPs that the model's mathematics takes,
   forward and backward, nothing computed again, and of attention only the pairs that the mask allows. The pairs are
   counted in the batch of the log step, which stands for those since the last one.
 * ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null where `PEAK_FLOPS` has
@@ -20,21 +20,8 @@ from typing import Any
 
 import jax
 
-from train.machine import resident_peak_bytes
-
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.5e12,
-    "NVIDIA H200": 989.5e12,
-    "NVIDIA B200": 2250e12,
-}
-"""Published bfloat16 FLOP/s of a chip, without sparsity, by the name that JAX gives the kind of its devices."""
+from train.runtime.chips import PEAK_FLOPS
+from train.runtime.machine import resident_peak_bytes
 
 
 def peak_flops(devices: Sequence[Any]) -> float | None:

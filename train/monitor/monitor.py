@@ -11,8 +11,8 @@ import numpy as np
 
 from posjax.nn import DecoderConfig
 from train.config import Config, TrainConfig
-from train.flops import decoder_flops
-from train.model import decoder_config
+from train.model.build import decoder_config
+from train.model.flops import decoder_flops
 from train.monitor.logs import Log, MetricsLog, TensorBoardLog, WandbLog, check_wandb
 from train.monitor.meter import Meter, count_chips, peak_flops, peak_memory_bytes
 from train.monitor.progress import show_progress
@@ -23,7 +23,7 @@ from train.monitor.watchdog import Watchdog
 def check_monitor(config: Config) -> None:
     """Raises ValueError for what could not be told: steps to trace that never come, a package that is missing."""
     check_wandb(config.monitor.wandb)
-    steps, profile = sum(stage.train.steps for stage in _stages(config)), config.monitor.profile
+    steps, profile = config.steps, config.monitor.profile
     if profile and not 1 <= profile[0] <= profile[1] <= steps:
         raise ValueError(f"monitor.profile must lie between steps 1 and {steps}, the last one; found {list(profile)}")
     if config.monitor.evaluate_every and not config.model.causal:
@@ -53,7 +53,7 @@ class Monitor:
     ):
         devices = jax.devices() if devices is None else devices
         self._config, self._directory, self._label = config, directory, label
-        self._stages = _stages(config)
+        self._stages = config.every_stage
         # Made once: a vocabulary may have to be read from a file.
         self._decoders = [decoder_config(stage) for stage in self._stages]
         self._meter = Meter(count_chips(devices), peak_flops(devices))
@@ -62,7 +62,7 @@ class Monitor:
 
     def __enter__(self):
         first = self._process == 0
-        steps = sum(stage.train.steps for stage in self._stages)
+        steps = self._config.steps
         with ExitStack() as stack:
             self._logs = tuple(self._open_logs(stack)) if first else ()
             self.last: dict[str, Any] = self._logs[0].last if first else {"step": 0}
@@ -159,7 +159,3 @@ def tokens_left(stages: Sequence[Config], step: int) -> int:
         left += max(0, stage.train.steps - max(0, step)) * stage.train.batch_tokens
         step -= stage.train.steps
     return left
-
-
-def _stages(config: Config) -> list[Config]:
-    return [config.stage(number) for number in range(len(config.stage_names))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from train.paths import is_local
+from train.runtime.paths import is_local
 
 
 class Trace:

@@ -11,7 +11,7 @@ from train.plan.pods import Pod, pod
 from train.plan.report import show
 from train.plan.sweep import sweep as rank
 
-WIDTH = 120
+_WIDTH = 120
 """Of tables where there is no terminal."""
 
 
@@ -22,7 +22,7 @@ def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0) -> None
     """
     check(sweep >= 0, f"--sweep: expected how many ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
+    console = console if console.is_terminal else Console(width=_WIDTH)
     for name, stage in stages(config):
         if len(config.stage_names) > 1:
             console.rule(name)

@@ -18,7 +18,8 @@ from typing import Any
 
 from train.config import Config, dump, parse_text
 from train.plan.pods import Place, Pod, pod
-from train.schedule.compiling import ROOT, DoesNotCompile, check_compiler
+from train.runtime.paths import python_path
+from train.workshop.schedule.compiling import DoesNotCompile, check_compiler
 
 _OUT_OF_MEMORY = (
     re.compile(r"temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
@@ -54,7 +55,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledStep:
     """What the compiler made of a step."""
 
     text: str  # the optimised program
@@ -63,7 +64,7 @@ class Compiled:
     places: tuple[Place, ...]  # of the devices of its first slice, in order
 
 
-def compile_step(config: Config, on: Pod, timeout: int = 3600) -> Compiled:
+def compile_step(config: Config, on: Pod, timeout: int = 3600) -> CompiledStep:
     """Compiles the step of a config without stages.
 
     Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` for one that the compiler refuses.
@@ -74,7 +75,7 @@ def compile_step(config: Config, on: Pod, timeout: int = 3600) -> Compiled:
         reply = _run(directory, on, timeout)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     places = tuple(map(tuple, reply["places"]))
-    return Compiled(text, Memory(**reply["memory"]), reply["axes"], places)
+    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places)
 
 
 def _run(directory: str, on: Pod, timeout: int) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _run(directory: str, on: Pod, timeout: int) -> dict[str, Any]:
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a TPU, so nobody needs a lock
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(),
     }
     command = [sys.executable, "-m", "train.plan.compiling", directory, on.slice_name, str(on.slices)]
     try:
@@ -128,8 +129,8 @@ def _child(directory: Path, on: Pod) -> dict[str, Any]:
     import jax
     from jax.experimental import topologies
 
-    from train.mesh import make_mesh
-    from train.step import build_program
+    from train.loop.step import build_program
+    from train.model.mesh import make_mesh
 
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
     try:
@@ -155,7 +156,7 @@ def abstract_batch(config: Config, mesh: Any) -> Any:
     import jax.numpy as jnp
 
     from train.data import Batch
-    from train.sharding import named_sharding
+    from train.model.sharding import named_sharding
 
     train = config.train
     rows = jax.ShapeDtypeStruct(

@@ -14,7 +14,7 @@ from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.layers import Layers
 from posjax.masks import Mask, extent
 from posjax.positions import Range
-from train.flops import allowed
+from train.model.flops import allowed
 from train.plan.hlo import Array, Instruction, arrays
 from train.plan.pods import Pod
 
@@ -64,7 +64,7 @@ class Kernels:
         return 1.0 if call.queries >= self.spread else self.share(call.queries, call.keys)
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """What a call of a kernel says of itself."""
 
     table: dict  # of costs, by generation
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     rows: int  # of tiles: blocks of queries or of keys
 
 
-def _call(line: Instruction) -> Call | None:
+def _call(line: Instruction) -> KernelCall | None:
     """The call of a kernel of ours; None for anything else."""
     name = line.name.partition(".")[0]
     operands = arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
@@ -87,17 +87,17 @@ def _call(line: Instruction) -> Call | None:
     return _KERNELS[name](line.results, operands, rows, columns)
 
 
-def _forward(results: list[Array], operands: list[Array], rows: int, columns: int) -> Call:
+def _forward(results: list[Array], operands: list[Array], rows: int, columns: int) -> KernelCall:
     """Of ``[batch, heads, queries, size]``, and keys ``[batch, kv heads, pairs, keys, size]`` behind the queries."""
     batch, heads, queries, _ = results[0].shape
     k = [array for array in operands if len(array.shape) == 5 and array.dtype in ("bf16", "f32")][1]
-    return Call(FORWARD, batch * heads, queries, k.shape[3], k.shape[4], rows, columns, rows)
+    return KernelCall(FORWARD, batch * heads, queries, k.shape[3], k.shape[4], rows, columns, rows)
 
 
-def _backward(results: list[Array], operands: list[Array], rows: int, columns: int) -> Call:
+def _backward(results: list[Array], operands: list[Array], rows: int, columns: int) -> KernelCall:
     """Of ``dq``, ``[batch, kv heads, group, pairs, queries, size]``, and ``dk``; rows of tiles are blocks of keys."""
     batch, kv_heads, group, _, queries, size = results[0].shape
-    return Call(BACKWARD, batch * kv_heads * group, queries, results[1].shape[3], size, columns, rows, rows)
+    return KernelCall(BACKWARD, batch * kv_heads * group, queries, results[1].shape[3], size, columns, rows, rows)
 
 
 _KERNELS = {"posjax_attention_forward": _forward, "posjax_attention_backward": _backward}

@@ -33,7 +33,7 @@ import numpy as np
 from train.plan.hlo import Instruction
 from train.plan.pods import DCN_LATENCY, LATENCY, Place, Pod, box
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
 
 DCN = "replica (DCN)"
 """What goes to other slices, in place of axes of the mesh; they lie along `replica` alone."""
@@ -48,7 +48,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 def kind_of(line: Instruction) -> str | None:
     """Which collective an instruction is or starts; None for any other, and for one that only waits."""
     opcode = line.opcode.removesuffix("-start")
-    return opcode if opcode in KINDS else None
+    return opcode if opcode in COLLECTIVES else None
 
 
 def between_slices(line: Instruction) -> str | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh
 
 from train.config import Config
-from train.flops import Flops, maxtext_flops, update_flops
-from train.mesh import check_rows, check_slices, mesh_shape
-from train.model import decoder_config, placement
+from train.model.build import decoder_config, placement
+from train.model.flops import Flops, maxtext_flops, update_flops
+from train.model.mesh import check_rows, check_slices, mesh_shape
 from train.plan.compiling import Memory, compile_step
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
@@ -99,5 +99,4 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
 
 def stages(config: Config) -> Iterator[tuple[str, Config]]:
     """Every stage of a config by name; the config itself where it has none."""
-    for number, name in enumerate(config.stage_names):
-        yield name, config.stage(number)
+    return zip(config.stage_names, config.every_stage, strict=True)

@@ -9,42 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posjax._checks import check
-from train.schedule.chips import CHIPS, Chip
+from train.runtime.chips import CHIPS, Chip, Network
 
 GIB = 2**30
+
+KNOWN = {name: chip for name, chip in CHIPS.items() if chip.network is not None}
+"""Chips of which pods are planned."""
 
 Place = tuple[int, ...]
 """Where a device is: the chip's coordinates, and the device's number on its chip."""
 
-
-@dataclass(frozen=True)
-class Network:
-    """The links of a generation; bandwidths in GB/s, one way.
-
-    A torus of three dimensions closes its rings where a dimension is a multiple of 4 chips, for cubes of 4 x 4 x 4 are
-    joined by switches; one of two dimensions where it is a whole pod of 16 chips wide.
-    """
-
-    hbm_gib: float  # of a chip
-    link: float  # between two neighbours
-    dcn: float  # of a chip to other slices
-    dimensions: int
-    devices: int = 1  # that a chip shows itself as; they share its links
-    within: float = 0.0  # between the devices of a chip
-
-    def closes(self, size: int) -> bool:
-        """Whether `size` chips in a row are a ring."""
-        return size % 4 == 0 if self.dimensions == 3 else size == 16
-
-
-# The link inside a chip of 7x is said to be six times as fast as one between chips. The data centre's network has 25
-# (v5e), 50 (v5p) and 100 Gb/s for each chip by Google Cloud's pages of the chips.
-NETWORKS = {
-    "v5e": Network(16, 45, 3.125, 2),
-    "v5p": Network(95, 90, 6.25, 3),
-    "v6e": Network(32, 90, 12.5, 2),
-    "7x": Network(192, 90, 12.5, 3, devices=2, within=540),
-}
 
 LATENCY = 1e-6
 """Seconds for one hop between chips."""
@@ -69,7 +43,7 @@ class Pod:
     @property
     def network(self) -> Network:
         """How its chips are linked."""
-        return NETWORKS[self.generation]
+        return CHIPS[self.generation].network
 
     @property
     def chips(self) -> int:
@@ -127,10 +101,10 @@ def pod(name: str, slices: int = 1) -> Pod:
     check(found is not None, f"--topology: expected a pod such as v5p:8x8x8, found {name!r}")
     generation, sizes = found[1], tuple(map(int, found[2].split("x")))
     check(
-        generation in NETWORKS,
-        f"--topology: {name!r}: there is no chip {generation!r} (known: {', '.join(NETWORKS)})",
+        generation in KNOWN,
+        f"--topology: {name!r}: there is no chip {generation!r} (known: {', '.join(KNOWN)})",
     )
-    wanted = NETWORKS[generation].dimensions
+    wanted = CHIPS[generation].network.dimensions
     example = {2: "16x16", 3: "8x8x8"}[wanted]
     check(
         len(sizes) == wanted and min(sizes) > 0,

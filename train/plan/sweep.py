@@ -18,14 +18,14 @@ from rich.table import Table
 from posjax.nn import DecoderConfig
 from posjax.nn.config import REMAT
 from train.config import Config
-from train.flops import product_parameters, update_flops
-from train.model import decoder_config
+from train.model.build import decoder_config
+from train.model.flops import product_parameters, update_flops
 from train.plan.compiling import DoesNotCompile
 from train.plan.plan import Plan, check_split, make_plan
 from train.plan.pods import GIB, Pod
 from train.plan.report import mesh_text
 
-STRATEGIES = ("ring", "all-gather", "ulysses")
+SWEPT = ("ring", "all-gather", "ulysses")
 
 _HEADROOM = 1.3
 """The rough count may be wrong by so much before a candidate is left out."""
@@ -82,7 +82,7 @@ def candidates(config: Config, on: Pod) -> Iterator[Candidate]:
             continue
         split = {"data": devices // (fsdp * context * tensor), "fsdp": fsdp, "context": context, "tensor": tensor}
         axes = {"replica": on.slices, **split}
-        for remat, strategy in itertools.product(REMAT, STRATEGIES if context > 1 else ("auto",)):
+        for remat, strategy in itertools.product(REMAT, SWEPT if context > 1 else ("auto",)):
             changed = _changed(config, axes, remat, strategy, on)
             if changed is not None:
                 yield Candidate(changed, axes, rough_bytes(changed, axes), rough_seconds(changed, axes, on))

@@ -12,18 +12,20 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from train.config import Config, load
-from train.machine import versions
-from train.paths import write_file
 from train.plan.plan import Plan, make_plan
-from train.plan.pods import DCN_LATENCY, GIB, LATENCY, NETWORKS, Pod, pod
+from train.plan.pods import DCN_LATENCY, GIB, KNOWN, LATENCY, Pod, pod
 from train.plan.published import PUBLISHED
 from train.plan.report import mesh_text
-from train.schedule.compiling import ROOT
+from train.runtime.machine import versions
+from train.runtime.paths import ROOT, write_file
 
-FILE = ROOT / "configs" / "pods" / "plans.jsonl"
+RESULTS_FILE = ROOT / "configs" / "pods" / "plans.jsonl"
 PAGE = ROOT / "docs" / "plans.md"
 
 PODS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16", "7x:4x4x8")
@@ -43,7 +45,7 @@ OVERRIDES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class Planned:
     """One line of the table."""
 
     name: str
@@ -65,15 +67,15 @@ class Entry:
         return f"{self.name} on {self.pod.name}"
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[Planned]:
     """Published runs first, then ours."""
     for run in PUBLISHED:
-        yield Entry(run.name, run.topology, run.config, run.slices, teraflops=run.teraflops, guessed=run.guessed)
+        yield Planned(run.name, run.topology, run.config, run.slices, teraflops=run.teraflops, guessed=run.guessed)
     for size, length, topology in itertools.product(SIZES, LENGTHS, PODS):
         yield _ours(size, length, topology)
 
 
-def _ours(size: str, length: str, topology: str) -> Entry:
+def _ours(size: str, length: str, topology: str) -> Planned:
     path, on = f"configs/pods/llama-{size}-{length}.yaml", pod(topology)
     # Four million tokens are too many at once for half the devices that the files are made for.
     halved = () if on.devices >= 512 else ("train.accumulate=2",)
@@ -81,10 +83,10 @@ def _ours(size: str, length: str, topology: str) -> Entry:
     kept = ("model.remat=dots",) if size == "8b" and on.hbm_bytes > 64 * GIB else ()
     overrides = OVERRIDES.get((size, length, topology), (*halved, *kept))
     command = " ".join(("python -m train plan", path, "--topology", topology, *overrides))
-    return Entry(f"llama-{size}-{length}", topology, load(ROOT / path, overrides), command=command)
+    return Planned(f"llama-{size}-{length}", topology, load(ROOT / path, overrides), command=command)
 
 
-def measure(entry: Entry) -> dict[str, Any]:
+def measure(entry: Planned) -> dict[str, Any]:
     """The numbers of a plan, or why there is none."""
     try:
         return {"key": entry.key, "command": entry.command, **numbers(make_plan(entry.config, entry.pod))}
@@ -126,11 +128,11 @@ def _by_axes(plan: Plan) -> dict[str, float]:
 
 def read() -> dict[str, dict[str, Any]]:
     """Results by key; the last one of a key counts."""
-    lines = FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []
+    lines = RESULTS_FILE.read_text(encoding="utf-8").splitlines() if RESULTS_FILE.exists() else []
     return {found["key"]: found for found in map(json.loads, lines)}
 
 
-def result(results: dict[str, dict[str, Any]], entry: Entry) -> dict[str, Any] | None:
+def result(results: dict[str, dict[str, Any]], entry: Planned) -> dict[str, Any] | None:
     """What was planned for an entry; None if nothing was, or another command was planned."""
     found = results.get(entry.key)
     return found if found and found["command"] == entry.command else None
@@ -138,83 +140,30 @@ def result(results: dict[str, dict[str, Any]], entry: Entry) -> dict[str, Any] |
 
 def write(results: dict[str, dict[str, Any]]) -> None:
     """Keeps the results and writes the page."""
-    write_file(FILE, "".join(json.dumps(found) + "\n" for found in results.values()))
+    write_file(RESULTS_FILE, "".join(json.dumps(found) + "\n" for found in results.values()))
     write_file(PAGE, page(results))
 
 
-_HEAD = """\
-# Plans for pods
-
-<!-- Written by python -m train.plan.table; do not edit. -->
-
-`python -m train plan CONFIG --topology v5p:8x8x8` compiles the exact train step of a config for a pod with the TPU
-compiler, on any machine, and tells the HBM of a chip by kind, the model FLOPs, the bytes of collectives by mesh axis,
-and a predicted step. `--slices 4` plans for four of them, `--sweep` compiles several meshes, remat policies and context
-strategies and ranks them.
-
-Memory is the compiler's own plan and final; **everything about speed is predicted, not measured on a TPU**:
-
-* fusions and copies by the cycles that the compiler expects of them, at the chip's clock, times the trips of loops: it
-  expects little of memory (the sum of two float32 arrays of 268 MB at 470 GB/s on v5e, 1,233 on v5p, 724 on v6e, of
-  819, 2,765 and 1,640 that the chips have), so what is bound by memory is rather predicted too slow;
-* our attention kernels by the compiler's schedule of their tiles and the tiles that the mask needs, every row being one
-  document;
-* collectives by the bytes that a device sends over the links of its torus that the mesh axis lies along, one way
-  {links} GB/s,
-  and {latency:g} us a hop; they overlap only what the compiler scheduled between their start and end;
-* what goes to other slices by what the compiler lets hosts send, {dcn} GB/s of a chip,
-  as Google Cloud's pages of the chips have it, and {dcn_latency:g} us an exchange, which is assumed;
-* flags of the compiler in `LIBTPU_INIT_ARGS` count: give the run those that it was planned with; here there are none;
-* no input, host, stragglers or checkpoints. MFU counts only pairs that the mask allows, and no recomputation.
-"""
-
-
-_AGAINST = """\
-## Against published runs
-
-Others' numbers, by MaxText's count of FLOPs (half of all pairs), and what is predicted for the same shape on the same
-chips with this trainer's step. Nothing is fitted. What was not published is guessed; what is recomputed is then the
-least that fits by a rough count.
-
-| run | pod | mesh, recomputed | TFLOP/s a chip, published | predicted | error | with recomputing | HBM | guessed |
-|---|---|---|---|---|---|---|---|---|"""
-
-
-_WHY = """
-Why they differ:
-
-* A step that recomputes layers, but for attention or whole, does up to a third more work than is counted. Where that
-  is a guess it explains what is predicted too low: with it ("with recomputing") these rows are above what was
-  published, but for two on v6e (8B 2% and 70B at 8k 8% below). The +20% of Ulysses at 64k is the same guess the other
-  way: were layers recomputed whole there, three quarters of that would be left, less than was published.
-* MaxText-32B's config is public and recomputes all, so its -21% has another reason: the compiler expects 14.1 s of
-  fusions whose products take 10.6 s at the chip's peak, where the published run, recomputing counted, kept 89% of the
-  peak. The flags of its recipe change nothing of what the compiler expects (tried with two layers). Products are thus
-  predicted too slow on v5e.
-* From one slice to four MaxText-32B lost 5%; predicted are 3%, a quarter of it waiting.
-* The three rows above 100% ran in the memory there is. This step holds more there than theirs.
-* What is predicted too high (128k on 7x) knows no input, no stragglers, and no collective that takes longer than its
-  bytes do.
-"""
-
-
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """The whole page."""
-    head = _HEAD.format(links=_each("link"), latency=LATENCY * 1e6, dcn=_each("dcn"), dcn_latency=DCN_LATENCY * 1e6)
-    return "\n".join([head, _calibration(results), _pods(results)])
+    """The whole page, by the template beside this file."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
+    ours = [entry for entry in entries() if entry.command]
+    return environment.get_template("plans.md.jinja").render(
+        each=_each,
+        latency=LATENCY,
+        dcn_latency=DCN_LATENCY,
+        calibration=[_compared(entry, result(results, entry)) for entry in entries() if entry.teraflops],
+        pods=[_planned(entry, result(results, entry)) for entry in ours],
+        commands=[entry.command for entry in ours],
+    )
 
 
 def _each(name: str) -> str:
     """A number of every generation's network."""
-    return ", ".join(f"{getattr(network, name):g} ({chip})" for chip, network in NETWORKS.items())
+    return ", ".join(f"{getattr(chip.network, name):g} ({generation})" for generation, chip in KNOWN.items())
 
 
-def _calibration(results: dict[str, dict[str, Any]]) -> str:
-    lines = [_compared(entry, result(results, entry)) for entry in entries() if entry.teraflops]
-    return "\n".join([_AGAINST, *lines, _WHY])
-
-
-def _compared(entry: Entry, found: dict[str, Any] | None) -> str:
+def _compared(entry: Planned, found: dict[str, Any] | None) -> str:
     cells = [entry.name, entry.pod.name]
     if found is None or "problem" in found:
         why = "not planned yet" if found is None else found["problem"]
@@ -226,33 +175,7 @@ def _compared(entry: Entry, found: dict[str, Any] | None) -> str:
     return _row(*cells, f"{found['mesh']}, {found['remat']}", *shown, entry.guessed)
 
 
-def _pods(results: dict[str, dict[str, Any]]) -> str:
-    head = [
-        "## Llama-shaped models",
-        "",
-        "The configs of `configs/pods`, 4,194,304 tokens a step. HBM is of a chip (of half a chip for 7x). Heads of",
-        "64, those of the 1b models, are taken to cost as much as heads of 128.",
-        "",
-        "| config | pod | mesh | HBM GiB: parameters, optimizer, rest | share | step s | tokens/s/chip | MFU |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    ours = [entry for entry in entries() if entry.command]
-    lines = [_planned(entry, result(results, entry)) for entry in ours]
-    commands = [f"    {entry.command}" for entry in ours]
-    return "\n".join(
-        [
-            *head,
-            *lines,
-            "",
-            "Each line by a command, and all of them by `python -m train.plan.table`:",
-            "",
-            *commands,
-            "",
-        ]
-    )
-
-
-def _planned(entry: Entry, found: dict[str, Any] | None) -> str:
+def _planned(entry: Planned, found: dict[str, Any] | None) -> str:
     if found is None or "problem" in found:
         return _row(entry.name, entry.pod.name, "", "not planned yet" if found is None else found["problem"], *[""] * 4)
     gib = found["gib"]

@@ -84,7 +84,7 @@ def draw_tasks(rows: Sequence[Row]) -> bytes:
     return style.png(figure)
 
 
-def _draw_task(panel: Any, name: str, rows: Sequence[Row], lines: dict[str, style.Line]) -> None:
+def _draw_task(panel: Any, name: str, rows: Sequence[Row], lines: dict[str, style.Look]) -> None:
     for label in labels(rows):
         style.plot(panel, label, lines[label], accuracies(rows, label))
     style.length_axis(panel, lengths(rows), rows[0]["train_length"])

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.settings.evaluate import SECTIONS
+from train.config.settings.evaluate import SECTIONS
 
 Row = Mapping[str, Any]
 

@@ -1,10 +1,11 @@
 """One HTML page that carries everything: figures, tables, notes, config and versions, without outside resources."""
 
 import base64
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import jinja2
 
 from train.report import curves, figure, grids
 from train.report.numbers import Row, held_out, last_length, notes, tasks, trainings
@@ -36,6 +37,11 @@ class Picture:
     alt: str
     caption: str
 
+    @property
+    def base64(self) -> str:
+        """The PNG as text."""
+        return base64.b64encode(self.png).decode("ascii")
+
 
 def write(directory: Path, rows: Sequence[Row], about: About) -> None:
     """Writes ``index.html``, which needs no other file, and its figures into `directory`; older ones go."""
@@ -62,46 +68,6 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
         found.append(Picture("depths.png", grids.draw(rows), _DEPTHS_ALT, _DEPTHS))
     return found
 
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 72rem;
-       padding: 0 1.5rem; }}
-h1 {{ font-size: 1.6rem; margin-bottom: .2rem; }}
-h2 {{ font-size: 1.15rem; margin-top: 2.2rem; }}
-p.about, figcaption {{ color: #555; margin-top: 0; }}
-figure {{ margin: 1.5rem 0; }}
-img {{ width: 100%; height: auto; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .35rem .9rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
-th {{ border-bottom: 2px solid #999; font-weight: 600; }}
-th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
-pre {{ background: #f5f5f5; padding: 1rem; overflow-x: auto; font-size: .85rem; line-height: 1.4; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="about">{about}</p>
-{figures}
-{tables}
-<h2>Config</h2>
-<pre id="config">{config}</pre>
-<h2>Versions</h2>
-{versions}
-</body>
-</html>
-"""
-
-_FIGURE = """<figure>
-<img alt="{alt}" src="data:image/png;base64,{png}">
-<figcaption>{caption}</figcaption>
-</figure>"""
 
 _ALT = "Perplexity against evaluation length, one line for each scheme"
 _CAPTION = (
@@ -135,34 +101,34 @@ def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About) -> st
     """The HTML page: figures, tables, notes, config and versions in one file without outside resources."""
     seeds = len({row["seed"] for row in rows})
     spread = f"Mean ± standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
-    body = [html_table(table) for table in tables(rows)]
-    remarks = "".join(f"<li>{html.escape(note)}</li>" for note in notes(rows))
-    if remarks:
-        body.append(f'<h2>Not measured</h2>\n<ul class="notes">{remarks}</ul>')
-    return assemble(about, f"{about.model}. {about.text}. {spread}", pictures, body)
+    return page(about, pictures, tables(rows), notes=notes(rows), remark=spread)
 
 
-def assemble(about: About, heading: str, pictures: Sequence[Picture], body: Sequence[str]) -> str:
-    """The page of these parts; `body` is HTML, such as `html_table` gives."""
+def page(
+    about: About,
+    pictures: Sequence[Picture],
+    tables: Sequence[Table],
+    *,
+    findings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    remark: str = "",
+) -> str:
+    """The page of these parts, by the template beside this file.
+
+    Args:
+        about: title, config and versions; `remark` follows its text.
+        pictures, tables: in their order.
+        findings: sentences above the tables.
+        notes: what is not measured, and why.
+    """
     versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
-    return _PAGE.format(
-        title=html.escape(about.title),
-        about=html.escape(heading),
-        figures="\n".join(map(_html_figure, pictures)),
-        tables="\n".join(body),
-        config=html.escape(about.config),
-        versions=html_table(versions),
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    return environment.get_template("page.html").render(
+        about=about,
+        pictures=pictures,
+        tables=tables,
+        findings=findings,
+        notes=notes,
+        remark=remark,
+        versions=versions,
     )
-
-
-def _html_figure(picture: Picture) -> str:
-    png = base64.b64encode(picture.png).decode("ascii")
-    return _FIGURE.format(alt=html.escape(picture.alt), png=png, caption=html.escape(picture.caption))
-
-
-def html_table(table: Table) -> str:
-    """A table as HTML, with its title above."""
-    heading = f"<h2>{html.escape(table.title)}</h2>\n" if table.title else ""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.header)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
-    return f'{heading}<div class="wide"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'

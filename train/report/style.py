@@ -18,7 +18,7 @@ _FEW = 20  # lines that a legend names at its ease
 
 
 @dataclass(frozen=True)
-class Line:
+class Look:
     """How one scheme is drawn: a colour for each trained model, a dash for each way of extending it."""
 
     colour: str
@@ -26,17 +26,17 @@ class Line:
     dashes: tuple[float, ...] | None
 
 
-def lines(rows: Sequence[Row]) -> dict[str, Line]:
+def lines(rows: Sequence[Row]) -> dict[str, Look]:
     """How each scheme of the rows is drawn, by its label."""
     base = {row["label"]: row["base"] for row in rows}
     trained = [label for label in base if base[label] is None]
     trained += sorted({name for name in base.values() if name is not None and name not in trained})
-    styles: dict[str, Line] = {}
+    styles: dict[str, Look] = {}
     for label in base:
         root = base[label] or label
         siblings = [name for name in base if base[name] == root]
         dashes = DASHES[siblings.index(label) % len(DASHES)] if label in siblings else None
-        styles[label] = Line(
+        styles[label] = Look(
             COLOURS[trained.index(root) % len(COLOURS)], MARKERS[trained.index(root) % len(MARKERS)], dashes
         )
     return styles
@@ -64,7 +64,7 @@ def png(figure: Any) -> bytes:
     return content.getvalue()
 
 
-def plot(panel: Any, label: str, style: Line, points: dict[float, Estimate], low: float = -math.inf) -> None:
+def plot(panel: Any, label: str, style: Look, points: dict[float, Estimate], low: float = -math.inf) -> None:
     """One scheme's line, with a band of one standard deviation, not below `low`, when there are several seeds."""
     xs, means = list(points), [point.mean for point in points.values()]
     spreads = [point.spread or 0.0 for point in points.values()]

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Folder:
+class TensorFolder:
     """The tensors of a folder of safetensors files, local or at a URL.
 
     Args:
@@ -139,7 +139,7 @@ def _entry(name: str, told: Mapping[str, Any], file: str, base: int, total: int,
     return Entry(file, base + start, dtype, shape)
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """A file to be written: its name, its header and where each of its tensors will be."""
 
     file: str
@@ -152,7 +152,7 @@ class Layout(NamedTuple):
         return max(e.start + math.prod(e.shape) * e.dtype.itemsize for e in self.entries.values())
 
 
-def lay_out(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) -> list[Layout]:
+def lay_out(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) -> list[FileLayout]:
     """The files for tensors of these dtypes and shapes, each of at most ``most`` bytes where tensors are no larger."""
     groups: list[dict] = [{}]
     filled = 0
@@ -168,7 +168,7 @@ def lay_out(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) 
     return [_layout(WHOLE if one else name, group) for name, group in zip(names, groups, strict=True)]
 
 
-def _layout(file: str, group: Mapping[str, tuple]) -> Layout:
+def _layout(file: str, group: Mapping[str, tuple]) -> FileLayout:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, (dtype, shape, start, end) in group.items():
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
@@ -176,10 +176,10 @@ def _layout(file: str, group: Mapping[str, tuple]) -> Layout:
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     base = 8 + len(text)
     entries = {name: Entry(file, base + start, dtype, shape) for name, (dtype, shape, start, _) in group.items()}
-    return Layout(file, len(text).to_bytes(8, "little") + text, entries)
+    return FileLayout(file, len(text).to_bytes(8, "little") + text, entries)
 
 
-def create(folder: Path, layouts: Sequence[Layout]) -> None:
+def create(folder: Path, layouts: Sequence[FileLayout]) -> None:
     """The files with their headers and room for their tensors, and the index where there are several files."""
     for layout in layouts:
         with (folder / layout.file).open("wb") as file:

@@ -16,7 +16,7 @@ from posjax._checks import check, check_choice, nearest
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
-from posjax.nn.huggingface.files import Entry, Folder, open_place, reaching, read_json
+from posjax.nn.huggingface.files import Entry, TensorFolder, open_place, reaching, read_json
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
 from posjax.nn.huggingface.views import View, check_shape
@@ -62,7 +62,7 @@ def open_source(path: str | Path) -> Source:
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path)
-    folder = Folder(path)
+    folder = TensorFolder(path)
     return Mxfp4(folder) if is_packed(folder) else folder
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax._checks import check
-from posjax.nn.huggingface.files import Entry, Folder
+from posjax.nn.huggingface.files import Entry, TensorFolder
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -31,7 +31,7 @@ class Mxfp4:
         folder: the tensors as they are in the files.
     """
 
-    def __init__(self, folder: Folder):
+    def __init__(self, folder: TensorFolder):
         self._folder = folder
         packed = [name.removesuffix(_BLOCKS) for name in folder.entries if name.endswith(_BLOCKS)]
         hidden = {name + end for name in packed for end in (_BLOCKS, _SCALES)}
@@ -74,6 +74,6 @@ def _unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.ldexp(_PAIRS[blocks], exponents).reshape(len(blocks), -1)
 
 
-def is_packed(folder: Folder) -> bool:
+def is_packed(folder: TensorFolder) -> bool:
     """Whether a folder has tensors in MXFP4."""
     return any(name.endswith(_BLOCKS) for name in folder.entries)

@@ -18,7 +18,7 @@ from posjax.nn.huggingface.family import Family, check_same, sizes_of
 from posjax.nn.huggingface.files import (
     INDEX,
     SUFFIX,
-    Layout,
+    FileLayout,
     create,
     is_local,
     lay_out,
@@ -155,7 +155,7 @@ def _of_first(folder: str) -> str:
     return bytes(np.asarray(named, np.uint8)).decode().rstrip()
 
 
-def _prepare(folder: Path, layouts: list[Layout], others: Mapping[str, bytes]) -> None:
+def _prepare(folder: Path, layouts: list[FileLayout], others: Mapping[str, bytes]) -> None:
     """A new folder with all files, those of tensors with room for them."""
     folder.mkdir()
     create(folder, layouts)
@@ -186,7 +186,7 @@ def _tensors(config: DecoderConfig, family: Family, parameters: list, dtype: str
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
 
-def _write(config: DecoderConfig, family: Family, parameters: list, layouts: list[Layout], folder: Path) -> None:
+def _write(config: DecoderConfig, family: Family, parameters: list, layouts: list[FileLayout], folder: Path) -> None:
     """Puts every shard of this process where it belongs, and waits for the disk."""
     with jax.set_mesh(NO_MESH):
         _write_shards(config, family, parameters, layouts, folder)
@@ -194,7 +194,7 @@ def _write(config: DecoderConfig, family: Family, parameters: list, layouts: lis
         sync(folder / layout.file)
 
 
-def _write_shards(config, family: Family, parameters: list, layouts: list[Layout], folder: Path) -> None:
+def _write_shards(config, family: Family, parameters: list, layouts: list[FileLayout], folder: Path) -> None:
     views, sizes = family.tensors(config), sizes_of(config)
     entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
     for name, leaf in parameters:

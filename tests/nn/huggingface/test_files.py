@@ -12,7 +12,7 @@ import pytest
 from nn.huggingface import released
 
 from posjax.nn import from_pretrained, save_pretrained
-from posjax.nn.huggingface.files import INDEX, Folder, is_local, lay_out
+from posjax.nn.huggingface.files import INDEX, TensorFolder, is_local, lay_out
 
 DTYPES = (
     "float64",
@@ -46,7 +46,7 @@ def assert_same(found, wanted):
 
 
 def read(path):
-    folder = Folder(path)
+    folder = TensorFolder(path)
     return {name: folder.tensor(name) for name in folder.entries}
 
 
@@ -173,7 +173,7 @@ BROKEN = {
 def assert_refused(path, words):
     """One line with these words; ``{}`` stands for the file."""
     with pytest.raises(ValueError, match="safetensors") as caught:
-        Folder(path)
+        TensorFolder(path)
     text = str(caught.value)
     assert "\n" not in text
     assert words.format(path / "model.safetensors") in text, text
@@ -228,7 +228,7 @@ def test_what_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"there is no {tmp_path}/config.json"):
         from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/gone: there is no such folder"):
-        Folder(tmp_path / "gone")
+        TensorFolder(tmp_path / "gone")
     released.write_config(tmp_path, released.CASES["gpt2"])
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} holds no \*.safetensors file"):
         from_pretrained(tmp_path)

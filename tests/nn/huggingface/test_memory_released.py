@@ -123,7 +123,7 @@ def test_beside_the_arrays_less_than_twice_the_largest_tensor(size, tmp_path):
     assert found["arrays"] > 6 * largest
     assert found["read"] < 2 * largest, found
     assert found["write"] < 2 * largest, found
-    ours, theirs = (files.Folder(tmp_path / name) for name in ("out", "model"))
+    ours, theirs = (files.TensorFolder(tmp_path / name) for name in ("out", "model"))
     assert ours.entries.keys() == theirs.entries.keys()
     for name in ours.entries:
         np.testing.assert_array_equal(ours.tensor(name), theirs.tensor(name))

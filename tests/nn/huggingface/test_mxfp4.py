@@ -36,17 +36,17 @@ def test_the_numbers_are_those_of_transformers(packed):
     folder, arrays = packed
     blocks, scales = (torch.tensor(arrays[f"{NAME}_{part}"]) for part in ("blocks", "scales"))
     wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).numpy()
-    found = Mxfp4(files.Folder(folder)).tensor(NAME)
+    found = Mxfp4(files.TensorFolder(folder)).tensor(NAME)
     chex.assert_type(jnp.asarray(found), jnp.bfloat16)
     np.testing.assert_array_equal(found.astype(np.float32), wanted)
 
 
 def test_a_packed_tensor_has_the_name_and_shape_that_it_has_elsewhere(packed):
-    source = Mxfp4(files.Folder(packed[0]))
+    source = Mxfp4(files.TensorFolder(packed[0]))
     assert set(source.entries) == {NAME, "model.norm.weight"}
     assert source.entries[NAME].shape == source.tensor(NAME).shape == (3, 64, 5)
     np.testing.assert_array_equal(source.tensor("model.norm.weight"), packed[1]["model.norm.weight"])
-    assert is_packed(files.Folder(packed[0]))
+    assert is_packed(files.TensorFolder(packed[0]))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_blocks_and_scales_that_do_not_belong_together(change, words, tmp_path):
     shapes = {f"{NAME}_blocks": (3, 5, 2, 16), f"{NAME}_scales": (3, 5, 2)} | change
     tensors = {name: np.zeros(shape, np.uint8) for name, shape in shapes.items() if shape}
     released.write_tensors(tmp_path, tensors)
-    released.refuse([words], Mxfp4, files.Folder(tmp_path))
+    released.refuse([words], Mxfp4, files.TensorFolder(tmp_path))
 
 
 def test_a_byte_holds_two_numbers_the_lower_half_first(tmp_path):
@@ -73,5 +73,5 @@ def test_a_byte_holds_two_numbers_the_lower_half_first(tmp_path):
     files.create(tmp_path, layouts)
     for name, entry in layouts[0].entries.items():
         files.writable(tmp_path, entry)[...] = arrays[name]
-    found = Mxfp4(files.Folder(tmp_path)).tensor(NAME)[0, :, 0]
+    found = Mxfp4(files.TensorFolder(tmp_path)).tensor(NAME)[0, :, 0]
     assert found[:3].tolist() == [-12.0, 2.0, 0.0]

@@ -15,7 +15,7 @@ import posjax as pj
 from posjax import masks, rotary, scales
 from posjax.nn import Decoder, DecoderConfig, Norm, Residual, from_pretrained, save_pretrained
 from posjax.nn.huggingface import FAMILIES, files, read_config
-from posjax.nn.huggingface.files import Folder
+from posjax.nn.huggingface.files import TensorFolder
 
 LLAMA = released.CASES["llama"]
 SMALL = {"vocab_size": 16, "num_layers": 2, "model_dim": 32, "num_heads": 4, "embedding_scale": 1.0}
@@ -34,7 +34,7 @@ def decoder(**options):
 def rewritten(model, folder, change):
     """The folder of a model whose tensors ``change`` has turned into others."""
     save_pretrained(model, folder / "before")
-    source = Folder(folder / "before")
+    source = TensorFolder(folder / "before")
     tensors = {name: np.array(source.tensor(name)) for name in source.entries}
     (folder / "after").mkdir()
     released.write_tensors(folder / "after", change(tensors))
@@ -516,7 +516,7 @@ def test_buffers_of_old_releases_and_names_without_a_prefix(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
     # They are no parameters: what is written back is without them.
     save_pretrained(found, tmp_path / "back", like=folder)
-    assert Folder(tmp_path / "back").entries.keys() == Folder(tmp_path / "before").entries.keys()
+    assert TensorFolder(tmp_path / "back").entries.keys() == TensorFolder(tmp_path / "before").entries.keys()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "bloom", "mpt", "falcon"])
@@ -526,7 +526,7 @@ def test_a_tied_head_may_be_there_all_the_same(name, tmp_path):
     head, embedding = views["head"].name, views["embed"].name
     model = released.random_decoder(values)
     folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding]})
-    assert head in Folder(folder).entries
+    assert head in TensorFolder(folder).entries
     found = from_pretrained(folder)
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
 

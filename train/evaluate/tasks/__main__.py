@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from train.config.settings import DataConfig, EvaluateConfig
 from train.data import load_tokenizer
 from train.evaluate.tasks.passkey import Prompt
 from train.evaluate.tasks.registry import TASKS
 from train.evaluate.tasks.vocabulary import Vocabulary
-from train.settings import DataConfig, EvaluateConfig
 
 _SEED = 0x7EA1  # of all that is drawn here, before the user's
 _ANSWER = 7  # bytes of a pass key behind its question

@@ -13,7 +13,7 @@ from train.evaluate.tasks.text import Answer, compose, drawn, listed
 from train.evaluate.tasks.vocabulary import Vocabulary
 from train.evaluate.tasks.words import NOUNS
 
-OPENING = "Behind some idle talk stands a list of words.\n"
+_OPENING = "Behind some idle talk stands a list of words.\n"
 LIST = "\nList:"
 
 
@@ -77,7 +77,7 @@ def _counts(c: int, words: int, power: float) -> Int[np.ndarray, "words"]:
 
 def _text(generator, vocabulary, length: int, words: Sequence[str], ending: Sequence[Answer]) -> Sample:
     """Idle sentences, the list, the end."""
-    return compose(vocabulary, length, OPENING, drawn(generator), [_written(words)], [1.0], ending)
+    return compose(vocabulary, length, _OPENING, drawn(generator), [_written(words)], [1.0], ending)
 
 
 def _written(words: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ def _written(words: Sequence[str]) -> str:
 
 def _size(vocabulary: Vocabulary, words: Sequence[str], question: str, answers: Sequence[str]) -> int:
     """The tokens of a text with such a list and such an end, and a token of idle talk."""
-    ends = sum(len(vocabulary.tokens(part)) for part, _ in [(OPENING, False), (question, False), *listed(answers)])
+    ends = sum(len(vocabulary.tokens(part)) for part, _ in [(_OPENING, False), (question, False), *listed(answers)])
     return 2 + ends + len(vocabulary.tokens(_written([]))) + int(_sizes(vocabulary, words).sum())
 
 

@@ -9,7 +9,7 @@ from train.evaluate.tasks.text import compose, drawn, listed
 from train.evaluate.tasks.vocabulary import Vocabulary
 from train.evaluate.tasks.words import NOUNS
 
-OPENING = "Some things in this text have numbers. Keep them in mind.\n"
+_OPENING = "Some things in this text have numbers. Keep them in mind.\n"
 
 
 def needle_single(
@@ -54,7 +54,7 @@ def needle_multi_query(
 
 def _text(generator, vocabulary, length, pairs: Sequence[tuple[str, str]], depths, ending) -> Sample:
     needles = [f"The number of the {thing} is {number}. " for thing, number in pairs]
-    return compose(vocabulary, length, OPENING, drawn(generator), needles, depths, ending)
+    return compose(vocabulary, length, _OPENING, drawn(generator), needles, depths, ending)
 
 
 def _one(thing: str, number: str) -> list[tuple[str, bool]]:

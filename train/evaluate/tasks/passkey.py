@@ -9,8 +9,14 @@ from train.evaluate.tasks.sample import Sample, joined, too_short
 from train.evaluate.tasks.text import compose
 from train.evaluate.tasks.vocabulary import Vocabulary
 
-OPENING = "One fact is hidden in the idle talk below. Find it and keep it in mind, for it is asked for at the end.\n"
-IDLE = ("Grass is green. ", "The sky is blue. ", "The sun is yellow. ", "Off we go. ", "There and back once more. ")
+_OPENING = "One fact is hidden in the idle talk below. Find it and keep it in mind, for it is asked for at the end.\n"
+SENTENCES = (
+    "Grass is green. ",
+    "The sky is blue. ",
+    "The sun is yellow. ",
+    "Off we go. ",
+    "There and back once more. ",
+)
 QUESTION = "\nWhat is the pass key? The pass key is"
 
 
@@ -32,7 +38,7 @@ def passkey(
     key = str(generator.integers(10_000, 100_000))
     fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
     ending = [(QUESTION, False)]
-    text = compose(vocabulary, length, OPENING, itertools.cycle(IDLE), [fact], [depth], ending, room=new_tokens)
+    text = compose(vocabulary, length, _OPENING, itertools.cycle(SENTENCES), [fact], [depth], ending, room=new_tokens)
     return Prompt(text.tokens, key.encode())
 
 

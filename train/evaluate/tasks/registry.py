@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from train.config.settings import EvaluateConfig
+from train.config.settings.evaluate import SECTIONS, TaskConfig
 from train.evaluate.tasks.frequencies import common_words, frequent_words
 from train.evaluate.tasks.needles import needle_multi_key, needle_multi_query, needle_multi_value, needle_single
 from train.evaluate.tasks.passkey import Prompt, passkey, passkey_tokens
@@ -14,8 +16,6 @@ from train.evaluate.tasks.recall import copy, induction, mqar
 from train.evaluate.tasks.sample import Sample
 from train.evaluate.tasks.variables import variable_tracking
 from train.evaluate.tasks.vocabulary import Vocabulary
-from train.settings import EvaluateConfig
-from train.settings.evaluate import SECTIONS, TaskConfig
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from train.config.settings.evaluate import TaskConfig
 from train.evaluate.predictor import NOT_FINITE, Predictor, likeliest_next
 from train.evaluate.tasks.passkey import Prompt
 from train.evaluate.tasks.registry import Cases, cases
 from train.evaluate.tasks.sample import Sample
 from train.evaluate.tasks.vocabulary import Vocabulary
-from train.settings.evaluate import TaskConfig
 
 
 class _Refused(Exception):

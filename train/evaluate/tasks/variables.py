@@ -8,7 +8,7 @@ from train.evaluate.tasks.sample import Sample
 from train.evaluate.tasks.text import compose, drawn, listed
 from train.evaluate.tasks.vocabulary import Vocabulary
 
-OPENING = "Some lines in this text give values to variables.\n"
+_OPENING = "Some lines in this text give values to variables.\n"
 
 
 def variable_tracking(
@@ -31,7 +31,7 @@ def variable_tracking(
     question = f"\nWhich variables have the value {values[asked]}, in the order of the text? They are"
     depths = sorted(generator.random(len(lines)).tolist())
     ending = [(question, False), *listed(members[asked])]
-    return compose(vocabulary, length, OPENING, drawn(generator), lines, depths, ending)
+    return compose(vocabulary, length, _OPENING, drawn(generator), lines, depths, ending)
 
 
 def _names(generator: np.random.Generator, count: int) -> list[str]:

@@ -1,0 +1,455 @@
+"""Checkpoints: what comes back, what counts as whole, what is kept, and what happens to the rest."""
+
+import json
+import re
+import shutil
+import threading
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chex
+import fsspec
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from posjax.nn import logical_axes
+from train.checkpoint import (
+    Checkpoints,
+    Saved,
+    check_run,
+    create_run,
+    integrity,
+    kept_steps,
+    newest_whole,
+    read_config,
+    restore_model,
+    steps,
+)
+from train.config import dump, parse, to_dict
+from train.model.build import build_model
+from train.runtime.paths import path, write_file
+
+TEXT = ["a digest of the text"]
+Moments = namedtuple("Moments", "count mean")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Stands in for a `TrainState`, which is a dataclass with a field `parameters`."""
+
+    step: Any
+    parameters: Any
+    optimizer: Any
+
+
+def mesh(rows: int, columns: int) -> Mesh:
+    devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
+    return Mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+
+def state(number: int, on: Mesh | None = None, matrix: Any = ("x", "y")) -> State:
+    """Values that name their place and the `number`, spread over a mesh."""
+    on = on or mesh(2, 4)
+
+    def put(values, spec):
+        return jax.device_put(values, NamedSharding(on, PartitionSpec(*spec)))
+
+    values = np.arange(8 * 12, dtype=np.float32).reshape(8, 12) / 7 + 1000 * number
+    weight, gain = put(values, matrix), put(values[0], ())
+    mean = {"layers": {0: {"weight": put(-values, matrix)}}, "gain": put(-values[0], ())}
+    moments = (Moments(put(np.int32(number), ()), mean), ())
+    return State(put(np.int32(number + 5), ()), {"layers": {0: {"weight": weight}}, "gain": gain}, moments)
+
+
+def abstract(found: State) -> State:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), found)
+
+
+def config(**train):
+    return parse({"model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}, "train": train})
+
+
+def save(directory, *steps, **train):
+    """A run directory with checkpoints of these steps, all of the first stage."""
+    with Checkpoints(config(**train), directory, TEXT) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, 0, state(step), {"next": step * 4})
+    return directory
+
+
+def names(directory):
+    return {place.name for place in (directory / "checkpoints").iterdir()}
+
+
+def restored(directory):
+    """The newest whole checkpoint and its state."""
+    with Checkpoints(config(), directory, TEXT) as checkpoints:
+        saved = checkpoints.newest()
+        return saved, saved and checkpoints.restore(saved, abstract(state(0)))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("runs") / "two", 3, 6)
+
+
+@pytest.fixture
+def copy(two, tmp_path):
+    return shutil.copytree(two, tmp_path / "copy")
+
+
+def contents(folder):
+    return {str(place.relative_to(folder)): place.read_bytes() for place in folder.rglob("*") if place.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "matrix"),
+    [(2, 4, ("x", "y")), (4, 2, ("x", "y")), (1, 1, ()), (2, 3, ("x", "y")), (4, 1, (None, "x"))],
+)
+def test_a_state_comes_back_bit_for_bit_on_any_mesh(two, rows, columns, matrix):
+    wanted = state(6, mesh(rows, columns), matrix)
+    with Checkpoints(config(), two, TEXT) as checkpoints:
+        saved = checkpoints.newest()
+        found = checkpoints.restore(saved, abstract(wanted))
+    assert saved == Saved(6, 0, {"next": 24})
+    chex.assert_trees_all_equal(found, wanted)
+    chex.assert_trees_all_equal_dtypes(found, wanted)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, wanted)
+
+
+def test_the_parameters_alone_come_back(two):
+    wanted = state(6, mesh(4, 2)).parameters
+    with Checkpoints(config(), two, TEXT) as checkpoints:
+        found = checkpoints.restore_parameters(checkpoints.newest(), abstract(wanted))
+    chex.assert_trees_all_equal(found, wanted)
+
+
+def test_nothing_is_found_where_nothing_was_saved(tmp_path):
+    assert restored(tmp_path) == (None, None)
+
+
+def largest(folder):
+    """The largest file of arrays."""
+    return max(folder.rglob("d/*"), key=lambda place: place.stat().st_size)
+
+
+def truncate(folder):
+    place = largest(folder)
+    place.write_bytes(place.read_bytes()[:-1])
+    return f"{place.relative_to(folder)} has {place.stat().st_size} bytes of {place.stat().st_size + 1}"
+
+
+def empty(folder):
+    (folder / "run" / "metadata").write_bytes(b"")
+    return "run/metadata has 0 bytes of"
+
+
+def garble(folder):
+    place = largest(folder)
+    place.write_bytes(bytes(255 - byte for byte in place.read_bytes()))
+    return f"{place.relative_to(folder)} holds other bytes than were written"
+
+
+def lose(folder):
+    (folder / "parameters" / "_METADATA").unlink()
+    return "parameters/_METADATA is missing"
+
+
+def lose_all_arrays(folder):
+    shutil.rmtree(folder / "training")
+    return "is missing"
+
+
+def leave_unsealed(folder):
+    shutil.rmtree(folder / "checksums")
+    return "its writing was not finished"
+
+
+def leave_half_sealed(folder):
+    (folder / "checksums" / "0-of-1.json").rename(folder / "checksums" / "0-of-2.json")
+    return "its writing was not finished: 1 of 2 parts of its checksums are there"
+
+
+def garble_seal(folder):
+    (folder / "checksums" / "0-of-1.json").write_bytes(b"\x00\xff" * 50)
+    return "checksums/0-of-1.json is unreadable"
+
+
+def leave_nothing(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return "its writing was not finished"
+
+
+DAMAGES = [
+    truncate,
+    empty,
+    garble,
+    lose,
+    lose_all_arrays,
+    leave_unsealed,
+    leave_half_sealed,
+    garble_seal,
+    leave_nothing,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_named_kept_and_skipped_for_the_one_before(copy, capsys, damage):
+    problem = damage(copy / "checkpoints" / "6")
+    before = contents(copy / "checkpoints" / "6")
+    saved, found = restored(copy)
+    assert saved == Saved(3, 0, {"next": 12})
+    chex.assert_trees_all_equal(found, state(3))
+    assert names(copy) == {"3", "6.damaged"}
+    assert contents(copy / "checkpoints" / "6.damaged") == before
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: the checkpoint of step 6 in {copy / 'checkpoints'} is damaged (")
+    assert problem in told
+    assert told.endswith("); it is kept as 6.damaged, and skipped\n")
+    assert told.count("\n") == 1
+
+
+def test_any_other_byte_in_any_file_is_noticed(copy):
+    folder = copy / "checkpoints" / "6"
+    assert integrity.problem(folder) == ""
+    for name in integrity.files(folder):
+        place = folder / name
+        whole = place.read_bytes()
+        middle = len(whole) // 2
+        place.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        assert integrity.problem(folder) == f"{name} holds other bytes than were written"
+        place.write_bytes(whole)
+    assert integrity.problem(folder) == ""
+
+
+@pytest.mark.parametrize(("sealing", "checking"), [(1, 1), (3, 1), (1, 3), (4, 3)])
+def test_any_number_of_processes_seals_and_checks(copy, sealing, checking):
+    folder = copy / "checkpoints" / "6"
+    shutil.rmtree(folder / "checksums")
+    sealed = {place.name for place in folder.glob("checksums/*")}
+    for process in range(sealing):
+        assert "not finished" in integrity.problem(folder)
+        integrity.seal(folder, process, sealing)
+    parts = [json.loads(place.read_text())["files"] for place in folder.glob("checksums/*")]
+    assert not sealed
+    assert sorted(name for part in parts for name in part) == sorted(integrity.files(folder))
+    problems = [integrity.problem(folder, process, checking) for process in range(checking)]
+    assert problems == [""] * checking
+    garble(folder)
+    problems = [integrity.problem(folder, process, checking) for process in range(checking)]
+    assert sorted(map(bool, problems)) == [False] * (checking - 1) + [True]
+
+
+def test_a_step_that_was_damaged_is_saved_again_and_again(copy):
+    truncate(copy / "checkpoints" / "6")
+    save(copy, 6)
+    assert names(copy) == {"3", "6", "6.damaged"}
+    truncate(copy / "checkpoints" / "6")
+    save(copy, 6)
+    assert names(copy) == {"3", "6", "6.damaged", "6.damaged-2"}
+    saved, found = restored(copy)
+    assert saved.step == 6
+    chex.assert_trees_all_equal(found, state(6))
+
+
+def test_what_was_being_written_is_named_and_removed(copy, capsys):
+    shutil.copytree(copy / "checkpoints" / "6", copy / "checkpoints" / "9.orbax-checkpoint-tmp")
+    assert restored(copy)[0].step == 6
+    assert names(copy) == {"3", "6"}
+    which = f"step 9 in {copy / 'checkpoints'}"
+    assert capsys.readouterr().err == (
+        f"warning: the checkpoint of {which} was not finished when the run ended; removing it\n"
+    )
+
+
+def test_when_all_are_damaged_all_are_told_and_none_is_lost(copy, capsys):
+    before = {step: contents(copy / "checkpoints" / step) for step in ("3", "6")}
+    for step in ("3", "6"):
+        place = largest(copy / "checkpoints" / step)
+        before[step].pop(str(place.relative_to(copy / "checkpoints" / step)))
+        place.unlink()
+    assert restored(copy) == (None, None)
+    assert {step: contents(copy / "checkpoints" / f"{step}.damaged") for step in ("3", "6")} == before
+    assert [line.split(" in ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "warning: the checkpoint of step 6",
+        "warning: the checkpoint of step 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "keep", "saving", "kept"),
+    [
+        ({}, 2, None, set()),
+        ({3: 0, 6: 0, 9: 0}, 2, None, {6, 9}),
+        ({3: 0, 6: 0, 9: 0}, 2, 9, {3, 6, 9}),
+        ({3: 0, 6: 0, 9: 0}, 1, None, {9}),
+        ({3: 0, 6: 0, 9: 1}, 1, None, {6, 9}),
+        ({3: 0, 6: 0, 9: 1, 12: 1, 15: 1}, 1, None, {6, 15}),
+        ({3: 0, 6: 0, 9: 1, 12: 1, 15: 2, 18: 2}, 1, 18, {6, 12, 15, 18}),
+        ({3: 0, 6: 0, 9: 1}, 1, 9, {6, 9}),
+        ({3: 0, 6: 2}, 1, None, {3, 6}),
+    ],
+)
+def test_the_newest_and_the_last_of_each_finished_stage_are_kept(stages, keep, saving, kept):
+    assert kept_steps(stages, keep, saving) == kept
+
+
+def test_the_policy_holds_on_disk_and_after_coming_back(tmp_path):
+    for saves in ([(3, 0), (6, 0)], [(9, 1), (12, 1), (15, 1)], [(18, 2)]):
+        with Checkpoints(config(keep=1), tmp_path, TEXT) as checkpoints:
+            for step, stage in saves:
+                checkpoints.save(step, stage, state(step), None)
+    assert names(tmp_path) == {"6", "15", "18"}
+    assert restored(tmp_path)[0] == Saved(18, 2, None)
+
+
+def test_a_step_is_saved_once(copy):
+    before = contents(copy / "checkpoints")
+    with Checkpoints(config(), copy, TEXT) as checkpoints:
+        checkpoints.save(6, 0, state(77), None)
+        checkpoints.save(3, 0, state(77), None)
+    assert contents(copy / "checkpoints") == before
+
+
+def test_saving_does_not_wait_and_the_one_before_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    allowed, original = threading.Event(), integrity.seal
+    whole = []
+
+    def seal(folder, *rest):
+        allowed.wait(60)
+        whole.append((int(folder.name), newest_whole(tmp_path), names(tmp_path)))
+        original(folder, *rest)
+
+    save(tmp_path, 3, keep=1)
+    monkeypatch.setattr(integrity, "seal", seal)
+    with Checkpoints(config(keep=1), tmp_path, TEXT) as checkpoints:
+        checkpoints.save(6, 0, state(6), None)
+        assert newest_whole(tmp_path) == 3
+        allowed.set()
+        checkpoints.save(9, 0, state(9), None)
+    # Other processes may be slower to seal 6, so 3 stays until all have come to the next save.
+    assert whole == [(6, 3, {"3", "6"}), (9, 6, {"3", "6", "9"})]
+    assert names(tmp_path) == {"9"}
+
+
+def test_a_save_that_failed_is_told_and_takes_nothing_with_it(copy, monkeypatch):
+    def seal(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(integrity, "seal", seal)
+        with pytest.raises(OSError, match="No space left"):
+            save(copy, 9, keep=1)
+    assert names(copy) >= {"3", "6"}
+    assert restored(copy)[0].step == 6
+
+
+def test_another_config_or_another_text_is_refused_and_nothing_changes(two):
+    before = contents(two)
+    other = parse({**to_dict(config()), "seed": 7})
+    with pytest.raises(ValueError, match=r"step 6 in .* belongs to another config: seed was 0, now 7"):
+        Checkpoints(other, two, TEXT).newest()
+    with pytest.raises(ValueError, match=r"step 6 in .* was trained on other text"):
+        Checkpoints(config(), two, ["other"]).newest()
+    assert contents(two) == before
+
+
+def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(dump(config()))
+    parameters = nnx.to_pure_dict(nnx.state(build_model(config())))
+    with Checkpoints(config(), tmp_path, TEXT) as checkpoints:
+        for step in (3, 6):
+            moved = jax.tree.map(lambda x, step=step: x + step, parameters)
+            checkpoints.save(step, 0, State(np.int32(step), moved, ()), None)
+    truncate(tmp_path / "checkpoints" / "6")
+    found, model = restore_model(tmp_path)
+    assert found == config()
+    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model)), jax.tree.map(lambda x: x + 3, parameters))
+    assert names(tmp_path) == {"3", "6"}
+    assert "step 6" in capsys.readouterr().err
+
+
+def tree(**values):
+    """The names of a model's parameters, and their axes."""
+    model = nnx.eval_shape(lambda: build_model(parse(values)))
+    leaves = jax.tree_util.tree_leaves_with_path(logical_axes(model), is_leaf=lambda node: isinstance(node, tuple))
+    return {
+        jax.tree_util.keystr(place, simple=True, separator="."): ", ".join(map(str, axes)) for place, axes in leaves
+    }
+
+
+def test_the_names_of_the_parameters_are_those_documented():
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```text\n(.*?)```", text, re.S)
+    documented = dict(line.split(maxsplit=1) for line in block.splitlines())
+    assert tree() == documented
+    assert tree(model={"scan_layers": False}) == documented
+    assert tree(model={"tied_head": False}) == {**documented, "head": "embed, vocab"}
+    assert tree(scheme="coca-slack").keys() == documented.keys()
+    assert tree(model={"activation": "gelu"}).keys() == documented.keys() - {"stacks.0.0.mlp.gate"}
+    assert tree(scheme="t5").keys() - documented.keys() == {"shared.0.bias.table"}
+    assert tree(scheme="fox").keys() - documented.keys() == {
+        "stacks.0.0.attention.learned.bias.b",
+        "stacks.0.0.attention.learned.bias.w",
+    }
+
+
+def test_the_format_is_the_documented_one_and_orbax_reads_it_alone(two):
+    folder = two / "checkpoints" / "6"
+    assert {place.name for place in folder.iterdir() if place.is_dir()} == {
+        "parameters",
+        "training",
+        "run",
+        "checksums",
+    }
+    run = json.loads((folder / "run" / "metadata").read_text())
+    assert run == {"stage": 0, "stream": {"next": 24}, "config": to_dict(config()), "corpora": TEXT}
+    with ocp.CheckpointManager(two / "checkpoints") as manager:
+        wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract(state(6).parameters)))
+        found = manager.restore(manager.latest_step(), args=wanted).parameters
+    chex.assert_trees_all_equal(found, state(6).parameters)
+
+
+def test_an_object_store_is_checked_and_cleaned_alike(two, capsys):
+    system, root = fsspec.filesystem("memory"), "/store/checkpoints"
+    for step in ("3", "6", "9.orbax-checkpoint-tmp"):
+        system.put(
+            str(two / "checkpoints" / step.replace("9.orbax-checkpoint-tmp", "6")), f"{root}/{step}", recursive=True
+        )
+    system.pipe(f"{root}/6/run/metadata", b"{}")
+    folder = path(f"memory:/{root}")
+    assert newest_whole(path("memory://store")) == 3
+    with pytest.raises(ValueError, match="cannot be written to memory://"):
+        Checkpoints(config(), path("memory://store"), TEXT)
+    assert steps.clean(folder) == [6, 3]
+    steps.set_aside(folder, 6, integrity.problem(folder / "6"))
+    assert {place.name for place in folder.iterdir()} == {"3", "6.damaged"}
+    assert integrity.files(folder / "6.damaged").keys() == integrity.files(two / "checkpoints" / "6").keys()
+    assert (folder / "6.damaged" / "run" / "metadata").read_bytes() == b"{}"
+    assert "step 6 in memory://store/checkpoints is damaged (run/metadata has 2 bytes of" in capsys.readouterr().err
+
+
+def test_a_run_directory_may_be_in_an_object_store():
+    directory = path("memory://runs/mine")
+    check_run(config(), directory)
+    create_run(config(), directory)
+    assert read_config(directory) == config()
+    write_file(directory / "metrics.jsonl", '{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"memory://runs/mine belongs to another config: seed was 0, now 3"):
+        check_run(parse({**to_dict(config()), "seed": 3}), directory)
+    write_file(directory / "thesis.tex", "")
+    with pytest.raises(ValueError, match="holds other things than a run"):
+        check_run(config(), directory)
+
+
+def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():
+    with pytest.raises(ValueError, match=r"memory://runs/x/checkpoints: checkpoints cannot be written to memory://"):
+        Checkpoints(config(), path("memory://runs/x"), TEXT)

@@ -1,0 +1,92 @@
+"""A run whose folder is at gs://: everything it writes goes through gcsfs and TensorStore to a store in memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from object_store import serving
+
+pytest.importorskip("gcsfs")
+pytestmark = pytest.mark.slow
+
+RUN = "runs/mine"
+
+
+def fit(config: Path, address: str) -> str:
+    """Trains in a process of its own, which takes the store for Google's; returns what it told on standard error."""
+    changed = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "STORAGE_EMULATOR_HOST": address,
+        "TENSORSTORE_GCS_HTTP_URL": address,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+    command = [sys.executable, "-m", "train", "fit", str(config), "name=mine"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, **changed}, timeout=150, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+def metrics(content: bytes) -> list[tuple]:
+    return [(line["step"], line["loss"], line["gradient_norm"]) for line in map(json.loads, content.splitlines())]
+
+
+def test_a_run_in_an_object_store_goes_on_from_the_newest_whole_checkpoint(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"the {number}th of the texts, not the longest of them. " * 8)
+    config = {
+        "output": "gs://bucket/runs",
+        "data": {"source": "files", "paths": [f"{tmp_path}/text/*.txt"], "cache": str(tmp_path / "tokens")},
+        "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+        "train": {
+            "length": 16,
+            "batch_tokens": 32,
+            "steps": 6,
+            "warmup_steps": 1,
+            "checkpoint_every": 2,
+            "log_every": 1,
+        },
+        "monitor": {"tensorboard": False, "compilation_cache": str(tmp_path / "compiled")},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    with serving() as (store, address):
+
+        def names(under: str = "") -> list[str]:
+            return [name for name in store.names("bucket") if name.startswith(f"{RUN}/{under}")]
+
+        def checkpoints() -> set[str]:
+            return {name.split("/")[3] for name in names("checkpoints/")}
+
+        def forget(*lost: str) -> None:
+            """Leaves what a kill in the last save would leave, without these objects."""
+            lines = store.objects["bucket", f"{RUN}/metrics.jsonl"][0].splitlines(keepends=True)
+            store.put("bucket", f"{RUN}/metrics.jsonl", b"".join(lines[:5]))
+            for name in (f"{RUN}/fit.json", *lost):
+                del store.objects["bucket", name]
+
+        assert "damaged" not in fit(tmp_path / "config.yaml", address)
+        assert checkpoints() == {"4", "6"}
+        straight = metrics(store.objects["bucket", f"{RUN}/metrics.jsonl"][0])
+        assert [step for step, *_ in straight] == [1, 2, 3, 4, 5, 6]
+
+        forget(*names("checkpoints/6/checksums/"), f"{RUN}/checkpoints/6/commit_success.txt")
+        told = fit(tmp_path / "config.yaml", address)
+        assert "the checkpoint of step 6 in gs://bucket/runs/mine/checkpoints is damaged (its writing was not" in told
+        assert checkpoints() == {"4", "6", "6.damaged"}
+        assert metrics(store.objects["bucket", f"{RUN}/metrics.jsonl"][0]) == straight
+
+        arrays = max(names("checkpoints/6/parameters/ocdbt"), key=lambda name: len(store.objects["bucket", name][0]))
+        store.put("bucket", arrays, store.objects["bucket", arrays][0][:-1])
+        forget()
+        assert "bytes of" in fit(tmp_path / "config.yaml", address)
+        assert checkpoints() == {"4", "6", "6.damaged", "6.damaged-2"}
+        assert metrics(store.objects["bucket", f"{RUN}/metrics.jsonl"][0]) == straight

@@ -1,0 +1,94 @@
+"""The configs of the checkout: every one loads, and every scheme and stage in them can be built over its model."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from train.compare.compare import members
+from train.config import load
+from train.loop.optimizer import MOVES, labels
+from train.model.build import build_model, check_model, evaluated_scheme
+from train.model.convert import check_continues
+from train.model.state import named_leaves
+
+FOLDER = Path(__file__).parents[3] / "configs"
+TEXTS = {path: path.read_text() for path in FOLDER.glob("*.yaml")}
+CONFIGS = sorted(path for path, text in TEXTS.items() if "\ncompare:" in text and "name: released" not in text)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_model_of_a_config_can_be_built_and_extended(path):
+    config = load(path)
+    for member in members(config)[:: len(config.compare.seeds)]:
+        model = nnx.eval_shape(lambda member=member: build_model(member))
+        for entry in member.compare.schemes:
+            extended = evaluated_scheme(config, entry)
+            assert model.with_scheme(extended).config.scheme == extended
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_measures_at_and_beyond_its_training_length(path):
+    config = load(path)
+    assert config.evaluate.lengths[0] == config.train.length
+    assert config.evaluate.lengths[-1] >= 8 * config.train.length
+    for entry in config.compare.schemes:
+        distance = entry.options.get("max_distance", 0)
+        assert distance < config.train.length, "T5's buckets beyond the training length are never trained"
+
+
+def test_the_quick_start_compares_what_it_promises():
+    config = load(FOLDER / "quickstart.yaml")
+    found = {(entry.name, bool(entry.extend)) for entry in config.compare.schemes}
+    trained = {(name, False) for name in ("sinusoidal", "rope", "alibi", "coca-strict", "coca-slack")}
+    assert found == trained | {("rope", True), ("coca-strict", True), ("coca-slack", True)}
+    assert config.data.source == "stdlib"
+    assert config.compare.seeds == (0,)
+    assert {1, 2, 4, 8} <= {length / config.train.length for length in config.evaluate.lengths}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{name: mrope, sections: [3, 3, 3]}", r"compare\.schemes: mrope: sections \(3, 3, 3\) add up to 9 pairs"),
+        ("{name: longformer, dilation: [1, 2, 3]}", r"longformer: mask: it has one pattern for each of 3 heads"),
+        ("{name: randomised, max_length: 8}", r"randomised: length 32 is above max_length=8"),
+        ("{name: gemma3, label: tiny}", r"tiny: num_layers must be at least 6, one period of this recipe, found 2"),
+        ("{name: rope, mask: {name: [a]}}", r"rope: unknown mask \['a'\]"),
+    ],
+)
+def test_schemes_that_do_not_fit_are_refused_before_anything_trains(entry, message):
+    with pytest.raises(ValueError, match=message):
+        members(load(FOLDER / "quickstart.yaml", [f"compare.schemes=[{entry}]"]))
+
+
+def test_recipes_take_the_number_of_layers_of_the_model():
+    config = load(FOLDER / "quickstart.yaml", ["compare.schemes=[smollm3]", "model.num_layers=4"])
+    (member,) = members(config)
+    assert [bool(scheme.rotates) for scheme in build_model(member).config.layers.schemes] == [True, True, True, False]
+
+
+def moving(config):
+    """The last parts of the names of the parameters that a stage trains."""
+    parameters = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(build_model(config))))
+    chosen = labels(config.train, parameters)
+    return {name.rpartition("/")[2] for name, label in named_leaves(chosen) if label == MOVES}
+
+
+def test_a_long_row_can_be_trained_on():
+    config = load(FOLDER / "long.yaml")
+    check_model(config)
+    assert (config.train.length, config.train.rows, config.train.steps) == (131072, 1, 1)
+
+
+def test_rope_turns_into_coca_in_the_steps_of_the_paper():
+    config = load(FOLDER / "rope-to-coca.yaml")
+    stages = [config.stage(number) for number in range(len(config.stage_names))]
+    for before, after in pairwise(stages):
+        check_continues(before, after)
+    assert [stage.scheme.name for stage in stages] == ["rope", "coca-strict", "coca-strict", "coca-strict"]
+    rope, keys, attention, everything = map(moving, stages)
+    assert (keys, attention) == ({"k"}, {"q", "k", "v"})
+    assert attention < everything == rope
+    assert config.data.source == "stdlib"

@@ -1,0 +1,135 @@
+"""Text from saved runs, and the search for LongRoPE's factors on one."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from posjax import rotary
+from train import cli
+from train.checkpoint import restore_model
+from train.config import load
+from train.data.tokenizer import EOS, encode
+from train.evaluate.generate import Draws, choose, tokens_after
+from train.evaluate.saved import held_out_tokens
+from train.evaluate.search import _fitness, check_searchable
+from train.evaluate.windows import full_pieces, last_windows
+from train.loop.fit import fit
+
+CONFIG = """
+data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
+model: {num_layers: 1, model_dim: 32, num_heads: 2, mlp_dim: 32}
+train: {length: 32, batch_tokens: 512, steps: 60, warmup_steps: 5, log_every: 20, learning_rate: 0.01}
+evaluate: {lengths: [32, 64], tokens: 256, batch_tokens: 128}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tiny RoPE that has learned to count from a to z, over and over."""
+    folder = tmp_path_factory.mktemp("generate")
+    for index in range(6):
+        (folder / f"{index}.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 8)
+    file = folder / "tiny.yaml"
+    file.write_text(CONFIG.replace("TEXT", str(folder)))
+    config = load(file, [f"output={folder / 'runs'}"])
+    fit(config)
+    return config.directory
+
+
+def test_the_command_streams_what_the_model_learned(run, capsys):
+    assert cli.main(["generate", str(run), "--prompt", "abcdefghijkl", "--tokens", "9", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "mnopqrstu\n"
+
+
+def test_a_prompt_in_chunks_and_beyond_the_training_length_is_the_full_forward_pass(run):
+    _, model = restore_model(run)
+    prompt = encode(b"abcdefghijklmnopqrstuvwxyz" * 5)[:-1]
+    found = list(tokens_after(model, prompt, Draws(tokens=3, temperature=0), EOS))
+    graph, state = nnx.split(model)
+    forward = jax.jit(lambda tokens: nnx.merge(graph, state)(tokens)[0, -1].argmax())
+    text = jnp.asarray(prompt, jnp.int32)
+    for token in found:
+        assert token == int(forward(text[None]))
+        text = jnp.append(text, token)
+
+
+def test_extended_schemes_go_by_the_whole_length(run, capsys):
+    extend = 'scheme.extend={"frequencies": {"name": "dynamic-ntk", "original_length": 32}}'
+    arguments = ["generate", str(run), "--prompt", "abc", "--tokens", "40", "--temperature", "0"]
+    outputs = []
+    for extra in ([], [extend]):
+        assert cli.main([*arguments, *extra]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert all(len(output) == 41 for output in outputs)
+
+
+def test_choices_follow_the_distribution_and_its_seed():
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.2]]))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    for temperature, top_k, wanted in (
+        (1.0, 0, [0.5, 0.3, 0.2]),
+        (0.5, 0, [0.658, 0.237, 0.105]),
+        (1.0, 2, [0.625, 0.375, 0]),
+    ):
+        drawn = jax.vmap(lambda key, t=temperature, k=top_k: choose(key, logits, t, k)[0])(keys)
+        np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 4000, wanted, atol=0.03)
+    assert int(choose(keys[0], logits, 0, 0)[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "-1"], "error: --tokens must not be negative, found -1"),
+        (["--temperature", "-0.5"], "error: --temperature must not be negative"),
+        (["scheme=alibi"], "is trained, so this cannot change: scheme"),
+        (["scheme.extend={bias: alibi}"], "error: bias: expected one of the specs"),
+    ],
+)
+def test_mistakes_are_one_line(run, capsys, arguments, message):
+    assert cli.main(["generate", str(run), "--prompt", "abc", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_there_must_be_a_run(capsys, tmp_path):
+    assert cli.main(["generate", str(tmp_path), "--prompt", "abc"]) == 2
+    assert capsys.readouterr().err.startswith("error:")
+
+
+# --- search -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_search_leaves_an_extension_that_evaluate_takes(run, capsys):
+    arguments = ["search", str(run), "--length", "64", "--population", "4", "--iterations", "1"]
+    assert cli.main(arguments) == 0
+    told = capsys.readouterr().out.splitlines()
+    found = json.loads((run / "longrope.json").read_text())
+    assert told[-1] == f"extend: {json.dumps(found['extend'])}"
+    assert cli.main(["evaluate", str(run), f"scheme.extend={json.dumps(found['extend'])}"]) == 0
+    row = json.loads((run / "evaluation.jsonl").read_text().splitlines()[-1])
+    assert row["length"] == 64
+    np.testing.assert_allclose(row["last_nll"], found["fitness"], rtol=1e-4)
+    assert cli.main(["search", str(run), "--length", "32"]) == 2
+    assert "must exceed the model's own, 32" in capsys.readouterr().err
+
+
+def test_the_fitness_of_a_rule_is_that_of_its_model(run):
+    config, model = load(run / "config.yaml"), restore_model(run)[1]
+    rule = rotary.LongRoPE((1.0,) * 8, (1.5,) * 4 + (2.5,) * 4, 32, factor=2.0, select="long", unscaled_first=4)
+    documents = held_out_tokens(
+        dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, lengths=(64,)))
+    )
+    pieces = full_pieces(documents, 64, 256)
+    found = _fitness(model, check_searchable(config), config, pieces, 64, 32)(rule)
+    longer = model.with_scheme(check_searchable(config).extend(frequencies=rule))
+    windows = last_windows(pieces, 64, 32)
+    tokens = jnp.asarray(windows.tokens, jnp.int32)
+    logits = jax.nn.log_softmax(longer(tokens[:, :-1]))
+    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found, -(chosen * windows.weights).sum() / windows.scored, rtol=1e-5)

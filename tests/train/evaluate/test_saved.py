@@ -1,0 +1,122 @@
+"""Evaluating a saved run of two stages, from its directory to its page."""
+
+import io
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from train.checkpoint import check_run, restore_model
+from train.checkpoint.restore import config_of
+from train.config import load
+from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, read_rows, shortest_stage
+from train.evaluate.windows import pieces, whole_windows
+from train.loop.fit import fit
+
+CONFIG = """
+data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
+model: {num_layers: 1, model_dim: 16, num_heads: 2, mlp_dim: 16}
+train: {length: 16, batch_tokens: 64, steps: 3, warmup_steps: 1, log_every: 1, mesh: {data: 1}}
+stages:
+  - {name: short}
+  - {name: long, train: {length: 32, steps: 2}, scheme: {name: rope, base: 500.0}}
+monitor: {tensorboard: false, compilation_cache: ""}
+evaluate:
+  lengths: [16, 32, 64]
+  tokens: 128
+  batch_tokens: 128
+  stride: 8
+  tasks: [induction, copy]
+  copy: {lengths: [16, 24], cases: 3}
+  induction: {lengths: [32], cases: 2, depths: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    for index in range(5):
+        (folder / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 6)
+    file = folder / "tiny.yaml"
+    file.write_text(CONFIG.replace("TEXT", str(folder)))
+    config = load(file, [f"output={folder / 'runs'}"])
+    fit(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def rows(run):
+    console = Console(file=io.StringIO(), width=160)
+    found = evaluate(run.directory, console=console)
+    assert "Copy: right answers" in console.file.getvalue()
+    return found
+
+
+def test_rows_tell_perplexity_and_tasks_apart(run, rows):
+    assert read_rows(run.directory / EVALUATION) == rows
+    perplexities = [row for row in rows if "task" not in row]
+    assert [row["length"] for row in perplexities] == [16, 32, 64]
+    found = [(row["task"], row["length"], row["depth"], row["cases"]) for row in rows if "task" in row]
+    assert found == [("induction", 32, depth, 2) for depth in (0, 0.5, 1)] + [("copy", n, None, 3) for n in (16, 24)]
+    assert all(row["error"] is None for row in rows)
+    assert all(0 <= row["accuracy"] <= 1 for row in rows if "task" in row)
+
+
+def test_a_curriculum_is_measured_as_its_last_stage_from_the_length_of_its_first_on(run, rows):
+    assert {row["train_length"] for row in rows} == {32}
+    assert {row["last_length"] for row in rows if "task" not in row} == {16} == {shortest_stage(run)}
+    config, model = restore_model(run.directory)
+    assert config.scheme.options == {"base": 500.0}
+    logits = np.asarray(model(jnp.asarray(windows(run).tokens[:, :-1]), length=64), np.float64)
+    exact = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, windows(run).tokens[:, 1:, None], -1)[..., 0]
+    weights = windows(run).weights
+    assert rows[2]["window_nll"] == pytest.approx((exact * weights).sum() / weights.sum(), rel=1e-5)
+    assert rows[2]["window_tokens"] == weights.sum()
+
+
+def windows(run):
+    return whole_windows(pieces(held_out_tokens(run), 64, run.evaluate.tokens), 64)
+
+
+def test_the_page_has_every_picture_and_the_run_can_still_go_on(run, rows):
+    names = {path.name for path in run.directory.iterdir()}
+    assert {"index.html", "figure.png", "positions.png", "tasks.png", "depths.png"} <= names
+    page = (run.directory / "index.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "3 steps of 64 tokens, then 2 steps of 64 tokens" in page
+    check_run(run, run.directory)
+    assert fit(run).finished
+
+
+def test_an_extension_is_measured_over_the_parameters_of_the_last_stage(run, rows):
+    extend = "scheme.extend={frequencies: {name: linear, factor: 2.0}}"
+    found = evaluate(run.directory, [extend, "evaluate.tasks=[]", "evaluate.stride=0"], Console(file=io.StringIO()))
+    assert [(row["label"], row["base"], row["sliding_nll"]) for row in found] == [("rope", "rope", None)] * 3
+    assert found[0]["window_nll"] != rows[0]["window_nll"]
+    assert found[0]["train_tokens_per_second"] is None
+    names = {path.name for path in run.directory.iterdir()}
+    assert {"tasks.png", "depths.png"} & names == set()  # those of an earlier evaluation are gone
+
+
+def test_a_task_that_no_length_holds_is_refused_before_anything_is_read(run):
+    with pytest.raises(ValueError, match=r"evaluate\.tasks: passkey: a length of 64 tokens is too short") as error:
+        held_out_tokens(config_of(run.directory, ["evaluate.tasks=[passkey]"]))
+    needed = int(re.search(r"takes (\d+)", str(error.value))[1])
+    assert 250 < needed < 500
+
+
+def test_an_earlier_stage_is_measured_with_its_own_weights_and_scheme(run):
+    overrides = ["scheme.stage=short", "evaluate.tasks=[]", "evaluate.stride=0", "evaluate.lengths=[16, 32]"]
+    found = evaluate(run.directory, overrides, Console(file=io.StringIO()))
+    config, model = restore_model(run.directory, "short")
+    assert (config.train.length, config.scheme.options) == (16, {})
+    chosen = whole_windows(pieces(held_out_tokens(run), 32, run.evaluate.tokens), 32)
+    logits = np.asarray(model(jnp.asarray(chosen.tokens[:, :-1]), length=32), np.float64)
+    exact = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, chosen.tokens[:, 1:, None], -1)[..., 0]
+    nll = (exact * chosen.weights).sum() / chosen.weights.sum()
+    assert found[1]["window_nll"] == pytest.approx(nll, rel=1e-5)
+    assert found[0]["train_length"] == 16
+    with pytest.raises(ValueError, match="unknown stage 'shrt'; did you mean 'short'"):
+        evaluate(run.directory, ["scheme.stage=shrt"])

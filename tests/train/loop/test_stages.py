@@ -1,0 +1,186 @@
+"""A curriculum: stages that start from each other's weights, and go on inside any of them."""
+
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+
+from posjax.coca import Coca
+from posjax.rotary import Plain, YaRN
+from train.checkpoint import restore_model
+from train.config import parse, to_dict
+from train.loop import fit as loop
+from train.loop.fit import fit
+from train.model.build import build_model
+from train.model.convert import check_continues, convert
+from train.model.state import named_leaves
+
+CURRICULUM = [
+    {"name": "short"},
+    {"name": "steep", "extend": {"base": 500.0}, "train": {"batch_tokens": 512, "steps": 2}},
+    {
+        "name": "collinear",
+        "scheme": {"name": "coca-slack", "base": 500.0},
+        "train": {"batch_tokens": 256, "steps": 4, "trains": ["*/attention/k"], "mesh": {"context": 2}},
+    },
+    {"name": "attention", "train": {"steps": 2, "checkpoint_every": 1, "trains": ["*/attention/[qkv]"]}},
+    {
+        "name": "long",
+        "extend": {"frequencies": {"name": "yarn", "factor": 2.0, "original_length": 16}},
+        "train": {"length": 32, "steps": 2, "trains": [], "learning_rate": 1e-3},
+    },
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    """Runs of one config share what they compile, as a run that goes on does."""
+    settings = {"jax_enable_compilation_cache": True, "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in (*settings, "jax_compilation_cache_dir")}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    text, cache = tmp_path_factory.mktemp("text"), str(tmp_path_factory.mktemp("cache"))
+    for n, line in enumerate(("to be or not to be, that is the question; ", "whether it is nobler in the mind ")):
+        (text / f"{n}.txt").write_text(line * 60)
+    return parse(
+        {
+            "data": {"source": "files", "paths": [f"{text}/*.txt"]},
+            "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16, "scan_layers": False},
+            "train": {
+                "length": 16,
+                "batch_tokens": 256,
+                "steps": 4,
+                "warmup_steps": 1,
+                "log_every": 1,
+                "checkpoint_every": 3,
+                "mesh": {"data": 2},
+            },
+            "monitor": {"tensorboard": False, "evaluate_every": 4, "evaluate_tokens": 64, "compilation_cache": cache},
+            "stages": CURRICULUM,
+        }
+    )
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory):
+    return [line["loss"] for line in lines(directory)]
+
+
+@pytest.fixture(scope="module")
+def straight(config, tmp_path_factory):
+    return fit(config, tmp_path_factory.mktemp("straight") / "run")
+
+
+def test_stages_follow_each_other(config, straight):
+    assert straight.finished
+    assert straight.steps == config.steps == 14
+    found = lines(straight.directory)
+    steps = {"short": 4, "steep": 2, "collinear": 4, "attention": 2, "long": 2}
+    assert [line["stage"] for line in found] == [name for name, count in steps.items() for _ in range(count)]
+    assert [line["tokens"] for line in found] == [256 * n for n in (1, 2, 3, 4, 6, *range(8, 17))]
+    assert [line["step"] for line in found if "held_out_loss" in line] == [4, 6, 8, 10, 12, 14]
+    saved = {int(path.name) for path in (straight.directory / "checkpoints").iterdir()}
+    assert {4, 6, 10, 12, 14} <= saved, "the end of every stage is kept"
+    assert losses(straight.directory)[-1] < losses(straight.directory)[0] - 0.15
+
+
+def test_a_stage_changes_the_base(straight):
+    _, model = restore_model(straight.directory, "steep")
+    assert model.config.layers.schemes[0].features.frequencies == Plain(base=500.0)
+
+
+def test_the_last_stage_is_what_is_restored(straight):
+    config, model = restore_model(straight.directory)
+    assert config.train.length == 32
+    features = model.config.layers.schemes[0].features
+    assert isinstance(features, Coca)
+    assert features.frequencies == YaRN(base=500.0, factor=2.0, original_length=16)
+    chex.assert_shape(model.stacks[0][0].attention.k[...], (1, 16, 2, 4))
+
+
+def weights(directory, stage):
+    return dict(named_leaves(nnx.to_pure_dict(nnx.state(restore_model(directory, stage)[1]))))
+
+
+def test_the_middle_step_of_a_conversion_moves_attentions_projections(straight):
+    before, after = (weights(straight.directory, stage) for stage in ("collinear", "attention"))
+    assert before.keys() == after.keys()
+    moved = {name for name in after if not np.array_equal(before[name], after[name])}
+    assert moved == {f"stacks/0/0/attention/{name}" for name in "qkv"}
+
+
+@pytest.mark.parametrize("killed_after", [2, 4, 5, 9, 11, 13])
+def test_a_run_killed_in_any_stage_goes_on_bit_for_bit(config, straight, tmp_path, monkeypatch, killed_after):
+    def before(self, step, state):
+        if step > killed_after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Monitor, "before", before)
+        with pytest.raises(KeyboardInterrupt):
+            fit(config, tmp_path / "run")
+    assert len(lines(tmp_path / "run")) == killed_after
+    assert fit(config, tmp_path / "run").finished
+    assert losses(tmp_path / "run") == losses(straight.directory)
+
+
+def schemes(before, after):
+    return [parse({"model": {"num_layers": 2, "model_dim": 16, "num_heads": 2}, "scheme": s}) for s in (before, after)]
+
+
+@pytest.mark.parametrize("variant", ["strict", "slack", "relative", "tied"])
+def test_rope_becomes_coca_by_the_mean_of_each_plane(variant):
+    before, after = schemes("rope", f"coca-{variant}")
+    old = nnx.to_pure_dict(nnx.state(build_model(before)))
+    new = convert(before, after, old)
+    wanted = nnx.eval_shape(lambda: nnx.to_pure_dict(nnx.state(build_model(after))))
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, wanted)
+    changed = [name for (name, a), (_, b) in zip(named_leaves(old), named_leaves(new), strict=True) if a is not b]
+    narrowed = ["k", "q"] if variant == "tied" else ["k"]
+    assert changed == [f"stacks/0/0/attention/{name}" for name in narrowed]
+    k, t = (np.asarray(tree["stacks"][0][0]["attention"]["k"]) for tree in (old, new))
+    np.testing.assert_allclose(t[1, :, :, 2], (k[1, :, :, 2] + k[1, :, :, 6]) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("alibi", "coca-slack", r"'coca-slack' cannot start from the weights of 'alibi': stacks/0/0/attention/k was"),
+        ("rope", "t5", r"shared/0/bias/.* was not trained"),
+        ("t5", "rope", r"'rope' has no place for what 't5' has learned: shared/0/bias"),
+    ],
+)
+def test_schemes_that_do_not_follow_from_each_other_are_refused(before, after, message):
+    with pytest.raises(ValueError, match=message):
+        check_continues(*schemes(before, after))
+
+
+def test_a_stage_that_cannot_follow_is_told_before_the_first_begins(config, tmp_path):
+    values = to_dict(config)
+    values["stages"] = [{"name": "short"}, {"scheme": "t5"}]
+    with pytest.raises(ValueError, match="'t5' cannot start from the weights of 'rope'"):
+        fit(parse(values), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_stages_keep_what_they_do_not_change(config):
+    last = config.stage(4)
+    assert (last.train.warmup_steps, last.train.mesh.context, last.train.trains) == (1, 2, ())
+    assert (last.train.batch_tokens, config.stage(1).train.batch_tokens) == (256, 512)
+    assert last.scheme.options == {"base": 500.0, **CURRICULUM[4]["extend"]}
+    assert config.stage_names == ("short", "steep", "collinear", "attention", "long")

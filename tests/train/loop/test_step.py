@@ -1,0 +1,344 @@
+"""One update: its loss, its optimizer, and what it does to a state."""
+
+import dataclasses
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from posjax.layout import Layout
+from train.config import DataConfig, TrainConfig, parse
+from train.data import EOS, MASK, PADDING, Batch, encode, load_tokenizer, pack
+from train.loop.optimizer import learning_rate, make_optimizer
+from train.loop.step import build_program, draw_positions, mask_tokens
+from train.model.mesh import make_mesh
+from train.model.sharding import global_batch
+
+SMALL = {
+    "model": {"num_layers": 2, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+    "train": {"length": 8, "batch_tokens": 64, "steps": 20, "warmup_steps": 2, "learning_rate": 0.01},
+}
+
+
+def small(**model):
+    return parse({**SMALL, "model": {**SMALL["model"], **model}})
+
+
+def placed(mesh, batch):
+    """A whole batch over the mesh."""
+    return global_batch(mesh, batch, len(batch.tokens), slice(0, len(batch.tokens)))
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    rows = pack([encode(b"to be, or not to be"), encode(b"that is the question"), encode(b"whether nobler")], 8)
+    return rows.batch(np.arange(8))
+
+
+def test_masked_tokens_are_bytes_of_documents_only():
+    tokens = jnp.tile(jnp.array([256, 65, 66, EOS, PADDING], jnp.int32), (200, 20))
+    segments = jnp.where(tokens == PADDING, -1, 0)
+    masked, labels = mask_tokens(jax.random.key(0), tokens, segments, 0.25, load_tokenizer(DataConfig()))
+    chosen = np.asarray(labels >= 0)
+    assert 0.22 < chosen[np.asarray(tokens < 256)].mean() < 0.28
+    assert not chosen[np.asarray(tokens >= 256)].any()
+    np.testing.assert_array_equal(np.asarray(masked == MASK), chosen)
+    np.testing.assert_array_equal(np.where(chosen, labels, masked), tokens)
+
+
+def test_positions_are_counted_or_drawn_as_the_scheme_says(batch):
+    keys = jax.random.split(jax.random.key(0))
+    counted = draw_positions(small(), keys[0], batch, Layout())
+    assert list(counted) == ["positions"]
+    np.testing.assert_array_equal(counted["positions"], batch.positions)
+    randomised = parse({**SMALL, "scheme": {"name": "randomised", "max_length": 64}})
+    first, second = (np.asarray(draw_positions(randomised, key, batch, Layout())["positions"]) for key in keys)
+    chex.assert_shape([first, second], batch.tokens.shape)
+    assert (first != second).any()
+    assert (np.diff(first) > 0).all()
+    assert first.max() < 64
+    drawn = draw_positions(parse({**SMALL, "scheme": "equal-mean"}), keys[0], batch, Layout())
+    chex.assert_shape(drawn["coordinates"], (*batch.tokens.shape, 1))
+    clex = {"name": "clex", "original_length": 8, "max_factor": 4, "steps": 5}
+    assert int(draw_positions(parse({**SMALL, "scheme": clex}), keys[0], batch, Layout())["length"]) in (8, 16, 24, 32)
+
+
+def test_random_features_are_redrawn_every_so_many_steps(batch):
+    train = {**SMALL["train"], "redraw_every": 2}
+    config = parse({**SMALL, "train": train, "scheme": {"name": "performer", "num_features": 8}})
+    mesh = make_mesh(config.train.mesh, config.train.rows)
+    program = build_program(config, mesh)
+    with jax.set_mesh(mesh):
+        state, found = program.initialize(), []
+        for _ in range(4):
+            found.append(np.asarray(state.parameters["stacks"][0][0]["attention"]["learned"]["linear"]["projection"]))
+            state, metrics = program.update(state, placed(mesh, batch))
+    assert np.isfinite(metrics.loss)
+    same = [np.array_equal(a, b) for a, b in itertools.pairwise(found)]
+    assert same == [True, True, False]  # the third update, of step 2, drew anew
+    assert np.abs(found[-1][0] - found[-1][1]).max() > 0.1, "every layer has features of its own"
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_learning_rate_is_a_line_and_then_half_a_cosine(warmup):
+    config = TrainConfig(steps=110, warmup_steps=warmup, learning_rate=2.0, final_learning_rate=0.1)
+    rate = learning_rate(config)
+    cosine = [0.2 + 1.8 * (1 + np.cos(np.pi * step / (110 - warmup))) / 2 for step in range(111 - warmup)]
+    expected = [*(0.2 * step for step in range(warmup)), *cosine][1:]
+    np.testing.assert_allclose([rate(step) for step in range(110)], expected, rtol=1e-5)
+    assert expected[0] > 0
+    np.testing.assert_allclose(expected[-1], 0.2)
+
+
+def test_only_matrices_decay_and_gradients_are_clipped():
+    shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": (), "bias": (3, 2, 4), "experts": (3, 2, 4)}
+    axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "table": (None, None), "scalar": ()}
+    axes |= {"bias": ("layers", "heads", "head_dim"), "experts": ("layers", "experts", "embed")}
+    parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    config = TrainConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.1, clip_norm=1.0)
+    optimizer = make_optimizer(config, axes)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    updates, _ = optimizer.update(zeros, optimizer.init(parameters), parameters)
+    decayed = {name: -0.05 if name == "w" else 0.0 for name in shapes}
+    chex.assert_trees_all_close(updates, {name: jnp.full(shapes[name], decayed[name]) for name in shapes}, rtol=1e-4)
+    gradients = jax.tree.map(lambda x: 100 * jnp.ones_like(x), parameters)
+    _, state = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    first_moment = optax.tree_utils.tree_get(state, "mu")
+    np.testing.assert_allclose(optax.tree.norm(first_moment), 0.1, rtol=1e-5)  # (1 - beta1) times a norm of 1
+
+
+def build(config, devices):
+    mesh = make_mesh(parse({"train": {"mesh": {"data": devices}}}).train.mesh, config.train.rows)
+    return build_program(config, mesh), mesh
+
+
+def run(program, mesh, batch, steps=3):
+    """The last state and all losses."""
+    state, losses = program.initialize(), []
+    with jax.set_mesh(mesh):
+        for _ in range(steps):
+            before = jax.tree.leaves(state.parameters)
+            state, metrics = program.update(state, placed(mesh, batch))
+            assert all(leaf.is_deleted() for leaf in before), "the update takes the buffers it is given"
+            losses.append(float(metrics.loss))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return build(small(), 1)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(one_device, batch):
+    return run(*one_device, batch)
+
+
+def test_eight_devices_give_the_loss_of_one(batch, on_one_device):
+    program, mesh = build(small(), 8)
+    state, losses = run(program, mesh, batch)
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+    assert losses[-1] < losses[0]
+    chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract)
+    assert all(leaf.sharding.num_devices == 8 for leaf in jax.tree.leaves(state))
+
+
+def test_batches_are_split_over_the_data_axis(batch):
+    arrays = placed(make_mesh(TrainConfig().mesh, 8), batch)
+    chex.assert_trees_all_equal(arrays, batch)
+    assert all(array.sharding.spec == PartitionSpec(("replica", "data", "fsdp"), "context") for array in arrays)
+    assert all(array.addressable_shards[0].data.shape == (1, 8) for array in arrays)
+
+
+def test_padding_does_not_matter(batch, one_device, on_one_device):
+    padding = batch.segment_ids < 0
+    assert padding.any()
+    other = batch._replace(tokens=np.where(padding, 7, batch.tokens))
+    assert run(*one_device, other)[1] == on_one_device[1]
+
+
+def test_bfloat16_keeps_float32_parameters(batch, on_one_device):
+    state, losses = run(*build(small(compute_dtype="bfloat16"), 1), batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.parameters)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=2e-2)
+    assert losses != on_one_device[1]
+
+
+def test_remat_and_unrolled_layers_give_the_same_losses(batch, on_one_device):
+    losses = run(*build(small(remat="full", scan_layers=False), 1), batch)[1]
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+
+
+def test_masked_token_training_learns_and_draws_new_masks_at_each_step(batch):
+    losses = run(*build(small(causal=False), 1), batch, steps=20)[1]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.3
+    assert len(set(losses)) == 20
+
+
+def changed(model=None, **train):
+    return parse({**SMALL, "model": {**SMALL["model"], **(model or {})}, "train": {**SMALL["train"], **train}})
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"accumulate": 4, "mesh": {"data": 2}},
+        {"loss_chunks": 5},
+        {"accumulate": 2, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2},
+        {"mesh": {"replica": 2, "data": 1, "fsdp": 4}},
+        {"mesh": {"data": 2, "context": 4}},
+        {"mesh": {"data": 2, "context": 2, "tensor": 2}, "context": {"strategy": "ring"}},
+    ],
+    ids=str,
+)
+def test_parts_chunks_and_meshes_change_no_loss(batch, on_one_device, train):
+    config = changed(**train)
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate)
+    state, losses = run(build_program(config, mesh), mesh, batch)
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+    chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
+
+
+EVERYTHING = {
+    "norm": {"kind": "layer", "bias": True},
+    "residual": {"norm": "both", "parallel": True, "scale": 0.5},
+    "activation": "geglu-exact",
+    "biases": ["qkv", "output", "mlp", "head"],
+    "embedding_norm": True,
+    "query_scale": 0.5,
+    "logit_scale": 0.5,
+    "attention_softcap": 4.0,
+    "logit_softcap": 3.0,
+}
+RMS = {"projection_norm": True, "norm": {"unit_offset": True}, "residual": {"norm": "after"}, "embedding_scale": 1.0}
+
+
+@pytest.mark.parametrize("model", [EVERYTHING, RMS], ids=["layer norm", "rms norm"])
+def test_meshes_remat_and_chunks_change_no_loss_of_a_model_with_every_option(batch, model):
+    alone = run(*build(small(**model), 1), batch)
+    train = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2}
+    config = parse(
+        {**SMALL, "model": {**SMALL["model"], **model, "remat": "full"}, "train": {**SMALL["train"], **train}}
+    )
+    mesh = make_mesh(config.train.mesh, config.train.rows)
+    state, losses = run(build_program(config, mesh), mesh, batch)
+    np.testing.assert_allclose(losses, alone[1], rtol=1e-5)
+    moved = jax.tree.map(
+        lambda a, b: bool((a != b).any()), state.parameters, build_program(config, mesh).initialize().parameters
+    )
+    assert all(jax.tree.leaves(moved)), "every parameter has a gradient"
+
+
+def test_a_key_head_that_devices_share_changes_no_loss(batch):
+    """One key head over two devices along `tensor`: attention repeats it."""
+    shared = changed(model={"num_kv_heads": 1}, mesh={"data": 2, "tensor": 2})
+    mesh = make_mesh(shared.train.mesh, shared.train.rows)
+    state, losses = run(build_program(shared, mesh), mesh, batch)
+    alone, expected = run(*build(small(num_kv_heads=1), 1), batch)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    chex.assert_trees_all_close(state.parameters, alone.parameters, atol=2e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_parameters_and_moments_are_split_alike(batch, optimizer):
+    config = changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2})
+    mesh = make_mesh(config.train.mesh, config.train.rows)
+    program = build_program(config, mesh)
+    up = program.abstract.parameters["stacks"][0][0]["mlp"]["up"]
+    assert up.sharding.spec == PartitionSpec(None, ("fsdp", "context"), "tensor")
+    state, losses = run(program, mesh, batch, steps=8)
+    assert losses[-1] < losses[0] - 0.2
+    held = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.size, state.optimizer)
+    assert sum(jax.tree.leaves(held)) < sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) / 3
+
+
+def test_muon_turns_the_matrices_of_every_layer_alone(batch):
+    """An update of Muon has singular values of one size, in each layer; of AdamW it does not."""
+    spread = {}
+    for optimizer in ("adamw", "muon"):
+        config = changed(optimizer=optimizer, warmup_steps=0, weight_decay=0.0)
+        mesh = make_mesh(config.train.mesh, config.train.rows)
+        program = build_program(config, mesh)
+        before = np.asarray(program.initialize().parameters["stacks"][0][0]["attention"]["o"])
+        state, _ = run(program, mesh, batch, steps=1)
+        moved = np.asarray(state.parameters["stacks"][0][0]["attention"]["o"]) - before
+        sizes = [np.linalg.svd(layer.reshape(16, 16), compute_uv=False) for layer in moved]
+        spread[optimizer] = [size[len(size) // 2] / size[0] for size in sizes]
+    assert min(spread["muon"]) > 0.6 > max(spread["adamw"])
+
+
+def test_only_what_is_named_moves(batch):
+    config = changed(trains=["*/attention/[qk]"])
+    program, mesh = build(config, 1)
+    before = jax.tree.map(np.asarray, program.initialize().parameters)
+    after = run(program, mesh, batch)[0].parameters
+    still = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), before, after)
+    attention = still["stacks"][0][0]["attention"]
+    assert [attention[name] for name in "qkvo"] == [False, False, True, True]
+    assert still["embed"]
+    assert still["stacks"][0][0]["mlp"]["up"]
+    with pytest.raises(ValueError, match=r"train.trains: 'keys' names no parameter; .* embed, .*attention/k"):
+        build(changed(trains=["keys"]), 1)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_counted(batch):
+    config = changed(stop_after_skips=2)
+    program, mesh = build(config, 1)
+    state = program.initialize()
+    poisoned = jax.tree.map(jnp.copy, state.parameters)
+    poisoned["norm"]["gain"] = poisoned["norm"]["gain"] * jnp.nan
+    state = dataclasses.replace(state, parameters=poisoned)
+    kept = jax.tree.map(np.asarray, (state.parameters, state.optimizer))
+    with jax.set_mesh(mesh):
+        for expected in (1, 2, 3):
+            state, metrics = program.update(state, placed(mesh, batch))
+            assert (int(metrics.skipped), int(metrics.skipped_in_row), int(state.step)) == (expected,) * 3
+    chex.assert_trees_all_equal((state.parameters, state.optimizer), kept)
+
+
+def test_spikes_are_left_out_by_the_running_mean_of_norms(batch):
+    program, mesh = build(changed(spike_factor=1.5), 1)
+    state = program.initialize()
+    state = dataclasses.replace(state, guard=state.guard._replace(norm=jnp.float32(1e-3)))
+    before = jax.tree.map(np.asarray, state.parameters)
+    with jax.set_mesh(mesh):
+        state, metrics = program.update(state, placed(mesh, batch))
+        assert metrics.gradient_norm > 1.5e-3
+        assert int(metrics.skipped) == 1
+        chex.assert_trees_all_equal(state.parameters, before)
+        norm = float(metrics.gradient_norm)
+        state = dataclasses.replace(state, guard=state.guard._replace(norm=jnp.float32(0.8 * norm)))
+        state, after = program.update(state, placed(mesh, batch))
+    assert (int(after.skipped), int(after.skipped_in_row)) == (1, 0)
+    np.testing.assert_allclose(state.guard.norm, 0.95 * 0.8 * norm + 0.05 * norm, rtol=1e-6)
+
+
+def test_z_loss_moves_the_gradient_and_not_the_reported_loss(batch, on_one_device):
+    losses, norms = [], []
+    for z_loss in (0.0, 0.1):
+        program, mesh = build(changed(z_loss=z_loss), 1)
+        with jax.set_mesh(mesh):
+            _, metrics = program.update(program.initialize(), placed(mesh, batch))
+        losses.append(float(metrics.loss))
+        norms.append(float(metrics.gradient_norm))
+    assert losses[0] == losses[1] == on_one_device[1][0]
+    assert abs(norms[1] - norms[0]) > 1e-3
+
+
+def test_a_step_of_131072_tokens_holds_no_square():
+    """One layer, compiled and not run: no array of length times length, nor of tokens times vocabulary."""
+    length = 131072
+    config = changed({"num_layers": 1}, length=length, batch_tokens=length, mesh={"data": 1}, loss_chunks=10)
+    mesh = make_mesh(config.train.mesh, 1)
+    program = build_program(config, mesh)
+    rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    with jax.set_mesh(mesh):
+        compiled = program.update.lower(program.abstract, Batch(rows, rows, rows, rows)).compile()
+    # A thousand float32 numbers a token; a square, even of one bit a pair, would be four times that.
+    assert compiled.memory_analysis().temp_size_in_bytes < length * 4096

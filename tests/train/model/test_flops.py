@@ -1,0 +1,180 @@
+"""FLOPs of an update: against masks written out pair by pair, the parameter tree, and closed forms."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from posjax import scheme as preset
+from posjax.far import LMInfinite
+from posjax.layers import Layers
+from posjax.masks import (
+    Band,
+    Beyond,
+    Causal,
+    Chunked,
+    ChunksApart,
+    Dilated,
+    GlobalFirst,
+    Globals,
+    Prefix,
+    Sinks,
+    Window,
+)
+from posjax.nn import Decoder, DecoderConfig, logical_axes
+from posjax.rotary import Rotary
+from posjax.scheme import Scheme
+from train.config import Config, ModelConfig, SchemeConfig, TrainConfig
+from train.model.flops import maxtext_flops, pairs, prefix_pairs, product_parameters, update_flops
+
+DISTANCES = {
+    "window": Window(5),
+    "band": Band(6),
+    "beyond": Beyond(4),
+    "chunked": Chunked(4),
+    "chunks apart": ChunksApart(3, 1, 2),
+    "chunks far apart": ChunksApart(3, 2),
+    "dilated": Dilated(3, 4),
+    "sinks": Sinks(3),
+    "first": GlobalFirst(2),
+    "prefix": Prefix(7),
+    "lambda": Window(5) | Sinks(3),
+    "longformer": Dilated(3, 4) | GlobalFirst(2),
+    "in chunks": Chunked(8) & Window(5),
+    "of three": (Chunked(8) & Window(5)) | Sinks(1) | Prefix(4),
+}
+
+
+def dense(mask, length):
+    """The pairs of a mask, one by one."""
+    here = np.arange(length)
+    return np.broadcast_to(mask.allowed(here, here), (length, length)).astype(int)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", DISTANCES)
+def test_pairs_are_those_of_the_mask_written_out(name, causal):
+    mask = Causal() & DISTANCES[name] if causal else DISTANCES[name]
+    every = [dense(mask, length).sum() for length in range(1, 24)]
+    np.testing.assert_array_equal(prefix_pairs(mask, 23), [0, *every])
+
+
+def test_a_prefix_language_model():
+    mask = Causal() | Prefix(5)
+    np.testing.assert_array_equal(prefix_pairs(mask, 9), [0, *(dense(mask, n).sum() for n in range(1, 10))])
+
+
+def test_long_rows_need_no_square():
+    n = 2**20
+    assert prefix_pairs(Causal(), n)[-1] == n * (n + 1) // 2
+    assert prefix_pairs(Causal() & Window(4096), n)[-1] == 4096 * 4097 // 2 + (n - 4096) * 4096
+
+
+def segments(rows, length, seed):
+    """Documents of random lengths, padding between and behind them."""
+    generator = np.random.default_rng(seed)
+    ids = np.full((rows, length), -1, np.int32)
+    for row in ids:
+        start = 0
+        for number in range(length):
+            stop = start + generator.integers(1, length // 2)
+            if generator.random() < 0.8:
+                row[start:stop] = number
+            start = stop
+    return ids
+
+
+def packed(mask, ids):
+    """Allowed pairs of packed rows in NumPy, positions counted in each document."""
+    total = 0
+    for row in ids:
+        for number in set(row[row >= 0]):
+            total += dense(mask, int((row == number).sum())).sum()
+    return total
+
+
+@pytest.mark.parametrize("name", ["window", "lambda", "longformer", "prefix"])
+def test_packed_documents(name):
+    ids = segments(3, 48, seed=7)
+    found = pairs(Scheme(mask=DISTANCES[name]), 48, ids)
+    assert found == [packed(Causal() & DISTANCES[name], ids)]
+
+
+def test_layers_and_heads_of_their_own():
+    far = LMInfinite(6, 2)
+    layers = Layers((((Scheme(mask=Window(5)), Scheme()), 2), ((Scheme(features=Rotary(), far=far),), 1)))
+    window, full = dense(Causal() & Window(5), 20).sum(), 20 * 21 // 2
+    assert pairs(layers, 20) == [window, full, window, full, dense(Causal() & far.mask(), 20).sum()]
+    two = pairs(Scheme(mask=Dilated(3, (1, 4))), 20)
+    assert two == [sum(dense(Causal() & Dilated(3, d), 20).sum() for d in (1, 4)) / 2]
+
+
+def test_linear_attention_has_a_state_in_place_of_pairs():
+    assert pairs(preset("linear-elu"), 20, num_layers=2) == [0, 0]
+    linear = dataclasses.replace(LLAMA, scheme=SchemeConfig("linear-elu"))
+    assert update_flops(linear).attention == 2 * 12 * 4 * 16 * 16 * 128
+
+
+def test_masks_of_flagged_tokens_are_refused():
+    with pytest.raises(ValueError, match="Globals cannot be counted"):
+        prefix_pairs(HashableGlobals(np.ones((1, 4), bool)), 4)
+
+
+class HashableGlobals(Globals):
+    """A mask of tokens that can be asked for by name."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("name", ["rope", "coca-strict", "gemma3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_the_matrices_of_the_model(name, tied):
+    options = {"num_layers": 7} if name == "gemma3" else {}
+    config = DecoderConfig(260, 7, 24, 4, num_kv_heads=2, tied_head=tied, scheme=preset(name, **options))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    axes = jax.tree.leaves(logical_axes(model), is_leaf=lambda x: isinstance(x, tuple))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))]
+    matrices = [s for s, a in zip(shapes, axes, strict=True) if len([n for n in a if n not in (None, "layers")]) > 1]
+    looked_up = 0 if tied else 260 * 24
+    assert product_parameters(config) == sum(map(np.prod, matrices)) - looked_up
+
+
+@pytest.mark.parametrize(("activation", "matrices"), [("geglu", 3), ("geglu-exact", 3), ("gelu-exact", 2), ("relu", 2)])
+def test_gates_are_a_third_matrix_and_biases_and_norms_are_none(activation, matrices):
+    options = {"biases": ("qkv", "output", "mlp", "head"), "projection_norm": True, "embedding_norm": True}
+    config = DecoderConfig(260, 3, 24, 4, mlp_dim=40, activation=activation, **options)
+    assert product_parameters(config) == 24 * (3 * (4 * 24 + matrices * 40) + 260)
+
+
+LLAMA = Config(
+    model=ModelConfig(2, 64, num_heads=4, num_kv_heads=2, mlp_dim=128, vocabulary=1000, tied_head=False),
+    train=TrainConfig(length=32, batch_tokens=128),
+)
+
+
+def test_an_update_by_hand():
+    matrices = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 128) + 64 * 1000
+    found = update_flops(LLAMA)
+    assert found.parameters == 6 * matrices * 128
+    # Q K^T and P V, two FLOPs a multiply-add, thrice for the backward pass, layers x heads x rows x pairs x head size.
+    assert found.attention == 2 * 2 * 3 * 2 * 4 * 4 * (32 * 33 / 2) * 16
+    assert found.total == found.parameters + found.attention
+
+
+def test_padding_and_other_documents_cost_nothing():
+    ids = segments(4, 32, seed=3)
+    found, whole = update_flops(LLAMA, ids), update_flops(LLAMA)
+    assert found.parameters == whole.parameters * (ids >= 0).sum() / ids.size
+    assert found.attention == whole.attention * packed(Causal(), ids) / (4 * 32 * 33 / 2)
+
+
+def test_features_that_are_wider_than_a_head():
+    wide = dataclasses.replace(LLAMA, scheme=SchemeConfig("pope"))
+    assert update_flops(wide).attention == update_flops(LLAMA).attention * 3 / 2
+
+
+def test_the_convention_of_maxtext_counts_half_a_square():
+    assert maxtext_flops(LLAMA).parameters == update_flops(LLAMA).parameters
+    assert maxtext_flops(LLAMA).attention / update_flops(LLAMA).attention == pytest.approx(32 / 33)

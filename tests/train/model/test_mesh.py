@@ -1,0 +1,101 @@
+"""Meshes: what they are made of, and what they refuse."""
+
+import dataclasses
+import itertools
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from train.config import MeshConfig
+from train.model.mesh import AXES, make_mesh, mesh_shape
+from train.model.sharding import named_sharding, rows_of_process
+
+
+def test_one_axis_takes_what_is_left():
+    assert mesh_shape(MeshConfig(fsdp=2, tensor=2), 8) == dict(zip(AXES, (1, 2, 2, 1, 2), strict=True))
+    assert mesh_shape(MeshConfig(data=1, context=-1), 8)["context"] == 8
+    assert mesh_shape(MeshConfig(data=3), 8)["data"] == 3
+
+
+def test_a_mesh_takes_the_first_devices():
+    mesh = make_mesh(MeshConfig(data=2, context=3), rows=4)
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5]
+    assert mesh.shape["context"] == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "message"),
+    [
+        (
+            {"data": 9},
+            9,
+            r"train.mesh \(data=9\) needs 9 devices, but there are 8; sizes whose product is 8 would work",
+        ),
+        ({"tensor": 3}, 8, r"\(data=-1, tensor=3\) needs a multiple of 3 devices, but there are 8; .* product is 2"),
+        ({"data": 1, "context": 16}, 8, r"needs 16 devices, but there are 8"),
+        ({}, 6, r"6 rows at a time, which 8 devices along replica, data and fsdp .*train.mesh.data=6\), or 8 rows"),
+        ({"data": 2, "fsdp": 2}, 9, r"9 rows at a time, which 4 devices .*train.mesh.data=3\), or 12 rows"),
+    ],
+)
+def test_what_cannot_be_is_refused(sizes, rows, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(MeshConfig(**sizes), rows)
+
+
+def test_axes_that_do_not_divide_are_whole_everywhere():
+    mesh = make_mesh(MeshConfig(data=2, tensor=4), rows=4)
+    assert named_sharding(mesh, ("vocab", "embed"), (260, 16)).spec == jax.P("tensor", ("fsdp", "context"))
+    assert named_sharding(mesh, ("vocab", "embed"), (263, 16)).spec == jax.P(None, ("fsdp", "context"))
+
+
+def test_a_process_reads_the_rows_that_its_devices_hold(monkeypatch):
+    """Four processes of two devices: the first two share rows 0 and 1, the others rows 2 and 3."""
+    devices = {_Device(n // 2): (slice(n // 4 * 2, n // 4 * 2 + 2),) for n in range(8)}
+    mesh = make_mesh(MeshConfig(data=2, context=4), rows=4)
+    assert rows_of_process(mesh, 4) == slice(0, 4)
+    sharding = types.SimpleNamespace(devices_indices_map=lambda shape: devices)
+    monkeypatch.setattr("train.model.sharding.named_sharding", lambda *_: sharding)
+    found = [rows_of_process(mesh, 4, process) for process in range(4)]
+    assert found == [slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)]
+
+
+class _Device:
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device of one of several slices of v5e."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    process_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    core_on_chip: int = 0
+
+
+CHIPS = [
+    Chip(id=8 * piece + 4 * y + x, slice_index=piece, coords=(x, y, 0), process_index=2 * piece + x // 2)
+    for y, x, piece in itertools.product(range(2), range(4), range(2))
+]
+"""Two slices of 4 x 2 chips, out of order."""
+
+
+@pytest.mark.parametrize("replica", [2, 4])
+def test_slices_lie_along_replicas(replica):
+    mesh = make_mesh(MeshConfig(replica=replica, data=1, fsdp=-1), rows=16, devices=CHIPS)
+    assert mesh.shape["replica"] == replica
+    slices = np.vectorize(lambda chip: chip.slice_index)(mesh.devices).reshape(replica, -1)
+    np.testing.assert_array_equal(
+        slices, np.repeat(np.arange(replica) * 2 // replica, 16 // replica).reshape(replica, -1)
+    )
+
+
+def test_a_mesh_spans_all_slices():
+    with pytest.raises(ValueError, match=r"train.mesh.replica must be a multiple of the 2 slices, found 1; .*=2 would"):
+        make_mesh(MeshConfig(data=-1), rows=16, devices=CHIPS)

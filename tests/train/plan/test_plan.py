@@ -1,0 +1,688 @@
+"""Plans: what is read out of compiled programs, against programs whose collectives are known, and closed forms."""
+
+import importlib.util
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from posjax.attention.tpu.costs import FORWARD
+from posjax.layers import uniform
+from posjax.masks import Causal, Window
+from posjax.presets import scheme
+from train.cli import WRONG_INPUT, main
+from train.config import load
+from train.model.build import decoder_config, placement
+from train.model.flops import product_parameters, update_flops
+from train.model.mesh import mesh_shape
+from train.plan import table
+from train.plan.compiling import DoesNotCompile, Memory, out_of_memory
+from train.plan.hlo import parse
+from train.plan.kernels import Kernels, visited_share
+from train.plan.network import Fabric, groups_of, kind_of
+from train.plan.plan import Plan, check_split, make_plan
+from train.plan.pods import Pod, pod
+from train.plan.published import PUBLISHED
+from train.plan.report import assumptions
+from train.plan.sweep import candidates, rough_seconds, sweep
+from train.plan.timeline import Player, Tally
+
+ROWS, COLUMNS, NUMBERS = 2, 4, 64
+NONE = Kernels(pod("v5e:2x4"), lambda queries, keys: 1.0)
+
+
+def fabric(name: str, slices: int = 1, **axes: int) -> Fabric:
+    """A mesh that lies over a slice in the order of the chips' coordinates."""
+    on = pod(name, slices)
+    sides = (*on.chips_along, *(1 for _ in range(3 - len(on.chips_along))), on.network.devices)
+    return Fabric(on, axes, tuple(itertools.product(*map(range, sides))))
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Collectives of every kind over a mesh of 2 x 4, two of them in a loop of five trips."""
+    mesh = jax.make_mesh((ROWS, COLUMNS), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
+
+    def trip(x, _):
+        y = jax.lax.psum(x, "columns") * 0.1
+        return jax.lax.ppermute(y, "rows", [(0, 1), (1, 0)]), None
+
+    def body(x):
+        x, _ = jax.lax.scan(trip, x, None, length=5)
+        whole = jax.lax.all_gather(x, "rows", tiled=True)
+        part = jax.lax.psum_scatter(whole, "columns", tiled=True)
+        swapped = jax.lax.all_to_all(part.reshape(COLUMNS, -1), "columns", 0, 0, tiled=True)
+        return swapped.sum()[None] * jax.lax.psum(part.sum(), ("rows", "columns"))
+
+    where = P(("rows", "columns"))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=where, out_specs=where, check_vma=False))
+    return parse(run.lower(jax.ShapeDtypeStruct((8 * NUMBERS,), jnp.float32)).compile().as_text())
+
+
+def test_bytes_by_axis_of_a_program_with_known_collectives(program):
+    tally = Player(program, fabric("v5e:2x4", rows=ROWS, columns=COLUMNS), NONE).play()
+    size = 4 * NUMBERS
+    assert tally.moved == {
+        ("columns", "all-reduce"): 5 * 2 * size * 3 / 4,
+        ("rows", "collective-permute"): 5 * size,
+        ("rows", "all-gather"): 2 * size / 2,
+        ("columns", "reduce-scatter"): 2 * size * 3 / 4,
+        ("columns", "all-to-all"): 2 * size / 4 * 3 / 4,
+        ("rows+columns", "all-reduce"): 2 * 4 * 7 / 8,
+    }
+    assert not tally.unknown
+
+
+def test_trips_from_the_counter_alone(program):
+    loop = next(line for lines in program.computations.values() for line in lines if line.opcode == "while")
+    assert program.trips(loop) == 5
+    assert (
+        program.trips(loop.__class__(**{**vars(loop), "attributes": loop.attributes.split(", backend_config")[0]})) == 5
+    )
+
+
+def test_a_loop_that_counts_by_two():
+    text = """
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[4]{0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %k = s32[] add(%j, %one)
+  ROOT %t = (s32[], f32[4]{0}) tuple(%k, %x)
+}
+
+%condition (p: (s32[], f32[4])) -> pred[] {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(7)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %x = (s32[], f32[4]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[4]{0}) while(%x), condition=%condition, body=%body
+}
+"""
+    module = parse(text)
+    assert module.trips(module.computations["main"][-1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=1,'b'=4] {'a','b'}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+    ],
+)
+def test_groups_in_every_notation(text, expected):
+    line = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  ROOT %g = f32[4]{{0}} all-reduce(%x), {text}, to_apply=%add\n}}"
+    (found,) = parse(line).computations["main"]
+    assert kind_of(found) == "all-reduce"
+    assert groups_of(found, 4) == expected
+
+
+def gather(devices: list[list[int]], kind: str = "all-gather", numbers: int = 2**20):
+    groups = ",".join("{" + ",".join(map(str, group)) + "}" for group in devices)
+    name = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+    text = f"ENTRY %m (x: f32[4]) -> f32[4] {{\n  ROOT %g = f32[{numbers}]{{0}} {kind}(%x), {name}={{{groups}}}\n}}"
+    return parse(text).computations["m"][0]
+
+
+def test_a_whole_torus_gathers_over_all_links():
+    on = fabric("v5p:8x8x8", all=512)
+    line = gather([list(range(512))])
+    seconds = 4 * 2**20 * 511 / 512 / (6 * 90e9) + 12e-6
+    assert on.traffic(line, "all-gather").seconds == pytest.approx(seconds)
+    assert on.traffic(line, "all-reduce").seconds == pytest.approx(2 * (seconds - 12e-6) + 12e-6)
+
+
+def test_a_row_that_is_no_ring_has_one_direction():
+    on = fabric("v5e:4x4", rows=4, columns=4)
+    found = on.traffic(gather([[0, 1, 2, 3]]), "all-gather")
+    assert found.axes == "columns"
+    assert found.seconds == pytest.approx(4 * 2**20 * 3 / 4 / 45e9 + 4e-6)
+
+
+def test_neighbours_that_stand_apart_share_their_links():
+    on = fabric("v5e:4x4", rows=4, columns=4)
+    apart, together = (on.traffic(gather([group]), "all-gather").seconds for group in ([0, 2], [0, 1]))
+    assert apart - 2e-6 == pytest.approx(2 * (together - 2e-6))
+
+
+def test_an_exchange_is_bound_by_the_cut_of_the_longest_dimension():
+    on = fabric("v5p:4x4x4", all=64)
+    found = on.traffic(gather([list(range(64))], "all-to-all"), "all-to-all").seconds
+    # Half of what two chips hold of each other's crosses the cut of a ring of four: B x 4 / 8 over one link.
+    assert found == pytest.approx(4 * 2**20 * 4 / 8 / 90e9 + 6e-6)
+
+
+def test_a_permutation_is_routed():
+    on = fabric("v5e:1x4", ring=4)
+    ring = [[0, 1], [1, 2], [2, 3], [3, 0]]
+    # The row is no ring: what goes from its end to its start crosses all links backwards, where nothing else goes.
+    found = on.traffic(gather(ring, "collective-permute"), "collective-permute")
+    assert found.seconds == pytest.approx(4 * 2**20 / 45e9 + 3e-6)
+    crossing = on.traffic(gather([[0, 2], [1, 3]], "collective-permute"), "collective-permute")
+    assert crossing.seconds == pytest.approx(2 * 4 * 2**20 / 45e9 + 2e-6)
+
+
+def test_on_a_ring_the_end_is_beside_the_start():
+    on = fabric("v5p:4x4x4", slow=16, ring=4)
+    ring = [[0, 1], [1, 2], [2, 3], [3, 0]]
+    found = on.traffic(gather(ring, "collective-permute"), "collective-permute")
+    assert found.axes == "ring"
+    assert found.seconds == pytest.approx(4 * 2**20 / 90e9 + 1e-6)
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    on = fabric("7x:4x4x4", chips=64, halves=2)
+    half, both = (on.traffic(gather([list(range(0, 128, step))]), "all-gather") for step in (2, 1))
+    assert (half.axes, both.axes) == ("chips", "chips+halves")
+    assert half.seconds == pytest.approx(4 * 2**20 * 63 / 64 / (3 * 90e9) + 6e-6)
+    assert both.seconds == pytest.approx(4 * 2**20 * 127 / 128 / (6 * 90e9) + 6e-6)
+    within = on.traffic(gather([[0, 1]]), "all-gather")
+    assert within.seconds == pytest.approx(4 * 2**20 / 2 / 540e9 + 2e-6)
+
+
+OVERLAP = """
+ENTRY %main (x: f32[262144]) -> f32[262144] {
+  %x = f32[262144]{0} parameter(0)
+  %start = (f32[262144]{0}, f32[1048576]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %work = f32[262144]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"CYCLES"}
+  %done = f32[1048576]{0} all-gather-done(%start)
+  ROOT %more = f32[262144]{0} fusion(%done), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"15000"}
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
+def test_what_is_started_early_hides_behind_work(cycles):
+    on = fabric("v5e:1x4", ring=4)
+    tally = Player(parse(OVERLAP.replace("CYCLES", str(cycles))), on, NONE).play()
+    alone = 4 * 2**20 * 3 / 4 / 45e9 + 4e-6
+    assert tally.compute == pytest.approx((cycles + 15_000) / 1.5e9)
+    assert tally.seconds == pytest.approx(max(alone, cycles / 1.5e9) + 15_000 / 1.5e9)
+
+
+SPREAD = """
+%gather (x: f32[262144]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  ROOT %g = f32[1048576]{0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[262144]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  %async-collective-start.1 = f32[1048576]{0} fusion(%x), kind=kCustom, calls=%gather
+  %fusion.2 = f32[262144]{0} fusion(%x), kind=kOutput, calls=%gather, backend_config={"estimated_cycles":"CYCLES"}
+  ROOT %async-collective-done.1 = f32[1048576]{0} fusion(%x), kind=kCustom, calls=%gather
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
+def test_a_collective_that_is_spread_over_fusions_counts_once(cycles):
+    tally = Player(parse(SPREAD.replace("CYCLES", str(cycles))), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.moved == {("ring", "all-gather"): 4 * 2**20 * 3 / 4}
+    assert tally.seconds == pytest.approx(max(4 * 2**20 * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9))
+
+
+OFFLOADED = """
+%gather (x: f32[262144], t: token[]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  ROOT %g = f32[1048576]{0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[262144]) -> f32[1048576] {
+  %x = f32[262144]{0} parameter(0)
+  %go = ((f32[262144]{0}), f32[1048576]{0}) OPCODE(%x), async_execution_thread="sparsecore", to_apply=%gather
+  %work = f32[262144]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"CYCLES"}
+  ROOT %there = f32[1048576]{0} call-done(%go)
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
+def test_a_collective_on_the_sparse_cores_runs_beside_the_work(cycles):
+    text = OFFLOADED.replace("OPCODE", "call-start").replace("CYCLES", str(cycles))
+    tally = Player(parse(text), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.moved == {("ring", "all-gather"): 4 * 2**20 * 3 / 4}
+    assert tally.seconds == pytest.approx(max(4 * 2**20 * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9))
+
+
+def test_collectives_where_none_are_known_to_be_are_told_of():
+    text = OFFLOADED.replace("OPCODE", "sent-elsewhere").replace("CYCLES", "0")
+    tally = Player(parse(text), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.unknown == {"collectives in a sent-elsewhere": 1}
+
+
+CROSSING = """
+%body (p: (s32[], f32[262144])) -> (s32[], f32[262144]) {
+  %p = (s32[], f32[262144]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[262144]{0} get-tuple-element(%p), index=1
+  %token = token[] after-all()
+  FIRST
+  %work = f32[262144]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"CYCLES"}
+  SECOND
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %recv-done = (f32[262144]{0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %y = f32[262144]{0} get-tuple-element(%recv-done), index=0
+  ROOT %t = (s32[], f32[262144]{0}) tuple(%i, %y)
+}
+
+ENTRY %main (x: (s32[], f32[262144])) -> (s32[], f32[262144]) {
+  %x = (s32[], f32[262144]{0}) parameter(0)
+  ROOT %w = (s32[], f32[262144]{0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def half(opcode: str, kind: str = "ALL_REDUCE", count: int = 262144, status: str = "ISSUE") -> str:
+    """What sends to other slices, or receives from them."""
+    name, operands = ("send", "%x, %token") if opcode == "send" else ("recv", "%token")
+    hosts = f'_xla_host_transfer_rendezvous="all-reduce.8_0",_xla_megascale_transfer_type="{kind}"'
+    return (
+        f"%{name} = (f32[{count}]{{0}}, u32[], token[]) {name}({operands}), channel_id=2, is_host_transfer=true, "
+        f"frontend_attributes={{{hosts}}}, "
+        f'backend_config={{"aggregated_send_recv_config":{{"status":"AGGREGATE_STATUS_{status}"}}}}'
+    )
+
+
+def crossing(first: str, second: str, cycles: int, slices: int = 4):
+    """The tally of three trips of a loop with both halves around some work."""
+    text = CROSSING.replace("FIRST", first).replace("SECOND", second).replace("CYCLES", str(cycles))
+    return Player(parse(text), fabric("v5e:2x4", slices=slices, replica=1, fsdp=8), NONE).play()
+
+
+@pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000_000])
+def test_what_goes_to_other_slices_hides_behind_work(cycles):
+    tally = crossing(half("send"), half("recv"), cycles)
+    sent = 2 * 4 * 262144 * 3 / 4
+    assert tally.moved == {("replica (DCN)", "all-reduce"): 3 * sent}
+    assert tally.seconds == pytest.approx(3 * max(sent / 3.125e9 + 1e-4, cycles / 1.5e9))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(half("send", status="DEFER"), half("recv")), (half("recv"), half("send"))]
+)
+def test_what_is_deferred_or_sent_late_hides_behind_nothing(first, second):
+    assert crossing(first, second, 1_500_000).seconds == pytest.approx(3 * (1.5 * 1024**2 / 3.125e9 + 1e-4 + 1e-3))
+
+
+def test_a_half_alone_is_told_of():
+    assert crossing(half("send"), "", 0).unknown == {"exchange without its other half": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [("ALL_REDUCE", 1.5), ("ALL_GATHER", 0.75), ("REDUCE_SCATTER", 0.75), ("ONE_TO_ONE", 1.0), ("ALL_TO_ALL", 1.0)],
+)
+def test_bytes_to_other_slices(kind, share):
+    tally = crossing(half("send", kind), half("recv", kind, 4 * 262144), 0)
+    name = {"ONE_TO_ONE": "collective-permute"}.get(kind, kind.lower().replace("_", "-"))
+    assert tally.moved == {("replica (DCN)", name): 3 * share * 4 * 4 * 262144}
+
+
+def test_devices_of_a_chip_share_its_way_to_other_slices():
+    (line,) = parse(f"ENTRY %main (x: f32[]) -> f32[] {{\n  {half('send')}\n}}").computations["main"]
+    found = fabric("7x:2x2x1", slices=2, replica=1, fsdp=8).crossing(line, "all-reduce")
+    assert (found.seconds, found.delay) == pytest.approx((4 * 262144 / (12.5e9 / 2), 1e-4))
+
+
+def test_exchanges_at_once_share_the_wait_for_hosts():
+    both = half("send"), half("recv"), half("send").replace("8_0", "9_0"), half("recv").replace("8_0", "9_0")
+    others = [line.replace("%send =", "%send.2 =").replace("%recv =", "%recv.2 =") for line in both[2:]]
+    tally = crossing("\n  ".join([*both[:2], *others]), "", 0)
+    assert tally.seconds == pytest.approx(3 * (2 * 1.5 * 4 * 262144 / 3.125e9 + 1e-4))
+
+
+CUT_OUT = """
+%all-reduce-scatter.1 (x: f32[1024]) -> f32[256] {
+  %x = f32[1024]{0} parameter(0)
+  %sum = f32[1024]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %part = f32[256]{0} dynamic-slice(%sum), dynamic_slice_sizes={256}
+}
+
+ENTRY %main (x: f32[1024]) -> f32[256] {
+  %x = f32[1024]{0} parameter(0)
+  ROOT %f = f32[256]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_sum_of_which_a_part_is_cut_out_is_scattered():
+    tally = Player(parse(CUT_OUT), fabric("v5e:1x4", ring=4), NONE).play()
+    assert tally.moved == {("ring", "reduce-scatter"): 4 * 1024 * 3 / 4}
+    assert tally.exposed == tally.seconds == pytest.approx(4 * 1024 * 3 / 4 / 45e9 + 4e-6)
+
+
+KERNEL = """
+ENTRY %main (x: f32[4]) -> f32[4] {
+  ROOT %posjax_attention_forward.1 = (bf16[2,16,4096,128]{3,2,1,0}, f32[2,16,1,4096]{3,2,1,0}) custom-call(%x), \
+custom_call_target="tpu_custom_call", operand_layout_constraints={s32[2,4,1,2]{3,2,1,0}, s32[2,4,1,3]{3,2,1,0}, \
+s32[2]{0}, bf16[2,16,1,4096,128]{4,3,2,1,0}, bf16[2,4,1,4096,128]{4,3,2,1,0}, bf16[2,4,4096,128]{3,2,1,0}}, \
+frontend_attributes={kernel_metadata={}}
+}
+"""
+
+
+def test_a_kernel_takes_its_visited_tiles_and_rows():
+    (line,) = parse(KERNEL).computations["main"]
+    share = visited_share(uniform(scheme("rope"), 3), 4096, causal=True)
+    whole, _, row = FORWARD["v5p"][1024, 2048, 512]
+    # Four rows of two tiles, of which the causal mask needs 1, 1, 2 and 2.
+    cycles = 2 * 16 * (6 * whole + 4 * row) / 2
+    assert Kernels(pod("v5p:2x2x1"), share).seconds(line) == pytest.approx(cycles / 1.75e9)
+
+
+BRANCHES = """
+%idle (x: f32[4]) -> f32[4] {
+  ROOT %x = f32[4]{0} parameter(0)
+}
+
+%busy (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %work = f32[4]{0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"1750000"}
+  CALL
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %p = s32[] parameter(0)
+  ROOT %c = f32[4]{0} conditional(%p, %x, %x), branch_computations={%idle, %busy}
+}
+"""
+
+
+def test_a_branch_runs_as_often_as_its_kernel_sees_something():
+    call = KERNEL.split("\n")[2].strip()
+    text, on = BRANCHES.replace("CALL", call), fabric("v5p:2x2x1", ring=4)
+    share = visited_share(uniform(scheme("rope"), 1), 16384, causal=True)
+    tally = Player(parse(text), on, Kernels(on.pod, share)).play()
+    # Of 4 x 4 pairs of parts of 4,096 tokens ten see each other.
+    assert tally.compute == pytest.approx(1e-3 * 10 / 16)
+    (line,) = parse(KERNEL).computations["main"]
+    assert tally.kernels == pytest.approx(Kernels(on.pod, share).seconds(line))
+
+
+def test_the_share_of_tiles_is_that_of_the_mask():
+    layers = uniform(scheme("window", size=100), 2)
+    here = np.arange(1024)
+    allowed = (Causal() & Window(100)).allowed(here, here)
+    tiles = allowed.reshape(8, 128, 4, 256).any((1, 3)).mean()
+    assert visited_share(layers, 1024, causal=True)(128, 256) == tiles
+
+
+def test_pods():
+    assert pod("7x:4x4x4") == pod("tpu7x:4x4x4") == Pod("7x", (4, 4, 4))
+    assert (pod("7x:4x4x4").devices, pod("v5p:8x8x8").devices, pod("v5e:16x16").devices) == (128, 512, 256)
+    assert pod("v5p:2x2x1").peak_flops == pytest.approx(459e12, rel=1e-3)
+    assert math.prod(pod("v6e:8x16").chips_along) == pod("v6e:8x16").chips
+    four = pod("v5p:4x4x4", 4)
+    assert (four.name, four.slice_name, four.chips) == ("4 slices of v5p:4x4x4", "v5p:4x4x4", 256)
+
+
+@pytest.mark.parametrize(
+    ("topology", "reason"),
+    [
+        ("v5p", "expected a pod such as v5p:8x8x8, found 'v5p'"),
+        ("v9:2x2", "there is no chip 'v9' (known: v5e, v5p, v6e, 7x)"),
+        ("v5p:8x8", "pods of v5p have 3 dimensions, as in v5p:8x8x8, found 'v5p:8x8'"),
+        ("v5e:0x8", "pods of v5e have 2 dimensions"),
+    ],
+)
+def test_a_pod_that_is_none_is_one_line(topology, reason, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model: {num_layers: 1}\n")
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", topology]) == WRONG_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("error: --topology: ")
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("slices", "reason"),
+    [
+        ("0", "--slices: expected at least one, found 0"),
+        ("2", "train.mesh.replica must be a multiple of the 2 slices, found 1; train.mesh.replica=2 would work"),
+    ],
+)
+def test_slices_that_a_mesh_cannot_span_are_one_line(slices, reason, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("train: {mesh: {data: -1}}\n")
+    command = ["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4", "--slices", slices]
+    assert main(command) == WRONG_INPUT
+    assert capsys.readouterr().err == f"error: {reason}\n"
+
+
+needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+TINY = """
+model: {num_layers: 2, model_dim: 256, num_heads: 2, vocabulary: 1024, compute_dtype: bfloat16, remat: full}
+train: {length: 1024, batch_tokens: 8192, mesh: {data: 2, fsdp: 2, tensor: 2}}
+"""
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_a_tiny_config_is_planned(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(TINY)
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4"]) == 0
+    out = capsys.readouterr().out
+    for part in ("HBM of a chip: v5e:2x4", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
+        assert part in out
+    assert "Left out" not in out
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
+    (tmp_path / "run.yaml").write_text(TINY)
+    config = load(
+        tmp_path / "run.yaml",
+        (
+            "train.mesh={replica: 2, data: 1, fsdp: 8, tensor: 1}",
+            "train.batch_tokens=16384",
+        ),
+    )
+    plan = make_plan(config, pod("v5e:2x4", 2))
+    ((crossing, sent),) = [(axes, size) for (axes, _), size in plan.tally.moved.items() if "DCN" in axes]
+    gradients = plan.memory.parameters / 4  # of a device, numbers: bfloat16 or float32, a half sent twice
+    assert crossing == "replica (DCN)"
+    assert "3.125 GB/s of a chip to other slices" in assumptions(plan)
+    assert 2 * gradients <= sent <= 4.1 * gradients
+    assert not plan.tally.unknown
+
+
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("topology", "override", "reason"),
+    [
+        ("v5e:3x5", "train.mesh={data: 1}", "the compiler knows no pod v5e:3x5"),
+        ("v5e:2x4", "train.mesh.data=3", "devices"),
+        ("v5e:2x4", "model.mlp_dim=33554432", "does not fit"),
+    ],
+)
+def test_what_a_tiny_config_asks_too_much_of_a_pod_is_one_line(topology, override, reason, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(TINY)
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", topology, override]) == WRONG_INPUT
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+LONG = """
+model: {num_layers: 4, model_dim: 1024, num_heads: 4, num_kv_heads: 2, vocabulary: 32000, compute_dtype: bfloat16}
+train: {length: 4096, batch_tokens: 16384}
+"""
+
+
+@pytest.fixture
+def long_rows(tmp_path):
+    """A config whose rows, heads and length can be split."""
+    (tmp_path / "long.yaml").write_text(LONG)
+    return load(tmp_path / "long.yaml")
+
+
+def test_layers_without_a_window_take_the_next_strategy(tmp_path):
+    (tmp_path / "long.yaml").write_text(LONG)
+
+    def split(strategy: str) -> str:
+        scheme, mesh = "scheme={name: hwfa, length: 4096, window: 256}", "train.mesh={data: 1, context: 8}"
+        config = load(tmp_path / "long.yaml", [scheme, mesh, f"train.context.strategy={strategy}"])
+        check_split(config, pod("v5e:2x4"))
+        axes = mesh_shape(config.train.mesh, 8)
+        return placement(config, AbstractMesh(tuple(axes.values()), tuple(axes))).layout.kind
+
+    assert split("[neighbour, ring]") == "zigzag"
+    assert split("[neighbour, all-gather]") == "contiguous"
+    with pytest.raises(ValueError, match=r"strategy='neighbour': .*without a window.*; strategy='ulysses'"):
+        split("[neighbour, ulysses]")
+    with pytest.raises(ValueError, match=r"strategy='neighbour'.*without a window"):
+        split("neighbour")
+
+
+def test_a_sweep_tries_what_can_be_split(long_rows):
+    found = list(candidates(long_rows, pod("v5e:2x4")))
+    names = {one.name for one in found}
+    assert len(names) == len(found)
+    meshes = {tuple(one.axes.values()) for one in found}
+    # Four rows, four query heads: eight devices can share neither. Two key heads are repeated for four.
+    powers = [(d, f, c, t) for d, f, c, t in itertools.product((1, 2, 4, 8), repeat=4) if d * f * c * t == 8]
+    assert meshes == {(1, *sizes) for sizes in powers if sizes[0] * sizes[1] <= 4 and sizes[3] <= 4}
+    assert "fsdp 4 x context 2, full, ulysses" in names
+    assert "context 8, full, ulysses" not in names  # four query heads
+
+
+def test_a_sweep_spans_slices_with_replicas(long_rows):
+    found = list(candidates(long_rows, pod("v5e:2x4", 2)))
+    assert {one.axes["replica"] for one in found} == {2}
+    assert {math.prod(one.axes.values()) for one in found} == {16}
+    by_name = {one.name: one for one in candidates(long_rows, pod("v6e:2x4"))}
+    alone, both = by_name["fsdp 2 x context 4, full, ulysses"], candidates(long_rows, pod("v6e:2x4", 2))
+    (both,) = [one for one in both if one.name == "replica 2 x fsdp 2 x context 4, full, ulysses"]
+    assert both.bytes < alone.bytes  # half the tokens
+
+
+def test_the_way_to_other_slices_bounds_a_sweep(long_rows):
+    axes = {"replica": 2, "data": 8, "fsdp": 1, "context": 1, "tensor": 1}
+    parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
+    # Of each of four chips in a slice, a quarter of the gradients in bfloat16, half of them there and half back.
+    assert rough_seconds(long_rows, axes, pod("7x:2x2x1", 2)) == pytest.approx(2 * parameters / 4 / 12.5e9)
+
+
+def test_rough_memory_is_that_of_state_and_activations(long_rows):
+    by_name = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
+    whole, split = by_name["data 4 x tensor 2, full"], by_name["fsdp 4 x tensor 2, full"]
+    parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
+    assert whole.bytes - split.bytes == pytest.approx(16 * parameters / 2 * 3 / 4)
+    kept = by_name["fsdp 4 x tensor 2, dots"].bytes - split.bytes
+    attended = 2 * 4096 * 4 * 1024 / 2
+    assert kept == pytest.approx(2 * 4096 * 4 * (2 * 1024 + 2 * 512 + 3 * 2736) / 2 + attended)
+    assert by_name["fsdp 4 x tensor 2, attention"].bytes - split.bytes == attended
+
+
+def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkeypatch):
+    seconds = iter([3.0, None, 1.0, 2.0])
+
+    def made(config, on):
+        found = next(seconds)
+        if found is None:
+            raise DoesNotCompile("the compiler died")
+        tally, memory = Tally(compute=found), Memory(*[2.0**30] * 7)
+        return Plan(config, on, {}, memory, update_flops(config), tally)
+
+    monkeypatch.setattr("train.plan.sweep.make_plan", made)
+    console = Console(width=120, record=True, quiet=True)
+    found = [plan for _, plan in sweep(long_rows, pod("v5e:2x4"), 4, console)]
+    assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
+    assert found[3] == "the compiler died"
+
+
+def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):
+    (tmp_path / "large.yaml").write_text(LONG.replace("model_dim: 1024", "model_dim: 65536"))
+    status = main(["plan", str(tmp_path / "large.yaml"), "--topology", "v5e:2x4", "--sweep", "2"])
+    assert status == WRONG_INPUT
+    error = capsys.readouterr().err
+    assert "ways to split the work over v5e:2x4 fits into its memory" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (41.87G) "
+            "exceeds available HBM (15.75G).",
+            "does not fit: temporaries alone need 41.9 GiB of HBM, a device has 15.8; ",
+        ),
+        ("XLA:TPU compile permanent error. Used 1.50T of 95.74G hbm.", "does not fit: needs 1,536.0 GiB of HBM, "),
+    ],
+)
+def test_a_program_that_does_not_fit_is_told_in_gib(message, told):
+    assert out_of_memory(message).startswith(told)
+    assert out_of_memory("INTERNAL: something else") is None
+
+
+def test_every_entry_of_the_table_can_be_split_over_its_pod():
+    everything = list(table.entries())
+    assert len({entry.key for entry in everything}) == len(everything) == len(PUBLISHED) + 36
+    for entry in everything:
+        check_split(entry.config, entry.pod)
+
+
+def test_the_page_tells_what_was_planned_and_what_was_not():
+    first, second, *_ = [entry for entry in table.entries() if entry.teraflops]
+    ours, another, *_ = [entry for entry in table.entries() if entry.command]
+    made = {
+        "mesh": "fsdp 4",
+        "remat": "full",
+        "attention": 0.25,
+        "hbm": 0.5,
+        "gib": {"parameters": 1.0, "optimizer": 2.0, "total": 8.0},
+        "seconds": 2.0,
+        "tokens": 1000.0,
+        "mfu": 0.4,
+        "teraflops": first.teraflops * 0.9,
+    }
+    results = {
+        first.key: made | {"command": ""},
+        second.key: {"command": "", "problem": "needs 9.0 GiB of HBM"},
+        ours.key: made | {"command": ours.command},
+        another.key: made | {"command": "python -m train plan of something else"},
+    }
+    page = table.page(results)
+    assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | {made['teraflops'] * 4 / 3:.0f} | 50% |" in page
+    assert "needs 9.0 GiB of HBM" in page
+    assert f"| {ours.name} | {ours.pod.name} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
+    assert "3.125 (v5e), 6.25 (v5p), 12.5 (v6e), 12.5 (7x) GB/s of a chip" in page
+    assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
+
+
+def test_the_page_is_that_of_the_results_and_every_entry_is_planned():
+    results = table.read()
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(results)
+    assert [entry.key for entry in table.entries() if table.result(results, entry) is None] == []
+
+
+def test_published_shapes_have_the_parameters_of_their_names():
+    for run in PUBLISHED:
+        decoder = decoder_config(run.config)
+        named = float(re.search(r"-(\d+)B", run.name)[1]) * 1e9
+        embedding = decoder.vocab_size * decoder.model_dim
+        assert product_parameters(decoder) + embedding == pytest.approx(named, rel=0.05)

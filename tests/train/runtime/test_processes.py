@@ -1,0 +1,286 @@
+"""Runs of several processes, killed in every way and gone on with, end with the numbers of an undisturbed run."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from object_store import serving
+
+ROOT = Path(__file__).parents[3]
+STEPS = 40
+TIMEOUT = 150  # seconds for a run, on a busy machine; far more than it takes
+LOST = "another process ended or cannot be reached; start all of them again to resume"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a config, its text, and compiled programs that all runs share."""
+    folder = tmp_path_factory.mktemp("processes")
+    draw = random.Random(0)
+    (folder / "text").mkdir()
+    for number in range(6):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(("the", "of", "a", "text", "not"), k=200)))
+    train = {"length": 16, "batch_tokens": 64, "steps": STEPS, "warmup_steps": 2, "checkpoint_every": 4, "log_every": 1}
+    config = {
+        "output": str(folder),
+        "data": {"source": "files", "paths": [f"{folder}/text/*.txt"], "held_out": 0.2, "cache": ""},
+        "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+        "train": train,
+        "monitor": {"compilation_cache": str(folder / "compiled"), "tensorboard": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+class Processes:
+    """The processes of one run, each with so many devices, started together; what they print is in files."""
+
+    def __init__(self, folder: Path, name: str, count: int, devices: int, *overrides: str, own: dict | None = None):
+        self.directory = folder / name
+        with socket.create_server(("localhost", 0)) as server:
+            address = f"localhost:{server.getsockname()[1]}"
+        self._prints = [folder / f"{name}.{index}.txt" for index in range(count)]
+        self._started = []
+        for index, prints in enumerate(self._prints):
+            several = {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(count),
+                "JAX_PROCESS_ID": str(index),
+            }
+            changed = {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": str(devices),
+                "XLA_FLAGS": "--xla_backend_optimization_level=1",
+                **(several if count > 1 else {}),
+            }
+            command = [sys.executable, "-m", "train", "fit", str(folder / "config.yaml"), f"name={name}", *overrides]
+            with prints.open("wb") as file:
+                self._started.append(
+                    subprocess.Popen(
+                        command + (own or {}).get(index, []),
+                        cwd=ROOT,
+                        env={**os.environ, **changed},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    @property
+    def all(self) -> range:
+        return range(len(self._started))
+
+    def wait_until(self, condition) -> None:
+        """Returns as soon as `condition()` is true; fails when the run is over before."""
+        while not condition():
+            assert self._started[0].poll() is None, f"the run ended too early:\n{self.printed(0)}"
+            time.sleep(0.002)
+
+    def send(self, number: signal.Signals, *indices: int) -> None:
+        for index in indices:
+            self._started[index].send_signal(number)
+
+    def end(self, *wanted: int | None) -> list[int]:
+        """The exit statuses, which must be as `wanted`, None for any error; all processes must end by themselves."""
+        try:
+            found = [process.wait(timeout=TIMEOUT) for process in self._started]
+        except subprocess.TimeoutExpired:
+            found = [process.poll() for process in self._started]
+            self.send(signal.SIGKILL, *self.all)
+        right = all(a == b or (b is None and bool(a)) for a, b in zip(found, wanted, strict=True))
+        prints = "\n".join(f"--- process {n}:\n{self.printed(n)}" for n in self.all)
+        assert right, f"the processes ended with {found}, not {wanted} (None: still there)\n{prints}"
+        return found
+
+    def printed(self, index: int) -> str:
+        return self._prints[index].read_text(errors="replace")
+
+    def errors(self, index: int) -> list[str]:
+        """The lines of a process that tell an error."""
+        return [line for line in self.printed(index).splitlines() if line.startswith("error:")]
+
+
+def metrics(directory: Path) -> list[dict]:
+    """The lines of a run's metrics, without what depends on time; the last one may be half written."""
+    kept = ("step", "loss", "gradient_norm", "learning_rate", "tokens")
+    lines = (directory / "metrics.jsonl").read_text().split("\n")[:-1] if directory.exists() else []
+    return [{key: json.loads(line)[key] for key in kept} for line in lines]
+
+
+def last_step(directory: Path) -> int:
+    """The last step that a run has logged."""
+    file = directory / "metrics.jsonl"
+    whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return json.loads(whole[-1])["step"] if whole else 0
+
+
+def checkpoints(directory: Path) -> set[str]:
+    return {place.name for place in directory.glob("checkpoints/*")}
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """The metrics of an undisturbed run of two processes with two devices each."""
+    run = Processes(folder, "straight", 2, 2)
+    run.end(0, 0)
+    assert checkpoints(run.directory) == {"36", "40"}
+    found = metrics(run.directory)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    return found
+
+
+def kill_all(run, draw):
+    target = last_step(run.directory) + draw.randint(2, 6)
+    run.wait_until(lambda: last_step(run.directory) >= target)
+    time.sleep(draw.random() * 0.02)
+    run.send(signal.SIGKILL, *run.all)
+    run.end(*(-9 for _ in run.all))
+
+
+def kill_all_in_a_save(run, _):
+    before = checkpoints(run.directory)
+    run.wait_until(lambda: any("tmp" in name for name in checkpoints(run.directory) - before))
+    run.send(signal.SIGKILL, *run.all)
+    run.end(*(-9 for _ in run.all))
+
+
+def kill_one(victim):
+    def kill(run, draw):
+        target = last_step(run.directory) + draw.randint(2, 6)
+        run.wait_until(lambda: last_step(run.directory) >= target)
+        run.send(signal.SIGKILL, victim)
+        run.end(*((-9, None) if victim == 0 else (None, -9)))
+        told = run.errors(1 - victim)
+        by_jax = victim == 0 and "JAX distributed service detected fatal errors" in run.printed(1)
+        assert len(told) == 1 or (by_jax and not told)
+        assert all(line.startswith(f"error: process {1 - victim} of 2: {LOST}") for line in told)
+
+    return kill
+
+
+def ask(*asked):
+    def stop(run, draw):
+        target = last_step(run.directory) + draw.randint(2, 6)
+        run.wait_until(lambda: last_step(run.directory) >= target)
+        run.send(signal.SIGTERM, *asked)
+        run.send(signal.SIGSTOP, 0)  # jax looks for the signal once a second, in which so small a run might end
+        time.sleep(1.5)
+        run.send(signal.SIGCONT, 0)
+        run.end(*(130 for _ in run.all))
+        newest = max(int(name) for name in checkpoints(run.directory))
+        assert newest >= target
+        assert f"stopped after {newest} of {STEPS} steps; the same command resumes" in run.printed(0)
+
+    return stop
+
+
+def damage_the_newest(directory):
+    newest = directory / "checkpoints" / str(max(int(name) for name in checkpoints(directory) if name.isdigit()))
+    arrays = max(newest.rglob("d/*"), key=lambda place: place.stat().st_size)
+    arrays.write_bytes(arrays.read_bytes()[: -arrays.stat().st_size // 2])
+    return newest.name
+
+
+def test_two_processes_killed_again_and_again_repeat_the_undisturbed_run_bit_for_bit(folder, straight):
+    draw = random.Random(5)
+    for way in (ask(1), kill_all_in_a_save, kill_one(1), kill_one(0)):
+        run = Processes(folder, "killed", 2, 2)
+        way(run, draw)
+    damaged = damage_the_newest(run.directory)
+    run = Processes(folder, "killed", 2, 2)
+    run.end(0, 0)
+    assert f"the checkpoint of step {damaged} in {run.directory / 'checkpoints'} is damaged" in run.printed(0)
+    assert "is damaged" not in run.printed(1)
+    assert f"{damaged}.damaged" in checkpoints(run.directory)
+    assert metrics(run.directory) == straight
+
+
+def test_four_processes_repeat_it_too_and_one_goes_on_alone(folder, straight):
+    draw = random.Random(7)
+    for way in (ask(0, 1, 2, 3), kill_all):
+        run = Processes(folder, "four", 4, 1)
+        way(run, draw)
+    together = last_step(run.directory)
+    assert metrics(run.directory) == straight[:together]
+    alone = Processes(folder, "four", 1, 1)
+    alone.end(0)
+    found = metrics(run.directory)
+    assert len(found) == STEPS > together
+    for one, all_four in zip(found, straight, strict=True):
+        assert one == pytest.approx(all_four, rel=1e-5)
+
+
+def test_a_mistake_on_one_host_ends_all_of_them(folder):
+    run = Processes(folder, "apart", 2, 1, own={1: [f"data.paths=['{folder}/text/[0-4].txt']"]})
+    run.end(None, None)
+    told = run.errors(0) + run.errors(1)
+    assert len(told) == 2
+    assert any("of 2: process 1 has another config than process 0: data.paths was" in line for line in told)
+    assert checkpoints(run.directory) == set()
+
+
+IN_A_STORE = {
+    "output": "gs://bucket/runs",
+    "data": {"source": "files", "paths": ["gs://bucket/text/*.txt"], "held_out": 0.2, "cache": "gs://bucket/tokens"},
+    "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+    "train": {
+        "length": 16,
+        "batch_tokens": 64,
+        "steps": 24,
+        "warmup_steps": 2,
+        "checkpoint_every": 4,
+        "log_every": 1,
+    },
+    "monitor": {"tensorboard": False},
+}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The store that the processes take for Google's."""
+    pytest.importorskip("gcsfs")
+    with serving() as (store, address):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        for number in range(5):
+            text = f"the {number}th of the texts, not the longest of them. " * 8
+            store.put("bucket", f"text/{number}.txt", text.encode())
+        yield store
+
+
+def start(folder, name):
+    """Two processes, each of which compiles for itself."""
+    caches = {index: [f"monitor.compilation_cache={folder}/compiled-{index}"] for index in range(2)}
+    return Processes(folder, name, 2, 1, own=caches)
+
+
+def losses(store, name):
+    content, _ = store.objects.get(("bucket", f"runs/{name}/metrics.jsonl"), (b"", 0))
+    return [json.loads(line)["loss"] for line in content.split(b"\n")[:-1]]
+
+
+def test_a_run_of_processes_that_share_no_disk_goes_on_after_one_is_killed(tmp_path, store):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(IN_A_STORE))
+    start(tmp_path, "straight").end(0, 0)
+    straight = losses(store, "straight")
+    assert len(straight) == 24
+    killed = start(tmp_path, "killed")
+    killed.wait_until(lambda: len(losses(store, "killed")) >= 10)
+    killed.send(signal.SIGKILL, 1)
+    killed.end(None, -9)
+    assert 10 <= len(losses(store, "killed")) < 24
+    start(tmp_path, "killed").end(0, 0)
+    assert losses(store, "killed") == straight
+    assert {name.split("/")[0] for name in store.names("bucket")} == {"runs", "text", "tokens"}
+    assert not list(tmp_path.rglob("checkpoints"))

@@ -1,0 +1,80 @@
+"""A run's directory: what it may hold, whether it is this config's, and the config that it was made with."""
+
+import json
+from pathlib import Path
+
+from train import report
+from train.checkpoint.kept import KEPT, keep_files
+from train.config import Config, differences, dump, parse_text
+from train.runtime.distributed import decide
+from train.runtime.machine import own_versions
+from train.runtime.paths import write_file
+
+FOUND = "longrope.json"
+"""Where the command `search` leaves what it found."""
+
+
+RESULTS = "results.jsonl"
+"""Where a comparison or a study keeps its rows."""
+
+
+RUN_FILES = frozenset(
+    ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
+) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT}
+"""What a run directory may hold; one with anything else in it is not ours to write into."""
+
+
+def check_run(config: Config, directory: Path) -> None:
+    """Raises ValueError for a directory that holds another config's run, naming what differs, or other things."""
+    decide(lambda: _check_run(config, directory))
+
+
+def _check_run(config: Config, directory: Path) -> None:
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; choose another name for the run")
+    strange = sorted(path.name for path in directory.glob("*") if path.name not in RUN_FILES)
+    if strange and directory.is_dir():
+        raise ValueError(f"{directory} holds other things than a run ({strange[0]}); choose another name")
+    if (directory / "config.yaml").exists():
+        saved = read_config(directory)
+        if _started(directory):
+            refuse_another(saved, config, str(directory))
+
+
+def create_run(config: Config, directory: Path) -> None:
+    """Makes the run directory, unless a training has started there; call `check_run` first."""
+    decide(lambda: _create_run(config, directory))
+
+
+def _create_run(config: Config, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if not _started(directory):
+        write_file(directory / "config.yaml", dump(config))
+        write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
+        if config.init.path:
+            keep_files(config, directory)
+
+
+def _started(directory: Path) -> bool:
+    """Whether anything was saved; a run that failed in its first moments does not stand in a corrected one's way."""
+    metrics = directory / "metrics.jsonl"
+    return _saved(directory) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _saved(directory: Path) -> bool:
+    """Whether there is a whole checkpoint; Orbax names one by its step alone only when it is whole."""
+    return any(path.name.isdigit() for path in directory.glob("checkpoints/*"))
+
+
+def read_config(directory: Path) -> Config:
+    """The config a run directory was made with."""
+    path = directory / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} is no run directory: it has no config.yaml")
+    return parse_text(path.read_text(encoding="utf-8"), str(path))
+
+
+def refuse_another(saved: Config, found: Config, where: str) -> None:
+    changed = differences(saved, found)
+    if changed:
+        raise ValueError(f"{where} belongs to another config: {'; '.join(changed)}. Choose another name to keep both")

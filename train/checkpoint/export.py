@@ -1,0 +1,109 @@
+"""A trained run in the layout of released models, for whatever reads those."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from posjax.layers import uniform
+from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface.family import length_value
+from posjax.nn.huggingface.files import open_place
+from posjax.nn.huggingface.load import is_released
+from posjax.nn.huggingface.save import COPIED, files_beside
+from train.checkpoint.kept import KEPT
+from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
+from train.config import Config, SchemeConfig, own_tokenizer
+from train.config.settings.checks import check
+from train.model.build import evaluated_scheme, extension_of, own_length, scheme_of
+from train.runtime.paths import path
+
+
+def export(
+    place: str | Path,
+    folder: str,
+    overrides: Sequence[str] = (),
+    *,
+    dtype: str | None = None,
+    told: Callable[[str], Any] = print,
+) -> None:
+    """Writes the model of a run, or a released one, into a folder in the layout of Hugging Face.
+
+    With ``scheme.extend`` it is written extended, and its options are told. The tokenizer's files go with it.
+
+    Args:
+        place: the run or the released model.
+        folder: to be written, local or at a URL.
+        overrides: of the config.
+        dtype: of the tensors; when left out that of a released model, or float32, in which a run is trained.
+        told: takes a line.
+
+    Raises FileNotFoundError without a trained run, and ValueError for a model that the layout has no place for.
+    """
+    config = config_of(place, overrides)
+    like = _original(place, config)
+    stage, model = _model(place, config)
+    entry, longest = entry_in_stage(config.scheme, config, stage), max(stage.evaluate.lengths)
+    model = model.with_scheme(evaluated_scheme(stage, entry))
+    model.config = dataclasses.replace(model.config, trained_length=_reach(stage, entry, longest))
+    save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
+    if config.data.tokenizer not in _tokenizers_of(place, config):
+        _replace_tokenizer(config, folder, like)
+    if entry.extend:
+        reached = length_value(model.config)["max_position_embeddings"]
+        told(f"extended for {reached} tokens: {json.dumps(extension_of(stage, entry, longest))}")
+
+
+def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
+    """The length that the written model is for: its own, times an extension's factor that counts from that."""
+    own, change = own_length(config), extension_of(config, entry, longest).get("frequencies")
+    if not isinstance(change, Mapping) or "factor" not in change or "original_length" in change:
+        return own  # a rule with an original length says itself how far it reaches
+    schemes = uniform(scheme_of(config, entry), config.model.num_layers).schemes
+    before = max(getattr(each.features.frequencies, "factor", 1.0) for each in schemes if each.rotates)
+    return int(own * change["factor"] / before)
+
+
+def _tokenizers_of(place: str | Path, config: Config) -> tuple[str, ...]:
+    """Where the tokenizer is that goes with the released model's other files."""
+    if not config.init.path:
+        return ()
+    return own_tokenizer(config.init.path), str(path(place) / KEPT / "tokenizer.json")
+
+
+def _model(place: str | Path, config: Config) -> tuple[Config, nnx.Module]:
+    """The config of the newest stage and its model, a released one in the dtype of its files."""
+    return restore(place, config) if is_run(place) else (config, from_pretrained(place, dtype=None))
+
+
+def _original(place: str | Path, config: Config) -> str | None:
+    """The released model whose tokenizer and other keys go with what is written; None without one.
+
+    Raises ValueError where neither the run kept them, nor the model is where it was.
+    """
+    kept, original = path(place) / KEPT, config.init.path
+    if not original or (is_run(place) and is_released(str(kept))):
+        return str(kept) if original else None
+    check(
+        is_released(original),
+        f"init: there is no model at {original}, so its tokenizer cannot be written; set init.path to where it is now",
+    )
+    return original
+
+
+def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
+    """Puts the run's own tokenizer in place of the released model's; none where it is no tokenizer.json."""
+    target, root = open_place(folder)
+    for name in files_beside(like) if like else ():
+        target.rm_file(f"{root}/{name}")
+    if not config.data.tokenizer.endswith(".json"):
+        return
+    files, source = open_place(config.data.tokenizer)
+    beside = source.rpartition("/")[0]
+    names = {"tokenizer.json": source, **{n: f"{beside}/{n}" for n in COPIED if n != "tokenizer.json"}}
+    for name, place in names.items():
+        if files.isfile(place):
+            target.pipe_file(f"{root}/{name}", files.cat_file(place))

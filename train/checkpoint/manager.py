@@ -1,0 +1,200 @@
+"""What a run leaves on disk, so that it resumes bit for bit and nothing saved is ever lost.
+
+A run directory holds ``config.yaml`` (every key resolved), ``versions.json``, ``metrics.jsonl``, ``fit.json`` once the
+training is finished, ``released`` if it started from a released model, and ``checkpoints/STEP``. A checkpoint has three
+items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays of the `TrainState`, by
+name) and ``run`` (JSON: the stage, the place in the data, the config, the corpora's digests). Beside them lie its
+checksums, written last (see `integrity.py`). docs/checkpoints.md says what of this is stable.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from train.checkpoint import integrity
+from train.checkpoint.directory import refuse_another
+from train.checkpoint.steps import (
+    check_shared,
+    clean,
+    finished_steps,
+    open_manager,
+    read_run,
+    remove,
+    set_aside,
+    stages_of,
+    tell,
+)
+from train.config import Config, differences, parse, to_dict
+from train.model.state import TrainState
+from train.runtime.distributed import decide, gather, is_loss
+from train.runtime.paths import check_checkpoints
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole checkpoint: after how many updates, in which stage (from 0), at which place in the data."""
+
+    step: int
+    stage: int
+    stream: Any
+
+
+class Checkpoints:
+    """The checkpoints of a run; every process of the run opens them and makes the same calls, in the same order.
+
+    Opening them finds the newest whole one. Newer ones that are not whole, because the run was killed while it saved
+    or because the disk lost something, are told on standard error; what Orbax had not finished is removed, anything
+    else is kept, as ``STEP.damaged``. So a step that was damaged can be saved again, and nothing whole is in the way.
+
+    Saving is asynchronous. A checkpoint counts once its checksums are written; the ones before are removed only after
+    that. ``train.keep`` of them stay, and of each finished stage the last one. The end of a `with` waits for the last.
+    """
+
+    def __init__(self, config: Config, directory: Path, corpora: Sequence[str]):
+        self._config, self._corpora = config, list(corpora)
+        self._folder = directory / "checkpoints"
+        check_checkpoints(self._folder)
+        _check_alike(config, self._corpora)
+        decide(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+        check_shared(self._folder)
+        self._newest = self._find()
+        self._stages = dict(decide(lambda: list(stages_of(self._folder).items())))
+        self._manager = open_manager(self._folder)
+        self._thread = ThreadPoolExecutor(1, "checksums")
+        self._sealing: Future | None = None
+
+    def newest(self) -> Saved | None:
+        """The newest whole checkpoint when these were opened; None when there was none.
+
+        Raises ValueError, on every process, when it is of another config or other text.
+        """
+        if self._newest is None:
+            return None
+        run = decide(lambda: read_run(self._folder, self._newest))
+        where = f"the checkpoint of step {self._newest} in {self._folder}"
+        refuse_another(parse(run["config"]), self._config, where)
+        if run["corpora"] != self._corpora:
+            raise ValueError(f"{where} was trained on other text: the corpus has changed since; choose another name")
+        return Saved(self._newest, run["stage"], run["stream"])
+
+    def restore(self, saved: Saved, abstract: TrainState) -> TrainState:
+        """The saved state, laid out as `abstract` says, whatever mesh and number of processes it was saved from."""
+        items = {name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}
+        found = self._restore(saved.step, **items)
+        return dataclasses.replace(abstract, parameters=found.parameters, **found.training)
+
+    def restore_parameters(self, saved: Saved, abstract: Any) -> Any:
+        """The parameters alone, laid out as `abstract` says: what the next stage starts from."""
+        return self._restore(saved.step, parameters=ocp.args.StandardRestore(abstract)).parameters
+
+    def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
+        """Saves the state after `step` updates of the run with the data's place, unless that step is saved already.
+
+        Raises the error of the save before, if that one failed.
+        """
+        if step in self._stages:
+            return
+        self._wait()
+        run = {"stage": stage, "stream": stream, "config": to_dict(self._config), "corpora": self._corpora}
+        arrays = {name: ocp.args.StandardSave(item) for name, item in _items(state).items()}
+        # Orbax lets no process past this before all have come, so what was sealed before is sealed by all of them.
+        self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays), force=True)
+        self._stages[step] = stage
+        self._sealing = self._thread.submit(self._seal, step)
+
+    def _seal(self, step: int) -> None:
+        """Waits until all processes have written a checkpoint, adds the checksums, and thins out the earlier ones."""
+        self._manager.wait_until_finished()
+        integrity.seal(self._folder / str(step), jax.process_index(), jax.process_count())
+        self._thin(saving=step)
+
+    def _thin(self, saving: int | None = None) -> None:
+        """Removes the checkpoints that are not kept; other processes may not have sealed the one they are `saving`."""
+        for step in self._stages.keys() - kept_steps(self._stages, self._config.train.keep, saving):
+            self._stages.pop(step)
+            if jax.process_index() == 0:
+                remove(self._folder / str(step))
+
+    def _wait(self) -> None:
+        if self._sealing is not None:
+            self._sealing.result()
+            self._sealing = None
+
+    def _restore(self, step: int, **items: Any) -> Any:
+        self._wait()
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+    def _find(self) -> int | None:
+        """The newest whole checkpoint; those that are not are told and put out of the way."""
+        steps = decide(lambda: clean(self._folder))
+        for step in steps:
+            shares = gather(integrity.problem(self._folder / str(step), jax.process_index(), jax.process_count()))
+            problem = next(filter(None, shares), "")
+            if not problem:
+                return step
+            decide(lambda step=step, problem=problem: set_aside(self._folder, step, problem))
+        return None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any):
+        if is_loss(error):
+            return  # what is being saved needs the process that was lost
+        self._wait()
+        self._manager.close()
+        self._thread.shutdown()
+        if error is None:
+            gather("")  # all have sealed theirs
+            self._thin()
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    """The parts of a state that can be restored by themselves."""
+    training = {name: value for name, value in vars(state).items() if name != "parameters"}
+    return {"parameters": state.parameters, "training": training}
+
+
+def kept_steps(stages: Mapping[int, int], keep: int, saving: int | None = None) -> set[int]:
+    """Of the steps saved, each with its stage, those that stay: the newest `keep`, and the last of each finished stage.
+
+    `saving` is the newest one while it is being written, which stays, but does not count.
+    """
+    steps = sorted(stages)
+    last = {step for step, after in pairwise(steps) if stages[after] > stages[step]}
+    return last | set([step for step in steps if step != saving][-keep:]) | ({saving} & set(steps))
+
+
+def newest_whole(directory: Path, stage: int | None = None) -> int | None:
+    """The newest whole checkpoint of a run directory, or of one stage of it, all of which is left as it is.
+
+    Those that are not whole are told.
+    """
+    folder = directory / "checkpoints"
+    for step in finished_steps(folder):
+        if stage is not None and stages_of(folder).get(step) != stage:
+            continue
+        problem = integrity.problem(folder / str(step))
+        if not problem:
+            return step
+        tell(f"the checkpoint of step {step} in {folder} is damaged ({problem}); taking the one before")
+    return None
+
+
+def _check_alike(config: Config, corpora: list[str]) -> None:
+    """Raises ValueError, on every process, unless all of them were given the same config and read the same text."""
+    first, *others = map(json.loads, gather(json.dumps([to_dict(config), corpora])))
+    for process, (values, texts) in enumerate(others, start=1):
+        changed = differences(parse(first[0]), parse(values))
+        if changed:
+            raise ValueError(f"process {process} has another config than process 0: {'; '.join(changed)}")
+        if texts != first[1]:
+            raise ValueError(f"process {process} reads other text than process 0; data.paths must hold the same on all")

@@ -1,0 +1,127 @@
+"""A model to be used: one that a run has trained, or a released one."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from posjax.nn import from_pretrained
+from posjax.nn.huggingface.files import reaching
+from posjax.nn.huggingface.load import is_gguf, is_released
+from train.checkpoint.directory import read_config
+from train.checkpoint.kept import with_kept_tokenizer, with_moved_tokenizer
+from train.checkpoint.manager import newest_whole
+from train.checkpoint.steps import open_manager, read_run
+from train.config import Config, SchemeConfig, differences, load, load_values
+from train.config.settings.checks import check
+from train.model.build import build_model
+from train.runtime.paths import path, write_file
+
+
+def is_run(place: str | Path) -> bool:
+    """Whether a run is there."""
+    with reaching(place):
+        return (path(place) / "config.yaml").is_file()
+
+
+def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a saved run, with overrides of what its training did not depend on; or that of a released model.
+
+    Raises FileNotFoundError without either, and ValueError for overrides that would need another training.
+    """
+    if not is_run(place) and is_released(place):
+        return _config_of_released(place, overrides)
+    if is_gguf(place):
+        raise FileNotFoundError(f"there is no {place}")
+    directory = path(place)
+    saved = read_config(directory)
+    config = with_moved_tokenizer(saved, load(directory / "config.yaml", overrides))
+    changed = differences(saved, config)
+    if changed:
+        raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
+    return with_kept_tokenizer(config, directory)
+
+
+def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
+    name = _whole(place).rpartition("/")[2].removesuffix(".gguf")
+    config = load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
+    why = f"init: found {config.init.path}, but the command names {place}; leave init out"
+    check(_whole(config.init.path) == _whole(place), why)
+    return config
+
+
+def _whole(place: str | Path) -> str:
+    """A path or URL in the one form in which two of the same place are equal."""
+    return str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
+
+
+def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config, nnx.Module]:
+    """The config of a stage, overrides included, and the model as it was trained there; or a released model.
+
+    Args:
+        place: a run directory, or a released model.
+        config: what `config_of` gave for it.
+        stage: by name; that of the newest checkpoint when empty.
+    """
+    if not is_run(place):  # nothing is trained: `remat` says nothing, and parameters can stay as narrow as they are
+        how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
+        return config, from_pretrained(place, dtype=None, **how)
+    directory = path(place)
+    trained, model = restore_model(directory, stage)
+    return config.stage(read_config(directory).every_stage.index(trained)), model
+
+
+def restore_model(directory: str | Path, stage: str = "") -> tuple[Config, nnx.Module]:
+    """The config of a stage and the model as it was trained there, from a run directory, on the first device.
+
+    Without a stage it is that of the newest whole checkpoint.
+
+    Raises FileNotFoundError when there is no run or no checkpoint, and ValueError for an unknown stage.
+    """
+    directory = path(directory)
+    config = read_config(directory)
+    step = newest_whole(directory, config.stage_number(stage) if stage else None)
+    if step is None:
+        which = f" of stage {stage!r}" if stage else ""
+        raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
+    config = config.stage(read_run(directory / "checkpoints", step)["stage"])
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: build_model(config)))
+    device = SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), nnx.to_pure_dict(abstract))
+    wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(shapes))
+    with open_manager(directory / "checkpoints", create=False) as manager:
+        found = manager.restore(step, args=wanted)
+    return config, nnx.merge(graph, found.parameters)
+
+
+def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:
+    """An entry as the stage has it: a stage that changed the scheme of the config changed that of its entries."""
+    if stage.scheme.trained() == config.scheme.trained():
+        return entry
+    extend = entry.extend or stage.scheme.extend
+    return dataclasses.replace(stage.scheme, label=entry.label, extend=extend, stage=entry.stage)
+
+
+def results_of(place: str | Path, config: Config) -> Path:
+    """The directory for results about a model: the run's own, or ``{output}/{name}`` for a released model.
+
+    Raises ValueError if that directory belongs to a run or to another model.
+    """
+    if is_run(place):
+        return path(place)
+    directory = config.directory
+    check(not is_run(directory), f"{directory} holds a run; choose another name for the results of {place}, by name=")
+    mark = directory / _OF
+    known = mark.read_text(encoding="utf-8") if mark.is_file() else _whole(place)
+    check(known == _whole(place), f"{directory} holds results of {known}; choose another name, by name=")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_file(mark, _whole(place))
+    return directory
+
+
+_OF = "model.txt"
+"""Says of which released model a directory holds results."""

@@ -1,0 +1,1 @@
+"""Schemes side by side: trained and measured, or a released model studied under extensions."""

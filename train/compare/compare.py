@@ -1,0 +1,270 @@
+"""Schemes side by side: one config but for the position scheme and the seed, trained, measured and reported.
+
+Each (scheme, seed) trains in a process of its own (`member.py`), one after the other, so that its speed and its
+peak memory are its own. Entries that extend a scheme without retraining are measured by the process that trained it.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from train import report
+from train.checkpoint import RESULTS, read_config
+from train.compare.member import ERROR, MEMBER
+from train.compare.study import run_study
+from train.config import CompareConfig, Config, SchemeConfig, differences, dump
+from train.evaluate.about import about, read_versions
+from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
+from train.model.build import as_released, check_model, evaluated_scheme
+from train.model.convert import check_continues
+from train.runtime.paths import python_path, write_file
+
+
+def compare(config: Config, console: Console | None = None) -> Path:
+    """Trains and measures every scheme of ``config.compare`` with every seed, and writes the report.
+
+    With ``train.steps: 0`` the released model under ``init`` is studied instead; see `run_study`.
+
+    The run's directory, which is returned, gets one directory for each training, ``config.yaml``, ``results.jsonl``,
+    ``figure.png`` and ``index.html``. What is finished there already is not trained or measured again.
+
+    Raises ValueError, before anything is trained, for a list of schemes that cannot be compared; and in one line when
+    some trainings failed, after the report of the others is written.
+    """
+    console = console or Console(highlight=False)
+    if not config.steps:
+        return run_study(config, console)
+    if "://" in config.output:
+        raise ValueError(f"output: compare trains on this machine, into a local folder; found {config.output!r}")
+    planned, held_out = members(config), held_out_tokens(config)
+    _refuse_other_things(config.directory)
+    for member in planned:
+        _refuse_another(member)
+    config.directory.mkdir(parents=True, exist_ok=True)
+    failures: dict[str, str] = {}
+    for number, member in enumerate(planned, start=1):
+        done = finished(member)
+        state = " (finished before)" if done else ""
+        console.print(f"[{number}/{len(planned)}] {member.name}{state}", style="bold", markup=False)
+        error = None if done else run_member(member)
+        if error:
+            failures[member.name] = error
+            console.print(error, style="red", markup=False)
+    _report(config, planned, failures, held_out, console)
+    if failures:
+        told = "; ".join(f"{name}: {why}" for name, why in failures.items())
+        raise ValueError(f"{len(failures)} of {len(planned)} trainings failed: {told}")
+    return config.directory
+
+
+def members(config: Config) -> list[Config]:
+    """The config of every training that a comparison needs, scheme by scheme, seed by seed.
+
+    Each has a directory inside the comparison's, and a ``compare`` section of its own seed and of the entries that are
+    measured with its parameters: the one trained, first, and its extensions.
+
+    Raises ValueError without schemes, for a scheme that cannot be built, for an extension of one that is not trained
+    here, and for models without a perplexity.
+    """
+    check_causal(config)
+    entries = config.compare.schemes
+    if not entries:
+        raise ValueError("compare.schemes is empty: list the schemes to compare, as in [rope, alibi]")
+    bases = [entry for entry in entries if not entry.only_measured]
+    for entry in entries:
+        _check_entry(config, entry)
+        trained = [base.label for base in bases if _same_training(entry, base)]
+        if not trained:
+            raise ValueError(
+                f"compare.schemes: {entry.label!r} extends a {entry.name!r} that is not trained here; "
+                f"list {entry.name!r} with the same options, without extend and stage"
+            )
+        if len(trained) > 1:
+            raise ValueError(f"compare.schemes: {trained[0]!r} and {trained[1]!r} are the same; leave one out")
+    planned = [_member(config, base, seed) for base in bases for seed in config.compare.seeds]
+    if len({member.name for member in planned}) < len(planned):
+        raise ValueError("compare.schemes: labels name directories, so they must differ by more than spaces and signs")
+    return planned
+
+
+def _check_entry(config: Config, entry: SchemeConfig) -> None:
+    """Raises ValueError, with the entry's label, for a scheme that cannot be built or does not fit the model."""
+    try:
+        evaluated_scheme(config, entry)
+        config.stage_number(entry.stage)
+        if not entry.only_measured:
+            _check_stages(replace(config, scheme=entry))
+    except ValueError as error:
+        raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
+
+
+def _check_stages(config: Config) -> None:
+    """Raises ValueError for a stage whose scheme does not fit the model, its length or the stage before."""
+    stages = config.every_stage
+    for stage in stages:
+        check_model(stage)
+    if config.init.path:
+        check_continues(as_released(stages[0]), stages[0])
+    for before, after in pairwise(stages):
+        check_continues(before, after)
+
+
+def _same_training(one: SchemeConfig, other: SchemeConfig) -> bool:
+    return one.trained() == other.trained()
+
+
+def _member(config: Config, base: SchemeConfig, seed: int) -> Config:
+    extensions = tuple(entry for entry in config.compare.schemes if entry.only_measured and _same_training(entry, base))
+    return replace(
+        config,
+        name=f"{_file_name(base.label)}-seed{seed}",
+        output=str(config.directory),
+        seed=seed,
+        scheme=base,
+        compare=CompareConfig(seeds=(seed,), schemes=(base, *extensions)),
+    )
+
+
+def _file_name(label: str) -> str:
+    """A label as the name of a directory."""
+    return re.sub(r"[^\w.=-]+", "-", label).strip("-.") or "scheme"
+
+
+def _refuse_other_things(directory: Path) -> None:
+    """Raises ValueError for a directory that holds more than comparisons leave: a run, or somebody's own files."""
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; choose another name for the comparison")
+    for path in sorted(directory.glob("*")):
+        ours = path.name in ("config.yaml", RESULTS, *report.FILES) or path.suffix == ".log"
+        member = path.is_dir() and (path / "config.yaml").exists()
+        empty = path.is_dir() and not any(path.iterdir())
+        if not (ours or member or empty):
+            raise ValueError(f"{directory} holds other things than a comparison ({path.name}); choose another name")
+    if (directory / "config.yaml").exists() and not read_config(directory).steps:
+        raise ValueError(f"{directory} holds a study of a released model; choose another name for the comparison")
+
+
+def _refuse_another(member: Config) -> None:
+    """Raises ValueError if the member's directory holds a training of another config."""
+    if not (member.directory / "config.yaml").exists():
+        return
+    changed = differences(read_config(member.directory), member)
+    if changed:
+        raise ValueError(
+            f"{member.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
+            "another name to keep both"
+        )
+
+
+def finished(member: Config) -> bool:
+    """Whether the member's directory holds the results of exactly this config."""
+    asked = member.directory / MEMBER
+    results = member.directory / RESULTS
+    return results.is_file() and asked.is_file() and asked.read_text(encoding="utf-8") == dump(member)
+
+
+def run_member(member: Config) -> str | None:
+    """Trains and measures a member in a process of its own; what went wrong, in one line, or None.
+
+    Its progress goes to this process's standard output. Its standard error goes to a file beside its directory, which
+    is kept when it failed. An interrupt reaches both processes; this one waits until the member has saved.
+    """
+    log = member.directory.with_name(f"{member.name}.log")
+    command = [sys.executable, "-m", "train.compare.member"]
+    with log.open("w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=stderr, text=True,
+            env={**os.environ, "PYTHONPATH": python_path()},
+        )  # fmt: skip
+        with _passing_on(signal.SIGTERM, process):
+            try:
+                process.communicate(dump(member))
+            finally:
+                process.wait()
+    if process.returncode == 0:
+        log.unlink()
+        return None
+    return f"{_cause(log.read_text(encoding='utf-8', errors='replace'))} (status {process.returncode}, see {log})"
+
+
+@contextmanager
+def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
+    """Sends a signal that this process gets on to another one, so that no training is left behind.
+
+    Raises KeyboardInterrupt at the end if there was one: nothing more is to be started.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = []
+
+    def pass_on(*_) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    usual = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(number, usual)
+    if received:
+        raise KeyboardInterrupt
+
+
+def _cause(stderr: str) -> str:
+    """The line that says what went wrong: the member's own, else the last one."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    told = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    return (told or lines or ["no message"])[-1]
+
+
+def _report(
+    config: Config,
+    planned: Sequence[Config],
+    failures: Mapping[str, str],
+    held_out: Sequence[np.ndarray],
+    console: Console,
+) -> None:
+    """Writes and shows what the members found, in the order of ``compare.schemes``; nothing if all of them failed."""
+    rows = [row for member in planned if member.name not in failures for row in read_rows(member.directory / RESULTS)]
+    if not rows:
+        return
+    rows += [row for member in planned if member.name in failures for row in _failed(member, failures[member.name])]
+    order = [entry.label for entry in config.compare.schemes]
+    rows.sort(key=lambda row: (order.index(row["label"]), row["seed"], row["length"]))
+    done = next(member for member in planned if member.name not in failures)
+    write_file(config.directory / "config.yaml", dump(config))
+    write_rows(config.directory / RESULTS, rows)
+    report.write(config.directory, rows, about(config, held_out, read_versions(done.directory)))
+    report.show(rows, console)
+    console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")
+
+
+def _failed(member: Config, why: str) -> list[report.Row]:
+    """The rows of a member that failed: no numbers, and the reason."""
+    numbers = ("window_perplexity", "last_perplexity", "tokens_per_second", "train_tokens_per_second")
+    return [
+        {
+            "label": entry.label,
+            "base": member.scheme.label if entry.only_measured else None,
+            "seed": member.seed,
+            "length": length,
+            "train_length": member.train.length,
+            **dict.fromkeys((*numbers, "window_nll", "last_nll", "peak_memory_bytes")),
+            **dict.fromkeys(("window_tokens", "last_tokens"), 0),
+            "error": why,
+        }
+        for entry in member.compare.schemes
+        for length in member.evaluate.lengths
+    ]

@@ -1,0 +1,222 @@
+"""The cells of a study, in the order in which they are measured, and the file that keeps what is done."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posjax.nn.huggingface.files import is_local, open_place
+from posjax.nn.huggingface.load import is_gguf
+from train.checkpoint import RESULTS
+from train.config import Config, SchemeConfig
+from train.config.settings.checks import check, unknown
+from train.data import Document, documents, load_tokenizer
+from train.model.build import extension_of, own_length
+
+TEXT, PASSKEY = "text", "passkey"
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyText:
+    """A text to be read: a name, as many tokens as the longest cell needs, and what the model's texts begin with."""
+
+    name: str
+    tokens: np.ndarray
+    opening: tuple[int, ...] = ()
+
+    def last(self, length: int) -> np.ndarray:
+        """The opening and the last tokens, ``length + 1`` together: ``length`` inputs, each with a target."""
+        rest = length + 1 - len(self.opening)
+        return np.array([*self.opening, *self.tokens[-rest:]], np.int32)
+
+    def digest(self, length: int) -> str:
+        """Differs between texts that end in different tokens."""
+        return hashlib.sha256(self.last(length).tobytes()).hexdigest()[:12]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cell:
+    """One measurement.
+
+    Args:
+        model_digest: of the model; see `digest_of_model`.
+        entry: the extension.
+        extend: its slots with all options, at this length; those of the entry where they do not fit the model.
+        refusal: why they do not; empty where they do.
+        kind: ``"text"`` or ``"passkey"``.
+        length: in tokens.
+        text: that is read, of a cell of text.
+        depth: of the pass key, of a cell of that kind.
+        sizes: what else decides the numbers.
+    """
+
+    model_digest: str
+    entry: SchemeConfig
+    extend: Mapping[str, Any]
+    refusal: str
+    kind: str
+    length: int
+    text: StudyText | None = None
+    depth: float | None = None
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> dict[str, Any]:
+        """What tells it from all others; a row that has the same is its result."""
+        text = {} if self.text is None else {"text": self.text.name, "digest": self.text.digest(self.length)}
+        found = {"model": self.model_digest, "label": self.entry.label, "extend": self.extend, "kind": self.kind}
+        found |= {"length": self.length, "depth": self.depth, "sizes": self.sizes}
+        return json.loads(json.dumps(found | text))
+
+    @property
+    def words(self) -> str:
+        """It, in a line."""
+        what = f"pass key at depth {self.depth:.2f}" if self.text is None else self.text.name
+        return f"{self.entry.label} at {self.length:,}: {what}"
+
+
+def chosen_entries(config: Config) -> list[SchemeConfig]:
+    """The extensions that are studied. Raises ValueError for a label in ``compare.only`` that is none of them."""
+    entries, only = config.compare.schemes, config.compare.only
+    labels = [entry.label for entry in entries]
+    for label in only:
+        if label not in labels:
+            raise unknown("compare.only", label, labels, "label")
+    return [entry for entry in entries if not only or entry.label in only]
+
+
+def is_to_be_searched(entry: SchemeConfig) -> bool:
+    """Whether an entry names LongRoPE without its factors."""
+    change = entry.extend.get("frequencies")
+    return isinstance(change, Mapping) and change.get("name") == "longrope" and "long_factor" not in change
+
+
+def cells_of(
+    config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]
+) -> list[Cell]:
+    """All cells: those of text, then those of the pass key where ``evaluate.tasks`` names it.
+
+    Args:
+        config: of the study.
+        model_digest: of the model.
+        entries: the extensions, with what was searched for them.
+        texts: to be read.
+    """
+    cells = [*_text_cells(config, model_digest, entries, texts)]
+    return cells + ([*_passkey_cells(config, model_digest, entries)] if PASSKEY in config.evaluate.tasks else [])
+
+
+def _text_cells(
+    config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]
+) -> Iterator[Cell]:
+    """Shorter ones first, and text by text, so that all extensions can be compared soon."""
+    sizes = {"scored": scored(config)}
+    for length in config.evaluate.lengths:
+        extended = [(entry, *_extension(config, entry, length)) for entry in entries]
+        for text in texts:
+            for each in extended:
+                yield Cell(model_digest, *each, TEXT, length, text=text, sizes=sizes)
+
+
+def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
+    """Each length and depth."""
+    section = config.evaluate.passkey
+    sizes = {"cases": section.cases}
+    for length in section.lengths or config.evaluate.lengths:
+        for entry in entries:
+            extended = _extension(config, entry, length)
+            for depth in np.linspace(0, 1, section.depths):
+                yield Cell(model_digest, entry, *extended, PASSKEY, length, depth=float(depth), sizes=sizes)
+
+
+def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
+    """The slots of an entry with all options at a length; or as they are, and why they do not fit the model."""
+    if is_to_be_searched(entry):
+        return entry.extend, "no factors of LongRoPE were found for this model; the search says why"
+    try:
+        return extension_of(config, entry, length), ""
+    except ValueError as error:
+        return entry.extend, str(error)
+
+
+def all_documents(config: Config) -> list[Document]:
+    """Every document; a study trains nothing, so none is held out."""
+    return documents(dataclasses.replace(config.data, held_out=0.0), "train")
+
+
+def scored(config: Config) -> int:
+    """How many tokens at the end of a text are scored."""
+    return config.compare.scored or max(1, own_length(config) // 4)
+
+
+def digest_of_model(config: Config) -> str:
+    """Differs between models whose weights, config, tokenizer or dtype of computation differ.
+
+    The files are read whole where they are local; at a URL the file system's own mark of their contents is taken.
+    """
+    place = config.init.path
+    files, root = open_place(place)
+    names = [root] if is_gguf(place) else sorted(n for n in files.ls(root, detail=False) if n.endswith(".safetensors"))
+    marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
+    tokenizer = load_tokenizer(config.data).identity
+    whole = json.dumps([config.init.values, config.model.compute_dtype, tokenizer, marks], sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()[:12]
+
+
+def _file_digest(name: str) -> str:
+    with open(name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finished_rows(directory: Path) -> list[dict[str, Any]]:
+    """What is done. A last line that was cut off by an interruption is left out."""
+    place = directory / RESULTS
+    lines = place.read_text(encoding="utf-8").split("\n") if place.exists() else [""]
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def append_row(directory: Path, row: Mapping[str, Any]) -> None:
+    """Keeps a result. What an interruption left of a line before is removed first."""
+    place = directory / RESULTS
+    whole = place.read_bytes() if place.exists() else b""
+    end = whole.rfind(b"\n") + 1
+    with place.open("r+b" if place.exists() else "wb") as file:
+        file.truncate(end)
+        file.seek(end)
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row of a cell; None where it is not measured yet.
+
+    That of another label will do if all else is the same, as where extensions change nothing up to the model's length.
+    """
+    wanted = [(name, value) for name, value in cell.key.items() if name != "label"]
+    found = [row for row in rows if all(row.get(name) == value for name, value in wanted)]
+    return {**found[0], "label": cell.entry.label} if found else None
+
+
+def check_entries(config: Config) -> None:
+    """Raises ValueError for a study without extensions, or with an entry that would have to be trained."""
+    check(
+        bool(config.compare.schemes), "compare.schemes is empty: list the extensions, as {name: released, extend: ...}"
+    )
+    for entry in config.compare.schemes:
+        check(
+            entry.name == "released",
+            f"compare.schemes: {entry.label!r} is not the scheme of the model under init, so it must be trained; set "
+            "train.steps, or name it released",
+        )
+        beside = [*entry.options, *(["stage"] if entry.stage else [])]
+        check(
+            not beside,
+            f"compare.schemes: {entry.label!r} has {' and '.join(beside)} beside its name, which only a training "
+            "reads; put slots under extend",
+        )
+    for task in config.evaluate.tasks:
+        check(task == PASSKEY, f"evaluate.tasks: a study has the task {PASSKEY!r} alone, found {task!r}")

@@ -1,0 +1,288 @@
+"""What a study found: a sentence for each length, tables, a figure, one page."""
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from train.compare.study.cells import PASSKEY, TEXT
+from train.config import Config, dump
+from train.model.build import own_length
+from train.report import style
+from train.report.numbers import Estimate, estimate
+from train.report.page import FIGURE, INDEX, About, Picture, page
+from train.report.tables import Table, show_table
+from train.runtime.machine import own_versions, processor
+
+Row = Mapping[str, Any]
+
+
+def write(config: Config, directory: Path, rows: Sequence[Row], console: Console) -> None:
+    """Writes ``figure.png`` and ``index.html``, shows the sentences and tables; nothing before a text has a loss."""
+    done = [row for row in rows if row["kind"] in (TEXT, PASSKEY)]
+    if not any(row["kind"] == TEXT and not row["error"] for row in done):
+        return
+    sentences, found = findings(config, done), tables(config, done)
+    picture = Picture(FIGURE, draw(config, done), _ALT, _CAPTION.format(scored=_scored(done)))
+    (directory / FIGURE).write_bytes(picture.png)
+    about = _about(config, done)
+    whole = page(about, [picture], found, findings=sentences, notes=_notes(done), remark=_ERRORS)
+    (directory / INDEX).write_text(whole, encoding="utf-8")
+    for sentence in sentences:
+        console.print(sentence, markup=False)
+    for table in found:
+        show_table(table, console)
+    console.print(f"{directory / INDEX} has the figure, the tables, the config and the versions.", markup=False)
+
+
+_ERRORS = "In sentences ± is the standard error over texts of the difference between two extensions."
+
+
+def _about(config: Config, rows: Sequence[Row]) -> About:
+    names = list(dict.fromkeys(row["text"] for row in rows if row["kind"] == TEXT))
+    model = config.model
+    return About(
+        title=f"{config.init.path.rstrip('/').rpartition('/')[2]} beyond its {own_length(config):,} tokens",
+        text=f"Texts: {', '.join(names)}",
+        model=f"{model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, not trained any further",
+        config=dump(config),
+        versions={**own_versions(), "cpu": processor()},
+    )
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def labels(config: Config, rows: Sequence[Row]) -> list[str]:
+    """The extensions that have a result, in the order of the config."""
+    known = [entry.label for entry in config.compare.schemes]
+    found = {row["label"] for row in rows}
+    return [label for label in known if label in found]
+
+
+def lengths(rows: Sequence[Row]) -> list[int]:
+    """The lengths that have a result, rising."""
+    return sorted({row["length"] for row in rows})
+
+
+def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
+    """The loss of the last tokens of every text, by its name."""
+    mine = [row for row in rows if row["kind"] == TEXT and (row["label"], row["length"]) == (label, length)]
+    return {row["text"]: row["nll"] for row in mine if not row["error"]}
+
+
+def at_length(config: Config, rows: Sequence[Row], label: str, length: int) -> Estimate | None:
+    """Mean over texts, and the standard deviation of what changes; None unless all shared texts have a number.
+
+    What changes is the loss of a text beside that of the model as released at its own length; if that is not measured,
+    at the nearest shorter length, else at the shortest one.
+    """
+    texts, found = shared_texts(rows, length), losses(rows, label, length)
+    if not texts or not texts <= found.keys():
+        return None
+    mean, levels = statistics.fmean(found[text] for text in texts), _levels(config, rows, texts)
+    changes = estimate(found[text] - levels[text] for text in sorted(texts)) if levels else None
+    return Estimate(mean, None if changes is None else changes.spread)
+
+
+def shared_texts(rows: Sequence[Row], length: int) -> set[str]:
+    """The texts that every extension which worked so far has read at a length, so that means are over the same ones."""
+    mine = [row for row in rows if row["kind"] == TEXT and row["length"] == length]
+    failed = {row["label"] for row in mine if row["error"]}
+    found = [losses(mine, label, length).keys() for label in {row["label"] for row in mine} - failed]
+    return set.intersection(*map(set, found)) if found else set()
+
+
+def _levels(config: Config, rows: Sequence[Row], texts: Collection[str]) -> dict[str, float]:
+    """How hard these texts are for the model as released; empty unless that is measured of all of them."""
+    plain, own = plain_label(config), own_length(config)
+    measured = [n for n in lengths(rows) if set(texts) <= losses(rows, plain, n).keys()]
+    at = max((n for n in measured if n <= own), default=min(measured, default=0))
+    return losses(rows, plain, at)
+
+
+def plain_label(config: Config) -> str:
+    """The label of the model without an extension; empty where it is not studied."""
+    return next((entry.label for entry in config.compare.schemes if not entry.extend), "")
+
+
+def findings(config: Config, rows: Sequence[Row]) -> list[str]:
+    """A sentence for each length: which extension is best, by how much, and whether texts agree."""
+    return [sentence for length in lengths(rows) if (sentence := _finding(config, rows, length))]
+
+
+def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
+    found = {label: at_length(config, rows, label, length) for label in labels(config, rows)}
+    means = {label: value.mean for label, value in found.items() if value is not None}
+    if len(means) < 2:
+        return ""
+    # Rounded as they are written, so that what ties stays in the order of the config.
+    order, plain = sorted(means, key=lambda label: round(means[label], 3)), plain_label(config)
+    best = order[0]
+    written = {label: {text: round(nll, 3) for text, nll in losses(rows, label, length).items()} for label in order}
+    others = [label for label in order[1:] if written[label] != written[best]]
+    named = dict.fromkeys([*([plain] if plain in others else []), *others[:1]])
+    first = f"no extension is better than {best}" if best == plain else f"{best} is best"
+    behind = "".join(f"; {label} is {_difference(rows, length, best, label)}" for label in named)
+    return f"At {length:,} tokens {first}, {means[best]:.3f} nats per token{behind}."
+
+
+def _difference(rows: Sequence[Row], length: int, best: str, other: str) -> str:
+    """By how much one is behind, in words: the mean over texts, its standard error, and on how many texts it is."""
+    one, two = losses(rows, best, length), losses(rows, other, length)
+    behind = [two[text] - one[text] for text in sorted(shared_texts(rows, length))]
+    if len(behind) < 2:
+        return f"{behind[0]:.3f} behind, on one text"
+    error = statistics.stdev(behind) / math.sqrt(len(behind))
+    worse = sum(each > 0 for each in behind)
+    return f"{statistics.fmean(behind):.3f} ± {error:.3f} behind, on {worse} of {len(behind)} texts"
+
+
+def _scored(rows: Sequence[Row]) -> int:
+    return next(row["sizes"]["scored"] for row in rows if row["kind"] == TEXT)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
+    """The loss at the end of the context, the pass key, and costs."""
+    text = [row for row in rows if row["kind"] == TEXT]
+    own, at = own_length(config), lengths(text)
+    texts = len({row["text"] for row in text})
+    over = "one text" if texts == 1 else f"mean over {texts} texts at most; {_SPREAD}"
+    title = f"Loss of the last {_scored(rows):,} tokens, in nats per token ({over})"
+    header = ("extension", *(f"{n:,} ({n / own:.3g}x)" for n in at))
+    body = [(label, *(_shown(at_length(config, rows, label, n)) for n in at)) for label in labels(config, text)]
+    found = [Table(title, header, tuple(body))]
+    keys = [row for row in rows if row["kind"] == PASSKEY]
+    return [*found, *([_passkeys(config, keys)] if keys else []), _costs(config, text)]
+
+
+_SPREAD = "± is the standard deviation over texts of the change from the model as released at its own length"
+
+
+def _shown(value: Estimate | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value.mean:.3f}" + ("" if value.spread is None else f" ±{value.spread:.3f}")
+
+
+def _passkeys(config: Config, rows: Sequence[Row]) -> Table:
+    """The share found at each length and depth."""
+    columns = sorted({(row["length"], row["depth"]) for row in rows})
+    header = ("pass key found in %", *(f"{length:,} at {depth:.2f}" for length, depth in columns))
+    found = {(row["label"], row["length"], row["depth"]): row for row in rows if not row["error"]}
+
+    def share(label: str, column: tuple) -> str:
+        row = found.get((label, *column))
+        return "-" if row is None else f"{100 * row['accuracy']:.0f}"
+
+    cases = rows[0]["sizes"]["cases"]
+    body = [(label, *(share(label, column) for column in columns)) for label in labels(config, rows)]
+    title = f"Pass key by length and depth ({cases} case{'s' if cases > 1 else ''} each)"
+    return Table(title, header, tuple(body))
+
+
+def _costs(config: Config, rows: Sequence[Row]) -> Table:
+    """Tokens a second and the memory of one pass, at the longest length of the study."""
+    longest = lengths(rows)[-1]
+    body = []
+    for label in labels(config, rows):
+        mine = [row for row in rows if (row["label"], row["length"]) == (label, longest) and not row["error"]]
+        # The fastest of the texts: what else a machine does can only slow it.
+        speed = f"{max(row['tokens_per_second'] for row in mine):,.0f}" if mine else "-"
+        held = [row["memory_bytes"] for row in mine if row["memory_bytes"] is not None]
+        memory = f"{max(held) / 2**20:,.0f}" if held else "-"
+        body.append((label, speed, memory))
+    header = ("extension", f"tokens/s at {longest:,}", "MiB of parameters and activations")
+    return Table("Cost of one pass", header, tuple(body))
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    return sorted({f"{row['label']} at {row['length']:,}: {row['error']}" for row in rows if row["error"]})
+
+
+# --- figure -----------------------------------------------------------------------------------------------------------
+
+_ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
+_CAPTION = (
+    "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them. A "
+    "falling line says that more context helps. Right: the mean loss in parts of the texts of the longest length, by "
+    "the number of tokens before, from 16 on. The axes end 1.5 nats above the lowest value."
+)
+_ROOM = 1.5
+
+
+def draw(config: Config, rows: Sequence[Row]) -> bytes:
+    """Loss against length and loss by position, as a PNG."""
+    text = [row for row in rows if row["kind"] == TEXT]
+    names = labels(config, [row for row in text if not row["error"]])
+    figure = style.new_figure(14, max(5.5, 1.2 + 0.22 * len(names)))
+    ends, places = figure.subplots(1, 2)
+    _draw_lengths(ends, config, text, _looks(names))
+    _draw_positions(places, config, text, _looks(names))
+    ends.set_title(f"Loss of the last {_scored(rows):,} tokens", fontsize=11)
+    figure.suptitle(_about(config, rows).title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    style.legend(figure, ends, False)
+    style.lay_out(figure)
+    return style.png(figure)
+
+
+def _draw_lengths(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Look]) -> None:
+    """The mean loss of the last tokens against the length of the text."""
+    drawn = []
+    for name, look in looks.items():
+        found = {n: value.mean for n in lengths(rows) if (value := at_length(config, rows, name, n)) is not None}
+        if found:
+            style.plot(panel, name, look, {n: Estimate(mean) for n, mean in found.items()})
+        drawn += found.values()
+    style.length_axis(panel, lengths(rows), own_length(config))
+    _axis(panel, drawn)
+    panel.set_ylabel("nats per token")
+    panel.set_xlabel("context in tokens (times the model's own length)")
+
+
+def _draw_positions(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Look]) -> None:
+    """The mean loss in each part of the texts of the longest length, from 16 tokens on."""
+    longest, later = lengths([row for row in rows if not row["error"]])[-1], []
+    texts = shared_texts(rows, longest)
+    for name, look in looks.items():
+        if at_length(config, rows, name, longest) is None:
+            continue
+        mine = [row for row in rows if (row["label"], row["length"]) == (name, longest) and row["text"] in texts]
+        ends = mine[0]["position_ends"]
+        means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(ends))]
+        kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]
+        if not kept:
+            continue
+        (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
+        line.set_dashes(look.dashes or (None, None))
+        later += [mean for end, mean in kept if end >= 64]
+    _axis(panel, later)
+    panel.set_xscale("log", base=2)
+    panel.axvline(own_length(config), color="#555555", linestyle=":", linewidth=1.3)
+    panel.set_title("Loss by position", fontsize=11)
+    panel.set_xlabel(f"tokens before, in a text of {longest:,}")
+
+
+def _looks(names: Sequence[str]) -> dict[str, style.Look]:
+    """A colour and a dash for each of many lines."""
+    return {
+        name: style.Look(
+            style.COLOURS[n % len(style.COLOURS)],
+            style.MARKERS[n % len(style.MARKERS)],
+            style.DASHES[n // len(style.COLOURS) % len(style.DASHES)] if n >= len(style.COLOURS) else None,
+        )
+        for n, name in enumerate(names)
+    }
+
+
+def _axis(panel: Any, values: Sequence[float]) -> None:
+    low = min(values, default=0.0)
+    panel.set_ylim(low - 0.05, min(max(values, default=1.0) + 0.05, low + _ROOM))
+    panel.grid(True, color="#dddddd", linewidth=0.7)
+    panel.set_axisbelow(True)

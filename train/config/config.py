@@ -1,0 +1,117 @@
+"""The config of a run, and those of its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from train.config.settings import (
+    CompareConfig,
+    DataConfig,
+    EvaluateConfig,
+    InitConfig,
+    ModelConfig,
+    MonitorConfig,
+    SchemeConfig,
+    StageConfig,
+    TrainConfig,
+)
+from train.config.settings.checks import check, check_seed, unknown
+from train.config.typed import changed, plain, scheme
+from train.runtime.paths import check_output, path
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run. The run's directory is ``{output}/{name}``.
+
+    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, scheme: ..., extend: {...}}``. What a stage
+    leaves out stays as in the stage before it, the first one's as in the config itself; each starts from the weights of
+    the one before, with an optimizer and a schedule of its own. `scheme` is another scheme, `extend` changes options of
+    the one there is, as in ``extend: {frequencies: {name: yarn, ...}}``. Without stages the run is one.
+
+    `init` is the path of a released model, from which the training starts: shape, scheme and tokenizer are those of the
+    model, so that `model` needs none of its keys, and `scheme` is ``released`` unless it names another.
+
+    `imports` names modules that are imported before the scheme is built: those that register methods of one's own
+    (``posjax.register``). They lie in the working directory, on PYTHONPATH or are installed, wherever the run is used.
+    """
+
+    name: str = "run"
+    output: str = "runs"
+    seed: int = 0
+    imports: tuple[str, ...] = ()
+    init: InitConfig = field(default_factory=InitConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheme: SchemeConfig = field(default_factory=SchemeConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    stages: tuple[StageConfig, ...] = ()
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+
+    def __post_init__(self):
+        check(bool(self.name), "name is empty: it names the run's directory")
+        outside = self.name.startswith("/") or ".." in self.name.split("/")
+        check(
+            not outside, f"name: the run's directory lies in output, found {self.name!r}; set output for another place"
+        )
+        check_output(self.output)
+        check(
+            self.train.steps > 0 or bool(self.init.path),
+            "train.steps must be positive, found 0; with 0 a released model is measured, named as in init=PATH",
+        )
+        check_seed("seed", self.seed)
+        object.__setattr__(self, "_resolved", self._resolve())
+
+    def _resolve(self) -> tuple[Config, ...]:
+        """The config of every stage, without stages; none where it has none."""
+        resolved = [self]
+        for number, stage in enumerate(self.stages):
+            try:
+                resolved.append(_next_stage(resolved[-1], stage))
+            except ValueError as error:
+                raise ValueError(f"stages[{number}]: {error}") from None
+        return tuple(resolved[1:])
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The name of every stage; its number where it has none."""
+        return tuple(stage.name or str(n) for n, stage in enumerate(self.stages)) or ("0",)
+
+    def stage_number(self, name: str) -> int:
+        """The number of a stage by its name, the last one's without a name. Raises ValueError for an unknown name."""
+        if not name:
+            return len(self.stage_names) - 1
+        if name not in self.stage_names:
+            raise unknown("stage", name, self.stage_names, "stage")
+        return self.stage_names.index(name)
+
+    @property
+    def steps(self) -> int:
+        """Updates of all stages."""
+        return sum(stage.train.steps for stage in self.every_stage)
+
+    @property
+    def every_stage(self) -> tuple[Config, ...]:
+        """The config of every stage, each without stages; the config itself where it has none."""
+        return self._resolved or (self,)
+
+    def stage(self, number: int) -> Config:
+        """The config of one stage, by its number."""
+        return self.every_stage[number]
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return path(self.output) / self.name
+
+
+def _next_stage(before: Config, stage: StageConfig) -> Config:
+    """The config of a stage: that of the one before, with what it changes."""
+    found = before.scheme if stage.scheme is None else stage.scheme
+    if stage.extend:
+        found = scheme({**plain(found), **stage.extend}, "scheme")
+    return dataclasses.replace(before, stages=(), scheme=found, train=changed(before.train, stage.train, "train"))

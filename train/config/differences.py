@@ -1,0 +1,62 @@
+"""What decides the numbers of a training, and what may change before it is resumed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from train.config.config import Config
+from train.config.settings.init import own_tokenizer
+from train.config.typed import plain
+
+# What may change between the start of a run and its resumption without changing a single number of the training.
+_FREE_SECTIONS = ("name", "output", "imports", "init.path", "data.cache", "monitor", "evaluate", "compare")
+
+
+# How a model computes, not what: equal up to rounding, and another mesh may need another.
+_FREE_MODEL = ("model.remat", "model.scan_layers")
+
+
+_FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
+
+
+_FREE_TRAIN = (
+    "train.mesh",
+    "train.context",
+    "train.loss_chunks",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.log_every",
+)
+
+
+def differences(saved: Config, found: Config) -> list[str]:
+    """What differs between two configs among the keys that decide the training, as ``key: saved, now found``."""
+    before, after = _decisive(saved), _decisive(found)
+    keys = [key for key in dict.fromkeys([*before, *after]) if not _is_free(key)]
+    return [
+        f"{key} was {before.get(key)!r}, now {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)
+    ]
+
+
+def _decisive(config: Config) -> dict[str, Any]:
+    """Every key with its value, those of the stages as they are when filled in."""
+    values = _flatten({**plain(config), "stages": len(config.stages)})
+    if config.init.path and config.data.tokenizer == own_tokenizer(config.init.path):
+        values["data.tokenizer"] = "that of the model under init"  # wherever that lies by now
+    for number, each in enumerate(config.every_stage if config.stages else ()):
+        stage = plain(each)
+        own = _flatten({name: stage[name] for name in ("train", "scheme")})
+        values |= {f"stages[{number}].{key}": value for key, value in own.items() if not _is_free(key)}
+    return values
+
+
+def _is_free(key: str) -> bool:
+    return any(
+        key == free or key.startswith(free + ".") for free in _FREE_SECTIONS + _FREE_MODEL + _FREE_SCHEME + _FREE_TRAIN
+    )
+
+
+def _flatten(values: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        return {path: values}
+    prefix = f"{path}." if path else ""
+    return {key: leaf for name, value in values.items() for key, leaf in _flatten(value, prefix + name).items()}

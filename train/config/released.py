@@ -1,0 +1,105 @@
+"""What a released model says of a config that starts from it: shape, scheme, tokenizer."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from posjax import rotary
+from posjax.nn import DecoderConfig
+from posjax.nn.huggingface import read_config
+from posjax.nn.huggingface.family import reach
+from posjax.nn.huggingface.load import read_values
+from train.config.settings.checks import check, unknown
+from train.config.settings.init import own_tokenizer
+
+_HOW = ("compute_dtype", "remat", "scan_layers", "implementation")
+"""Keys of the model that say how it is computed: those of the config win."""
+_NOT_SHAPE = ("scheme", "placement", *_HOW)
+
+
+def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's mapping with what its ``init`` says filled in: ``model``, ``scheme`` and ``data.tokenizer``.
+
+    Raises:
+        FileNotFoundError: without the model.
+        ValueError: for a model that cannot be read, and for a key of ``model`` that contradicts it, by name.
+    """
+    init = values["init"] if isinstance(values["init"], Mapping) else {"path": values["init"]}
+    check(isinstance(init.get("path"), str), f"init: expected a path, found {init.get('path')!r}")
+    for key in init:
+        if key not in ("path", "values"):
+            raise unknown("init", key, ("path", "values"), "key")
+    path, found = init["path"], init.get("values")
+    check(found is None or isinstance(found, Mapping), f"init.values: expected a config.json, found {found!r}")
+    found = found or read_values(path)
+    shape = model_section(read_config(found))
+    given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
+    shape["trained_length"] = _trained_length(path, found, given.get("trained_length"))
+    for key, value in given.items():
+        check(
+            key in _HOW or key not in shape or _same(value, shape[key]),
+            f"model.{key}: {value!r} contradicts {path}, which has {shape.get(key)!r}; leave it out",
+        )
+    data.setdefault("tokenizer", own_tokenizer(path))
+    scheme = values.get("scheme", {})
+    return {
+        **values,
+        "scheme": {"name": "released", **scheme} if isinstance(scheme, Mapping) else scheme,
+        "init": {"path": path, "values": found},
+        "model": shape | {key: value for key, value in given.items() if key not in shape},
+        "data": data,
+        **_lengths(values, shape["trained_length"]),
+    }
+
+
+def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
+    """The length a model was made for: `given`, else what config.json says or its scaling reaches.
+
+    Raises ValueError where neither config.json nor the config says it.
+    """
+    config = read_config(values)
+    rules = {each.features.frequencies for each in config.layers.schemes if each.rotates}
+    scaled = [rule for rule in rules if isinstance(rule, rotary.NTKByParts | rotary.Llama3)]
+    stated = config.trained_length
+    found = given or max([*(reach(rule, stated) for rule in scaled), stated or 0])
+    check(bool(found), f"model.trained_length: config.json of {path} does not say the length it was trained at; set it")
+    return found
+
+
+def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
+    """The sections ``train`` and ``evaluate`` with default lengths: the model's own, and up to four times that."""
+    train, evaluate = _section(values, "train"), _section(values, "evaluate")
+    if "length" not in train:
+        train = {"length": own, "batch_tokens": own, **train}
+    evaluate = {"lengths": [own // 4, own, 2 * own, 4 * own], **evaluate}
+    if isinstance(evaluate["lengths"], list) and all(isinstance(length, int) for length in evaluate["lengths"]):
+        longest = max(evaluate["lengths"], default=own)
+        evaluate = {"tokens": max(131072, longest), "batch_tokens": longest, **evaluate}
+    return {"train": train, "evaluate": evaluate}
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name) or {}
+    check(isinstance(found, Mapping), f"{name}: expected a section of keys, found {found!r}")
+    return dict(found)
+
+
+def _same(given: Any, found: Any) -> bool:
+    """Whether a key says the same; a section need not say everything, and lists are what YAML has for tuples."""
+    if isinstance(given, Mapping) and isinstance(found, Mapping):
+        return all(key in found and _same(value, found[key]) for key, value in given.items())
+    lists = isinstance(given, list | tuple) and isinstance(found, list | tuple)
+    return list(given) == list(found) if lists else given == found
+
+
+def model_section(config: DecoderConfig) -> dict[str, Any]:
+    """The shape of a decoder as the section ``model`` of a config."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    plain = {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
+    }
+    return {
+        "vocabulary" if name == "vocab_size" else name: list(value) if isinstance(value, tuple) else value
+        for name, value in plain.items()
+        if name not in _NOT_SHAPE
+    }

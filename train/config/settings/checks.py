@@ -1,0 +1,60 @@
+"""What the checks of values have in common; every mistake is a ValueError in one line that names the key."""
+
+import math
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises ``ValueError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_positive(section: str, owner: Any, *names: str) -> None:
+    """Raises unless the named settings of a section are all above 0."""
+    for name in names:
+        value = getattr(owner, name)
+        check(value > 0, f"{section}.{name} must be positive, found {value}")
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raises unless the value is at least 0 and below 1."""
+    check(0 <= value < 1, f"{name} must be at least 0 and below 1, found {value}")
+
+
+def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueError:
+    """The error for a name that is not known, with the nearest one that is."""
+    near = get_close_matches(str(found), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"{path}: unknown {what} {found!r}{hint} (known: {', '.join(known)})")
+
+
+def divisor_near(number: int, most: int) -> int:
+    """A divisor of ``number`` up to ``most``, to name in a message: the largest, unless none lies within 65,536 of it.
+
+    Numbers in a config may be as large as one types; no message is worth a search through all of them.
+    """
+    top = min(number, most)
+    return next((n for n in range(top, max(0, top - 2**16), -1) if number % n == 0), math.gcd(number, most))
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Raises unless the value fits an unsigned integer of 32 bits."""
+    check(0 <= seed < 2**32, f"{name} must be at least 0 and below 2**32, found {seed}")
+
+
+def check_distinct(name: str, values: Sequence[Any], remedy: str) -> None:
+    """Raises if a value stands there twice; ``remedy`` says what to do."""
+    twice = [value for index, value in enumerate(values) if value in values[:index]]
+    check(not twice, f"{name}: {twice[0] if twice else None!r} stands there twice; {remedy}")
+
+
+def check_chunks(vocabulary: int, chunks: int) -> None:
+    """Raises ValueError for ``train.loss_chunks`` that do not divide the vocabulary."""
+    if vocabulary % chunks:
+        fits = divisor_near(vocabulary, chunks)
+        raise ValueError(
+            f"train.loss_chunks must divide the vocabulary of {vocabulary} tokens, found {chunks}; {fits} would work"
+        )

@@ -1,0 +1,66 @@
+"""Which text to read, and how it becomes rows of tokens."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from train.config.settings.checks import check, check_fraction
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One part of a mixture: its files, and how much of the training they make up."""
+
+    paths: tuple[str, ...] = ()  # as `data.paths`
+    weight: float = 1.0  # this part's share of the training tokens, beside the weights of the others
+    text_key: str = "text"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text to read, and how it becomes rows of tokens.
+
+    A .txt or .py file is a document; .jsonl (each perhaps .gz or .zst), .parquet, .array_record and the folders that
+    Hugging Face `datasets` writes have a document in each line, row or record. Paths may be URLs, as gs://bucket/*.txt.
+    Whole documents are held out.
+    """
+
+    source: Literal["stdlib", "files"] = "stdlib"  # Python's own standard library, or `paths`, or `mixture`
+    paths: tuple[str, ...] = ()  # files, globs of files, or folders of `datasets`
+    mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
+    text_key: str = "text"  # the key or column of the text
+    held_out: float = 0.05  # share of the documents kept from training, for evaluation
+    tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, a .model of SentencePiece, or a GGUF file
+    special_tokens: Literal["added", "own"] = (
+        "added"  # ids for those of the four that a tokenizer lacks, or its own alone
+    )
+    packing: Literal["concatenate", "best-fit"] = "concatenate"  # how documents fill rows: see train.data.packing
+    cache: str = ""  # folder or URL of the tokens; {output}/tokens when empty, and none for the bytes of a small corpus
+
+    def __post_init__(self):
+        check_fraction("data.held_out", self.held_out)
+        if self.source == "files":
+            self._check_files()
+        else:
+            check(not self.paths, f"data.paths is read only with data.source=files, found source {self.source!r}")
+            check(not self.mixture, f"data.mixture is read only with data.source=files, found source {self.source!r}")
+        check(
+            self.tokenizer == "bytes" or self.tokenizer.endswith((".json", ".model", ".gguf")),
+            "data.tokenizer must be 'bytes', a tokenizer.json of Hugging Face, a .model of SentencePiece or a GGUF "
+            f"file, found {self.tokenizer!r}",
+        )
+
+    def _check_files(self) -> None:
+        both = self.paths and self.mixture
+        check(not both, "data.paths and data.mixture are two ways to name the text; put the paths into the mixture")
+        check(
+            bool(self.paths or self.mixture),
+            "data.paths is empty: name the files to read (.txt, .jsonl, .parquet, ...), or globs of them",
+        )
+        for number, part in enumerate(self.mixture):
+            check(bool(part.paths), f"data.mixture[{number}].paths is empty: name its files, or globs of them")
+            check(part.weight > 0, f"data.mixture[{number}].weight must be positive, found {part.weight}")
+
+    @property
+    def parts(self) -> tuple[SourceConfig, ...]:
+        """The parts of the mixture; a mixture of one where there is none."""
+        return self.mixture or (SourceConfig(self.paths, 1.0, self.text_key),)

@@ -1,0 +1,153 @@
+"""What is measured of a trained model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from train.config.settings.checks import check, check_distinct, check_positive, unknown
+
+SECTIONS = {
+    "passkey": "passkey",
+    "passkey_tokens": "passkey_tokens",
+    "needle_single": "needles",
+    "needle_multi_key": "needles",
+    "needle_multi_value": "needles",
+    "needle_multi_query": "needles",
+    "variable_tracking": "variable_tracking",
+    "common_words": "words",
+    "frequent_words": "words",
+    "mqar": "mqar",
+    "copy": "copy",
+    "induction": "induction",
+}
+"""The tasks that `evaluate.tasks` may name, and the section with the sizes of each."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """The sizes that every task has. The cases are the same for every model, whatever its seed."""
+
+    lengths: tuple[int, ...] = ()  # in tokens, answer included; when empty those of `evaluate.lengths` that hold it
+    cases: int = 20  # at each length, or at each depth of each length
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes that must be positive, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+
+
+@dataclass(frozen=True)
+class DepthConfig(TaskConfig):
+    """A task whose answer stands at a depth: 0 is the beginning of the text, 1 its end, just before the question."""
+
+    depths: int = 5  # evenly from 0 to 1
+
+
+@dataclass(frozen=True)
+class PasskeyConfig(DepthConfig):
+    """A number of five digits in idle text, asked for at the end."""
+
+    new_tokens: int = 64  # generated for the answer; part of the length
+
+
+@dataclass(frozen=True)
+class PasskeyTokensConfig(DepthConfig):
+    """The same among random symbols, for small models."""
+
+    key_tokens: int = 5
+
+
+@dataclass(frozen=True)
+class NeedlesConfig(DepthConfig):
+    """Sentences that give things numbers, in idle text. Only the single needle has a depth."""
+
+    keys: int = 4  # things with a number, one of which is asked for
+    values: int = 4  # numbers of one thing
+    queries: int = 4  # things that are all asked for
+    digits: int = 5  # of every number
+
+
+@dataclass(frozen=True)
+class VariablesConfig(TaskConfig):
+    """Chains of variables, each set to the one before."""
+
+    chains: int = 2  # one of which is asked for
+    hops: int = 2  # variables of a chain after its first
+
+
+@dataclass(frozen=True)
+class WordsConfig(TaskConfig):
+    """Lists of words, of which the most frequent are asked for."""
+
+    common: int = 3  # words of `common_words` that stand in the list often
+    often: int = 6  # times that they do
+    seldom: int = 2  # times that every other word does
+    frequent: int = 3  # words of `frequent_words` that are asked for
+    power: float = 2.0  # of the law by which the words of `frequent_words` are drawn
+
+
+@dataclass(frozen=True)
+class MqarConfig(TaskConfig):
+    """Pairs of symbols, and the first of each again."""
+
+    pairs: int = 4
+    power: float = 0.01  # of the law of the distance from a pair to its query
+
+
+_TASK_SECTIONS = tuple(dict.fromkeys(SECTIONS.values()))
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Perplexity on the held-out documents, in windows of each length, and tasks whose answers are right or wrong."""
+
+    lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
+    tokens: int = 131072  # tokens measured at each length
+    batch_tokens: int = 4096  # tokens computed at a time
+    stride: int = 0  # tokens that a sliding window moves by, and scores; 0 for no sliding windows
+    tasks: tuple[str, ...] = ()
+    passkey: PasskeyConfig = field(default_factory=PasskeyConfig)
+    passkey_tokens: PasskeyTokensConfig = field(default_factory=PasskeyTokensConfig)
+    needles: NeedlesConfig = field(default_factory=NeedlesConfig)
+    variable_tracking: VariablesConfig = field(default_factory=VariablesConfig)
+    words: WordsConfig = field(default_factory=WordsConfig)
+    mqar: MqarConfig = field(default_factory=MqarConfig)
+    copy: TaskConfig = field(default_factory=TaskConfig)
+    induction: DepthConfig = field(default_factory=DepthConfig)
+
+    def __post_init__(self):
+        check_positive("evaluate", self, "tokens", "batch_tokens")
+        check(bool(self.lengths), "evaluate.lengths is empty: name at least one length")
+        self._check_lengths("evaluate.lengths", self.lengths)
+        check(self.tokens >= self.lengths[-1], _too_few("tokens", self.lengths[-1], self.tokens))
+        most, stride = self.lengths[0], self.stride
+        check(0 <= stride <= most, f"evaluate.stride must be from 0 to the shortest length, {most}, found {stride}")
+        for task in self.tasks:
+            if task not in SECTIONS:
+                raise unknown("evaluate.tasks", task, list(SECTIONS), "task")
+        check_distinct("evaluate.tasks", self.tasks, "leave one out")
+        for name in _TASK_SECTIONS:
+            self._check_section(f"evaluate.{name}", getattr(self, name))
+        check(self.words.power >= 0.5, f"evaluate.words.power must be at least 0.5, found {self.words.power}")
+
+    def section(self, task: str) -> TaskConfig:
+        """The sizes of a task."""
+        return getattr(self, SECTIONS[task])
+
+    def _check_section(self, name: str, section: TaskConfig) -> None:
+        check_positive(name, section, *section.sizes())
+        self._check_lengths(f"{name}.lengths", section.lengths)
+        depths = getattr(section, "depths", 2)
+        check(depths > 1, f"{name}.depths counts the first and the last, so it must be at least 2, found {depths}")
+
+    def _check_lengths(self, name: str, lengths: tuple[int, ...]) -> None:
+        """Raises ValueError for lengths that do not rise from 2, or do not fit into what is computed at a time."""
+        check(min(lengths, default=2) > 1, f"{name} must all be above 1, found {min(lengths, default=2)}")
+        rising = all(a < b for a, b in pairwise(lengths))
+        check(rising, f"{name} must rise, found {list(lengths)}")
+        longest = max(lengths, default=0)
+        check(self.batch_tokens >= longest, _too_few("batch_tokens", longest, self.batch_tokens))
+
+
+def _too_few(name: str, longest: int, found: int) -> str:
+    return f"evaluate.{name} must hold the longest window ({longest}), found {found}"

@@ -1,0 +1,107 @@
+"""The shape of the model and its position scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from train.config.settings.checks import check, check_positive
+
+_GATED = ("swiglu", "swiglu-clamped", "geglu", "geglu-exact", "reglu")
+_ACTIVATIONS = (*_GATED, "gelu", "gelu-exact", "silu", "relu")
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """The fields of `posjax.nn.Norm`."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    bias: bool = False  # of a layer norm
+    unit_offset: bool = False  # multiplies by 1 + gain
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The fields of `posjax.nn.Experts`."""
+
+    count: int = 8
+    per_token: int = 2
+
+
+@dataclass(frozen=True)
+class ResidualConfig:
+    """The fields of `posjax.nn.Residual`."""
+
+    norm: Literal["before", "after", "both"] = "before"
+    parallel: bool = False
+    shared_norm: bool = False
+    first_norm: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields of `posjax.nn.DecoderConfig` but the scheme, which has its own place."""
+
+    num_layers: int = 2
+    model_dim: int = 96
+    vocabulary: int | None = None  # rows of the embedding; None takes as many as the tokenizer has tokens
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_dim: int | None = None
+    activation: Literal[
+        "swiglu", "swiglu-clamped", "geglu", "geglu-exact", "reglu", "gelu", "gelu-exact", "silu", "relu"
+    ] = "swiglu"
+    experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
+    norm: NormConfig = field(default_factory=NormConfig)
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
+    biases: tuple[str, ...] = ()  # of qkv, output, mlp, head
+    embedding_norm: bool = False
+    projection_norm: bool = False  # of queries and keys over all heads together
+    embedding_scale: float | None = None  # None is sqrt(model_dim)
+    query_scale: float | None = None  # None is head_dim ** -0.5
+    logit_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    tied_head: bool = True
+    trained_length: int | None = None  # tokens that a released model was made for; from its config.json
+    causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always
+    remat: Literal["none", "dots", "offload", "attention", "full"] = "none"
+    scan_layers: bool = True
+    implementation: str | None = None  # the attention backend; None picks the best one that can
+
+    def __post_init__(self):
+        check_positive("model", self, "num_layers", "model_dim", "num_heads")
+        vocabulary = self.vocabulary
+        check(vocabulary is None or vocabulary > 0, f"model.vocabulary must be positive, found {vocabulary}")
+
+
+@dataclass(frozen=True)
+class SchemeConfig:
+    """A position scheme: ``rope``, or ``{name: rope, label: ..., extend: {...}, stage: ..., option: value, ...}``.
+
+    `options` go to ``posjax.scheme(name, **options)``. `extend` goes to ``Scheme.extend`` after training, without
+    retraining: the run is trained as ``trained()`` and evaluated extended.
+    """
+
+    name: str = "rope"
+    label: str = ""  # in tables and figures; the name unless given
+    options: Mapping[str, Any] = field(default_factory=dict)
+    extend: Mapping[str, Any] = field(default_factory=dict)
+    stage: str = ""  # of a curriculum, whose weights are measured; those of the last one unless given
+
+    def __post_init__(self):
+        object.__setattr__(self, "label", self.label or self.name)
+
+    @property
+    def only_measured(self) -> bool:
+        """Whether it names no training, but another way of measuring what one gave."""
+        return bool(self.extend or self.stage)
+
+    def trained(self) -> SchemeConfig:
+        """What is trained: no label, extension or stage. Entries that agree here share one training."""
+        return SchemeConfig(self.name, options=self.options)

@@ -1,0 +1,16 @@
+"""A stage of a curriculum."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from train.config.settings.model import SchemeConfig
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What a stage changes: keys of ``train``, the scheme, or options of the scheme that there is."""
+
+    name: str = ""
+    train: Mapping = field(default_factory=dict)
+    scheme: SchemeConfig | None = None
+    extend: Mapping = field(default_factory=dict)

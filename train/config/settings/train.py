@@ -1,0 +1,131 @@
+"""One stage of training, and the devices it runs on."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from train.config.settings.checks import check, check_fraction, check_positive, divisor_near, unknown
+
+STRATEGY_NAMES = ("auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How many devices lie along each axis of the mesh; one of them may be -1 and takes all that are left.
+
+    The batch is split over `replica`, `data` and `fsdp`, the sequence over `context`, heads and hidden units over
+    `tensor`. Parameters and moments are split over `fsdp`, `context` and `tensor`, and whole on each of `replica` and
+    `data`.
+    """
+
+    replica: int = 1  # slices of a multi-slice pod, which talk over the data-centre network
+    data: int = -1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        for name, size in vars(self).items():
+            check(size == -1 or size > 0, f"train.mesh.{name} must be positive, or -1 for all, found {size}")
+        rest = [name for name, size in vars(self).items() if size == -1]
+        check(len(rest) < 2, f"train.mesh: only one axis can take all that are left, found -1 for {' and '.join(rest)}")
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """How attention works on a sequence that is split over the mesh axis `context`; see `posjax.attention.sharded`.
+
+    `strategy` is one of `STRATEGY_NAMES`; or a list of them but `auto`, as in `[neighbour, ring]`, of which each layer
+    takes the first that can split it. `auto` chooses for each layer by the bytes that are moved.
+    """
+
+    strategy: tuple[str, ...] | str = "auto"
+    layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"  # auto: zigzag where a ring is causal
+    ulysses: int = 1  # devices that exchange heads with each other, in ring-ulysses
+
+    def __post_init__(self):
+        check_positive("train.context", self, "ulysses")
+        _check_strategies(self.strategies)
+        object.__setattr__(self, "strategy", self.strategies if len(self.strategies) > 1 else self.strategies[0])
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The names in `strategy`, the preferred one first; a list of one name is that name."""
+        return (self.strategy,) if isinstance(self.strategy, str) else tuple(self.strategy or ())
+
+
+def _check_strategies(names: tuple[str, ...]) -> None:
+    check(bool(names), f"train.context.strategy is empty: name at least one of {', '.join(STRATEGY_NAMES)}")
+    for name in names:
+        if name not in STRATEGY_NAMES:
+            raise unknown("train.context.strategy", name, STRATEGY_NAMES, "value")
+    check(
+        len(names) == 1 or "auto" not in names,
+        f"train.context.strategy: 'auto' weighs all strategies for each layer and stands alone, found {list(names)}; "
+        "give 'auto', or a list without it",
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run of training: `steps` updates of `batch_tokens` tokens each, in rows of `length` tokens."""
+
+    length: int = 32
+    batch_tokens: int = 2048  # over all devices
+    accumulate: int = 1  # parts that a batch is computed in, one after the other
+    steps: int = 700  # 0 measures a released model as it is
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
+    learning_rate: float = 3e-3  # the peak, reached after warm-up
+    final_learning_rate: float = 0.1  # the cosine's end, as a share of the peak
+    warmup_steps: int = 50
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1  # on matrices only
+    clip_norm: float = 1.0
+    z_loss: float = 0.0  # weight of the squared log-normaliser of the logits
+    loss_chunks: int = 1  # parts of the vocabulary that the loss is computed in, so that no logits are kept whole
+    spike_factor: float = 0.0  # skips an update whose gradient norm is above so many times its running mean; 0 never
+    stop_after_skips: int = 10  # updates skipped in a row, for spikes or for numbers that are not finite
+    trains: tuple[str, ...] = ()  # patterns of the names of the parameters that move; all of them when empty
+    redraw_every: int = 0  # steps between new random features of Performer; 0 keeps the first ones
+    mask_rate: float = 0.15  # share of the tokens to be predicted when model.causal is false
+    checkpoint_every: int = 500
+    keep: int = 2  # how many checkpoints stay; the newest ones
+    log_every: int = 10
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+
+    def __post_init__(self):
+        check_positive("train", self, "length", "batch_tokens", "learning_rate", "clip_norm")
+        check(self.steps >= 0, f"train.steps must be positive, found {self.steps}")
+        check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
+        check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
+        for name in ("z_loss", "spike_factor"):
+            check(getattr(self, name) >= 0, f"train.{name} must not be negative, found {getattr(self, name)}")
+        for name in ("beta1", "beta2", "mask_rate"):
+            check_fraction(f"train.{name}", getattr(self, name))
+        check(self.redraw_every >= 0, f"train.redraw_every must not be negative, found {self.redraw_every}")
+        check(self.weight_decay >= 0, f"train.weight_decay must not be negative, found {self.weight_decay}")
+        check(
+            0 <= self.final_learning_rate <= 1,
+            f"train.final_learning_rate is a share of the peak, from 0 to 1, found {self.final_learning_rate}",
+        )
+        check(
+            0 <= self.warmup_steps < self.steps or self.steps == 0,
+            f"train.warmup_steps must be at least 0 and below train.steps ({self.steps}), found {self.warmup_steps}",
+        )
+        rows = max(1, round(self.batch_tokens / self.length))
+        check(
+            self.batch_tokens % self.length == 0,
+            f"train.batch_tokens must be a multiple of train.length ({self.length}), found {self.batch_tokens}; "
+            f"{rows * self.length} would work",
+        )
+        fits = divisor_near(self.rows, self.accumulate)
+        check(
+            self.rows % self.accumulate == 0,
+            f"train.accumulate must divide the {self.rows} rows of a batch, found {self.accumulate}; {fits} would work",
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows in a batch, over all devices."""
+        return self.batch_tokens // self.length

@@ -1,0 +1,101 @@
+"""Plain values, as YAML gives them, to the typed sections of a config and back."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from train.config.settings import InitConfig, SchemeConfig, StageConfig
+from train.config.settings.checks import check, unknown
+
+Section = TypeVar("Section")
+
+
+def section(values: Any, kind: type[Section], path: str) -> Section:
+    """The dataclass `kind` from a mapping."""
+    check(isinstance(values, Mapping), f"{path}: expected a section of keys, found {values!r}")
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise unknown(path or "config", key, list(hints), "key")
+    prefix = f"{path}." if path else ""
+    return kind(**{key: _convert(value, hints[key], prefix + key) for key, value in values.items()})
+
+
+def changed(values: Section, changes: Mapping[str, Any], path: str) -> Section:
+    """A section with some keys changed, and those of its own sections."""
+    merged = plain(values)
+    for key, change in changes.items():
+        sections = isinstance(change, Mapping) and dataclasses.is_dataclass(getattr(values, key, None))
+        merged[key] = {**merged[key], **change} if sections else change
+    return section(merged, type(values), path)
+
+
+def scheme(values: Any, path: str) -> SchemeConfig:
+    """A scheme entry: a name, or a mapping with a name; the keys beyond the three known ones are options."""
+    if isinstance(values, str):
+        return SchemeConfig(values)
+    check(
+        isinstance(values, Mapping) and "name" in values,
+        f"{path}: expected a scheme's name or {{name: ..., option: value}}, found {values!r}",
+    )
+    known = {key: _convert(values[key], str, f"{path}.{key}") for key in ("name", "label", "stage") if key in values}
+    extend = _convert(values.get("extend", {}), Mapping, f"{path}.extend")
+    options = {key: value for key, value in values.items() if key not in ("name", "label", "extend", "stage")}
+    for key in (*options, *extend):
+        check(isinstance(key, str), f"{path}: expected the name of an option, found {key!r}")
+    return SchemeConfig(**known, options=options, extend=extend)
+
+
+def _convert(value: Any, kind: Any, path: str) -> Any:
+    """`value` as the annotated type `kind`, or a ValueError that names `path`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is SchemeConfig:
+        return scheme(value, path)
+    if kind is InitConfig and isinstance(value, str):
+        return InitConfig(value)
+    if kind is StageConfig and isinstance(value, Mapping) and "name" in value:
+        value = {**value, "name": str(value["name"])}
+    if dataclasses.is_dataclass(kind):
+        return section(value, kind, path)
+    if origin is types.UnionType:
+        return None if value is None else _convert(value, arguments[0], path)
+    if origin is tuple:
+        value = [value] if isinstance(value, str) and arguments[0] is str else value
+        check(isinstance(value, list | tuple), f"{path}: expected a list, found {value!r}")
+        return tuple(_convert(item, arguments[0], f"{path}[{index}]") for index, item in enumerate(value))
+    if origin is Literal:
+        if value not in arguments:
+            raise unknown(path, value, arguments, "value")
+        return value
+    if kind is Mapping:
+        check(isinstance(value, Mapping), f"{path}: expected a section of keys, found {value!r}")
+        return dict(value)
+    return _scalar(value, kind, path)
+
+
+def _scalar(value: Any, kind: type, path: str) -> Any:
+    """An int, float, bool or str. A whole number is a float too; a bool is never a number."""
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+    accepted = (int, float) if kind is float else kind
+    right = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+    check(right, f"{path}: expected {wanted}, found {value!r}")
+    check(kind is not float or math.isfinite(value), f"{path}: expected a finite number, found {value!r}")
+    return kind(value)
+
+
+def plain(value: Any) -> Any:
+    """The plain value of a section or a whole config, with every default spelled out: what `section` reads."""
+    if isinstance(value, SchemeConfig):
+        extend = {"extend": plain(value.extend)} if value.extend else {}
+        extend |= {"stage": value.stage} if value.stage else {}
+        return {"name": value.name, "label": value.label, **extend, **plain(value.options)}
+    if isinstance(value, StageConfig):
+        return {key: found for key, item in vars(value).items() if (found := plain(item))}
+    if dataclasses.is_dataclass(value):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,1 @@
+"""Training: the loss, the optimizer, one update, and the loop around it."""

@@ -1,0 +1,303 @@
+"""Training from a config to a finished run directory: stage after stage, on every process of a run alike."""
+
+import itertools
+import json
+import math
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from posjax.layout import Layout
+from train.checkpoint import Checkpoints, Saved, check_run, create_run
+from train.config import Config, MonitorConfig
+from train.config.settings.checks import check, check_distinct
+from train.data import Batch, batches, held_out_documents, pack, training_rows
+from train.loop.start import initial_parameters
+from train.loop.step import Program, StepMetrics, build_program
+from train.model.build import as_released, check_model, placement
+from train.model.convert import check_continues, convert
+from train.model.mesh import make_mesh
+from train.model.sharding import global_batch, rows_of_process
+from train.model.state import TrainState
+from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
+from train.runtime.distributed import decide, listen, reached_preemption, stop_requested
+from train.runtime.paths import path, write_file
+
+# Compilation and the first steps after it (caches, lazy allocation) are left out of tokens per second.
+WARM_STEPS = 5
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What came out of `fit`.
+
+    Attributes:
+      directory: the run directory.
+      steps: updates done, of all stages; fewer than asked for when the run was interrupted.
+      finished: whether all of them are done.
+      final_loss: the training loss of the last update that was logged, in nats per token.
+      tokens_per_second: training tokens of all devices per second of wall time, of the last process that trained,
+        without the first `WARM_STEPS` steps of every stage, checkpoints included.
+      peak_memory_bytes: the most that process held, as `train.monitor.peak_memory_bytes` says.
+    """
+
+    directory: Path
+    steps: int
+    finished: bool
+    final_loss: float | None
+    tokens_per_second: float | None
+    peak_memory_bytes: int
+
+
+def fit(config: Config, directory: str | Path | None = None, *, progress: str | None = None) -> FitResult:
+    """Trains the config in `directory` (its own by default), resuming whatever is there, and saves the result.
+
+    A finished run is returned as it is. SIGINT (Ctrl-C), SIGTERM and a pod's notice of preemption save a checkpoint and
+    return; the same call then resumes as if nothing had happened: bit for bit on the same devices. `progress` is the
+    label under which progress is shown; None shows nothing.
+
+    Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, a mesh,
+    a batch or a stage that cannot work, or a directory that belongs to another config.
+    """
+    directory = path(directory or config.directory)
+    check_run(config, directory)
+    finished = read_result(directory)
+    if finished:
+        return finished
+    check_monitor(config)
+    enable_compilation_cache(config.monitor.compilation_cache)
+    stages = prepare(config, told=print if progress and jax.process_index() == 0 else lambda _: None)
+    create_run(config, directory)
+    with ExitStack() as stack:
+        run = Run(
+            config,
+            stages,
+            stack.enter_context(Checkpoints(config, directory, [stage.rows.digest() for stage in stages])),
+            stack.enter_context(Monitor(config, directory, label=progress)),
+            stack.enter_context(stop_requested()),
+        )
+        step = run.train()
+        last, speed = run.monitor.last, run.monitor.tokens_per_second
+    done = step == config.steps
+    result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes())
+    if result.finished:
+        values = {key: value for key, value in vars(result).items() if key != "directory"}
+        decide(lambda: write_file(directory / "fit.json", json.dumps(values) + "\n"))
+    return result
+
+
+def read_result(directory: str | Path) -> FitResult | None:
+    """The result of a finished run; None when it is not finished."""
+    place = path(directory) / "fit.json"
+    values = decide(lambda: json.loads(place.read_text()) if place.exists() else None)
+    return FitResult(path(directory), **values) if values else None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, ready to be compiled: what it is made from, and the number of updates before it."""
+
+    number: int
+    first_step: int
+    config: Config
+    mesh: Mesh
+    program: Program
+    layout: Layout
+    rows: Any
+    held_out: Any  # rows of held-out text, or None where none are measured while it trains
+
+    @property
+    def last_step(self) -> int:
+        """The number of updates of the run once this stage is done."""
+        return self.first_step + self.config.train.steps
+
+    @property
+    def part(self) -> slice:
+        """Which rows of every batch this process reads."""
+        return rows_of_process(self.mesh, self.config.train.rows)
+
+    def on_devices(self, batch: Any, rows: int, part: slice) -> Any:
+        """This process's rows of a batch, in the order of the layout, as arrays over the mesh."""
+        return global_batch(self.mesh, jax.tree.map(self.layout.apply, batch), rows, part)
+
+
+def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
+    """All stages of a config, traced and checked against each other before any text is read; nothing is compiled."""
+    check_distinct("stages", config.stage_names, "give one of them its own name")
+    built: list[tuple[Config, Mesh, Program]] = []
+    for number, stage in enumerate(config.every_stage):
+        try:
+            built.append(_build(stage, built[-1][0] if built else None))
+        except ValueError as error:
+            raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
+    firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)
+    return [
+        Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, told), _held_out(own))
+        for number, (first, (own, mesh, program)) in enumerate(zip(firsts, built, strict=False))
+    ]
+
+
+def _held_out(config: Config) -> Any:
+    """The rows that are measured while a stage trains, if any are; ValueError for too little held-out text."""
+    if not config.monitor.evaluate_every:
+        return None
+    documents, length = held_out_documents(config), config.train.length
+    found = sum(map(len, documents))
+    if found <= length:
+        raise ValueError(
+            f"monitor.evaluate_every: the held-out text has {found} tokens, too few for a row of {length} "
+            "(train.length); raise data.held_out, or set monitor.evaluate_every=0"
+        )
+    return pack(documents, length)
+
+
+def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
+    """The program of a stage, traced: what attention or the loss refuses is refused here."""
+    train = config.train
+    check(train.steps > 0, "train.steps is 0: there is nothing to train; evaluate and compare measure a model as it is")
+    check_model(config)
+    mesh = make_mesh(train.mesh, train.rows // train.accumulate)
+    program = build_program(config, mesh)
+    before = as_released(config) if before is None and config.init.path else before
+    if before is not None:
+        check_continues(before, config)
+    field = jax.ShapeDtypeStruct((train.rows, train.length), np.int32)
+    with jax.set_mesh(mesh):
+        program.update.eval_shape(program.abstract, Batch(*(field for _ in Batch._fields)))
+    return config, mesh, program
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process's part in a run: from the newest checkpoint, or the beginning, to the end or a request to stop."""
+
+    config: Config
+    stages: list[Stage]
+    checkpoints: Checkpoints
+    monitor: Monitor
+    stop: threading.Event
+
+    def train(self) -> int:
+        """Trains and returns the number of updates that the saved state has seen."""
+        saved = self.checkpoints.newest()
+        listen(0 if saved is None else saved.step, self.stop)
+        first = 0 if saved is None else saved.stage
+        if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):
+            first += 1
+        for stage in self.stages[first:]:
+            with jax.set_mesh(stage.mesh):
+                step = self._train_stage(stage, saved)
+            if step < stage.last_step or self.stop.is_set():
+                return step
+            saved = Saved(step, stage.number, None)
+        return step
+
+    def _train_stage(self, stage: Stage, saved: Saved | None) -> int:
+        """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
+        train = stage.config.train
+        stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
+        state, step = self._first_state(stage, saved, stream)
+        evaluate = _Evaluation(stage, self.config.monitor, step) if stage.held_out else None
+        warm = step + min(WARM_STEPS, stage.last_step - step - 1)
+        self.monitor.pause()
+        if warm == step:
+            self.monitor.begin()
+        while step < stage.last_step:
+            # Dispatch is asynchronous: the loop waits for the devices only where it reads a number.
+            batch = self.monitor.next(stream)
+            self.monitor.before(step + 1, state)
+            state, metrics = stage.program.update(state, stage.on_devices(batch, train.rows, stage.part))
+            step += 1
+            self.monitor.after(step, metrics.loss)
+            told = reached_preemption(step, self.stop)
+            last = told or step == stage.last_step
+            if step == warm:
+                jax.block_until_ready(metrics)
+                self.monitor.begin()
+            if step == stage.last_step or (step - stage.first_step) % train.log_every == 0:
+                measured = evaluate.measure(step, state.parameters) if evaluate else {}
+                self._log(stage, step, metrics, batch.segment_ids, measured)
+            if last or (step - stage.first_step) % train.checkpoint_every == 0:
+                _refuse_divergence(stage, step, metrics)
+                self.checkpoints.save(step, stage.number, state, stream.get_state())
+            if last:
+                break
+        return step
+
+    def _first_state(self, stage: Stage, saved: Saved | None, stream: Any) -> tuple[TrainState, int]:
+        """The state to start from: the saved one, that of the saved parameters of the stage before, or a new one."""
+        if saved is None and stage.config.init.path:
+            return stage.program.begin(initial_parameters(stage.config, stage.mesh)), 0
+        if saved is None:
+            return stage.program.initialize(), 0
+        if saved.stage == stage.number:
+            stream.set_state(saved.stream)
+            return self.checkpoints.restore(saved, stage.program.abstract), saved.step
+        before = self.stages[saved.stage]
+        abstract = build_program(before.config, stage.mesh).abstract.parameters
+        parameters = self.checkpoints.restore_parameters(saved, abstract)
+        turned = partial(convert, before.config, stage.config)
+        return stage.program.begin(jax.jit(turned)(parameters)), saved.step
+
+    def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
+        _refuse_divergence(stage, step, metrics)
+        values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "learning_rate": metrics.learning_rate}
+        found = {name: _finite(value) for name, value in values.items()}
+        done = step - stage.first_step
+        tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
+        tokens += done * stage.config.train.batch_tokens
+        self.monitor.write(step, segment_ids, **found, tokens=tokens, skipped=int(metrics.skipped), **measured)
+
+
+def _stream_seed(seed: int, stage: int) -> int:
+    """A seed for every stage. Each pass over the text takes the next one, so those of stages lie far apart."""
+    return (seed + 104_729 * stage) % 2**32
+
+
+def _finite(value: Any) -> float | None:
+    """A number for JSON, which has no other."""
+    return float(value) if math.isfinite(float(value)) else None
+
+
+class _Evaluation:
+    """The loss of held-out rows at the training length, every so many steps."""
+
+    def __init__(self, stage: Stage, monitor: MonitorConfig, step: int):
+        train, rows = stage.config.train, stage.held_out
+        self._stage, self._every = stage, monitor.evaluate_every
+        size = train.rows // train.accumulate
+        count = max(1, min(len(rows), monitor.evaluate_tokens // train.length) // size)
+        part = rows_of_process(stage.mesh, size)
+        spread = np.linspace(0, len(rows) - 1, count * size).astype(int)
+        numbers = (spread[n * size : (n + 1) * size] for n in range(count))
+        self._batches = [stage.on_devices(rows.batch(number[part]), size, part) for number in numbers]
+        self._last = step // self._every
+
+    def measure(self, step: int, parameters: Any) -> dict[str, float]:
+        """``held_out_loss``, in nats per token, at the first log step after it is due; otherwise nothing."""
+        if step // self._every == self._last and step != self._stage.last_step:
+            return {}
+        self._last = step // self._every
+        losses = [self._stage.program.loss(parameters, batch) for batch in self._batches]
+        total, count = (sum(float(getattr(loss, name)) for loss in losses) for name in ("nll", "count"))
+        return {"held_out_loss": total / max(count, 1)}
+
+
+def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
+    """Raises ValueError when training diverged, before anything of it is written or saved."""
+    in_row = int(metrics.skipped_in_row)
+    never = in_row == step - stage.first_step and step == stage.last_step
+    if in_row >= stage.config.train.stop_after_skips or never:
+        loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+        raise ValueError(
+            f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}, and {in_row} "
+            "updates in a row were left out. What was saved before is kept; lower train.learning_rate, raise "
+            "train.spike_factor if it is set, or look at what the scheme does with these positions"
+        )

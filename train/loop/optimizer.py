@@ -1,0 +1,136 @@
+"""The optimizers, their schedule, and which parameters they move."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from train.config import TrainConfig
+from train.model.state import is_axis_names, named_leaves
+
+MOVES, STAYS = "moves", "stays"
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """The rate of update number n, from 0: a line up to the peak, reached by update ``warmup_steps``, and half a cosine
+    down to the final share of it, reached by the last update. The first update already moves.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if config.warmup_steps else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.steps,
+        end_value=config.learning_rate * config.final_learning_rate,
+    )
+    return lambda count: schedule(count + 1)
+
+
+def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
+    """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trains`` names.
+
+    `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay (see `is_matrix`): norms,
+    biases, scalars and what a position scheme learns do not.
+    """
+    decays = _map_axes(is_matrix, axes)
+    chosen = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm), _OPTIMIZERS[config.optimizer](config, axes, decays)
+    )
+    if not config.trains:
+        return chosen
+    return optax.partition({MOVES: chosen, STAYS: optax.set_to_zero()}, labels(config, axes))
+
+
+def labels(config: TrainConfig, axes: Any) -> Any:
+    """For every parameter whether it moves.
+
+    A pattern of ``train.trains`` names one by its path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
+
+    Raises ValueError for a pattern that names none.
+    """
+    names = [name for name, _ in named_leaves(axes)]
+    for pattern in config.trains:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"train.trains: {pattern!r} names no parameter; the names are {', '.join(sorted(names))}, and * stands "
+                "for any part of one"
+            )
+    moves = [not config.trains or any(fnmatchcase(name, pattern) for pattern in config.trains) for name in names]
+    return jax.tree.unflatten(_structure(axes), [MOVES if move else STAYS for move in moves])
+
+
+def _adamw(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+    return optax.adamw(learning_rate(config), config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decays)
+
+
+def _muon(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
+    """Muon on the matrices inside the blocks, AdamW on the rest (Jordan 2024).
+
+    Updates are scaled to the size of AdamW's, 0.2 a number (Liu et al., arXiv 2502.16982), so that its learning rates
+    fit.
+    """
+    return muon(
+        learning_rate(config),
+        beta=config.beta2,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=decays,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        adam_weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=_map_axes(_as_matrix, axes),
+        consistent_rms=0.2,
+    )
+
+
+def _adafactor(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235): second moments as products of sums over rows and columns.
+
+    The learning rate is relative to the root mean square of each parameter; 1e-2 is usual.
+    """
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+        optax.add_decayed_weights(config.weight_decay, decays),
+        optax.scale_by_learning_rate(learning_rate(config)),
+    )
+
+
+_OPTIMIZERS = {"adamw": _adamw, "muon": _muon, "adafactor": _adafactor}
+
+# Which axes of a block's matrices a vector comes in by; it goes out by the others.
+_INTO = {
+    ("embed", "heads", "head_dim"): (0,),
+    ("embed", "kv_heads", "head_dim"): (0,),
+    ("heads", "head_dim", "embed"): (0, 1),
+    ("embed", "mlp"): (0,),
+    ("mlp", "embed"): (0,),
+}
+
+
+def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
+    """How Muon sees a parameter as a matrix, for every layer; None where it is none of a block's."""
+    own = tuple(name for name in names if name != "layers")
+    if names[0] != "layers" or own not in _INTO:
+        return None
+    into = _INTO[own]
+    out = tuple(axis for axis in range(len(own)) if axis not in into)
+    return MuonDimensionNumbers(tuple(axis + 1 for axis in into), tuple(axis + 1 for axis in out))
+
+
+def is_matrix(names: tuple[str | None, ...]) -> bool:
+    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream.
+
+    The router of a mixture of experts counts as none.
+    """
+    return "embed" in names and len(set(names) - {None, "layers", "experts"}) > 1
+
+
+def _map_axes(function: Any, axes: Any) -> Any:
+    return jax.tree.map(function, axes, is_leaf=is_axis_names)
+
+
+def _structure(axes: Any) -> Any:
+    return jax.tree.structure(axes, is_leaf=is_axis_names)

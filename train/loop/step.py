@@ -1,0 +1,263 @@
+"""One update: loss, gradients, optimizer; compiled over a mesh."""
+
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32, Key
+
+from posjax.layout import Layout
+from posjax.nn import logical_axes
+from train.config import Config
+from train.data import Batch, Tokenizer, load_tokenizer
+from train.loop.loss import Losses, token_losses
+from train.loop.optimizer import STAYS, is_matrix, labels, learning_rate, make_optimizer
+from train.model.build import build_model, placement, scheme_of
+from train.model.sharding import named_sharding, optimizer_shardings, tree_shardings
+from train.model.state import Guard, TrainState
+
+
+class StepMetrics(NamedTuple):
+    """What an update reports, as scalars on the devices."""
+
+    loss: Float[Array, ""]  # nats per token, without the z-loss
+    gradient_norm: Float[Array, ""]  # before clipping, of the parameters that train
+    learning_rate: Float[Array, ""]
+    skipped: Int32[Array, ""]
+    skipped_in_row: Int32[Array, ""]
+
+
+def mask_tokens(
+    key: Key[Array, ""],
+    tokens: Int32[Array, "rows length"],
+    segment_ids: Int32[Array, "rows length"],
+    rate: float,
+    tokenizer: Tokenizer,
+) -> tuple[Int32[Array, "rows length"], Int32[Array, "rows length"]]:
+    """Tokens with a share `rate` of the text replaced by the mask token, and labels that are -1 everywhere else.
+
+    The masked-token loss of Devlin et al. 2019, section 3.1, without its random and unchanged replacements.
+    """
+    special = jnp.asarray([tokenizer.bos, tokenizer.eos, tokenizer.mask, tokenizer.padding])
+    maskable = (segment_ids >= 0) & ~jnp.isin(tokens, special)
+    chosen = maskable & jax.random.bernoulli(key, rate, tokens.shape)
+    return jnp.where(chosen, tokenizer.mask, tokens), jnp.where(chosen, tokens, -1)
+
+
+def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
+    """Where the tokens of a batch stand, as arguments of the model: counted in each document, or as the scheme draws.
+
+    Drawn ids run through a row, across its documents, which do not see each other; they are put into the places of the
+    `layout`, in which the batch is.
+    """
+    rule = scheme_of(config).positions
+    where = {"positions": batch.positions}
+    if rule is not None:
+        drawn = rule.draw(key, *batch.tokens.shape)._asdict()
+        axes = {"positions": -1, "coordinates": -2}
+        where |= {
+            name: layout.apply(value, axes[name]) if name in axes else value
+            for name, value in drawn.items()
+            if value is not None
+        }
+    return where
+
+
+def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], parameters: Any) -> Any:
+    """The parameters with new random features (Performer's projections) every ``redraw_every`` steps."""
+    kernel = getattr(scheme_of(config), "linear", None)
+    if kernel is None or not kernel.random or not config.train.redraw_every:
+        return parameters
+
+    def renew(path, leaf):
+        if not jax.tree_util.keystr(path).endswith("['linear']['projection']"):
+            return leaf
+        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        drawn = jax.vmap(lambda k: kernel.draw(k, leaf.shape[-1]))(jax.random.split(own, leaf.shape[0]))
+        due = (step > 0) & (step % config.train.redraw_every == 0)
+        return jnp.where(due, drawn, leaf)
+
+    return jax.tree_util.tree_map_with_path(renew, parameters)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a stage's config compiles to over a mesh.
+
+    ``initialize()`` gives the first state, ``begin(parameters)`` that of given parameters. ``update(state, batch)``
+    gives the next state and the metrics, and takes the buffers of the state it is given. ``loss(parameters, batch)``
+    gives the ``Losses`` of a batch. ``abstract`` holds the shapes, dtypes and shardings of a state.
+    """
+
+    initialize: Any
+    begin: Any
+    update: Any
+    loss: Any
+    abstract: TrainState
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What an update is made of, known when tracing."""
+
+    config: Config
+    mesh: Mesh
+    graph: nnx.GraphDef
+    axes: Any
+    optimizer: optax.GradientTransformation
+    layout: Layout
+
+
+def build_program(config: Config, mesh: Mesh) -> Program:
+    """Compiles nothing yet; raises ValueError for a model, a scheme or a mesh that cannot work."""
+    model = nnx.eval_shape(lambda: build_model(config, mesh))
+    graph, _ = nnx.split(model)
+    axes = logical_axes(model)
+    optimizer = make_optimizer(config.train, axes)
+    parts = _Parts(config, mesh, graph, axes, optimizer, placement(config, mesh).layout)
+    shapes = jax.eval_shape(partial(_initialize, parts))
+    parameters = tree_shardings(mesh, axes, shapes.parameters)
+    whole = named_sharding(mesh, ())
+    shardings = TrainState(
+        whole,
+        parameters,
+        optimizer_shardings(mesh, shapes.optimizer, shapes.parameters, parameters),
+        Guard(whole, whole, whole),
+    )
+    return Program(
+        jax.jit(partial(_initialize, parts), out_shardings=shardings),
+        jax.jit(partial(_begin, parts), out_shardings=shardings),
+        jax.jit(partial(_update, parts), donate_argnums=0, out_shardings=(shardings, None)),
+        jax.jit(partial(_batch_loss, parts)),
+        jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+    )
+
+
+def _initialize(parts: _Parts) -> TrainState:
+    return _begin(parts, nnx.to_pure_dict(nnx.state(build_model(parts.config))))
+
+
+def _begin(parts: _Parts, parameters: Any) -> TrainState:
+    none = jnp.zeros((), jnp.int32)
+    guard = Guard(jnp.zeros((), jnp.float32), none, none)
+    return TrainState(none, parameters, parts.optimizer.init(parameters), guard)
+
+
+def _update(parts: _Parts, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    key = jax.random.fold_in(jax.random.key(parts.config.seed), state.step)
+    for_batch, for_features = jax.random.split(key)
+    before = redraw(parts.config, for_features, state.step, state.parameters)
+    losses, gradients = _gradients(parts, for_batch, before, batch)
+    loss, norm = losses.nll / jnp.maximum(losses.count, 1), optax.tree.norm(gradients)
+    rate = jnp.asarray(learning_rate(parts.config.train)(state.step - state.guard.skipped), jnp.float32)
+
+    updates, moments = parts.optimizer.update(gradients, state.optimizer, before)
+    sound, guard = _guard(parts, state.guard, loss, norm)
+    after = _choose(sound, (optax.apply_updates(before, updates), moments), (before, state.optimizer))
+    following = TrainState(state.step + 1, *after, guard)
+    return following, StepMetrics(loss, norm, rate, guard.skipped, guard.in_row)
+
+
+def _choose(condition, chosen: Any, otherwise: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, otherwise)
+
+
+def _guard(parts: _Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
+    """Whether an update is to be made, and what is known after it.
+
+    It is left out if a number is not finite, or its norm is more than ``spike_factor`` times the running mean
+    ``m <- 0.95 m + 0.05 norm``. After ``stop_after_skips`` in a row all are, until the loop looks and stops.
+    """
+    train = parts.config.train
+    sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (before.in_row < train.stop_after_skips)
+    if train.spike_factor:
+        sound &= (before.norm == 0) | (norm <= train.spike_factor * before.norm)
+    mean = jnp.where(before.norm == 0, norm, 0.95 * before.norm + 0.05 * norm)
+    skipped = (~sound).astype(jnp.int32)
+    in_row = jnp.where(sound, 0, before.in_row + 1)
+    return sound, Guard(jnp.where(sound, mean, before.norm), before.skipped + skipped, in_row)
+
+
+def _gradients(parts: _Parts, key, parameters: Any, batch: Batch) -> tuple[Losses, Any]:
+    """The losses of a batch and the gradient of their mean over its tokens, computed in ``accumulate`` parts."""
+    count = parts.config.train.accumulate
+    batch = _prepared(parts, key, batch)
+    predicted = jnp.maximum(jnp.sum(batch.labels >= 0), 1)
+
+    def objective(parameters, part, key):
+        losses = _losses(parts, parameters, part, key)
+        return (losses.nll + parts.config.train.z_loss * losses.z) / predicted, losses
+
+    def one(part, number):
+        found = jax.grad(objective, has_aux=True)(parameters, part, jax.random.fold_in(key, number))
+        return found[1], found[0]
+
+    if count == 1:
+        return one(batch, 0)
+
+    def add(so_far, part):
+        return jax.tree.map(jnp.add, so_far, one(*part)), None
+
+    pieces = (_in_parts(parts, batch), jnp.arange(count))
+    shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], pieces))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, start, pieces)[0]
+
+
+def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
+    """The batch as the model sees it: with tokens masked, where the model predicts those."""
+    if parts.config.model.causal:
+        return batch
+    rate, tokenizer = parts.config.train.mask_rate, load_tokenizer(parts.config.data)
+    # Drawn in the tokens' own order, so that the layout changes nothing.
+    own = (parts.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
+    tokens, predicted = map(parts.layout.apply, mask_tokens(key, *own, rate, tokenizer))
+    return batch._replace(tokens=tokens, labels=predicted)
+
+
+def _in_parts(parts: _Parts, batch: Batch) -> Batch:
+    """The rows dealt out in turn, ``[parts, rows, length]``, so that no device gives up a row of its own."""
+    count = parts.config.train.accumulate
+    sharding = named_sharding(parts.mesh, (None, "batch", "length"))
+
+    def deal(x):
+        return jax.lax.with_sharding_constraint(jnp.swapaxes(x.reshape(-1, count, x.shape[1]), 0, 1), sharding)
+
+    return jax.tree.map(deal, batch)
+
+
+def _losses(parts: _Parts, parameters: Any, batch: Batch, key) -> Losses:
+    return _losses_at(parts, parameters, batch, draw_positions(parts.config, key, batch, parts.layout))
+
+
+def _batch_loss(parts: _Parts, parameters: Any, batch: Batch) -> Losses:
+    """The losses of a batch as it is, positions counted in each document."""
+    return _losses_at(parts, parameters, batch, {"positions": batch.positions})
+
+
+def _losses_at(parts: _Parts, parameters: Any, batch: Batch, where: dict[str, Array]) -> Losses:
+    model = nnx.merge(parts.graph, _cast(parts, parameters))
+    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **where)
+    head = model.output_matrix.astype(hidden.dtype)
+    chunks, finish = parts.config.train.loss_chunks, model.config.finish_logits
+    return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish)
+
+
+def _cast(parts: _Parts, parameters: Any) -> Any:
+    """The parameters as the model computes with them: matrices narrow, before they travel; the frozen ones constant."""
+    dtype = jnp.dtype(parts.config.model.compute_dtype)
+    moves = labels(parts.config.train, parts.axes)
+
+    def cast(names, leaf, label):
+        leaf = jax.lax.stop_gradient(leaf) if label == STAYS else leaf
+        if dtype == leaf.dtype or not is_matrix(names):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(parts.mesh, names, leaf.shape))
+
+    return jax.tree.map(cast, parts.axes, parameters, moves, is_leaf=lambda node: isinstance(node, tuple))

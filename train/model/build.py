@@ -1,0 +1,186 @@
+"""From a config to a model: the scheme, and the decoder around it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from posjax import nn
+from posjax._checks import check
+from posjax.attention.sharded import Placement
+from posjax.layers import Layers, uniform
+from posjax.layout import Layout
+from posjax.nn.huggingface import read_config
+from posjax.presets import scheme, scheme_options
+from posjax.scheme import Scheme
+from train.config import Config, SchemeConfig
+from train.config.settings.checks import check_chunks
+from train.data import load_tokenizer
+from train.model.extension import completed, continued
+from train.model.mesh import BATCH_AXES
+
+RELEASED = "released"
+"""The name of the scheme of the model under ``init``."""
+
+
+def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Layers:
+    """The scheme that is trained, that of the config or of another entry, without the entry's extension.
+
+    That of a released model may be trained with changes, which are options of the entry: slots of `Scheme.extend`.
+    Raises ValueError as `build_scheme` does, and for the scheme of a released model where there is none.
+    """
+    entry = config.scheme if entry is None else entry
+    if entry.name != RELEASED:
+        return build_scheme(_with_base(config, entry), config.model.num_layers)
+    check(bool(config.init.values), "scheme: 'released' is the scheme of the model under init; name one there")
+    own, length = config.model.trained_length or config.train.length, config.train.length
+    scheme = read_config(config.init.values).scheme
+    return scheme.extend(**continued(scheme, entry.options, own, length))
+
+
+def _with_base(config: Config, entry: SchemeConfig) -> SchemeConfig:
+    """The entry with the rotary base of the model under ``init``, if it names none and the model has only one."""
+    if not config.init.values or "base" in entry.options or "base" not in scheme_options(entry.name):
+        return entry
+    released = uniform(read_config(config.init.values).scheme, config.model.num_layers)
+    bases = {each.features.frequencies.base for each in released.schemes if each.rotates}
+    return dataclasses.replace(entry, options={**entry.options, "base": bases.pop()}) if len(bases) == 1 else entry
+
+
+def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
+    """``posjax.scheme(name, **options)`` of an entry.
+
+    Recipes whose layers differ get the model's ``num_layers``. Raises ValueError for an unknown name or option, and for
+    slots that do not compose.
+    """
+    options = dict(entry.options)
+    if "num_layers" in scheme_options(entry.name):
+        options.setdefault("num_layers", num_layers)
+    return scheme(entry.name, **options)
+
+
+def evaluated_scheme(config: Config, entry: SchemeConfig | None = None, length: int | None = None) -> Scheme | Layers:
+    """The scheme of an entry with its extension, for texts of a length; the longest of the evaluation when left out.
+
+    Options that the extension leaves out follow from that and from the length the model was made for. Raises ValueError
+    for a scheme that does not exist or cannot extend.
+    """
+    entry = config.scheme if entry is None else entry
+    longest = max(config.evaluate.lengths) if length is None else length
+    return scheme_of(config, entry).extend(**extension_of(config, entry, longest))
+
+
+def extension_of(config: Config, entry: SchemeConfig, length: int) -> dict[str, Any]:
+    """The extension of an entry with all options, for texts of a length.
+
+    Raises ValueError for one that would replace what a released model has itself.
+    """
+    own = own_length(config)
+    if entry.name != RELEASED:
+        return completed(entry.extend, own, length)
+    return continued(scheme_of(config, entry), entry.extend, own, length)
+
+
+def own_length(config: Config) -> int:
+    """The length that the model was made for: that of its training, unless a released one was made for more.
+
+    A released model that is given another scheme was trained with that at ``train.length`` alone.
+    """
+    released = config.model.trained_length or 0 if config.scheme.name == RELEASED else 0
+    return max(released, config.train.length)
+
+
+def check_model(config: Config) -> None:
+    """Raises ValueError for a scheme that does not fit the model or the length it is trained at; computes nothing.
+
+    So too for a vocabulary in which the tokenizer's tokens have no place.
+    """
+    check_vocabulary(config)
+    check_chunks(decoder_config(config).vocab_size, config.train.loss_chunks)
+    _check_reach(config)
+
+    def forward(key):
+        rule = scheme_of(config).positions
+        drawn = {} if rule is None else rule.draw(key, 1, config.train.length)._asdict()
+        tokens = jnp.zeros((1, config.train.length), jnp.int32)
+        return build_model(config)(tokens, **{name: value for name, value in drawn.items() if value is not None})
+
+    jax.eval_shape(forward, jax.random.key(0))
+
+
+def check_vocabulary(config: Config) -> None:
+    """Raises ValueError for a tokenizer whose tokens have no place in the model's vocabulary."""
+    tokenizer = load_tokenizer(config.data)
+    found, needed = config.model.vocabulary, tokenizer.vocabulary_size
+    check(
+        config.model.causal or tokenizer.mask != tokenizer.eos,
+        "model.causal: the tokenizer has no mask token of its own; data.special_tokens=added would work",
+    )
+    check(
+        not found or found >= needed,
+        f"model.vocabulary: the tokenizer has {needed} tokens, found {found}; leave it out, or take {needed} or more",
+    )
+
+
+def _check_reach(config: Config) -> None:
+    """Absolute embeddings may have an end, behind which they are NaN."""
+    length = config.train.length
+    reach = getattr(scheme_of(config).embedding, "reach", length)
+    check(
+        reach >= length,
+        f"scheme: {config.scheme.name} tells {reach} positions apart, but train.length is {length}; "
+        f"scheme.max_length={length} would work",
+    )
+
+
+def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig:
+    """The shape of the decoder that a config trains, over a mesh if there is one.
+
+    Raises ValueError for one that cannot be built.
+    """
+    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
+    fields |= {
+        "vocab_size": fields.pop("vocabulary") or load_tokenizer(config.data).vocabulary_size,
+        "experts": None if config.model.experts is None else nn.Experts(**vars(config.model.experts)),
+        "norm": nn.Norm(**vars(config.model.norm)),
+        "residual": nn.Residual(**vars(config.model.residual)),
+        "placement": placement(config, mesh),
+        "trained_length": own_length(config),
+    }
+    return nn.DecoderConfig(**fields, scheme=scheme_of(config))
+
+
+def placement(config: Config, mesh: Mesh | None) -> Placement:
+    """How activations lie over the mesh of a stage. Raises ValueError for a mesh that the model cannot use."""
+    if mesh is None:
+        return Placement()
+    shards, context = mesh.shape["context"], config.train.context
+    kind = context.layout
+    if kind == "auto":
+        rings = not {"auto", "ring", "ring-ulysses"}.isdisjoint(context.strategies)
+        balanced = rings and config.model.causal and shards > 1
+        kind = "zigzag" if balanced and config.train.length % (2 * shards) == 0 else "contiguous"
+    return Placement(
+        batch=BATCH_AXES,
+        context="context" if shards > 1 else None,
+        heads="tensor" if mesh.shape["tensor"] > 1 else None,
+        strategy=context.strategy,
+        layout=Layout(kind, shards),
+        ulysses=context.ulysses,
+    )
+
+
+def build_model(config: Config, mesh: Mesh | None = None) -> nn.Decoder:
+    """The decoder that a config trains, with parameters drawn from its seed.
+
+    Raises ValueError for what cannot be built.
+    """
+    return nn.Decoder(decoder_config(config, mesh), rngs=nnx.Rngs(config.seed))
+
+
+def as_released(config: Config) -> Config:
+    """The config with the scheme of the released model that it starts from."""
+    return dataclasses.replace(config, scheme=SchemeConfig(RELEASED), stages=())

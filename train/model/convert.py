@@ -1,0 +1,69 @@
+"""From the weights of one stage to those that the next one starts from."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from posjax.coca import Coca, merge_projection
+from posjax.rotary import Rotary
+from posjax.scheme import Scheme
+from train.config import Config
+from train.model.build import build_model, decoder_config
+from train.model.state import named_leaves
+
+
+def check_continues(before: Config, after: Config) -> None:
+    """Raises ValueError unless `after` can start from the weights of `before`; computes nothing."""
+    jax.eval_shape(lambda: convert(before, after, nnx.to_pure_dict(nnx.state(build_model(before)))))
+
+
+def convert(before: Config, after: Config, parameters: Any) -> Any:
+    """The parameters of one stage as those of the next.
+
+    Where the next scheme has parameters of the same names and shapes they are taken over. RoPE turns into CoCA (Zhu et
+    al., arXiv 2309.08646, section 4.1): the projection ``t`` of half the width is the mean of the keys' projection over
+    the two channels of each plane, and so is the query's of tied CoCA.
+
+    Raises ValueError for schemes that do not follow from each other.
+    """
+    wanted = nnx.eval_shape(lambda: nnx.to_pure_dict(nnx.state(build_model(after))))
+    found = dict(named_leaves(parameters))
+    schemes = dict(_schemes(before, after))
+
+    def taken(name: str, shape: tuple[int, ...]) -> Any:
+        if name in found and found[name].shape == shape:
+            return found[name]
+        block, _, projection = name.rpartition("/attention/")
+        if projection in ("q", "k", "q_bias", "k_bias") and _becomes_coca(*schemes.get(block, (None, None))):
+            merged = merge_projection(found[name], schemes[block][1].features.pairing)
+            if merged.shape == shape:
+                return merged
+        raise ValueError(
+            f"scheme: {after.scheme.label!r} cannot start from the weights of {before.scheme.label!r}: {name} was "
+            f"{found[name].shape if name in found else 'not trained'} and must be {shape}. The same parameters, or "
+            "RoPE turning into CoCA, would work"
+        )
+
+    names = [(name, leaf.shape) for name, leaf in named_leaves(wanted)]
+    lost = sorted(found.keys() - {name for name, _ in names})
+    if lost:
+        raise ValueError(
+            f"scheme: {after.scheme.label!r} has no place for what {before.scheme.label!r} has learned: {lost[0]}"
+        )
+    return jax.tree.unflatten(jax.tree.structure(wanted), [taken(name, shape) for name, shape in names])
+
+
+def _schemes(before: Config, after: Config):
+    """For every block's name its scheme in both stages, where the stages' layers lie in the same patterns."""
+    patterns = [decoder_config(config).layers.patterns for config in (before, after)]
+    for p, ((old, old_repeats), (new, new_repeats)) in enumerate(zip(*patterns, strict=False)):
+        if old_repeats == new_repeats:
+            yield from ((f"stacks/{p}/{n}", pair) for n, pair in enumerate(zip(old, new, strict=False)))
+
+
+def _becomes_coca(before: Scheme | None, after: Scheme | None) -> bool:
+    if before is None or after is None:
+        return False
+    old, new = before.features, after.features
+    return isinstance(old, Rotary) and isinstance(new, Coca) and old.pairing == new.pairing

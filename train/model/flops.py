@@ -1,0 +1,271 @@
+"""Model FLOPs of an update, counted exactly: by the model's own matrix products and by the pairs its masks allow."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache, lru_cache, reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax import masks
+from posjax.layers import Layers, uniform
+from posjax.masks import Mask
+from posjax.nn import DecoderConfig
+from posjax.positions import Range
+from posjax.scheme import Scheme
+from train.config import Config
+from train.model.build import decoder_config
+
+END = np.iinfo(np.int64).max // 4
+"""Behind the last position of any sequence."""
+
+_BLOCK = 2**22
+"""Ends of runs that are looked at together, so that a mask of many runs does not take much memory."""
+
+Runs = list[tuple[np.ndarray, np.ndarray]]
+"""For each of some positions, runs of other positions, ``low <= j < high``, which may overlap or be empty."""
+
+
+class Flops(NamedTuple):
+    """Model FLOPs of an update, over all devices: forward once, backward twice as much, nothing recomputed."""
+
+    parameters: float  # products of tokens and parameters
+    attention: float  # Q K^T and P V, of the pairs that the mask allows alone
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.parameters + self.attention
+
+
+def update_flops(config: Config, segment_ids: np.ndarray | None = None) -> Flops:
+    """`decoder_flops` of a config; without segment ids of a batch in which every row is one document.
+
+    It reads the tokenizer, for the vocabulary: count many batches by `decoder_flops`.
+    """
+    ids = np.zeros((1, config.train.length), np.int32) if segment_ids is None else segment_ids
+    found = decoder_flops(decoder_config(config), ids)
+    rows = config.train.rows if segment_ids is None else 1
+    return Flops(rows * found.parameters, rows * found.attention)
+
+
+def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
+    """Model FLOPs of one update: no recomputation, only tokens that are not padding, only pairs that are allowed,
+
+        parameters = 6 N tokens                        N: `product_parameters`
+        attention  = sum over layers of  6 heads pairs (d_qk + d_v)
+
+    since a product of n multiply-adds costs 2 n FLOPs forward and 4 n backward. The lookup of embeddings, norms,
+    rotations, biases and the softmax are not counted, nor is what a scheme learns by itself. A layer of linear
+    attention has no pairs: it costs ``12 heads m d_v`` a token, m features updating and reading a state of ``m d_v``.
+
+    Args:
+        decoder: the shape of the model.
+        segment_ids: ``[rows, length]``, the documents of a batch as the model gets them, negative at padding.
+    """
+    tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
+    attention = sum(
+        6 * decoder.num_heads * layers * _pair_work(scheme, decoder, segment_ids.shape[1], documents, tokens)
+        for scheme, layers in Counter(decoder.layers.schemes).items()
+    )
+    return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
+
+
+def _pair_work(scheme: Scheme, decoder: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
+    """Multiply-adds of one head of one layer forward."""
+    size = decoder.head_dim
+    if scheme.linear is not None:
+        return 2 * tokens * scheme.linear.size(size) * size
+    pairs = _pairs(scheme, decoder.causal, length, documents)
+    return pairs * (_score_size(scheme, decoder) + size)
+
+
+@cache
+def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
+    """``d_qk``, the width of the features whose inner product is a score; some maps widen what they are given."""
+    if scheme.features is None:
+        return decoder.head_dim
+    heads, size, few = decoder.num_heads, decoder.head_dim, 8
+
+    def phi(key):
+        made = scheme.init(key, heads, size, num_kv_heads=decoder.num_kv_heads, model_dim=decoder.model_dim)
+        q = jnp.zeros((1, few, heads, scheme.query_size(size)))
+        return scheme.features.query(made.get("features", {}), q, Range(0, few), head_dim=size, length=few)
+
+    return jax.eval_shape(phi, jax.random.key(0)).shape[-1]
+
+
+def maxtext_flops(config: Config) -> Flops:
+    """The same as MaxText counts it, for comparing with numbers it published: half of all pairs, whatever the mask,
+
+    attention = layers x 12 heads d_head length^2 / 2 x rows.
+    """
+    decoder, train = decoder_config(config), config.train
+    work = 12 * decoder.num_layers * decoder.num_heads * decoder.head_dim
+    return Flops(6.0 * product_parameters(decoder) * train.batch_tokens, work * train.length**2 / 2 * train.rows)
+
+
+def product_parameters(decoder: DecoderConfig) -> int:
+    """N, the parameters that tokens are multiplied with: projections, hidden layers and the head,
+
+        layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
+
+    Of a mixture of experts those count that a token takes, and the router.
+    The embedding is looked up, and counts only where it is the head too.
+    """
+    size, hidden, experts = decoder.head_dim, (3 if decoder.gated else 2) * decoder.mlp_dim, decoder.experts
+    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
+    widths = (
+        decoder.num_heads * (scheme.query_size(size) + size)
+        + decoder.num_kv_heads * (scheme.key_size(size) + size)
+        + hidden
+        for scheme in decoder.layers.schemes
+    )
+    return decoder.model_dim * (sum(widths) + decoder.vocab_size)
+
+
+def pairs(
+    scheme: Scheme | Layers,
+    length: int,
+    segment_ids: np.ndarray | None = None,
+    *,
+    num_layers: int = 1,
+    causal: bool = True,
+) -> list[float]:
+    """How many pairs of a query and a key each layer allows, over all rows; a mean over heads where masks differ.
+
+    Positions are counted in each document, so a document of n tokens has as many pairs as its n-th prefix sum says.
+    Those sums are made once for a mask and a length, in O(length); then a batch costs O(documents).
+
+    Args:
+        scheme: one for all layers, or `Layers`.
+        length: of a row.
+        segment_ids: ``[rows, length]``, negative at padding; one row that is one document when left out.
+        num_layers: where `scheme` is one for all.
+        causal: whether a query sees only the keys at or before its position.
+    """
+    layers = uniform(scheme, len(scheme.schemes) if isinstance(scheme, Layers) else num_layers)
+    documents = Counter({length: 1}) if segment_ids is None else _documents(segment_ids)
+    return [_pairs(one, causal, length, documents) for one in layers.schemes]
+
+
+def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:
+    if scheme.linear is not None:
+        return 0
+    heads = [prefix_pairs(mask, length) for mask in _masks_of_heads(scheme, causal)]
+    found = [sum(int(sums[tokens]) * count for tokens, count in documents.items()) for sums in heads]
+    return found[0] if len(found) == 1 else sum(found) / len(found)
+
+
+def _documents(segment_ids: np.ndarray) -> Counter[int]:
+    """How many documents of each length stand in the rows; a document is a run of one id that is not negative."""
+    ids = np.asarray(segment_ids)
+    starts = np.ones(ids.shape, bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    at = np.flatnonzero(starts)
+    lengths = np.diff(np.append(at, ids.size))
+    return Counter(lengths[ids.reshape(-1)[at] >= 0].tolist())
+
+
+def allowed(scheme: Scheme, causal: bool) -> Mask | None:
+    """What the scheme lets a query see, beside the documents; None for everything."""
+    parts = (masks.Causal() if causal else None, scheme.mask, None if scheme.far is None else scheme.far.mask())
+    found = [part for part in parts if part is not None]
+    return reduce(operator.and_, found) if found else None
+
+
+@cache
+def _masks_of_heads(scheme: Scheme, causal: bool) -> tuple[Mask | None, ...]:
+    """The mask of a head of each kind; one for all heads unless a dilation differs."""
+    whole = allowed(scheme, causal)
+    kinds = max([1, *(len(each) for each in _dilations(whole))])
+    return tuple(_of_head(whole, head) for head in range(kinds))
+
+
+def _dilations(mask: Mask | None) -> Iterator[tuple[int, ...]]:
+    if isinstance(mask, masks.Pair):
+        yield from _dilations(mask.left)
+        yield from _dilations(mask.right)
+    elif isinstance(mask, masks.Dilated) and isinstance(mask.dilation, tuple):
+        yield mask.dilation
+
+
+def _of_head(mask: Mask | None, head: int) -> Mask | None:
+    if isinstance(mask, masks.Pair):
+        return type(mask)(_of_head(mask.left, head), _of_head(mask.right, head))
+    if isinstance(mask, masks.Dilated) and isinstance(mask.dilation, tuple):
+        return masks.Dilated(mask.size, mask.dilation[head])
+    return mask
+
+
+@lru_cache(maxsize=64)
+def prefix_pairs(mask: Mask | None, length: int) -> np.ndarray:
+    """``[length + 1]``: the pairs that `mask` allows in a document of 0, 1, ... `length` tokens.
+
+    The m-th token of a document adds the keys up to it that it sees, and the queries before it that see it,
+
+        P(m + 1) = P(m) + #{j <= m: allowed(m, j)} + #{i < m: allowed(i, m)}.
+    """
+    step = max(1, _BLOCK // len(_seen(mask, np.zeros(1, np.int64), True)))
+    blocks = [np.arange(low, min(low + step, length), dtype=np.int64) for low in range(0, length, step)]
+    added = [_count(_seen(mask, m, True), m + 1) + _count(_seen(mask, m, False), m) for m in blocks]
+    return np.concatenate([np.zeros(1, np.int64), *added]).cumsum()
+
+
+def _seen(mask: Mask | None, at: np.ndarray, keys: bool) -> Runs:
+    """The keys that queries at positions `at` see, or the queries that see keys there."""
+    if isinstance(mask, masks.And):
+        left, right = _seen(mask.left, at, keys), _seen(mask.right, at, keys)
+        return [(np.maximum(a, c), np.minimum(b, d)) for a, b in left for c, d in right]
+    if isinstance(mask, masks.Or):
+        return _seen(mask.left, at, keys) + _seen(mask.right, at, keys)
+    if isinstance(mask, masks.Dilated):
+        steps = range(1 - mask.size, mask.size)
+        return [(at + n * mask.dilation, at + n * mask.dilation + 1) for n in steps]
+    return [np.broadcast_arrays(low, high, at)[:2] for low, high in [_run(mask, at, keys)]]
+
+
+def _run(mask: Mask | None, at: np.ndarray, keys: bool) -> tuple:
+    """The one run of a mask that is no combination."""
+    match mask:
+        case None:
+            return 0, END
+        case masks.Causal():
+            return (0, at + 1) if keys else (at, END)
+        case masks.Sinks():
+            return (0, mask.count) if keys else (0, np.where(at < mask.count, END, 0))
+        case masks.GlobalFirst():
+            return 0, np.where(at < mask.count, END, mask.count)
+        case masks.Prefix():
+            return 0, np.where(at < mask.length, mask.length, 0)
+        case masks.Window() | masks.Band() | masks.Beyond():
+            return _by_distance(mask.limits, 1, at, keys)
+        case masks.Chunked() | masks.ChunksApart():
+            return _by_distance(mask.limits, mask.size, at, keys)
+    raise ValueError(f"mask: the pairs of {type(mask).__name__} cannot be counted from positions alone")
+
+
+def _by_distance(limits: tuple[int, int | None], unit: int, at: np.ndarray, keys: bool) -> tuple:
+    """``least <= i - j <= most`` in units of so many positions, for queries i or for keys j at `at`."""
+    (least, most), here = limits, at // unit
+    if keys:
+        return (0 if most is None else (here - most) * unit), (here - least + 1) * unit
+    return (here + least) * unit, (END if most is None else (here + most + 1) * unit)
+
+
+def _count(runs: Runs, stop: np.ndarray) -> np.ndarray:
+    """How many positions of ``[0, stop)`` lie in at least one of the runs, for every position."""
+    if len(runs) == 1:
+        (low, high) = runs[0]
+        return np.maximum(np.minimum(high, stop) - np.maximum(low, 0), 0)
+    low, high = (np.clip(np.stack(ends), 0, stop) for ends in zip(*runs, strict=True))
+    order = np.argsort(low, axis=0)
+    low, high = (np.take_along_axis(ends, order, axis=0) for ends in (low, high))
+    reached = np.maximum.accumulate(high, axis=0)
+    low[1:] = np.maximum(low[1:], reached[:-1])
+    return np.maximum(high - low, 0).sum(axis=0)

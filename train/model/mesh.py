@@ -1,0 +1,90 @@
+"""The devices of a run, as a mesh with named axes."""
+
+import math
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from train.config import MeshConfig
+from train.config.settings.checks import divisor_near
+
+AXES = ("replica", "data", "fsdp", "context", "tensor")
+"""From the slowest network to the fastest: neighbours along `tensor` are neighbours on the chip's links."""
+
+BATCH_AXES = ("replica", "data", "fsdp")
+"""The axes over which the rows of a batch are split."""
+
+
+def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
+    """How many devices lie along each axis, -1 filled in.
+
+    Raises ValueError for axes that `devices` devices cannot fill or that need more of them.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    named = math.prod(size for size in sizes.values() if size > 0)
+    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+    if named > devices or (open_axis and devices % named):
+        fits = divisor_near(devices, named)
+        raise ValueError(
+            f"train.mesh ({asked}) needs {'a multiple of ' if open_axis else ''}{named} devices, but there are "
+            f"{devices}; sizes whose product is {fits} would work"
+        )
+    return sizes | ({open_axis: devices // named} if open_axis else {})
+
+
+def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mesh:
+    """A mesh of as many of the `devices` (all there are, unless given) as `config` asks for.
+
+    Raises ValueError, before anything is compiled, when there are too few devices, or the `rows` of a batch cannot be
+    shared evenly.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = mesh_shape(config, len(devices))
+    check_rows(sizes, rows)
+    used = {device.process_index for device in devices[: math.prod(sizes.values())]}
+    idle = sorted({device.process_index for device in devices} - used)
+    if idle:
+        raise ValueError(
+            f"train.mesh takes {math.prod(sizes.values())} of {len(devices)} devices, none of process {idle[0]}; start "
+            "fewer processes, or let an axis be -1"
+        )
+    return Mesh(_arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_rows(sizes: dict[str, int], rows: int) -> None:
+    """Raises ValueError for a batch whose rows the mesh cannot share evenly."""
+    shares = math.prod(sizes[axis] for axis in BATCH_AXES)
+    if rows % shares:
+        fits = divisor_near(rows, shares)
+        raise ValueError(
+            f"train.batch_tokens and train.accumulate give {rows} rows at a time, which {shares} devices along "
+            f"replica, data and fsdp cannot share evenly; {fits} along them would work (train.mesh.data={fits}), or "
+            f"{-(-rows // shares) * shares} rows"
+        )
+
+
+def check_slices(sizes: dict[str, int], slices: int) -> None:
+    """Raises ValueError for a mesh whose `replica` does not span so many slices."""
+    if sizes["replica"] % slices:
+        raise ValueError(
+            f"train.mesh.replica must be a multiple of the {slices} slices, found {sizes['replica']}; "
+            f"train.mesh.replica={slices} would work"
+        )
+
+
+def _arranged(sizes: dict[str, int], devices: list) -> np.ndarray:
+    """The devices in the shape of the mesh, neighbours along the last axes first; slices along `replica`."""
+    used = devices[: math.prod(sizes.values())]
+    shape = tuple(sizes.values())
+    if getattr(used[0], "platform", "cpu") != "tpu" or len(used) < len(devices):
+        return np.array(used).reshape(shape)
+    slices = len({getattr(device, "slice_index", 0) for device in used})
+    if slices > 1:
+        check_slices(sizes, slices)
+        within = (sizes["replica"] // slices, *shape[1:])
+        across = (slices, *(1 for _ in shape[1:]))
+        return mesh_utils.create_hybrid_device_mesh(within, across, used, allow_split_physical_axes=True)
+    return mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)

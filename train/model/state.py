@@ -1,0 +1,47 @@
+"""All that an update changes, and parameters by their names."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import keystr
+from jaxtyping import Array, Float, Int32
+
+
+class Guard(NamedTuple):
+    """What tells a spike from a step.
+
+    Attributes:
+      norm: running mean of the gradient norms of the updates made; 0 before the first.
+      skipped: updates left out so far in this stage.
+      in_row: the last of them that follow each other.
+    """
+
+    norm: Float[Array, ""]
+    skipped: Int32[Array, ""]
+    in_row: Int32[Array, ""]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "parameters", "optimizer", "guard"], meta_fields=[])
+@dataclass(frozen=True)
+class TrainState:
+    """All that an update changes. `parameters` is the plain nested dict of the model's parameters, in float32.
+
+    `step` counts the batches seen in this stage, whether they led to an update or were skipped.
+    """
+
+    step: Int32[Array, ""]
+    parameters: Any
+    optimizer: Any
+    guard: Guard
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree of parameters, or of their axis names, each with its path."""
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_names)[0]
+    return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+
+
+def is_axis_names(node: Any) -> bool:
+    return isinstance(node, tuple)

@@ -1,0 +1,1 @@
+"""The machine and the processes that a command runs on."""

@@ -1,0 +1,219 @@
+"""The processes of a run: how they find each other, agree with each other, stop together and fail together.
+
+A pod runs one process a host, each the same command. On one host all of this does nothing.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from train.runtime.tether import tied
+
+EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""What names a process when no cluster does: where process 0 listens (host:port), how many there are, which this is."""
+
+LOST = "another process ended or cannot be reached"
+LOST_LINE = "no sign of life from process"
+_SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED", LOST_LINE)
+_INTERRUPTED, _WRONG_INPUT, _FAILED = 130, 2, 1
+_GRACE = 1.0  # seconds between two processes that find the same mistake
+_leaving = threading.Lock()
+
+
+def start(environment: Mapping[str, str] = os.environ) -> None:
+    """Joins the other processes of this run, if the environment tells of any; before anything else uses jax's devices.
+
+    In this order: `EXPLICIT` variables; a TPU pod slice, several slices or GKE; SLURM; Open MPI; else one process.
+    Raises ValueError when only some of the `EXPLICIT` variables are set.
+    """
+    if jax.distributed.is_initialized():
+        return
+    given = [name for name in EXPLICIT if environment.get(name)]
+    if given and (len(given) == len(EXPLICIT) or not _in_cluster(environment)):
+        address, count, index = _explicit(environment)
+        jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
+    elif _in_cluster(environment):
+        jax.distributed.initialize()
+
+
+def _explicit(environment: Mapping[str, str]) -> tuple[str, int, int]:
+    missing = [name for name in EXPLICIT if not environment.get(name)]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} not set; a process of several needs {', '.join(EXPLICIT)}")
+    address, count, index = (environment[name] for name in EXPLICIT)
+    if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
+        raise ValueError(f"JAX_PROCESS_ID must be from 0 to JAX_NUM_PROCESSES - 1, found {index!r} of {count!r}")
+    if not address.rpartition(":")[2].isdigit():
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS must be host:port, found {address!r}")
+    return address, int(count), int(index)
+
+
+def _in_cluster(environment: Mapping[str, str]) -> bool:
+    """Whether a cluster that jax can ask started this process; one host of a TPU VM counts, and is asked too."""
+    on_cpu = environment.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
+    return (
+        (_has_tpu(environment) and not on_cpu)
+        or (int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in environment)
+        or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+        or {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
+    )
+
+
+def _has_tpu(environment: Mapping[str, str]) -> bool:
+    """Whether this is a host of TPUs: chips as devices, and GKE's list of hosts or Google Cloud's metadata server."""
+    chips = any(Path(device).exists() for device in ("/dev/accel0", "/dev/vfio/0"))
+    listed = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"} & environment.keys()
+    return chips and (bool(listed) or "TPU_SKIP_MDS_QUERY" not in environment)
+
+
+def gather(text: str) -> list[str]:
+    """The texts of all processes, by process, on each of them. All of them must call it."""
+    if jax.process_count() == 1:
+        return [text]
+    own = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(own.size))
+    padded = np.zeros(max(lengths.max(), 1), np.uint8)
+    padded[: own.size] = own
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def decide(function: Callable[[], Any]) -> Any:
+    """What `function` returns on process 0, which alone calls it, on every process; a value that JSON holds.
+
+    A ValueError or OSError of it is raised on all of them, so that none waits for another.
+    """
+    if jax.process_count() == 1:
+        return function()
+    kind, value = json.loads(gather(json.dumps(_outcome(function)) if jax.process_index() == 0 else "")[0])
+    if kind != "value":
+        raise {"OSError": OSError, "FileNotFoundError": FileNotFoundError}.get(kind, ValueError)(value)
+    return value
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[str, Any]:
+    try:
+        return "value", function()
+    except (ValueError, OSError) as error:
+        return type(error).__name__, str(error)
+
+
+@contextmanager
+def stop_requested() -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; a second one acts as usual. In the main thread only.
+
+    With several processes jax itself listens for SIGTERM, tells the others and has them all stop after the same step,
+    so SIGINT becomes a SIGTERM here; ask `reached_preemption`, not the event.
+    """
+    stop = threading.Event()
+    numbers = (signal.SIGINT,) if jax.distributed.is_initialized() else (signal.SIGINT, signal.SIGTERM)
+    numbers = numbers if threading.current_thread() is threading.main_thread() else ()
+    usual = {number: signal.getsignal(number) for number in numbers}
+
+    def ask(number: int, _: Any) -> None:
+        signal.signal(number, usual[number])
+        if jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            stop.set()
+
+    for number in numbers:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            signal.signal(number, usual[number])
+
+
+def reached_preemption(step: int, stop: threading.Event) -> bool:
+    """Whether to save after `step` updates and end, because a process was told to; the same answer on all of them.
+
+    All processes must ask after every step, and before the first one, with `listen`. The one that was told keeps going,
+    until the step after the furthest that any process has reached. Once the answer is yes, `stop` is set and it stays.
+    """
+    if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(step):
+        stop.set()
+    return stop.is_set()
+
+
+def listen(step: int, stop: threading.Event) -> None:
+    """Asks at the beginning of a process's part, which resumes after `step` updates; call it on all processes.
+
+    jax answers yes at one step alone, the one after the furthest that was asked for. A process that was told before it
+    ever asked would wait for step 1, which a resumed run never asks for.
+    """
+    reached_preemption(1, stop)
+    reached_preemption(max(step, 1), stop)
+
+
+@contextmanager
+def processes() -> Iterator[None]:
+    """Joins the other processes for the time of a `with`; when this one fails, it ends at once, with one line.
+
+    Waiting for the others, as jax does at the end of a program, would hang: they wait for this one inside a step. They
+    find its `tether` torn, and end in the same way. On one host errors pass through.
+    """
+    start()
+    if jax.process_count() == 1:
+        yield
+        return
+    try:
+        with tied(jax.process_index(), _hosts(), _lost, decide, gather) as apart:
+            if apart and jax.process_index() == 0:
+                print(
+                    f"warning: processes {apart} do not reach process 0; their loss would be noticed late", flush=True
+                )
+            yield
+    except BaseException as error:
+        _leave(error)
+
+
+def _hosts() -> list[str]:
+    """Names under which the other processes may reach this one."""
+    named = os.environ.get(EXPLICIT[0], "").rpartition(":")[0]
+    return [name for name in (named, socket.gethostname(), socket.getfqdn()) if name]
+
+
+def _lost(process: int) -> None:
+    """Ends this process, from a thread; when process 0 dies, jax does so too, and may be first in its own words."""
+    _leave(TimeoutError(f"{LOST_LINE} {process}"))
+
+
+def _leave(error: BaseException) -> None:
+    """Ends this process with a line for a mistake or a lost process, and a traceback for anything else."""
+    _leaving.acquire()  # for good: one thread leaves
+    where = f"process {jax.process_index()} of {jax.process_count()}"
+    if isinstance(error, KeyboardInterrupt):
+        message, status = f"{where} stopped; the same command resumes from the newest checkpoint", _INTERRUPTED
+    elif is_loss(error):
+        detail = str(error).splitlines()[0][:200]
+        message, status = f"error: {where}: {LOST}; start all of them again to resume ({detail})", _FAILED
+    elif isinstance(error, ValueError | OSError):
+        message, status = f"error: {where}: {' '.join(str(error).split())}", _WRONG_INPUT
+    else:
+        message, status = f"error: {where} failed\n{''.join(traceback.format_exception(error))}", _FAILED
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if not is_loss(error):
+        time.sleep(_GRACE)  # the others may be about to tell the same
+    os._exit(status)
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Whether an error says that another process died, as far as its words tell."""
+    runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
+    return (runtime and any(sign in str(error) for sign in _SIGNS_OF_LOSS)) or "Gloo" in str(error)

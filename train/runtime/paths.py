@@ -1,0 +1,78 @@
+"""Where things are: folders of this machine, and addresses of object stores such as ``gs://bucket/runs``.
+
+Pods share no disk, so what a run reads and writes may be at any address that fsspec knows. Checkpoints may be in local
+folders and ``gs://`` only, because TensorStore writes their arrays.
+"""
+
+import os
+import uuid
+from pathlib import Path
+from urllib.parse import unquote
+
+CHECKPOINT_SCHEMES = ("gs",)
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout."""
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` for a process that imports this checkout."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def path(text: str | os.PathLike) -> Path:
+    """The folder or file at `text`: a `Path` for what is on this machine, also as ``file://``, else a `UPath`.
+
+    A `UPath` has the methods of a `Path`. Raises ValueError for a kind of address that is unknown, or whose package is
+    not installed.
+    """
+    scheme, separator, rest = str(text).partition("://")
+    if not separator:
+        return Path(text)
+    if scheme == "file":
+        return Path(unquote(rest))
+    import fsspec  # a local run needs neither of them, and a mistake in a config is told at once
+    from upath import UPath
+
+    try:
+        fsspec.get_filesystem_class(scheme)
+        return UPath(text)
+    except ValueError:
+        raise ValueError(f"{text}: unknown kind of address {scheme}://; gs:// and local folders would work") from None
+    except ImportError as error:
+        raise ValueError(f"{text}: {error}") from None
+
+
+def is_local(place: Path) -> bool:
+    """Whether a path is on this machine, or on a disk that it sees as its own."""
+    return isinstance(place, Path)
+
+
+def check_output(output: str) -> None:
+    """Raises ValueError for a key `output` that names no place of runs."""
+    try:
+        check_checkpoints(path(output))
+    except ValueError as error:
+        raise ValueError(f"output: {error}") from None
+
+
+def check_checkpoints(place: Path) -> None:
+    """Raises ValueError where no checkpoint can be written."""
+    scheme = getattr(place, "protocol", "")
+    if not is_local(place) and scheme not in CHECKPOINT_SCHEMES:
+        raise ValueError(
+            f"{place}: checkpoints cannot be written to {scheme}://, which TensorStore does not write; a local folder "
+            f"or {'://, '.join(CHECKPOINT_SCHEMES)}:// would work"
+        )
+
+
+def write_file(place: Path, text: str) -> None:
+    """Writes a file whole or not at all, wherever it is, and also where several processes write the same one."""
+    if not is_local(place):
+        place.write_text(text, encoding="utf-8")  # object stores show no part of an object
+        return
+    part = place.with_name(f".{place.name}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, place)
+    finally:
+        part.unlink(missing_ok=True)

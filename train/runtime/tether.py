@@ -1,0 +1,95 @@
+"""A line between process 0 and every other, by which all notice at once when one dies.
+
+A process that waits in a collective for one that died may wait until jax's heartbeats time out, after 100 seconds. The
+system closes the connections of a process that ends, however it ends, so an open connection is a sign of life. A
+process that ends well says goodbye first. When process 0 notices a loss it ends too, and so all others notice.
+"""
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+_GOODBYE = b"."
+_PATIENCE = 10.0  # seconds for an address of process 0 to answer
+_SECRET = 16  # bytes that only a process of this run knows
+_NUMBER = 4  # bytes of a process's number
+
+
+@contextmanager
+def tied(
+    index: int,
+    hosts: list[str],
+    lost: Callable[[int], None],
+    decide: Callable[[Callable[[], Any]], Any],
+    gather: Callable[[str], list[str]],
+) -> Iterator[list[int]]:
+    """For the time of a `with`, calls ``lost(process)`` from a thread when a process has ended without a goodbye.
+
+    Process 0 is reached at one of the `hosts` that it names. Gives the processes that cannot reach it, which go
+    unwatched. `decide` and `gather` are those of `train.runtime.distributed`.
+    """
+    with ExitStack() as stack:
+        server = stack.enter_context(_listen()) if index == 0 else None
+        place = decide(lambda: [hosts, server.getsockname()[1], secrets.token_hex(_SECRET)])
+        own = None if index == 0 else _connect(*place, index)
+        answers = gather("" if own is None else "tied")
+        apart = [process for process, answer in enumerate(answers) if process and not answer]
+        ends = {0: own} if own else {}
+        if server is not None:
+            ends = _accept(server, place[2], len(answers) - 1 - len(apart))
+        done = threading.Event()
+        for process, end in ends.items():
+            stack.enter_context(end)
+            threading.Thread(target=_watch, args=(end, process, lost, done), name="tether", daemon=True).start()
+        yield apart
+        done.set()
+        for end in ends.values():
+            with suppress(OSError):
+                end.sendall(_GOODBYE)
+
+
+def _listen() -> socket.socket:
+    """A socket on a free port of all interfaces."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _connect(hosts: list[str], port: int, secret: str, index: int) -> socket.socket | None:
+    """This process's end of its line to process 0; None when no address of it answers."""
+    for host in hosts:
+        with suppress(OSError):
+            end = socket.create_connection((host, port), timeout=_PATIENCE)
+            end.sendall(bytes.fromhex(secret) + index.to_bytes(_NUMBER))
+            end.settimeout(None)
+            return end
+    return None
+
+
+def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
+    """Process 0's ends of `count` lines, which wait already, by process; strangers are turned away."""
+    ends: dict[int, socket.socket] = {}
+    while len(ends) < count:
+        end, _ = server.accept()
+        end.settimeout(_PATIENCE)
+        with suppress(OSError):
+            card = end.recv(_SECRET + _NUMBER, socket.MSG_WAITALL)
+            if secrets.compare_digest(card[:_SECRET], bytes.fromhex(secret)):
+                end.settimeout(None)
+                ends[int.from_bytes(card[_SECRET:])] = end
+                continue
+        end.close()
+    return ends
+
+
+def _watch(end: socket.socket, process: int, lost: Callable[[int], None], done: threading.Event) -> None:
+    """Reads until the other side says goodbye or dies, which means nothing once this side is done."""
+    try:
+        said = end.recv(1)
+    except OSError:
+        said = b""
+    if said != _GOODBYE and not done.is_set():
+        lost(process)

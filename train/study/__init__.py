@@ -1,5 +1,0 @@
-"""Extensions of one model side by side: a study of many short cells, each kept as it is finished."""
-
-from train.study.run import run_study
-
-__all__ = ["run_study"]

@@ -1,0 +1,145 @@
+"""``python -m train bench``: attention against named peers, time and peak memory, side by side in one run.
+
+Every measurement is a process of its own, so that its peak memory is its own: the most the process ever held, its
+interpreter, libraries and compiler included. Time is the best of several calls after one that compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from posjax._checks import check
+from train.runtime.machine import processor, resident_peak_bytes, versions
+from train.runtime.paths import write_file
+from train.workshop.contenders import BACKWARD, CONTENDERS, FORWARD, Shape, refuses
+from train.workshop.schedule.config import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured: causal ALiBi attention, batch 1, every contender at every length in every direction."""
+
+    name: str = "bench"
+    output: str = "runs"
+    lengths: tuple[int, ...] = (4096, 8192, 16384)
+    heads: int = 8
+    head_dim: int = 64
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    directions: tuple[Literal["forward", "forward + backward"], ...] = (FORWARD, BACKWARD)
+    contenders: tuple[Literal["posjax", "jax.nn", "torch flex", "torch sdpa"], ...] = tuple(CONTENDERS)
+    repeats: int = 5
+    timeout: int = 600  # seconds for one measurement, compilation included
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # what --schedule compiles
+
+    def __post_init__(self):
+        for name in ("lengths", "directions", "contenders"):
+            check(bool(getattr(self, name)), f"{name} is empty: name at least one")
+        for name, values in {**vars(self), "lengths": min(self.lengths)}.items():
+            check(not isinstance(values, int) or values > 0, f"{name} must be positive, found {values}")
+
+    @property
+    def directory(self) -> Path:
+        """Where the numbers go."""
+        return Path(self.output) / self.name
+
+    @property
+    def shapes(self) -> Iterator[Shape]:
+        """Every shape to measure."""
+        for direction in self.directions:
+            for length in self.lengths:
+                yield Shape(length, self.heads, self.head_dim, self.dtype, direction)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One process's result; `problem` says why there are no numbers."""
+
+    contender: str
+    shape: Shape
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    problem: str | None = None
+
+
+def bench(config: BenchConfig) -> list[Timing]:
+    """Runs every measurement, prints the table, and writes ``bench.jsonl`` into the run's directory."""
+    console = Console()
+    config.directory.mkdir(parents=True, exist_ok=True)
+    found = versions(("jax", "jaxlib", "torch"))
+    results = []
+    for shape in config.shapes:
+        for name in config.contenders:
+            console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
+            results.append(measure(name, shape, config.repeats, config.timeout))
+    lines = [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)]
+    write_file(config.directory / "bench.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    console.print(table(config, results))
+    console.print(f"{processor()} · " + " · ".join(f"{name} {version}" for name, version in found.items()))
+    console.print(f"numbers: {config.directory / 'bench.jsonl'}")
+    return results
+
+
+def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Timing:
+    """One measurement in a process of its own."""
+    problem = refuses(name, shape)
+    if problem:
+        return Timing(name, shape, problem=problem)
+    order = json.dumps({"contender": name, "shape": dataclasses.asdict(shape), "repeats": repeats})
+    command = [sys.executable, "-m", "train.workshop.bench", order]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return Timing(name, shape, problem=f"longer than {timeout} s")
+    if done.returncode == -signal.SIGKILL or "RESOURCE_EXHAUSTED" in done.stderr:
+        return Timing(name, shape, problem="out of memory")
+    if done.returncode < 0:
+        return Timing(name, shape, problem=f"died of signal {-done.returncode}")
+    if done.returncode:
+        return Timing(name, shape, problem=(done.stderr.strip().splitlines() or ["failed"])[-1][:200])
+    return Timing(name, shape, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def table(config: BenchConfig, results: Sequence[Timing]) -> Table:
+    """The measurements, one row a direction and length, one column a contender."""
+    title = f"Causal ALiBi attention, {config.heads} heads x {config.head_dim}, {config.dtype}: seconds, peak memory"
+    grid = Table("direction", "tokens", *config.contenders, title=title)
+    for shape in config.shapes:
+        row = {result.contender: _cell(result) for result in results if result.shape == shape}
+        grid.add_row(shape.direction, f"{shape.length:,}", *(row[name] for name in config.contenders))
+    return grid
+
+
+def _cell(result: Timing) -> str:
+    return result.problem or f"{result.seconds:.3f} s, {result.peak_bytes / 2**20:,.0f} MiB"
+
+
+def _child(order: str) -> None:
+    """Measures one contender and prints the numbers as the last line."""
+    order = json.loads(order)
+    if Path("/proc/self/oom_score_adj").exists():
+        # Should memory run out, this process is to go, not the one that waits for it.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    run = CONTENDERS[order["contender"]](Shape(**order["shape"]))
+    run()
+    times = []
+    for _ in range(order["repeats"]):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    print(json.dumps({"seconds": min(times), "peak_bytes": resident_peak_bytes()}))
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1])

@@ -1,0 +1,113 @@
+"""``python -m train bench CONFIG --loop``: a step of the training loop beside the bare jitted step, in one run.
+
+The loop is the one that `fit` runs, with its data, its logs, its watchdog and its clock; checkpoints are left out, and
+evaluation. It runs in blocks of ``train.log_every`` steps, so each block writes one line of metrics. Before each block
+the devices come to rest, and a block of as many bare steps runs: the same program, over one batch that lies on the
+devices already. So whatever else the machine does meets both alike; the processor's time, told beside the time on the
+wall, hardly depends on it at all.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from train.checkpoint import Checkpoints
+from train.config import Config
+from train.loop.fit import Run, prepare
+from train.monitor import Monitor
+from train.runtime.machine import processor
+
+BLOCKS = 24
+WARM_BLOCKS = 2
+"""Left out at the beginning: they compile, and fill caches."""
+
+
+class Times(NamedTuple):
+    """Seconds on the wall, and of the processor, all threads together."""
+
+    wall: float
+    processor: float
+
+
+def now() -> Times:
+    """Both clocks."""
+    return Times(time.perf_counter(), time.process_time())
+
+
+@dataclass
+class TimedBlocks:
+    """Seconds a step in blocks of `size` steps, of the loop and of the bare step in turn.
+
+    ``around(program)`` gives a program whose update runs the bare blocks and keeps the time.
+    """
+
+    size: int
+    loop: list[Times] = field(default_factory=list)
+    bare: list[Times] = field(default_factory=list)
+    clock: Callable[[], Times] = now
+    _steps: int = 0
+    _began: Times | None = None
+
+    def around(self, program: Any) -> Any:
+        """`program`, measured."""
+        own = [None]
+
+        def update(state: Any, batch: Any) -> Any:
+            if self._steps % self.size == 0:
+                self._turn(program, own, state, batch)
+            self._steps += 1
+            return program.update(state, batch)
+
+        return dataclasses.replace(program, update=update)
+
+    def _turn(self, program: Any, own: list, state: Any, batch: Any) -> None:
+        """The loop has done a block: takes its time, and runs a bare one."""
+        jax.block_until_ready((state, batch))
+        if self._began:
+            self.loop.append(self._since(self._began))
+        own[0] = program.initialize() if own[0] is None else own[0]
+        began = self.clock()
+        for _ in range(self.size):
+            own[0], metrics = program.update(own[0], batch)
+        jax.block_until_ready((own[0], metrics))
+        self.bare.append(self._since(began))
+        self._began = self.clock()
+
+    def _since(self, began: Times) -> Times:
+        return Times(*((end - start) / self.size for end, start in zip(self.clock(), began, strict=True)))
+
+    def medians(self) -> tuple[Times, Times]:
+        """A step of the loop, and a bare one, without the first blocks."""
+        both = self.loop[WARM_BLOCKS:], self.bare[WARM_BLOCKS : len(self.loop)]
+        return tuple(Times(*map(statistics.median, zip(*blocks, strict=True))) for blocks in both)
+
+
+def bench_loop(config: Config) -> tuple[Times, Times]:
+    """Measures the first stage of a config; prints and returns the medians. Nothing is left on disk."""
+    size = config.train.log_every
+    steps = BLOCKS * size + 1
+    train = dataclasses.replace(config.stage(0).train, steps=steps, checkpoint_every=steps)
+    monitor = dataclasses.replace(config.monitor, evaluate_every=0, profile=())
+    config = dataclasses.replace(config.stage(0), train=train, monitor=monitor)
+    blocks = TimedBlocks(size)
+    (stage,) = prepare(config)
+    stage = dataclasses.replace(stage, program=blocks.around(stage.program))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Checkpoints(config, Path(directory), [stage.rows.digest()]) as checkpoints,
+        Monitor(config, Path(directory)) as monitor,
+    ):
+        Run(config, [stage], checkpoints, monitor, threading.Event()).train()
+    loop, bare = blocks.medians()
+    print(f"{processor()} · medians of {BLOCKS - WARM_BLOCKS} blocks of {size} steps in turn")
+    for name, ours, least in zip(("on the wall", "of the processor"), loop, bare, strict=True):
+        print(f"{name}: the loop {1e3 * ours:.3f} ms a step · bare {1e3 * least:.3f} ms · {ours / least - 1:+.2%}")
+    return loop, bare

@@ -1,0 +1,81 @@
+"""``python -m train bench CONFIG --schedule v5e,v6e``: what attention kernels cost on TPUs, by static schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from posjax._checks import check_choice
+from train.runtime.chips import CHIPS
+from train.runtime.machine import versions
+from train.runtime.paths import write_file
+from train.workshop.schedule import layer, own
+from train.workshop.schedule.compiling import check_compiler
+from train.workshop.schedule.config import Prediction, ScheduleConfig
+from train.workshop.schedule.contenders import CONTENDERS, missing, schedule_of
+from train.workshop.schedule.program import Blocks, KernelShape
+from train.workshop.schedule.report import by_shape, notes, table
+
+_WIDTH = 190
+"""Of the tables where there is no terminal."""
+
+
+def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list[Prediction | layer.AttentionLayer]:
+    """Compiles every contender for every chip, prints the tables, and writes ``schedule.jsonl`` into `directory`."""
+    names = [name.strip() for name in chips.split(",")]
+    for name in names:
+        check_choice("--schedule", name, tuple(CHIPS))
+    check_compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    found = versions(("jax", "jaxlib", "libtpu"))
+    results, others, layers = [], [], []
+    for chip in names:
+        for name in config.contenders:
+            console.print(f"[dim]{chip}: {name} ...[/dim]")
+            results += measure_all(name, chip, config.shape, config.timeout)
+        for name, shape in itertools.product(own.CAUSAL, config.shapes):
+            console.print(f"[dim]{chip}: {name}, {shape.length} x {shape.head_dim} ...[/dim]")
+            others += measure_all(name, chip, shape, config.timeout)
+        for name in config.layers:
+            console.print(f"[dim]{chip}: a layer of {name} ...[/dim]")
+            layers.append(layer.measure(name, chip, config.timeout))
+    lines = [{"config": dataclasses.asdict(config), "versions": found}]
+    lines += map(dataclasses.asdict, (everything := [*results, *others, *layers]))
+    write_file(directory / "schedule.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    for chip in names:
+        for make, some in ((table, results), (by_shape, others)):
+            if of_chip := [result for result in some if result.chip == chip]:
+                console.print(make(chip, config, of_chip))
+    if layers:
+        console.print(layer.table(layers))
+    console.print(notes(names), highlight=False)
+    console.print(" · ".join(f"{name} {version}" for name, version in found.items()))
+    console.print(f"numbers: {directory / 'schedule.jsonl'}")
+    return everything
+
+
+def measure_all(name: str, chip: str, shape: KernelShape, timeout: int) -> Iterator[Prediction]:
+    """One contender on one chip at all of its block sizes."""
+    problem = missing(name)
+    if problem:
+        yield Prediction(chip, name, shape, {}, problem=problem)
+        return
+    for blocks in CONTENDERS[name].sweep:
+        if all(shape.length % size == 0 for size in blocks.values()):
+            yield measure(name, chip, shape, blocks, timeout)
+
+
+def measure(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeout: int = 600) -> Prediction:
+    """One program; what does not compile, or not into the expected parts, is told as a problem."""
+    try:
+        return Prediction(chip, name, shape, blocks, *schedule_of(name, chip, shape, blocks, timeout))
+    except ValueError as error:
+        return Prediction(chip, name, shape, blocks, problem=" ".join(str(error).split()))

@@ -1,0 +1,67 @@
+"""What ``--schedule`` compiles, and what is predicted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from posjax._checks import check_choice, check_count
+from posjax.presets import scheme_names
+from train.workshop.schedule.contenders import CONTENDERS
+from train.workshop.schedule.cost import Cost
+from train.workshop.schedule.program import Blocks, KernelShape
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """What is compiled: causal attention in bfloat16, batch 1, every contender at every one of its block sizes.
+
+    Our own causal kernels are compiled for all `lengths` and `head_dims` too, if there are any, and whole attention
+    layers of all schemes named in `layers`, whose features need no other kernel than causal attention.
+    """
+
+    length: int = 32768
+    heads: int = 4
+    head_dim: int = 128
+    contenders: tuple[str, ...] = tuple(CONTENDERS)
+    lengths: tuple[int, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    layers: tuple[str, ...] = ()
+    timeout: int = 600  # seconds for one compilation
+
+    def __post_init__(self):
+        for name in ("length", "heads", "head_dim", "timeout"):
+            check_count(f"schedule.{name}", getattr(self, name))
+        for name in ("lengths", "head_dims"):
+            for value in getattr(self, name):
+                check_count(f"schedule.{name}", value)
+        for name in self.contenders:
+            check_choice("schedule.contenders", name, tuple(CONTENDERS))
+        for name in self.layers:
+            check_choice("schedule.layers", name, scheme_names())
+
+    @property
+    def shape(self) -> KernelShape:
+        """What is attended over."""
+        return KernelShape(self.length, self.heads, self.head_dim)
+
+    @property
+    def shapes(self) -> Iterator[KernelShape]:
+        """All lengths, each with all head sizes."""
+        if self.lengths or self.head_dims:
+            for head_dim in self.head_dims or (self.head_dim,):
+                for length in self.lengths or (self.length,):
+                    yield KernelShape(length, self.heads, head_dim)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One program on one chip; `problem` says why there are no numbers."""
+
+    chip: str
+    contender: str
+    shape: KernelShape
+    blocks: Blocks
+    costs: tuple[Cost, ...] = ()  # one for every kernel of the contender
+    temp_bytes: int | None = None  # of the whole function: a gradient's forward pass too
+    problem: str | None = None

@@ -1,0 +1,236 @@
+"""From bundles to cycles: a kernel's parts, times how often each one runs.
+
+A schedule says what one run of a part costs, not how often it runs. Whoever wrote the kernel knows that, and states it
+as `Runs`s in program order. They are matched to the parts that the compiler made, hot ones to hot ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from posjax._checks import check
+from train.runtime.chips import Chip, Product
+from train.workshop.schedule.kernels import Kernel, KernelPart
+
+TILE = 512
+"""Costs are given for so many queries times so many keys."""
+
+_SMALL = 16
+"""Conditionals of fewer bundles need no `Runs`: they count as often as what surrounds them."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How often one part of a kernel runs in a launch; it is hot if it multiplies matrices."""
+
+    name: str
+    times: float
+    products: tuple[Product, ...] = ()  # of one run
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a contender: what its author knows of one launch, and the compiler does not say."""
+
+    kernel: str  # what the kernel's name contains; jax wraps names in those of transformations
+    steps: int  # of the grid
+    runs: tuple[Runs, ...]  # in program order; what is not named runs once a step
+    area: float  # the query-key pairs of all visited tiles, over all heads
+    needed: float  # those of them that the mask allows
+    moved_bytes: float  # between HBM and VMEM
+
+
+@dataclass(frozen=True)
+class Hot:
+    """One part that uses the matrix units."""
+
+    name: str
+    times: float
+    bundles: int
+    cycles: int
+    floor: float
+    spills: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one launch costs, in cycles of one core for 512 x 512 of visited area."""
+
+    kernel: str
+    hot: tuple[Hot, ...]
+    bundles: float  # no hot part below its matrix units' floor
+    cycles: float  # the same from the scheduler's cycles, which count latencies and busy units too
+    floor: float
+    memory_cycles: float  # that HBM needs to move the bytes, at the chip's bandwidth
+    area: float
+    needed: float  # the area that the mask allows
+    resident: tuple[str, ...] = ()  # operands that were moved into VMEM before: not by this kernel
+
+    @property
+    def total(self) -> float:
+        """Cycles of the whole launch, by bundles."""
+        return self.bundles * self.area / TILE**2
+
+    @property
+    def total_with_stalls(self) -> float:
+        """The same by the scheduler's cycles."""
+        return self.cycles * self.area / TILE**2
+
+    @property
+    def by_need(self) -> float:
+        """Cycles for 512 x 512 of allowed pairs, by bundles: larger tiles visit more that is forbidden."""
+        return self.bundles * self.area / self.needed
+
+
+def find_kernel(kernels: Sequence[Kernel], name: str) -> Kernel:
+    """The one kernel whose name contains this one."""
+    custom = [kernel for kernel in kernels if kernel.is_custom]
+    found = [kernel for kernel in custom if name in kernel.name]
+    check(len(found) == 1, f"expected one kernel named {name}, found {_words(kernel.name for kernel in custom)}")
+    return found[0]
+
+
+def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
+    """Cycles for 512 x 512 of visited area,
+
+        512^2 / area  x  sum over parts of  times x max(bundles, MXU floor).
+
+    The memory needs  moved bytes / area x 512^2 / (HBM bytes per cycle)  cycles beside that.
+    """
+    named = match_runs(kernel, launch)
+    times = _times(kernel, launch, named, chip)
+    per_tile = TILE**2 / launch.area
+    floors = [chip.mxu_floor(named[i].products) if i in named else 0.0 for i in range(len(kernel.parts))]
+    everything = list(zip(kernel.parts, times, floors, strict=True))
+    return Cost(
+        kernel=launch.kernel,
+        hot=tuple(_hot(kernel.parts[i], run, floors[i]) for i, run in named.items() if run.products),
+        bundles=per_tile * sum(n * max(part.bundles, floor) for part, n, floor in everything),
+        cycles=per_tile * sum(n * max(part.cycles, floor) for part, n, floor in everything),
+        floor=per_tile * sum(n * floor for _, n, floor in everything),
+        memory_cycles=per_tile * launch.moved_bytes / chip.bytes_per_cycle,
+        area=launch.area,
+        needed=launch.needed,
+        resident=kernel.resident,
+    )
+
+
+def _hot(part: KernelPart, run: Runs, floor: float) -> Hot:
+    spills = part.slots.get("SPILL", 0) + part.slots.get("FILL", 0)
+    return Hot(run.name, run.times, part.bundles, part.cycles, floor, spills)
+
+
+def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Runs]:
+    """Which part each stated run is, by the index of the part.
+
+    Hot parts are matched in program order. Conditionals between two hot parts are too: the largest ones, where there
+    are more than were stated. If there are none, the compiler has merged them into what surrounds them.
+    """
+    stated, found = _segments(launch.runs, lambda run: bool(run.products)), _candidates(kernel, _grid(kernel, launch))
+    expected = f"{kernel.name}: expected {_words(run.name for run in launch.runs)}"
+    parts = _segments(found, lambda i: kernel.parts[i].is_hot)
+    check(
+        len(stated) == len(parts),
+        f"{expected}, {len(stated) - 1} of them with matrix products; found {len(parts) - 1} parts that use the MXU, "
+        f"of {_words(str(kernel.parts[i].bundles) for i in found if kernel.parts[i].is_hot)} bundles",
+    )
+    named = {}
+    for (hot, runs), (index, cold) in zip(stated, parts, strict=True):
+        if hot is not None:
+            named[index] = hot
+        check(
+            not cold or len(runs) <= len(cold),
+            f"{expected}; for {_words(run.name for run in runs)} found {len(cold)} conditionals or loops, "
+            f"of {_words(str(kernel.parts[i].bundles) for i in cold)} bundles",
+        )
+        largest = sorted(cold, key=lambda i: -kernel.parts[i].bundles)[: len(runs)]
+        named |= dict(zip(sorted(largest), runs, strict=False))
+    return dict(sorted(named.items()))
+
+
+def _segments(items: Sequence, is_hot) -> list[tuple]:
+    """[(None, cold items before the first hot one), (hot item, cold items behind it), ...]."""
+    segments = [(None, [])]
+    for item in items:
+        if is_hot(item):
+            segments.append((item, []))
+        else:
+            segments[-1][1].append(item)
+    return segments
+
+
+def _words(names) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _candidates(kernel: Kernel, grid: int | None) -> list[int]:
+    """Parts that a run can name.
+
+    These are hot parts, loops around them whose trips the compiler does not know, and any other loop or conditional of
+    some size, unless it lies in one of these.
+    """
+    around, found = _around_hot(kernel), []
+    for i, part in enumerate(kernel.parts):
+        if i in around and not part.is_hot:
+            is_candidate = part.kind == "loop" and part.trips is None and i != grid
+        else:
+            nested = any(above in found and above not in around for above in _above(kernel, i))
+            is_candidate = part.is_hot or (part.bundles >= _SMALL and not nested)
+        if is_candidate:
+            found.append(i)
+    return found
+
+
+def _above(kernel: Kernel, index: int) -> Iterator[int]:
+    while (index := kernel.parts[index].parent) is not None:
+        yield index
+
+
+def _times(kernel: Kernel, launch: Launch, named: dict[int, Runs], chip: Chip) -> list[float]:
+    """How often each part runs, over all cores; what no run names runs as often as what surrounds it."""
+    grid = _grid(kernel, launch)
+    cores, trips = (1, 1) if grid is None else _cores_and_trips(kernel, kernel.parts[grid], launch.steps, chip)
+    never, found = _never(kernel, named), []
+    for i, part in enumerate(kernel.parts):
+        above = cores if part.parent is None else found[part.parent]
+        if i in named:
+            above = named[i].times
+        elif i == grid:
+            above = cores * trips
+        elif i in never:
+            above = 0
+        elif grid is not None and part.parent == grid and part.kind == "branch" and i in _around_hot(kernel):
+            above = launch.steps  # the first and the last trip only fill and drain the pipeline
+        elif part.kind == "loop":
+            check(part.trips is not None, f"{kernel.name}: a loop of {part.bundles} bundles; state how often it runs")
+            above *= part.trips
+        found.append(above)
+    return found
+
+
+def _never(kernel: Kernel, named: dict[int, Runs]) -> set[int]:
+    """Conditionals of which every hot part is stated to run not once."""
+    alive = {above for i, run in named.items() if run.times for above in _above(kernel, i)}
+    return {i for i in _around_hot(kernel) - alive if kernel.parts[i].kind == "branch"}
+
+
+def _around_hot(kernel: Kernel) -> set[int]:
+    """The parts in which hot ones lie."""
+    return {above for i, part in enumerate(kernel.parts) if part.is_hot for above in _above(kernel, i)}
+
+
+def _grid(kernel: Kernel, launch: Launch) -> int | None:
+    """The loop over the grid: the outermost one around hot parts. A grid of one step needs no loop."""
+    around = _around_hot(kernel) if launch.steps > 1 else ()
+    return next((i for i, part in enumerate(kernel.parts) if part.kind == "loop" and i in around), None)
+
+
+def _cores_and_trips(kernel: Kernel, grid: KernelPart, steps: int, chip: Chip) -> tuple[int, int]:
+    """How many cores share the grid, and how often each runs its loop: up to two trips more than it has steps."""
+    if grid.trips is None:  # a grid whose size the compiler does not know
+        return 1, steps + 2
+    for cores in range(1, chip.cores + 1):
+        if 0 <= grid.trips - steps / cores <= 2:
+            return cores, grid.trips
+    raise ValueError(f"{kernel.name}: {steps} grid steps were stated, but the grid's loop has {grid.trips} trips")

@@ -1,0 +1,275 @@
+"""posjax's own kernels as contenders: what each attends with, and how often the parts of its kernels run.
+
+How often is counted by the very plan of tiles that the kernels walk along (`posjax.attention.tpu.schedule`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax.attention.operands import Operands
+from posjax.attention.tpu.blocks import CHIPS, Chip
+from posjax.attention.tpu.entry import bias_form, tpu
+from posjax.attention.tpu.schedule import Blocks, Kind, plan
+from posjax.bias import T5, ALiBi, Kerple
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, Mask, Segments, Sinks, Window, extent
+from posjax.positions import Range
+from train.runtime.chips import Product
+from train.workshop.schedule.cost import Launch, Runs
+from train.workshop.schedule.program import Contender, KernelProgram, KernelShape
+
+NUMBERS = (32, 8)
+"""Learned numbers of a bias, for at most eight heads: rows of T5's table, or one row for every parameter."""
+
+DOCUMENTS = 8
+"""Equal ones, where segments are counted; the compiler does not know them."""
+
+_ELSEWHERE = Blocks(512, 512, 512)
+"""Blocks of the kernel that is not measured."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is attended with, beside queries, keys and values."""
+
+    bias: Callable[[Any, int], Any] | None = None  # of learned numbers and of how many heads there are
+    mask: Callable[[Any], Mask] = lambda ids: Causal()  # of the tokens' segments
+    beyond: int | None = None  # the distance from which on a second pair of features scores
+    bounded: bool | None = False  # whether a bound replaces the running maximum; None: as the chip likes it
+    learned: bool = False  # whether gradients of the bias' numbers are wanted
+
+    def is_bounded(self, chip: str) -> bool:
+        """Whether a bound replaces the running maximum on a chip."""
+        return on(chip).wide if self.bounded is None else self.bounded
+
+
+def on(chip: str) -> Chip:
+    """What the kernels know of a chip."""
+    return next(found for found in CHIPS.values() if found.name == chip)
+
+
+def _alibi(numbers, heads: int):
+    return ALiBi().bind(num_heads=heads)
+
+
+def _learned_alibi(numbers, heads: int):
+    return ALiBi(learned=True).bind({"slopes": numbers[0, :heads]}, num_heads=heads)
+
+
+def _t5(numbers, heads: int):
+    return T5().bind({"table": numbers[:, :heads]}, num_heads=heads)
+
+
+def _kerple(numbers, heads: int):
+    return Kerple().bind({"a": numbers[0, :heads], "p": numbers[1, :heads]}, num_heads=heads)
+
+
+def _window(ids) -> Mask:
+    return Causal() & (Window(4096) | Sinks(4))
+
+
+def _segments(ids) -> Mask:
+    return Causal() & Segments(ids)
+
+
+def operands(case: Case, q, k, v, numbers, ids) -> Operands:
+    """An attention call. Features of far pairs are others than those of near ones; which does not matter."""
+    heads, tokens = k.shape[1:3]
+    far = () if case.beyond is None else (Branch(_other(q), _other(k), Beyond(case.beyond)),)
+    bias = case.bias and case.bias(numbers, heads)
+    return Operands(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), far)
+
+
+def _other(x):
+    return x if isinstance(x, jax.ShapeDtypeStruct) else 2 * x
+
+
+def arguments(shape: KernelShape) -> list:
+    """Abstract ones of `operands`; every query head has its own keys."""
+    keys = jax.ShapeDtypeStruct((1, shape.heads, shape.length, shape.head_dim), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((1, shape.heads, 1, *keys.shape[2:]), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, shape.length), jnp.int32)
+    return [queries, keys, keys, jax.ShapeDtypeStruct(NUMBERS, jnp.float32), ids]
+
+
+def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
+    """How many tiles of each kind a head has. Kinds that only other segments would bring are there, without tiles."""
+    *features, _, ids = arguments(shape)
+
+    def planned(ids):
+        x = operands(case, *features, np.zeros(NUMBERS, np.float32), ids)
+        return plan(x, blocks, x.bias.constant_from if bias_form(x) == "relative" else None)
+
+    kinds: list[Kind] = []
+    jax.eval_shape(lambda ids: kinds.extend(planned(ids).kinds), ids)
+    found = planned(documents(shape))
+    counts = Counter(found.grid[found.grid > 0].tolist())
+    return dict.fromkeys(kinds, 0) | {kind: counts[n] for n, kind in enumerate(found.kinds, start=1)}
+
+
+def documents(shape: KernelShape) -> np.ndarray:
+    """Segments of the tokens, ``[1, length]``."""
+    return (np.arange(shape.length, dtype=np.int32) * DOCUMENTS // shape.length)[None]
+
+
+@lru_cache
+def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
+    """The pairs that the mask allows, over all heads."""
+    mask, blocks = case.mask(documents(shape)), extent(Range(0, shape.length), size)
+    some, every = (np.broadcast_to(x, (1, 1, *x.shape[-2:]))[0, 0] for x in mask.tiles(blocks, blocks))
+    pairs = every.sum() * size**2
+    for i, j in np.argwhere(some & ~every) * size:
+        tile = mask.queries(i, size).keys(j, size).allowed(i + np.arange(size), j + np.arange(size))
+        pairs += np.asarray(tile).sum()
+    return shape.heads * int(pairs)
+
+
+def forward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: str) -> KernelProgram:
+    """The forward kernel: for each block of queries one loop for every kind of tile.
+
+    Where a bound replaces the running maximum, a row whose weights all vanish under it is computed again: loops that
+    are counted as never run.
+    """
+    blocks = Blocks(q, kv, part)
+    counts = tiles(case, shape, blocks)
+    rows = shape.heads * shape.length // q
+    runs = [Runs("head start", shape.heads), *_runs(counts, shape, partial(_forward_products, blocks))]
+    if case.is_bounded(chip):
+        runs += [Runs(f"{run.name}, again", 0, run.products) for run in runs if run.products]
+    moved = _moved(case, shape, blocks, counts, tokens=kv, each=4 * shape.head_dim)
+    # A row brings its queries, and leaves outputs and log-sum-exp.
+    moved += rows * q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
+    launch = _launch("posjax_attention_forward", case, shape, blocks, counts, rows, runs, moved)
+    return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(shape)), (launch,))
+
+
+def backward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: str) -> KernelProgram:
+    """The backward kernel: for each block of keys one loop for every kind of tile, and all gradients from each tile."""
+    blocks = Blocks(q, kv, part)
+    counts = tiles(case, shape, blocks)
+    rows = shape.heads * shape.length // kv
+    runs = _runs(counts, shape, partial(_backward_products, blocks))
+    if case.learned:
+        runs.insert(0, Runs("head start", shape.heads))  # where sums for the bias begin
+    # A tile brings queries, the outputs' gradient and two numbers for each, and takes the queries' gradient there and
+    # back; a row brings keys and values, and leaves their gradients.
+    moved = _moved(case, shape, blocks, counts, tokens=q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
+    moved += rows * kv * 4 * 2 * shape.head_dim
+    launch = _launch("posjax_attention_backward", case, shape, blocks, counts, rows, runs, moved)
+    *inputs, numbers, ids = arguments(shape)
+    order = [*inputs, numbers, ids, inputs[0]]
+    return KernelProgram(lambda: (partial(_gradients, case, chip, (_ELSEWHERE, blocks)), order), (launch,))
+
+
+def _launch(kernel, case, shape, blocks, counts, rows, runs, moved) -> Launch:
+    area = shape.heads * sum(counts.values()) * blocks.q * blocks.k
+    return Launch(kernel, rows, tuple(runs), area, needed(case, shape), moved)
+
+
+def _runs(
+    counts: dict[Kind, int], shape: KernelShape, products: Callable[[int, Kind], Sequence[Product]]
+) -> list[Runs]:
+    return [
+        Runs(_name(kind), shape.heads * count, tuple(products(shape.head_dim, kind))) for kind, count in counts.items()
+    ]
+
+
+def _name(kind: Kind) -> str:
+    pairs = " and ".join(("near", "far")[n] for n in kind.pairs)
+    return f"{'masked' if kind.masked else 'whole'}, {pairs}, {kind.reach}"
+
+
+def _forward_products(blocks: Blocks, size: int, kind: Kind) -> list[Product]:
+    """Q K^T for every pair of features, and P V."""
+    q, k, part = blocks
+    return ([(q, size, part)] * len(kind.pairs) + [(q, part, size)]) * (k // part)
+
+
+def _backward_products(blocks: Blocks, size: int, kind: Kind) -> list[Product]:
+    """V dO^T and P^T dO; K Q^T, dS^T Q and dS K for every pair of features."""
+    q, k, part = blocks
+    of_pair = [(k, size, part), (k, part, size), (part, k, size)]
+    return ([(k, size, part), (k, part, size)] + of_pair * len(kind.pairs)) * (q // part)
+
+
+def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, int], tokens: int, each: int) -> float:
+    """Bytes that all tiles move: `each` a token, segments, more features, and a window of a bias by distance."""
+    has_segments = case.mask is _segments
+    window = 32 * (blocks.q + blocks.k) if case.bias in (_t5, _kerple) else 0
+    tile = tokens * (each + 4 * has_segments) + window
+    more = tokens * 2 * shape.head_dim
+    return shape.heads * sum(count * (tile + more * (len(kind.pairs) - 1)) for kind, count in counts.items())
+
+
+def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids):
+    return tpu(operands(case, q, k, v, numbers, ids), blocks, case.is_bounded(chip), on(chip))[0]
+
+
+def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids, d_out):
+    """Those of queries, keys and values, and of the bias' numbers if they are learned."""
+    if not case.learned:
+        return jax.vjp(lambda q, k, v: _attend(case, chip, blocks, q, k, v, numbers, ids), q, k, v)[1](d_out)
+    return jax.vjp(lambda *x: _attend(case, chip, blocks, *x, ids), q, k, v, numbers)[1](d_out)
+
+
+_FORWARD = tuple(
+    {"q": q, "kv": kv, "part": part}
+    for q, kv, part in (
+        (1024, 2048, 512),
+        (1024, 4096, 512),
+        (1024, 4096, 1024),
+        (1024, 2048, 256),
+        (1024, 1024, 512),
+        (512, 1024, 512),
+    )
+)
+_BACKWARD = tuple(
+    {"q": q, "kv": kv, "part": part}
+    for q, kv, part in (
+        (1024, 1024, 512),
+        (1024, 1024, 256),
+        (1024, 2048, 512),
+        (2048, 1024, 1024),
+        (2048, 2048, 512),
+    )
+)
+CAUSAL = _PLAIN, _BOUNDED, _BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
+"""Names of those without anything else."""
+
+
+def _forward_contender(case: Case) -> Contender:
+    def against(chip: str) -> str:
+        return _BOUNDED if case.is_bounded(chip) else _PLAIN
+
+    return Contender(partial(forward, case), _FORWARD, by_chip=True, against=against)
+
+
+def _backward_contender(case: Case) -> Contender:
+    return Contender(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _BACK)
+
+
+OWN_KERNELS = {
+    _PLAIN: _forward_contender(Case()),
+    _BOUNDED: _forward_contender(Case(bounded=True)),
+    "posjax ALiBi, forward": _forward_contender(Case(_alibi, bounded=None)),
+    "posjax T5, forward": _forward_contender(Case(_t5, bounded=None)),
+    "posjax KERPLE, forward": _forward_contender(Case(_kerple, bounded=None)),
+    "posjax ReRoPE, forward": _forward_contender(Case(beyond=512)),
+    "posjax window and sinks, forward": _forward_contender(Case(mask=_window, bounded=None)),
+    "posjax segments, forward": _forward_contender(Case(mask=_segments, bounded=None)),
+    _BACK: _backward_contender(Case(bounded=None)),
+    "posjax ALiBi, backward": _backward_contender(Case(_alibi, bounded=None)),
+    "posjax learned ALiBi, backward": _backward_contender(Case(_learned_alibi, bounded=None, learned=True)),
+    "posjax T5 with its gradient, backward": _backward_contender(Case(_t5, bounded=None, learned=True)),
+    "posjax KERPLE with its gradient, backward": _backward_contender(Case(_kerple, bounded=None, learned=True)),
+}
+"""By the names they have in tables and configs. Biases are in the mode that the chip likes."""

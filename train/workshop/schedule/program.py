@@ -1,0 +1,47 @@
+"""What a contender is: programs to compile, and what their author knows of their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from train.workshop.schedule.cost import Launch
+
+Blocks = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What is attended over."""
+
+    length: int
+    heads: int
+    head_dim: int
+
+    @property
+    def causal_pairs(self) -> int:
+        """The query-key pairs of causal attention, over all heads: n (n + 1) / 2 for each."""
+        return self.heads * self.length * (self.length + 1) // 2
+
+
+@dataclass(frozen=True)
+class KernelProgram:
+    """A function to compile, made only where it is compiled, and what its author knows of its kernels."""
+
+    make: Callable[[], tuple[Callable, list]]  # the function and its abstract arguments
+    launches: tuple[Launch, ...]  # every one at its own best block sizes
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A family of programs, one for every choice of block sizes."""
+
+    build: Callable[..., KernelProgram]  # of a shape, of block sizes by name, and of the chip's name if that matters
+    sweep: tuple[Blocks, ...]
+    needs: str | None = None  # a package that may not be installed
+    by_chip: bool = False
+    against: Callable[[str], str] | None = None  # by the chip's name, the contender that its cost is a multiple of
+
+    def program(self, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
+        """The program for one chip."""
+        return self.build(shape, **blocks, **({"chip": chip} if self.by_chip else {}))
