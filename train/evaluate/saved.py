@@ -38,8 +38,8 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     models without a perplexity and for held-out documents that are too short.
     """
     config = config_of(directory, overrides)
-    target = results_of(directory, config)
     held_out = held_out_tokens(config)
+    target = results_of(directory, config)
     rows = _measure(directory, config, held_out, [config.scheme])
     target.mkdir(parents=True, exist_ok=True)
     write_rows(target / EVALUATION, rows)
