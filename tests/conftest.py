@@ -6,9 +6,15 @@ Not without any: at level 0 XLA of jax 0.10.2 miscompiles a gradient through log
 
 import gc
 import importlib.util
+import math
 import os
+import random
+import time
 
 import pytest
+
+END = pytest.StashKey[float]()
+"""When the time of a sample is over."""
 
 FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
 
@@ -16,6 +22,23 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests leave nothing in the user's cache; a test of the cache turns it on again for itself, or for what it starts.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
+
+
+def pytest_addoption(parser):
+    what = "run tests in an order drawn from SEED until MINUTES are over, and skip the rest"
+    parser.addoption("--sample", nargs=2, metavar=("SEED", "MINUTES"), help=what)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.sample:
+        # Text, so that a commit's name is a seed; the same order in every worker, as xdist wants it.
+        random.Random(config.option.sample[0]).shuffle(items)
+        config.stash[END] = time.monotonic() + 60 * float(config.option.sample[1])
+
+
+def pytest_runtest_setup(item):
+    if time.monotonic() > item.config.stash.get(END, math.inf):
+        pytest.skip("the time of the sample is over")
 
 
 def pytest_configure():
