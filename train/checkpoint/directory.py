@@ -13,10 +13,8 @@ from train.runtime.paths import write_file
 FOUND = "longrope.json"
 """Where the command `search` leaves what it found."""
 
-
 RESULTS = "results.jsonl"
 """Where a comparison or a study keeps its rows."""
-
 
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)

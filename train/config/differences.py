@@ -9,15 +9,9 @@ from train.config.typed import plain
 
 # What may change between the start of a run and its resumption without changing a single number of the training.
 _FREE_SECTIONS = ("name", "output", "imports", "init.path", "data.cache", "monitor", "evaluate", "compare")
-
-
 # How a model computes, not what: equal up to rounding, and another mesh may need another.
 _FREE_MODEL = ("model.remat", "model.scan_layers")
-
-
 _FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
-
-
 _FREE_TRAIN = (
     "train.mesh",
     "train.context",
