@@ -2,9 +2,9 @@
 
 A run directory holds ``config.yaml`` (every key resolved), ``versions.json``, ``metrics.jsonl``, ``fit.json`` once the
 training is finished, ``released`` if it started from a released model, and ``checkpoints/STEP``. A checkpoint has three
-items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays of the `TrainState`, by
-name) and ``run`` (JSON: the stage, the place in the data, the config, the corpora's digests). Beside them lie its
-checksums, written last (see `integrity.py`). docs/checkpoints.md says what of this is stable.
+items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays of the `TrainState`, by name) and ``run``
+(JSON: the stage, the place in the data, the config, the corpora's digests). Beside them lie its checksums, written last
+(see `integrity.py`). docs/checkpoints.md says what of this is stable.
 """
 
 import dataclasses

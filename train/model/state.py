@@ -44,4 +44,5 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def is_axis_names(node: Any) -> bool:
+    """Whether a node of a tree of axis names is a leaf: the names of one parameter's axes."""
     return isinstance(node, tuple)

@@ -73,7 +73,7 @@ def _sentencepiece(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
     stripped = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if first else []
     types = get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    merges = merges_by_score(tokens, get("tokenizer.ggml.scores"))
+    merges = _merges_by_score(tokens, get("tokenizer.ggml.scores"))
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*first, spaces]},
         "pre_tokenizer": None,
@@ -86,7 +86,7 @@ _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
 """What a tokenizer.json has of each kind, by llama.cpp's names."""
 
 
-def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
     """The pairs that SentencePiece would merge, the best first: those whose whole is a token, by the score of that."""
     ids = {token: n for n, token in enumerate(tokens)}
     pairs = [

@@ -136,7 +136,7 @@ def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> 
 def _partial(files: Any, root: str) -> Iterator[Path]:
     """A new folder to write into until all is there: beside the one asked for, or a temporary one for a URL.
 
-    Nothing of it stays, also when writing fails.
+    Nothing of it stays, also when writing fails; only a process that is killed leaves it behind.
     """
     parent = Path(root).parent if is_local(files) else None
     if parent is not None:
