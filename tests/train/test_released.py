@@ -522,6 +522,18 @@ def test_export_keeps_the_dtype_of_the_files(released, tmp_path):
     chex.assert_trees_all_equal(*(numbers(from_pretrained(tmp_path / name)) for name in ("out", "wide")))
 
 
+def test_a_narrow_model_stays_narrow_and_gives_the_numbers_of_the_widened_one(tmp_path):
+    """Parameters are widened where they are used, so to measure a model takes no more memory than its files."""
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    write_released(wide)
+    save_pretrained(from_pretrained(wide), tmp_path / "narrow", like=wide, dtype="bfloat16")
+    kept = restore(tmp_path / "narrow", parse({"init": str(tmp_path / "narrow")}))[1]
+    chex.assert_type(jax.tree.leaves(nnx.state(kept, nnx.Param)), jnp.bfloat16)
+    tokens = jnp.arange(20).reshape(2, 10)
+    np.testing.assert_array_equal(kept(tokens), from_pretrained(tmp_path / "narrow", dtype="float32")(tokens))
+
+
 def test_export_of_an_extension(released, tmp_path, capsys):
     extend = "scheme.extend={frequencies: {name: yarn, factor: 2.0}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
