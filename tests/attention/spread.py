@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType
 
 import posjax as pj
@@ -138,16 +139,20 @@ def of_rows(case: Case) -> dict[str, Any]:
     return found | {"positions": since} if case.restart else found
 
 
-def loss(case: Case, attend):
-    """A function of ``inputs``: ``(loss, (output, log-sum-exp))``, in which both have cotangents."""
+def terms(case: Case, out, lse):
+    """What the loss adds: output and log-sum-exp times random cotangents."""
     draw = jax.random.key(11)
     d_out = jax.random.normal(draw, (ROWS, case.length, HEADS, SIZE))
     d_lse = jax.random.normal(jax.random.fold_in(draw, 1), (ROWS, case.length, HEADS))
+    return out * d_out, jnp.where(jnp.isneginf(lse), 0, lse) * d_lse
+
+
+def loss(case: Case, attend):
+    """A function of ``inputs``: ``(loss, (output, log-sum-exp))``, in which both have cotangents."""
 
     def run(made):
         out, lse = attend(made)
-        seen = jnp.where(jnp.isneginf(lse), 0, lse)
-        return (out * d_out).sum() + (seen * d_lse).sum(), (out, lse)
+        return sum(part.sum() for part in terms(case, out, lse)), (out, lse)
 
     return run
 
@@ -203,6 +208,9 @@ def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | Non
 def check(case: Case, mesh: str, where: Placement, implementation: str | None = "dense", tolerance: float = 1e-5):
     """Asserts that loss, output, log-sum-exp and every gradient are those of one device."""
     found, wanted = on_a_mesh(case, mesh, where, implementation), on_one_device(case)
-    for (path, got), want in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        size = np.abs(want[np.isfinite(want)]).max(initial=1e-3)
+    (_, results), gradients = jax.tree.map(lambda a: np.abs(a[np.isfinite(a)]).max(initial=1e-3), wanted)
+    # The loss adds terms of both signs, so its rounding goes by their norm and not by what is left of them.
+    sizes = (optax.tree.norm(terms(case, *wanted[0][1])), results), gradients
+    leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), jax.tree.leaves(sizes), strict=True)
+    for (path, got), want, size in leaves:
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * size, err_msg=jax.tree_util.keystr(path))

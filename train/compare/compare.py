@@ -24,6 +24,7 @@ from train.checkpoint import RESULTS, read_config
 from train.compare.member import ERROR, MEMBER
 from train.compare.study import run_study
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump
+from train.data import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.model.build import as_released, check_model, evaluated_scheme
@@ -47,10 +48,11 @@ def compare(config: Config, console: Console | None = None) -> Path:
         return run_study(config, console)
     if "://" in config.output:
         raise ValueError(f"output: compare trains on this machine, into a local folder; found {config.output!r}")
-    planned, held_out = members(config), held_out_tokens(config)
+    planned = members(config)
     _refuse_other_things(config.directory)
     for member in planned:
         _refuse_another(member)
+    held_out = held_out_tokens(replace(config, output=str(config.directory)))  # members find these tokens encoded
     config.directory.mkdir(parents=True, exist_ok=True)
     failures: dict[str, str] = {}
     for number, member in enumerate(planned, start=1):
@@ -146,7 +148,7 @@ def _refuse_other_things(directory: Path) -> None:
     if directory.is_file():
         raise ValueError(f"{directory} is a file; choose another name for the comparison")
     for path in sorted(directory.glob("*")):
-        ours = path.name in ("config.yaml", RESULTS, *report.FILES) or path.suffix == ".log"
+        ours = path.name in ("config.yaml", TOKENS, RESULTS, *report.FILES) or path.suffix == ".log"
         member = path.is_dir() and (path / "config.yaml").exists()
         empty = path.is_dir() and not any(path.iterdir())
         if not (ours or member or empty):

@@ -1,5 +1,6 @@
 """From text to batches: documents, tokens, packed rows, and a deterministic, resumable stream of batches."""
 
+from train.data.cache import TOKENS
 from train.data.packing import Batch, PackedRows, pack
 from train.data.pipeline import batches, held_out_documents, training_rows
 from train.data.sources import Document, documents
@@ -10,6 +11,7 @@ __all__ = [
     "EOS",
     "MASK",
     "PADDING",
+    "TOKENS",
     "VOCABULARY_SIZE",
     "Batch",
     "Document",

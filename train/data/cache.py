@@ -17,6 +17,7 @@ from train.data.tokenizer import Tokenizer
 
 _FORMAT = 1  # of the shards
 _SMALL_BYTES = 2**26  # of files whose bytes are read anew at each start instead of being kept
+TOKENS = "tokens"  # the folder of caches in ``config.output``
 _POLL_SECONDS = 2.0
 
 
@@ -34,7 +35,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpu
 
     Raises FileNotFoundError and ValueError for text that is missing or unreadable.
     """
-    cache = config.data.cache or f"{config.output}/tokens"
+    cache = config.data.cache or f"{config.output}/{TOKENS}"
     shared = is_url(cache) and jax.process_count() > 1
     if shared and jax.process_index():
         keys = _from_first(["" for _ in config.data.parts])

@@ -18,6 +18,7 @@ from train.compare import compare as module
 from train.compare.compare import _passing_on, compare, finished, members, run_member
 from train.compare.member import MEMBER
 from train.config import dump, load, parse
+from train.data import TOKENS, cache, held_out_documents
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
 
 LENGTHS = (8, 16, 32)
@@ -217,6 +218,19 @@ def test_trainings_of_another_config_are_refused_before_anything_runs(values, st
         compare(parse(values), silent())
     assert len(started) == 4
     assert (parse(values).directory / RESULTS).read_bytes() == before
+
+
+def test_text_is_encoded_once_for_all_members_and_the_comparison_resumes(values, started, monkeypatch):
+    monkeypatch.setattr(cache, "_SMALL_BYTES", 0)
+    directory = compare(parse(values), silent())
+    assert len(os.listdir(directory / TOKENS)) == 1
+    assert os.listdir(directory.parent) == [directory.name]
+    monkeypatch.setattr(cache, "build_corpus", None)
+    for member in members(parse(values)):
+        held_out_documents(member)
+    values["compare"]["schemes"].append("cope")
+    compare(parse(values), silent())
+    assert len(started) == 6
 
 
 def test_directories_of_other_things_are_left_alone(values, started, tmp_path):
