@@ -19,8 +19,9 @@ END = pytest.StashKey[float]()
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=1",
+    "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_max_isa=AVX",
 )
 
 os.environ["JAX_PLATFORMS"] = "cpu"
