@@ -1,9 +1,4 @@
-"""Eight virtual CPU devices and a compiler that optimises little; set before jax starts.
-
-Most of the suite's time is compilation of small programs. With fewer of LLVM's optimisations it takes about half, and
-without XLA's fusion emitters six tenths of that (the gradients of three small decoders: 3.1 s, not 5.0 to 5.6, on two
-cores). Not without any optimisation: at level 0 jax 0.10.2 makes gradients of biases NaN (KERPLE, ALiBi's slopes).
-"""
+"""Eight virtual CPU devices and a compiler that optimises little; set before jax starts."""
 
 import gc
 import importlib.util
@@ -13,16 +8,12 @@ import random
 import time
 
 import pytest
+from flags import QUICK
 
 END = pytest.StashKey[float]()
 """When the time of a sample is over."""
 
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_max_isa=AVX",
-)
+FLAGS = ("--xla_force_host_platform_device_count=8", *QUICK)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests leave nothing in the user's cache; a test of the cache turns it on again for itself, or for what it starts.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flags import QUICK
 from flax import nnx
 from nn.huggingface import released
 
@@ -64,7 +65,7 @@ def build(folder, values):
 
 
 def run(*folders):
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(("--xla_force_host_platform_device_count=4", *QUICK))}
     done = subprocess.run(
         [sys.executable, str(WORKER), *map(str, folders)],
         env=os.environ | flags | {"PYTHONPATH": str(ROOT)},

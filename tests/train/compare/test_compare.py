@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flags import QUICK
 from rich.console import Console
 
 from train.checkpoint import RESULTS
@@ -45,7 +46,7 @@ WORDS = (
 def values(tmp_path, monkeypatch):
     # One device in each process that a test starts, and quick compilation.
     jax.devices()  # this process's own devices are settled before the flags of its children are set
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", " ".join(QUICK))
     for number in range(12):
         text = " ".join(WORDS[(number + 3 * index + index // 7) % len(WORDS)] for index in range(150))
         (tmp_path / f"{number}.txt").write_text(text)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flags import QUICK
 from object_store import serving
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +61,7 @@ class Processes:
             changed = {
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": str(devices),
-                "XLA_FLAGS": "--xla_backend_optimization_level=1",
+                "XLA_FLAGS": " ".join(QUICK),
                 **(several if count > 1 else {}),
             }
             command = [sys.executable, "-m", "train", "fit", str(folder / "config.yaml"), f"name={name}", *overrides]
@@ -235,7 +236,7 @@ IN_A_STORE = {
     "train": {
         "length": 16,
         "batch_tokens": 64,
-        "steps": 24,
+        "steps": 12,
         "warmup_steps": 2,
         "checkpoint_every": 4,
         "log_every": 1,
@@ -274,12 +275,12 @@ def test_a_run_of_processes_that_share_no_disk_goes_on_after_one_is_killed(tmp_p
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(IN_A_STORE))
     start(tmp_path, "straight").end(0, 0)
     straight = losses(store, "straight")
-    assert len(straight) == 24
+    assert len(straight) == 12
     killed = start(tmp_path, "killed")
-    killed.wait_until(lambda: len(losses(store, "killed")) >= 10)
+    killed.wait_until(lambda: len(losses(store, "killed")) >= 6)
     killed.send(signal.SIGKILL, 1)
     killed.end(None, -9)
-    assert 10 <= len(losses(store, "killed")) < 24
+    assert 6 <= len(losses(store, "killed")) < 12
     start(tmp_path, "killed").end(0, 0)
     assert losses(store, "killed") == straight
     assert {name.split("/")[0] for name in store.names("bucket")} == {"runs", "text", "tokens"}
