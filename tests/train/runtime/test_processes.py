@@ -62,6 +62,8 @@ class Processes:
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": str(devices),
                 "XLA_FLAGS": " ".join(QUICK),
+                "JAX_ENABLE_COMPILATION_CACHE": "true",
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 **(several if count > 1 else {}),
             }
             command = [sys.executable, "-m", "train", "fit", str(folder / "config.yaml"), f"name={name}", *overrides]
