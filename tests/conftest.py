@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(config, items):
         config.stash[END] = time.monotonic() + 60 * float(config.option.sample[1])
 
 
+def pytest_collection_finish():
+    """What was imported stays: it is looked through no more when memory is freed, which was a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item):
     if time.monotonic() > item.config.stash.get(END, math.inf):
         pytest.skip("the time of the sample is over")
