@@ -485,6 +485,7 @@ def test_with_its_own_tiles_beyond_one_tile(packed):
         return attention(*values, bias=ALiBi(), mask=mask, implementation=implementation)
 
     arguments = values["q"], values["k"], values["v"]
+
     @partial(jax.jit, static_argnums=1)
     def both_ways(values, implementation):
         out, transpose = jax.vjp(partial(run, implementation=implementation), values)
