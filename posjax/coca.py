@@ -85,17 +85,17 @@ def query_feature(
     check_choice("variant", variant, VARIANTS)
     check_choice("pairing", pairing, PAIRINGS)
     check_rank("q", q, 4, "[batch, length, heads, size]")
-    x, y = (q, q) if variant == "tied" else _planes("q", q, pairing)
-    cos, sin = _rotation("q", x.shape, table)
-    first, second = _QUERY[variant](_widen(x), _widen(y), cos, sin)
+    x, y = map(_widen, (q, q) if variant == "tied" else _planes("q", q, pairing))
+    cos, sin = _rotation("q", x, table)
+    first, second = _QUERY[variant](x, y, cos, sin)
     return jnp.concatenate([first, second], axis=-1).astype(q.dtype)
 
 
 def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) -> Float[Array, "batch length heads d"]:
     """``psi = relu(t) (cos, sin)`` of ``features``, the same for every variant, in the dtype of ``t``."""
     check_rank("t", t, 4, "[batch, length, heads, size / 2]")
-    cos, sin = _rotation("t", t.shape, table)
     wide = half_width(_widen(t))
+    cos, sin = _rotation("t", wide, table)
     return jnp.concatenate([wide * cos, wide * sin], axis=-1).astype(t.dtype)
 
 
@@ -131,18 +131,19 @@ def _widen(a: Array) -> Array:
     return a.astype(at_least_float32(a.dtype))
 
 
-def _rotation(name: str, shape: tuple[int, ...], table: RotaryTable) -> tuple[Array, Array]:
-    """Cosines and sines, with a head axis, for ``shape = [batch, length, heads, planes]``."""
+def _rotation(name: str, x: Float[Array, "batch length heads planes"], table: RotaryTable) -> tuple[Array, Array]:
+    """Cosines and sines, with a head axis, in the dtype of ``x``."""
     check_table(table)
     *batch, length, width = table.cos.shape
     check(
-        width == shape[-1],
-        f"the table rotates {width} planes and {name} has {shape[-1]}: CoCA scores rotated planes only, so the table "
+        width == x.shape[-1],
+        f"the table rotates {width} planes and {name} has {x.shape[-1]}: CoCA scores rotated planes only, so the table "
         "must cover the whole head (no partial rotation); t, and the q of 'tied', are half as wide as a head",
     )
-    fits = length == shape[1] and batch in ([], [1], [shape[0]])
-    check(fits, f"table of shape {table.cos.shape} does not fit {name}, with {shape[1]} tokens in {shape[0]} rows")
-    return tuple(part.reshape(-1, length, 1, width) for part in table)
+    rows, tokens = x.shape[:2]
+    fits = length == tokens and batch in ([], [1], [rows])
+    check(fits, f"table of shape {table.cos.shape} does not fit {name}, with {tokens} tokens in {rows} rows")
+    return tuple(part.reshape(-1, length, 1, width).astype(x.dtype) for part in table)
 
 
 def _strict(x, y, cos, sin):
