@@ -181,6 +181,7 @@ def check_scheme(scheme, backend, dtype, positions):
     return gradients(run, *projections(dtype, scheme), normal(BATCH, LENGTH, 8, dtype=dtype), params)
 
 
+IN_EVERY_WAY = ("coca-slack", "fox")
 COVERING = ("clex", "mixed", "pope", "coca-slack", "ssmax", "qwen3", "llama4", "fox", "cope", "dual-chunk", "performer")
 
 
@@ -191,7 +192,7 @@ def test_every_preset_promotes_nothing(name):
             jax.eval_shape(lambda s=scheme: check_scheme(s, "dense", jnp.bfloat16, AT))
 
 
-@pytest.mark.parametrize("name", [n if n == "coca-slack" else pytest.param(n, marks=pytest.mark.wide) for n in NAMES])
+@pytest.mark.parametrize("name", [n if n in IN_EVERY_WAY else pytest.param(n, marks=pytest.mark.wide) for n in NAMES])
 def test_every_preset_in_every_way(name):
     for scheme in schemes_of(name):
         for flags in (("ranks",), ("dtypes",), ("ranks", "dtypes"), ("ranks", "dtypes", "x64")):

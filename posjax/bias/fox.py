@@ -160,7 +160,7 @@ class FoX(BiasSpec):
     def prepare(
         self, params: dict[str, Array], x: Float[Array, "batch length model_dim"]
     ) -> Float[Array, "batch length heads"]:
-        """``log sigmoid(x w + b)``, float32: the logarithms of the forget gates of every token.
+        """``log sigmoid(x w + b)``, at least float32: the logarithms of the forget gates of every token.
 
         Raises:
             ValueError: if ``params`` does not hold ``w`` and ``b``, or for tokens of another size.
@@ -170,8 +170,9 @@ class FoX(BiasSpec):
         if not self.data_dependent:
             (b,) = take(params, self, b=(heads,))
             return jnp.broadcast_to(jax.nn.log_sigmoid(widened(b)), (*x.shape[:2], heads))
-        w, b = map(widened, take(params, self, w=(x.shape[2], heads), b=(heads,)))
-        return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", widened(x), w, precision="highest") + b[None, None])
+        x = widened(x)
+        w, b = (number.astype(x.dtype) for number in take(params, self, w=(x.shape[2], heads), b=(heads,)))
+        return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", x, w, precision="highest") + b[None, None])
 
     def bind(
         self,
