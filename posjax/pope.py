@@ -113,4 +113,5 @@ def _check_delta(params: dict[str, Array] | None, shape: tuple[int, int]) -> Flo
 def _polar(x: Array, cos: Array, sin: Array) -> Array:
     """Non-negative magnitudes at given phases: first all cosines, then all sines; built in at least float32."""
     magnitude = jax.nn.softplus(x.astype(at_least_float32(x.dtype)))
-    return jnp.concatenate([magnitude * cos, magnitude * sin], axis=-1).astype(x.dtype)
+    parts = [magnitude * part.astype(magnitude.dtype) for part in (cos, sin)]
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

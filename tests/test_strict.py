@@ -181,8 +181,9 @@ def check_scheme(scheme, backend, dtype, positions):
     return gradients(run, *projections(dtype, scheme), normal(BATCH, LENGTH, 8, dtype=dtype), params)
 
 
-IN_EVERY_WAY = ("coca-slack", "fox")
+IN_EVERY_WAY = ("coca-slack", "fox", "pope")
 COVERING = ("clex", "mixed", "pope", "coca-slack", "ssmax", "qwen3", "llama4", "fox", "cope", "dual-chunk", "performer")
+COVERING += ("leaky-rerope",)
 
 
 @pytest.mark.parametrize("name", [n if n in COVERING else pytest.param(n, marks=pytest.mark.wide) for n in NAMES])

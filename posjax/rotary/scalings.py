@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posjax._checks import check, check_choice, check_positive, shown
+from posjax._numbers import level
 from posjax.rotary.rules import FrequencyRule, check_number
 from posjax.rotary.tables import RotaryTable, rotary_table
 
@@ -294,5 +295,6 @@ class Ahead(FrequencyRule):
         """The rule's table of ``positions + shift``."""
         cos, sin = self.rule.table(positions, head_dim=head_dim, precision=precision)
         inverse_frequencies, _ = self.rule.frequencies(head_dim=head_dim)
-        more_cos, more_sin = rotary_table(np.array([self.shift]), inverse_frequencies, precision=precision)
+        turn = rotary_table(np.array([self.shift]), inverse_frequencies, precision=precision)
+        cos, sin, more_cos, more_sin = level(cos, sin, *turn)
         return RotaryTable(cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin)
