@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import posjax as pj
@@ -53,6 +54,13 @@ OPTIONS = {
     "linear-taylor": {"order": 2},
     "linear-limit": {"order": 2},
 }
+# Their programs are those of other presets with another rule, mask, feature map or order of the layers.
+VARIANTS = """
+p-rope axial mrope kerple-power sandwich coca-relative inverse-leaky window softmax-plus-one log-n drope learned-cosine
+qwen3 equal-mean pose hwfa2 gemma3 smollm3 rnope-swa linear-exp linear-limit linear-cosine
+"""
+EVERY = [pytest.param(name, marks=pytest.mark.wide) if name in VARIANTS.split() else name for name in NAMES]
+"""Every preset, for tests that compile a program for each: the variants belong to the wide grid."""
 
 
 def preset(name):

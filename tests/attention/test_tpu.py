@@ -82,7 +82,6 @@ LEARNED = ALiBi(learned=True)
 T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
 
 CASES = [
-    Case("causal learned alibi", bias=LEARNED, mask=Causal(), batch=1),
     Case(
         "packed alibi by positions of each row",
         bias=LEARNED,
@@ -91,7 +90,6 @@ CASES = [
         kv_positions=PACKED,
         bounded=True,
     ),
-    Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loud=True, batch=1),
     Case("symmetric alibi without a mask", bias=ALiBi(symmetric=True, learned=True), queries=200, batch=1),
     Case("window and sinks with t5", bias=T5_NEAR, mask=Causal() & (Window(60) | Sinks(3)), bounded=True, batch=1),
     Case(
@@ -114,7 +112,6 @@ CASES = [
         batch=1,
     ),
     Case("fox", bias=FoX(), mask=Causal() & Segments(IDS), kv_heads=2),
-    Case("far with t5", bias=T5_NEAR, far=(Beyond(140),), mask=Causal(), batch=1),
     Case(
         "two branches with alibi and segments",
         bias=LEARNED,
@@ -131,13 +128,16 @@ CASES = [
     ),
     Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
     Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, blocks=LARGE),
-    Case("several parts in bfloat16", bias=ALiBi(), mask=Causal(), batch=1, dtype=jnp.bfloat16, blocks=LARGE),
     riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
     riding("alibi of far pairs among the features", bias=LEARNED, far=(Beyond(140),), batch=1),
 ]
 
 WIDE = [
     Case("plain"),
+    Case("causal learned alibi", bias=LEARNED, mask=Causal(), batch=1),
+    Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loud=True, batch=1),
+    Case("far with t5", bias=T5_NEAR, far=(Beyond(140),), mask=Causal(), batch=1),
+    Case("several parts in bfloat16", bias=ALiBi(), mask=Causal(), batch=1, dtype=jnp.bfloat16, blocks=LARGE),
     Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
     Case("one head per key", kv_heads=2, mask=Causal()),
     Case("one key head", heads=4, mask=Causal(), bias=FoX(), blocks=LARGE),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import (
+    EVERY,
     LENGTH,
     NAMES,
     VOCAB,
@@ -50,7 +51,7 @@ NOT_SHIFT_INVARIANT = {
 }
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=EVERY)
 def settings(request):
     return config(preset(request.param))
 

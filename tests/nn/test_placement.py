@@ -39,8 +39,9 @@ MESHES = {
     "auto": ((2, 2, 2), Placement(("data",), "context", "tensor", "auto", Layout("zigzag", 2))),
 }
 # Every scheme on one mesh, every mesh with one scheme or two; the grid of all is that of `posjax.attention.sharded`.
+WIDE = ("rerope", "learned-sinks", "ssmax", "window")
 PAIRS = [
-    *((name, "auto") for name in CASES),
+    *(pytest.param(name, "auto", marks=[pytest.mark.wide] * (name in WIDE)) for name in CASES),
     *(("rope", mesh) for mesh in MESHES if mesh not in ("auto", "neighbour or ring")),
     ("fox", "ring, striped"),
     ("t5", "ring, zigzag"),
