@@ -174,8 +174,11 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
 
     Lists, which is what YAML has for tuples, become tuples.
     """
+    known = inspect.signature(make).parameters
+    missing = [name for name, option in known.items() if _is_needed(option) and name not in options]
+    check(not missing, f"{what} needs {' and '.join(missing)}")
     for option, value in options.items():
-        check_known(f"{what} option", option, (*inspect.signature(make).parameters, *also))
+        check_known(f"{what} option", option, (*known, *also))
         check(
             not isinstance(value, jax.Array),
             f"{what}: {option} is an array, but a scheme is fixed before anything runs: use a Python number; a mask "
@@ -188,6 +191,10 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
         found = ", ".join(f"{name}={shown(value)}" for name, value in options.items())
         raise ValueError(f"{what}: {str(error).partition(') ')[2] or f'{error}, in {found}'}") from None
     return made
+
+
+def _is_needed(option: inspect.Parameter) -> bool:
+    return option.default is option.empty and option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)
 
 
 def _as_tuple(value):

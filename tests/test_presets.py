@@ -40,10 +40,8 @@ def test_every_preset_is_built_with_its_defaults_or_names_what_it_needs(name):
     assert scheme_options(name) == tuple(parameters)
     assert set(needed) <= set(OPTIONS.get(name, ())), "what has no default stands in the tests' options"
     if needed:
-        with pytest.raises(ValueError, match=f"^scheme '{name}': missing {len(needed)} required") as caught:
+        with pytest.raises(ValueError, match=f"^scheme '{name}' needs {' and '.join(needed)}$"):
             pj.scheme(name)
-        assert "\n" not in str(caught.value)
-        assert all(f"'{option}'" in str(caught.value) for option in needed)
     else:
         assert hash(pj.scheme(name)) == hash(pj.scheme(name))
 

@@ -280,6 +280,7 @@ class Decoder(nnx.Module):
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
         x = lookup(table, tokens)
+        x = x.astype(jnp.promote_types(x.dtype, self.config.dtype))
         x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         spec = self.config.layers.embedding
         if spec is not None:

@@ -19,6 +19,7 @@ from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
 from train.config import Config, SchemeConfig, own_tokenizer
 from train.config.settings.checks import check
 from train.model.build import evaluated_scheme, extension_of, own_length, scheme_of
+from train.model.extension import UNSCALED
 from train.runtime.paths import path
 
 
@@ -63,7 +64,8 @@ def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
     if not isinstance(change, Mapping) or "factor" not in change or "original_length" in change:
         return own  # a rule with an original length says itself how far it reaches
     schemes = uniform(scheme_of(config, entry), config.model.num_layers).schemes
-    before = max(getattr(each.features.frequencies, "factor", 1.0) for each in schemes if each.rotates)
+    rules = [each.features.frequencies for each in schemes if each.rotates]
+    before = max(1.0 if isinstance(rule, UNSCALED) else getattr(rule, "factor", 1.0) for rule in rules)
     return int(own * change["factor"] / before)
 
 

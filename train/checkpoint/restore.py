@@ -18,7 +18,7 @@ from train.checkpoint.manager import newest_whole
 from train.checkpoint.steps import open_manager, read_run
 from train.config import Config, SchemeConfig, differences, load, load_values
 from train.config.settings.checks import check
-from train.model.build import build_model
+from train.model.build import RELEASED, build_model
 from train.runtime.paths import path, write_file
 
 
@@ -37,6 +37,8 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
         return _config_of_released(place, overrides)
     if is_gguf(place):
         raise FileNotFoundError(f"there is no {place}")
+    if not is_run(place):
+        raise FileNotFoundError(f"{place} is neither a run nor a released model")
     directory = path(place)
     saved = read_config(directory)
     config = with_moved_tokenizer(saved, load(directory / "config.yaml", overrides))
@@ -51,6 +53,8 @@ def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
     config = load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
     why = f"init: found {config.init.path}, but the command names {place}; leave init out"
     check(_whole(config.init.path) == _whole(place), why)
+    own = config.scheme.name == RELEASED and not config.scheme.options
+    check(own, "scheme: nothing is trained here, so the model keeps its own; put what changes it under scheme.extend")
     return config
 
 

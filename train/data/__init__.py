@@ -4,7 +4,18 @@ from train.data.cache import TOKENS
 from train.data.packing import Batch, PackedRows, pack
 from train.data.pipeline import batches, held_out_documents, training_rows
 from train.data.sources import Document, documents
-from train.data.tokenizer import BOS, EOS, MASK, PADDING, VOCABULARY_SIZE, Tokenizer, decode, encode, load_tokenizer
+from train.data.tokenizer import (
+    BOS,
+    EOS,
+    MASK,
+    PADDING,
+    VOCABULARY_SIZE,
+    Tokenizer,
+    decode,
+    encode,
+    ends_of_text,
+    load_tokenizer,
+)
 
 __all__ = [
     "BOS",
@@ -21,6 +32,7 @@ __all__ = [
     "decode",
     "documents",
     "encode",
+    "ends_of_text",
     "held_out_documents",
     "load_tokenizer",
     "pack",

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import posixpath
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -30,10 +31,12 @@ class Tokenizer(Protocol):
     """Text to ids and back. Ids are below `vocabulary_size`; `opening` and `eos` stand around each document.
 
     `opening` is BOS, or nothing for a released tokenizer that adds none. `identity` differs between tokenizers that
-    encode anything differently: a cache of tokens goes by it.
+    encode anything differently: a cache of tokens goes by it. What `encode` gives, and the four special tokens, are
+    below `encoded_size`: a released tokenizer may have further special tokens, which no text becomes.
     """
 
     vocabulary_size: int
+    encoded_size: int
     bos: int
     eos: int
     mask: int
@@ -64,7 +67,10 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     system, path = open_url(config.tokenizer, "data.tokenizer")
     own = config.special_tokens == "own"
     if not system.isfile(path):
-        raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}")
+        model = path.removesuffix(".json") + ".model"
+        known = model != path and system.isfile(model)
+        beside = f"; {posixpath.basename(model)} lies beside it: set data.tokenizer to that" if known else ""
+        raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}{beside}")
     if path.endswith(".gguf"):
         from posjax.nn.huggingface.gguf import GGUF  # which brings flax, as other tokenizers need not
 
@@ -77,6 +83,22 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     return SentencePieceTokenizer(content, config.tokenizer, own)
 
 
+def ends_of_text(config: DataConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a generated text: EOS, and those that the released model of the tokenizer names.
+
+    They stand in ``config.json`` and ``generation_config.json`` beside a ``tokenizer.json``: a chat model ends its turn
+    by a token of its own.
+    """
+    found = {tokenizer.eos}
+    if config.tokenizer.endswith("tokenizer.json"):
+        system, path = open_url(config.tokenizer, "data.tokenizer")
+        for name in ("config.json", "generation_config.json"):
+            place = posixpath.join(posixpath.dirname(path), name)
+            told = _read_json(system.cat_file(place), place).get("eos_token_id") if system.isfile(place) else None
+            found |= {end for end in (told if isinstance(told, list) else [told]) if type(end) is int}
+    return frozenset(found)
+
+
 def token_type(vocabulary_size: int) -> np.dtype:
     """The smallest type that holds every id: uint16, or uint32 from 65,537 ids on."""
     return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
@@ -85,7 +107,8 @@ def token_type(vocabulary_size: int) -> np.dtype:
 class ByteTokenizer:
     """Bytes as tokens: ids 0 to 255 are the bytes themselves, 256 to 259 the four special tokens."""
 
-    vocabulary_size, bos, eos, mask, padding = VOCABULARY_SIZE, BOS, EOS, MASK, PADDING
+    vocabulary_size = encoded_size = VOCABULARY_SIZE
+    bos, eos, mask, padding = BOS, EOS, MASK, PADDING
     opening, identity = (BOS,), "bytes"
 
     def tokens(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
@@ -161,6 +184,7 @@ class _FileTokenizer:
     def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
         self._size, self._specials = size, (own_specials if own else place_specials)(size, found)
         self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
+        self.encoded_size = self.vocabulary_size
         self.opening = (self.bos,) if begins or not own else ()
         how = repr(self._specials) if self.opening else f"{self._specials} without an opening"
         self.identity = hashlib.sha256(identity + how.encode()).hexdigest()
@@ -212,9 +236,14 @@ class HuggingFaceTokenizer(_FileTokenizer):
         found = self._find(vocabulary, declared)
         begins = self._tokenizer.encode("a").ids[:1] == [found.get("bos")]
         super().__init__(max(vocabulary.values()) + 1, found, content, own, begins)
+        special = {vocabulary[name] for name in self._special_tokens()}
+        self.encoded_size = 1 + max({*vocabulary.values()} - special | {*self._specials[:4]})
+
+    def _special_tokens(self) -> set[str]:
+        return {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
 
     def _find(self, vocabulary: dict[str, int], declared: dict[str, str | int]) -> dict[str, int]:
-        special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
+        special = self._special_tokens()
         found = {}
         for role, names in _COMMON_NAMES.items():
             common = next((name for name in names if name in special), None)

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from posjax import nn
+from posjax._checks import check
 from posjax.sampling import Drawn
 from train.evaluate.predictor import NOT_FINITE, Predictor, best
 
@@ -20,6 +21,7 @@ def predictor_of(model: nn.Decoder, seed: int) -> tuple[Predictor, Any]:
     graph, parameters = nnx.split(model)
 
     def hidden(parameters, tokens, length):
+        _check_reach(model, length)
         where = _given(drawn_in_use(model, length, seed, len(tokens)))
         return nnx.merge(graph, parameters).hidden(tokens, length=length, **where)
 
@@ -32,6 +34,13 @@ def predictor_of(model: nn.Decoder, seed: int) -> tuple[Predictor, Any]:
         return _greedy(step, parameters, prompts, cache_for(graph, parameters, prompts, total), new)
 
     return Predictor(hidden, logits, greedy), parameters
+
+
+def _check_reach(model: nn.Decoder, length: int) -> None:
+    """Raises ValueError for a text that is longer than a learned embedding of positions."""
+    layers = model.config.layers
+    reach = getattr(layers.embedding, "reach", length)
+    check(reach >= length or layers.positions is not None, f"the model has {reach} learned positions")
 
 
 def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> Drawn:

@@ -1,7 +1,7 @@
 """Text from a saved run: the prompt decoded in chunks, then token after token."""
 
 import codecs
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from posjax import nn
 from posjax._checks import check
 from train.checkpoint.restore import config_of, entry_in_stage, restore
-from train.data import Tokenizer, load_tokenizer
+from train.data import Tokenizer, ends_of_text, load_tokenizer
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read
 from train.evaluate.saved import check_causal
 from train.model.build import check_vocabulary, evaluated_scheme
@@ -62,8 +62,10 @@ def choose(
     return jax.random.categorical(key, logits / temperature)
 
 
-def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Draws, end: int) -> Iterator[int]:
-    """Yields the tokens that follow a prompt, until `end` (the end of a document) or as many as asked for.
+def tokens_after(
+    model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Draws, ends: Set[int]
+) -> Iterator[int]:
+    """Yields the tokens that follow a prompt, until one of `ends` (see `ends_of_text`) or as many as asked for.
 
     Schemes that read the current length go by that of prompt and generated tokens together, from the first chunk on.
 
@@ -79,7 +81,7 @@ def tokens_after(model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling:
         if not np.isfinite(last).all():
             raise ValueError(f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
         token = draw(jax.random.fold_in(jax.random.key(sampling.seed), n), last)
-        if int(token[0]) == end:
+        if int(token[0]) in ends:
             return
         yield int(token[0])
         logits, cache = step(state, cache, token[:, None].astype(jnp.int32), np.ones((1, 1), bool))
@@ -110,7 +112,7 @@ def generate(
     stage, model = restore(directory, config)
     entry = entry_in_stage(config.scheme, config, stage)
     model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
-    return _written(tokens_after(model, tokens, sampling, tokenizer.eos), tokenizer, write)
+    return _written(tokens_after(model, tokens, sampling, ends_of_text(config.data, tokenizer)), tokenizer, write)
 
 
 def _written(tokens: Iterable[int], tokenizer: Tokenizer, write: Callable[[str], object]) -> str:

@@ -114,7 +114,7 @@ def check_model(config: Config) -> None:
 def check_vocabulary(config: Config) -> None:
     """Raises ValueError for a tokenizer whose tokens have no place in the model's vocabulary."""
     tokenizer = load_tokenizer(config.data)
-    found, needed = config.model.vocabulary, tokenizer.vocabulary_size
+    found, needed = config.model.vocabulary, tokenizer.encoded_size
     check(
         config.model.causal or tokenizer.mask != tokenizer.eos,
         "model.causal: the tokenizer has no mask token of its own; data.special_tokens=added would work",
@@ -127,12 +127,12 @@ def check_vocabulary(config: Config) -> None:
 
 def _check_reach(config: Config) -> None:
     """Absolute embeddings may have an end, behind which they are NaN."""
-    length = config.train.length
+    length, name = config.train.length, config.scheme.name
     reach = getattr(scheme_of(config).embedding, "reach", length)
+    works = f"train.length={reach}" if name == RELEASED else f"scheme.max_length={length}"
     check(
         reach >= length,
-        f"scheme: {config.scheme.name} tells {reach} positions apart, but train.length is {length}; "
-        f"scheme.max_length={length} would work",
+        f"scheme: {name} tells {reach} positions apart, but train.length is {length}; {works} would work",
     )
 
 

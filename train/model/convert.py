@@ -66,4 +66,7 @@ def _becomes_coca(before: Scheme | None, after: Scheme | None) -> bool:
     if before is None or after is None:
         return False
     old, new = before.features, after.features
-    return isinstance(old, Rotary) and isinstance(new, Coca) and old.pairing == new.pairing
+    if not (isinstance(old, Rotary) and isinstance(new, Coca) and old.pairing == new.pairing):
+        return False
+    # CoCA rotates every plane: where a part of the channels does not rotate, the planes of both are not the same.
+    return old.frequencies.partial_rotary_factor == 1

@@ -9,6 +9,7 @@ from posjax import rotary
 from posjax._checks import check
 from posjax.layers import Layers
 from posjax.rotary import FrequencyRule
+from posjax.rotary.scalings import yarn_magnitude
 from posjax.scheme import Scheme
 
 Sizes = Callable[[int, int], dict[str, Any]]
@@ -95,13 +96,16 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     * Beyond that, where its RoPE is scaled already, a rule of the same kind replaces it (linear; or YaRN, NTK-by-parts
       and Llama 3's rule), with the model's original length and the product of both factors. The factor of the extension
       counts from the model's own length.
+    * YaRN then multiplies the model's own temperature by ``m(product) / m(own factor)``, m(s) = 0.1 ln(s) + 1, so that
+      a factor of 1 changes nothing.
 
     Args:
         scheme: of the model.
         extend, own, length: see `completed`.
 
     Raises:
-        ValueError: for a model whose layers all see a window alone, and for a rule of another kind than its own.
+        ValueError: for a model whose layers all see a window alone, for a rule of another kind than its own, and for
+            one that would lose the model's own temperature.
     """
     if not extend:
         return {}
@@ -110,12 +114,13 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     reached, which = _reached(schemes, extend, own)
     _check_masking(reached, extend.get("far"))
     found = completed({**which, **extend}, own, length)
-    if length <= own and _follows_length(extend.get("frequencies")):
-        del found["frequencies"]
     rules = {each.features.frequencies for each in reached if each.rotates}
-    scaled = sorted((rule for rule in rules if not isinstance(rule, _UNSCALED)), key=repr)
+    scaled = sorted((rule for rule in rules if not isinstance(rule, UNSCALED)), key=repr)
     if scaled and isinstance(found.get("frequencies"), Mapping):
         found["frequencies"] = _continued(scaled[0], extend["frequencies"], found["frequencies"])
+    if length <= own and _follows_length(extend.get("frequencies")):
+        scheme.extend(**found)  # what would not fit beyond the model's length is no row up to it either
+        del found["frequencies"]
     return found if found.keys() - {"layers"} else {}
 
 
@@ -125,7 +130,7 @@ def _follows_length(change: Any) -> bool:
     return named and not change.keys() & {"factor", "original_length"}
 
 
-_UNSCALED = (rotary.Plain, rotary.Proportional, rotary.DynamicNTK, rotary.DynamicLinear, rotary.DynamicYaRN)
+UNSCALED = (rotary.Plain, rotary.Proportional, rotary.DynamicNTK, rotary.DynamicLinear, rotary.DynamicYaRN)
 """Rules that rotate, up to the length that the model was made for, as plain RoPE does."""
 _KINDS = (({"linear"}, rotary.Linear), ({"yarn", "ntk-by-parts", "llama3"}, (rotary.NTKByParts, rotary.Llama3)))
 """Names of rules that can take the place of rules of a class, given its factor and original length."""
@@ -177,10 +182,23 @@ def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, 
     kept = _fields(rule) if rotary.SCALINGS[name] is type(rule) else {}
     if hasattr(rule, "original_length"):
         kept["original_length"] = rule.original_length
-    return {**kept, **given, "factor": rule.factor * change["factor"]}
+    factor = rule.factor * change["factor"]
+    check(
+        name == "yarn" or rule.table_factor == 1,
+        f"frequencies: {name!r} has no place for the temperature of the model's own {type(rule).__name__}; 'yarn' has",
+    )
+    temperature = _temperature(rule, factor) if name == "yarn" else {}
+    return {**kept, **temperature, **given, "factor": factor}
+
+
+def _temperature(rule: FrequencyRule, factor: float) -> dict[str, float]:
+    """The option of a YaRN by `factor` that takes the place of a rule, where its temperature is not YaRN's own."""
+    grown = rule.table_factor * yarn_magnitude(factor) / yarn_magnitude(rule.factor)
+    own = math.isclose(grown, yarn_magnitude(factor)) or getattr(rule, "mscale_all_dim", None)
+    return {} if own else {"attention_factor": grown}
 
 
 def _fields(rule: FrequencyRule) -> dict[str, Any]:
-    """A rule's own options, without the temperature that followed from its factor."""
+    """A rule's own options, without its temperature."""
     passed_over = {*(field.name for field in dataclasses.fields(FrequencyRule)), "attention_factor"}
     return {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule) if f.name not in passed_over}

@@ -21,6 +21,7 @@ _KEYS = {
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
 }
+_ATTENTION = ("head_count", "head_count_kv", "key_length", "value_length", "layer_norm_rms_epsilon")
 _SCALINGS = {"linear": "linear", "yarn": "yarn"}
 _SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned")
 _LAYER_NAMES = {
@@ -65,6 +66,7 @@ class GGUF:
             f"{path} has frequencies of its own (rope_freqs.weight), whose rule the file does not say; read the "
             "model's safetensors",
         )
+        self._check_keys()
         check("model.embed_tokens.weight" in self._tensors, f"{path} has no tensor token_embd.weight")
         for key in ("llama.embedding_length", "llama.attention.head_count"):
             check(self._get(key) is not None, f"{path} does not say {key}")
@@ -72,6 +74,13 @@ class GGUF:
             name: Entry(str(path), 0, np.dtype(np.float32), tuple(int(n) for n in reversed(tensor.shape)))
             for name, tensor in self._tensors.items()
         }
+
+    def _check_keys(self) -> None:
+        """Raises ValueError for metadata that changes the numbers in a way that is not known here."""
+        known = {f"llama.attention.{name}" for name in _ATTENTION}
+        scales = ("llama.logit_scale", "llama.embedding_scale", "llama.residual_scale")
+        others = [key for key in self._fields if key.startswith(("llama.attention.", *scales)) and key not in known]
+        check(not others, f"{others[0] if others else None} changes what the model computes; read its safetensors")
 
     @property
     def values(self) -> dict[str, Any]:

@@ -16,8 +16,14 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*llama_l
 def family_of(values: Mapping[str, Any]) -> Family:
     """The family of a ``config.json``. Raises ValueError for one that is not here, and names those that are."""
     check("model_type" in values, "config.json lacks model_type: it is no configuration of a released model")
-    check_choice("config.json: model_type", values["model_type"], tuple(FAMILIES))
-    return FAMILIES[values["model_type"]]
+    name, quantised = values["model_type"], values.get("quantization_config")
+    check("text_config" not in values, f"config.json: {name!r} reads more than text; its text part alone can be read")
+    check_choice("config.json: model_type", name, tuple(FAMILIES))
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    check(
+        method in (None, "mxfp4"), f"the tensors are quantised by {method!r}; read the model that they were made from"
+    )
+    return FAMILIES[name]
 
 
 def read_config(values: Mapping[str, Any]) -> DecoderConfig:

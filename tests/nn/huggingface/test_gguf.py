@@ -415,6 +415,14 @@ REFUSED = {
         {"edit": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)},
         "llama.rope.scale_linear is a part of a rope scaling that is not known here",
     ),
+    "a window": (
+        {"edit": lambda writer: writer.add_sliding_window(9)},
+        "llama.attention.sliding_window changes what the model computes; read its safetensors",
+    ),
+    "a scale of logits": (
+        {"edit": lambda writer: writer.add_logit_scale(0.5)},
+        "llama.logit_scale changes what the model computes",
+    ),
     "biases": (
         {"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}},
         "unexpected tensors: model.layers.0.self_attn",

@@ -80,9 +80,13 @@ def test_tensors_that_do_not_fit_the_config(name, dtype, tmp_path):
 CONFIGS = {
     "no model type": ({"vocab_size": 3}, ["config.json lacks model_type"]),
     "unknown": (LLAMA | {"model_type": "lama"}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
-    "gemma3": (
-        LLAMA | {"model_type": "gemma3"},
-        ["model_type: unknown value 'gemma3'; did you mean 'gemma", "gemma3_text"],
+    "several modalities": (
+        {"model_type": "gemma3", "text_config": released.CASES["gemma3_text"]},
+        ["config.json: 'gemma3' reads more than text; its text part alone can be read"],
+    ),
+    "quantised": (
+        LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        ["the tensors are quantised by 'gptq'; read the model that they were made from"],
     ),
     "no width": (
         {key: LLAMA[key] for key in LLAMA if key not in ("hidden_size", "rope_parameters")},

@@ -49,7 +49,7 @@ def test_the_command_streams_what_the_model_learned(run, capsys):
 def test_a_prompt_in_chunks_and_beyond_the_training_length_is_the_full_forward_pass(run):
     _, model = restore_model(run)
     prompt = encode(b"abcdefghijklmnopqrstuvwxyz" * 5)[:-1]
-    found = list(tokens_after(model, prompt, Draws(tokens=3, temperature=0), EOS))
+    found = list(tokens_after(model, prompt, Draws(tokens=3, temperature=0), {EOS}))
     graph, state = nnx.split(model)
     forward = jax.jit(lambda tokens: nnx.merge(graph, state)(tokens)[0, -1].argmax())
     text = jnp.asarray(prompt, jnp.int32)

@@ -1,5 +1,7 @@
 """Options of extensions that follow from lengths, and from what a released model has itself."""
 
+import math
+
 import pytest
 
 import posjax as pj
@@ -53,9 +55,9 @@ def test_options_follow_from_the_lengths(extend, length, wanted):
         ),
         (
             rotary.Llama3(factor=8.0, original_length=512),
-            {"name": "yarn"},
+            {"name": "yarn", "attention_factor": 1.1},
             2 * OWN,
-            {"name": "yarn", "factor": 16.0, "original_length": 512},
+            {"name": "yarn", "factor": 16.0, "original_length": 512, "attention_factor": 1.1},
         ),
         (rotary.Linear(factor=8.0), {"name": "linear"}, 4 * OWN, {"name": "linear", "factor": 32.0}),
         (rotary.Linear(factor=8.0), {"name": "linear", "factor": 2.0}, OWN, {"name": "linear", "factor": 16.0}),
@@ -71,17 +73,49 @@ def test_an_extension_continues_the_rule_of_the_model(rule, change, length, want
     assert continued(scaled(rule), {"frequencies": change}, OWN, length) == {"frequencies": wanted}
 
 
-def test_a_yarn_keeps_its_own_options_but_not_the_temperature_of_its_factor():
-    rule = rotary.YaRN(32.0, 128, beta_fast=16.0, truncate=False, attention_factor=1.35)
-    scheme = scaled(rule)
-    extended = scheme.extend(**continued(scheme, YARN, OWN, 2 * OWN)).features.frequencies
-    assert extended == rotary.YaRN(64.0, 128, beta_fast=16.0, truncate=False)
+def extended(scheme, length):
+    return scheme.extend(**continued(scheme, YARN, OWN, length))
 
 
-@pytest.mark.parametrize("rule", [rotary.Llama3(factor=8.0, original_length=512), rotary.Plain(500.0)])
-def test_up_to_its_own_length_a_model_keeps_its_frequencies(rule):
+def extended_by_yarn(rule, times):
+    return extended(scaled(rule), times * OWN).features.frequencies
+
+
+def test_a_yarn_keeps_its_own_options():
+    rule = rotary.YaRN(32.0, 128, beta_fast=16.0, truncate=False)
+    assert extended_by_yarn(rule, 2) == rotary.YaRN(64.0, 128, beta_fast=16.0, truncate=False)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor", "own"),
+    [
+        (rotary.Llama3(factor=8.0, original_length=512), 8.0, 1.0),
+        (rotary.NTKByParts(8.0, 512), 8.0, 1.0),
+        (rotary.YaRN(32.0, 128), 32.0, 0.1 * math.log(32) + 1),
+        (rotary.YaRN(32.0, 128, attention_factor=1.5), 32.0, 1.5),
+    ],
+)
+def test_the_temperature_grows_from_that_of_the_model(rule, factor, own):
+    for times in (2, 4):
+        grown = own * (0.1 * math.log(times * factor) + 1) / (0.1 * math.log(factor) + 1)
+        assert math.isclose(extended_by_yarn(rule, times).table_factor, grown)
+
+
+def test_a_yarn_of_deepseek_keeps_both_of_its_factors():
+    rule = rotary.YaRN(40.0, 128, mscale=1.0, mscale_all_dim=1.0)
+    assert extended_by_yarn(rule, 2) == rotary.YaRN(80.0, 128, mscale=1.0, mscale_all_dim=1.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [
+        (rotary.Llama3(factor=8.0, original_length=512), ("yarn", "llama3", "ntk-by-parts")),
+        (rotary.Plain(500.0), ("yarn", "llama3", "dynamic-ntk", "linear")),
+    ],
+)
+def test_up_to_its_own_length_a_model_keeps_its_frequencies(rule, names):
     scheme = scaled(rule)
-    for name in ("yarn", "llama3", "dynamic-ntk", "linear"):
+    for name in names:
         assert continued(scheme, {"frequencies": {"name": name}}, OWN, OWN) == {}
     both = {"frequencies": {"name": "yarn"}, "scale": {"name": "clipped-log-n"}}
     assert continued(scheme, both, OWN, OWN) == {"scale": {"name": "clipped-log-n", "length": OWN}}
@@ -93,18 +127,26 @@ def test_up_to_its_own_length_a_model_keeps_its_frequencies(rule):
         (rotary.Llama3(factor=8.0, original_length=512), "linear", "own Llama3; llama3 or ntk-by-parts or yarn can"),
         (rotary.Linear(factor=8.0), "dynamic-ntk", "'dynamic-ntk' would replace the model's own Linear; linear can"),
         (rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 512, factor=8.0), "yarn", "own LongRoPE; no rule can continue it"),
+        (rotary.YaRN(8.0, 512), "llama3", "'llama3' has no place for the temperature of the model's own YaRN; 'yarn'"),
     ],
 )
-def test_a_rule_of_another_kind_is_refused(rule, name, message):
+@pytest.mark.parametrize("length", [OWN // 2, 2 * OWN])
+def test_a_rule_that_cannot_continue_the_model_is_refused_at_every_length(rule, name, message, length):
     with pytest.raises(ValueError, match=message):
-        continued(scaled(rule), {"frequencies": {"name": name}}, OWN, 2 * OWN)
+        continued(scaled(rule), {"frequencies": {"name": name}}, OWN, length)
+
+
+@pytest.mark.parametrize("length", [OWN // 2, 2 * OWN])
+def test_a_model_that_does_not_rotate_is_extended_at_no_length(length):
+    with pytest.raises(ValueError, match="rotates nothing"):
+        extended(pj.scheme("alibi"), length)
 
 
 def test_layers_with_a_window_are_passed_over():
     scheme = pj.Layers((((LOCAL, ROPE), 2),))
-    extended = scheme.extend(**continued(scheme, YARN, OWN, 2 * OWN)).schemes
-    assert extended[0] == LOCAL
-    assert isinstance(extended[1].features.frequencies, rotary.YaRN)
+    found = extended(scheme, 2 * OWN).schemes
+    assert found[0] == LOCAL
+    assert isinstance(found[1].features.frequencies, rotary.YaRN)
     windows = scheme.extend(**continued(scheme, {"mask": {"name": "window"}}, OWN, 2 * OWN)).schemes
     assert [each.mask.size for each in windows] == [512, OWN, 512, OWN]
     chosen = continued(scheme, {"layers": "local", **YARN}, OWN, 2 * OWN)
@@ -113,9 +155,9 @@ def test_layers_with_a_window_are_passed_over():
 
 def test_a_window_as_long_as_the_model_confines_nothing():
     wide = ROPE.replace(mask={"name": "window", "size": OWN})
-    extended = wide.extend(**continued(wide, YARN, OWN, 2 * OWN))
-    assert isinstance(extended.features.frequencies, rotary.YaRN)
-    assert extended.mask == wide.mask
+    found = extended(wide, 2 * OWN)
+    assert isinstance(found.features.frequencies, rotary.YaRN)
+    assert found.mask == wide.mask
 
 
 def test_a_mask_that_some_layers_would_lack_is_refused():

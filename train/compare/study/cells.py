@@ -16,6 +16,7 @@ from train.checkpoint import RESULTS
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check, unknown
 from train.data import Document, documents, load_tokenizer
+from train.evaluate.tasks import Vocabulary, lengths_of
 from train.model.build import extension_of, own_length
 
 TEXT, PASSKEY = "text", "passkey"
@@ -124,10 +125,10 @@ def _text_cells(
 
 
 def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
-    """Each length and depth."""
+    """Each length that holds a pass key, and each depth."""
     section = config.evaluate.passkey
     sizes = {"cases": section.cases}
-    for length in section.lengths or config.evaluate.lengths:
+    for length in lengths_of(PASSKEY, config.evaluate, Vocabulary(load_tokenizer(config.data))):
         for entry in entries:
             extended = _extension(config, entry, length)
             for depth in np.linspace(0, 1, section.depths):

@@ -34,6 +34,7 @@ from train.compare.study.search import Search, search_of, with_factors
 from train.config import Config, SchemeConfig, dump
 from train.config.settings.checks import check
 from train.data import load_tokenizer
+from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import check_vocabulary, own_length
 from train.model.extension import completed
 from train.monitor import enable_compilation_cache
@@ -55,6 +56,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     chosen = chosen_entries(config)
     _check_schemes(config)
     check_vocabulary(config)
+    check_tasks(config.evaluate, Vocabulary(load_tokenizer(config.data)))
     texts, model_digest = read_texts(config), digest_of_model(config)
     search = _search(config, model_digest, chosen)
     directory = path(config.directory)

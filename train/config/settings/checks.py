@@ -28,7 +28,8 @@ def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueErro
     """The error for a name that is not known, with the nearest one that is."""
     near = get_close_matches(str(found), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"{path}: unknown {what} {found!r}{hint} (known: {', '.join(known)})")
+    listed = map(repr, known) if any("," in name for name in known) else known
+    return ValueError(f"{path}: unknown {what} {found!r}{hint} (known: {', '.join(listed)})")
 
 
 def divisor_near(number: int, most: int) -> int:
