@@ -21,6 +21,8 @@ def fit(config: Path, address: str) -> str:
     changed = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "STORAGE_EMULATOR_HOST": address,
         "TENSORSTORE_GCS_HTTP_URL": address,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",

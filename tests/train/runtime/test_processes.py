@@ -208,10 +208,8 @@ def test_two_processes_killed_again_and_again_repeat_the_undisturbed_run_bit_for
 
 
 def test_four_processes_repeat_it_too_and_one_goes_on_alone(folder, straight):
-    draw = random.Random(7)
-    for way in (ask(0, 1, 2, 3), kill_all):
-        run = Processes(folder, "four", 4, 1)
-        way(run, draw)
+    run = Processes(folder, "four", 4, 1)
+    kill_all(run, random.Random(7))
     together = last_step(run.directory)
     assert metrics(run.directory) == straight[:together]
     alone = Processes(folder, "four", 1, 1)
