@@ -175,8 +175,6 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
     Lists, which is what YAML has for tuples, become tuples.
     """
     known = inspect.signature(make).parameters
-    missing = [name for name, option in known.items() if _is_needed(option) and name not in options]
-    check(not missing, f"{what} needs {' and '.join(missing)}")
     for option, value in options.items():
         check_known(f"{what} option", option, (*known, *also))
         check(
@@ -184,6 +182,8 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
             f"{what}: {option} is an array, but a scheme is fixed before anything runs: use a Python number; a mask "
             "whose sizes are arrays goes to attend(mask=)",
         )
+    missing = [name for name, option in known.items() if _is_needed(option) and name not in options]
+    check(not missing, f"{what} needs {' and '.join(missing)}")
     try:
         made = make(**{name: _as_tuple(value) for name, value in options.items()})
         hash(made)

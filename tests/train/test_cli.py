@@ -53,7 +53,7 @@ def test_mistakes_in_a_config_are_one_line(config, capsys, command, arguments, m
         (["fit", "mine.yaml", "scheme=ropes"], "error: unknown scheme 'ropes'; did you mean 'rope'?"),
         (["fit", "mine.yaml", "train.length=8192", "train.batch_tokens=65536"], "error: data: the corpus has"),
         (["compare", "mine.yaml"], "error: compare.schemes is empty"),
-        (["evaluate", "mine.yaml"], "error: runs/mine is no run directory"),
+        (["evaluate", "mine.yaml"], "error: runs/mine is neither a run nor a released model"),
     ],
 )
 def test_mistakes_found_later_are_one_line_too(config, capsys, arguments, message):
