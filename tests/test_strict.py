@@ -203,9 +203,12 @@ def test_every_preset_in_every_way(name):
                         jax.eval_shape(lambda s=scheme, b=backend, d=dtype: check_scheme(s, b, d, Range(0, LENGTH)))
 
 
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["hierarchical", "qwen3"])
-def test_decoders_promote_nothing(name):
-    graph, state = made(config(preset(name)))
+def test_decoders_promote_nothing(name, stored, compute):
+    graph, state = made(config(preset(name), compute_dtype=compute))
+    state = jax.tree.map(lambda x: x.astype(stored), state)
     tokens, positions, segments = separate()
 
     def logits(state):

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count, check_positive, check_rank
+from posjax._numbers import at_least_float32
 from posjax.bias.base import Bias, BiasSpec, take, widened
 
 _LAYOUT = "[batch, heads, length]"
@@ -170,8 +171,9 @@ class FoX(BiasSpec):
         if not self.data_dependent:
             (b,) = take(params, self, b=(heads,))
             return jnp.broadcast_to(jax.nn.log_sigmoid(widened(b)), (*x.shape[:2], heads))
-        x = widened(x)
-        w, b = (number.astype(x.dtype) for number in take(params, self, w=(x.shape[2], heads), b=(heads,)))
+        w, b = take(params, self, w=(x.shape[2], heads), b=(heads,))
+        dtype = at_least_float32(x.dtype, w.dtype)
+        x, w, b = (part.astype(dtype) for part in (x, w, b))
         return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", x, w, precision="highest") + b[None, None])
 
     def bind(

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_length, check_tokens, shown
+from posjax._numbers import at_least_float32
 from posjax.attention.operands import ATTENDED
 from posjax.attention.sharded.automatic import axes_of, explicit_spec, on_auto_axes
 from posjax.layers import Layers
@@ -280,7 +281,7 @@ class Decoder(nnx.Module):
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
         x = lookup(table, tokens)
-        x = x.astype(jnp.promote_types(x.dtype, self.config.dtype))
+        x = x.astype(at_least_float32(x.dtype))  # the scale, and positions, are not those of bfloat16
         x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         spec = self.config.layers.embedding
         if spec is not None:
