@@ -13,6 +13,15 @@ from posjax import rotary
 from posjax.nn import Decoder, DecoderConfig, Norm, save_pretrained
 
 LENGTH, VOCABULARY = 32, 280
+GPT2 = {
+    "scheme": pj.scheme("learned", max_length=LENGTH),
+    "activation": "gelu",
+    "mlp_dim": 128,
+    "num_kv_heads": 4,
+    "norm": Norm("layer", 1e-5, bias=True),
+    "biases": ("qkv", "output", "mlp"),
+}
+"""What makes GPT-2 of the model that `write_released` writes."""
 
 
 def write_tokenizer(folder: Path, text: str, size: int) -> None:

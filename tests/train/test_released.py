@@ -202,6 +202,11 @@ def test_training_starts_from_the_model(values, tmp_path):
     np.testing.assert_allclose(line["loss"], wanted, rtol=0.1)  # rows of the same text, not the same row
 
 
+def test_training_lowers_the_loss(trained):
+    lines = [json.loads(line) for line in (trained.directory / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
 def test_resuming_is_bit_for_bit(values, trained, monkeypatch):
     config = with_changes(values, name="resumed")
     monkeypatch.setattr("train.loop.fit.stop_requested", _stop_after(monkeypatch, 2))

@@ -3,20 +3,17 @@
 import json
 
 import pytest
-from released_models import LENGTH, TEXT, VOCABULARY, write_released
+from released_models import GPT2, LENGTH, TEXT, VOCABULARY, write_released
 
 import posjax as pj
 from posjax import rotary
-from posjax.nn import Norm, from_pretrained
+from posjax.nn import from_pretrained
 from train import cli
 from train.config import parse
 from train.data import ends_of_text, load_tokenizer
 from train.evaluate.generate import Draws, tokens_after
 from train.model.build import as_released, check_model
 from train.model.convert import check_continues
-
-GPT2 = {"activation": "gelu", "mlp_dim": 128, "num_kv_heads": 4, "norm": Norm("layer", 1e-5, bias=True)}
-GPT2 |= {"biases": ("qkv", "output", "mlp"), "scheme": pj.scheme("learned", max_length=LENGTH)}
 
 
 @pytest.fixture
@@ -60,7 +57,7 @@ def test_a_model_that_rotates_a_part_of_its_channels_does_not_turn_into_coca(tmp
         check_continues(as_released(config), config)
 
 
-def test_learned_positions_have_an_end(tmp_path, capsys):
+def test_learned_positions_have_an_end(tmp_path):
     write_released(tmp_path, **GPT2)
     with pytest.raises(ValueError, match=f"but train.length is 64; train.length={LENGTH} would work"):
         check_model(parse({"init": str(tmp_path), "train": {"length": 64}}))

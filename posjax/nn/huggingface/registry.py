@@ -17,7 +17,10 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """The family of a ``config.json``. Raises ValueError for one that is not here, and names those that are."""
     check("model_type" in values, "config.json lacks model_type: it is no configuration of a released model")
     name, quantised = values["model_type"], values.get("quantization_config")
-    check("text_config" not in values, f"config.json: {name!r} reads more than text; its text part alone can be read")
+    check(
+        not values.get("text_config"),
+        f"config.json: {name!r} reads more than text, which Decoder does not; a model of its text part alone can be read",
+    )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     check(

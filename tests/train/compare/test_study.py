@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from released_models import LENGTH, TEXT, write_released
+from released_models import GPT2, LENGTH, TEXT, write_released
 from rich.console import Console
 
 import posjax as pj
@@ -34,8 +34,6 @@ from train.evaluate.predictor import next_nll
 from train.evaluate.tasks import Vocabulary
 from train.model.extension import completed
 
-GPT2 = {"activation": "gelu", "mlp_dim": 128, "num_kv_heads": 4, "norm": Norm("layer", 1e-5, bias=True)}
-GPT2 |= {"biases": ("qkv", "output", "mlp")}
 SCHEMES = [
     {"name": "released", "label": "as released"},
     {"name": "released", "label": "YaRN", "extend": {"frequencies": {"name": "yarn"}}},
@@ -337,6 +335,14 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
             {"evaluate": {"lengths": [64], "tokens": 128, "batch_tokens": 128, "tasks": ["copy"]}},
             "a study has the task 'passkey' alone, found 'copy'",
         ),
+        (
+            {"evaluate": {"lengths": [64], "tokens": 128, "tasks": ["passkey"], "passkey": {"lengths": [8]}}},
+            "evaluate.tasks: passkey: a length of 8 tokens is too short",
+        ),
+        (
+            {"compare": {"schemes": [{**SCHEMES[1], "label": "YaRN, factor 4"}], "only": ["YaRN", "factor 4"]}},
+            "unknown label 'YaRN'; did you mean 'YaRN, factor 4'? (known: 'YaRN, factor 4')",
+        ),
         ({"output": "gs://bucket/runs"}, "output: a study is kept in a local folder, found 'gs://bucket/runs'"),
         ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocabulary: the tokenizer has 282 tokens"),
         ({"init": "", "scheme": "rope"}, "a released model is measured, named as in init=PATH"),
@@ -349,7 +355,7 @@ def test_mistakes_are_told_before_anything_is_read(values, changes, message, tmp
 
 
 def test_what_does_not_fit_the_model_is_told_and_the_rest_is_measured(tmp_path, values):
-    write_released(tmp_path, scheme=pj.scheme("learned", max_length=32), embedding_scale=1.0, **GPT2)
+    write_released(tmp_path, **GPT2)
     evaluate = {"lengths": [16, 64], "tokens": 128, "batch_tokens": 128}
     sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "evaluate": evaluate}
     directory = run_study(parse({**values, **sections}), Console(file=io.StringIO()))

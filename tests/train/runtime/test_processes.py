@@ -141,14 +141,6 @@ def straight(folder):
     return found
 
 
-def kill_all(run, draw):
-    target = last_step(run.directory) + draw.randint(2, 6)
-    run.wait_until(lambda: last_step(run.directory) >= target)
-    time.sleep(draw.random() * 0.02)
-    run.send(signal.SIGKILL, *run.all)
-    run.end(*(-9 for _ in run.all))
-
-
 def kill_all_in_a_save(run, _):
     before = checkpoints(run.directory)
     run.wait_until(lambda: any("tmp" in name for name in checkpoints(run.directory) - before))
@@ -209,7 +201,7 @@ def test_two_processes_killed_again_and_again_repeat_the_undisturbed_run_bit_for
 
 def test_four_processes_repeat_it_too_and_one_goes_on_alone(folder, straight):
     run = Processes(folder, "four", 4, 1)
-    kill_all(run, random.Random(7))
+    ask(0, 1, 2, 3)(run, random.Random(7))
     together = last_step(run.directory)
     assert metrics(run.directory) == straight[:together]
     alone = Processes(folder, "four", 1, 1)
