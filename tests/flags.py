@@ -1,9 +1,9 @@
 """Flags of a compiler that optimises little, for the tests and the processes that they start.
 
 Most of the suite's time is compilation of small programs. Without LLVM's optimisations and XLA's fusion emitters it
-takes a third (the gradients of six small decoders: 6.7 s of CPU time, 18.5 s at level 1). In one piece XLA's own part of
-that is 1.6 s, not 2.1 s. For AVX, because for the instructions that came after it jax 0.10.2 makes gradients NaN at
-level 0 (KERPLE, ALiBi's slopes).
+takes a third (the gradients of six small decoders: 6.7 s of CPU time, 18.5 s at level 1). In one piece XLA's own part
+of that is 1.6 s, not 2.1 s. For AVX, because for the instructions that came after it jax 0.10.2 makes gradients NaN
+at level 0 (KERPLE, ALiBi's slopes).
 """
 
 QUICK = (

@@ -19,7 +19,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
     name, quantised = values["model_type"], values.get("quantization_config")
     check(
         not values.get("text_config"),
-        f"config.json: {name!r} reads more than text, which Decoder does not; a model of its text part alone can be read",
+        f"config.json: {name!r} reads more than text, which Decoder does not; its text part alone can be read",
     )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None

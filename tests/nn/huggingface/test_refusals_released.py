@@ -82,7 +82,7 @@ CONFIGS = {
     "unknown": (LLAMA | {"model_type": "lama"}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
     "several modalities": (
         {"model_type": "gemma3", "text_config": released.CASES["gemma3_text"]},
-        ["config.json: 'gemma3' reads more than text, which Decoder does not; a model of its text part alone can"],
+        ["config.json: 'gemma3' reads more than text, which Decoder does not; its text part alone can be read"],
     ),
     "quantised": (
         LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}},

@@ -341,7 +341,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
         ),
         (
             {"compare": {"schemes": [{**SCHEMES[1], "label": "YaRN, factor 4"}], "only": ["YaRN", "factor 4"]}},
-            "unknown label 'YaRN'; did you mean 'YaRN, factor 4'? (known: 'YaRN, factor 4')",
+            "compare.only: unknown label 'YaRN' (known: 'YaRN, factor 4')",
         ),
         ({"output": "gs://bucket/runs"}, "output: a study is kept in a local folder, found 'gs://bucket/runs'"),
         ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocabulary: the tokenizer has 282 tokens"),
