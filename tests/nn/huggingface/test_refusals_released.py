@@ -253,6 +253,10 @@ def test_configs_that_no_decoder_can_be(name):
     refuse(words, read_config, values)
 
 
+def test_a_text_config_with_nothing_in_it_says_nothing():
+    assert read_config(LLAMA | {"text_config": None}) == read_config(LLAMA)
+
+
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
 CAN = "What released models have can be written: RoPE under a rule with a to_hf"
