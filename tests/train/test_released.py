@@ -88,7 +88,7 @@ def test_shape_scheme_and_tokenizer_come_from_the_model(released, values):
     assert decoder_config(config).vocab_size == VOCABULARY
     assert (config.model.num_layers, config.model.norm.eps, config.model.embedding_scale) == (2, 1e-5, 1.0)
     assert config.train.length == LENGTH
-    assert config.evaluate.lengths == (8, 32, 64, 128)
+    assert config.evaluate.lengths == (32, 64, 128)
     tokenizer = load_tokenizer(config.data)
     assert tokenizer.vocabulary_size == VOCABULARY
     assert (tokenizer.bos, tokenizer.eos, tokenizer.padding) == (0, 1, 1)
@@ -253,6 +253,33 @@ def test_meshes_read_their_own_parts(released, values, mesh, share):
     assert up.addressable_shards[0].data.size == up.size // share
 
 
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"data": 1, "fsdp": 4}], ids=["data, tensor", "fsdp"])
+def test_training_on_a_mesh_is_that_of_one_device(values, trained, mesh):
+    config = with_changes(values, name="mesh", train={"mesh": mesh})
+    losses = [
+        [json.loads(line)["loss"] for line in (each / "metrics.jsonl").read_text().splitlines()]
+        for each in (fit(config).directory, trained.directory)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("train", "wanted"),
+    [
+        ({"steps": 0}, (LENGTH // 4, LENGTH, 2 * LENGTH, 4 * LENGTH)),
+        ({}, (LENGTH, 2 * LENGTH, 4 * LENGTH)),
+        ({"length": 16}, (16, LENGTH, 2 * LENGTH, 4 * LENGTH)),
+        ({"length": 64}, (64, 4 * LENGTH)),
+        ({"length": 16, "stages": 100}, (100, 4 * LENGTH)),
+    ],
+)
+def test_lengths_are_measured_from_that_of_training(released, train, wanted):
+    train = dict(train)
+    stages = [{"name": "a"}, {"name": "b", "train": {"length": train.pop("stages")}}] if "stages" in train else []
+    config = parse({"init": str(released[0]), "train": {"batch_tokens": 1600, **train}, "stages": stages})
+    assert config.evaluate.lengths == wanted
+
+
 def test_stages_and_frozen_parts(released, values):
     stages = [
         {"name": "coca", "scheme": {"name": "coca-strict", "base": 500.0}, "train": {"trains": ["*/attention/k"]}},
@@ -303,7 +330,7 @@ def test_rope_becomes_coca_before_the_first_update(released, values):
 
 def test_what_cannot_be_trained(values, capsys):
     with pytest.raises(ValueError, match=r"train\.steps is 0: there is nothing to train"):
-        fit(with_changes(values, name="none", train={"steps": 0}))
+        fit(with_changes(values, name="none", train={"steps": 0, "length": LENGTH}))
     with pytest.raises(ValueError, match="cannot start from the weights of 'released'"):
         fit(with_changes(values, name="none", scheme="fox"))
 
@@ -341,7 +368,7 @@ def last_nll(decoder, values, length, scored):
 
 
 def test_options_of_extensions_follow_from_the_lengths(values):
-    config = with_changes(values, train={"steps": 0})
+    config = with_changes(values, train={"steps": 0, "length": LENGTH})
     entry = parse({**values, "scheme": {"name": "released", "extend": {"frequencies": {"name": "yarn"}}}}).scheme
     rule = evaluated_scheme(config, entry, length=128).features.frequencies
     assert (rule.factor, rule.original_length, rule.base) == (4.0, LENGTH, 500.0)
@@ -552,7 +579,9 @@ def test_a_narrow_model_stays_narrow_and_gives_the_numbers_of_the_widened_one(op
 def test_export_of_an_extension(released, tmp_path, capsys):
     extend = "scheme.extend={frequencies: {name: yarn, factor: 2.0}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
-    assert f"extended for {2 * LENGTH} tokens: " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f'"factor": 2.0, "original_length": {LENGTH}' in told
+    assert f"max_position_embeddings is {2 * LENGTH}" in told
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["rope_parameters"]["rope_type"] == "yarn"
     assert values["max_position_embeddings"] == 2 * LENGTH
@@ -566,6 +595,23 @@ def test_extensions_that_a_layout_can_say_are_the_same_model_when_read(released,
     extended = released[1].with_scheme(released[1].config.scheme.extend(**change))
     tokens = jnp.arange(96).reshape(1, 96)
     np.testing.assert_allclose(from_pretrained(tmp_path / "out")(tokens), extended(tokens), atol=1e-5)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["linear", "ntk", "yarn", "llama3", "dynamic-ntk"])
+def test_transformers_reads_an_extension_as_the_same_model(released, tmp_path, name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    extend = f"scheme.extend={{frequencies: {{name: {name}}}}}"
+    assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
+    tokens = np.arange(3 * LENGTH)[None]
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.tensor(tokens)).logits
+    extended = released[1].with_scheme(
+        released[1].config.scheme.extend(**completed({"frequencies": {"name": name}}, LENGTH, 4 * LENGTH))
+    )
+    assert np.abs(extended(jnp.asarray(tokens)) - released[1](jnp.asarray(tokens))).max() > 1e-2
+    np.testing.assert_allclose(extended(jnp.asarray(tokens)), theirs.numpy(), atol=1e-4)
 
 
 def test_export_refuses_what_has_no_place(released, tmp_path, capsys):

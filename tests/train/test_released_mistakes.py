@@ -77,6 +77,26 @@ def test_a_dynamic_rule_has_no_factor_to_divide_by(tmp_path):
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 4 * LENGTH
 
 
+def test_a_length_of_training_where_nothing_is_trained(tiny, capsys):
+    """It would be taken for the model's own."""
+    for command in ("evaluate", "export"):
+        rest = ["out"] if command == "export" else []
+        found = told(capsys, command, tiny, *rest, "train.length=64")
+        assert f"nothing is trained, so the model's own length stays {LENGTH}, found 64; if it was made for" in found
+
+
+def test_an_extension_that_changes_nothing_is_not_written(tiny, tmp_path, capsys):
+    extend = "scheme.extend={frequencies: {name: yarn}}"
+    found = told(capsys, "export", tiny, tmp_path / "out", extend, f"evaluate.lengths=[16,{LENGTH}]")
+    assert f"scheme.extend changes nothing up to {LENGTH} tokens, the longest of evaluate.lengths; raise that" in found
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_search_starts_from_the_model_as_it_is(tiny, capsys):
+    extend = "scheme.extend={frequencies: {name: yarn}}"
+    assert "scheme.extend: a search starts" in told(capsys, "search", tiny, "--length", "64", extend)
+
+
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +132,15 @@ def test_special_tokens_beyond_the_vocabulary_are_of_no_use_and_do_no_harm(tiny)
     edited(tiny / "tokenizer_config.json", eos_token="<image>")
     with pytest.raises(ValueError, match=f"the tokenizer has {VOCABULARY + 1} tokens, found {VOCABULARY}"):
         check_model(parse({"init": str(tiny)}))
+
+
+def test_a_prompt_without_an_embedding(tiny, capsys):
+    edited(tiny / "tokenizer_config.json", additional_special_tokens=["<image>"])
+    tokens = json.loads((tiny / "tokenizer.json").read_text())
+    spare = {**tokens["added_tokens"][0], "id": VOCABULARY, "content": "<image>"}
+    edited(tiny / "tokenizer.json", added_tokens=[*tokens["added_tokens"], spare])
+    found = told(capsys, "generate", tiny, "--prompt", "a <image>")
+    assert f"--prompt: the model has {VOCABULARY} tokens, and no embedding for [{VOCABULARY}]" in found
 
 
 def test_a_chat_model_ends_its_turn_by_its_own_token(tiny, capsys):

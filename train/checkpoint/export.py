@@ -48,6 +48,9 @@ def export(
     like = _original(place, config)
     stage, model = _model(place, config)
     entry, longest = entry_in_stage(config.scheme, config, stage), max(stage.evaluate.lengths)
+    options = extension_of(stage, entry, longest)
+    nothing = f"scheme.extend changes nothing up to {longest} tokens, the longest of evaluate.lengths"
+    check(bool(options) or not entry.extend, f"{nothing}; raise that, or name a factor")
     model = model.with_scheme(evaluated_scheme(stage, entry))
     model.config = dataclasses.replace(model.config, trained_length=_reach(stage, entry, longest))
     save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
@@ -55,7 +58,7 @@ def export(
         _replace_tokenizer(config, folder, like)
     if entry.extend:
         reached = length_value(model.config)["max_position_embeddings"]
-        told(f"extended for {reached} tokens: {json.dumps(extension_of(stage, entry, longest))}")
+        told(f"extended by {json.dumps(options)}; max_position_embeddings is {reached}")
 
 
 def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:

@@ -67,15 +67,36 @@ def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
 
 
 def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
-    """The sections ``train`` and ``evaluate`` with default lengths: the model's own, and up to four times that."""
+    """The sections ``train`` and ``evaluate`` with default lengths: the model's own, and up to four times that.
+
+    Of a model that is trained, none is below a length of its training.
+    """
     train, evaluate = _section(values, "train"), _section(values, "evaluate")
     if "length" not in train:
         train = {"length": own, "batch_tokens": own, **train}
-    evaluate = {"lengths": [own // 4, own, 2 * own, 4 * own], **evaluate}
+    lengths = [own // 4, own, 2 * own, 4 * own]
+    if train.get("steps") == 0:
+        stays = f"train.length: nothing is trained, so the model's own length stays {own}, found {train['length']}"
+        check(train["length"] == own, f"{stays}; if it was made for another one, set model.trained_length")
+    else:
+        trained = max(_trained_lengths(train["length"], values.get("stages")), default=own)
+        lengths = [trained, *(length for length in lengths if length > trained)]
+    evaluate = {"lengths": lengths, **evaluate}
     if isinstance(evaluate["lengths"], list) and all(isinstance(length, int) for length in evaluate["lengths"]):
         longest = max(evaluate["lengths"], default=own)
         evaluate = {"tokens": max(131072, longest), "batch_tokens": longest, **evaluate}
     return {"train": train, "evaluate": evaluate}
+
+
+def _trained_lengths(length: Any, stages: Any) -> list[int]:
+    """Those of a training and its stages, as far as they are whole numbers: what else they are is told elsewhere."""
+    listed = [stage.get("train") for stage in stages or () if isinstance(stage, Mapping)] if _is_list(stages) else []
+    found = [length, *(section.get("length") for section in listed if isinstance(section, Mapping))]
+    return [each for each in found if type(each) is int]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -88,8 +109,7 @@ def _same(given: Any, found: Any) -> bool:
     """Whether a key says the same; a section need not say everything, and lists are what YAML has for tuples."""
     if isinstance(given, Mapping) and isinstance(found, Mapping):
         return all(key in found and _same(value, found[key]) for key, value in given.items())
-    lists = isinstance(given, list | tuple) and isinstance(found, list | tuple)
-    return list(given) == list(found) if lists else given == found
+    return list(given) == list(found) if _is_list(given) and _is_list(found) else given == found
 
 
 def model_section(config: DecoderConfig) -> dict[str, Any]:

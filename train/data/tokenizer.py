@@ -47,6 +47,9 @@ class Tokenizer(Protocol):
     def tokens(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """The tokens of a piece of text. Never special tokens for what the text spells out."""
 
+    def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
+        """The opening and the tokens of a text to be continued, which may spell out special tokens, as chats do."""
+
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """The tokens of one document: the opening, its text, EOS."""
 
@@ -114,6 +117,9 @@ class ByteTokenizer:
     def tokens(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
         """The bytes of a piece of text."""
         return np.frombuffer(text, np.uint8).astype(np.uint16)
+
+    def prompt(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
+        return encode(text)[:-1]
 
     def encode(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
         """The tokens of one document: BOS, its bytes, EOS."""
@@ -192,6 +198,13 @@ class _FileTokenizer:
     def tokens(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         return np.array(self._ids([_words(text)])[0], token_type(self.vocabulary_size))
 
+    def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
+        ids = self._prompt_ids(_words(text))
+        opening = (
+            () if tuple(ids[: len(self.opening)]) == self.opening else self.opening
+        )  # which the text may spell out
+        return np.array([*opening, *ids], token_type(self.vocabulary_size))
+
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         return self.encode_all([text])[0]
 
@@ -206,6 +219,9 @@ class _FileTokenizer:
 
     def _ids(self, texts: list[str]) -> list[Sequence[int]]:
         raise NotImplementedError
+
+    def _prompt_ids(self, text: str) -> Sequence[int]:
+        return self._ids([text])[0]
 
     def _text(self, ids: list[int]) -> str:
         raise NotImplementedError
@@ -256,6 +272,13 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
     def _ids(self, texts: list[str]) -> list[Sequence[int]]:
         return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _prompt_ids(self, text: str) -> Sequence[int]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._ids([text])[0]
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

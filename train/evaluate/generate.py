@@ -97,6 +97,7 @@ def generate(
 ) -> str:
     """Continues a prompt with the model saved in `directory`, handing the text to `write`, or printing it, as it comes.
 
+    Special tokens that the prompt spells out are those tokens, so a chat model can be asked in its own form.
     `overrides` may change what training did not depend on: ``scheme.extend``, to run past the training length.
 
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
@@ -107,12 +108,19 @@ def generate(
     check_causal(config)
     check_vocabulary(config)
     tokenizer = load_tokenizer(config.data)
-    tokens = tokenizer.encode(prompt.encode("utf-8"))[:-1]
-    check(len(tokens) > 0, "--prompt is empty, and this tokenizer has no BOS to start from; give at least one word")
+    tokens = tokenizer.prompt(prompt.encode("utf-8"))
+    _check_embedded(tokens, config.model.vocabulary or tokenizer.vocabulary_size)
+    check(len(tokens) > 0, "--prompt is empty, and this tokenizer puts no BOS before a text; give at least one word")
     stage, model = restore(directory, config)
     entry = entry_in_stage(config.scheme, config, stage)
     model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
     return _written(tokens_after(model, tokens, sampling, ends_of_text(config.data, tokenizer)), tokenizer, write)
+
+
+def _check_embedded(tokens: Int[np.ndarray, "prompt"], vocabulary: int) -> None:
+    """A released tokenizer may have special tokens that the model has not."""
+    beyond = tokens[tokens >= vocabulary]
+    check(not beyond.size, f"--prompt: the model has {vocabulary} tokens, and no embedding for {beyond[:1].tolist()}")
 
 
 def _written(tokens: Iterable[int], tokenizer: Tokenizer, write: Callable[[str], object]) -> str:

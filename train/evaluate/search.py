@@ -18,7 +18,7 @@ from posjax.positions import as_array
 from posjax.rotary import LongRoPE, longrope
 from posjax.scheme import Scheme
 from train.checkpoint import FOUND
-from train.checkpoint.restore import config_of, restore, results_of
+from train.checkpoint.restore import config_of, is_run, restore, results_of
 from train.config import Config, EvaluateConfig
 from train.evaluate.decoder import predictor_of
 from train.evaluate.predictor import next_nll
@@ -66,6 +66,8 @@ def search(
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
     """
     config = config_of(directory, overrides)
+    plain = is_run(directory) or not config.scheme.extend
+    check(plain, "scheme.extend: a search starts from the model as it is; leave it out")
     scored = min(shortest_stage(config), length)  # before `_at`: of a released model the shortest length of the config
     config = dataclasses.replace(config, evaluate=_at(config, length))
     stage, model = restore(directory, config)

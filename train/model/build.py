@@ -119,10 +119,9 @@ def check_vocabulary(config: Config) -> None:
         config.model.causal or tokenizer.mask != tokenizer.eos,
         "model.causal: the tokenizer has no mask token of its own; data.special_tokens=added would work",
     )
-    check(
-        not found or found >= needed,
-        f"model.vocabulary: the tokenizer has {needed} tokens, found {found}; leave it out, or take {needed} or more",
-    )
+    works = f"leave it out, or take {needed} or more"
+    works = "they do not belong together" if config.init.path else works
+    check(not found or found >= needed, f"model.vocabulary: the tokenizer has {needed} tokens, found {found}; {works}")
 
 
 def _check_reach(config: Config) -> None:

@@ -219,6 +219,7 @@ def open_place(path: str | Path) -> tuple[Any, str]:
         import fsspec  # only those who read released models need it
     except ModuleNotFoundError:
         raise ModuleNotFoundError(f"{path}: released models need the package fsspec: pip install posjax[hf]") from None
+    check(bool(str(path)), "path is empty: it names a folder or a file")
     files, root = fsspec.core.url_to_fs(str(path))
     return files, root.rstrip("/")
 

@@ -145,7 +145,7 @@ def test_the_report_is_of_this_config_alone(values, study):
     shorter = {**values, "evaluate": {**values["evaluate"], "lengths": [16]}}
     console = Console(file=io.StringIO(), width=200)
     run_study(parse(shorter), console)
-    assert "At 16 tokens" in console.file.getvalue()
+    assert "At 16 tokens all are alike, " in console.file.getvalue()
     assert "At 64 tokens" not in console.file.getvalue()
     run_study(parse(values), Console(file=io.StringIO()))
 
@@ -301,7 +301,8 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
     assert finished_rows(directory) == rows
     without = {**compare, "only": ["as released"]}
     run_study(parse({**values, "name": "searched", "compare": without}), Console(file=io.StringIO()))
-    assert "LongRoPE" in (directory / "index.html").read_text().partition("<h2>Config")[0]
+    page = (directory / "index.html").read_text().partition("<h2>Config")[0]
+    assert "LongRoPE: factors and temperature are those searched for 64 tokens, at every length" in page
 
 
 @pytest.mark.parametrize(
@@ -342,6 +343,18 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
         (
             {"compare": {"schemes": [{**SCHEMES[1], "label": "YaRN, factor 4"}], "only": ["YaRN", "factor 4"]}},
             "compare.only: unknown label 'YaRN' (known: 'YaRN, factor 4')",
+        ),
+        ({"scheme": "alibi"}, "scheme: a study measures the entries of compare.schemes; put what changes the model"),
+        (
+            {"scheme": {"name": "released", "extend": {"far": {"name": "rerope"}}}},
+            "scheme: a study measures the entries",
+        ),
+        ({"compare": {"schemes": SCHEMES, "seeds": [0, 1]}}, "compare.seeds: a study does not read it; leave it out"),
+        ({"stages": [{"name": "a"}]}, "stages: a study does not read it"),
+        ({"train": {"steps": 0, "mesh": {"data": 2}}}, "train.mesh: a study does not read it"),
+        (
+            {"evaluate": {"lengths": [16, 64], "tokens": 128, "batch_tokens": 128, "stride": 4}},
+            "evaluate.stride: a study",
         ),
         ({"output": "gs://bucket/runs"}, "output: a study is kept in a local folder, found 'gs://bucket/runs'"),
         ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocabulary: the tokenizer has 282 tokens"),
@@ -415,7 +428,18 @@ def test_nothing_is_searched_for_a_model_that_no_extension_fits(values, tmp_path
     console = Console(file=io.StringIO(), width=200)
     sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "compare": {"schemes": [SCHEMES[0], LONG]}}
     run_study(parse({**values, **sections}), console)
-    assert "LongRoPE: every layer of this model sees a window of its own alone" in console.file.getvalue()
+    why = "every layer of this model sees a window of its own alone"
+    assert f"LongRoPE: {why}" in console.file.getvalue()
+
+
+def test_why_nothing_is_searched_stands_on_the_page(values, tmp_path):
+    scaled = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Linear(2.0, base=500.0)))
+    write_released(tmp_path, scheme=scaled)
+    sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path)}
+    sections["compare"] = {"schemes": [SCHEMES[0], LONG], "texts": 1}
+    directory = run_study(parse({**values, **sections}), Console(file=io.StringIO()))
+    why = "search rescales plain RoPE over the whole head of every layer"
+    assert f"LongRoPE at 64: {why}" in (directory / "index.html").read_text()
 
 
 @pytest.mark.slow

@@ -92,6 +92,26 @@ def test_a_text_cannot_spell_a_special_token(tmp_path, sentencepiece):
         assert tokenizer.decode(tokens) == b"a <s> b</s> <pad>"
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("text", ["<s>user hi</s><s>cat", "no special token", "<s>", ""])
+def test_a_prompt_spells_special_tokens_as_in_transformers(tmp_path, text):
+    transformers = pytest.importorskip("transformers")
+    hugging_face(SPECIAL).save(str(tmp_path / "tokenizer.json"))
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ids = reference(text, add_special_tokens=False)["input_ids"]
+    tokenizer = load(tmp_path / "tokenizer.json")
+    np.testing.assert_array_equal(tokenizer.prompt(text.encode()), ids if ids[:1] == [tokenizer.bos] else [0, *ids])
+    assert tokenizer.bos not in tokenizer.tokens(text.encode()), "afterwards it is text again"
+
+
+def test_a_prompt_begins_as_a_document_does(tmp_path, sentencepiece):
+    hugging_face(SPECIAL).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.model").write_bytes(sentencepiece(pad_id=3))
+    for name in (tmp_path / "tokenizer.json", tmp_path / "a.model", "bytes"):
+        tokenizer = load(name)
+        np.testing.assert_array_equal(tokenizer.prompt(b"the cat"), tokenizer.encode(b"the cat")[:-1])
+
+
 def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
     hugging_face(SPECIAL, length=4).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load(tmp_path / "tokenizer.json")

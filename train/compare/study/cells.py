@@ -13,11 +13,12 @@ import numpy as np
 from posjax.nn.huggingface.files import is_local, open_place
 from posjax.nn.huggingface.load import is_gguf
 from train.checkpoint import RESULTS
-from train.config import Config, SchemeConfig
+from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
 from train.config.settings.checks import check, unknown
 from train.data import Document, documents, load_tokenizer
+from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
-from train.model.build import extension_of, own_length
+from train.model.build import RELEASED, extension_of, own_length
 
 TEXT, PASSKEY = "text", "passkey"
 
@@ -138,11 +139,19 @@ def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeCo
 def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
     """The slots of an entry with all options at a length; or as they are, and why they do not fit the model."""
     if is_to_be_searched(entry):
-        return entry.extend, "no factors of LongRoPE were found for this model; the search says why"
+        return entry.extend, _why_not_searched(config)
     try:
         return extension_of(config, entry, length), ""
     except ValueError as error:
         return entry.extend, str(error)
+
+
+def _why_not_searched(config: Config) -> str:
+    try:
+        check_searchable(config)
+    except ValueError as error:
+        return str(error)
+    return "no factors of LongRoPE were found for this model"
 
 
 def all_documents(config: Config) -> list[Document]:
@@ -202,6 +211,16 @@ def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] |
     return {**found[0], "label": cell.entry.label} if found else None
 
 
+def _ignored(config: Config) -> dict[str, bool]:
+    """Whether keys are given that are of a training or of another evaluation."""
+    return {
+        "stages": bool(config.stages),
+        "train.mesh": config.train.mesh != MeshConfig(),
+        "compare.seeds": config.compare.seeds != CompareConfig().seeds,
+        "evaluate.stride": config.evaluate.stride != 0,
+    }
+
+
 def check_entries(config: Config) -> None:
     """Raises ValueError for a study without extensions, or with an entry that would have to be trained."""
     check(
@@ -219,5 +238,9 @@ def check_entries(config: Config) -> None:
             f"compare.schemes: {entry.label!r} has {' and '.join(beside)} beside its name, which only a training "
             "reads; put slots under extend",
         )
+    own = config.scheme == SchemeConfig(RELEASED)
+    check(own, "scheme: a study measures the entries of compare.schemes; put what changes the model under extend there")
+    for name, given in _ignored(config).items():
+        check(not given, f"{name}: a study does not read it; leave it out")
     for task in config.evaluate.tasks:
         check(task == PASSKEY, f"evaluate.tasks: a study has the task {PASSKEY!r} alone, found {task!r}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from train.compare.study.cells import PASSKEY, TEXT
+from train.compare.study.cells import PASSKEY, TEXT, is_to_be_searched
 from train.config import Config, dump
 from train.model.build import own_length
 from train.report import style
@@ -29,7 +29,7 @@ def write(config: Config, directory: Path, rows: Sequence[Row], console: Console
     picture = Picture(FIGURE, draw(config, done), _ALT, _CAPTION.format(scored=_scored(done)))
     (directory / FIGURE).write_bytes(picture.png)
     about = _about(config, done)
-    whole = page(about, [picture], found, findings=sentences, notes=_notes(done), remark=_ERRORS)
+    whole = page(about, [picture], found, findings=sentences, notes=_notes(config, done), remark=_ERRORS)
     (directory / INDEX).write_text(whole, encoding="utf-8")
     for sentence in sentences:
         console.print(sentence, markup=False)
@@ -124,6 +124,8 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
     best = order[0]
     written = {label: {text: round(nll, 3) for text, nll in losses(rows, label, length).items()} for label in order}
     others = [label for label in order[1:] if written[label] != written[best]]
+    if not others:
+        return f"At {length:,} tokens all are alike, {means[best]:.3f} nats per token."
     named = dict.fromkeys([*([plain] if plain in others else []), *others[:1]])
     first = f"no extension is better than {best}" if best == plain else f"{best} is best"
     behind = "".join(f"; {label} is {_difference(rows, length, best, label)}" for label in named)
@@ -202,8 +204,13 @@ def _costs(config: Config, rows: Sequence[Row]) -> Table:
     return Table("Cost of one pass", header, tuple(body))
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
-    return sorted({f"{row['label']} at {row['length']:,}: {row['error']}" for row in rows if row["error"]})
+def _notes(config: Config, rows: Sequence[Row]) -> list[str]:
+    """What was not measured and why, and for which length LongRoPE's factors were searched."""
+    failed = {f"{row['label']} at {row['length']:,}: {row['error']}" for row in rows if row["error"]}
+    shown, asked = labels(config, rows), filter(is_to_be_searched, config.compare.schemes)
+    length = config.compare.search.length or 2 * own_length(config)
+    searched = f"factors and temperature are those searched for {length:,} tokens, at every length"
+    return [*sorted(failed), *(f"{entry.label}: {searched}" for entry in asked if entry.label in shown)]
 
 
 # --- figure -----------------------------------------------------------------------------------------------------------
