@@ -28,38 +28,16 @@ pytestmark = [
     pytest.mark.usefixtures("quiet_transformers"),
 ]
 
-PROMPT, NEW = 6, 20
-
 
 def generated(model):
     """The tokens that transformers picks, with its cache; none of them ends the text."""
     model.generation_config.eos_token_id = None
-    prompt = torch.tensor(TOKENS[:, :PROMPT])
+    prompt = torch.tensor(TOKENS[:, : released.PROMPT])
     with torch.no_grad():
-        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW)
-    return found[:, PROMPT:].numpy()
-
-
-def pick(model, cache, logits):
-    """The likeliest token, and the cache and the logits after it."""
-    token = logits[:, -1:].argmax(-1)
-    logits, cache = model.decode(token, cache, length=PROMPT + NEW)
-    return (cache, logits), token[:, 0]
-
-
-def ours(decoder, tokens):
-    """Logits of whole rows, and the tokens that the decoder picks after a prompt with its cache: one program."""
-    graph, state = nnx.split(decoder)
-
-    @jax.jit
-    def run(state, tokens):
-        model = nnx.merge(graph, state)
-        cache = model.init_cache(len(tokens), PROMPT + NEW, chunk=PROMPT)
-        logits, cache = model.decode(tokens[:, :PROMPT], cache, length=PROMPT + NEW)
-        kept = cache, logits[:, -1:]
-        return model(tokens), jax.lax.scan(lambda kept, _: pick(model, *kept), kept, length=NEW)[1].T
-
-    return jax.device_get(run(state, jnp.asarray(tokens)))
+        found = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=released.NEW
+        )
+    return found[:, released.PROMPT :].numpy()
 
 
 class Case(NamedTuple):
@@ -82,7 +60,7 @@ def case(request, tmp_path_factory):
 def test_logits_and_greedy_tokens_are_those_of_transformers(case):
     """Those of LongRoPE are greedy within its original length: see below."""
     assert len(list(case.folder.glob("*.safetensors"))) > 3
-    found, tokens = ours(case.decoder, TOKENS)
+    found, tokens = released.logits_and_greedy_tokens(case.decoder, TOKENS)
     assert_close(found, case.logits)
     np.testing.assert_array_equal(tokens, generated(case.model))
 

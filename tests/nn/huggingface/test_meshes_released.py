@@ -157,14 +157,24 @@ def test_other_families_too(name, tmp_path):
         assert_same_files(tmp_path / split, tmp_path / "one")
 
 
-@pytest.mark.parametrize("split", ["grid", "fsdp"])
-def test_logits_of_a_split_model(split, tmp_path):
-    wanted = released.random_decoder(CASES["llama"] | EVEN)
-    save_pretrained(wanted, tmp_path / "one")
-    tokens = np.arange(16).reshape(2, 8)
+FEW = [("llama", "grid"), ("llama", "fsdp"), ("gemma2", "grid"), ("gpt_neox", "fsdp")]
+ALL = [(name, split) for name in released.CASES for split in ("grid", "fsdp")]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [*FEW, *(pytest.param(*each, marks=pytest.mark.wide) for each in ALL if each not in FEW)]
+)
+def test_a_split_model_gives_the_logits_and_the_greedy_text_of_one_device(name, split, tmp_path):
+    values = released.CASES[name] | EVEN
+    one = released.random_decoder(values)
+    save_pretrained(one, tmp_path / "one", family=values["model_type"])
+    tokens = np.random.default_rng(0).integers(3, 100, (2, 40))
+    wanted, text = released.logits_and_greedy_tokens(one, tokens)
     with jax.set_mesh(mesh()):
-        found = jax.jit(from_pretrained(tmp_path / "one", sharding=sharding(split)))(tokens)
-    np.testing.assert_allclose(found, wanted(tokens), rtol=1e-5, atol=1e-5)
+        split_model = from_pretrained(tmp_path / "one", sharding=sharding(split))
+        found, same = released.logits_and_greedy_tokens(split_model, tokens)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    np.testing.assert_array_equal(same, text)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
