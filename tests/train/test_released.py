@@ -350,6 +350,7 @@ def test_evaluate_takes_the_path(released, values, capsys):
     assert (Path(values["output"]) / "tiny" / "index.html").is_file()
     extended = cli.main(["evaluate", *arguments, "scheme.extend={frequencies: {name: yarn}}"])
     assert extended == 0
+    assert "released + yarn" in capsys.readouterr().out
     longer = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
     scheme = released[1].config.scheme.extend(frequencies=rotary.YaRN(2.0, LENGTH, base=500.0))
     wanted = last_nll(released[1].with_scheme(scheme), values, 64, 16)

@@ -1,7 +1,7 @@
 """A model to be used: one that a run has trained, or a released one."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -55,7 +55,13 @@ def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
     check(_whole(config.init.path) == _whole(place), why)
     own = config.scheme.name == RELEASED and not config.scheme.options
     check(own, "scheme: nothing is trained here, so the model keeps its own; put what changes it under scheme.extend")
-    return config
+    return dataclasses.replace(config, scheme=_labelled(config.scheme))
+
+
+def _labelled(entry: SchemeConfig) -> SchemeConfig:
+    """The entry by the names of its extension, so that tables tell it from the model as it is."""
+    names = [change.get("name", slot) if isinstance(change, Mapping) else slot for slot, change in entry.extend.items()]
+    return dataclasses.replace(entry, label=" + ".join([entry.name, *names])) if entry.label == entry.name else entry
 
 
 def _whole(place: str | Path) -> str:
