@@ -24,7 +24,7 @@ from train.compare.compare import compare
 from train.compare.study import measure as measuring
 from train.compare.study import run as running
 from train.compare.study import run_study
-from train.compare.study.cells import append_row, cells_of, digest_of_model, finished_rows, result
+from train.compare.study.cells import append_row, cells_of, digest_of_model, finished_rows, is_to_be_searched, result
 from train.compare.study.report import findings, losses, tables
 from train.compare.study.search import search_text
 from train.config import dump, load, parse
@@ -32,6 +32,7 @@ from train.data import load_tokenizer
 from train.evaluate.decoder import predictor_of
 from train.evaluate.predictor import next_nll
 from train.evaluate.tasks import Vocabulary
+from train.model.build import evaluated_scheme
 from train.model.extension import completed
 
 SCHEMES = [
@@ -491,6 +492,21 @@ def test_the_released_config_is_a_study(released):
     config = load("configs/extend.yaml", [f"init={released[0]}"])
     assert config.evaluate.lengths == (8, 32, 64, 128)
     assert len(config.compare.schemes) == 18
+    for entry in config.compare.schemes:  # each fits a model with RoPE, at every length
+        for length in () if is_to_be_searched(entry) else config.evaluate.lengths:
+            evaluated_scheme(config, entry, length)
+
+
+@pytest.mark.wide
+def test_every_entry_of_the_released_config_is_measured(values, tmp_path):
+    changes = [f"init={values['init']}", "data.source=files", f"data.paths={json.dumps(values['data']['paths'])}"]
+    changes += ["evaluate.lengths=[16,64]", "evaluate.tasks=[]", "compare.texts=1", f"output={tmp_path}"]
+    config = load("configs/extend.yaml", changes)
+    rows = finished_rows(run_study(config, Console(file=io.StringIO())))
+    measured = {row["label"]: row["nll"] for row in rows if row["kind"] == "text" and row["length"] == 64}
+    assert measured.keys() == {entry.label for entry in config.compare.schemes}
+    assert np.isfinite(list(measured.values())).all()
+    assert len(set(measured.values())) == 18, "no two are the same"
 
 
 def test_the_command_is_one_line_for_a_mistake(capsys):
