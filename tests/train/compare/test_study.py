@@ -25,7 +25,7 @@ from train.compare.study import measure as measuring
 from train.compare.study import run as running
 from train.compare.study import run_study
 from train.compare.study.cells import append_row, cells_of, digest_of_model, finished_rows, is_to_be_searched, result
-from train.compare.study.report import findings, losses, tables
+from train.compare.study.report import at_length, common_texts, findings, losses, tables
 from train.compare.study.search import search_text
 from train.config import dump, load, parse
 from train.data import load_tokenizer
@@ -206,6 +206,21 @@ def test_which_is_best_is_told_with_the_error_over_texts(values):
     table = tables(config, rows)[0]
     assert table.rows[1] == ("YaRN", "3.450 ±0.071")
     assert losses(rows, "YaRN", 64) == {"a": 2.5, "b": 4.4}
+
+
+def test_a_line_over_lengths_is_of_the_same_texts(values):
+    """The longest length has one text of two, the harder one: that is no loss of the length."""
+    config = parse({**values, "compare": {"schemes": SCHEMES[:1]}})
+
+    def row(length, text, nll):
+        sizes = {"sizes": {"scored": 8}, "kind": "text", "error": None, "tokens_per_second": 1.0, "memory_bytes": 2**20}
+        return {"label": "as released", "length": length, "text": text, "nll": nll, **sizes}
+
+    rows = [row(32, "easy", 1.0), row(32, "hard", 5.0), row(64, "hard", 5.0)]
+    assert common_texts(rows) == {"hard"}
+    found = [at_length(config, rows, "as released", n, common_texts(rows)).mean for n in (32, 64)]
+    assert found == [5.0, 5.0]
+    assert tables(config, rows)[0].header == ("extension", "32 (1x)", "64 (2x, 1 of 2 texts)")
 
 
 def keys_by_logits(decoder, config, length, depth, cases):

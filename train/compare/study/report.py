@@ -26,7 +26,8 @@ def write(config: Config, directory: Path, rows: Sequence[Row], console: Console
     if not any(row["kind"] == TEXT and not row["error"] for row in done):
         return
     sentences, found = findings(config, done), tables(config, done)
-    picture = Picture(FIGURE, draw(config, done), _ALT, _CAPTION.format(scored=_scored(done)))
+    text = [row for row in done if row["kind"] == TEXT]
+    picture = Picture(FIGURE, draw(config, done), _ALT, _caption(text))
     (directory / FIGURE).write_bytes(picture.png)
     about = _about(config, done)
     whole = page(about, [picture], found, findings=sentences, notes=_notes(config, done), remark=_ERRORS)
@@ -74,13 +75,16 @@ def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
     return {row["text"]: row["nll"] for row in mine if not row["error"]}
 
 
-def at_length(config: Config, rows: Sequence[Row], label: str, length: int) -> Estimate | None:
-    """Mean over texts, and the standard deviation of what changes; None unless all shared texts have a number.
+def at_length(
+    config: Config, rows: Sequence[Row], label: str, length: int, texts: Collection[str] = ()
+) -> Estimate | None:
+    """Mean over texts, and the standard deviation of what changes; None unless all of them have a number.
 
+    The texts are those that all extensions share at this length, unless they are named.
     What changes is the loss of a text beside that of the model as released at its own length; if that is not measured,
     at the nearest shorter length, else at the shortest one.
     """
-    texts, found = shared_texts(rows, length), losses(rows, label, length)
+    texts, found = set(texts) or shared_texts(rows, length), losses(rows, label, length)
     if not texts or not texts <= found.keys():
         return None
     mean, levels = statistics.fmean(found[text] for text in texts), _levels(config, rows, texts)
@@ -94,6 +98,11 @@ def shared_texts(rows: Sequence[Row], length: int) -> set[str]:
     failed = {row["label"] for row in mine if row["error"]}
     found = [losses(mine, label, length).keys() for label in {row["label"] for row in mine} - failed]
     return set.intersection(*map(set, found)) if found else set()
+
+
+def common_texts(rows: Sequence[Row]) -> set[str]:
+    """The texts that are shared at every length, so that a line over lengths is of the same ones."""
+    return set.intersection(*(shared_texts(rows, length) for length in lengths(rows)))
 
 
 def _levels(config: Config, rows: Sequence[Row], texts: Collection[str]) -> dict[str, float]:
@@ -157,11 +166,18 @@ def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
     texts = len({row["text"] for row in text})
     over = "one text" if texts == 1 else f"mean over {texts} texts at most; {_SPREAD}"
     title = f"Loss of the last {_scored(rows):,} tokens, in nats per token ({over})"
-    header = ("extension", *(f"{n:,} ({n / own:.3g}x)" for n in at))
+    header = ("extension", *(_column(text, n, own, texts) for n in at))
     body = [(label, *(_shown(at_length(config, rows, label, n)) for n in at)) for label in labels(config, text)]
     found = [Table(title, header, tuple(body))]
     keys = [row for row in rows if row["kind"] == PASSKEY]
     return [*found, *([_passkeys(config, keys)] if keys else []), _costs(config, text)]
+
+
+def _column(rows: Sequence[Row], length: int, own: int, texts: int) -> str:
+    """A length, in tokens and times the model's own; and how many texts it has, where others have more."""
+    found = len({row["text"] for row in rows if row["length"] == length})
+    fewer = "" if found == texts else f", {found} of {texts} texts"
+    return f"{length:,} ({length / own:.3g}x{fewer})"
 
 
 _SPREAD = "± is the standard deviation over texts of the change from the model as released at its own length"
@@ -217,11 +233,16 @@ def _notes(config: Config, rows: Sequence[Row]) -> list[str]:
 
 _ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
 _CAPTION = (
-    "Left: the mean loss of the same last {scored:,} tokens of every text, with ever more of the text before them. A "
+    "Left: the mean loss of the same last {scored:,} tokens of {texts}, with ever more of the text before them. A "
     "falling line says that more context helps. Right: the mean loss in parts of the texts of the longest length, by "
     "the number of tokens before, from 16 on. The axes end 1.5 nats above the lowest value."
 )
 _ROOM = 1.5
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    texts = ", ".join(sorted(common_texts(rows))) or "the texts of each length"
+    return _CAPTION.format(scored=_scored(rows), texts=texts)
 
 
 def draw(config: Config, rows: Sequence[Row]) -> bytes:
@@ -241,9 +262,10 @@ def draw(config: Config, rows: Sequence[Row]) -> bytes:
 
 def _draw_lengths(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Look]) -> None:
     """The mean loss of the last tokens against the length of the text."""
-    drawn = []
+    drawn, texts = [], common_texts(rows)
     for name, look in looks.items():
-        found = {n: value.mean for n in lengths(rows) if (value := at_length(config, rows, name, n)) is not None}
+        values = {n: at_length(config, rows, name, n, texts) for n in lengths(rows)}
+        found = {n: value.mean for n, value in values.items() if value is not None}
         if found:
             style.plot(panel, name, look, {n: Estimate(mean) for n, mean in found.items()})
         drawn += found.values()
