@@ -90,7 +90,7 @@ def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
 
 def _trained_lengths(length: Any, stages: Any) -> list[int]:
     """Those of a training and its stages, as far as they are whole numbers: what else they are is told elsewhere."""
-    listed = [stage.get("train") for stage in stages or () if isinstance(stage, Mapping)] if _is_list(stages) else []
+    listed = [stage.get("train") for stage in stages if isinstance(stage, Mapping)] if _is_list(stages) else []
     found = [length, *(section.get("length") for section in listed if isinstance(section, Mapping))]
     return [each for each in found if type(each) is int]
 

@@ -200,10 +200,8 @@ class _FileTokenizer:
 
     def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         ids = self._prompt_ids(_words(text))
-        opening = (
-            () if tuple(ids[: len(self.opening)]) == self.opening else self.opening
-        )  # which the text may spell out
-        return np.array([*opening, *ids], token_type(self.vocabulary_size))
+        spelt = tuple(ids[: len(self.opening)]) == self.opening
+        return np.array([*(() if spelt else self.opening), *ids], token_type(self.vocabulary_size))
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         return self.encode_all([text])[0]

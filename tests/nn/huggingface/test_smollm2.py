@@ -16,6 +16,8 @@ from flax import nnx
 from nn.huggingface.test_memory_released import TINY, build, run
 
 from posjax.nn import from_pretrained, save_pretrained
+from train.config import DataConfig
+from train.data import load_tokenizer
 
 FILE = os.environ.get("POSJAX_SMOLLM2", "")
 
@@ -129,3 +131,17 @@ def test_the_tokenizer_is_that_of_transformers(folder):
         ids = found.encode(text, add_special_tokens=False).ids
         assert ids == wanted(text, add_special_tokens=False)["input_ids"], text
         assert found.decode(ids, skip_special_tokens=False) == text
+
+
+def test_a_chat_is_read_as_transformers_reads_it(folder):
+    """With its special tokens, but for generation alone: in a text to train on they are text."""
+    import transformers
+
+    path, name = os.path.split(FILE)
+    wanted = transformers.AutoTokenizer.from_pretrained(path, gguf_file=name)
+    found = load_tokenizer(DataConfig(tokenizer=str(folder / "tokenizer.json"), special_tokens="own"))
+    chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    ids = wanted(chat, add_special_tokens=False)["input_ids"]
+    assert found.prompt(chat.encode()).tolist() == ids
+    assert set(found.tokens(chat.encode()).tolist()).isdisjoint({1, 2})
+    assert {1, 2} < set(ids)
