@@ -31,6 +31,10 @@ def pytest_collection_modifyitems(config, items):
         # Text, so that a commit's name is a seed; the same order in every worker, as xdist wants it.
         random.Random(config.option.sample[0]).shuffle(items)
         config.stash[END] = time.monotonic() + 60 * float(config.option.sample[1])
+    else:
+        # Files go to the workers whole; one that takes minutes must not be the last, with every other worker idle.
+        long = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish():

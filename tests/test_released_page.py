@@ -57,6 +57,7 @@ def made_small(arguments):
     return [name, place, *rest, *SMALL.get(place, []), *measured]
 
 
+@pytest.mark.slow
 def test_the_commands_run_in_their_order(place, capsys):
     names = [arguments[0] for arguments in commands()]
     assert names == ["compare", "search", "evaluate", "generate", "compare", "export"]

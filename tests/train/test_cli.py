@@ -94,6 +94,7 @@ def run_fit(config, *, interrupt_at=None):
     return process.wait(), lines
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_the_same_command_goes_on(config):
     status, lines = run_fit(config, interrupt_at=20)
     directory = config.parent / "runs" / "mine"

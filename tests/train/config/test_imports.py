@@ -81,6 +81,7 @@ def run(folder, *arguments, where):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_saved_run_imports_its_methods_wherever_it_is_used(folder):
     runs = f"output={folder}/runs"
     assert "4 steps · loss" in run(folder, "fit", f"{folder}/mine.yaml", runs, where="working directory")
