@@ -59,7 +59,18 @@ _PAIRS = (
 FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
 
 # (file, line without spaces around it, what stands there instead): why no test can tell them apart.
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "posjax/layout.py",
+        "first, last = x.reshape(2, self.shards, -1, *x.shape[1:])",
+        "2",
+    ): "for x.shape[1:]: -1 takes in the axis that is left out, and the caller gives the whole its shape back",
+    (
+        "train/model/extension.py",
+        'if {"factor", "original_length"} <= given.keys():',
+        "({'factor', 'original_length'} < given.keys())",
+    ): "the mapping has a name too",
+}
 
 NEAR_SECONDS, SUITE_SECONDS = 900, 5400
 
@@ -165,18 +176,19 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
 
 
 def nearest(root: Path, path: str) -> list[str]:
-    """The test files that are named after a module or its folder, then those of its room that speak of it; else the
-    whole room."""
+    """The test files that are named after a module or its folder, then those of its room that import from it or from
+    its folder; else the whole room, but never the whole suite."""
     module = Path(path)
     parts = module.parts[1:-1] if module.parts[0] == "posjax" else module.parts[:-1]
     room = next(place for n in range(len(parts), -1, -1) if (place := root.joinpath("tests", *parts[:n])).is_dir())
     stem = module.stem.strip("_")
     names = [name for name in (stem, *parts[-1:]) if name != room.name]
     every = list(dict.fromkeys(sorted(room.glob("test_*.py")) + sorted((root / "tests").glob("test_*.py"))))
-    named = [test for name in names for test in every if test.stem.startswith(f"test_{name}")]
-    speaking = [test for test in every if re.search(rf"\b{stem}\b", test.read_text(encoding="utf-8"))]
-    found = list(dict.fromkeys([*named, *speaking])) or [room]
-    return [test.relative_to(root).as_posix() for test in found]
+    named = [test for name in names for test in every if f"_{name}" in test.stem]
+    importing = re.compile(rf"^(?:from|import) .*\b(?:{'|'.join(names)})\b", re.M)
+    users = [test for test in every if importing.search(test.read_text(encoding="utf-8"))]
+    found = list(dict.fromkeys([*named, *users])) or [room]
+    return [] if found == [root / "tests"] else [test.relative_to(root).as_posix() for test in found]
 
 
 def judged(copy: Path, mutant: Mutant) -> dict:
