@@ -176,19 +176,21 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
 
 
 def nearest(root: Path, path: str) -> list[str]:
-    """The test files that are named after a module or its folder, then those of its room that import from it or from
-    its folder; else the whole room, but never the whole suite."""
+    """The test files that are named after a module or its folder, then those that import from it, all in its room and
+    in the root; else the whole room, or for a module of the root whatever is named after it or imports from it."""
     module = Path(path)
     parts = module.parts[1:-1] if module.parts[0] == "posjax" else module.parts[:-1]
     room = next(place for n in range(len(parts), -1, -1) if (place := root.joinpath("tests", *parts[:n])).is_dir())
     stem = module.stem.strip("_")
     names = [name for name in (stem, *parts[-1:]) if name != room.name]
-    every = list(dict.fromkeys(sorted(room.glob("test_*.py")) + sorted((root / "tests").glob("test_*.py"))))
+    top = root / "tests"
+    close = room.rglob("test_*.py") if room == top else room.glob("test_*.py")
+    every = list(dict.fromkeys(sorted(close) + sorted(top.glob("test_*.py"))))
     named = [test for name in names for test in every if f"_{name}" in test.stem]
     importing = re.compile(rf"^(?:from|import) .*\b(?:{'|'.join(names)})\b", re.M)
     users = [test for test in every if importing.search(test.read_text(encoding="utf-8"))]
-    found = list(dict.fromkeys([*named, *users])) or [room]
-    return [] if found == [root / "tests"] else [test.relative_to(root).as_posix() for test in found]
+    found = list(dict.fromkeys([*named, *users])) or [room] * (room != top)
+    return [test.relative_to(root).as_posix() for test in found]
 
 
 def judged(copy: Path, mutant: Mutant) -> dict:

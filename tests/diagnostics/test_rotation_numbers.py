@@ -49,8 +49,8 @@ def test_46_of_64_pairs_complete_a_turn_in_4096_positions():
 
 
 def test_the_exactness_table_against_rational_arithmetic():
-    found = exactness(PLAIN, head_dim=128, powers=range(5, 32, 13), samples=1)
-    assert found.positions.tolist() == [2**5 - 1, 2**18 - 1, 2**31 - 1]
+    found = exactness(PLAIN, head_dim=128, powers=(1, 18, 31), samples=1)
+    assert found.positions.tolist() == [2**1 - 1, 2**18 - 1, 2**31 - 1]
     cos, sin = cos_sin(found.positions, THETA)
     want = np.arctan2(sin, cos)
     product = found.positions.astype(np.float32)[:, None] * THETA.astype(np.float32)
@@ -74,6 +74,8 @@ def test_bad_arguments():
         turns(PLAIN, 0, head_dim=128)
     with pytest.raises(ValueError, match="powers"):
         exactness(PLAIN, head_dim=128, powers=range(30, 33))
+    with pytest.raises(ValueError, match="powers"):
+        exactness(PLAIN, head_dim=128, powers=range(2))
     with pytest.raises(ValueError, match="samples"):
         exactness(PLAIN, head_dim=128, samples=0)
     with pytest.raises(ValueError, match="learned"):
