@@ -59,6 +59,7 @@ class Case:
     bounded: bool = False
     chip: str = "TPU v5 lite"
     loud: bool = False  # a bound of the logits of the second block of queries is far above all of them
+    cores: int = 1  # with two, heads come in random order, and what a head's rows of tiles hand on must stay with it
 
 
 def riding(name: str, **slots) -> Case:
@@ -66,14 +67,14 @@ def riding(name: str, **slots) -> Case:
     return Case(name, mask=Causal(), size=128, dtype=jnp.bfloat16, chip="TPU v6 lite", **slots)
 
 
-def random_ids(seed: int, lowest: int = -1) -> jax.Array:
+def random_ids(seed: int, lowest: int = -1) -> np.ndarray:
     """Segments of several lengths that split tiles, different in each row; some padding first where it is -1."""
-    return jnp.asarray(np.sort(np.random.default_rng(seed).integers(lowest, 4, (2, TOKENS))), jnp.int32)
+    return np.sort(np.random.default_rng(seed).integers(lowest, 4, (2, TOKENS))).astype(np.int32)
 
 
 IDS = random_ids(0)
 # What lies in the middle tile of the second row is one segment, so that some of its tiles are whole.
-IDS = IDS.at[1, 100:].set(9)
+IDS[1, 100:] = 9
 PACKED = from_segments(IDS)
 FLAGS = jnp.asarray(np.random.default_rng(1).random((2, TOKENS)) < 0.01)
 SHUFFLED = jnp.asarray(np.random.default_rng(2).permutation(TOKENS), jnp.int32)
@@ -83,51 +84,61 @@ T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_dis
 
 CASES = [
     Case(
-        "packed alibi by positions of each row",
+        "packed alibi by positions of each row, with sinks",
         bias=LEARNED,
         mask=Causal() & Segments(IDS),
+        sinks=True,
         q_positions=PACKED,
         kv_positions=PACKED,
         bounded=True,
     ),
-    Case("symmetric alibi without a mask", bias=ALiBi(symmetric=True, learned=True), queries=200, batch=1),
-    Case("window and sinks with t5", bias=T5_NEAR, mask=Causal() & (Window(60) | Sinks(3)), bounded=True, batch=1),
     Case(
-        "two-sided t5 with soft cap and sinks",
+        "two-sided t5 in tiles behind, near and ahead, without a mask",
         bias=T5_BOTH,
-        softcap=3.0,
-        sinks=True,
+        q_positions=Range(170, 128),
+        queries=128,
+        keys=512,
         bounded=True,
         batch=1,
         heads=4,
         kv_heads=2,
     ),
     Case(
-        "kerple from a traced start",
-        bias=Kerple(),
-        mask=Causal(),
+        "window and sinks with t5 that varies in a band of distances, under a soft cap",
+        bias=T5_NEAR,
+        mask=Causal() & (Window(60) | Sinks(3)),
+        softcap=3.0,
+        q_positions=Range(300, 200),
+        queries=200,
+        bounded=True,
+        batch=1,
+    ),
+    Case(
+        "several parts, symmetric alibi from a traced start",
+        bias=ALiBi(symmetric=True, learned=True),
+        mask=Causal() & Chunked(200),
         q_positions=Range(jnp.int32(90), 200),
         kv_positions=Range(7, TOKENS),
         queries=200,
         batch=1,
+        blocks=LARGE,
     ),
-    Case("fox", bias=FoX(), mask=Causal() & Segments(IDS), kv_heads=2),
+    Case("fox on two cores", bias=FoX(), mask=Causal(), queries=200, keys=200, heads=4, kv_heads=2, cores=2),
     Case(
-        "two branches with alibi and segments",
+        "two branches with alibi",
         bias=LEARNED,
         far=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
-        mask=Causal() & Segments(IDS),
+        mask=Causal(),
+        batch=1,
     ),
     Case(
-        "rows of tiles that see nothing",
-        bias=LEARNED,
+        "rows of tiles that see nothing, with kerple under a soft cap",
+        bias=Kerple(),
         mask=Causal() & Window(50) | Causal() & Prefix(170),
         kv_positions=Range(150, TOKENS),
         softcap=4.0,
         batch=1,
     ),
-    Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
-    Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, blocks=LARGE),
     riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
     riding("alibi of far pairs among the features", bias=LEARNED, far=(Beyond(140),), batch=1),
 ]
@@ -173,6 +184,37 @@ WIDE = [
     riding("t5 under a bound among the features", bias=T5_NEAR, bounded=True, batch=1),
     riding("several parts under a bound among the features", bias=LEARNED, bounded=True, blocks=LARGE),
     Case("nothing at all", mask=Causal(), bias=Kerple(), kv_positions=Range(1000, TOKENS)),
+    Case("symmetric alibi without a mask", bias=ALiBi(symmetric=True, learned=True), queries=200, batch=1),
+    Case("window and sinks with t5", bias=T5_NEAR, mask=Causal() & (Window(60) | Sinks(3)), bounded=True, batch=1),
+    Case(
+        "two-sided t5 with soft cap and sinks",
+        bias=T5_BOTH,
+        softcap=3.0,
+        sinks=True,
+        bounded=True,
+        batch=1,
+        heads=4,
+        kv_heads=2,
+    ),
+    Case(
+        "kerple from a traced start",
+        bias=Kerple(),
+        mask=Causal(),
+        q_positions=Range(jnp.int32(90), 200),
+        kv_positions=Range(7, TOKENS),
+        queries=200,
+        batch=1,
+    ),
+    Case("fox of segments", bias=FoX(), mask=Causal() & Segments(IDS), kv_heads=2),
+    Case(
+        "two branches with alibi and segments",
+        bias=LEARNED,
+        far=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
+        mask=Causal() & Segments(IDS),
+    ),
+    Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
+    Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, blocks=LARGE),
+    Case("three heads on two cores", bias=LEARNED, mask=Causal() & Window(100), heads=3, kv_heads=3, batch=1, cores=2),
 ]
 
 
@@ -187,30 +229,33 @@ def _no_races(capsys):
 
 def inputs(case: Case) -> dict:
     """Everything that has a gradient, by name; queries are float32, and of the dtype of the case when scaled."""
-    keys = iter(jax.random.split(jax.random.key(7), 8))
+    rng = np.random.default_rng(7)
 
     def normal(*shape):
-        return jax.random.normal(next(keys), (case.batch, *shape), jnp.float32).astype(case.dtype)
+        return rng.standard_normal((case.batch, *shape)).astype(np.float32).astype(case.dtype)
 
     scaled = normal(case.queries, case.heads, case.size) * 2.0 ** -round(np.log2(case.size) / 2)
     values = {
-        "q": scaled.astype(jnp.float32) * case.size**0.5 / entry.LOG2E,
+        "q": scaled.astype(np.float32) * np.float32(case.size**0.5 / entry.LOG2E),
         "k": normal(case.keys, case.kv_heads, case.size),
         "v": normal(case.keys, case.kv_heads, case.value_size),
     }
     if case.loud:
-        values["q"] = values["q"].at[:, :128].multiply(2**-6).at[:, 256:].multiply(2**-6)
-        values["k"] = values["k"].at[:, 290].multiply(64)
+        values["q"][:, :128] *= 2**-6
+        values["q"][:, 256:] *= 2**-6
+        values["k"][:, 290] *= 64
     for n in range(len(case.far)):
-        values[f"q{n}"], values[f"k{n}"] = 2.0 ** (1 - n) * values["q"][..., ::-1], 0.7 * values["k"] ** 2
+        values[f"q{n}"] = np.float32(2.0 ** (1 - n)) * values["q"][..., ::-1]
+        values[f"k{n}"] = (0.7 * values["k"].astype(np.float32) ** 2).astype(case.dtype)
     if case.sinks:
-        values["sinks"] = jnp.linspace(-1, 2, case.heads)
+        values["sinks"] = np.linspace(-1, 2, case.heads, dtype=np.float32)
     if isinstance(case.bias, FoX):
         for name, length in (("q_gates", case.queries), ("kv_gates", case.keys)):
-            steps = jax.random.uniform(next(keys), (case.batch, case.heads, length))
-            values[name] = jnp.cumsum(-0.05 * steps, axis=-1)
-    elif case.bias is not None and (params := case.bias.init(next(keys), case.heads)):
-        values["bias"] = jax.tree.map(lambda x: (30 if isinstance(case.bias, T5) else 1) * x, params)
+            steps = rng.uniform(size=(case.batch, case.heads, length)).astype(np.float32)
+            values[name] = np.cumsum(-0.05 * steps, axis=-1, dtype=np.float32)
+    elif case.bias is not None and (params := case.bias.init(jax.random.key(7), case.heads)):
+        times = 30 if isinstance(case.bias, T5) else 1
+        values["bias"] = jax.tree.map(lambda x: np.float32(times) * np.asarray(x), params)
     return values
 
 
@@ -246,8 +291,11 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
     return _with_sinks(out, lse, values["sinks"]) if case.sinks else (out, lse)
 
 
-def kernel(case: Case, interpret=INTERPRET):
+def kernel(case: Case):
     """The TPU backend on queries without its ``log2 e``, rounded once."""
+    interpret = INTERPRET
+    if case.cores > 1:
+        interpret = dataclasses.replace(INTERPRET, num_cores_or_threads=case.cores, random_seed=4)
 
     def scaled(q):
         return (q * entry.LOG2E).astype(case.dtype)
@@ -277,25 +325,34 @@ def outputs_and_gradients(case: Case, backend, values: dict):
     return *found, gradients
 
 
+def pairs(case: Case, values: dict, placed: dict) -> tuple:
+    """What bias, mask and branches say of every pair of tokens."""
+    at = placed["q_positions"], placed["kv_positions"]
+    tokens = [p if p.ndim == 1 else p[:, None] for p in map(as_array, at)]
+    where = [masks.materialise(mask, *at) for mask in placed["where"]]
+    return (
+        bound(case, values).values(*tokens) if case.bias else None,
+        None if placed["mask"] is None else masks.materialise(placed["mask"], *at),
+        [w if w.ndim == 4 else w[None, None] for w in where],
+    )
+
+
 def oracle(case: Case, values: dict) -> tuple:
-    placed = places(case)
-    at = [p if p.ndim == 1 else p[:, None] for p in (as_array(placed["q_positions"]), as_array(placed["kv_positions"]))]
-    pairs = partial(masks.materialise, q_positions=placed["q_positions"], kv_positions=placed["kv_positions"])
-    where = [np.asarray(pairs(mask)) for mask in case.far]
+    bias, allowed, where = jax.device_get(jax.jit(partial(pairs, case))(values, places(case)))
     return oracles.attention(
         values["q"],
         values["k"],
         values["v"],
-        bias=bound(case, values).values(*at) if case.bias else None,
-        allowed=None if case.mask is None else np.asarray(pairs(case.mask)),
+        bias=bias,
+        allowed=allowed,
         softcap=case.softcap,
-        sinks=np.asarray(values["sinks"]) if case.sinks else None,
-        far=[(values[f"q{n}"], values[f"k{n}"], w if w.ndim == 4 else w[None, None]) for n, w in enumerate(where)],
+        sinks=values.get("sinks"),
+        far=[(values[f"q{n}"], values[f"k{n}"], w) for n, w in enumerate(where)],
     )
 
 
 def doubled(values: dict) -> dict:
-    return jax.tree.map(lambda x: x.astype(jnp.float64), values)
+    return jax.tree.map(lambda x: x.astype(np.float64), values)
 
 
 def close(got, want, tolerance: float) -> None:
@@ -339,34 +396,34 @@ def test_forward_and_every_gradient_over_the_wide_grid(case):
     check_case(case)
 
 
-def test_cores_that_share_the_heads_do_not_meet():
-    """Two cores, heads in random order: what a head's rows of tiles hand on stays with it."""
-    interpret = dataclasses.replace(INTERPRET, num_cores_or_threads=2, random_seed=4)
-    case = Case("two cores", bias=LEARNED, mask=Causal() & Window(100), heads=3, kv_heads=3, batch=1)
-    values = inputs(case)
-    got = outputs_and_gradients(case, kernel(case, interpret), values)
-    close(got, outputs_and_gradients(case, dense, values), 2e-5)
+def one_by_one(function):
+    """``function`` over the first axis of its arguments, as ``vmap`` has it, with a program for each."""
+
+    def over(*arguments):
+        found = [function(*(x[n] for x in arguments)) for n in range(len(arguments[0]))]
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+
+    return over
 
 
-def test_parts_of_a_longer_sequence_merge_with_exact_gradients():
+@pytest.mark.parametrize("over", [jax.vmap, pytest.param(one_by_one, marks=pytest.mark.wide)])
+def test_parts_of_a_longer_sequence_merge_with_exact_gradients(over):
     """Keys in two parts, merged by their log-sum-exps; the second part begins beyond half of the queries."""
-    case = Case("parts", bias=LEARNED, mask=Causal(), batch=1)
+    case, half = Case("parts", bias=LEARNED, mask=Causal(), queries=200, batch=1), TOKENS // 2
     values = inputs(case)
 
-    def part(values, start, end, backend):
-        there = values | {name: values[name][:, start:end] for name in "kv"}
-        cut = dataclasses.replace(case, keys=end - start, kv_positions=Range(start, end - start))
-        return call(cut, backend, there, places(cut))
-
-    @jax.jit
-    @jax.value_and_grad
     def merged(values):
-        (out, lse), (more, other) = part(values, 0, 200, kernel(case)), part(values, 200, TOKENS, kernel(case))
-        total = jnp.logaddexp(lse, other)
-        return loss_of((out * jnp.exp(lse - total)[..., None] + more * jnp.exp(other - total)[..., None], total))
+        def part(k, v, start):
+            cut = dataclasses.replace(case, keys=half, kv_positions=Range(start, half))
+            return call(cut, kernel(case), values | {"k": k, "v": v}, places(cut))
 
-    want = jax.value_and_grad(lambda values: loss_of(part(values, 0, TOKENS, dense)))(values)
-    close(merged(values), want, 2e-5)
+        k, v = (jnp.stack(jnp.split(values[name], 2, axis=1)) for name in "kv")
+        out, lse = over(part)(k, v, jnp.array([0, half]))
+        total = jnp.logaddexp(*lse)
+        return loss_of(((out * jnp.exp(lse - total)[..., None]).sum(0), total))
+
+    want = jax.jit(jax.value_and_grad(lambda values: loss_of(call(case, dense, values, places(case)))))(values)
+    close(jax.jit(jax.value_and_grad(merged))(values), want, 2e-5)
 
 
 def test_tiles_that_the_mask_empties_and_far_keys_that_are_near_are_never_read():
@@ -375,17 +432,21 @@ def test_tiles_that_the_mask_empties_and_far_keys_that_are_near_are_never_read()
     case = dataclasses.replace(case, q_positions=Range(256, 128))
     values = inputs(case)
     # The queries see keys 157 to 383, in tiles 1 and 2, where keys from 384 on are ahead of all; far is up to 323.
-    lost = {name: values[name].at[:, :128].set(jnp.nan).at[:, 384:].set(jnp.nan) for name in ("k", "v", "k0")}
+    lost = {name: values[name].copy() for name in ("k", "v", "k0")}
+    for array in lost.values():
+        array[:, :128] = array[:, 384:] = np.nan
     out, lse, gradients = outputs_and_gradients(case, kernel(case), values | lost)
     want_out, want_lse, want = outputs_and_gradients(case, dense, values)
     close({"out": out, "lse": lse}, {"out": want_out, "lse": want_lse}, 2e-6)
     close(gradients, want, 2e-5)
 
 
+@pytest.mark.wide
 def test_under_vmap():
+    """Of everything, the numbers of the bias too."""
     case = Case("mapped", bias=LEARNED, mask=Causal(), queries=200, keys=200, batch=1)
     values = inputs(case)
-    many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), values)
+    many = jax.tree.map(lambda x: np.stack([x, 0.5 * x]).astype(x.dtype), values)
 
     def gradient(backend, values):
         return jax.grad(lambda v: loss_of(call(case, backend, v, places(case))))(values)
@@ -396,7 +457,7 @@ def test_under_vmap():
 
 def test_inside_shard_map_with_its_checks():
     """Rows of the batch on two devices, with the parameters of the bias the same on both."""
-    case = Case("sharded", bias=LEARNED, mask=Causal(), queries=200, keys=200)
+    case = Case("sharded", bias=LEARNED, mask=Causal(), queries=100, keys=100)
     values = inputs(case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     placed = {name: P("data") if name in "qkv" else P() for name in values}
