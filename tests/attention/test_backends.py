@@ -61,11 +61,52 @@ class Case:
     blocks: tuple = (4, 6)
 
 
-IDS = jnp.asarray([[0] * 3 + [1] * 7 + [-1] * 3, [-1] * 2 + [4] * 6 + [5] * 5], jnp.int32)
-SHUFFLED = jnp.asarray(np.random.default_rng(0).permutation(13), jnp.int32)
+IDS = np.array([[0] * 3 + [1] * 7 + [-1] * 3, [-1] * 2 + [4] * 6 + [5] * 5], np.int32)
+SHUFFLED = np.random.default_rng(0).permutation(13).astype(np.int32)
 PACKED = from_segments(IDS)
+FAR_AWAY = Range(2**30, 13)
+LEARNED, SYMMETRIC = ALiBi(learned=True), ALiBi(symmetric=True, learned=True)
+T5_NEAR, T5_BOTH = T5(num_buckets=6, max_distance=9), T5(num_buckets=8, max_distance=9, bidirectional=True)
+TWO_BRANCHES = (Beyond(4) & Window(8), Beyond(8))
+OF_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
 
 CASES = [
+    Case("cross with one key head", queries=5, keys=11, kv_heads=1),
+    Case(
+        "even tiles of a window, one head per key",
+        queries=12,
+        keys=12,
+        heads=2,
+        mask=Causal() & Window(3),
+        blocks=(4, 4),
+    ),
+    Case("long queries with sinks", queries=11, keys=3, q_positions=Range(0, 11), mask=Causal(), sinks=True),
+    Case("symmetric alibi in a band", bias=SYMMETRIC, mask=Window(4)),
+    Case("learned alibi and lambda", bias=LEARNED, mask=Causal() & (Window(3) | Sinks(2))),
+    Case("two-sided t5 in one tile", bias=T5_BOTH, blocks=(13, 13)),
+    Case("kerple log in chunks", bias=Kerple("log"), mask=Causal() & Chunked(5)),
+    Case("kerple power and a prefix", bias=Kerple("power"), mask=Causal() | Prefix(6)),
+    Case("soft cap", softcap=0.8, mask=Causal(), bias=T5_NEAR),
+    Case("segments", mask=Segments(IDS), bias=LEARNED),
+    Case("packed", mask=Causal() & Segments(IDS), bias=T5_NEAR, **OF_ROWS, sinks=True),
+    Case("nothing seen", mask=Causal() & Segments(IDS), kv_positions=Range(6, 13), sinks=True, softcap=2.0),
+    Case(
+        "decode far away",
+        queries=2,
+        q_positions=Range(2**30 + 11, 2),
+        kv_positions=FAR_AWAY,
+        mask=Causal(),
+        bias=ALiBi(),
+    ),
+    Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
+    Case("far", far=(Beyond(4),), mask=Causal(), bias=LEARNED, softcap=3.0),
+    Case("two branches of both sides", far=TWO_BRANCHES, sinks=True),
+    Case("far in packed rows", far=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS),
+    Case("decay", decay=True, mask=Causal(), bias=T5_NEAR),
+    Case("decay in packed rows", decay=True, mask=Causal() & Segments(IDS), **OF_ROWS),
+]
+
+WIDE = [
     Case("plain"),
     Case("one tile", blocks=(13, 13)),
     Case("even tiles", queries=12, keys=12, blocks=(4, 4)),
@@ -80,31 +121,30 @@ CASES = [
     Case("chunked", mask=Causal() & Chunked(5)),
     Case("prefix", mask=Causal() | Prefix(6)),
     Case("alibi", bias=ALiBi(), mask=Causal()),
-    Case("learned alibi", bias=ALiBi(learned=True), mask=Causal()),
-    Case("symmetric alibi", bias=ALiBi(symmetric=True, learned=True)),
-    Case("t5", bias=T5(num_buckets=6, max_distance=9), mask=Causal()),
-    Case("two-sided t5", bias=T5(num_buckets=8, max_distance=9, bidirectional=True)),
+    Case("learned alibi", bias=LEARNED, mask=Causal()),
+    Case("symmetric alibi", bias=SYMMETRIC),
+    Case("t5", bias=T5_NEAR, mask=Causal()),
+    Case("two-sided t5", bias=T5_BOTH),
     Case("kerple log", bias=Kerple("log"), mask=Causal()),
     Case("kerple power", bias=Kerple("power"), mask=Causal()),
-    Case("soft cap", softcap=0.8, mask=Causal(), bias=T5(num_buckets=6, max_distance=9)),
     Case("sinks", sinks=True, mask=Causal()),
-    Case("segments", mask=Segments(IDS), bias=ALiBi(learned=True)),
-    Case("packed", mask=Causal() & Segments(IDS), bias=T5(6, 9), q_positions=PACKED, kv_positions=PACKED, sinks=True),
-    Case("nothing seen", mask=Causal() & Segments(IDS), kv_positions=Range(6, 13), sinks=True, softcap=2.0),
     Case("decode", queries=2, keys=13, q_positions=Range(11, 2), mask=Causal(), bias=ALiBi()),
-    Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
-    Case("far", far=(Beyond(4),), mask=Causal(), bias=ALiBi(learned=True), softcap=3.0),
     Case("far of both sides", far=(Beyond(4),), sinks=True),
-    Case("two branches", far=(Beyond(4) & Window(8), Beyond(8)), mask=Causal() & (Window(10) | Sinks(2))),
-    Case(
-        "far in packed rows", far=(Beyond(3),), mask=Causal() & Segments(IDS), q_positions=PACKED, kv_positions=PACKED
-    ),
-    Case("decay", decay=True, mask=Causal(), bias=T5(6, 9)),
-    Case("decay in packed rows", decay=True, mask=Causal() & Segments(IDS), q_positions=PACKED, kv_positions=PACKED),
-    Case("far away", q_positions=Range(2**30, 13), kv_positions=Range(2**30, 13), mask=Causal(), bias=ALiBi()),
+    Case("two branches", far=TWO_BRANCHES, mask=Causal() & (Window(10) | Sinks(2))),
+    Case("far away", q_positions=FAR_AWAY, kv_positions=FAR_AWAY, mask=Causal(), bias=ALiBi()),
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+cases = pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.wide) for case in WIDE)], ids=lambda case: case.name
+)
 backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def wide(*values):
+    return pytest.param(*values, marks=pytest.mark.wide)
+
+
+def called(name: str) -> Case:
+    return next(case for case in (*CASES, *WIDE) if case.name == name)
 
 
 @pytest.fixture(autouse=True)
@@ -113,21 +153,25 @@ def _float64():
         yield
 
 
-def inputs(case: Case, dtype=jnp.float64) -> dict:
+def inputs(case: Case, dtype=np.float64) -> dict:
     """Everything that has a gradient, by name."""
-    keys = iter(jax.random.split(jax.random.key(7), 5))
-    normal = partial(jax.random.normal, dtype=dtype)
+    rng = np.random.default_rng(7)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
     values = {
-        "q": normal(next(keys), (BATCH, case.queries, case.heads, SIZE)),
-        "k": normal(next(keys), (BATCH, case.keys, case.kv_heads, SIZE)),
-        "v": normal(next(keys), (BATCH, case.keys, case.kv_heads, VALUE_SIZE)),
+        "q": normal(BATCH, case.queries, case.heads, SIZE),
+        "k": normal(BATCH, case.keys, case.kv_heads, SIZE),
+        "v": normal(BATCH, case.keys, case.kv_heads, VALUE_SIZE),
     }
     for n in range(len(case.far)):
         values[f"q{n}"], values[f"k{n}"] = (1.3 + n) * values["q"][..., ::-1], 0.7 * values["k"] ** 2
     if case.sinks:
-        values["sinks"] = normal(next(keys), (case.heads,))
-    if case.bias is not None and (params := case.bias.init(next(keys), case.heads)):
-        values["bias"] = jax.tree.map(lambda x: (30 if isinstance(case.bias, T5) else 1) * x.astype(dtype), params)
+        values["sinks"] = normal(case.heads)
+    if case.bias is not None and (params := case.bias.init(jax.random.key(7), case.heads)):
+        times = 30 if isinstance(case.bias, T5) else 1
+        values["bias"] = jax.tree.map(lambda x: times * np.asarray(x, dtype), params)
     return values
 
 
@@ -162,32 +206,38 @@ def small_tiles(monkeypatch):
     return use
 
 
+def pairs_of(case: Case, values: dict, placed: dict) -> tuple:
+    """What bias, mask and branches say of every pair of tokens."""
+    at = placed["q_positions"], placed["kv_positions"]
+    tokens = [p if p.ndim == 1 else p[:, None] for p in map(as_array, at)]
+    bias = case.bias and case.bias.bind(values.get("bias"), num_heads=case.heads)
+    where = [masks.materialise(mask, *at) for mask in placed["far"]]
+    return (
+        None if bias is None else bias.values(*tokens),
+        None if placed["mask"] is None else masks.materialise(placed["mask"], *at),
+        [w if w.ndim == 4 else w[None, None] for w in where],
+    )
+
+
 def oracle(case: Case, values: dict):
+    """Output and log-sum-exp, and the keys that no query sees, ``[batch, keys]``."""
     q_positions = Range(0, case.queries) if case.q_positions is None else case.q_positions
     kv_positions = Range(0, case.keys) if case.kv_positions is None else case.kv_positions
-    at = [p if p.ndim == 1 else p[:, None] for p in (as_array(q_positions), as_array(kv_positions))]
-    bias = case.bias.bind(values.get("bias"), num_heads=case.heads).values(*at) if case.bias else None
-    allowed = None if case.mask is None else np.asarray(masks.materialise(case.mask, q_positions, kv_positions))
-    return oracles.attention(
+    placed = {"q_positions": q_positions, "kv_positions": kv_positions, "mask": case.mask, "far": case.far}
+    bias, allowed, where = jax.device_get(jax.jit(partial(pairs_of, case))(values, placed))
+    out, lse = oracles.attention(
         values["q"],
         values["k"],
         values["v"],
         bias=bias,
         allowed=allowed,
         softcap=case.softcap,
-        sinks=None if "sinks" not in values else np.asarray(values["sinks"]),
-        far=[
-            (values[f"q{n}"], values[f"k{n}"], pairs(where, q_positions, kv_positions))
-            for n, where in enumerate(case.far)
-        ],
-        decay=decays(*at) if case.decay else None,
+        sinks=values.get("sinks"),
+        far=[(values[f"q{n}"], values[f"k{n}"], w) for n, w in enumerate(where)],
+        decay=decays(as_array(q_positions), as_array(kv_positions)) if case.decay else None,
     )
-
-
-def pairs(where, q_positions, kv_positions):
-    """A branch's pairs as ``[batch or 1, 1, q, k]``."""
-    found = np.asarray(masks.materialise(where, q_positions, kv_positions))
-    return found if found.ndim == 4 else found[None, None]
+    seen = np.broadcast_to(True if allowed is None else allowed, (BATCH, case.heads, case.queries, case.keys))
+    return out, lse, ~seen.any((1, 2))
 
 
 def decays(q_positions, kv_positions):
@@ -203,8 +253,12 @@ def loss(case: Case, implementation: str, values: dict):
 
 def _loss_of(result):
     out, lse = result
-    weights = jax.random.normal(jax.random.key(3), out.shape, out.dtype)
-    return (out * weights).sum() + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum(), result
+    finite = jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse))
+    return (out * weights_of(out.shape).astype(out.dtype)).sum() + finite.sum(), result
+
+
+def weights_of(shape) -> np.ndarray:
+    return np.random.default_rng(3).standard_normal(shape)
 
 
 def gradients(case: Case, backend: str, values: dict) -> dict:
@@ -224,17 +278,21 @@ def outputs_and_gradients(case: Case, backend: str, values: dict):
 
 @cases
 def test_every_backend_is_the_oracle_forward_and_backward(case, small_tiles):
+    """Rows that see nothing give zero and have zero gradients, as have keys that nothing sees."""
     small_tiles(case)
     values = inputs(case)
-    want_out, want_lse = oracle(case, values)
+    want_out, want_lse, unseen = oracle(case, values)
+    blind = np.isneginf(want_lse)
     found = {}
     for backend in BACKENDS:
-        out, lse, found[backend] = outputs_and_gradients(case, backend, values)
+        out, lse, found[backend] = jax.device_get(outputs_and_gradients(case, backend, values))
         chex.assert_shape(out, (BATCH, case.queries, case.heads, VALUE_SIZE))
         chex.assert_shape(lse, (BATCH, case.queries, case.heads))
-        chex.assert_type([out, lse], jnp.float64)
+        chex.assert_type([out, lse], np.float64)
         np.testing.assert_allclose(out, want_out, atol=1e-12)
         np.testing.assert_allclose(lse, want_lse, atol=1e-12)
+        for nothing in (out[blind], found[backend]["q"][blind], found[backend]["k"][unseen]):
+            np.testing.assert_array_equal(nothing, 0)
     want = found.pop("dense")
     chex.assert_tree_all_finite(want)
     assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(want)), "a gradient that is zero shows nothing"
@@ -242,18 +300,18 @@ def test_every_backend_is_the_oracle_forward_and_backward(case, small_tiles):
         chex.assert_trees_all_close(got, want, atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["packed", "soft cap", "symmetric alibi"])
+@pytest.mark.parametrize("name", ["packed", "soft cap", wide("symmetric alibi")])
 def test_dense_gradients_are_finite_differences_of_the_oracle(name):
-    case = next(c for c in CASES if c.name == name)
+    case = called(name)
     values = inputs(case)
-    gradient = gradients(case, "dense", values)
+    gradient = jax.device_get(gradients(case, "dense", values))
 
     def numpy_loss(values):
-        out, lse = oracle(case, values)
-        weights = np.asarray(jax.random.normal(jax.random.key(3), out.shape, jnp.float64))
-        return (out * weights).sum() + np.sin(lse[np.isfinite(lse)]).sum()
+        out, lse, _ = oracle(case, values)
+        return (out * weights_of(out.shape)).sum() + np.sin(lse[np.isfinite(lse)]).sum()
 
-    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(5), x.shape, x.dtype), values)
+    rng = np.random.default_rng(5)
+    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), values)
     step = 1e-5
     ahead, behind = (jax.tree.map(lambda x, d, s=s: x + s * d, values, direction) for s in (step, -step))
     slope = (numpy_loss(ahead) - numpy_loss(behind)) / (2 * step)
@@ -261,14 +319,14 @@ def test_dense_gradients_are_finite_differences_of_the_oracle(name):
     np.testing.assert_allclose(inner, slope, rtol=1e-6)
 
 
+@pytest.mark.wide
 @backends
 def test_rows_that_see_nothing_give_zero_and_zero_gradients(backend, small_tiles):
-    case = next(c for c in CASES if c.name == "packed")
-    case = dataclasses.replace(case, sinks=False)
+    case = dataclasses.replace(called("packed"), sinks=False)
     small_tiles(case)
     values = inputs(case)
-    out, lse, gradient = outputs_and_gradients(case, backend, values)
-    blind = np.asarray(IDS) < 0
+    out, lse, gradient = jax.device_get(outputs_and_gradients(case, backend, values))
+    blind = IDS < 0
     assert blind.any()
     np.testing.assert_array_equal(out[blind], 0)
     assert np.isneginf(lse[blind]).all()
@@ -278,27 +336,27 @@ def test_rows_that_see_nothing_give_zero_and_zero_gradients(backend, small_tiles
 
 
 @backends
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [wide(jnp.float32), jnp.bfloat16])
 def test_lower_precisions(backend, dtype, small_tiles):
-    case = next(c for c in CASES if c.name == "alibi")
+    case = called("alibi")
     small_tiles(case)
     values = jax.tree.map(lambda x: x.astype(dtype), inputs(case))
-    out, lse, gradient = outputs_and_gradients(case, backend, values)
+    out, lse, gradient = jax.device_get(outputs_and_gradients(case, backend, values))
     chex.assert_type([out, lse], [dtype, jnp.float32])
-    want, _ = oracle(case, jax.tree.map(lambda x: x.astype(jnp.float64), values))
-    np.testing.assert_allclose(out.astype(jnp.float64), want, atol=2e-6 if dtype == jnp.float32 else 2e-2)
+    want, *_ = oracle(case, jax.tree.map(lambda x: x.astype(np.float64), values))
+    np.testing.assert_allclose(out.astype(np.float64), want, atol=2e-6 if dtype == jnp.float32 else 2e-2)
     chex.assert_trees_all_equal_dtypes(gradient, values)
 
 
-@pytest.mark.parametrize("name", ["plain", "learned alibi", "packed", "kerple log"])
+@pytest.mark.parametrize("name", ["learned alibi", "packed", wide("plain"), wide("kerple log")])
 def test_under_vmap(name, small_tiles):
-    case = next(c for c in CASES if c.name == name)
+    case = called(name)
     small_tiles(case)
-    many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, 2 * x]), inputs(case))
+    many = jax.tree.map(lambda x: np.stack([x, 0.5 * x, 2 * x]), inputs(case))
     got = jax.jit(jax.vmap(jax.grad(partial(loss, case, "blockwise"))))(many)
     dense = jax.jit(jax.grad(partial(loss, case, "dense")))
     want = [dense(jax.tree.map(lambda x, n=n: x[n], many)) for n in range(3)]
-    chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want), atol=1e-12, rtol=1e-10)
+    chex.assert_trees_all_close(got, jax.tree.map(lambda *x: np.stack(x), *want), atol=1e-12, rtol=1e-10)
 
 
 def sharded_loss(case: Case, backend: str, values: dict):
@@ -313,8 +371,18 @@ def sharded_loss(case: Case, backend: str, values: dict):
     return local(values)
 
 
-@backends
-@pytest.mark.parametrize("bias", [ALiBi(learned=True), T5(6, 9), Kerple()], ids=["alibi", "t5", "kerple"])
+@pytest.mark.parametrize(
+    ("bias", "backend"),
+    [
+        (LEARNED, "blockwise"),
+        (T5_NEAR, "dense"),
+        (Kerple(), "blockwise"),
+        wide(LEARNED, "dense"),
+        wide(T5_NEAR, "blockwise"),
+        wide(Kerple(), "dense"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
 def test_bias_gradients_inside_shard_map_with_its_checks(backend, bias, small_tiles):
     case = Case("sharded", bias=bias, mask=Causal(), sinks=True)
     small_tiles(case)
@@ -323,31 +391,42 @@ def test_bias_gradients_inside_shard_map_with_its_checks(backend, bias, small_ti
     got = jax.jit(jax.grad(partial(sharded_loss, case, backend)))(values)
     parts = [values | {name: values[name][n : n + 1] for name in "qkv"} for n in range(8)]
     dense = jax.jit(jax.grad(partial(loss, case, "dense")))
-    want = [dense(part) for part in parts]
+    got, want = jax.device_get((got, [dense(part) for part in parts]))
     for name in "qkv":
-        chex.assert_trees_all_close(got[name], jnp.concatenate([w[name] for w in want]), atol=1e-12, rtol=1e-10)
+        chex.assert_trees_all_close(got[name], np.concatenate([w[name] for w in want]), atol=1e-12, rtol=1e-10)
     for name in ("bias", "sinks"):
         total = jax.tree.map(lambda *x: sum(x), *[w[name] for w in want])
         chex.assert_trees_all_close(got[name], total, atol=1e-11, rtol=1e-10)
 
 
-@backends
-def test_decay_and_branches_inside_shard_map_with_its_checks(backend, small_tiles):
-    for case in (Case("decay", decay=True, mask=Causal()), Case("far", far=(Beyond(4),), mask=Causal())):
-        small_tiles(case)
-        values = inputs(case)
-        mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-        run = jax.shard_map(
-            lambda v, c=case: call(c, v, backend)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data")
-        )
-        got = jax.jit(jax.grad(lambda v, run=run: (run(v) ** 2).sum()))(values)
-        want = jax.jit(jax.grad(lambda v, c=case: (call(c, v, "dense")[0] ** 2).sum()))(values)
-        chex.assert_trees_all_close(got, want, atol=1e-12, rtol=1e-10)
+@pytest.mark.parametrize(
+    ("slots", "backend"),
+    [
+        ({"decay": True}, "blockwise"),
+        ({"far": (Beyond(4),)}, "blockwise"),
+        ({"far": (Beyond(4),)}, "dense"),
+        wide({"decay": True}, "dense"),
+    ],
+    ids=["decay-blockwise", "far-blockwise", "far-dense", "decay-dense"],
+)
+def test_decay_and_branches_inside_shard_map_with_its_checks(slots, backend, small_tiles):
+    case = Case("sharded", mask=Causal(), **slots)
+    small_tiles(case)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    run = jax.shard_map(lambda v: call(case, v, backend)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+    @jax.jit
+    def both(values):
+        whole = jax.grad(lambda v: (call(case, v, "dense")[0] ** 2).sum())
+        return jax.grad(lambda v: (run(v) ** 2).sum())(values), whole(values)
+
+    got, want = both(inputs(case))
+    chex.assert_trees_all_close(got, want, atol=1e-12, rtol=1e-10)
 
 
-@backends
+@pytest.mark.parametrize("backend", ["blockwise", wide("dense")])
 def test_segments_that_differ_per_device_inside_shard_map(backend, small_tiles):
-    case = next(c for c in CASES if c.name == "packed")
+    case = called("packed")
     small_tiles(case)
     values = inputs(case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
@@ -364,15 +443,15 @@ def test_segments_that_differ_per_device_inside_shard_map(backend, small_tiles):
     chex.assert_trees_all_close(gradient, want, atol=1e-12, rtol=1e-10)
 
 
-@backends
+@pytest.mark.parametrize("backend", ["blockwise", wide("dense")])
 def test_under_pmap(backend, small_tiles):
-    case = Case("pmap", bias=ALiBi(learned=True), mask=Causal())
+    case = Case("pmap", bias=LEARNED, mask=Causal())
     small_tiles(case)
     values = inputs(case)
-    many = jax.tree.map(lambda x: jnp.stack([x * (1 + n) for n in range(8)]), values)
+    many = jax.tree.map(lambda x: np.stack([x * (1 + n) for n in range(8)]), values)
     got = jax.pmap(jax.grad(partial(loss, case, backend)))(many)
     want = gradients(case, "dense", jax.tree.map(lambda x: x[3], many))
-    chex.assert_trees_all_close(jax.tree.map(lambda x: x[3], got), want, atol=1e-11, rtol=1e-9)
+    chex.assert_trees_all_close(jax.tree.map(lambda x: np.asarray(x)[3], got), want, atol=1e-11, rtol=1e-9)
 
 
 def test_parts_of_a_longer_sequence_merge_with_exact_gradients():
@@ -422,7 +501,9 @@ def test_a_traced_offset_is_one_program_for_all_steps():
 def test_empty_tiles_are_not_visited():
     """Forbidden tiles full of NaN leave no trace, forward or backward: nothing was multiplied by them."""
     values = inputs(Case("window", queries=64, keys=64))
-    poison = {name: values[name].at[:, :16].set(jnp.nan) for name in "kv"}
+    poison = {name: values[name].copy() for name in "kv"}
+    for array in poison.values():
+        array[:, :16] = np.nan
     sees_none = slice(24, None)
 
     def run(q, k, v):
@@ -437,8 +518,12 @@ def test_empty_tiles_are_not_visited():
         )
         return blockwise(operands, Blocks(8, 8))[0][..., sees_none, :]
 
-    out, transpose = jax.vjp(run, values["q"], poison["k"], poison["v"])
-    d_q, d_k, d_v = transpose(jnp.ones_like(out))
+    @jax.jit
+    def both_ways(*arrays):
+        out, transpose = jax.vjp(run, *arrays)
+        return out, *transpose(jnp.ones_like(out))
+
+    out, d_q, d_k, d_v = jax.device_get(both_ways(values["q"], poison["k"], poison["v"]))
     chex.assert_tree_all_finite([out, d_q[:, sees_none], d_k[:, 32:], d_v[:, 32:]])
 
 
@@ -453,14 +538,17 @@ def test_tiles_on_one_side_of_a_boundary_compute_one_pair_of_features():
         pair = _group(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
         return blockwise(Operands(*pair, None, Causal(), Range(0, 64), Range(0, 64), far), Blocks(8, 8))[0]
 
-    poisoned = values["k0"].at[:, always_near].set(jnp.nan)
-    out, transpose = jax.vjp(run, q, values["k"], v, values["q0"], poisoned)
-    chex.assert_tree_all_finite(out)
-    d_q, d_k, d_v, d_q_far, d_k_far = transpose(jnp.ones_like(out))
-    chex.assert_tree_all_finite([d_q, d_k, d_v, d_q_far, d_k_far])
-    out = run(q, values["k"].at[:, :8].set(jnp.nan), v, values["q0"], values["k0"])
+    @jax.jit
+    def both_ways(*arrays):
+        out, transpose = jax.vjp(run, *arrays)
+        return out, transpose(jnp.ones_like(out))
+
+    poisoned, near = values["k0"].copy(), values["k"].copy()
+    poisoned[:, always_near] = near[:, :8] = np.nan
+    chex.assert_tree_all_finite(both_ways(q, values["k"], v, values["q0"], poisoned))
+    out, _ = jax.device_get(both_ways(q, near, v, values["q0"], values["k0"]))
     chex.assert_tree_all_finite(out[..., long_far, :])
-    assert jnp.isnan(out[..., :32, :]).any(), "there the near keys are needed"
+    assert np.isnan(out[..., :32, :]).any(), "there the near keys are needed"
 
 
 def test_by_itself_attention_takes_memory_linear_in_the_length():
@@ -477,8 +565,8 @@ def test_by_itself_attention_takes_memory_linear_in_the_length():
 @pytest.mark.parametrize("packed", [False, True])
 def test_with_its_own_tiles_beyond_one_tile(packed):
     length = 600
-    values = inputs(Case("long", queries=length, keys=length, heads=2, kv_heads=1), jnp.float32)
-    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (BATCH, length))), jnp.int32)
+    values = inputs(Case("long", queries=length, keys=length, heads=2, kv_heads=1), np.float32)
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (BATCH, length))).astype(np.int32)
     mask = Causal() & Segments(ids) if packed else Causal() & (Window(200) | Sinks(4))
 
     def run(values, implementation=None):
@@ -497,15 +585,19 @@ def test_with_its_own_tiles_beyond_one_tile(packed):
     assert not np.array_equal(got, want), "the two were computed differently"
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint32, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, wide(np.int8), wide(np.uint32)])
 def test_positions_of_any_integer_dtype(dtype):
     case = Case("narrow", queries=100, keys=100, bias=ALiBi(symmetric=True), mask=Window(9), blocks=(16, 32))
     where = np.arange(100).astype(dtype)
     case, plain = dataclasses.replace(case, q_positions=where, kv_positions=where), case
     values = inputs(case)
-    want = jax.jit(partial(call, plain, implementation="dense"))(values)
-    for backend in BACKENDS:
-        got = jax.jit(partial(call, case, implementation=backend))(values)
+
+    @jax.jit
+    def run(values):
+        return call(plain, values, "dense"), [call(case, values, backend) for backend in BACKENDS]
+
+    want, found = run(values)
+    for got in found:
         chex.assert_trees_all_close(got, want, atol=1e-12)
 
 
@@ -520,42 +612,45 @@ def test_the_last_positions_of_int32_need_no_room_beyond_them(small_tiles):
 
 def test_gqa_is_repeated_keys():
     values = inputs(Case("gqa", mask=Causal()))
-    repeated = values | {name: jnp.repeat(values[name], 2, axis=2) for name in "kv"}
-    chex.assert_trees_all_close(
-        attention(values["q"], values["k"], values["v"], mask=Causal()),
-        attention(repeated["q"], repeated["k"], repeated["v"], mask=Causal()),
-        atol=1e-12,
-    )
+    repeated = values | {name: np.repeat(values[name], 2, axis=2) for name in "kv"}
+    run = jax.jit(partial(attention, mask=Causal()))
+    got, want = (run(x["q"], x["k"], x["v"]) for x in (values, repeated))
+    chex.assert_trees_all_close(got, want, atol=1e-12)
 
 
 def test_scale_per_query_and_head():
     values = inputs(Case("scale"))
     q, k, v = values["q"], values["k"], values["v"]
-    scale = jax.random.uniform(jax.random.key(0), (13, 4), dtype=jnp.float64)
-    got = attention(q, k, v, scale=scale)
+    scale = np.random.default_rng(0).uniform(size=(13, 4))
+    got, plain = jax.jit(lambda *x: [attention(*x, scale=s) for s in (scale, 0.3)])(q, k, v)
     want, _ = oracles.attention(q * scale[..., None], k, v, scale=1.0)
     np.testing.assert_allclose(got, want, atol=1e-12)
-    np.testing.assert_allclose(attention(q, k, v, scale=0.3), oracles.attention(q, k, v, scale=0.3)[0], atol=1e-12)
+    np.testing.assert_allclose(plain, oracles.attention(q, k, v, scale=0.3)[0], atol=1e-12)
 
 
 def test_a_sink_is_a_zero_key_and_value_with_its_logit():
     """SoftMax-plus-one: a sink logit of 0 is one more key with logit 0 and value 0."""
     values = inputs(Case("plus one"))
     q, k, v = values["q"], values["k"], values["v"]
-    got = attention(q, k, v, sinks=jnp.zeros(4))
-    zero = jnp.zeros_like(k[:, :1])
-    want = attention(q, jnp.concatenate([k, zero], 1), jnp.concatenate([v, zero[..., :VALUE_SIZE]], 1))
+    zero = np.zeros_like(k[:, :1])
+    more = np.concatenate([k, zero], 1), np.concatenate([v, zero[..., :VALUE_SIZE]], 1)
+    got, want = jax.jit(lambda: (attention(q, k, v, sinks=np.zeros(4)), attention(q, *more)))()
     chex.assert_trees_all_close(got, want, atol=1e-12)
 
 
 def test_agrees_with_jax_nn():
-    values = inputs(Case("jax"), jnp.float32)
-    q, k, v = values["q"], values["k"], values["v"][..., :VALUE_SIZE]
-    v = jnp.pad(v, ((0, 0),) * 3 + ((0, SIZE - VALUE_SIZE),))
-    bias = ALiBi().bind(num_heads=4).values(jnp.arange(13), jnp.arange(13))[None]
-    want = jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
-    for backend in BACKENDS:
-        got = attention(q, k, v, bias=ALiBi(), mask=Causal(), implementation=backend)
+    values = inputs(Case("jax"), np.float32)
+    q, k = values["q"], values["k"]
+    v = np.pad(values["v"], ((0, 0),) * 3 + ((0, SIZE - VALUE_SIZE),))
+
+    @jax.jit
+    def run(*x):
+        bias = ALiBi().bind(num_heads=4).values(jnp.arange(13), jnp.arange(13))[None]
+        found = [attention(*x, bias=ALiBi(), mask=Causal(), implementation=backend) for backend in BACKENDS]
+        return jax.nn.dot_product_attention(*x, bias=bias, is_causal=True), found
+
+    want, found = run(q, k, v)
+    for got in found:
         chex.assert_trees_all_close(got, want, atol=1e-6)
 
 
