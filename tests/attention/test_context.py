@@ -138,10 +138,9 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 CAUSAL = masks.Causal()
 
 
-def projections(rows, length, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(5), 3)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    return [jax.random.normal(key, (rows, length, n, SIZE), dtype) for key, n in zip(keys, heads, strict=True)]
+def projections(rows, length, dtype=np.float32):
+    rng = np.random.default_rng(5)
+    return [rng.standard_normal((rows, length, n, SIZE)).astype(dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
 
 
 def spread_attention(where: Placement, mesh, q, k, v, rows=None, **options):
