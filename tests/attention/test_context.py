@@ -190,7 +190,8 @@ def test_a_range_covers_the_whole_row(strategy):
     options = {"bias": pj.bias.FIRE(4).bind(pj.bias.FIRE(4).init(jax.random.key(0), HEADS), num_heads=HEADS)}
     options |= {"mask": masks.Causal(), "q_positions": start, "kv_positions": start}
     found = spread_attention(spread.placement("2x4", strategy, "zigzag"), spread.device_mesh("2x4"), q, k, v, **options)
-    chex.assert_trees_all_close(found, np.asarray(pj.attention(q, k, v, **options)), atol=1e-5)
+    want = jax.jit(partial(pj.attention, **options))(q, k, v)
+    chex.assert_trees_all_close(found, np.asarray(want), atol=1e-5)
 
 
 def test_another_range_is_refused():
@@ -206,51 +207,65 @@ def test_one_device_may_hold_a_row_laid_out_for_several(kind, bias):
     q, k, v = projections(2, 16)
     scheme = pj.Scheme(bias=ALiBi() if bias == "alibi" else pj.bias.CoPE(4))
     params = scheme.init(jax.random.key(1), HEADS, SIZE)
-    params = jax.tree.map(lambda a: a + jax.random.normal(jax.random.key(2), a.shape), params)
+    rng = np.random.default_rng(2)
+    params = jax.tree.map(lambda a: np.asarray(a) + rng.standard_normal(a.shape, np.float32), params)
     where = over("ring", kind)
-    placed = (where.layout.apply(x, 1) for x in (q, k, v))
-    found = where.layout.restore(scheme.attend(*placed, params=params, across=where), 1)
-    chex.assert_trees_all_close(found, scheme.attend(q, k, v, params=params), atol=1e-5)
+
+    @jax.jit
+    def both(q, k, v, params):
+        placed = (where.layout.apply(x, 1) for x in (q, k, v))
+        found = where.layout.restore(scheme.attend(*placed, params=params, across=where), 1)
+        return found, scheme.attend(q, k, v, params=params)
+
+    chex.assert_trees_all_close(*both(q, k, v, params), atol=1e-5)
+
+
+def alone(kind: str, shards: int) -> tuple:
+    """A ring along the only axis of a mesh."""
+    devices = jax.devices()[:shards]
+    mesh = jax.make_mesh((shards,), ("context",), axis_types=(AxisType.Auto,), devices=devices)
+    return Placement((), "context", None, "ring", Layout(kind, shards)), mesh
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "options"),
+    ("kind", "shards", "length", "options"),
     [
-        ("contiguous", 32, {}),
-        ("zigzag", 32, {"bias": T5().bind(T5().init(jax.random.key(0), HEADS), num_heads=HEADS)}),  # piece by piece
-        ("zigzag", 8 * 512, {"implementation": "blockwise"}),  # both pieces at once, by tiles of 512
+        ("contiguous", 4, 32, {}),
+        # Piece by piece.
+        ("zigzag", 4, 32, {"bias": T5().bind(T5().init(jax.random.key(0), HEADS), num_heads=HEADS)}),
+        # Both pieces at once, by tiles of 512.
+        ("zigzag", 2, 4 * 512, {"implementation": "blockwise"}),
+        pytest.param("zigzag", 4, 8 * 512, {"implementation": "blockwise"}, marks=pytest.mark.wide),
     ],
-    ids=["contiguous", "pieces", "tiles"],
+    ids=["contiguous", "pieces", "tiles", "tiles of four shards"],
 )
-def test_keys_that_the_mask_hides_are_never_read(kind, length, options):
+def test_keys_that_the_mask_hides_are_never_read(kind, shards, length, options):
     """Keys of the second half are NaN: had a query of the first computed with them, NaN times 0 would show."""
-    q, k, v = projections(2, length)
-    where, half = spread.placement("2x4", "ring", kind), length // 2
-    poisoned = v.at[:, half:].set(jnp.nan)
-    found = spread_attention(where, spread.device_mesh("2x4"), q, k, poisoned, mask=masks.Causal(), **options)
-    assert np.isfinite(found[:, :half]).all()
+    q, k, v = projections(1, length)
+    where, mesh = alone(kind, shards)
+    v[:, length // 2 :] = np.nan
+    found = spread_attention(where, mesh, q, k, v, mask=masks.Causal(), **options)
+    assert np.isfinite(found[:, : length // 2]).all()
 
 
 def test_decay_in_a_zigzag_ring():
     """The two pieces of a device lie far apart, over which decay would leave nothing of either."""
-    q, k, v = projections(1, 1024)
-    rates = np.geomspace(0.01, 0.2, SIZE)
-    behind = np.maximum(np.arange(1024)[:, None] - np.arange(1024), 0)[..., None]
+    q, k, v = projections(1, 512)
+    rates = np.geomspace(0.02, 0.4, SIZE)
+    behind = np.maximum(np.arange(512)[:, None] - np.arange(512), 0)[..., None]
     keys = np.repeat(np.asarray(k, np.float64), HEADS // KV_HEADS, axis=2)
     logits = np.einsum("bihc,bjhc,ijc->bhij", np.asarray(q, np.float64), keys, np.exp(-rates * behind)) / SIZE**0.5
-    weights = np.exp(np.where(np.tri(1024, dtype=bool), logits, -np.inf))
+    weights = np.exp(np.where(np.tri(512, dtype=bool), logits, -np.inf))
     values = np.repeat(np.asarray(v, np.float64), HEADS // KV_HEADS, axis=2)
     wanted = np.einsum("bhij,bjhc->bihc", weights / weights.sum(-1, keepdims=True), values)
-    where = Placement((), "context", None, "ring", Layout("zigzag", 4))
-    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
-    found = spread_attention(where, mesh, q, k, v, mask=CAUSAL, decay=jnp.asarray(rates, jnp.float32))
+    found = spread_attention(*alone("zigzag", 4), q, k, v, mask=CAUSAL, decay=rates.astype(np.float32))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_in_a_scan_of_layers_that_are_recomputed():
     q, k, v = projections(2, 16)
-    where = spread.placement("2x4", "ring", "zigzag")
-    slopes = jnp.arange(1.0, 3.0)[:, None] * jnp.ones(HEADS) / 8
+    where, mesh = alone("zigzag", 2)
+    slopes = np.float32(np.arange(1, 3)[:, None] * np.ones(HEADS) / 8)
 
     def layers(attend):
         def layer(x, slopes):
@@ -270,7 +285,7 @@ def test_in_a_scan_of_layers_that_are_recomputed():
     k_placed, v_placed = (where.layout.apply(x, 1) for x in (k, v))
     plain = layers(lambda slopes, x: pj.attention(x, k, v, **bias(slopes)))
     want = jax.jit(jax.grad(lambda *given: jnp.sin(plain(*given)).sum(), argnums=(0, 1)))(q, slopes)
-    with jax.set_mesh(spread.device_mesh("2x4")):
+    with jax.set_mesh(mesh):
         run = layers(sharded)
         grad = jax.jit(jax.grad(lambda *given: jnp.sin(run(*given)).sum(), argnums=(0, 1)))
         d_q, d_slopes = jax.device_get(grad(where.layout.apply(q, 1), slopes))
@@ -337,7 +352,7 @@ def test_bfloat16_parts_are_merged_in_float32():
     q, k, v = projections(2, 64, jnp.bfloat16)
     r = np.arange(64)[:, None] - np.arange(64)
     want = oracles.attention(q, k, v, allowed=r >= 0)[0]
-    whole = np.asarray(pj.attention(q, k, v, mask=masks.Causal()), np.float64)
+    whole = np.asarray(jax.jit(partial(pj.attention, mask=masks.Causal()))(q, k, v), np.float64)
     where = spread.placement("2x4", "ring", "contiguous")
     found = spread_attention(where, spread.device_mesh("2x4"), q, k, v, mask=masks.Causal()).astype(np.float64)
     assert np.abs(found - want).max() <= 1.5 * np.abs(whole - want).max()
