@@ -49,10 +49,10 @@ def beside(tokens: np.ndarray, lengths) -> np.ndarray:
 Q_LENGTHS, KV_LENGTHS = [TOKENS // 2, TOKENS // 4], [TOKENS // 4, TOKENS // 2]
 QUERIES, KEYS = beside(AT, Q_LENGTHS), beside(AT, KV_LENGTHS)
 PRESENT = QUERIES[:, None, :, None] & KEYS[:, None, None, :]
-OF_QUERIES, OF_KEYS = {"query_seq_lengths": jnp.asarray(Q_LENGTHS)}, {"key_value_seq_lengths": jnp.asarray(KV_LENGTHS)}
+OF_QUERIES, OF_KEYS = {"query_seq_lengths": np.array(Q_LENGTHS)}, {"key_value_seq_lengths": np.array(KV_LENGTHS)}
 PADDED = OF_QUERIES | OF_KEYS
-NUMBERED = Segments(*(jnp.where(valid, 0, -1) for valid in (QUERIES, KEYS)))
-ZEROS = jnp.zeros((ROWS, TOKENS), jnp.int32)
+NUMBERED = Segments(*(np.where(valid, 0, -1).astype(np.int32) for valid in (QUERIES, KEYS)))
+ZEROS = np.zeros((ROWS, TOKENS), np.int32)
 LOWER = np.tril(np.ones((1, 1, TOKENS, TOKENS), bool))
 SOME = np.random.default_rng(0).random((1, 1, TOKENS, TOKENS)) < 0.3
 SOME[..., 7, :] = False
@@ -63,30 +63,41 @@ CASES = {
     "bias": Case({}, None, EVERY, bias=True),
     "bias and causal": Case(CAUSAL, Causal(), LOWER, bias=True),
     "causal": Case(CAUSAL, Causal(), LOWER),
-    "custom": Case({"mask": jnp.asarray(LOWER)}, jnp.asarray(LOWER), LOWER),
-    "boolean": Case({"mask": jnp.asarray(SOME)}, jnp.asarray(SOME), SOME),
+    "custom": Case({"mask": LOWER}, LOWER, LOWER),
+    "boolean": Case({"mask": SOME}, SOME, SOME),
     "padding": Case(PADDED, NUMBERED, PRESENT),
     "padding of keys": Case(OF_KEYS, Segments(ZEROS, NUMBERED.kv_ids), KEYS[:, None, None]),
     "padding of queries": Case(OF_QUERIES, Segments(NUMBERED.q_ids, ZEROS), QUERIES[:, None, :, None]),
-    "padding as an array": Case(PADDED, jnp.asarray(PRESENT), PRESENT),
+    "padding as an array": Case(PADDED, PRESENT, PRESENT),
     "causal and padding": Case(PADDED | CAUSAL, Causal() & NUMBERED, LOWER & PRESENT),
-    "causal and padding as an array": Case(PADDED | CAUSAL, jnp.asarray(LOWER & PRESENT), LOWER & PRESENT),
-    "custom and padding": Case(PADDED | {"mask": jnp.asarray(LOWER)}, jnp.asarray(LOWER) & NUMBERED, LOWER & PRESENT),
-    "custom and padding as an array": Case(
-        PADDED | {"mask": jnp.asarray(SOME)}, jnp.asarray(SOME & PRESENT), SOME & PRESENT
-    ),
+    "causal and padding as an array": Case(PADDED | CAUSAL, LOWER & PRESENT, LOWER & PRESENT),
+    "custom and padding": Case(PADDED | {"mask": LOWER}, jnp.asarray(LOWER) & NUMBERED, LOWER & PRESENT),
+    "custom and padding as an array": Case(PADDED | {"mask": SOME}, SOME & PRESENT, SOME & PRESENT),
     "window before": Case({"local_window_size": (3, 0)}, Causal() & Window(4), BEFORE),
     "window of both sides": Case({"local_window_size": (3, 2)}, Band(6), (BEHIND >= -2) & (BEHIND <= 3)),
     "causal and window of both sides": Case(CAUSAL | {"local_window_size": (3, 2)}, Causal() & Window(4), BEFORE),
 }
+RARE = {
+    "causal",
+    "custom",
+    "padding",
+    "padding as an array",
+    "custom and padding as an array",
+    "causal and window of both sides",
+}
+"""What other cases hold together with something more."""
+
+
+def wide(*values):
+    return pytest.param(*values, marks=pytest.mark.wide)
 
 
 def drawn(dtype=jnp.float32, group=1, rows=ROWS, tokens=TOKENS, heads=HEADS) -> dict:
     """Queries, keys, values, and a bias ``[1, heads, queries, keys]``."""
-    keys = jax.random.split(jax.random.key(0), 4)
+    rng = np.random.default_rng(0)
     shapes = {name: (rows, tokens, heads // (1 if name == "q" else group), SIZE) for name in "qkv"}
     shapes["bias"] = (1, heads, tokens, tokens)
-    return {name: jax.random.normal(key, shape, dtype) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
 def without_bias(values: dict) -> dict:
@@ -113,7 +124,7 @@ def in_tiles(values: dict, mask, weights):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [wide(name) if name in RARE else name for name in CASES])
 def test_masks_and_biases(name):
     """Forward and all gradients, with no weight on rows that see nothing: 0 here, there the mean of all values.
 
@@ -122,13 +133,13 @@ def test_masks_and_biases(name):
     given, mask, allowed, bias = CASES[name]
     values = drawn() if bias else without_bias(drawn())
     seen = np.broadcast_to(allowed, (ROWS, 1, TOKENS, TOKENS)).any(-1)[:, 0]
-    weights = jnp.cos(values["q"]) * seen[..., None, None]
+    weights = np.cos(values["q"]) * seen[..., None, None]
     oracle, _ = oracles.attention(**values, allowed=allowed)
     # Operation by operation, except for tiles: they are compiled once for all cases.
     want, d_want = with_gradients(partial(theirs, **given), values, weights)
     np.testing.assert_allclose(np.where(seen[..., None, None], want, 0), oracle, atol=2e-6)
     dense = with_gradients(partial(ours, mask=mask, implementation="dense"), values, weights)
-    for out, d_values in (dense, in_tiles(values, mask, weights)):
+    for out, d_values in jax.device_get((dense, in_tiles(values, mask, weights))):
         np.testing.assert_allclose(out, oracle, atol=2e-6)
         np.testing.assert_array_equal(out[~seen], 0)
         chex.assert_trees_all_equal_shapes_and_dtypes(d_values, values)
@@ -168,21 +179,20 @@ def agree(attend, over_rows: bool, values: dict, weights, want, tolerance: float
         chex.assert_trees_all_close(got, want, atol=tolerance)
 
 
-rows_or_vmap = pytest.mark.parametrize("over_rows", [False, True], ids=["batch", "vmap"])
-
-
 @pytest.mark.usefixtures("small_tiles")
-@rows_or_vmap
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("group", "over_rows"),
+    [(2, False), (4, True), wide(1, False), wide(4, False), wide(1, True), wide(2, True)],
+)
 def test_grouped_heads(group, over_rows):
     """Every key head serves ``group`` query heads; jax is given the keys repeated, and no ``vmap``."""
     values = without_bias(drawn(group=group))
-    weights = jnp.cos(values["q"])
+    weights = np.cos(values["q"])
 
     def repeated(q, k, v):
         return theirs(q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2))
 
-    want = with_gradients(repeated, values, weights)
+    want = jax.jit(partial(with_gradients, repeated))(values, weights)
     np.testing.assert_allclose(want[0], oracles.attention(**values)[0], atol=2e-6)
     agree(ours, over_rows, values, weights, want, 5e-6)
 
@@ -195,32 +205,32 @@ def test_half_precisions(dtype):
     jax itself does not run float16 on a CPU.
     """
     values = drawn(dtype, group=2)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), values)
-    weights = jnp.cos(wide["q"])
-    repeated = wide | {name: jnp.repeat(wide[name], 2, axis=2) for name in "kv"}
-    want, d_want = with_gradients(partial(theirs, is_causal=True), repeated, weights)
+    wide = jax.tree.map(lambda x: x.astype(np.float32), values)
+    weights = np.cos(wide["q"])
+    repeated = wide | {name: np.repeat(wide[name], 2, axis=2) for name in "kv"}
+    theirs_causal = jax.jit(partial(with_gradients, partial(theirs, is_causal=True)))
+    want, d_want = jax.device_get(theirs_causal(repeated, weights))
     d_want |= {name: d_want[name].reshape(*wide[name].shape[:3], 2, SIZE).sum(3) for name in "kv"}
     oracle, _ = oracles.attention(**wide, allowed=LOWER)
     np.testing.assert_allclose(want, oracle, atol=2e-6)
     step = float(jnp.finfo(dtype).eps)
     dense = jax.jit(partial(with_gradients, partial(ours, mask=Causal(), implementation="dense")))(values, weights)
-    for out, d_values in (dense, in_tiles(values, Causal(), weights)):
+    for out, d_values in jax.device_get((dense, in_tiles(values, Causal(), weights))):
         chex.assert_type(jax.tree.leaves((out, d_values)), dtype)
-        np.testing.assert_allclose(out.astype(jnp.float32), oracle, atol=2 * step)
-        chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(jnp.float32), d_values), d_want, atol=8 * step)
+        np.testing.assert_allclose(out.astype(np.float32), oracle, atol=2 * step)
+        chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(np.float32), d_values), d_want, atol=8 * step)
 
 
-@rows_or_vmap
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(("rows", "over_rows"), [(16, False), (1, True), wide(1, False), wide(16, True)])
 def test_gradients_of_a_bias_of_every_row(rows, over_rows):
     """The bias is ``[rows, heads, queries, keys]``; for 16 rows of 8 heads attention takes tiles of 128 by itself."""
-    keys, tokens, heads = jax.random.split(jax.random.key(1), 2), 150, 8
-    x = jax.random.normal(keys[0], (rows, tokens, heads, SIZE))
-    values = {"x": x, "bias": jax.random.normal(keys[1], (rows, heads, tokens, tokens))}
-    mask = jnp.ones((1, 1, tokens), bool)
+    rng, tokens, heads = np.random.default_rng(1), 150, 8
+    x = rng.standard_normal((rows, tokens, heads, SIZE), np.float32)
+    values = {"x": x, "bias": rng.standard_normal((rows, heads, tokens, tokens), np.float32)}
+    mask = np.ones((1, 1, tokens), bool)
 
     def of(attend):
         return lambda x, bias, **options: attend(x, x, x, bias, mask=mask, **options)
 
-    want = jax.jit(partial(with_gradients, of(theirs)))(values, jnp.cos(x))
-    agree(of(ours), over_rows, values, jnp.cos(x), want, 2e-5)
+    want = jax.jit(partial(with_gradients, of(theirs)))(values, np.cos(x))
+    agree(of(ours), over_rows, values, np.cos(x), want, 2e-5)
