@@ -70,6 +70,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         'if {"factor", "original_length"} <= given.keys():',
         "({'factor', 'original_length'} < given.keys())",
     ): "the mapping has a name too",
+    (
+        "posjax/attention/tpu/backward_moves.py",
+        "_for_pairs(row, row.choices[third], lambda _, to: _store_dq(row, 0, 0, 0, to, third).wait())",
+        "1",
+    ): "to wait for a copy needs its size alone, whatever its source is",
+    (
+        "train/monitor/meter.py",
+        '(getattr(device, "slice_index", 0), tuple(getattr(device, "coords", None) or (device.id,)))',
+        "1",
+    ): "either all devices have a slice or none",
+    (
+        "posjax/rotary/base.py",
+        "negative = np.flatnonzero(_sums(inverse_frequencies, start, stop) < 0)",
+        "(_sums(inverse_frequencies, start, stop) <= 0)",
+    ): "no sum of cosines is 0 to the last bit",
 }
 
 NEAR_SECONDS, SUITE_SECONDS = 900, 5400
