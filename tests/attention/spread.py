@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType
 
 import posjax as pj
@@ -34,6 +33,7 @@ class Case:
         softcap: see ``attention``.
         given: whether positions are an array though they rise by one, like a range.
         length: tokens of a row.
+        rows: of the batch.
     """
 
     scheme: pj.Scheme
@@ -44,6 +44,7 @@ class Case:
     softcap: float | None = None
     given: bool = False
     length: int = LENGTH
+    rows: int = ROWS
 
 
 ALIBI, WINDOW = pj.bias.ALiBi(learned=True), masks.Window(5)
@@ -97,34 +98,41 @@ def device_mesh(name: str):
 @cache
 def inputs(case: Case) -> dict[str, Any]:
     """Differentiable inputs, with codes for the row, the token and the head in them; in NumPy, so on no mesh."""
-    keys = iter(jax.random.split(jax.random.key(7), 12))
-    scheme = case.scheme
-    tokens = jnp.arange(case.length)[None, :, None, None] / case.length
-    rows = jnp.arange(ROWS)[:, None, None, None] / ROWS
+    draw, scheme = np.random.default_rng(7), case.scheme
+    tokens = np.arange(case.length)[None, :, None, None] / case.length
+    rows = np.arange(case.rows)[:, None, None, None] / case.rows
 
     def projection(heads, size):
-        code = jnp.sin(5 * tokens + rows + jnp.arange(heads)[:, None])
-        return jax.random.normal(next(keys), (ROWS, case.length, heads, size)) + code
+        code = np.sin(5 * tokens + rows + np.arange(heads)[:, None])
+        return (draw.normal(size=(case.rows, case.length, heads, size)) + code).astype(np.float32)
 
-    params = scheme.init(next(keys), HEADS, SIZE, num_kv_heads=case.kv_heads, model_dim=SIZE)
-    params |= scheme.init_shared(next(keys), HEADS, SIZE)
-    # Away from where they start, which is often the same for all heads.
-    params = jax.tree.map(lambda a: a + 0.1 * jax.random.uniform(next(keys), a.shape), params)
     made = {
         "q": projection(HEADS, scheme.query_size(SIZE)),
         "k": projection(case.kv_heads, scheme.key_size(SIZE)),
-        "v": projection(case.kv_heads, SIZE) + 3 * tokens,
-        "params": params,
+        "v": projection(case.kv_heads, SIZE) + 3 * tokens.astype(np.float32),
+        # Away from where they start, which is often the same for all heads.
+        "params": jax.tree.map(lambda a: a + 0.1 * draw.random(a.shape, np.float32), initial(case)),
     }
     if scheme.reads_tokens:
-        made["gates"] = -jnp.cumsum(jax.random.uniform(next(keys), (ROWS, HEADS, case.length)), axis=-1)
-    return jax.device_get(made)
+        made["gates"] = -draw.random((case.rows, HEADS, case.length), np.float32).cumsum(-1)
+    return made
 
 
-def segments(length: int) -> np.ndarray:
+def initial(case: Case) -> dict[str, Any]:
+    """Parameters of the scheme as it starts, in NumPy."""
+
+    @jax.jit
+    def init(key):
+        own = case.scheme.init(key, HEADS, SIZE, num_kv_heads=case.kv_heads, model_dim=SIZE)
+        return own | case.scheme.init_shared(jax.random.fold_in(key, 1), HEADS, SIZE)
+
+    return jax.device_get(init(jax.random.key(7)))
+
+
+def segments(rows: int, length: int) -> np.ndarray:
     """Documents of other lengths in every row, with padding behind the last."""
     draw = np.random.default_rng(3)
-    ids = np.sort(draw.integers(0, 5, (ROWS, length)), axis=-1)
+    ids = np.sort(draw.integers(0, 5, (rows, length)), axis=-1)
     ids[:, length - 3 :] = -1
     return ids.astype(np.int32)
 
@@ -132,19 +140,20 @@ def segments(length: int) -> np.ndarray:
 def of_rows(case: Case) -> dict[str, Any]:
     """What belongs to the tokens beside their projections, by the names of ``Scheme.attend``."""
     if not case.packed:
-        return {"positions": jnp.tile(jnp.arange(3, case.length + 3), (ROWS, 1))} if case.given else {}
-    ids = jnp.asarray(segments(case.length))
+        ascending = np.tile(np.arange(3, case.length + 3, dtype=np.int32), (case.rows, 1))
+        return {"positions": ascending} if case.given else {}
+    ids = jnp.asarray(segments(case.rows, case.length))
     since = from_segments(ids)
     found = {"mask": masks.Segments(ids), "visible": since + 1}
     return found | {"positions": since} if case.restart else found
 
 
 def terms(case: Case, out, lse):
-    """What the loss adds: output and log-sum-exp times random cotangents."""
-    draw = jax.random.key(11)
-    d_out = jax.random.normal(draw, (ROWS, case.length, HEADS, SIZE))
-    d_lse = jax.random.normal(jax.random.fold_in(draw, 1), (ROWS, case.length, HEADS))
-    return out * d_out, jnp.where(jnp.isneginf(lse), 0, lse) * d_lse
+    """What the loss adds: output and log-sum-exp, times random cotangents."""
+    draw = np.random.default_rng(11)
+    d_out = draw.normal(size=(case.rows, case.length, HEADS, SIZE)).astype(np.float32)
+    d_lse = draw.normal(size=(case.rows, case.length, HEADS)).astype(np.float32)
+    return out * d_out, lse * d_lse
 
 
 def loss(case: Case, attend):
@@ -152,7 +161,7 @@ def loss(case: Case, attend):
 
     def run(made):
         out, lse = attend(made)
-        return sum(part.sum() for part in terms(case, out, lse)), (out, lse)
+        return sum(part.sum() for part in terms(case, out, jnp.where(jnp.isneginf(lse), 0, lse))), (out, lse)
 
     return run
 
@@ -210,7 +219,9 @@ def check(case: Case, mesh: str, where: Placement, implementation: str | None = 
     found, wanted = on_a_mesh(case, mesh, where, implementation), on_one_device(case)
     (_, results), gradients = jax.tree.map(lambda a: np.abs(a[np.isfinite(a)]).max(initial=1e-3), wanted)
     # The loss adds terms of both signs, so its rounding goes by their norm and not by what is left of them.
-    sizes = (optax.tree.norm(terms(case, *wanted[0][1])), results), gradients
+    out, lse = wanted[0][1]
+    added = terms(case, out, np.where(np.isneginf(lse), 0, lse))
+    sizes = (np.sqrt(sum(np.square(part).sum() for part in added)), results), gradients
     leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), jax.tree.leaves(sizes), strict=True)
     for (path, got), want, size in leaves:
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * size, err_msg=jax.tree_util.keystr(path))

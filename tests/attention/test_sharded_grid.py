@@ -1,7 +1,7 @@
 """Attention over a mesh is attention on one device: outputs, log-sum-exps and every gradient, in float32.
 
-Every class of slots meets two of the four strategies, every strategy every layout, mesh and backend;
-``test_sharded_wide.py`` has all combinations.
+Every class of slots once, and every strategy with every layout, mesh and backend; in the wide grid every class of slots
+meets two of the four strategies, and ``test_sharded_wide.py`` has all combinations.
 """
 
 import itertools
@@ -15,21 +15,42 @@ STRATEGIES = ("all-gather", "ring", "ulysses", "ring-ulysses")
 BACKENDS = ("dense", "blockwise", None)
 
 
+# Every class of slots, and every two values of the other columns; only four shards make groups of two.
+COVERING = [
+    ("alibi, soft cap", "2x2x2", "all-gather", "contiguous", None),
+    ("rerope", "4x2", "all-gather", "striped", "blockwise"),
+    ("coca", "2x4", "all-gather", "zigzag", "dense"),
+    ("two sides", "4x2", "ring", "contiguous", "dense"),
+    ("fox, packed", "2x4", "ring", "striped", None),
+    ("t5, packed", "2x2x2", "ring", "zigzag", "blockwise"),
+    ("ssmax", "2x4", "ring-ulysses", "zigzag", "dense"),
+    ("log-n, key norm, packed", "2x4", "ring-ulysses", "contiguous", "blockwise"),
+    ("alibi, soft cap", "2x4", "ring-ulysses", "striped", None),
+    ("learned sinks, first tokens", "2x4", "ulysses", "contiguous", "blockwise"),
+    ("rope, packed", "4x2", "ulysses", "zigzag", None),
+    ("fox, packed", "2x2x2", "ulysses", "striped", "dense"),
+]
+
+
 def grid():
+    """Two strategies for every class of slots."""
     for n, name in enumerate(spread.CASES):
         for s, strategy in list(enumerate(STRATEGIES))[n % 2 :: 2]:
-            # Only four shards make groups of two.
             mesh = "2x4" if strategy == "ring-ulysses" else tuple(spread.MESHES)[n // 2 % 3]
             yield name, mesh, strategy, KINDS[(n // 2 + s) % 3], BACKENDS[(n // 4 + s) % 3]
 
 
-def test_every_two_of_strategies_meshes_layouts_and_backends_meet():
-    pairs = {pair for _, *case in grid() for pair in itertools.combinations(enumerate(case), 2)}
+@pytest.mark.parametrize("cases", [COVERING, list(grid())], ids=["covering", "wide"])
+def test_every_two_of_strategies_meshes_layouts_and_backends_meet(cases):
+    pairs = {pair for _, *case in cases for pair in itertools.combinations(enumerate(case), 2)}
     # Groups of two need one mesh.
     assert len(pairs) == 12 + 12 + 9 + 9 + 9 + 10
+    assert {name for name, *_ in cases} == set(spread.CASES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "strategy", "kind", "implementation"), list(grid()))
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy", "kind", "implementation"),
+    [*COVERING, *(pytest.param(*case, marks=pytest.mark.wide) for case in grid() if case not in COVERING)],
+)
 def test_sharded_is_single_device(name, mesh, strategy, kind, implementation):
     spread.check(spread.CASES[name], mesh, spread.placement(mesh, strategy, kind), implementation)
