@@ -18,6 +18,8 @@ BACKENDS = ("dense", "blockwise", None)
 # Every class of slots, and every two values of the other columns; only four shards make groups of two.
 COVERING = [
     ("alibi, soft cap", "2x2x2", "all-gather", "contiguous", None),
+    # A ring of more than two, whose positions are not arrays that travel.
+    ("alibi, soft cap", "2x4", "ring", "zigzag", "blockwise"),
     ("rerope", "4x2", "all-gather", "striped", "blockwise"),
     ("coca", "2x4", "all-gather", "zigzag", "dense"),
     ("two sides", "4x2", "ring", "contiguous", "dense"),
