@@ -1,5 +1,6 @@
 """Released models onto meshes of four devices and back: every shard, and every byte that is written."""
 
+import itertools
 import json
 import math
 from functools import cache
@@ -55,7 +56,7 @@ def sharding(split, kind="auto"):
     return lambda axes, shape: NamedSharding(mesh(kind), P(*map(fits, axes, shape)))
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
     """The name of a model, the folder that it was written to from one device, and the model."""
     folder = tmp_path_factory.mktemp("one")
@@ -132,7 +133,18 @@ def assert_shapes(decoder, wanted):
         assert {shard.data.shape for shard in named[name].addressable_shards} == {shape}, name
 
 
-@pytest.mark.parametrize("split", SPLITS)
+# Every model and every way to split it, and all shapes from above.
+COVERING = [*SHAPES, ("phi3", "fsdp"), ("gemma3", "fsdp"), ("llama, three", "tensor"), ("gpt2", "tensor")]
+
+
+def with_wide(few, every):
+    """The few, and the others in the wide grid."""
+    return [*few, *(pytest.param(*each, marks=pytest.mark.wide) for each in every if each not in few)]
+
+
+@pytest.mark.parametrize(
+    ("case", "split"), with_wide(COVERING, itertools.product(CASES, SPLITS)), indirect=["case"], scope="module"
+)
 def test_every_shard_is_that_of_one_device_and_the_files_are_the_same(case, split, tmp_path):
     name, folder, wanted = case
     decoder = from_pretrained(folder, sharding=sharding(split))
@@ -145,25 +157,24 @@ def test_every_shard_is_that_of_one_device_and_the_files_are_the_same(case, spli
 REST = [name for name in released.CASES if name not in CASES and name != "gemma3_text"]
 
 
-@pytest.mark.parametrize("name", REST)
-def test_other_families_too(name, tmp_path):
+BOTH = list(itertools.product(REST, ("grid", "fsdp")))
+
+
+@pytest.mark.parametrize(("name", "split"), with_wide([BOTH[2 * n + n % 2] for n in range(len(REST))], BOTH))
+def test_other_families_too(name, split, tmp_path):
     values = released.CASES[name] | EVEN
     wanted = released.random_decoder(values)
     save_pretrained(wanted, tmp_path / "one", family=values["model_type"], max_file_bytes=50_000)
-    for split in ("grid", "fsdp"):
-        decoder = from_pretrained(tmp_path / "one", sharding=sharding(split))
-        jax.tree.map(assert_shards, *(released.parameters(each) for each in (decoder, wanted)))
-        save_pretrained(decoder, tmp_path / split, like=tmp_path / "one", max_file_bytes=50_000)
-        assert_same_files(tmp_path / split, tmp_path / "one")
+    decoder = from_pretrained(tmp_path / "one", sharding=sharding(split))
+    jax.tree.map(assert_shards, *(released.parameters(each) for each in (decoder, wanted)))
+    save_pretrained(decoder, tmp_path / split, like=tmp_path / "one", max_file_bytes=50_000)
+    assert_same_files(tmp_path / split, tmp_path / "one")
 
 
-FEW = [("llama", "grid"), ("llama", "fsdp"), ("gemma2", "grid"), ("gpt_neox", "fsdp")]
-ALL = [(name, split) for name in released.CASES for split in ("grid", "fsdp")]
+FEW = [("llama", "grid"), ("gpt_neox", "fsdp")]
 
 
-@pytest.mark.parametrize(
-    ("name", "split"), [*FEW, *(pytest.param(*each, marks=pytest.mark.wide) for each in ALL if each not in FEW)]
-)
+@pytest.mark.parametrize(("name", "split"), with_wide(FEW, itertools.product(released.CASES, ("grid", "fsdp"))))
 def test_a_split_model_gives_the_logits_and_the_greedy_text_of_one_device(name, split, tmp_path):
     values = released.CASES[name] | EVEN
     one = released.random_decoder(values)
