@@ -21,10 +21,10 @@ ROWS, TOKENS, HEADS, SIZE = 4, 24, 4, 8
 @cache
 def inputs(heads=HEADS, kv_heads=2, keys=TOKENS) -> dict:
     """Queries, keys and values, and what some calls need beside them, in NumPy."""
-    draw = iter(jax.random.split(jax.random.key(0), 12))
+    draw = np.random.default_rng(0)
 
     def normal(*shape):
-        return np.asarray(jax.random.normal(next(draw), shape))
+        return draw.normal(size=shape).astype(np.float32)
 
     return {
         "q": normal(ROWS, TOKENS, heads, SIZE),
@@ -65,7 +65,7 @@ CALLS = {
     "decay": lambda x: {"decay": np.full(SIZE, 0.01, np.float32), "mask": CAUSAL},
     "offset": lambda x: {
         "mask": CAUSAL,
-        "q_positions": pj.positions.Range(jnp.int32(3), TOKENS),
+        "q_positions": pj.positions.Range(np.int32(3), TOKENS),
         "bias": pj.bias.ALiBi(),
     },
 }
@@ -94,14 +94,25 @@ def spread(kind, made, spec=meshes.SPEC):
     return {name: meshes.put(where, value, lies.get(name, spec)) for name, value in made.items()}
 
 
+# Every call on Explicit axes; Auto ones with what lies along rows, heads, both or neither.
+COVERING = [
+    *((name, "explicit", ("blockwise", "dense")[n % 2]) for n, name in enumerate(CALLS)),
+    ("array bias", "auto", "dense"),
+    ("sinks, cap, scale", "auto", "blockwise"),
+    ("scale of heads", "auto", "dense"),
+    ("dilated heads", "auto", "blockwise"),
+    ("t5, packed", "mixed", "dense"),
+    ("array bias", "mixed", "dense"),
+]
+MORE = [
+    ("t5, packed", "mixed", "blockwise"),
+    *((name, "auto", ("dense", "blockwise")[n % 2]) for n, name in enumerate(CALLS)),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "implementation"),
-    [
-        *((name, "explicit", ("blockwise", "dense")[n % 2]) for n, name in enumerate(CALLS)),
-        *((name, "auto", ("dense", "blockwise")[n % 2]) for n, name in enumerate(CALLS)),
-        ("t5, packed", "mixed", "blockwise"),
-        ("array bias", "mixed", "dense"),
-    ],
+    COVERING + [pytest.param(*case, marks=pytest.mark.wide) for case in MORE if case not in COVERING],
 )
 def test_every_mesh_gives_what_one_device_gives(name, kind, implementation):
     run = meshes.gradients(partial(call, name, implementation=implementation, **meshes.partition(kind)))
@@ -112,9 +123,9 @@ def test_every_mesh_gives_what_one_device_gives(name, kind, implementation):
 
 def test_the_default_on_a_default_mesh_above_a_tile():
     """``jax.make_mesh`` makes Explicit axes; jitted or not, with the mesh in use or not."""
-    x = jax.random.normal(jax.random.key(0), (4, 520, 2, 8))
+    x = np.random.default_rng(0).normal(size=(4, 520, 2, 8)).astype(np.float32)
     attend = partial(pj.attention, mask=CAUSAL, bias=pj.bias.ALiBi())
-    wanted, mesh = attend(x, x, x), meshes.mesh("explicit")
+    wanted, mesh = jax.jit(attend)(x, x, x), meshes.mesh("explicit")
     placed = meshes.put(mesh, x)
     for function in (attend, jax.jit(attend)):
         meshes.same(function(placed, placed, placed), wanted)
@@ -122,8 +133,17 @@ def test_the_default_on_a_default_mesh_above_a_tile():
         meshes.same(jax.jit(attend)(placed, placed, placed), wanted)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "axis"), [(8, 2, ("data", "tensor")), (12, 6, "data"), (4, 1, "tensor")])
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "axis"),
+    [
+        ("explicit", 8, 2, ("data", "tensor")),
+        ("explicit", 12, 6, "data"),
+        ("auto", 4, 1, "tensor"),
+        pytest.param("explicit", 4, 1, "tensor", marks=pytest.mark.wide),
+        pytest.param("auto", 8, 2, ("data", "tensor"), marks=pytest.mark.wide),
+        pytest.param("auto", 12, 6, "data", marks=pytest.mark.wide),
+    ],
+)
 def test_key_heads_that_the_axis_does_not_divide(kind, heads, kv_heads, axis):
     spec = P(None, None, axis)
     run = meshes.gradients(partial(call, "alibi", implementation="blockwise", **meshes.partition(kind, spec)))
@@ -132,34 +152,46 @@ def test_key_heads_that_the_axis_does_not_divide(kind, heads, kv_heads, axis):
 
 def test_arrays_that_are_on_no_mesh_join_those_that_are():
     x, mesh = inputs(), meshes.mesh("explicit")
-    q = meshes.put(mesh, x["q"])
-    found = jax.jit(lambda q: pj.attention(q, x["k"], x["v"], mask=CAUSAL & masks.Segments(jnp.asarray(IDS))))(q)
-    wanted = pj.attention(x["q"], x["k"], x["v"], mask=CAUSAL & masks.Segments(jnp.asarray(IDS)))
-    meshes.same(found, wanted)
+
+    @jax.jit
+    def attend(q):
+        return pj.attention(q, x["k"], x["v"], mask=CAUSAL & masks.Segments(jnp.asarray(IDS)))
+
+    meshes.same(attend(meshes.put(mesh, x["q"])), attend(x["q"]))
 
 
 def test_mapped_over_an_axis():
     x = inputs()
     three = [np.stack([x[name]] * 2) for name in "qkv"]
     placed = [meshes.put(meshes.mesh("explicit"), value, P(None, *meshes.SPEC)) for value in three]
-    attend = jax.vmap(partial(pj.attention, mask=CAUSAL, implementation="blockwise"))
-    meshes.same(jax.jit(attend)(*placed), attend(*three))
+    attend = jax.jit(jax.vmap(partial(pj.attention, mask=CAUSAL, implementation="blockwise")))
+    meshes.same(attend(*placed), attend(*three))
 
 
-@pytest.mark.parametrize("name", ["alibi", "array bias"])
-def test_mapped_over_the_rows_that_are_split(name):
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        ("alibi", "blockwise"),
+        ("array bias", "dense"),
+        pytest.param("array bias", "blockwise", marks=pytest.mark.wide),
+    ],
+)
+def test_mapped_over_the_rows_that_are_split(name, implementation):
     """A model written for one row, as in Equinox: ``vmap`` takes the axis of the rows out of the mesh."""
     options = {"alibi": {"bias": pj.bias.ALiBi()}, "array bias": {"bias": inputs()["per_head"]}}[name]
 
     @jax.vmap
     def attend(q, k, v):
-        return pj.attention(q[None], k[None], v[None], mask=CAUSAL, implementation="blockwise", **options)[0]
+        return pj.attention(q[None], k[None], v[None], mask=CAUSAL, implementation=implementation, **options)[0]
 
     def run(x):
         return attend(x["q"], x["k"], x["v"]), jnp.zeros(())
 
+    def whole(x):
+        return pj.attention(x["q"], x["k"], x["v"], mask=CAUSAL, implementation="dense", **options), jnp.zeros(())
+
     x = {name: inputs()[name] for name in "qkv"}
-    wanted, placed = meshes.gradients(run)(x), spread("explicit", x)
+    wanted, placed = meshes.gradients(whole)(x), spread("explicit", x)
     meshes.same(meshes.gradients(run)(placed), wanted)
     with jax.set_mesh(meshes.mesh("explicit")):
         meshes.same(meshes.gradients(run)(placed), wanted)
@@ -180,17 +212,22 @@ SIZED = {
 }
 
 
+def sized(size, x, **told) -> dict:
+    """What attention gives for every mask of that size."""
+    return {name: pj.attention(x["q"], x["k"], x["v"], mask=mask(size), **told) for name, mask in SIZED.items()}
+
+
+@pytest.fixture(scope="module")
+def of_known_sizes():
+    """For sizes that are plain numbers, on one device."""
+    return jax.jit(partial(sized, 5, implementation="dense"))({name: inputs()[name] for name in "qkv"})
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize("name", SIZED)
-def test_sizes_that_are_arrays(name, kind):
+def test_sizes_that_are_arrays(kind, of_known_sizes):
     x = spread(kind, {name: inputs()[name] for name in "qkv"})
-
-    @jax.jit
-    def attend(x, size):
-        return pj.attention(x["q"], x["k"], x["v"], mask=SIZED[name](size), **meshes.partition(kind))
-
-    wanted = pj.attention(*(inputs()[name] for name in "qkv"), mask=SIZED[name](5), implementation="dense")
-    meshes.same(attend(x, jnp.int32(5)), wanted)
+    found = jax.jit(partial(sized, **meshes.partition(kind)))(np.int32(5), x)
+    meshes.same(found, of_known_sizes)
 
 
 def test_an_array_bias_whose_queries_are_split():
@@ -198,8 +235,8 @@ def test_an_array_bias_whose_queries_are_split():
     x, mesh = inputs(), meshes.mesh("explicit")
     placed = [meshes.put(mesh, x[name]) for name in "qkv"]
     bias = meshes.put(mesh, np.repeat(x["per_head"], ROWS, axis=0), P(None, None, "data"))
-    wanted = pj.attention(*(x[name] for name in "qkv"), bias=x["per_head"])
-    meshes.same(jax.jit(lambda *given: pj.attention(*given[:3], bias=given[3]))(*placed, bias), wanted)
+    attend = jax.jit(lambda q, k, v, bias: pj.attention(q, k, v, bias=bias))
+    meshes.same(attend(*placed, bias), attend(*(x[name] for name in "qkv"), x["per_head"]))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +269,7 @@ def test_inside_a_shard_map_over_some_axes():
     attend = partial(pj.attention, mask=CAUSAL, implementation="blockwise")
     rows = P("data")
     found = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"}))(*placed)
-    meshes.same(found, attend(*(x[name] for name in "qkv")))
+    meshes.same(found, jax.jit(attend)(*(x[name] for name in "qkv")))
 
 
 @pytest.mark.parametrize(
@@ -269,4 +306,4 @@ def test_a_partition_needs_a_mesh():
     other = [meshes.put(meshes.mesh("auto", (2, 4)), x) for x in (q, k, v)]
     with pytest.raises(ValueError, match=r"partition: its mesh .*4.* is not that of the arrays"):
         pj.attention(*other, partition=where)
-    meshes.same(jax.jit(partial(pj.attention, partition=where))(q, k, v), pj.attention(q, k, v))
+    meshes.same(jax.jit(partial(pj.attention, partition=where))(q, k, v), jax.jit(pj.attention)(q, k, v))
