@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import chex
 import jax
@@ -27,18 +28,24 @@ frozen = dataclasses.dataclass(frozen=True)
 
 
 def qkv(tokens=TOKENS, batch=2, heads=HEADS):
-    return jax.random.normal(jax.random.key(0), (3, batch, tokens, heads, SIZE))
+    return np.random.default_rng(0).normal(size=(3, batch, tokens, heads, SIZE)).astype(np.float32)
 
 
 def rows(heads=HEADS):
-    return jax.random.normal(jax.random.key(1), (heads, HEADS))
+    return np.random.default_rng(1).normal(size=(heads, HEADS)).astype(np.float32)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(q, k, v, **options):
+    """``attention`` in one program."""
+    return pj.attention(q, k, v, **options)
 
 
 def operands(bias=None, mask=None, tokens=TOKENS, **changes):
     q, k, v = qkv(tokens)
     where = Range(0, tokens)
-    q = jnp.moveaxis(q, 2, 1)[:, :, None] * SIZE**-0.5
-    x = Operands(q, jnp.moveaxis(k, 2, 1), jnp.moveaxis(v, 2, 1), bias, mask, where, where)
+    q = np.moveaxis(q, 2, 1)[:, :, None] * np.float32(SIZE**-0.5)
+    x = Operands(q, np.moveaxis(k, 2, 1), np.moveaxis(v, 2, 1), bias, mask, where, where)
     return dataclasses.replace(x, **changes)
 
 
@@ -75,19 +82,19 @@ def learned(attend, mask):
 def test_a_mask_with_nothing_but_pairs_and_a_bias_with_nothing_but_values(mask):
     """In one tile and in many, against NumPy in float64; gradients of the bias' array in tiles against one tile."""
     mask, at = Causal() & mask, np.arange(TOKENS)
-    values = np.asarray(rows())[:, np.minimum(abs(at[:, None] - at), HEADS - 1)]
+    values = rows()[:, np.minimum(abs(at[:, None] - at), HEADS - 1)]
     allowed = pj.masks.materialise(mask, Range(0, TOKENS), Range(0, TOKENS))
     want, _ = oracles.attention(*qkv(), bias=values, allowed=allowed)
     (dense, d_dense), (tiles, d_tiles) = learned(whole, mask), learned(tiled, mask)
     np.testing.assert_allclose(dense, want, atol=1e-5)
     np.testing.assert_allclose(tiles, want, atol=1e-5)
-    assert jnp.abs(d_dense).max() > 0.1
+    assert np.abs(np.asarray(d_dense)).max() > 0.1
     np.testing.assert_allclose(d_tiles, d_dense, atol=1e-5)
 
 
 def test_numpy_arrays_are_looked_up_by_traced_positions():
-    arrays = {"mask": SameGroup(np.arange(TOKENS) % 3), "bias": Rows(np.asarray(rows()))}
-    want = whole(Rows(rows()), SameGroup(jnp.arange(TOKENS) % 3))
+    arrays = {"mask": SameGroup(np.arange(TOKENS) % 3), "bias": Rows(rows())}
+    want = jax.jit(whole)(Rows(rows()), SameGroup(np.arange(TOKENS) % 3))
     np.testing.assert_allclose(jax.jit(lambda: whole(**arrays))(), want, atol=1e-6)
 
 
@@ -121,20 +128,20 @@ def test_rows_and_heads_over_explicit_axes():
     def loss(rows, *projected):
         return jnp.sin(pj.attention(*projected, bias=Rows(rows), **slots)).sum()
 
-    want = jax.grad(loss)(rows(), *qkv())
+    want = jax.jit(jax.grad(loss))(rows(), *qkv())
     with jax.set_mesh(mesh):
-        got = jax.jit(jax.grad(loss))(jnp.asarray(rows()), *jax.device_put(tuple(qkv()), lies))
+        got = jax.jit(jax.grad(loss))(rows(), *jax.device_put(tuple(qkv()), lies))
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_heads_by_default_are_those_of_the_values():
-    at = jnp.arange(5)
-    whole = Rows(rows())
+    at = np.arange(5)
+    whole = Rows(jnp.asarray(rows()))
     some = whole.heads(1, 3).heads(1, 2)
-    np.testing.assert_array_equal(some.values(at, at), whole.values(at, at)[2:4])
-    scores = jnp.ones((2, 2, 5, 5))
-    factor = Fading(rows())
-    want = factor.apply(jnp.ones((2, 4, 5, 5)), at, at)[:, 2:4]
+    np.testing.assert_array_equal(some.values(at, at), np.asarray(whole.values(at, at))[2:4])
+    scores = np.ones((2, 2, 5, 5), np.float32)
+    factor = Fading(jnp.asarray(rows()))
+    want = np.asarray(factor.apply(np.ones((2, 4, 5, 5), np.float32), at, at))[:, 2:4]
     np.testing.assert_array_equal(factor.heads(2, 2).apply(scores, at, at), want)
     assert isinstance(some, OfHeads)
     chex.assert_shape(pj.bias.ALiBi().bind(num_heads=4).heads(1, 2).slopes, (2,))
@@ -152,11 +159,11 @@ def test_a_bias_without_an_axis_of_heads_serves_any_number():
     q, k, v = qkv()
     got = pj.attention(q, k, v, bias=Alike(jnp.float32(0.5)))
     slopes = pj.bias.LinearBias(jnp.full(HEADS, 0.5), symmetric=True)
-    np.testing.assert_allclose(got, pj.attention(q, k, v, bias=slopes), atol=1e-6)
+    np.testing.assert_allclose(got, attend(q, k, v, bias=slopes), atol=1e-6)
     # Positions that differ between rows bring an axis of rows before that of heads.
-    apart = jnp.arange(TOKENS) + jnp.array([[0], [7]])
+    apart = np.arange(TOKENS) + np.array([[0], [7]])
     where = {"q_positions": apart, "kv_positions": apart}
-    np.testing.assert_allclose(pj.attention(q, k, v, bias=Alike(jnp.float32(0.5)), **where), got, atol=1e-6)
+    np.testing.assert_allclose(attend(q, k, v, bias=Alike(jnp.float32(0.5)), **where), got, atol=1e-6)
 
 
 def of_values(function):
@@ -246,8 +253,8 @@ def test_what_is_wrong_is_said_before_anything_is_computed(name):
 def test_values_that_know_no_rows_are_refused_where_positions_have_them():
     bias = of_values(lambda a, i, j: jnp.ones((HEADS, 1, 1)) * (i[:, None] - j))
     q, k, v = qkv()
-    chex.assert_shape(pj.attention(q, k, v, bias=bias), q.shape)
-    where = jnp.arange(TOKENS) + jnp.array([[0], [7]])
+    chex.assert_shape(jax.eval_shape(partial(pj.attention, bias=bias), q, k, v), q.shape)
+    where = np.arange(TOKENS) + np.array([[0], [7]])
     with pytest.raises(ValueError, match=r"Mine.values fails on arrays of shape \(2, 1, 2\), \(2, 1, 3\)"):
         pj.attention(q, k, v, bias=bias, q_positions=where, kv_positions=where)
 
@@ -351,11 +358,11 @@ class Steeper(pj.bias.LinearBias):
 
 
 def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
-    slopes, at = jnp.arange(1.0, HEADS + 1), jnp.arange(5)
+    slopes, at = np.arange(1, HEADS + 1, dtype=np.float32), np.arange(5)
     forms = [entry.bias_form(operands(bias=kind(slopes))) for kind in (pj.bias.LinearBias, Squared, Doubled)]
     assert forms == ["linear", "other", "other"]
     some = Squared(slopes).heads(1, 2)
-    np.testing.assert_array_equal(some.values(at, at), Squared(slopes).values(at, at)[1:3])
+    np.testing.assert_array_equal(some.values(at, at), np.asarray(Squared(slopes).values(at, at))[1:3])
 
 
 @pytest.mark.parametrize(
