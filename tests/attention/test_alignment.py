@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +20,7 @@ IDS = np.repeat([[0, 1], [2, -1]], 6, axis=1).astype(np.int32)
 
 def qkv(queries):
     """Queries, the last of those of a whole row, and its keys and values."""
-    q, k, v = jax.random.normal(jax.random.key(0), (3, ROWS, KEYS, HEADS, SIZE))
+    q, k, v = np.random.default_rng(1).normal(size=(3, ROWS, KEYS, HEADS, SIZE)).astype(np.float32)
     return q[:, KEYS - queries :], k, v
 
 
@@ -40,14 +39,14 @@ READING = {
 }
 BLIND = {
     "nothing": lambda queries: {},
-    "an array bias": lambda queries: {"bias": jnp.asarray(SHOWN[..., :queries, :], jnp.float32)},
+    "an array bias": lambda queries: {"bias": SHOWN[..., :queries, :].astype(np.float32)},
     "an array mask": lambda queries: {"mask": SHOWN[..., :queries, :]},
     "arrays composed": lambda queries: {"mask": ~(SHOWN[..., :queries, :] & Segments(IDS[:, -queries:], IDS))},
     "segments": lambda queries: {"mask": Segments(IDS[:, -queries:], IDS)},
     "scale and soft cap": lambda queries: {
-        "scale": jnp.full((queries, 1), 0.3),
+        "scale": np.full((queries, 1), 0.3, np.float32),
         "softcap": 2.0,
-        "sinks": jnp.ones(HEADS),
+        "sinks": np.ones(HEADS, np.float32),
     },
 }
 
@@ -59,20 +58,34 @@ def refused(queries):
     )
 
 
-@pytest.mark.parametrize("queries", [1, 5])
+def assert_last(attend, *leaving):
+    """``attend(q, k, v, **where)`` of the last queries, with their positions, is the end of a whole row."""
+
+    @jax.jit
+    def run(q, k, v):
+        last = {n: attend(q[:, KEYS - n :], k, v, q_positions=Range(KEYS - n, n)) for n in leaving}
+        return attend(q, k, v), last
+
+    whole, last = jax.device_get(run(*qkv(KEYS)))
+    for queries, found in last.items():
+        np.testing.assert_allclose(found, whole[:, -queries:], atol=1e-5)
+
+
 @pytest.mark.parametrize("name", READING)
-def test_attention_asks_where_the_queries_stand(name, queries):
+def test_attention_asks_where_the_queries_stand(name):
     """With the positions that the message shows, they are the last of a whole row."""
-    q, k, v = qkv(queries)
-    options = READING[name](q, k)
-    with refused(queries):
-        pj.attention(q, k, v, **options)
-    with refused(queries):
-        pj.attention(q, k, v, **options, kv_positions=Range(0, KEYS))
-    q_all = qkv(KEYS)[0]
-    whole = pj.attention(q_all, k, v, **READING[name](q_all, k), implementation="dense")
-    last = pj.attention(q, k, v, **options, q_positions=Range(KEYS - queries, queries), implementation="dense")
-    np.testing.assert_allclose(last, whole[:, -queries:], atol=1e-5)
+
+    def attend(q, k, v, **where):
+        return pj.attention(q, k, v, **READING[name](q, k), **where, implementation="dense")
+
+    for queries in (1, 5):
+        q, k, v = qkv(queries)
+        options = READING[name](q, k)
+        with refused(queries):
+            pj.attention(q, k, v, **options)
+        with refused(queries):
+            pj.attention(q, k, v, **options, kv_positions=Range(0, KEYS))
+    assert_last(attend, 1, 5)
 
 
 def test_more_queries_than_keys_are_asked_too():
@@ -86,9 +99,9 @@ def test_more_queries_than_keys_are_asked_too():
 def test_cross_attention_without_positions_needs_none(name, queries):
     """Whatever positions are given change nothing."""
     q, k, v = qkv(queries)
-    attend = partial(pj.attention, q, k, v, **BLIND[name](queries), implementation="dense")
-    moved = attend(q_positions=Range(7, queries), kv_positions=jnp.arange(KEYS)[::-1])
-    np.testing.assert_array_equal(attend(), moved)
+    attend = jax.jit(partial(pj.attention, **BLIND[name](queries), implementation="dense"))
+    moved = attend(q, k, v, q_positions=Range(7, queries), kv_positions=np.arange(KEYS)[::-1])
+    np.testing.assert_array_equal(attend(q, k, v), moved)
 
 
 def test_as_many_queries_as_keys_stand_where_they_do():
@@ -115,20 +128,19 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_schemes_ask_where_the_queries_stand(name, queries):
-    scheme, (q, k, v) = SCHEMES[name], qkv(queries)
+def test_schemes_ask_where_the_queries_stand(name):
+    scheme = SCHEMES[name]
     params = scheme.init(jax.random.key(1), HEADS, SIZE) | scheme.init_shared(jax.random.key(2), HEADS, SIZE)
-    attend = jax.jit(partial(scheme.attend, params=params, implementation="dense"), static_argnames="q_positions")
-    with refused(queries):
-        attend(q, k, v)
-    if name not in ("CoPE", "decay"):
+    attend = partial(scheme.attend, params=params, implementation="dense")
+    for queries in (1, 5):
+        q, k, v = qkv(queries)
         with refused(queries):
-            scheme.attend(q, k, v, params=params, causal=False)
-    whole = attend(qkv(KEYS)[0], k, v)
-    last = attend(q, k, v, q_positions=Range(KEYS - queries, queries))
-    np.testing.assert_allclose(last, whole[:, -queries:], atol=1e-5)
+            jax.jit(attend)(q, k, v)
+        if name not in ("CoPE", "decay"):
+            with refused(queries):
+                scheme.attend(q, k, v, params=params, causal=False)
+    assert_last(attend, 1, 5)
 
 
 @pytest.mark.parametrize("options", [{}, {"mask": SHOWN[..., :3, :]}, {"mask": Segments(IDS[:, -3:], IDS)}])
@@ -152,10 +164,10 @@ def test_coca_asks_for_bias_and_mask_alone():
     t = k[..., : SIZE // 2]
     there = pj.rotary.frequencies(SIZE)
     tables = {"table": pj.rotary_table(Range(KEYS - 1, 1), there), "kv_table": pj.rotary_table(Range(0, KEYS), there)}
-    last = coca_attention(q, t, v, **tables)
+    last = jax.jit(coca_attention)(q, t, v, **tables)
     with refused(1):
         coca_attention(q, t, v, **tables, mask=Causal())
     with refused(1):
         coca_attention(q, t, v, **tables, bias=pj.bias.ALiBi(symmetric=True))
-    placed = coca_attention(q, t, v, **tables, mask=Causal(), q_positions=Range(KEYS - 1, 1))
+    placed = jax.jit(coca_attention)(q, t, v, **tables, mask=Causal(), q_positions=Range(KEYS - 1, 1))
     np.testing.assert_allclose(placed, last, atol=1e-6)
