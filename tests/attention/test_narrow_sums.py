@@ -1,5 +1,7 @@
 """What attention takes beside the tokens may be narrow; its gradient, a sum over queries and rows, is in float32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +16,11 @@ ROWS = 512
 
 def total(which, value, wide=False):
     """A number that every one of so many equal queries adds the same part to."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jnp.broadcast_to(jax.random.normal(keys[0], (1, 1, HEADS, 8)), (1, QUERIES, HEADS, 8))
-    k, v = (jax.random.normal(key, (1, KEYS, HEADS, 8)) for key in keys[1:])
-    q, k, v = ((x.astype(jnp.bfloat16)).astype(jnp.float32 if wide else jnp.bfloat16) for x in (q, k, v))
-    where = {"q_positions": jnp.full(QUERIES, KEYS, jnp.int32), "kv_positions": jnp.arange(KEYS)}
+    draw = np.random.default_rng(0)
+    q = np.broadcast_to(draw.normal(size=(1, 1, HEADS, 8)), (1, QUERIES, HEADS, 8))
+    k, v = draw.normal(size=(2, 1, KEYS, HEADS, 8))
+    q, k, v = (x.astype(jnp.bfloat16).astype(np.float32 if wide else jnp.bfloat16) for x in (q, k, v))
+    where = {"q_positions": np.full(QUERIES, KEYS, np.int32), "kv_positions": np.arange(KEYS)}
     bound = {"bias": lambda table: bias.T5(4, 3).bind({"table": table}, num_heads=HEADS)}.get(which, lambda x: x)
     out = pj.attention(q, k, v, **where, **{which: bound(value)}, implementation="dense")
     return jnp.sum(out.astype(jnp.float32))
@@ -28,9 +30,9 @@ def total(which, value, wide=False):
     ("which", "shape"), [("bias", (4, HEADS)), ("scale", (HEADS,)), ("scale", ()), ("sinks", (HEADS,))]
 )
 def test_the_gradient_of_a_narrow_argument_counts_every_query(which, shape):
-    value = jnp.asarray(np.random.default_rng(0).uniform(0.2, 0.4, shape), jnp.bfloat16)
-    found = jax.grad(lambda value: total(which, value))(value)
-    wanted = jax.grad(lambda value: total(which, value, wide=True))(value.astype(jnp.float32))
+    value = np.asarray(np.random.default_rng(0).uniform(0.2, 0.4, shape)).astype(jnp.bfloat16)
+    found = jax.jit(jax.grad(partial(total, which)))(value)
+    wanted = np.asarray(jax.jit(jax.grad(partial(total, which, wide=True)))(value.astype(np.float32)))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
 
@@ -38,9 +40,9 @@ def test_the_gradient_of_a_narrow_argument_counts_every_query(which, shape):
 @pytest.mark.parametrize("spec", [bias.T5(4, 3), bias.FIRE(width=4)], ids=["t5", "fire"])
 def test_rows_taken_one_after_the_other_are_all_counted(spec):
     """With positions of their own rows are summed in a loop: equal ones, of which bfloat16 would count 256."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v = (jnp.tile(jax.random.normal(key, (1, KEYS, HEADS, 8)), (ROWS, 1, 1, 1)) for key in keys[:3])
-    positions = jnp.tile(jnp.arange(KEYS), (ROWS, 1))
+    draw = np.random.default_rng(0)
+    q, k, v = (np.tile(draw.normal(size=(1, KEYS, HEADS, 8)).astype(np.float32), (ROWS, 1, 1, 1)) for _ in range(3))
+    positions = np.tile(np.arange(KEYS), (ROWS, 1))
 
     @jax.jit
     @jax.grad
@@ -49,8 +51,9 @@ def test_rows_taken_one_after_the_other_are_all_counted(spec):
         out = pj.attention(q, k, v, bias=spec.bind(params, num_heads=HEADS), **where)
         return jnp.sum(out * weights[:, None, None, None])
 
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), spec.init(keys[3], HEADS))
-    one, every = gradient(params, jnp.arange(ROWS) < 1), gradient(params, jnp.ones(ROWS, bool))
+    start = jax.device_get(jax.jit(spec.init, static_argnums=1)(jax.random.key(0), HEADS))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start)
+    one, every = gradient(params, np.arange(ROWS) < 1), gradient(params, np.ones(ROWS, bool))
     for part, whole in zip(jax.tree.leaves(one), jax.tree.leaves(every), strict=True):
         wanted = np.asarray(part, np.float32) * ROWS
         np.testing.assert_allclose(np.asarray(whole, np.float32), wanted, rtol=0.01, atol=0.01 * np.abs(wanted).max())
