@@ -1,5 +1,6 @@
 """Decoders of two layers of 32 for the tests: shapes, parameters, rows of documents, one compilation for each."""
 
+import dataclasses
 import functools
 
 import chex
@@ -54,17 +55,43 @@ OPTIONS = {
     "linear-taylor": {"order": 2},
     "linear-limit": {"order": 2},
 }
-# Their programs are those of other presets with another rule, mask, feature map or order of the layers.
-VARIANTS = """
-p-rope axial mrope kerple-power sandwich coca-relative inverse-leaky window softmax-plus-one log-n drope learned-cosine
-qwen3 equal-mean pose hwfa2 gemma3 smollm3 rnope-swa linear-exp linear-limit linear-cosine
-"""
-EVERY = [pytest.param(name, marks=pytest.mark.wide) if name in VARIANTS.split() else name for name in NAMES]
-"""Every preset, for tests that compile a program for each: the variants belong to the wide grid."""
+# A decoder of its own for every preset costs a second of compilation each. By default they share decoders in which
+# every layer has another preset, so that each is still run and trained: what one layer does wrong, the decoder does
+# wrong. The wide grid has a decoder for each.
+COMPANIES = {
+    "rotations": "nope rope p-rope hope xpos vo-rope axial mixed mrope rope-tie clex pope randomised equal-mean pose",
+    "biases": "alibi t5 kerple-log kerple-power sandwich fox cope scale-invariant",
+    "keys cached raw or half": "coca-strict coca-tied coca-relative rerope leaky-rerope inverse-leaky",
+    "logits and masks": "window learned-sinks softmax-plus-one log-n ssmax drope key-norm cosine learned-cosine qwen3",
+    "layers that differ": "hwfa2 gemma3 smollm3 gpt-oss rnope-swa",
+    "linear": "linear-elu linear-exp linear-taylor linear-limit linear-cosine",
+    "not shift-invariant": "coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk performer",
+}
+# What a company cannot have: embeddings of positions, and patterns of layers. And RoPE, for a scan over equal layers.
+ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
+EVERY = [*ALONE, *COMPANIES, *(pytest.param(name, marks=pytest.mark.wide) for name in NAMES if name not in ALONE)]
+"""Every preset, for tests that compile a program for each: alone or in company, and in the wide grid alone."""
 
 
 def preset(name):
     return pj.scheme(name, **OPTIONS.get(name, {}))
+
+
+def scheme_of(name):
+    """A preset, or the layers of a company: of every preset each scheme once.
+
+    How a preset draws positions in training is left out: layers must agree on that, and decoders do not read it.
+    """
+    if name not in COMPANIES:
+        return preset(name)
+    members = [preset(member) for member in COMPANIES[name].split()]
+    schemes = [scheme for each in members for scheme in getattr(each, "schemes", (each,))]
+    return pj.Layers(((tuple(dict.fromkeys(dataclasses.replace(scheme, positions=None) for scheme in schemes)), 1),))
+
+
+def config_of(name):
+    """The decoder of a preset, or of a company. Layers that occur once need no scan."""
+    return config(scheme_of(name), scan_layers=name not in COMPANIES)
 
 
 def config(scheme, **options):

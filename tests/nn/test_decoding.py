@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import EVERY, LENGTH, VOCAB, config, documents, made, preset, separate
+from decoders import EVERY, LENGTH, VOCAB, config, config_of, documents, made, preset, separate
 from flax import nnx
 
 import posjax as pj
@@ -74,14 +74,19 @@ def assert_is_full_forward(found, settings, length=LENGTH):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_decoding_is_the_full_forward_pass(name):
-    settings = config(preset(name))
+    settings = config_of(name)
     found = decoded(settings)
     assert_is_full_forward(found, settings)
 
 
-@pytest.mark.parametrize("mask", [masks.Sinks(2), masks.GlobalFirst(3), masks.Window(1)], ids=str)
-def test_masks_that_retain_next_to_nothing_decode_one_token_at_a_time(mask):
-    settings = config(pj.scheme("rope", mask=mask))
+NARROW = (masks.Sinks(2), masks.GlobalFirst(3), masks.Window(1))
+
+
+@pytest.mark.parametrize(
+    "found", [NARROW, *(pytest.param((mask,), marks=pytest.mark.wide) for mask in NARROW)], ids=str
+)
+def test_masks_that_retain_next_to_nothing_decode_one_token_at_a_time(found):
+    settings = config(pj.Layers(((tuple(pj.scheme("rope", mask=mask) for mask in found), 1),)))
     graph, state = made(settings)
     model, tokens, found = nnx.merge(graph, state), separate()[0], []
     cache = model.init_cache(3, LENGTH)
@@ -105,7 +110,13 @@ LENGTH_READERS = {
 }
 
 
-@pytest.mark.parametrize("name", LENGTH_READERS)
+# Dynamic YaRN and dynamic linear scaling say the length to the same place as dynamic NTK.
+ALIKE = ("dynamic yarn", "dynamic linear")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.wide) if name in ALIKE else name for name in LENGTH_READERS]
+)
 def test_a_length_that_is_frozen_is_the_full_forward_pass_and_one_that_grows_is_not(name):
     settings = config(LENGTH_READERS[name])
     frozen = decoded(settings)
@@ -152,8 +163,13 @@ def test_a_cache_may_be_longer_than_its_rows():
     graph, state = made(settings)
     tokens = separate()[0]
     model = nnx.merge(graph, state)
-    whole, _ = model.decode(tokens, model.init_cache(3, 40, chunk=LENGTH), length=LENGTH)
-    np.testing.assert_allclose(whole, nnx.merge(graph, state)(tokens), atol=1e-4)
+
+    @jax.jit
+    def run():
+        whole, _ = model.decode(tokens, model.init_cache(3, 40, chunk=LENGTH), length=LENGTH)
+        return whole, model(tokens)
+
+    np.testing.assert_allclose(*run(), atol=1e-4)
 
 
 def test_rows_beyond_the_capacity_are_nan_and_others_are_not():
@@ -174,13 +190,18 @@ def test_positions_and_coordinates_of_new_tokens():
     model = nnx.merge(*made(settings))
     tokens = separate()[0]
     where = jnp.asarray(np.random.default_rng(0).integers(0, 9, (3, LENGTH, 3)), jnp.int32)
-    full = model(tokens, coordinates=where)
-    assert np.abs(full - model(tokens)).max() > 1e-3
-    cache, found = model.init_cache(3, LENGTH, chunk=8), []
-    for part in (slice(0, 8), slice(8, 16)):
-        logits, cache = model.decode(tokens[:, part], cache, length=LENGTH, coordinates=where[:, part])
-        found.append(logits)
-    np.testing.assert_allclose(np.concatenate(found, 1), full, atol=1e-4)
+
+    @jax.jit
+    def run():
+        cache, found = model.init_cache(3, LENGTH, chunk=8), []
+        for part in (slice(0, 8), slice(8, 16)):
+            logits, cache = model.decode(tokens[:, part], cache, length=LENGTH, coordinates=where[:, part])
+            found.append(logits)
+        return model(tokens, coordinates=where), model(tokens), jnp.concatenate(found, 1)
+
+    full, plain, found = run()
+    assert np.abs(full - plain).max() > 1e-3
+    np.testing.assert_allclose(found, full, atol=1e-4)
 
 
 def test_what_is_refused():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import EVERY, NAMES, VOCAB, config, made, preset
+from decoders import EVERY, NAMES, VOCAB, config, made, preset, scheme_of
 from flax import nnx
 
 import posjax as pj
@@ -91,7 +91,7 @@ def test_gradients_of_narrow_parameters_count_every_row_in_every_preset(name, im
 @pytest.mark.parametrize("name", EVERY)
 def test_no_preset_sums_in_bfloat16(name):
     """The program itself, for CPUs may sum wider than they are told."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(small(preset(name)), rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(small(scheme_of(name)), rngs=nnx.Rngs(0))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state)
     program = jax.make_jaxpr(gradients_of(graph))(shapes, np.ones(ROWS, np.float32))
     sums = [equation.outvars[0].aval for equation in equations(program.jaxpr) if equation.primitive.name in SUMS]
