@@ -59,18 +59,27 @@ OPTIONS = {
 # every layer has another preset, so that each is still run and trained: what one layer does wrong, the decoder does
 # wrong. The wide grid has a decoder for each.
 COMPANIES = {
-    "rotations": "nope rope p-rope hope xpos vo-rope axial mixed mrope rope-tie clex pope randomised equal-mean pose",
-    "biases": "alibi t5 kerple-log kerple-power sandwich fox cope scale-invariant",
-    "keys cached raw or half": "coca-strict coca-tied coca-relative rerope leaky-rerope inverse-leaky",
-    "logits and masks": "window learned-sinks softmax-plus-one log-n ssmax drope key-norm cosine learned-cosine qwen3",
-    "layers that differ": "hwfa2 gemma3 smollm3 gpt-oss rnope-swa",
-    "linear": "linear-elu linear-exp linear-taylor linear-limit linear-cosine",
+    "rotations": "nope rope hope xpos vo-rope mixed rope-tie clex pope randomised",
+    "biases": "alibi t5 kerple-log fox cope scale-invariant",
+    "raw and half-width keys": "coca-strict coca-tied rerope leaky-rerope",
+    "logits": "learned-sinks ssmax key-norm cosine gpt-oss",
+    "linear": "linear-elu linear-taylor",
     "not shift-invariant": "coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk performer",
 }
+# Their programs are those of other presets with another rule, mask, feature map or order of the layers.
+VARIANTS = {
+    "variants of a layer": "p-rope axial mrope kerple-power sandwich coca-relative inverse-leaky window "
+    "softmax-plus-one log-n drope learned-cosine qwen3 equal-mean pose",
+    "variants of layers": "hwfa2 gemma3 smollm3 rnope-swa linear-exp linear-limit linear-cosine",
+}
+COMPANIES |= VARIANTS
 # What a company cannot have: embeddings of positions, and patterns of layers. And RoPE, for a scan over equal layers.
 ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
-EVERY = [*ALONE, *COMPANIES, *(pytest.param(name, marks=pytest.mark.wide) for name in NAMES if name not in ALONE)]
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in NAMES if name not in ALONE]
+EVERY = [*ALONE, *COMPANIES, *WIDE]
 """Every preset, for tests that compile a program for each: alone or in company, and in the wide grid alone."""
+COVERING = [name for name in (*ALONE, *COMPANIES) if name not in VARIANTS] + WIDE
+"""The same with the variants in the wide grid only, for what costs more."""
 
 
 def preset(name):

@@ -10,6 +10,7 @@ import pytest
 from decoders import (
     ALONE,
     COMPANIES,
+    COVERING,
     EVERY,
     LENGTH,
     NAMES,
@@ -52,10 +53,6 @@ NOT_SHIFT_INVARIANT = {
     "llama4",
     "performer",
 }
-
-
-def wide(name):
-    return pytest.param(name, marks=pytest.mark.wide)
 
 
 @pytest.fixture(scope="module", params=EVERY)
@@ -138,11 +135,7 @@ def test_no_token_looks_ahead(settings):
     assert (np.abs(after[2, 9:end] - logits[2, 9:end]).max(-1) > 1e-5).all()
 
 
-# Rotations are over before the keys come in blocks, linear attention has no blocks, and the masks of layers that differ
-# are those of other presets.
-@pytest.mark.parametrize(
-    "name", [wide(name) if name in ("rotations", "linear", "layers that differ") else name for name in EVERY]
-)
+@pytest.mark.parametrize("name", COVERING)
 def test_blockwise_and_default_arguments_equal_dense_and_explicit_ones(name):
     settings = config_of(name)
     graph, _ = made(dataclasses.replace(settings, implementation="blockwise"))
