@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import EVERY, LENGTH, VOCAB, config, config_of, documents, made, preset, separate
+from decoders import COVERING, LENGTH, VOCAB, config, config_of, documents, made, preset, separate
 from flax import nnx
 
 import posjax as pj
@@ -72,7 +72,7 @@ def assert_is_full_forward(found, settings, length=LENGTH):
         np.testing.assert_allclose(logits, full[row, : len(logits)], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", COVERING)
 def test_decoding_is_the_full_forward_pass(name):
     settings = config_of(name)
     found = decoded(settings)
