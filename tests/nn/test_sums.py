@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import EVERY, NAMES, VOCAB, config, made, preset, scheme_of
+from decoders import COVERING, NAMES, VOCAB, config, made, preset, scheme_of
 from flax import nnx
 
 import posjax as pj
@@ -88,7 +88,7 @@ def test_gradients_of_narrow_parameters_count_every_row_in_every_preset(name, im
     assert_sums_count_every_row(preset(name), implementation)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", COVERING)
 def test_no_preset_sums_in_bfloat16(name):
     """The program itself, for CPUs may sum wider than they are told."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(small(scheme_of(name)), rngs=nnx.Rngs(0))))
