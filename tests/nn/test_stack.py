@@ -24,7 +24,14 @@ PATTERNS = pj.Layers((((dataclasses.replace(T5, mask=masks.Window(3)),), 2), ((T
 
 @pytest.mark.parametrize(
     ("scan", "remat"),
-    [(False, "none"), (True, "full"), (False, "dots"), (True, "attention"), (True, "offload")],
+    # Offloading in a scan, and recomputing everything without one, are measured in test_specs.py.
+    [
+        (True, "full"),
+        (False, "dots"),
+        (True, "attention"),
+        pytest.param(False, "none", marks=pytest.mark.wide),
+        pytest.param(True, "offload", marks=pytest.mark.wide),
+    ],
     ids=str,
 )
 def test_scan_and_remat_change_nothing(scan, remat):
