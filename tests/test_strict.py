@@ -193,14 +193,32 @@ def test_every_preset_promotes_nothing(name):
             jax.eval_shape(lambda s=scheme: check_scheme(s, "dense", jnp.bfloat16, AT))
 
 
-@pytest.mark.parametrize("name", [n if n in IN_EVERY_WAY else pytest.param(n, marks=pytest.mark.wide) for n in NAMES])
-def test_every_preset_in_every_way(name):
+WAYS = [
+    (flags, dtype, backend)
+    for flags in (("ranks",), ("dtypes",), ("ranks", "dtypes"), ("ranks", "dtypes", "x64"))
+    for dtype in (*DTYPES, *([jnp.float64] if "x64" in flags else []))
+    for backend in BACKENDS
+]
+
+
+def check_in(ways, name):
     for scheme in schemes_of(name):
-        for flags in (("ranks",), ("dtypes",), ("ranks", "dtypes"), ("ranks", "dtypes", "x64")):
-            for dtype in (*DTYPES, *([jnp.float64] if "x64" in flags else [])):
-                for backend in BACKENDS:
-                    with strict(*flags):
-                        jax.eval_shape(lambda s=scheme, b=backend, d=dtype: check_scheme(s, b, d, Range(0, LENGTH)))
+        for flags, dtype, backend in ways:
+            with strict(*flags):
+                jax.eval_shape(lambda s=scheme, b=backend, d=dtype: check_scheme(s, b, d, Range(0, LENGTH)))
+
+
+@pytest.mark.parametrize("name", IN_EVERY_WAY)
+def test_presets_in_a_covering_of_ways(name):
+    """Every flag with every dtype and backend, and each alone where dtypes meet: at bfloat16 and blockwise."""
+    alone = [(flags, jnp.bfloat16, "blockwise") for flags in (("ranks",), ("dtypes",))]
+    check_in(alone + [way for way in WAYS if "x64" in way[0]], name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_in_every_way(name):
+    check_in(WAYS, name)
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -234,8 +252,18 @@ def test_tables_and_whole_biases_promote_nothing():
             assert pj.alibi_bias(HEADS, positions, Range(0, LENGTH), symmetric=True).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["packed", "rows that see nothing", "fox"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("rows that see nothing", "dense"),
+        ("rows that see nothing", "blockwise"),
+        ("fox", "blockwise"),
+        pytest.param("fox", "dense", marks=pytest.mark.wide),
+        # Its rows of padding see nothing either.
+        pytest.param("packed", "dense", marks=pytest.mark.wide),
+        pytest.param("packed", "blockwise", marks=pytest.mark.wide),
+    ],
+)
 def test_nothing_is_nan_on_its_way(name, backend):
     """Operation by operation: a NaN that is masked later would be found too."""
     function, *arguments = attended(name, backend, jnp.float32)
