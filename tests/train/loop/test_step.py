@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import chex
 import jax
@@ -29,9 +30,45 @@ def small(**model):
     return parse({**SMALL, "model": {**SMALL["model"], **model}})
 
 
+def changed(model=None, **train):
+    return parse({**SMALL, "model": {**SMALL["model"], **(model or {})}, "train": {**SMALL["train"], **train}})
+
+
+def build(config, devices):
+    """The program of a config over so many devices, and their mesh."""
+    mesh = make_mesh(parse({"train": {"mesh": {"data": devices}}}).train.mesh, config.train.rows)
+    return build_program(config, mesh), mesh
+
+
+def build_over_its_mesh(config):
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate)
+    return build_program(config, mesh), mesh
+
+
 def placed(mesh, batch):
     """A whole batch over the mesh."""
     return global_batch(mesh, batch, len(batch.tokens), slice(0, len(batch.tokens)))
+
+
+def begin(program, parameters):
+    """The first state of a program, with these parameters; to draw them again takes as long as an update to compile.
+
+    They are copied: an update takes the memory that it is given.
+    """
+    shapes = program.abstract.parameters
+    return program.begin(jax.tree.map(lambda x, leaf: jax.device_put(x.copy(), leaf.sharding), parameters, shapes))
+
+
+def run(program, mesh, batch, state, steps=3):
+    """The last state and all losses."""
+    losses = []
+    with jax.set_mesh(mesh):
+        for _ in range(steps):
+            before = jax.tree.leaves(state.parameters)
+            state, metrics = program.update(state, placed(mesh, batch))
+            assert all(leaf.is_deleted() for leaf in before), "the update takes the buffers it is given"
+            losses.append(float(metrics.loss))
+    return state, losses
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +77,50 @@ def batch() -> Batch:
     return rows.batch(np.arange(8))
 
 
+@pytest.fixture(scope="module")
+def one_device():
+    return build(small(), 1)
+
+
+@pytest.fixture(scope="module")
+def first(one_device):
+    """The parameters that most tests begin with."""
+    return jax.tree.map(np.array, one_device[0].initialize().parameters)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(one_device, first, batch):
+    program, mesh = one_device
+    state, losses = run(program, mesh, batch, begin(program, first))
+    return jax.tree.map(np.asarray, state.parameters), losses
+
+
 def test_masked_tokens_are_bytes_of_documents_only():
-    tokens = jnp.tile(jnp.array([256, 65, 66, EOS, PADDING], jnp.int32), (200, 20))
-    segments = jnp.where(tokens == PADDING, -1, 0)
-    masked, labels = mask_tokens(jax.random.key(0), tokens, segments, 0.25, load_tokenizer(DataConfig()))
-    chosen = np.asarray(labels >= 0)
-    assert 0.22 < chosen[np.asarray(tokens < 256)].mean() < 0.28
-    assert not chosen[np.asarray(tokens >= 256)].any()
-    np.testing.assert_array_equal(np.asarray(masked == MASK), chosen)
+    tokens = np.tile(np.array([256, 65, 66, EOS, PADDING], np.int32), (200, 20))
+    segments = np.where(tokens == PADDING, -1, 0)
+    mask = jax.jit(partial(mask_tokens, rate=0.25, tokenizer=load_tokenizer(DataConfig())))
+    masked, labels = map(np.asarray, mask(jax.random.key(0), tokens, segments))
+    chosen = labels >= 0
+    assert 0.22 < chosen[tokens < 256].mean() < 0.28
+    assert not chosen[tokens >= 256].any()
+    np.testing.assert_array_equal(masked == MASK, chosen)
     np.testing.assert_array_equal(np.where(chosen, labels, masked), tokens)
 
 
 def test_positions_are_counted_or_drawn_as_the_scheme_says(batch):
-    keys = jax.random.split(jax.random.key(0))
+    keys = [jax.random.key(seed) for seed in (0, 1)]
     counted = draw_positions(small(), keys[0], batch, Layout())
     assert list(counted) == ["positions"]
     np.testing.assert_array_equal(counted["positions"], batch.positions)
     randomised = parse({**SMALL, "scheme": {"name": "randomised", "max_length": 64}})
-    first, second = (np.asarray(draw_positions(randomised, key, batch, Layout())["positions"]) for key in keys)
+    draw = jax.jit(lambda key: draw_positions(randomised, key, batch, Layout())["positions"])
+    first, second = (np.asarray(draw(key)) for key in keys)
     chex.assert_shape([first, second], batch.tokens.shape)
     assert (first != second).any()
     assert (np.diff(first) > 0).all()
     assert first.max() < 64
-    drawn = draw_positions(parse({**SMALL, "scheme": "equal-mean"}), keys[0], batch, Layout())
+    equal_mean = parse({**SMALL, "scheme": "equal-mean"})
+    drawn = jax.eval_shape(lambda key: draw_positions(equal_mean, key, batch, Layout()), keys[0])
     chex.assert_shape(drawn["coordinates"], (*batch.tokens.shape, 1))
     clex = {"name": "clex", "original_length": 8, "max_factor": 4, "steps": 5}
     assert int(draw_positions(parse({**SMALL, "scheme": clex}), keys[0], batch, Layout())["length"]) in (8, 16, 24, 32)
@@ -71,8 +129,7 @@ def test_positions_are_counted_or_drawn_as_the_scheme_says(batch):
 def test_random_features_are_redrawn_every_so_many_steps(batch):
     train = {**SMALL["train"], "redraw_every": 2}
     config = parse({**SMALL, "train": train, "scheme": {"name": "performer", "num_features": 8}})
-    mesh = make_mesh(config.train.mesh, config.train.rows)
-    program = build_program(config, mesh)
+    program, mesh = build(config, 1)
     with jax.set_mesh(mesh):
         state, found = program.initialize(), []
         for _ in range(4):
@@ -99,52 +156,33 @@ def test_only_matrices_decay_and_gradients_are_clipped():
     shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": (), "bias": (3, 2, 4), "experts": (3, 2, 4)}
     axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "table": (None, None), "scalar": ()}
     axes |= {"bias": ("layers", "heads", "head_dim"), "experts": ("layers", "experts", "embed")}
-    parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    parameters = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     config = TrainConfig(learning_rate=0.5, warmup_steps=0, weight_decay=0.1, clip_norm=1.0)
     optimizer = make_optimizer(config, axes)
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
-    updates, _ = optimizer.update(zeros, optimizer.init(parameters), parameters)
+    first = jax.jit(lambda gradients: optimizer.update(gradients, optimizer.init(parameters), parameters))
+    updates, _ = first(jax.tree.map(np.zeros_like, parameters))
     decayed = {name: -0.05 if name == "w" else 0.0 for name in shapes}
-    chex.assert_trees_all_close(updates, {name: jnp.full(shapes[name], decayed[name]) for name in shapes}, rtol=1e-4)
-    gradients = jax.tree.map(lambda x: 100 * jnp.ones_like(x), parameters)
-    _, state = optimizer.update(gradients, optimizer.init(parameters), parameters)
-    first_moment = optax.tree_utils.tree_get(state, "mu")
-    np.testing.assert_allclose(optax.tree.norm(first_moment), 0.1, rtol=1e-5)  # (1 - beta1) times a norm of 1
+    chex.assert_trees_all_close(updates, {name: np.full(shapes[name], decayed[name]) for name in shapes}, rtol=1e-4)
+    _, state = first(jax.tree.map(lambda x: 100 * x, parameters))
+    moments = jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))
+    np.testing.assert_allclose(
+        np.sqrt(sum(np.square(m).sum() for m in moments)), 0.1, rtol=1e-5
+    )  # (1 - beta1) times a norm of 1
 
 
-def build(config, devices):
-    mesh = make_mesh(parse({"train": {"mesh": {"data": devices}}}).train.mesh, config.train.rows)
-    return build_program(config, mesh), mesh
+def assert_same_training(found, wanted):
+    """Of what `run` gives: the same losses, and the same parameters after them."""
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5)
+    chex.assert_trees_all_close(found[0], wanted[0], atol=2e-4)
 
 
-def run(program, mesh, batch, steps=3):
-    """The last state and all losses."""
-    state, losses = program.initialize(), []
-    with jax.set_mesh(mesh):
-        for _ in range(steps):
-            before = jax.tree.leaves(state.parameters)
-            state, metrics = program.update(state, placed(mesh, batch))
-            assert all(leaf.is_deleted() for leaf in before), "the update takes the buffers it is given"
-            losses.append(float(metrics.loss))
-    return state, losses
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    return build(small(), 1)
-
-
-@pytest.fixture(scope="module")
-def on_one_device(one_device, batch):
-    return run(*one_device, batch)
-
-
-def test_eight_devices_give_the_loss_of_one(batch, on_one_device):
+def test_eight_devices_give_the_loss_of_one(batch, first, on_one_device):
     program, mesh = build(small(), 8)
-    state, losses = run(program, mesh, batch)
-    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+    begun = program.initialize()
+    chex.assert_trees_all_equal(begun, begin(program, first))
+    state, losses = run(program, mesh, batch, begun)
+    assert_same_training((state.parameters, losses), on_one_device)
     assert losses[-1] < losses[0]
-    chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract)
     assert all(leaf.sharding.num_devices == 8 for leaf in jax.tree.leaves(state))
 
@@ -156,53 +194,59 @@ def test_batches_are_split_over_the_data_axis(batch):
     assert all(array.addressable_shards[0].data.shape == (1, 8) for array in arrays)
 
 
-def test_padding_does_not_matter(batch, one_device, on_one_device):
+def test_padding_does_not_matter(batch, first, one_device, on_one_device):
     padding = batch.segment_ids < 0
     assert padding.any()
     other = batch._replace(tokens=np.where(padding, 7, batch.tokens))
-    assert run(*one_device, other)[1] == on_one_device[1]
+    assert run(*one_device, other, begin(one_device[0], first))[1] == on_one_device[1]
 
 
-def test_bfloat16_keeps_float32_parameters(batch, on_one_device):
-    state, losses = run(*build(small(compute_dtype="bfloat16"), 1), batch)
+def test_bfloat16_keeps_float32_parameters(batch, first, on_one_device):
+    program, mesh = build(small(compute_dtype="bfloat16"), 1)
+    state, losses = run(program, mesh, batch, begin(program, first))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.parameters)} == {jnp.dtype("float32")}
     np.testing.assert_allclose(losses, on_one_device[1], rtol=2e-2)
     assert losses != on_one_device[1]
 
 
-def test_remat_and_unrolled_layers_give_the_same_losses(batch, on_one_device):
-    losses = run(*build(small(remat="full", scan_layers=False), 1), batch)[1]
-    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+@pytest.mark.parametrize(
+    "train", [{"loss_chunks": 5}, *(pytest.param(train, marks=pytest.mark.wide) for train in ({}, {"accumulate": 4}))]
+)
+def test_remat_and_unrolled_layers_change_no_loss(batch, first, on_one_device, train):
+    """In one program with a loss in chunks; in the wide grid without, and with a batch in parts."""
+    program, mesh = build(changed({"remat": "full", "scan_layers": False}, **train), 1)
+    state, losses = run(program, mesh, batch, begin(program, first))
+    assert_same_training((state.parameters, losses), on_one_device)
 
 
-def test_masked_token_training_learns_and_draws_new_masks_at_each_step(batch):
-    losses = run(*build(small(causal=False), 1), batch, steps=20)[1]
+def test_masked_token_training_learns_and_draws_new_masks_at_each_step(batch, first):
+    program, mesh = build(small(causal=False), 1)
+    _, losses = run(program, mesh, batch, begin(program, first), steps=20)
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.3
     assert len(set(losses)) == 20
 
 
-def changed(model=None, **train):
-    return parse({**SMALL, "model": {**SMALL["model"], **(model or {})}, "train": {**SMALL["train"], **train}})
+MESHES = [
+    {"accumulate": 2, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2},
+    {"mesh": {"replica": 2, "data": 1, "fsdp": 2, "context": 2}, "context": {"strategy": "ring"}},
+]
+MORE_MESHES = [
+    {"accumulate": 4, "mesh": {"data": 2}},
+    {"loss_chunks": 5},
+    {"mesh": {"replica": 2, "data": 1, "fsdp": 4}},
+    {"mesh": {"data": 2, "context": 4}},
+    {"mesh": {"data": 2, "context": 2, "tensor": 2}, "context": {"strategy": "ring"}},
+]
+"""What the meshes above mix, one thing at a time."""
 
 
 @pytest.mark.parametrize(
-    "train",
-    [
-        {"accumulate": 4, "mesh": {"data": 2}},
-        {"loss_chunks": 5},
-        {"accumulate": 2, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2},
-        {"mesh": {"replica": 2, "data": 1, "fsdp": 4}},
-        {"mesh": {"data": 2, "context": 4}},
-        {"mesh": {"data": 2, "context": 2, "tensor": 2}, "context": {"strategy": "ring"}},
-    ],
-    ids=str,
+    "train", [*MESHES, *(pytest.param(train, marks=pytest.mark.wide) for train in MORE_MESHES)], ids=str
 )
-def test_parts_chunks_and_meshes_change_no_loss(batch, on_one_device, train):
-    config = changed(**train)
-    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate)
-    state, losses = run(build_program(config, mesh), mesh, batch)
-    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
-    chex.assert_trees_all_close(state.parameters, on_one_device[0].parameters, atol=2e-4)
+def test_parts_chunks_and_meshes_change_no_loss(batch, first, on_one_device, train):
+    program, mesh = build_over_its_mesh(changed(**train))
+    state, losses = run(program, mesh, batch, begin(program, first))
+    assert_same_training((state.parameters, losses), on_one_device)
 
 
 EVERYTHING = {
@@ -216,69 +260,82 @@ EVERYTHING = {
     "attention_softcap": 4.0,
     "logit_softcap": 3.0,
 }
-RMS = {"projection_norm": True, "norm": {"unit_offset": True}, "residual": {"norm": "after"}, "embedding_scale": 1.0}
+RMS = {
+    "num_kv_heads": 1,
+    "projection_norm": True,
+    "norm": {"unit_offset": True},
+    "residual": {"norm": "after"},
+    "embedding_scale": 1.0,
+}
+"""With one key head, which attention repeats over the two devices along `tensor`."""
+
+
+def alone_and_over_a_mesh(batch, model, remat, **train):
+    """What `run` gives of a model on one device and over a mesh, and the parameters that both begin with."""
+    program, mesh = build(small(**model), 1)
+    begun = program.initialize()
+    parameters = jax.tree.map(np.array, begun.parameters)
+    alone = run(program, mesh, batch, begun)
+    program, mesh = build_over_its_mesh(changed({**model, "remat": remat}, **train))
+    spread = run(program, mesh, batch, begin(program, parameters))
+    return *((jax.tree.map(np.asarray, state.parameters), losses) for state, losses in (alone, spread)), parameters
 
 
 @pytest.mark.parametrize("model", [EVERYTHING, RMS], ids=["layer norm", "rms norm"])
 def test_meshes_remat_and_chunks_change_no_loss_of_a_model_with_every_option(batch, model):
-    alone = run(*build(small(**model), 1), batch)
-    train = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2}
-    config = parse(
-        {**SMALL, "model": {**SMALL["model"], **model, "remat": "full"}, "train": {**SMALL["train"], **train}}
-    )
-    mesh = make_mesh(config.train.mesh, config.train.rows)
-    state, losses = run(build_program(config, mesh), mesh, batch)
-    np.testing.assert_allclose(losses, alone[1], rtol=1e-5)
-    moved = jax.tree.map(
-        lambda a, b: bool((a != b).any()), state.parameters, build_program(config, mesh).initialize().parameters
-    )
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    alone, spread, before = alone_and_over_a_mesh(batch, model, "full", mesh=mesh, loss_chunks=2)
+    assert_same_training(spread, alone)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), spread[0], before)
     assert all(jax.tree.leaves(moved)), "every parameter has a gradient"
 
 
+@pytest.mark.wide
 def test_a_key_head_that_devices_share_changes_no_loss(batch):
-    """One key head over two devices along `tensor`: attention repeats it."""
-    shared = changed(model={"num_kv_heads": 1}, mesh={"data": 2, "tensor": 2})
-    mesh = make_mesh(shared.train.mesh, shared.train.rows)
-    state, losses = run(build_program(shared, mesh), mesh, batch)
-    alone, expected = run(*build(small(num_kv_heads=1), 1), batch)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    chex.assert_trees_all_close(state.parameters, alone.parameters, atol=2e-4)
+    """One key head over two devices along `tensor`, and nothing else."""
+    mesh = {"data": 2, "tensor": 2}
+    alone, spread, _ = alone_and_over_a_mesh(batch, {"num_kv_heads": 1}, "none", mesh=mesh)
+    assert_same_training(spread, alone)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
-def test_parameters_and_moments_are_split_alike(batch, optimizer):
-    config = changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2})
-    mesh = make_mesh(config.train.mesh, config.train.rows)
-    program = build_program(config, mesh)
+def test_moments_are_split_like_parameters(optimizer):
+    program, _ = build_over_its_mesh(changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2}))
     up = program.abstract.parameters["stacks"][0][0]["mlp"]["up"]
     assert up.sharding.spec == PartitionSpec(None, ("fsdp", "context"), "tensor")
-    state, losses = run(program, mesh, batch, steps=8)
+    leaves = jax.tree.leaves(program.abstract.optimizer)
+    held = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in leaves)
+    assert held < sum(leaf.size for leaf in leaves) / 3
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", pytest.param("adamw", marks=pytest.mark.wide)])
+def test_optimizers_learn_over_a_mesh(batch, first, optimizer):
+    program, mesh = build_over_its_mesh(changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2}))
+    state, losses = run(program, mesh, batch, begin(program, first), steps=8)
     assert losses[-1] < losses[0] - 0.2
-    held = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.size, state.optimizer)
-    assert sum(jax.tree.leaves(held)) < sum(leaf.size for leaf in jax.tree.leaves(state.optimizer)) / 3
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract)
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == [
+        leaf.sharding for leaf in jax.tree.leaves(program.abstract)
+    ]
 
 
-def test_muon_turns_the_matrices_of_every_layer_alone(batch):
+def test_muon_turns_the_matrices_of_every_layer_alone(batch, first, one_device):
     """An update of Muon has singular values of one size, in each layer; of AdamW it does not."""
+    muon = build(changed(optimizer="muon", warmup_steps=0, weight_decay=0.0), 1)
     spread = {}
-    for optimizer in ("adamw", "muon"):
-        config = changed(optimizer=optimizer, warmup_steps=0, weight_decay=0.0)
-        mesh = make_mesh(config.train.mesh, config.train.rows)
-        program = build_program(config, mesh)
-        before = np.asarray(program.initialize().parameters["stacks"][0][0]["attention"]["o"])
-        state, _ = run(program, mesh, batch, steps=1)
-        moved = np.asarray(state.parameters["stacks"][0][0]["attention"]["o"]) - before
+    for name, (program, mesh) in {"adamw": one_device, "muon": muon}.items():
+        state, _ = run(program, mesh, batch, begin(program, first), steps=1)
+        after, before = (tree["stacks"][0][0]["attention"]["o"] for tree in (state.parameters, first))
+        moved = np.asarray(after) - before
         sizes = [np.linalg.svd(layer.reshape(16, 16), compute_uv=False) for layer in moved]
-        spread[optimizer] = [size[len(size) // 2] / size[0] for size in sizes]
+        spread[name] = [size[len(size) // 2] / size[0] for size in sizes]
     assert min(spread["muon"]) > 0.6 > max(spread["adamw"])
 
 
-def test_only_what_is_named_moves(batch):
-    config = changed(trains=["*/attention/[qk]"])
-    program, mesh = build(config, 1)
-    before = jax.tree.map(np.asarray, program.initialize().parameters)
-    after = run(program, mesh, batch)[0].parameters
-    still = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), before, after)
+def test_only_what_is_named_moves(batch, first):
+    program, mesh = build(changed(trains=["*/attention/[qk]"]), 1)
+    after = run(program, mesh, batch, begin(program, first))[0].parameters
+    still = jax.tree.map(np.array_equal, first, after)
     attention = still["stacks"][0][0]["attention"]
     assert [attention[name] for name in "qkvo"] == [False, False, True, True]
     assert still["embed"]
@@ -287,13 +344,16 @@ def test_only_what_is_named_moves(batch):
         build(changed(trains=["keys"]), 1)
 
 
-def test_an_update_that_is_not_finite_is_left_out_and_counted(batch):
-    config = changed(stop_after_skips=2)
-    program, mesh = build(config, 1)
-    state = program.initialize()
-    poisoned = jax.tree.map(jnp.copy, state.parameters)
-    poisoned["norm"]["gain"] = poisoned["norm"]["gain"] * jnp.nan
-    state = dataclasses.replace(state, parameters=poisoned)
+@pytest.fixture(scope="module")
+def guarded():
+    """A program with every guard, and a z-loss."""
+    return build(changed(stop_after_skips=2, spike_factor=1.5, z_loss=0.1), 1)
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_counted(batch, first, guarded):
+    program, mesh = guarded
+    poisoned = {**first, "norm": {"gain": first["norm"]["gain"] * np.nan}}
+    state = begin(program, poisoned)
     kept = jax.tree.map(np.asarray, (state.parameters, state.optimizer))
     with jax.set_mesh(mesh):
         for expected in (1, 2, 3):
@@ -302,32 +362,33 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(batch):
     chex.assert_trees_all_equal((state.parameters, state.optimizer), kept)
 
 
-def test_spikes_are_left_out_by_the_running_mean_of_norms(batch):
-    program, mesh = build(changed(spike_factor=1.5), 1)
-    state = program.initialize()
-    state = dataclasses.replace(state, guard=state.guard._replace(norm=jnp.float32(1e-3)))
-    before = jax.tree.map(np.asarray, state.parameters)
+def with_norm(state, norm):
+    """A state whose running mean of norms is this."""
+    mean = jax.device_put(np.float32(norm), state.guard.norm.sharding)
+    return dataclasses.replace(state, guard=state.guard._replace(norm=mean))
+
+
+def test_spikes_are_left_out_by_the_running_mean_of_norms(batch, first, guarded):
+    program, mesh = guarded
     with jax.set_mesh(mesh):
-        state, metrics = program.update(state, placed(mesh, batch))
-        assert metrics.gradient_norm > 1.5e-3
-        assert int(metrics.skipped) == 1
-        chex.assert_trees_all_equal(state.parameters, before)
+        state, metrics = program.update(with_norm(begin(program, first), 1e-3), placed(mesh, batch))
         norm = float(metrics.gradient_norm)
-        state = dataclasses.replace(state, guard=state.guard._replace(norm=jnp.float32(0.8 * norm)))
-        state, after = program.update(state, placed(mesh, batch))
+        assert norm > 1.5e-3
+        assert int(metrics.skipped) == 1
+        chex.assert_trees_all_equal(state.parameters, first)
+        state, after = program.update(with_norm(state, 0.8 * norm), placed(mesh, batch))
     assert (int(after.skipped), int(after.skipped_in_row)) == (1, 0)
     np.testing.assert_allclose(state.guard.norm, 0.95 * 0.8 * norm + 0.05 * norm, rtol=1e-6)
 
 
-def test_z_loss_moves_the_gradient_and_not_the_reported_loss(batch, on_one_device):
+def test_z_loss_moves_the_gradient_and_not_the_reported_loss(batch, first, one_device, guarded):
     losses, norms = [], []
-    for z_loss in (0.0, 0.1):
-        program, mesh = build(changed(z_loss=z_loss), 1)
+    for program, mesh in (one_device, guarded):
         with jax.set_mesh(mesh):
-            _, metrics = program.update(program.initialize(), placed(mesh, batch))
+            _, metrics = program.update(begin(program, first), placed(mesh, batch))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.gradient_norm))
-    assert losses[0] == losses[1] == on_one_device[1][0]
+    assert losses[0] == losses[1]
     assert abs(norms[1] - norms[0]) > 1e-3
 
 
