@@ -8,6 +8,9 @@ import pytest
 
 from train import cli
 from train.config import parse_text
+from train.loop import fit as loop
+from train.loop.step import build_program
+from train.model.mesh import make_mesh
 
 CONFIG = """
 data: {source: files, paths: [text/*.txt], held_out: 0.2}
@@ -40,6 +43,12 @@ class Compiled(Exception):
     pass
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_compiled():
+    """No program of another file, which would not have to be compiled; one of a case is never kept: see below."""
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def nothing_compiles():
     """Ends a case with `Compiled` as soon as JAX has compiled a program; an operation of `lax`, or a key, is none."""
@@ -50,10 +59,22 @@ def nothing_compiles():
         if event == "/jax/core/compile/backend_compile_duration" and not small:
             raise Compiled(name)
 
-    jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def program():
+    """That of the config without a mistake."""
+    config = parse_text(CONFIG, "here")
+    return build_program(config, make_mesh(config.train.mesh, config.train.rows))
+
+
+@pytest.fixture
+def traced_once(program, monkeypatch):
+    """For mistakes outside of the model, which are found after its program is traced: half a second for each."""
+    monkeypatch.setattr(loop, "build_program", lambda config, mesh: program)
 
 
 def refused(capsys, *arguments):
@@ -280,6 +301,7 @@ def lines(*texts):
     return "".join(text + "\n" for text in texts).encode()
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -299,6 +321,7 @@ def test_files_of_which_none_can_be_read(capsys, folder, name, content, message)
     assert re.search(message, refused(capsys, "fit", "mine.yaml", f"data.paths=[{name}]"))
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -315,7 +338,7 @@ def test_files_of_which_none_can_be_read(capsys, folder, name, content, message)
         (["data.mixture=[{paths: [text/*.txt], weight: -1}]", "data.paths=[]"], "data.mixture.*weight.*-1"),
         (["data.mixture=[{path: text}]", "data.paths=[]"], r"data.mixture\[0\]: unknown key 'path'.*'paths'"),
         (["data.mixture=[{paths: [none/*.txt]}]", "data.paths=[]"], r"no file matches 'none/\*.txt'"),
-        (["train.length=8192", "train.batch_tokens=65536"], "data: the corpus has"),
+        (["train.length=4096", "train.batch_tokens=32768"], "data: the corpus has"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -339,6 +362,7 @@ def test_config_files(capsys, folder, content, message):
     assert re.search(message, refused(capsys, "fit", "bad.yaml"))
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_folder_of_runs_that_is_a_file(capsys, folder):
     (folder / "runs").write_text("a file")
     assert "runs" in refused(capsys, "fit", "mine.yaml")
@@ -377,6 +401,7 @@ def test_a_run_whose_config_is_damaged(capsys, run):
     assert "'lenght'" in refused(capsys, "fit", "mine.yaml")
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_metrics_that_are_no_metrics(capsys, run):
     (run / "metrics.jsonl").write_text("no JSON\n")
     assert "metrics.jsonl" in refused(capsys, "fit", "mine.yaml")
