@@ -18,9 +18,13 @@ TEXTS = {path: path.read_text() for path in FOLDER.glob("*.yaml")}
 CONFIGS = sorted(path for path, text in TEXTS.items() if "\ncompare:" in text and "name: released" not in text)
 
 
+@pytest.mark.parametrize(
+    "changes", [("model.scan_layers=true",), pytest.param((), marks=pytest.mark.wide)], ids=["scanned", "as written"]
+)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_model_of_a_config_can_be_built_and_extended(path):
-    config = load(path)
+def test_every_model_of_a_config_can_be_built_and_extended(path, changes):
+    """Traced with layers alike in one piece, and in the wide grid each for itself where the config has them so."""
+    config = load(path, changes)
     for member in members(config)[:: len(config.compare.seeds)]:
         model = nnx.eval_shape(lambda member=member: build_model(member))
         for entry in member.compare.schemes:
@@ -66,7 +70,8 @@ def test_schemes_that_do_not_fit_are_refused_before_anything_trains(entry, messa
 def test_recipes_take_the_number_of_layers_of_the_model():
     config = load(FOLDER / "quickstart.yaml", ["compare.schemes=[smollm3]", "model.num_layers=4"])
     (member,) = members(config)
-    assert [bool(scheme.rotates) for scheme in build_model(member).config.layers.schemes] == [True, True, True, False]
+    layers = nnx.eval_shape(lambda: build_model(member)).config.layers
+    assert [bool(scheme.rotates) for scheme in layers.schemes] == [True, True, True, False]
 
 
 def moving(config):
