@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from posjax.coca import Coca
 from posjax.rotary import Plain, YaRN
 from train.checkpoint import restore_model
-from train.config import parse, to_dict
+from train.config import dump, parse, to_dict
 from train.loop import fit as loop
 from train.loop.fit import fit
 from train.model.build import build_model
@@ -37,21 +36,33 @@ CURRICULUM = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    """Runs of one config share what they compile, as a run that goes on does."""
-    settings = {"jax_enable_compilation_cache": True, "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: getattr(jax.config, name) for name in (*settings, "jax_compilation_cache_dir")}
-    for name, value in settings.items():
-        jax.config.update(name, value)
+def traced_and_compiled_once():
+    """Runs of one config share their programs."""
+    built, checked = {}, set()
+    patch = pytest.MonkeyPatch()
+    build_program, check_model = loop.build_program, loop.check_model
+
+    def build_once(config, mesh):
+        key = dump(config), mesh
+        if key not in built:
+            built[key] = build_program(config, mesh)
+        return built[key]
+
+    def check_once(config):
+        key = dump(config)
+        if key not in checked:
+            check_model(config)
+        checked.add(key)
+
+    patch.setattr(loop, "build_program", build_once)
+    patch.setattr(loop, "check_model", check_once)
     yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    patch.undo()
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    text, cache = tmp_path_factory.mktemp("text"), str(tmp_path_factory.mktemp("cache"))
+    text = tmp_path_factory.mktemp("text")
     for n, line in enumerate(("to be or not to be, that is the question; ", "whether it is nobler in the mind ")):
         (text / f"{n}.txt").write_text(line * 60)
     return parse(
@@ -67,7 +78,7 @@ def config(tmp_path_factory):
                 "checkpoint_every": 3,
                 "mesh": {"data": 2},
             },
-            "monitor": {"tensorboard": False, "evaluate_every": 4, "evaluate_tokens": 64, "compilation_cache": cache},
+            "monitor": {"tensorboard": False, "evaluate_every": 4, "evaluate_tokens": 64},
             "stages": CURRICULUM,
         }
     )

@@ -20,7 +20,7 @@ ROWS, LENGTH = 512, 8
 MODEL = {"model_dim": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 8, "compute_dtype": "bfloat16"}
 TRAIN = {"length": LENGTH, "batch_tokens": ROWS * LENGTH, "warmup_steps": 0, "clip_norm": 1e9, "mesh": {"data": 1}}
 T5 = {"name": "t5", "num_buckets": 4, "max_distance": 6, "norm": {"name": "qk-norm"}, "scale": {"name": "ssmax"}}
-IN_PARTS = {"accumulate": 2, "loss_chunks": 4}
+IN_PARTS = {"accumulate": 4, "loss_chunks": 4}
 ROUNDED = 2**-8
 """What rounding to bfloat16 once may change: sums in another order may round to neighbours (gemma3: one in 64 numbers).
 """
