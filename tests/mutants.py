@@ -85,6 +85,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "negative = np.flatnonzero(_sums(inverse_frequencies, start, stop) < 0)",
         "(_sums(inverse_frequencies, start, stop) <= 0)",
     ): "no sum of cosines is 0 to the last bit",
+    (
+        "posjax/attention/operands.py",
+        "k=keys(x.k, axis=-2),",
+        "(2)",
+    ): "keys have four axes",
+    (
+        "posjax/nn/huggingface/load.py",
+        "graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))",
+        "1",
+    ): "of what is drawn, shapes alone are used",
 }
 
 NEAR_SECONDS, SUITE_SECONDS = 900, 5400

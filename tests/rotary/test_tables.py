@@ -8,6 +8,7 @@ from exact_angles import POSITIONS, cos_sin
 from posjax import rotary
 from posjax.positions import Range
 from posjax.rotary import DynamicNTK, Linear, Llama3, LongRoPE, NTKAware, NTKByParts, Plain, Proportional, YaRN
+from posjax.rotary.tables import as_places
 
 RULES = [
     Plain(),
@@ -132,3 +133,24 @@ def test_tables_stay_float32_under_x64():
 def test_bad_tables_are_refused(positions, frequencies, message):
     with pytest.raises(ValueError, match=message):
         rotary.rotary_table(positions, frequencies)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((3,), np.float32), ((2, 3), np.float32), ((2, 3), np.int32)])
+def test_places_are_float32_or_int32_with_or_without_rows(shape, dtype):
+    given = np.arange(np.prod(shape), dtype=dtype).reshape(shape)
+    found = as_places(given)
+    chex.assert_type(found, dtype)
+    np.testing.assert_array_equal(found, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (np.zeros((1, 2, 3), np.float32), r"\[length\] or \[batch, length\], found shape \(1, 2, 3\)"),
+        (np.zeros((), np.float32), r"found shape \(\)"),
+        (np.zeros(3, jnp.bfloat16), "integers or float32, found bfloat16"),
+    ],
+)
+def test_places_of_another_rank_or_too_few_bits_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        as_places(given)

@@ -12,6 +12,7 @@ from train.config.settings.evaluate import SECTIONS
 from train.data.tokenizer import ByteTokenizer
 from train.evaluate.tasks import TASKS, Vocabulary, cases, check_tasks, lengths_of
 from train.evaluate.tasks import passkey as passkey_module
+from train.evaluate.tasks.frequencies import LIST, common_words
 from train.evaluate.tasks.text import IDLE, compose, drawn, filling, hidden
 
 
@@ -149,6 +150,26 @@ def test_a_variable_is_set_to_the_one_before_in_its_chain():
         sources = [source for _, source in lines]
         assert len(set(sources)) == len(sources) == 2 * 3  # two chains of three, none of which branches
         assert sum(source.isdigit() for source in sources) == 2
+
+
+def listed_words(length):
+    """The other words of a list of common words, in bytes; None where the text is too short for any."""
+    try:
+        sample = common_words(np.random.default_rng(3), BYTES, length, common=2, often=3, seldom=2)
+    except ValueError:
+        return None
+    words = re.findall(r"\w+", prompt(sample, BYTES).split(LIST)[1].split("\n")[0])
+    return {word for word, count in Counter(words).items() if count == 2}
+
+
+def test_a_word_joins_the_list_as_soon_as_it_fits():
+    found = {length: words for length in range(150, 420) if (words := listed_words(length))}
+    first = {len(words): (length, words) for length, words in reversed(found.items())}
+    (least, one), (more, two), (most, three) = (first[count] for count in (1, 2, 3))
+    assert least == min(found)
+    for (begin, before), (end, after) in (((least, one), (more, two)), ((more, two), (most, three))):
+        (new,) = after - before
+        assert end - begin == 2 * len(f" {new}")
 
 
 def test_short_lists_have_no_two_words_that_are_equally_frequent_either():
