@@ -95,6 +95,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))",
         "1",
     ): "of what is drawn, shapes alone are used",
+    (
+        "posjax/nn/decoder.py",
+        "graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))",
+        "1",
+    ): "of what is drawn, shapes alone are used",
 }
 
 NEAR_SECONDS, SUITE_SECONDS = 900, 5400
