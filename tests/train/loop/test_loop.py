@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from train.checkpoint import restore_model
-from train.config import MeshConfig, dump, parse, to_dict
+from train.config import DataConfig, MeshConfig, dump, parse, to_dict
 from train.data import documents
 from train.loop import fit as loop
 from train.loop.fit import fit, read_result
@@ -43,6 +43,7 @@ def config(text):
                 "checkpoint_every": 3,
                 "log_every": 2,
                 "learning_rate": 0.01,
+                "mesh": {"data": 2},
             },
         }
     )
@@ -50,18 +51,26 @@ def config(text):
 
 @pytest.fixture(scope="module", autouse=True)
 def program_is_compiled_once():
-    """Every run of this file has the same program."""
-    built = {}
+    """Runs of one config, but for its text, share a program and what is known of their model."""
+    built, checked = {}, set()
     patch = pytest.MonkeyPatch()
-    original = loop.build_program
+    build_program, check_model = loop.build_program, loop.check_model
+
+    def key(config):
+        return dump(dataclasses.replace(config, data=DataConfig()))
 
     def build_once(config, mesh):
-        key = dump(config)
-        if key not in built:
-            built[key] = original(config, mesh)
-        return built[key]
+        if key(config) not in built:
+            built[key(config)] = build_program(config, mesh)
+        return built[key(config)]
+
+    def check_once(config):
+        if key(config) not in checked:
+            check_model(config)
+        checked.add(key(config))
 
     patch.setattr(loop, "build_program", build_once)
+    patch.setattr(loop, "check_model", check_once)
     yield
     patch.undo()
 
@@ -168,8 +177,8 @@ def test_a_run_goes_on_over_another_number_of_devices(config, straight, tmp_path
         kill_after(patch, 4)
         with pytest.raises(Killed):
             fit(config, directory)
-    two = dataclasses.replace(config, train=dataclasses.replace(config.train, mesh=MeshConfig(data=2)))
-    assert fit(two, directory).finished
+    every = dataclasses.replace(config, train=dataclasses.replace(config.train, mesh=MeshConfig()))
+    assert fit(every, directory).finished
     chex.assert_trees_all_close(parameters(directory), parameters(straight.directory), atol=1e-4)
 
 
@@ -302,7 +311,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(config
         ({"model": {"num_heads": 3}}, "model_dim must be a multiple of num_heads"),
         ({"model": {"model_dim": 18}}, "head_dim"),
         ({"train": {"length": 4096, "batch_tokens": 8 * 4096}}, "too few for one row of train.length=4096"),
-        ({"train": {"batch_tokens": 96}}, "6 rows at a time, which 8 devices along .* cannot share"),
+        ({"train": {"batch_tokens": 96, "mesh": {}}}, "6 rows at a time, which 8 devices along .* cannot share"),
         ({"data": {"paths": ["/none/*.txt"]}}, "no file matches '/none/.*txt'"),
     ],
 )
@@ -321,7 +330,7 @@ def test_a_run_that_never_started_does_not_stand_in_the_way(config, tmp_path, mo
     with monkeypatch.context() as patch:
         kill_after(patch, 0)
         with pytest.raises(Killed):
-            fit(dataclasses.replace(config, seed=9), directory)
+            fit(dataclasses.replace(config, data=dataclasses.replace(config.data, held_out=0.3)), directory)
     assert fit(config, directory).finished
 
 
