@@ -11,9 +11,10 @@ import chex
 import numpy as np
 import pytest
 from flax import nnx
+from programs import shared_programs
 
 from train.checkpoint import restore_model
-from train.config import DataConfig, MeshConfig, dump, parse, to_dict
+from train.config import MeshConfig, dump, parse, to_dict
 from train.data import documents
 from train.loop import fit as loop
 from train.loop.fit import fit, read_result
@@ -50,29 +51,10 @@ def config(text):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def program_is_compiled_once():
-    """Runs of one config, but for its text, share a program and what is known of their model."""
-    built, checked = {}, set()
-    patch = pytest.MonkeyPatch()
-    build_program, check_model = loop.build_program, loop.check_model
-
-    def key(config):
-        return dump(dataclasses.replace(config, data=DataConfig()))
-
-    def build_once(config, mesh):
-        if key(config) not in built:
-            built[key(config)] = build_program(config, mesh)
-        return built[key(config)]
-
-    def check_once(config):
-        if key(config) not in checked:
-            check_model(config)
-        checked.add(key(config))
-
-    patch.setattr(loop, "build_program", build_once)
-    patch.setattr(loop, "check_model", check_once)
-    yield
-    patch.undo()
+def programs():
+    """Runs of one config share theirs."""
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +132,7 @@ def kill_after(monkeypatch, steps):
     monkeypatch.setattr(loop, "global_batch", global_batch)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.wide), 5])
 def test_a_killed_run_repeats_the_uninterrupted_one_bit_for_bit(config, straight, tmp_path, monkeypatch, steps):
     directory = tmp_path / "killed"
     with monkeypatch.context() as patch:

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from programs import shared_programs
 
 from posjax.coca import Coca
 from posjax.rotary import Plain, YaRN
 from train.checkpoint import restore_model
-from train.config import dump, parse, to_dict
+from train.config import parse, to_dict
 from train.loop import fit as loop
 from train.loop.fit import fit
 from train.model.build import build_model
@@ -36,28 +37,10 @@ CURRICULUM = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def traced_and_compiled_once():
-    """Runs of one config share their programs."""
-    built, checked = {}, set()
-    patch = pytest.MonkeyPatch()
-    build_program, check_model = loop.build_program, loop.check_model
-
-    def build_once(config, mesh):
-        key = dump(config), mesh
-        if key not in built:
-            built[key] = build_program(config, mesh)
-        return built[key]
-
-    def check_once(config):
-        key = dump(config)
-        if key not in checked:
-            check_model(config)
-        checked.add(key)
-
-    patch.setattr(loop, "build_program", build_once)
-    patch.setattr(loop, "check_model", check_once)
-    yield
-    patch.undo()
+def programs():
+    """Runs of one config share theirs."""
+    with shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
