@@ -45,6 +45,14 @@ SCHEMES = [
 LONG = {"name": "released", "label": "LongRoPE", "extend": {"frequencies": {"name": "longrope"}}}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def caches_stay():
+    """A study clears JAX's caches after every cell, for its programs are large; here they are small, and many alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "clear_caches", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study") / "tiny"
@@ -76,14 +84,18 @@ def study(values):
     return directory, console.file.getvalue()
 
 
+@nnx.jit
+def log_probabilities(decoder, tokens):
+    return jax.nn.log_softmax(decoder(tokens))
+
+
 def test_the_numbers_are_those_of_the_extended_model(released, values, study):
     rows, config = finished_rows(study[0]), parse(values)
     text = running.read_texts(config)[0]
     for label, extend in (("as released", {}), ("YaRN", {"frequencies": pj.rotary.YaRN(2.0, LENGTH, base=500.0)})):
         decoder = released[1].with_scheme(released[1].config.scheme.extend(**extend))
-        tokens = jnp.asarray(text.last(64))[None]
-        logits = jax.nn.log_softmax(decoder(tokens[:, :-1]))
-        nll = -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[0, :, 0]
+        tokens = text.last(64)
+        nll = -np.asarray(log_probabilities(decoder, tokens[None, :-1]))[0, np.arange(64), tokens[1:]]
         (row,) = (r for r in rows if (r["label"], r["length"], r["text"]) == (label, 64, text.name))
         np.testing.assert_allclose(row["nll"], nll[-8:].mean(), rtol=1e-5)
         np.testing.assert_allclose(row["position_nll"][0], nll[0], rtol=1e-5)
@@ -234,8 +246,8 @@ def keys_by_logits(decoder, config, length, depth, cases):
         key = vocabulary.tokenizer.decode(answer).strip()
         assert key.isdigit()
         assert key in vocabulary.tokenizer.decode(before)
-        logits = jax.nn.log_softmax(decoder(jnp.asarray(tokens[:, :-1])))[0, -size:]
-        losses.append(-logits[jnp.arange(size), answer].mean())
+        logits = np.asarray(log_probabilities(decoder, tokens[:, :-1]))[0, -size:]
+        losses.append(-logits[np.arange(size), answer].mean())
         right.append((logits.argmax(-1) == answer).all())
     return np.mean(right), np.mean(losses)
 
@@ -397,13 +409,13 @@ def test_what_does_not_fit_the_model_is_told_and_the_rest_is_measured(tmp_path, 
 
 
 def test_a_study_that_was_stopped_in_its_first_cell_continues(values, tmp_path, monkeypatch):
-    config = parse({**values, "output": str(tmp_path)})
+    config = parse({**values, "output": str(tmp_path), "compare": {"schemes": SCHEMES[:2], "texts": 1}})
     monkeypatch.setattr(running, "measure", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(config, Console(file=io.StringIO()))
     monkeypatch.undo()
     run_study(config, Console(file=io.StringIO()))
-    assert len(finished_rows(config.directory)) == 6
+    assert len(finished_rows(config.directory)) == 3
 
 
 def _interrupt(*_):
@@ -442,7 +454,8 @@ def test_nothing_is_searched_for_a_model_that_no_extension_fits(values, tmp_path
     window = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Plain(500.0)), mask=pj.masks.Window(8))
     write_released(tmp_path, scheme=window)
     console = Console(file=io.StringIO(), width=200)
-    sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "compare": {"schemes": [SCHEMES[0], LONG]}}
+    compare = {"schemes": [SCHEMES[0], LONG], "texts": 1}
+    sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "compare": compare}
     run_study(parse({**values, **sections}), console)
     why = "every layer of this model sees a window of its own alone"
     assert f"LongRoPE: {why}" in console.file.getvalue()
