@@ -78,10 +78,10 @@ def test_a_model_that_looks_up_what_followed_solves_induction_and_recall(name):
 
 
 def test_one_who_is_certain_of_one_symbol_is_right_by_chance():
-    config = EvaluateConfig(batch_tokens=2**16, copy=CONFIG.copy.__class__(cases=200))
+    config = EvaluateConfig(batch_tokens=2**16, copy=CONFIG.copy.__class__(cases=50))
     (row,) = measure(lambda _, tokens, __: certain(jnp.full_like(tokens, ord("k"))), "copy", config=config)
     assert row["chance"] == 1 / 93
-    asked = 200 * 299
+    asked = 50 * 299
     assert row["accuracy"] == pytest.approx(1 / 94, abs=4 * np.sqrt(1 / 94 / asked))
 
 
@@ -174,14 +174,15 @@ SCHEMES = {
 @pytest.mark.parametrize(("name", "size"), [*((name, 70) for name in SCHEMES), ("coca", 5)])
 def test_greedy_decoding_writes_what_one_forward_pass_over_the_whole_text_predicts(name, size):
     shape = {"vocab_size": SIZE, "num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16, "tied_head": False}
-    decoder = pj.nn.Decoder(pj.nn.DecoderConfig(**shape, scheme=SCHEMES[name]), rngs=nnx.Rngs(3))
+    config = pj.nn.DecoderConfig(**shape, scheme=SCHEMES[name])
+    decoder = nnx.jit(lambda: pj.nn.Decoder(config, rngs=nnx.Rngs(3)))()
     predictor, parameters = predictor_of(decoder, seed=0)
-    parameters = jax.tree.map(lambda x: 3 * x, parameters)  # so that much depends on what attention finds
-    prompts = jax.random.randint(jax.random.key(0), (2, size), 0, SIZE)
+    parameters = jax.tree.map(lambda x: 3 * np.asarray(x), parameters)  # so that much depends on what attention finds
+    prompts = np.random.default_rng(0).integers(0, SIZE, (2, size), np.int32)
     new = jax.jit(lambda p, x: predictor.greedy(p, x, 6))(parameters, prompts)
     chex.assert_shape(new, (2, 6))
-    whole = jnp.concatenate([prompts, new], axis=1)
+    whole = np.concatenate([prompts, new], axis=1)
     logits = jax.jit(lambda p, x: predictor.logits(p, predictor.hidden(p, x, size + 6)))(parameters, whole)
     chex.assert_shape(logits, (2, size + 6, SIZE))
-    np.testing.assert_array_equal(new, logits.argmax(-1)[:, size - 1 : -1])
+    np.testing.assert_array_equal(new, np.asarray(logits).argmax(-1)[:, size - 1 : -1])
     assert len(set(np.asarray(new).ravel().tolist())) > 6
