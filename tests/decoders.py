@@ -58,7 +58,7 @@ OPTIONS = {
 # A decoder of its own for every preset costs a second of compilation each. By default they share decoders in which
 # every layer has another preset, so that each is still run and trained: what one layer does wrong, the decoder does
 # wrong. The wide grid has a decoder for each.
-COMPANIES = {
+GROUPS = {
     "rotations": "nope rope hope xpos vo-rope mixed rope-tie clex pope randomised",
     "biases": "alibi t5 kerple-log fox cope scale-invariant",
     "raw and half-width keys": "coca-strict coca-tied rerope leaky-rerope",
@@ -72,13 +72,13 @@ VARIANTS = {
     "softmax-plus-one log-n drope learned-cosine qwen3 equal-mean pose",
     "variants of layers": "hwfa2 gemma3 smollm3 rnope-swa linear-exp linear-limit linear-cosine",
 }
-COMPANIES |= VARIANTS
-# What a company cannot have: embeddings of positions, and patterns of layers. And RoPE, for a scan over equal layers.
+GROUPS |= VARIANTS
+# What a group cannot have: embeddings of positions, and patterns of layers. And RoPE, for a scan over equal layers.
 ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in NAMES if name not in ALONE]
-EVERY = [*ALONE, *COMPANIES, *WIDE]
-"""Every preset, for tests that compile a program for each: alone or in company, and in the wide grid alone."""
-COVERING = [name for name in (*ALONE, *COMPANIES) if name not in VARIANTS] + WIDE
+EVERY = [*ALONE, *GROUPS, *WIDE]
+"""Every preset, for tests that compile a program for each: alone or in a group, and in the wide grid alone."""
+COVERING = [name for name in (*ALONE, *GROUPS) if name not in VARIANTS] + WIDE
 """The same with the variants in the wide grid only, for what costs more."""
 
 
@@ -87,20 +87,20 @@ def preset(name):
 
 
 def scheme_of(name):
-    """A preset, or the layers of a company: of every preset each scheme once.
+    """A preset, or the layers of a group: of every preset each scheme once.
 
     How a preset draws positions in training is left out: layers must agree on that, and decoders do not read it.
     """
-    if name not in COMPANIES:
+    if name not in GROUPS:
         return preset(name)
-    members = [preset(member) for member in COMPANIES[name].split()]
+    members = [preset(member) for member in GROUPS[name].split()]
     schemes = [scheme for each in members for scheme in getattr(each, "schemes", (each,))]
     return pj.Layers(((tuple(dict.fromkeys(dataclasses.replace(scheme, positions=None) for scheme in schemes)), 1),))
 
 
 def config_of(name):
-    """The decoder of a preset, or of a company. Layers that occur once need no scan."""
-    return config(scheme_of(name), scan_layers=name not in COMPANIES)
+    """The decoder of a preset, or of a group. Layers that occur once need no scan."""
+    return config(scheme_of(name), scan_layers=name not in GROUPS)
 
 
 def config(scheme, **options):

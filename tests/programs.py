@@ -9,12 +9,12 @@ from train.loop import fit, start
 
 @contextmanager
 def shared_programs():
-    """Inside it, runs that differ in their text, name or place alone have one program, and check their model once."""
+    """Inside it, runs that differ in their text, name or place alone share a program, and check their model once."""
     built, checked = {}, set()
     build_program, check_model = fit.build_program, fit.check_model
 
     def key(config):
-        return repr((config.seed, config.model, config.scheme, config.init.values, config.train))
+        return repr((config.seed, config.model, config.scheme, config.init.values, config.train, config.data.tokenizer))
 
     def build_once(config, mesh):
         whole = key(config), mesh

@@ -1,6 +1,7 @@
 """Which tiles the TPU kernels visit, against every pair of tokens looked at by itself."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from posjax.attention.operands import Operands
 from posjax.attention.tpu.blocks import CHIPS, cheapest_backward, cheapest_forward
+from posjax.attention.tpu.entry import _band
 from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
 from posjax.far import Branch
 from posjax.masks import (
@@ -247,3 +249,18 @@ def test_no_tile_holds_tokens_of_two_runs(run):
         for blocks in (cheapest_forward(chip, x), cheapest_backward(chip, x)):
             assert run % blocks.q == run % blocks.k == 0
             assert blocks.q % blocks.part == 0 or blocks.k % blocks.part == 0
+
+
+def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():
+    """What the kernels keep of a bias by distance: some rows of 128 distances, or all where a start is traced."""
+
+    def band(start):
+        positions = {"q_positions": Range(start, 128), "kv_positions": Range(0, 4096)}
+        shapes = {"q": np.zeros((1, 1, 1, 128, 8)), "k": np.zeros((1, 1, 4096, 8))}
+        return _band(SimpleNamespace(**shapes, **positions, bias=SimpleNamespace(constant_from=128)), 256)
+
+    whole, found = (0, 33), []
+    first, stop = band(2048)
+    assert 0 < first < stop < 33
+    jax.eval_shape(lambda start: found.append(band(start)), jnp.int32(2048))
+    assert found == [whole]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from decoders import (
     ALONE,
-    COMPANIES,
     COVERING,
     EVERY,
+    GROUPS,
     LENGTH,
     NAMES,
     VOCAB,
@@ -63,8 +63,8 @@ def settings(request):
 # --- every preset -----------------------------------------------------------------------------------------------------
 
 
-def test_every_preset_is_alone_or_in_company():
-    assert {*ALONE, *" ".join(COMPANIES.values()).split()} == set(NAMES)
+def test_every_preset_is_alone_or_in_a_group():
+    assert {*ALONE, *" ".join(GROUPS.values()).split()} == set(NAMES)
 
 
 def test_preset_builds_and_is_hashable(settings):
