@@ -166,6 +166,24 @@ def loss(case: Case, attend):
     return run
 
 
+@cache
+def of_queries(case: Case):
+    """The norm, over queries, of what each adds to the gradient of every parameter.
+
+    These have both signs, so the rounding of a gradient goes by their norm and not by what is left of them:
+    the multiplier of FIRE has a gradient of .016, and a norm of .30.
+    """
+    made = inputs(case)
+
+    def run(params):
+        out, lse = whole_rows(case, made | {"params": params})
+        of_out, of_lse = terms(case, out, jnp.where(jnp.isneginf(lse), 0, lse))
+        return of_out.sum((-2, -1)) + of_lse.sum(-1)
+
+    added = jax.jit(jax.jacrev(run))(made["params"])
+    return jax.tree.map(lambda a: np.sqrt(np.square(a).sum((0, 1))).max(initial=0), added)
+
+
 def attend(case: Case, implementation: str | None, across: Placement | None, same, projected, rows):
     """``Scheme.attend`` of the tokens at hand."""
     given = dict(rows)
@@ -185,15 +203,17 @@ def attend(case: Case, implementation: str | None, across: Placement | None, sam
     )
 
 
+def whole_rows(case: Case, made):
+    """The plain formula on one device."""
+    rows = of_rows(case) | ({"gates": made["gates"]} if "gates" in made else {})
+    return attend(case, "dense", None, made["params"], [made["q"], made["k"], made["v"]], rows)
+
+
 @cache
 def on_one_device(case: Case):
-    """Loss, results and gradients of the whole rows, by the plain formula."""
-
-    def run(made):
-        rows = of_rows(case) | ({"gates": made["gates"]} if "gates" in made else {})
-        return attend(case, "dense", None, made["params"], [made["q"], made["k"], made["v"]], rows)
-
-    return jax.device_get(jax.jit(jax.value_and_grad(loss(case, run), has_aux=True))(inputs(case)))
+    """Loss, results and gradients of the whole rows."""
+    run = loss(case, lambda made: whole_rows(case, made))
+    return jax.device_get(jax.jit(jax.value_and_grad(run, has_aux=True))(inputs(case)))
 
 
 def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | None):
@@ -214,14 +234,32 @@ def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | Non
         return jax.device_get(jax.jit(jax.value_and_grad(loss(case, run), has_aux=True))(made))
 
 
+def largest(results):
+    """The largest finite number of every array."""
+    return jax.tree.map(lambda a: np.abs(a[np.isfinite(a)]).max(initial=1e-3), results)
+
+
+def far_off(found, wanted, sizes, tolerance: float) -> dict[str, Any]:
+    """Errors in units of the sizes, by the names of the arrays that are further off than the tolerance."""
+    leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), jax.tree.leaves(sizes), strict=True)
+    off = {
+        jax.tree_util.keystr(path): np.abs(np.subtract(got, want, where=got != want, out=np.zeros_like(want))).max()
+        / size
+        for (path, got), want, size in leaves
+    }
+    return {name: error for name, error in off.items() if not error <= tolerance}
+
+
 def check(case: Case, mesh: str, where: Placement, implementation: str | None = "dense", tolerance: float = 1e-5):
     """Asserts that loss, output, log-sum-exp and every gradient are those of one device."""
     found, wanted = on_a_mesh(case, mesh, where, implementation), on_one_device(case)
-    (_, results), gradients = jax.tree.map(lambda a: np.abs(a[np.isfinite(a)]).max(initial=1e-3), wanted)
+    (_, results), gradients = largest(wanted)
     # The loss adds terms of both signs, so its rounding goes by their norm and not by what is left of them.
     out, lse = wanted[0][1]
     added = terms(case, out, np.where(np.isneginf(lse), 0, lse))
     sizes = (np.sqrt(sum(np.square(part).sum() for part in added)), results), gradients
-    leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), jax.tree.leaves(sizes), strict=True)
-    for (path, got), want, size in leaves:
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * size, err_msg=jax.tree_util.keystr(path))
+    off = far_off(found, wanted, sizes, tolerance)
+    if off and all("['params']" in name for name in off):
+        gradients["params"] = jax.tree.map(max, gradients["params"], of_queries(case))
+        off = far_off(found, wanted, sizes, tolerance)
+    assert not off, off
