@@ -6,9 +6,23 @@ of that is 1.6 s, not 2.1 s. For AVX, because for the instructions that came aft
 at level 0 (KERPLE, ALiBi's slopes).
 """
 
+import os
+
 QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_max_isa=AVX",
 )
+
+
+def environment(devices: int = 1, **others: str) -> dict[str, str]:
+    """What a process that a test starts finds set: so many devices, and kept programs where the config keeps them."""
+    flags = (f"--xla_force_host_platform_device_count={devices}", *QUICK)
+    changed = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return {**os.environ, **changed, **others}

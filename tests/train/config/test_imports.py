@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flags import environment
 
 from train import cli, config
 
@@ -58,6 +59,7 @@ model: {num_layers: 1, model_dim: 16, num_heads: 2, mlp_dim: 16}
 scheme: {name: rope, mask: {name: strided, stride: 4}, bias: {name: recency}}
 train: {length: 16, batch_tokens: 128, steps: 4, warmup_steps: 1, log_every: 2, checkpoint_every: 4}
 evaluate: {lengths: [16, 32], tokens: 32, batch_tokens: 32}
+monitor: {compilation_cache: TEXT/compiled}
 """
 
 
@@ -74,9 +76,9 @@ def run(folder, *arguments, where):
     """``python -m train`` with the module in the working directory, or in a folder on PYTHONPATH."""
     paths = {"working directory": [CHECKOUT], "PYTHONPATH": [CHECKOUT, folder]}[where]
     directory = folder if where == "working directory" else folder.parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    env = environment(PYTHONPATH=os.pathsep.join(map(str, paths)))
     command = [sys.executable, "-m", "train", *arguments]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,8 +1,8 @@
 """Runs of several processes, killed in every way and gone on with, end with the numbers of an undisturbed run."""
 
 import json
-import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from flags import QUICK
+from flags import environment
 from object_store import serving
 
 ROOT = Path(__file__).parents[3]
@@ -58,21 +58,14 @@ class Processes:
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
             }
-            changed = {
-                "JAX_PLATFORMS": "cpu",
-                "JAX_NUM_CPU_DEVICES": str(devices),
-                "XLA_FLAGS": " ".join(QUICK),
-                "JAX_ENABLE_COMPILATION_CACHE": "true",
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                **(several if count > 1 else {}),
-            }
+            env = environment(devices, **(several if count > 1 else {}))
             command = [sys.executable, "-m", "train", "fit", str(folder / "config.yaml"), f"name={name}", *overrides]
             with prints.open("wb") as file:
                 self._started.append(
                     subprocess.Popen(
                         command + (own or {}).get(index, []),
                         cwd=ROOT,
-                        env={**os.environ, **changed},
+                        env=env,
                         stdout=file,
                         stderr=subprocess.STDOUT,
                     )
@@ -130,6 +123,10 @@ def checkpoints(directory: Path) -> set[str]:
     return {place.name for place in directory.glob("checkpoints/*")}
 
 
+def newest_checkpoint(directory: Path) -> int:
+    return max(int(name) for name in checkpoints(directory) if name.isdigit())
+
+
 @pytest.fixture(scope="module")
 def straight(folder):
     """The metrics of an undisturbed run of two processes with two devices each."""
@@ -171,7 +168,7 @@ def ask(*asked):
         time.sleep(1.5)
         run.send(signal.SIGCONT, 0)
         run.end(*(130 for _ in run.all))
-        newest = max(int(name) for name in checkpoints(run.directory))
+        newest = newest_checkpoint(run.directory)
         assert newest >= target
         assert f"stopped after {newest} of {STEPS} steps; the same command resumes" in run.printed(0)
 
@@ -179,38 +176,52 @@ def ask(*asked):
 
 
 def damage_the_newest(directory):
-    newest = directory / "checkpoints" / str(max(int(name) for name in checkpoints(directory) if name.isdigit()))
+    newest = directory / "checkpoints" / str(newest_checkpoint(directory))
     arrays = max(newest.rglob("d/*"), key=lambda place: place.stat().st_size)
     arrays.write_bytes(arrays.read_bytes()[: -arrays.stat().st_size // 2])
     return newest.name
 
 
+def resume_alone(run, straight):
+    """One process with one device resumes the run of several; the sums of its steps are in another order."""
+    together = last_step(run.directory)
+    assert metrics(run.directory) == straight[:together]
+    Processes(run.directory.parent, run.directory.name, 1, 1).end(0)
+    found = metrics(run.directory)
+    assert len(found) == STEPS > together
+    for one, several in zip(found, straight, strict=True):
+        assert one == pytest.approx(several, rel=1e-5)
+
+
 def test_two_processes_killed_again_and_again_repeat_the_undisturbed_run_bit_for_bit(folder, straight):
+    """The last resumption is asked to stop in its turn, and a single process resumes then."""
     draw = random.Random(5)
     for way in (kill_all_in_a_save, kill_one(1), kill_one(0)):
         run = Processes(folder, "killed", 2, 2)
         way(run, draw)
     damaged = damage_the_newest(run.directory)
     run = Processes(folder, "killed", 2, 2)
-    run.end(0, 0)
+    ask(1)(run, draw)
     assert f"the checkpoint of step {damaged} in {run.directory / 'checkpoints'} is damaged" in run.printed(0)
     assert "is damaged" not in run.printed(1)
     assert f"{damaged}.damaged" in checkpoints(run.directory)
-    assert metrics(run.directory) == straight
+    resume_alone(run, straight)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.wide)])
-def test_a_run_that_one_process_is_asked_to_stop_resumes_in_a_single_one(folder, straight, count):
-    run = Processes(folder, f"asked-{count}", count, 4 // count)
+@pytest.mark.wide
+def test_four_processes_of_which_one_is_asked_to_stop_resume_in_a_single_one(folder, straight):
+    run = Processes(folder, "asked", 4, 1)
     ask(1)(run, random.Random(7))
-    together = last_step(run.directory)
-    assert metrics(run.directory) == straight[:together]
-    alone = Processes(folder, f"asked-{count}", 1, 1)
-    alone.end(0)
-    found = metrics(run.directory)
-    assert len(found) == STEPS > together
-    for one, several in zip(found, straight, strict=True):
-        assert one == pytest.approx(several, rel=1e-5)
+    resume_alone(run, straight)
+
+
+@pytest.mark.wide
+def test_two_processes_resume_to_the_end(folder, straight):
+    run = Processes(folder, "again", 2, 2)
+    kill_one(0)(run, random.Random(9))
+    run = Processes(folder, "again", 2, 2)
+    run.end(0, 0)
+    assert metrics(run.directory) == straight
 
 
 def test_a_mistake_on_one_host_ends_all_of_them(folder):
@@ -222,59 +233,44 @@ def test_a_mistake_on_one_host_ends_all_of_them(folder):
     assert checkpoints(run.directory) == set()
 
 
-IN_A_STORE = {
-    "output": "gs://bucket/runs",
-    "data": {"source": "files", "paths": ["gs://bucket/text/*.txt"], "held_out": 0.2, "cache": "gs://bucket/tokens"},
-    "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
-    "train": {
-        "length": 16,
-        "batch_tokens": 64,
-        "steps": 12,
-        "warmup_steps": 2,
-        "checkpoint_every": 4,
-        "log_every": 1,
-    },
-    "monitor": {"tensorboard": False},
-}
-
-
 @pytest.fixture
-def store(monkeypatch):
-    """The store that the processes take for Google's."""
+def store(monkeypatch, folder):
+    """The store that the processes take for Google's, with the texts of the folder."""
     pytest.importorskip("gcsfs")
     with serving() as (store, address):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
         monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
         monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
         monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        for number in range(5):
-            text = f"the {number}th of the texts, not the longest of them. " * 8
-            store.put("bucket", f"text/{number}.txt", text.encode())
+        for text in (folder / "text").iterdir():
+            store.put("bucket", f"text/{text.name}", text.read_bytes())
         yield store
 
 
-def start(folder, name):
-    """Two processes, each of which compiles for itself."""
-    caches = {index: [f"monitor.compilation_cache={folder}/compiled-{index}"] for index in range(2)}
-    return Processes(folder, name, 2, 1, own=caches)
+def start(folder, tmp_path):
+    """Two processes that share the store alone: each has its own compiled programs."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    data = config["data"] | {"paths": ["gs://bucket/text/*.txt"], "cache": "gs://bucket/tokens"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"output": "gs://bucket/runs", "data": data}))
+    for index in range(2):
+        shutil.copytree(folder / "compiled", tmp_path / f"compiled-{index}", dirs_exist_ok=True)
+    caches = {index: [f"monitor.compilation_cache={tmp_path}/compiled-{index}"] for index in range(2)}
+    return Processes(tmp_path, "stored", 2, 2, own=caches)
 
 
-def losses(store, name):
-    content, _ = store.objects.get(("bucket", f"runs/{name}/metrics.jsonl"), (b"", 0))
+def losses(store):
+    content, _ = store.objects.get(("bucket", "runs/stored/metrics.jsonl"), (b"", 0))
     return [json.loads(line)["loss"] for line in content.split(b"\n")[:-1]]
 
 
-def test_a_run_of_processes_that_share_no_disk_goes_on_after_one_is_killed(tmp_path, store):
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(IN_A_STORE))
-    start(tmp_path, "straight").end(0, 0)
-    straight = losses(store, "straight")
-    assert len(straight) == 12
-    killed = start(tmp_path, "killed")
-    killed.wait_until(lambda: len(losses(store, "killed")) >= 6)
+def test_a_run_of_processes_that_share_no_disk_goes_on_after_one_is_killed(folder, straight, tmp_path, store):
+    """And repeats, bit for bit, the run of processes that share one."""
+    killed = start(folder, tmp_path)
+    killed.wait_until(lambda: len(losses(store)) >= 6)
     killed.send(signal.SIGKILL, 1)
     killed.end(None, -9)
-    assert 6 <= len(losses(store, "killed")) < 12
-    start(tmp_path, "killed").end(0, 0)
-    assert losses(store, "killed") == straight
+    assert 6 <= len(losses(store)) < STEPS
+    start(folder, tmp_path).end(0, 0)
+    assert losses(store) == [line["loss"] for line in straight]
     assert {name.split("/")[0] for name in store.names("bucket")} == {"runs", "text", "tokens"}
     assert not list(tmp_path.rglob("checkpoints"))
