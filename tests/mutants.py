@@ -1,12 +1,15 @@
 """Draws small faults into lines that compute, and asks the suite to find them.
 
+    pip install pytest-cov
+    pytest --cov=posjax --cov=train --cov-context=test --cov-report=
     python tests/mutants.py REPORT [--seed 0] [--count 100]
 
 A mutant is one change of one expression: another operator, comparison or function, a number one larger, a sign left
-out. For each, the test files nearest to the changed module run first, in a copy of the repository, and at the first
-failure the mutant is killed; if they pass, the rest of the default suite decides. REPORT is a file of JSON lines, one
-for each mutant, and is resumed. Changes that no test could find, because the program means the same, stand in
-``EQUIVALENT`` with the reason, and others are drawn in their place.
+out. The first command notes in ``.coverage`` which tests run which lines. Of every mutant, in a copy of the repository,
+the test files that run its line are asked, those that run the least code first; at the first failure it is killed. If
+no test of this process runs the line, the whole suite is asked. REPORT is a file of JSON lines, one for each mutant,
+and is resumed. Changes that no test could find, because the program means the same, stand in ``EQUIVALENT`` with the
+reason, and others are drawn in their place.
 
 mutmut rewrites every function into a chooser of mutants, which ``jit`` and frozen dataclasses do not survive, and
 cosmic-ray runs one command for all mutants and changes annotations too; so the draw is our own.
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,7 +106,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "of what is drawn, shapes alone are used",
 }
 
-NEAR_SECONDS, SUITE_SECONDS = 900, 5400
+SECONDS = 5400
+IN_THE_REPOSITORY = re.compile(r"(?:^|(?<=/))(?:posjax|train)/.*")
 
 
 @dataclass(frozen=True)
@@ -205,32 +210,41 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
     return [choose.choice(lines[line]) for line in choose.sample(sorted(lines), count)]
 
 
-def nearest(root: Path, path: str) -> list[str]:
-    """The test files that are named after a module or its folder, then those that import from it, all in its room and
-    in the root; else the whole room, or for a module of the root whatever is named after it or imports from it."""
-    module = Path(path)
-    parts = module.parts[1:-1] if module.parts[0] == "posjax" else module.parts[:-1]
-    room = next(place for n in range(len(parts), -1, -1) if (place := root.joinpath("tests", *parts[:n])).is_dir())
-    stem = module.stem.strip("_")
-    names = [name for name in (stem, *parts[-1:]) if name != room.name]
-    top = root / "tests"
-    close = room.rglob("test_*.py") if room == top else room.glob("test_*.py")
-    every = list(dict.fromkeys(sorted(close) + sorted(top.glob("test_*.py"))))
-    named = [test for name in names for test in every if f"_{name}" in test.stem]
-    importing = re.compile(rf"^(?:from|import) .*\b(?:{'|'.join(names)})\b", re.M)
-    users = [test for test in every if importing.search(test.read_text(encoding="utf-8"))]
-    found = list(dict.fromkeys([*named, *users])) or [room] * (room != top)
-    return [test.relative_to(root).as_posix() for test in found]
+class Runs:
+    """Which test files run which lines, from what pytest-cov wrote."""
+
+    def __init__(self, place: Path):
+        from coverage import CoverageData
+
+        data = CoverageData(str(place))
+        data.read()
+        self._files: dict[str, dict[int, set[str]]] = {}
+        self._breadth: Counter[str] = Counter()
+        for name in data.measured_files():
+            lines = {
+                line: {context.split("::")[0] for context in contexts if context}
+                for line, contexts in data.contexts_by_lineno(name).items()
+            }
+            self._files[IN_THE_REPOSITORY.search(name)[0]] = lines
+            self._breadth.update(test for tests in lines.values() for test in tests)
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """The test files that run a mutant's line, or the nearest noted one before it: those of the least code first.
+
+        Python notes some lines of a statement alone.
+        """
+        noted = self._files.get(mutant.path, {})
+        tests = noted.get(max((line for line in noted if line <= mutant.line), default=0), set())
+        return sorted(tests, key=lambda test: (self._breadth[test], test))
 
 
-def judged(copy: Path, mutant: Mutant) -> dict:
-    """What became of a mutant: killed by which files, or alive after the whole suite."""
+def judged(copy: Path, mutant: Mutant, tests: Sequence[str]) -> dict:
+    """What became of a mutant: killed by which of the test files, or alive after all of them."""
     file = copy / mutant.path
     original, start = file.read_text(encoding="utf-8"), time.perf_counter()
     file.write_text(mutant.applied(original), encoding="utf-8")
     try:
-        near = nearest(copy, mutant.path)
-        killer = (near and failing(copy, ["-n", "0", *near], NEAR_SECONDS)) or failing(copy, [], SUITE_SECONDS)
+        killer = failing(copy, ["-n", "0", *tests] if tests else [], SECONDS)
     finally:
         file.write_text(original, encoding="utf-8")
     return {**asdict(mutant), "killed_by": killer, "seconds": round(time.perf_counter() - start)}
@@ -264,12 +278,14 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--runs", type=Path, default=ROOT / ".coverage", help="what pytest-cov wrote")
     asked = parser.parse_args()
     done = len(asked.report.read_text().splitlines()) if asked.report.exists() else 0
+    runs = Runs(asked.runs)
     with tempfile.TemporaryDirectory() as place, asked.report.open("a") as report:
         copy = copied(ROOT, Path(place))
         for mutant in drawn(ROOT, asked.seed, asked.count)[done:]:
-            verdict = judged(copy, mutant)
+            verdict = judged(copy, mutant, runs.of(mutant))
             print(json.dumps(verdict), file=report, flush=True)
             print(f"{mutant.path}:{mutant.line}: {mutant.now} -> {mutant.instead}: {verdict['killed_by'] or 'ALIVE'}")
     alive = [row for row in map(json.loads, asked.report.read_text().splitlines()) if row["killed_by"] is None]

@@ -66,5 +66,7 @@ def test_a_mutant_dies_by_the_test_that_sees_it(tmp_path):
     test = "from posjax.twice import twice\n\n\ndef test_twice():\n    assert twice(2) == 4\n    assert twice(3) == 6\n"
     (tmp_path / "tests" / "test_twice.py").write_text(test)
     found = mutants.mutants("posjax/twice.py", (tmp_path / "posjax" / "twice.py").read_text())
-    killers = {mutant.instead: mutants.judged(tmp_path, mutant)["killed_by"] for mutant in found[:2]}
+    killers = {
+        mutant.instead: mutants.judged(tmp_path, mutant, ["tests/test_twice.py"])["killed_by"] for mutant in found[:2]
+    }
     assert killers == {"(x * 2 - (x > 5) * 0)": None, "(x / 2)": "tests/test_twice.py::test_twice"}
