@@ -1,23 +1,27 @@
 """JAX's strict flags: no rank and no dtype is promoted in silence, nothing is NaN on its way, and x64 may be on.
 
-Promotion is refused when tracing, so nothing is compiled for it. NaN is looked for in what really runs.
+Promotion is refused when tracing, so nothing is compiled for it. NaN is looked for in what really runs: in the result
+of every operation, in one program.
 """
 
 import contextlib
+from functools import partial
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import LENGTH, NAMES, config, made, preset, separate
+from decoders import LENGTH, NAMES, config, preset, separate
 from flax import nnx
+from jax.experimental import checkify
 
 import posjax as pj
 from posjax import bias, masks
 from posjax.bias import CoPE, FoX, accumulate
 from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Dilated, Globals, Segments, Sinks, Window
+from posjax.nn import Decoder
 from posjax.positions import Range, from_segments
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 8
@@ -40,7 +44,7 @@ def strict(*names):
 
 
 def normal(*shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), dtype)
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 
 def projections(dtype, scheme=None):
@@ -49,15 +53,28 @@ def projections(dtype, scheme=None):
     return q, k, normal(BATCH, LENGTH, KV_HEADS, SIZE, dtype=dtype)
 
 
-def gradients(function, *arguments):
-    """Of a number to which every output and every finite log-sum-exp adds."""
+def results_and_gradients(function, *arguments):
+    """The gradients of a number to which every output and every finite log-sum-exp adds."""
 
     def loss(arguments):
         out = function(*arguments)
         parts = (jnp.where(jnp.isneginf(x), 0, x).astype(jnp.float32) for x in jax.tree.leaves(out))
-        return sum(jnp.sin(x).sum() for x in parts)
+        return sum(jnp.sin(x).sum() for x in parts), out
 
-    return jax.grad(loss, allow_int=True)(arguments)
+    found, out = jax.grad(loss, allow_int=True, has_aux=True)(arguments)
+    return out, found
+
+
+def gradients(function, *arguments):
+    return results_and_gradients(function, *arguments)[1]
+
+
+def find_nan(function, *arguments):
+    """Fails where any operation on the way to the results and gradients gives NaN; gradients must be finite."""
+    run = checkify.checkify(partial(gradients, function), errors=checkify.nan_checks)
+    error, found = jax.jit(run)(*arguments)
+    error.throw()
+    chex.assert_tree_all_finite(found)
 
 
 SPECS = {
@@ -93,6 +110,12 @@ def of_cope(dtype):
     return (lambda p: {"bias": CoPE(6).bind(p, num_heads=HEADS), "mask": Causal()}), CoPE(6).init(None, HEADS, SIZE)
 
 
+def of_positions_of_both_kinds(dtype):
+    spec, params = bias.FIRE(), bias.FIRE().init(jax.random.key(0), HEADS)
+    options = {"mask": PACKED & Window(4), "q_positions": AT, "kv_positions": Range(0, LENGTH)}
+    return (lambda params: options | {"bias": spec.bind(params, num_heads=HEADS)}), params
+
+
 def plain(**options):
     return lambda dtype: ((lambda params: options), {})
 
@@ -117,12 +140,7 @@ CASES = {name: lambda dtype, spec=spec: of_bias(spec, dtype) for name, spec in S
     "scale of rows": learned("scale", BATCH, LENGTH, 1, mask=PACKED),
     "scalar scale": learned("scale", mask=PACKED),
     "positions of rows": plain(mask=PACKED, q_positions=AT, kv_positions=AT, bias=bias.Sandwich()),
-    "positions of both kinds": plain(
-        mask=PACKED & Window(4),
-        q_positions=AT,
-        kv_positions=Range(0, LENGTH),
-        bias=bias.FIRE().bind(bias.FIRE().init(jax.random.key(0), HEADS), num_heads=HEADS),
-    ),
+    "positions of both kinds": of_positions_of_both_kinds,
     "decay": plain(mask=Causal(), decay=np.linspace(0, 0.2, SIZE, dtype=np.float32)),
     "decay in rows": plain(
         mask=PACKED, decay=np.linspace(0, 0.2, SIZE, dtype=np.float32), q_positions=AT, kv_positions=AT
@@ -141,25 +159,52 @@ def attended(name, backend, dtype):
     return run, *projections(dtype), params
 
 
+def traced(name, backend, dtype):
+    """Shapes of the arguments of a case, its results and its gradients; nothing is compiled."""
+
+    def run():
+        function, *arguments = attended(name, backend, dtype)
+        return tuple(arguments), *results_and_gradients(function, *arguments)
+
+    return jax.eval_shape(run)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.wide)])
 def test_attention_promotes_nothing(name, dtype):
     for backend in BACKENDS:
         with strict("ranks", "dtypes"):
-            function, *arguments = attended(name, backend, dtype)
-            found = jax.eval_shape(lambda *a, f=function: gradients(f, *a), *arguments)
-        chex.assert_trees_all_equal_shapes_and_dtypes(found, tuple(arguments))
+            arguments, _, found = traced(name, backend, dtype)
+        chex.assert_trees_all_equal_shapes_and_dtypes(found, arguments)
 
 
-@pytest.mark.parametrize("name", ["packed", "t5", "decay"])
-@pytest.mark.parametrize("flags", [("ranks",), ("dtypes",), ("ranks", "dtypes", "x64")], ids="-".join)
+RANKS, KINDS, ALL = ("ranks",), ("dtypes",), ("ranks", "dtypes", "x64")
+
+
+def wide(*values):
+    return pytest.param(*values, marks=pytest.mark.wide)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (RANKS, "decay"),
+        (KINDS, "t5"),
+        (ALL, "packed"),
+        (ALL, "t5"),
+        (ALL, "decay"),
+        wide(RANKS, "packed"),
+        wide(RANKS, "t5"),
+        wide(KINDS, "packed"),
+        wide(KINDS, "decay"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
 def test_each_flag_alone_and_all_in_x64(flags, name):
     dtype = jnp.float64 if "x64" in flags else jnp.bfloat16
     for backend in BACKENDS:
         with strict(*flags):
-            function, *arguments = attended(name, backend, dtype)
-            out, lse = jax.eval_shape(function, *arguments)
-            jax.eval_shape(lambda *a, f=function: gradients(f, *a), *arguments)
+            _, (out, lse), _ = traced(name, backend, dtype)
         assert (out.dtype, lse.dtype) == (dtype, jnp.float64 if "x64" in flags else jnp.float32)
 
 
@@ -181,7 +226,6 @@ def check_scheme(scheme, backend, dtype, positions):
     return gradients(run, *projections(dtype, scheme), normal(BATCH, LENGTH, 8, dtype=dtype), params)
 
 
-IN_EVERY_WAY = ("coca-slack", "fox", "pope")
 COVERING = ("clex", "mixed", "pope", "coca-slack", "ssmax", "qwen3", "llama4", "fox", "cope", "dual-chunk", "performer")
 COVERING += ("leaky-rerope",)
 
@@ -208,11 +252,20 @@ def check_in(ways, name):
                 jax.eval_shape(lambda s=scheme, b=backend, d=dtype: check_scheme(s, b, d, Range(0, LENGTH)))
 
 
-@pytest.mark.parametrize("name", IN_EVERY_WAY)
+ALONE = [(flags, jnp.bfloat16, "blockwise") for flags in (RANKS, KINDS)]
+TOGETHER = [way for way in WAYS if "x64" in way[0]]
+COVERING_WAYS = {
+    "fox": ALONE + TOGETHER,
+    # Every dtype once, with one backend after the other.
+    "coca-slack": [ALONE[0], TOGETHER[0], TOGETHER[3], TOGETHER[4]],
+    "pope": [ALONE[1], TOGETHER[1], TOGETHER[2], TOGETHER[5]],
+}
+
+
+@pytest.mark.parametrize("name", COVERING_WAYS)
 def test_presets_in_a_covering_of_ways(name):
     """Every flag with every dtype and backend, and each alone where dtypes meet: at bfloat16 and blockwise."""
-    alone = [(flags, jnp.bfloat16, "blockwise") for flags in (("ranks",), ("dtypes",))]
-    check_in(alone + [way for way in WAYS if "x64" in way[0]], name)
+    check_in(COVERING_WAYS[name], name)
 
 
 @pytest.mark.wide
@@ -225,8 +278,9 @@ def test_every_preset_in_every_way(name):
 @pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["hierarchical", "qwen3"])
 def test_decoders_promote_nothing(name, stored, compute):
-    graph, state = made(config(preset(name), compute_dtype=compute))
-    state = jax.tree.map(lambda x: x.astype(stored), state)
+    settings = config(preset(name), compute_dtype=compute)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(1))))
+    state = jax.tree.map(lambda x: x.update(dtype=stored), state)
     tokens, positions, segments = separate()
 
     def logits(state):
@@ -236,20 +290,24 @@ def test_decoders_promote_nothing(name, stored, compute):
         jax.eval_shape(lambda state: jax.grad(lambda s: logits(s).sum())(state), state)
 
 
+def tables_and_whole_biases():
+    frequencies = pj.rotary.frequencies(SIZE)
+    for positions in (Range(0, LENGTH), AT):
+        table = pj.rotary_table(positions, frequencies)
+        for pairing in ("half", "interleaved"):
+            for dtype in (*DTYPES, jnp.float64):
+                x = normal(BATCH, LENGTH, HEADS, SIZE, dtype=dtype)
+                assert pj.apply_rotary(x, table, pairing=pairing).dtype == dtype
+        q, k, v = projections(jnp.bfloat16)
+        for variant in ("strict", "slack", "relative"):
+            out = pj.coca_attention(q, k[..., : SIZE // 2], v, table=table, variant=variant, mask=Causal())
+            assert out.dtype == jnp.bfloat16
+        assert pj.alibi_bias(HEADS, positions, Range(0, LENGTH), symmetric=True).dtype == jnp.float32
+
+
 def test_tables_and_whole_biases_promote_nothing():
     with strict():
-        frequencies = pj.rotary.frequencies(SIZE)
-        for positions in (Range(0, LENGTH), AT):
-            table = pj.rotary_table(positions, frequencies)
-            for pairing in ("half", "interleaved"):
-                for dtype in (*DTYPES, jnp.float64):
-                    x = normal(BATCH, LENGTH, HEADS, SIZE, dtype=dtype)
-                    assert pj.apply_rotary(x, table, pairing=pairing).dtype == dtype
-            q, k, v = projections(jnp.bfloat16)
-            for variant in ("strict", "slack", "relative"):
-                out = pj.coca_attention(q, k[..., : SIZE // 2], v, table=table, variant=variant, mask=Causal())
-                assert out.dtype == jnp.bfloat16
-            assert pj.alibi_bias(HEADS, positions, Range(0, LENGTH), symmetric=True).dtype == jnp.float32
+        jax.eval_shape(tables_and_whole_biases)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +325,7 @@ def test_tables_and_whole_biases_promote_nothing():
 def test_nothing_is_nan_on_its_way(name, backend):
     """Operation by operation: a NaN that is masked later would be found too."""
     function, *arguments = attended(name, backend, jnp.float32)
-    with jax.debug_nans(True):
-        function(*arguments)
-        chex.assert_tree_all_finite(gradients(function, *arguments))
+    find_nan(function, *arguments)
 
 
 @pytest.mark.wide
@@ -288,5 +344,5 @@ def test_far_branches_make_no_nan():
         far = Branch(q[..., ::-1], k * k, Beyond(4))
         return pj.attention(q, k, v, mask=PACKED, far=far, implementation="blockwise", return_residuals=True)
 
-    with strict("ranks", "dtypes"), jax.debug_nans(True):
-        chex.assert_tree_all_finite(gradients(run, q, k, v))
+    with strict("ranks", "dtypes"):
+        find_nan(run, q, k, v)
