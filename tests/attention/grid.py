@@ -1,0 +1,216 @@
+"""One call of attention after the other: cases of it, their inputs, and what is compared."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax import masks
+from posjax.attention import attention
+from posjax.attention.api import BACKENDS
+from posjax.attention.blockwise import Blocks, blockwise
+from posjax.bias import T5, ALiBi, Kerple
+from posjax.far import Branch
+from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
+from posjax.positions import Range, from_segments
+
+BATCH, SIZE, VALUE_SIZE = 2, 8, 6
+RATES = np.linspace(0.01, 0.3, SIZE)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["distance"])
+@dataclasses.dataclass(frozen=True)
+class Beyond(masks.Mask):
+    """Pairs whose key is at least ``distance`` behind the query."""
+
+    distance: int
+
+    def pairs(self, i, j):
+        return i - j >= self.distance
+
+    def bounds(self, i_low, i_high, j_low, j_high):
+        return i_high - j_low >= self.distance, i_low - j_high >= self.distance
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: lengths, heads, slots; the blocks make several uneven tiles along both axes."""
+
+    name: str
+    queries: int = 13
+    keys: int = 13
+    heads: int = 4
+    kv_heads: int = 2
+    bias: object = None
+    mask: object = None
+    softcap: float | None = None
+    sinks: bool = False
+    far: tuple = ()
+    decay: bool = False
+    q_positions: object = None
+    kv_positions: object = None
+    blocks: tuple = (4, 6)
+
+
+IDS = np.array([[0] * 3 + [1] * 7 + [-1] * 3, [-1] * 2 + [4] * 6 + [5] * 5], np.int32)
+SHUFFLED = np.random.default_rng(0).permutation(13).astype(np.int32)
+PACKED = from_segments(IDS)
+FAR_AWAY = Range(2**30, 13)
+LEARNED, SYMMETRIC = ALiBi(learned=True), ALiBi(symmetric=True, learned=True)
+T5_NEAR, T5_BOTH = T5(num_buckets=6, max_distance=9), T5(num_buckets=8, max_distance=9, bidirectional=True)
+TWO_BRANCHES = (Beyond(4) & Window(8), Beyond(8))
+OF_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
+
+CASES = [
+    Case("cross with one key head", queries=5, keys=11, kv_heads=1),
+    Case(
+        "even tiles of a window, one head per key",
+        queries=12,
+        keys=12,
+        heads=2,
+        mask=Causal() & Window(3),
+        blocks=(4, 4),
+    ),
+    Case("long queries with sinks", queries=11, keys=3, q_positions=Range(0, 11), mask=Causal(), sinks=True),
+    Case("symmetric alibi in a band of segments", bias=SYMMETRIC, mask=Window(4) & Segments(IDS)),
+    Case("learned alibi and lambda", bias=LEARNED, mask=Causal() & (Window(3) | Sinks(2))),
+    Case("two-sided t5 in one tile", bias=T5_BOTH, blocks=(13, 13)),
+    Case("kerple power and a prefix", bias=Kerple("power"), mask=Causal() | Prefix(6)),
+    Case("soft cap in chunks", softcap=0.8, mask=Causal() & Chunked(5), bias=T5_NEAR),
+    Case("packed", mask=Causal() & Segments(IDS), bias=T5_NEAR, **OF_ROWS, sinks=True),
+    Case("nothing seen", mask=Causal() & Segments(IDS), kv_positions=Range(6, 13), sinks=True, softcap=2.0),
+    Case(
+        "decode far away",
+        queries=2,
+        q_positions=Range(2**30 + 11, 2),
+        kv_positions=FAR_AWAY,
+        mask=Causal(),
+        bias=ALiBi(),
+    ),
+    Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
+    Case("two branches of both sides", far=TWO_BRANCHES, sinks=True),
+    Case("far in packed rows", far=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS, bias=LEARNED, softcap=3.0),
+    Case("decay in packed rows", decay=True, mask=Causal() & Segments(IDS), **OF_ROWS, bias=T5_NEAR),
+]
+
+WIDE = [
+    Case("symmetric alibi in a band", bias=SYMMETRIC, mask=Window(4)),
+    Case("soft cap", softcap=0.8, mask=Causal(), bias=T5_NEAR),
+    Case("far without a bias in packed rows", far=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS),
+    Case("decay without a bias in packed rows", decay=True, mask=Causal() & Segments(IDS), **OF_ROWS),
+    Case("kerple log in chunks", bias=Kerple("log"), mask=Causal() & Chunked(5)),
+    Case("segments", mask=Segments(IDS), bias=LEARNED),
+    Case("far", far=(Beyond(4),), mask=Causal(), bias=LEARNED, softcap=3.0),
+    Case("decay", decay=True, mask=Causal(), bias=T5_NEAR),
+    Case("plain"),
+    Case("one tile", blocks=(13, 13)),
+    Case("even tiles", queries=12, keys=12, blocks=(4, 4)),
+    Case("one head per key", heads=2, mask=Causal()),
+    Case("one key head", kv_heads=1, mask=Causal()),
+    Case("cross", queries=5, keys=11),
+    Case("long queries", queries=11, keys=3, q_positions=Range(0, 11), mask=Causal()),
+    Case("causal", mask=Causal()),
+    Case("window", mask=Causal() & Window(3)),
+    Case("band", mask=Window(4)),
+    Case("lambda", mask=Causal() & (Window(3) | Sinks(2))),
+    Case("chunked", mask=Causal() & Chunked(5)),
+    Case("prefix", mask=Causal() | Prefix(6)),
+    Case("alibi", bias=ALiBi(), mask=Causal()),
+    Case("learned alibi", bias=LEARNED, mask=Causal()),
+    Case("symmetric alibi", bias=SYMMETRIC),
+    Case("t5", bias=T5_NEAR, mask=Causal()),
+    Case("two-sided t5", bias=T5_BOTH),
+    Case("kerple log", bias=Kerple("log"), mask=Causal()),
+    Case("kerple power", bias=Kerple("power"), mask=Causal()),
+    Case("sinks", sinks=True, mask=Causal()),
+    Case("decode", queries=2, keys=13, q_positions=Range(11, 2), mask=Causal(), bias=ALiBi()),
+    Case("far of both sides", far=(Beyond(4),), sinks=True),
+    Case("two branches", far=TWO_BRANCHES, mask=Causal() & (Window(10) | Sinks(2))),
+    Case("far away", q_positions=FAR_AWAY, kv_positions=FAR_AWAY, mask=Causal(), bias=ALiBi()),
+]
+
+
+def called(name: str) -> Case:
+    return next(case for case in (*CASES, *WIDE) if case.name == name)
+
+
+def inputs(case: Case, dtype=np.float64) -> dict:
+    """Everything that has a gradient, by name."""
+    rng = np.random.default_rng(7)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    values = {
+        "q": normal(BATCH, case.queries, case.heads, SIZE),
+        "k": normal(BATCH, case.keys, case.kv_heads, SIZE),
+        "v": normal(BATCH, case.keys, case.kv_heads, VALUE_SIZE),
+    }
+    for n in range(len(case.far)):
+        values[f"q{n}"], values[f"k{n}"] = (1.3 + n) * values["q"][..., ::-1], 0.7 * values["k"] ** 2
+    if case.sinks:
+        values["sinks"] = normal(case.heads)
+    if case.bias is not None and (params := case.bias.init(jax.random.key(7), case.heads)):
+        times = 30 if isinstance(case.bias, T5) else 1
+        values["bias"] = jax.tree.map(lambda x: times * np.asarray(x, dtype), params)
+    return values
+
+
+def call(case: Case, values: dict, implementation: str, **options):
+    """``attention`` with the case's slots; the small tiles are put in by ``small_tiles``."""
+    bias = case.bias.bind(values.get("bias"), num_heads=case.heads) if case.bias else None
+    return attention(
+        values["q"],
+        values["k"],
+        values["v"],
+        bias=bias,
+        mask=case.mask,
+        sinks=values.get("sinks"),
+        softcap=case.softcap,
+        far=[Branch(values[f"q{n}"], values[f"k{n}"], where) for n, where in enumerate(case.far)],
+        decay=RATES if case.decay else None,
+        q_positions=case.q_positions,
+        kv_positions=case.kv_positions,
+        implementation=implementation,
+        return_residuals=True,
+        **options,
+    )
+
+
+def use_tiles(monkeypatch, case: Case) -> None:
+    """Makes the blockwise backend use the tiles of a case."""
+    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(*case.blocks)))
+
+
+def loss(case: Case, implementation: str, values: dict):
+    """A number that every output and every finite log-sum-exp takes part in."""
+    return loss_of(call(case, values, implementation))[0]
+
+
+def loss_of(result):
+    out, lse = result
+    finite = jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse))
+    return (out * weights_of(out.shape).astype(out.dtype)).sum() + finite.sum(), result
+
+
+def weights_of(shape) -> np.ndarray:
+    return np.random.default_rng(3).standard_normal(shape)
+
+
+def gradients(case: Case, backend: str, values: dict) -> dict:
+    """The gradients of the loss, from one compiled program."""
+    return jax.jit(jax.grad(partial(loss, case, backend)))(values)
+
+
+def outputs_and_gradients(case: Case, backend: str, values: dict):
+    """Output, log-sum-exp and the gradients of every input, from one compiled program."""
+
+    return jax.jit(partial(results, case, backend))(values)
+
+
+def results(case: Case, backend: str, values: dict):
+    """Output, log-sum-exp and the gradients of every input."""
+    number, transpose, found = jax.vjp(lambda v: loss_of(call(case, v, backend)), values, has_aux=True)
+    return *found, transpose(jnp.ones_like(number))[0]
