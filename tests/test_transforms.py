@@ -25,11 +25,11 @@ schemes = pytest.mark.parametrize("name", SCHEMES)
 
 
 def inputs(scheme):
-    keys = jax.random.split(jax.random.key(0), 4)
+    rng = np.random.default_rng(0)
     sizes = (scheme.query_size(SIZE), scheme.key_size(SIZE), SIZE)
-    projected = [jax.random.normal(k, (ROWS, LENGTH, HEADS, s)) for k, s in zip(keys, sizes, strict=False)]
-    params = scheme.init(keys[3], HEADS, SIZE) | scheme.init_shared(keys[3], HEADS, SIZE)
-    return params, *projected
+    projected = [rng.standard_normal((ROWS, LENGTH, HEADS, s)).astype(np.float32) for s in sizes]
+    params = jax.jit(lambda key: scheme.init(key, HEADS, SIZE) | scheme.init_shared(key, HEADS, SIZE))
+    return jax.device_get(params(jax.random.key(0))), *projected
 
 
 def loss(scheme, params, q, k, v):
@@ -41,24 +41,27 @@ def test_gradients_are_the_same_under_every_transformation(name):
     scheme = SCHEMES[name]
     params, *rows = inputs(scheme)
     gradient = jax.grad(partial(loss, scheme), argnums=(0, 1, 2, 3))
-    want = jax.jit(gradient)(params, *rows)
-    one_by_one = [x[:, None] for x in rows]
     mesh = Mesh(np.array(jax.devices()), ("data",))
 
     def mapped(found):
         d_params, *d_rows = found
         return jax.tree.map(lambda x: x.sum(0), d_params), *(x[:, 0] for x in d_rows)
 
-    by_vmap = mapped(jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0)))(params, *one_by_one))
-    by_pmap = mapped(jax.pmap(gradient, in_axes=(None, 0, 0, 0))(params, *one_by_one))
+    def in_programs(*arguments):
+        """In one program, by ``vmap`` and by ``shard_map``, beside the plain gradient."""
+        one_by_one = [x[:, None] for x in arguments[1:]]
+        by_vmap = jax.vmap(gradient, in_axes=(None, 0, 0, 0))(arguments[0], *one_by_one)
+        return gradient(*arguments), mapped(by_vmap), jax.grad(sharded, argnums=(0, 1, 2, 3))(*arguments)
+
     sharded = jax.shard_map(
         lambda *a: jax.lax.psum(loss(scheme, *a), "data"), mesh=mesh, in_specs=(P(), *(P("data"),) * 3), out_specs=P()
     )
-    by_shard_map = jax.jit(jax.grad(sharded, argnums=(0, 1, 2, 3)))(params, *rows)
-    for found in (by_vmap, by_pmap, by_shard_map):
-        chex.assert_trees_all_equal_shapes_and_dtypes(found, want)
-        chex.assert_trees_all_close(jax.device_get(found), jax.device_get(want), atol=2e-5, rtol=2e-4)
-    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(want))
+    want, *found = jax.device_get(jax.jit(in_programs)(params, *rows))
+    by_pmap = jax.pmap(gradient, in_axes=(None, 0, 0, 0))(params, *(x[:, None] for x in rows))
+    for got in (*found, mapped(jax.device_get(by_pmap))):
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+        chex.assert_trees_all_close(got, want, atol=2e-5, rtol=2e-4)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want))
 
 
 @schemes
@@ -66,16 +69,25 @@ def test_tokens_that_are_all_alike_give_outputs_that_are_all_alike(name):
     """Position told in the logits alone gives v back."""
     scheme = SCHEMES[name]
     params, q, k, v = inputs(scheme)
-    q, k, v = (jnp.broadcast_to(x[:, :1], x.shape) for x in (q, k, v))
-    chex.assert_trees_all_close(scheme.attend(q, k, v, params=params), v, atol=1e-5)
+    q, k, v = (np.broadcast_to(x[:, :1], x.shape) for x in (q, k, v))
+    out = jax.jit(lambda params, *x: scheme.attend(*x, params=params))(params, q, k, v)
+    chex.assert_trees_all_close(out, v, atol=1e-5)
 
 
 def test_masks_and_biases_alone_under_vmap_and_pmap():
-    at = jnp.arange(8 * LENGTH).reshape(8, LENGTH)
+    at = np.arange(8 * LENGTH).reshape(8, LENGTH)
     mask = pj.masks.Causal() & (pj.masks.Window(4) | pj.masks.Sinks(2)) & pj.masks.Chunked(16)
-    table = pj.bias.T5(8, 10).init(jax.random.key(0), HEADS)
-    bias = pj.bias.T5(8, 10).bind(table, num_heads=HEADS)
-    for function in (mask.allowed, bias.values):
-        want = jnp.stack([function(row, row) for row in at])
-        chex.assert_trees_all_equal(jax.vmap(function)(at, at), want)
-        chex.assert_trees_all_equal(jax.device_get(jax.pmap(function)(at, at)), jax.device_get(want))
+    spec = pj.bias.T5(8, 10)
+    bias = spec.bind(spec.init(jax.random.key(0), HEADS), num_heads=HEADS)
+
+    def both(q, k):
+        return mask.allowed(q, k), bias.values(q, k)
+
+    @jax.jit
+    def row_by_row(at):
+        rows = [both(row, row) for row in at]
+        return jax.tree.map(lambda *x: jnp.stack(x), *rows), jax.vmap(both)(at, at)
+
+    want, by_vmap = jax.device_get(row_by_row(at))
+    chex.assert_trees_all_equal(by_vmap, want)
+    chex.assert_trees_all_equal(jax.device_get(jax.pmap(both)(at, at)), want)
