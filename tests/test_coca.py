@@ -40,8 +40,16 @@ def inputs(kv_heads=HEADS, *, tied=False, seed=0):
     return q.astype(np.float32), t.astype(np.float32)
 
 
+@partial(jax.jit, static_argnames="size")
 def table(positions, size=SIZE):
-    return rotary_table(jnp.asarray(positions), frequencies(size))
+    return rotary_table(positions, frequencies(size))
+
+
+@partial(jax.jit, static_argnames=("variant", "pairing"))
+def features_at(q, t, m, n, variant, pairing="half"):
+    """Features of queries and keys at these positions."""
+    size = 2 * t.shape[-1]
+    return coca.features(q, t, table(m, size), kv_table=table(n, size), variant=variant, pairing=pairing)
 
 
 def planes(q, pairing):
@@ -77,9 +85,7 @@ def closed(q, t, variant, pairing="half", m=M, n=N):
 
 def scores(q, t, variant, pairing="half", m=M, n=N):
     """Scores from the features, summed in float64."""
-    phi, psi = coca.features(
-        jnp.asarray(q), jnp.asarray(t), table(m), kv_table=table(n), variant=variant, pairing=pairing
-    )
+    phi, psi = features_at(q, t, m, n, variant, pairing)
     psi = np.repeat(np.asarray(psi, np.float64), HEADS // t.shape[2], axis=2)
     return np.einsum("bmhd,bnhd->bhmn", np.asarray(phi, np.float64), psi)
 
@@ -133,11 +139,11 @@ def test_t4_shift_changes_nothing(variant):
 def test_t4_shift_changes_slack():
     """By 21 to 57% of the Frobenius norm, for random inputs and shifts of up to a thousand; the more, the further."""
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.standard_normal((1, 64, 1, 64)), jnp.float32)
-    t = jnp.asarray(rng.standard_normal((1, 64, 1, 32)), jnp.float32)
+    q = rng.standard_normal((1, 64, 1, 64)).astype(np.float32)
+    t = rng.standard_normal((1, 64, 1, 32)).astype(np.float32)
 
     def at(shift):
-        phi, psi = coca.features(q, t, table(np.arange(64) + shift, 64), variant="slack")
+        phi, psi = features_at(q, t, np.arange(64) + shift, np.arange(64) + shift, "slack")
         return np.einsum("bmhd,bnhd->mn", phi, psi)
 
     drift = [np.linalg.norm(at(shift) - at(0)) / np.linalg.norm(at(0)) for shift in (10, 100, 1000)]
@@ -147,11 +153,11 @@ def test_t4_shift_changes_slack():
 def strict_decay(distances, seed=0):
     """One strict query and key, at each distance behind position 5000."""
     rng = np.random.default_rng(seed)
-    q = jnp.asarray(rng.standard_normal((1, 1, 1, SIZE)), jnp.float32)
-    t = jnp.asarray(np.abs(rng.standard_normal((1, 1, 1, SIZE // 2))), jnp.float32)
-    keys = jnp.broadcast_to(t, (1, len(distances), 1, SIZE // 2))
-    phi, psi = coca.features(q, keys, table([5000]), kv_table=table(5000 - distances), variant="strict")
-    return np.einsum("d,nd->n", phi[0, 0, 0], psi[0, :, 0]), np.asarray(q), np.asarray(t)
+    q = rng.standard_normal((1, 1, 1, SIZE)).astype(np.float32)
+    t = np.abs(rng.standard_normal((1, 1, 1, SIZE // 2))).astype(np.float32)
+    keys = np.broadcast_to(t, (1, len(distances), 1, SIZE // 2))
+    phi, psi = map(np.asarray, features_at(q, keys, np.array([5000]), 5000 - distances, "strict"))
+    return np.einsum("d,nd->n", phi[0, 0, 0], psi[0, :, 0]), q, t
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -168,23 +174,28 @@ def test_t6_krein_inequality(seed):
     assert np.all(a[0] - a[2 * s] <= 4 * (a[0] - a[s]) + 1e-4)
 
 
+@jax.jit
+def rotated(x, positions):
+    return apply_rotary(x, table(positions))
+
+
 def test_t7_strict_is_rope_on_squared_radii():
     q, t = inputs()
     x, y = planes(q, "half")
     rope_q = np.concatenate([x * x + y * y, 0 * x], -1).astype(np.float32)
     rope_k = np.concatenate([np.maximum(t, 0), 0 * t], -1)
-    phi, psi = coca.features(q, t, table(M), kv_table=table(N), variant="strict")
-    close(phi, apply_rotary(jnp.asarray(rope_q), table(M)))
-    close(psi, apply_rotary(jnp.asarray(rope_k), table(N)))
+    phi, psi = features_at(q, t, M, N, "strict")
+    close(phi, rotated(rope_q, M))
+    close(psi, rotated(rope_k, N))
 
 
 def test_t8_rotating_the_doubled_key_turns_the_feature_by_an_eighth():
     """R_n (t, t) = sqrt(2) t (cos(n theta + pi / 4), sin(n theta + pi / 4))."""
     _, t = inputs()
-    psi = np.asarray(coca.key_feature(jnp.asarray(t), table(N)), np.float64)
+    psi = np.asarray(coca.key_feature(t, table(N)), np.float64)
     first, second = np.split(psi, 2, axis=-1)
     eighth = np.concatenate([first - second, second + first], -1)
-    close(apply_rotary(jnp.asarray(np.maximum(np.concatenate([t, t], -1), 0)), table(N)), eighth)
+    close(rotated(np.maximum(np.concatenate([t, t], -1), 0), N), eighth)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -194,9 +205,10 @@ def test_t9_merged_projection(pairing):
     h, weights, biases = (rng.standard_normal(shape) for shape in ((3, 10), (10, HEADS, SIZE), (HEADS, SIZE)))
     full = np.einsum("tm,mhd->thd", h, weights) + biases
     first, second = planes(full, pairing)
-    kernel, offset = (coca.merge_projection(jnp.asarray(a, jnp.float32), pairing) for a in (weights, biases))
+    merge = jax.jit(lambda *x: [coca.merge_projection(a, pairing) for a in x])
+    kernel, offset = jax.device_get(merge(weights.astype(np.float32), biases.astype(np.float32)))
     chex.assert_shape(kernel, (10, HEADS, SIZE // 2))
-    close(jnp.einsum("tm,mhd->thd", h.astype(np.float32), kernel) + offset, (first + second) / 2)
+    close(np.einsum("tm,mhd->thd", h.astype(np.float32), kernel) + offset, (first + second) / 2)
 
 
 def test_t11_decay_bound_of_equation_20():
@@ -257,29 +269,27 @@ def test_slack_is_strict_for_keys_that_do_not_turn():
 
 @pytest.mark.parametrize("variant", coca.VARIANTS)
 def test_key_may_come_raw_or_through_relu(variant):
-    q, t = (jnp.asarray(a) for a in inputs(tied=variant == "tied"))
-    make = partial(coca.features, q, table=table(M), kv_table=table(N), variant=variant)
-    chex.assert_trees_all_equal(make(t), make(coca.half_width(t)))
-    assert np.any(np.asarray(t) < 0)
+    q, t = inputs(tied=variant == "tied")
+    chex.assert_trees_all_equal(features_at(q, t, M, N, variant), features_at(q, coca.half_width(t), M, N, variant))
+    assert np.any(t < 0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("variant", coca.VARIANTS)
 def test_shapes_and_dtypes(variant, dtype):
-    q, t = (jnp.asarray(a, dtype) for a in inputs(2, tied=variant == "tied"))
-    phi, psi = coca.features(q, t, table(M), kv_table=table(N), variant=variant)
+    q, t = (a.astype(dtype) for a in inputs(2, tied=variant == "tied"))
+    phi, psi = jax.eval_shape(lambda: features_at(q, t, M, N, variant))
     chex.assert_shape(phi, (BATCH, QUERIES, HEADS, SIZE))
     chex.assert_shape(psi, (BATCH, KEYS, 2, SIZE))
     chex.assert_type([phi, psi], dtype)
-    chex.assert_type(coca.half_width(t), dtype)
+    chex.assert_type(jax.eval_shape(coca.half_width, t), dtype)
 
 
 def test_table_per_row_of_the_batch():
-    q, t = (jnp.asarray(a) for a in inputs())
-    rows = table(np.stack([M, M + 7])), table(np.stack([N, N + 7]))
-    both = coca.features(q, t, rows[0], kv_table=rows[1], variant="slack")
+    q, t = inputs()
+    both = jax.device_get(features_at(q, t, np.stack([M, M + 7]), np.stack([N, N + 7]), "slack"))
     for row, shift in enumerate((0, 7)):
-        one = coca.features(q, t, table(M + shift), kv_table=table(N + shift), variant="slack")
+        one = jax.device_get(features_at(q, t, M + shift, N + shift, "slack"))
         chex.assert_trees_all_close(*(jax.tree.map(lambda a, r=row: a[r], pair) for pair in (both, one)))
 
 
@@ -287,30 +297,33 @@ def test_table_per_row_of_the_batch():
 @pytest.mark.parametrize("variant", coca.VARIANTS)
 def test_bfloat16_inputs_lose_only_the_last_cast(variant, position):
     """The features in bfloat16 are those in float32, rounded once, at any position."""
-    q, t = (jnp.asarray(a, jnp.bfloat16) for a in inputs(tied=variant == "tied"))
-    at = {"table": table(M + position), "kv_table": table(N + position), "variant": variant}
-    exact = coca.features(q.astype(jnp.float32), t.astype(jnp.float32), **at)
-    chex.assert_trees_all_equal(coca.features(q, t, **at), jax.tree.map(lambda a: a.astype(jnp.bfloat16), exact))
+    q, t = (a.astype(jnp.bfloat16) for a in inputs(tied=variant == "tied"))
+    at = M + position, N + position, variant
+    exact = jax.device_get(features_at(q.astype(np.float32), t.astype(np.float32), *at))
+    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), exact)
+    chex.assert_trees_all_equal(jax.device_get(features_at(q, t, *at)), rounded)
 
 
 def test_bfloat16_logits_err_as_those_of_rope():
     """Near position 32k, heads of 128: an rms error of 0.2% of the logits' standard deviation, for RoPE as for CoCA."""
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.standard_normal((1, 64, 1, 128)), jnp.bfloat16)
-    k = jnp.asarray(rng.standard_normal((1, 64, 1, 128)), jnp.bfloat16)
-    at = table(32_000 + np.arange(64), 128)
+    q, k = (rng.standard_normal((1, 64, 1, 128)).astype(jnp.bfloat16) for _ in range(2))
+    variants = ("strict", "slack", "relative")
 
-    def relative_error(features):
-        exact, rounded = (
-            np.einsum("bmhd,bnhd->mn", *(np.float64(a) for a in features(q.astype(dtype), k.astype(dtype))))
-            for dtype in (jnp.float32, jnp.bfloat16)
-        )
-        return np.sqrt(np.mean((exact - rounded) ** 2)) / np.std(exact)
+    @jax.jit
+    def features(q, k):
+        at = table(32_000 + np.arange(64), 128)
+        of_coca = {name: coca.features(q, k[..., :64], at, variant=name) for name in variants}
+        return of_coca | {"rope": (apply_rotary(q, at), apply_rotary(k, at))}
 
-    rope = relative_error(lambda q, k: (apply_rotary(q, at), apply_rotary(k, at)))
-    assert 0.0015 < rope < 0.003
-    for variant in ("strict", "slack", "relative"):
-        assert relative_error(lambda q, k, v=variant: coca.features(q, k[..., :64], at, variant=v)) < 1.1 * rope
+    found = [
+        {name: np.einsum("bmhd,bnhd->mn", *map(np.float64, pair)) for name, pair in jax.device_get(run).items()}
+        for run in (features(q.astype(np.float32), k.astype(np.float32)), features(q, k))
+    ]
+    error = {name: np.sqrt(np.mean((x - found[1][name]) ** 2)) / np.std(x) for name, x in found[0].items()}
+    assert 0.0015 < error["rope"] < 0.003
+    for variant in variants:
+        assert error[variant] < 1.1 * error["rope"]
 
 
 @pytest.mark.parametrize("variant", coca.VARIANTS)
@@ -320,13 +333,13 @@ def test_gradients_against_central_differences_of_the_oracle(variant):
     weight = rng.standard_normal((BATCH, HEADS, QUERIES, KEYS))
 
     def loss(q, t):
-        phi, psi = coca.features(q, t, table(M), kv_table=table(N), variant=variant)
+        phi, psi = features_at(q, t, M, N, variant)
         return jnp.sum(jnp.einsum("bmhd,bnhd->bhmn", phi, jnp.repeat(psi, 2, axis=2)) * weight.astype(np.float32))
 
     along = [rng.standard_normal(a.shape) for a in (q, t)]
     step = 1e-6
     ends = [(weight * reference(q + e * along[0], t + e * along[1], variant)).sum() for e in (step, -step)]
-    gradients = jax.grad(loss, argnums=(0, 1))(jnp.asarray(q), jnp.asarray(t))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, t)
     slope = sum(np.vdot(np.asarray(g, np.float64), a) for g, a in zip(gradients, along, strict=True))
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-4)
 
@@ -336,14 +349,14 @@ def test_jit_and_vmap():
     f = partial(coca.features, variant="slack")
     plain = f(q, t, table(M), kv_table=table(N))
     chex.assert_trees_all_close(jax.jit(f)(q, t, table(M), kv_table=table(N)), plain, atol=1e-6)
-    per_row = jax.vmap(lambda q, t: f(q[None], t[None], table(M), kv_table=table(N)))(q, t)
-    chex.assert_trees_all_close(jax.tree.map(lambda a: a[:, 0], per_row), plain, atol=1e-6)
+    per_row = jax.jit(jax.vmap(lambda q, t: f(q[None], t[None], table(M), kv_table=table(N))))(q, t)
+    chex.assert_trees_all_close(jax.tree.map(lambda a: a[:, 0], jax.device_get(per_row)), plain, atol=1e-6)
 
 
 def sharded_inputs():
     rng = np.random.default_rng(2)
-    q = jnp.asarray(rng.standard_normal((2, 8, 4, SIZE)), jnp.float32)
-    t = jnp.asarray(rng.standard_normal((2, 8, 4, SIZE // 2)), jnp.float32)
+    q = rng.standard_normal((2, 8, 4, SIZE)).astype(np.float32)
+    t = rng.standard_normal((2, 8, 4, SIZE // 2)).astype(np.float32)
     return q, t, table(np.arange(8))
 
 
@@ -356,20 +369,25 @@ def test_shard_map_over_batch_length_and_heads(variant):
     f = partial(coca.features, variant=variant)
     sharded = jax.shard_map(f, mesh=mesh, in_specs=(spec, spec, rows), out_specs=(spec, spec))
 
-    def loss(f, q, t):
+    def loss(q, t, f):
         phi, psi = f(q, t, at)
-        return jnp.sum(jnp.sin(phi)) + jnp.sum(psi**2)
+        return jnp.sum(jnp.sin(phi)) + jnp.sum(psi**2), (phi, psi)
 
-    chex.assert_trees_all_close(jax.jit(sharded)(q, t, at), f(q, t, at), atol=1e-6)
-    gradients = [jax.jit(jax.grad(partial(loss, g), argnums=(0, 1)))(q, t) for g in (sharded, f)]
-    chex.assert_trees_all_close(*gradients, atol=1e-5)
+    @jax.jit
+    def both(q, t):
+        return [jax.grad(loss, argnums=(0, 1), has_aux=True)(q, t, g) for g in (sharded, f)]
+
+    (got, found), (want, plain) = both(q, t)
+    chex.assert_trees_all_close(found, plain, atol=1e-6)
+    chex.assert_trees_all_close(got, want, atol=1e-5)
 
 
 def test_pmap():
     q, t, at = sharded_inputs()
-    q, t = (jnp.stack([a + i for i in range(8)]) for a in (q, t))
+    q, t = (np.stack([a + np.float32(i) for i in range(8)]) for a in (q, t))
     f = partial(coca.features, variant="slack")
-    mapped, expected = (over(f, in_axes=(0, 0, None))(q, t, at) for over in (jax.pmap, jax.vmap))
+    mapped = jax.pmap(f, in_axes=(0, 0, None))(q, t, at)
+    expected = jax.jit(jax.vmap(f, in_axes=(0, 0, None)))(q, t, at)
     chex.assert_trees_all_close(mapped, expected, atol=1e-5)
 
 
@@ -446,7 +464,7 @@ def test_slot_is_a_static_argument():
 
 
 def test_refusals():
-    q, t = (jnp.asarray(a) for a in inputs())
+    q, t = inputs()
     at, f = table(M), coca.features
     t = t[:, :QUERIES]
     cases = [
@@ -454,7 +472,7 @@ def test_refusals():
         ("pairing: unknown", lambda: f(q, t, at, variant="strict", pairing="halves")),
         ("half as wide", lambda: f(q, t, at, variant="tied")),
         ("no partial rotation", lambda: f(q, t, table(M, SIZE // 2), variant="strict")),
-        ("t, and the q of 'tied'", lambda: f(q, jnp.tile(t, 2), at, variant="strict")),
+        ("t, and the q of 'tied'", lambda: f(q, np.tile(t, 2), at, variant="strict")),
         ("t must be 8 wide", lambda: f(q, t[..., :4], at, kv_table=table(M, SIZE // 2), variant="strict")),
         ("even number, found 15", lambda: f(q[..., 1:], t, at, variant="slack")),
         ("q must have 4 axes", lambda: f(q[0], t, at, variant="slack")),

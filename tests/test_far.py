@@ -66,7 +66,7 @@ methods = pytest.mark.parametrize("name", METHODS)
 def inputs():
     rng = np.random.default_rng(0)
     shapes = ((2, N, HEADS, SIZE), (2, N, KV_HEADS, SIZE), (2, N, KV_HEADS, SIZE))
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
 def rope_score(q, k, distance):
@@ -93,18 +93,28 @@ def oracle(score, distance, q, k, positions=None):
     return out
 
 
-def scores(far, features, q, k, positions, length=None):
+def branches_of(far, features, q, k, positions, length=None):
+    """``far.branches``, and where each branch takes part, from one program."""
+
+    @jax.jit
+    def run(q, k, positions):
+        phi, psi, rest = far.branches(features, {}, q, k, positions, positions, head_dim=q.shape[-1], length=length)
+        where = [masks.materialise(branch.where, positions, positions) for branch in rest]
+        return phi, psi, [(branch.q, branch.k, there) for branch, there in zip(rest, where, strict=True)]
+
+    return jax.device_get(run(q, k, positions))
+
+
+def scores(far, features, q, k, positions):
     """Scores of the branches, put together by their masks, in NumPy."""
-    branches = partial(far.branches, features, {}, head_dim=q.shape[-1], length=length)
-    phi, psi, rest = jax.jit(branches)(q, k, positions, positions)
+    phi, psi, rest = branches_of(far, features, q, k, positions)
     out = np.einsum("bihd,bjd->bhij", np.float64(phi), np.float64(psi)[:, :, 0])
     taken = 0
-    for branch in rest:
-        chex.assert_equal_shape([phi, branch.q])
-        chex.assert_equal_shape([psi, branch.k])
-        where = np.asarray(masks.materialise(branch.where, positions, positions))
+    for far_q, far_k, where in rest:
+        chex.assert_equal_shape([phi, far_q])
+        chex.assert_equal_shape([psi, far_k])
         taken = taken + where
-        out = np.where(where, np.einsum("bihd,bjd->bhij", np.float64(branch.q), np.float64(branch.k)[:, :, 0]), out)
+        out = np.where(where, np.einsum("bihd,bjd->bhij", np.float64(far_q), np.float64(far_k)[:, :, 0]), out)
     assert np.max(taken) <= 1
     return np.tril(out)
 
@@ -126,10 +136,15 @@ def test_attention_of_every_backend_follows(name, inputs):
     allowed = (j <= i) & (True if seen is None else np.vectorize(seen)(i, j))
     ones = np.zeros((2, N, HEADS, 1))
     want, _ = oracles.attention(ones, np.zeros((2, N, KV_HEADS, 1)), v, bias=logits, allowed=allowed)
-    phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
-    mask = Causal() if far.mask() is None else Causal() & far.mask()
-    for implementation in ("dense", "blockwise") if name in ("rerope", "dual chunk") else ("dense",):
-        found = posjax.attention(phi, psi, v, far=branches, mask=mask, implementation=implementation)
+    implementations = ("dense", "blockwise") if name in ("rerope", "dual chunk") else ("dense",)
+
+    @jax.jit
+    def attend(q, k, v):
+        phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
+        mask = Causal() if far.mask() is None else Causal() & far.mask()
+        return [posjax.attention(phi, psi, v, far=branches, mask=mask, implementation=i) for i in implementations]
+
+    for found in attend(q, k, v):
         np.testing.assert_allclose(found, want, atol=1e-5)
 
 
@@ -147,7 +162,7 @@ def test_positions_may_differ_by_row_and_start_anywhere(name, inputs):
     far, distance, _ = METHODS[name]
     q, k, _ = inputs
     rows = np.stack([np.arange(N) + 3, 2 * np.arange(N)])
-    found = scores(far, Rotary(), q, k, jnp.asarray(rows))
+    found = scores(far, Rotary(), q, k, rows)
     for row, positions in enumerate(rows):
         pick = slice(row, row + 1)
         np.testing.assert_allclose(found[pick], oracle(rope_score, distance, q[pick], k[pick], positions), atol=1e-5)
@@ -155,15 +170,20 @@ def test_positions_may_differ_by_row_and_start_anywhere(name, inputs):
 
 def one_score(far, i, j, features=None):
     """cos(distance): the score of unit vectors in the first plane, whose frequency is 1."""
-    unit = jnp.zeros((1, 1, 1, SIZE)).at[..., 0].set(1.0)
-    q_positions, kv_positions = jnp.array([i]), jnp.array([j])
-    features = features or Rotary()
-    phi, psi, branches = far.branches(features, {}, unit, unit, q_positions, kv_positions, head_dim=SIZE)
-    found = (phi * psi).sum()
-    for branch in branches:
-        there = masks.materialise(branch.where, q_positions, kv_positions)
-        found = jnp.where(there, (branch.q * branch.k).sum(), found)
-    return float(found.squeeze())
+    unit = np.zeros((1, 1, 1, SIZE), np.float32)
+    unit[..., 0] = 1
+
+    @jax.jit
+    def run(unit, q_positions, kv_positions):
+        given = (features or Rotary(), {}, unit, unit, q_positions, kv_positions)
+        phi, psi, branches = far.branches(*given, head_dim=SIZE)
+        found = (phi * psi).sum()
+        for branch in branches:
+            there = masks.materialise(branch.where, q_positions, kv_positions)
+            found = jnp.where(there, (branch.q * branch.k).sum(), found)
+        return found.squeeze()
+
+    return float(run(unit, np.array([i]), np.array([j])))
 
 
 @pytest.mark.parametrize("shift", [0, 1_000_003])
@@ -201,14 +221,15 @@ def test_the_frequencies_of_the_rule_are_kept(rule, far, distance):
     """The first frequency is 1 under NTK too, the second is not; the current length is passed on."""
     theta = float(rule.frequencies(64, head_dim=SIZE)[0].value[1])
     assert theta != pytest.approx(THETA[1])
-    second = jnp.zeros((1, 1, 1, SIZE)).at[..., 1].set(1.0)
+    second = np.zeros((1, 1, 1, SIZE), np.float32)
+    second[..., 1] = 1
     given = (Rotary(rule), {}, second, second, jnp.array([100]), jnp.array([0]))
     _, _, (branch,) = far.branches(*given, head_dim=SIZE, length=64)
     assert float((branch.q * branch.k).sum()) == pytest.approx(math.cos(distance * theta), abs=2e-6)
 
 
 def test_limits():
-    q, k = jnp.ones((1, N, 1, SIZE)), jnp.ones((1, N, 1, SIZE))
+    q = k = np.ones((1, N, 1, SIZE), np.float32)
     plain = np.tril(scores(ReRoPE(N), Rotary(), q, k, Range(0, N)))
     for same in (LeakyReRoPE(5, 1), SelfExtend(1, 5), LMInfinite(N, 2), StreamingLLM(4, N - 4), DualChunk(N + 1, N)):
         np.testing.assert_allclose(scores(same, Rotary(), q, k, Range(0, N)), plain, atol=2e-5)
@@ -233,8 +254,13 @@ def test_streaming_is_the_rolling_cache(inputs):
         assert len(cache) <= sinks + recent
     q, k, v = inputs
     far = StreamingLLM(sinks, recent)
-    phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
-    found = posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
+
+    @jax.jit
+    def attend(q, k, v):
+        phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
+        return posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
+
+    found = attend(q, k, v)
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 
@@ -242,9 +268,14 @@ def test_streaming_is_the_rolling_cache(inputs):
 def test_short_sequences_are_left_alone(far, inputs):
     q, k, v = inputs
     there = Range(0, N)
-    phi, psi, branches = far.branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
-    found = posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
-    chex.assert_trees_all_close(found, posjax.attention(phi, psi, v, mask=Causal()), atol=1e-6)
+
+    @jax.jit
+    def both(q, k, v):
+        phi, psi, branches = far.branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
+        found = posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
+        return found, posjax.attention(phi, psi, v, mask=Causal())
+
+    chex.assert_trees_all_close(*both(q, k, v), atol=1e-6)
     chex.assert_trees_all_equal(masks.materialise(Causal() & far.mask(), there, there), np.tri(N, dtype=bool))
 
 
@@ -259,29 +290,43 @@ def test_dual_chunk_distances():
             assert found == i - j if i - j <= 16 else 16 <= found <= 63
 
 
+def branches_over(far, there, size):
+    """The branches of tokens that are all alike."""
+    q = jnp.ones((1, there.length, 1, size))
+    return far.branches(Rotary(), {}, q, q, there, there, head_dim=size)[2]
+
+
 @methods
 def test_only_tiles_on_a_boundary_compute_several_scores(name):
     far, _, _ = METHODS[name]
     length, block = 120, 5
-    there, q = Range(0, length), jnp.ones((1, length, 1, SIZE))
-    _, _, branches = far.branches(Rotary(), {}, q, q, there, there, head_dim=SIZE)
-    for branch in branches:
-        kinds = np.asarray(masks.tile_kinds(branch.where, there, there, block, block))
-        tiles = np.asarray(masks.materialise(branch.where, there, there)).reshape(24, block, 24, block).swapaxes(1, 2)
+    there = Range(0, length)
+
+    @jax.jit
+    def kinds_and_tiles():
+        found = []
+        for branch in branches_over(far, there, SIZE):
+            whole = masks.materialise(branch.where, there, there)
+            found.append((masks.tile_kinds(branch.where, there, there, block, block), whole))
+        return found
+
+    for kinds, whole in jax.device_get(kinds_and_tiles()):
+        tiles = whole.reshape(24, block, 24, block).swapaxes(1, 2)
         mixed = tiles.any((2, 3)) & ~tiles.all((2, 3))
         np.testing.assert_array_equal(kinds == masks.MIXED, mixed)
 
 
 def test_a_window_has_two_diagonals_of_boundary_tiles():
     there = Range(0, 4096)
-    q = jnp.ones((1, 4096, 1, 2))
-    _, _, (branch,) = ReRoPE(1000).branches(Rotary(), {}, q, q, there, there, head_dim=2)
-    kinds = np.asarray(masks.tile_kinds(Causal() & branch.where, there, there, 64, 64))
-    assert (kinds == masks.MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
+
+    @partial(jax.jit, static_argnums=0)
+    def kinds(window):
+        (branch,) = branches_over(ReRoPE(window), there, 2)
+        return masks.tile_kinds(Causal() & branch.where, there, there, 64, 64)
+
+    assert (np.asarray(kinds(1000)) == masks.MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
     # A window that ends on a tile's edge crosses one diagonal only.
-    _, _, (branch,) = ReRoPE(1024).branches(Rotary(), {}, q, q, there, there, head_dim=2)
-    kinds = np.asarray(masks.tile_kinds(Causal() & branch.where, there, there, 64, 64))
-    assert (kinds == masks.MIXED).sum() == (4096 - 1024) // 64
+    assert (np.asarray(kinds(1024)) == masks.MIXED).sum() == (4096 - 1024) // 64
 
 
 @methods
@@ -290,7 +335,7 @@ def test_shift_invariance_is_declared_truly(name, inputs):
     q, k, _ = inputs
 
     def at(shift):
-        there = jnp.arange(N) + shift
+        there = np.arange(N) + shift
         hidden = masks.materialise(Causal() if far.mask() is None else Causal() & far.mask(), there, there)
         return np.where(hidden, scores(far, Rotary(), q, k, there), -1e3)
 
@@ -306,19 +351,22 @@ def test_gradients_reach_both_branches(inputs):
         phi, psi, branches = LeakyReRoPE(8, 4).branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
         return jnp.square(posjax.attention(phi, psi, v, far=branches, mask=Causal())).sum()
 
-    dq, dk = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, k)
+    loss = jax.jit(loss)
+    dq, dk = jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1)))(q, k))
     chex.assert_tree_all_finite((dq, dk))
-    direction = jax.random.normal(jax.random.key(0), q.shape)
+    direction = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
     step = 1e-2
     slope = (loss(q + step * direction, k) - loss(q - step * direction, k)) / (2 * step)
     np.testing.assert_allclose((dq * direction).sum(), slope, rtol=2e-2)
-    assert float(jnp.abs(dk[:, 0]).min()) > 0
+    assert np.abs(dk[:, 0]).min() > 0
 
 
 def test_dtype_is_kept(inputs):
     q, k = (x.astype(jnp.bfloat16) for x in inputs[:2])
     for far, _, _ in METHODS.values():
-        chex.assert_type(jax.tree.leaves(far.branches(Rotary(), {}, q, k, *[Range(0, N)] * 2, head_dim=SIZE)), q.dtype)
+        run = partial(far.branches, Rotary(), {}, head_dim=SIZE)
+        phi, psi, branches = jax.eval_shape(lambda run=run: run(q, k, *[Range(0, N)] * 2))
+        chex.assert_type(jax.tree.leaves((phi, psi, [(branch.q, branch.k) for branch in branches])), q.dtype)
 
 
 def test_reach():
