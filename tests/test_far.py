@@ -93,59 +93,59 @@ def oracle(score, distance, q, k, positions=None):
     return out
 
 
-def branches_of(far, features, q, k, positions, length=None):
-    """``far.branches``, and where each branch takes part, from one program."""
-
-    @jax.jit
-    def run(q, k, positions):
-        phi, psi, rest = far.branches(features, {}, q, k, positions, positions, head_dim=q.shape[-1], length=length)
-        where = [masks.materialise(branch.where, positions, positions) for branch in rest]
-        return phi, psi, [(branch.q, branch.k, there) for branch, there in zip(rest, where, strict=True)]
-
-    return jax.device_get(run(q, k, positions))
+def branches_and_places(far, features, q, k, positions):
+    """``far.branches``, and where each branch takes part."""
+    phi, psi, branches = far.branches(features, {}, q, k, positions, positions, head_dim=q.shape[-1])
+    return phi, psi, branches, [masks.materialise(branch.where, positions, positions) for branch in branches]
 
 
-def scores(far, features, q, k, positions):
+def put_together(phi, psi, branches, places):
     """Scores of the branches, put together by their masks, in NumPy."""
-    phi, psi, rest = branches_of(far, features, q, k, positions)
     out = np.einsum("bihd,bjd->bhij", np.float64(phi), np.float64(psi)[:, :, 0])
     taken = 0
-    for far_q, far_k, where in rest:
-        chex.assert_equal_shape([phi, far_q])
-        chex.assert_equal_shape([psi, far_k])
+    for branch, where in zip(branches, places, strict=True):
+        chex.assert_equal_shape([phi, branch.q])
+        chex.assert_equal_shape([psi, branch.k])
         taken = taken + where
-        out = np.where(where, np.einsum("bihd,bjd->bhij", np.float64(far_q), np.float64(far_k)[:, :, 0]), out)
+        out = np.where(where, np.einsum("bihd,bjd->bhij", np.float64(branch.q), np.float64(branch.k)[:, :, 0]), out)
     assert np.max(taken) <= 1
     return np.tril(out)
 
 
-@methods
-def test_scores_are_those_of_the_effective_distance(name, inputs):
-    far, distance, _ = METHODS[name]
-    q, k, _ = inputs
-    want = oracle(rope_score, distance, q, k)
-    np.testing.assert_allclose(scores(far, Rotary(), q, k, Range(0, N)), want, atol=1e-5)
+@partial(jax.jit, static_argnums=(0, 1))
+def compiled_branches(far, features, q, k, positions):
+    return branches_and_places(far, features, q, k, positions)
+
+
+def scores(far, features, q, k, positions):
+    return put_together(*jax.device_get(compiled_branches(far, features, q, k, positions)))
 
 
 @methods
-def test_attention_of_every_backend_follows(name, inputs):
+def test_scores_and_attention_of_every_backend_are_those_of_the_effective_distance(name, inputs):
     far, distance, seen = METHODS[name]
-    q, k, v = inputs
-    logits = oracle(rope_score, distance, q, k) / math.sqrt(SIZE)
-    i, j = np.mgrid[:N, :N]
-    allowed = (j <= i) & (True if seen is None else np.vectorize(seen)(i, j))
-    ones = np.zeros((2, N, HEADS, 1))
-    want, _ = oracles.attention(ones, np.zeros((2, N, KV_HEADS, 1)), v, bias=logits, allowed=allowed)
     implementations = ("dense", "blockwise") if name in ("rerope", "dual chunk") else ("dense",)
 
     @jax.jit
     def attend(q, k, v):
-        phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
+        found = branches_and_places(far, Rotary(), q, k, Range(0, N))
+        phi, psi, branches, _ = found
         mask = Causal() if far.mask() is None else Causal() & far.mask()
-        return [posjax.attention(phi, psi, v, far=branches, mask=mask, implementation=i) for i in implementations]
+        return found, [
+            posjax.attention(phi, psi, v, far=branches, mask=mask, implementation=i) for i in implementations
+        ]
 
-    for found in attend(q, k, v):
-        np.testing.assert_allclose(found, want, atol=1e-5)
+    q, k, v = inputs
+    found, outputs = jax.device_get(attend(q, k, v))
+    want = oracle(rope_score, distance, q, k)
+    np.testing.assert_allclose(put_together(*found), want, atol=1e-5)
+    i, j = np.mgrid[:N, :N]
+    allowed = (j <= i) & (True if seen is None else np.vectorize(seen)(i, j))
+    ones = np.zeros((2, N, HEADS, 1))
+    logits = want / math.sqrt(SIZE)
+    want, _ = oracles.attention(ones, np.zeros((2, N, KV_HEADS, 1)), v, bias=logits, allowed=allowed)
+    for out in outputs:
+        np.testing.assert_allclose(out, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["rerope", "leaky", "self-extend", "dual chunk"])
@@ -223,9 +223,9 @@ def test_the_frequencies_of_the_rule_are_kept(rule, far, distance):
     assert theta != pytest.approx(THETA[1])
     second = np.zeros((1, 1, 1, SIZE), np.float32)
     second[..., 1] = 1
-    given = (Rotary(rule), {}, second, second, jnp.array([100]), jnp.array([0]))
-    _, _, (branch,) = far.branches(*given, head_dim=SIZE, length=64)
-    assert float((branch.q * branch.k).sum()) == pytest.approx(math.cos(distance * theta), abs=2e-6)
+    given = (Rotary(rule), {}, second, second, np.array([100]), np.array([0]))
+    _, _, (branch,) = jax.jit(lambda: far.branches(*given, head_dim=SIZE, length=64))()
+    assert np.sum(np.asarray(branch.q) * branch.k) == pytest.approx(math.cos(distance * theta), abs=2e-6)
 
 
 def test_limits():

@@ -18,7 +18,7 @@ close = partial(np.testing.assert_allclose, rtol=1e-6)
 
 
 def ints(*values):
-    return jnp.asarray(values, jnp.int32)
+    return np.asarray(values, np.int32)
 
 
 def test_log_n_values():
@@ -36,16 +36,16 @@ def test_log_n_counts_fewer_keys_than_its_minimum_as_the_minimum():
 @pytest.mark.parametrize("length", [2, 3, 32, 512, 1000, 4096, 131_072])
 def test_clipped_log_n_is_exactly_one_up_to_the_training_length(length):
     n = np.unique(np.append(np.arange(1, min(length, 300)), [0, length - 1, length]))
-    chex.assert_trees_all_equal(scales.clipped_log_n(jnp.asarray(n), length), jnp.ones(len(n)))
+    np.testing.assert_array_equal(scales.clipped_log_n(n, length), 1)
     beyond = length + np.array([1, 100, 1_000_000])
-    found = scales.clipped_log_n(jnp.asarray(beyond), length)
+    found = scales.clipped_log_n(beyond, length)
     close(found, np.log(beyond) / np.log(length))
     assert np.all(np.asarray(found)[1:] > 1)
 
 
 def test_ssmax_with_one_over_log_length_is_log_n():
-    n = jnp.arange(1, 3000, 7)
-    found = scales.ssmax(n, jnp.asarray([1 / math.log(512)], jnp.float32))[:, 0]
+    n = np.arange(1, 3000, 7, dtype=np.int32)
+    found = scales.ssmax(n, np.asarray([1 / math.log(512)], np.float32))[:, 0]
     close(found, scales.log_n(n, 512, minimum=1), rtol=1e-6, atol=1e-7)
 
 
@@ -94,9 +94,10 @@ def llama4(p, floor_scale=8192):
 def test_llama4_steps_fall_on_the_exact_position():
     steps = [k * 8192 + offset for k in (1, 2, 3, 100, 2**17, 2**18 - 1) for offset in (-2, -1, 0, 1)]
     positions = [0, 1, 8190, *steps, 2**31 - 2, 2**31 - 1]
-    found = scales.llama4_temperature(jnp.asarray(positions, jnp.int32))
+    temperature = jax.jit(scales.llama4_temperature)
+    found = temperature(np.asarray(positions, np.int32))
     close(found, [llama4(p) for p in positions], rtol=2e-7)
-    chex.assert_trees_all_equal(scales.llama4_temperature(jnp.arange(8191)), jnp.ones(8191))
+    chex.assert_trees_all_equal(temperature(np.arange(8191, dtype=np.int32)), np.ones(8191, np.float32))
     assert float(found[positions.index(8191)]) == pytest.approx(1.0693, abs=5e-5)
 
 
@@ -127,11 +128,15 @@ def test_yarn_temperature_without_extension_and_with_mscale():
 @pytest.mark.parametrize("factor", [4.0, 32.0])
 def test_yarn_temperature_on_the_logits_is_its_root_on_both_tables(factor):
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.standard_normal((1, 6, 1, 8)), jnp.float32) for _ in range(2))
+    q, k = (rng.standard_normal((1, 6, 1, 8)).astype(np.float32) for _ in range(2))
+
+    @jax.jit
+    def rotated(attention_factor):
+        table = rotary_table(Range(0, 6), frequencies(8), attention_factor=attention_factor)
+        return apply_rotary(q, table), apply_rotary(k, table)
 
     def logits(attention_factor):
-        table = rotary_table(Range(0, 6), frequencies(8), attention_factor=attention_factor)
-        return np.einsum("bmhd,bnhd->mn", apply_rotary(q, table), apply_rotary(k, table))
+        return np.einsum("bmhd,bnhd->mn", *jax.device_get(rotated(attention_factor)))
 
     root = 0.1 * math.log(factor) + 1
     np.testing.assert_allclose(scales.yarn_temperature(factor) * logits(1.0), logits(root), rtol=1e-5, atol=1e-5)
@@ -193,27 +198,32 @@ def test_init_shapes():
 
 def test_vmap_shard_map_and_pmap():
     spec = scales.SSMax(bias=True)
-    params = {"s": jnp.linspace(0.1, 0.8, 4), "b": jnp.linspace(-1, 1, 4)}
-    visible = jnp.arange(1, 33).reshape(8, 4)
+    params = {"s": np.linspace(0.1, 0.8, 4, dtype=np.float32), "b": np.linspace(-1, 1, 4, dtype=np.float32)}
+    visible = np.arange(1, 33, dtype=np.int32).reshape(8, 4)
 
     def factor(params, visible):
         heads = params["s"].shape[0]
         return spec.factor(params, positions=None, visible=visible, num_heads=heads)
 
-    whole = factor(params, visible)
-    chex.assert_trees_all_close(jax.vmap(factor, (None, 0))(params, visible), whole, rtol=1e-6)
-    chex.assert_trees_all_close(jax.pmap(factor, in_axes=(None, 0))(params, visible), whole, rtol=1e-6)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "heads"))
     specs = (PartitionSpec("heads"), PartitionSpec("data"))
     sharded = jax.shard_map(factor, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data", None, "heads"))
-    chex.assert_trees_all_close(jax.jit(sharded)(params, visible), whole, rtol=1e-6)
-    gradients = [jax.jit(jax.grad(lambda p, f=f: (f(p, visible) ** 2).sum()))(params) for f in (sharded, factor)]
+
+    @jax.jit
+    def run(params, visible):
+        by_vmap = jax.vmap(factor, (None, 0))(params, visible)
+        gradients = [jax.grad(lambda p, f=f: (f(p, visible) ** 2).sum())(params) for f in (sharded, factor)]
+        return [by_vmap, sharded(params, visible)], factor(params, visible), gradients
+
+    found, whole, gradients = run(params, visible)
+    for got in (*found, jax.pmap(factor, in_axes=(None, 0))(params, visible)):
+        chex.assert_trees_all_close(got, whole, rtol=1e-6)
     chex.assert_trees_all_close(*gradients, rtol=1e-5)
 
 
 def heads(seed=0, heads=3, size=8, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(3 * rng.standard_normal((2, 5, heads, size)), dtype)
+    return (3 * rng.standard_normal((2, 5, heads, size))).astype(dtype)
 
 
 def test_rms_norm_against_numpy():
@@ -229,7 +239,7 @@ def test_key_norm_with_the_usual_scale_gives_q_dot_unit_key():
     """Equation of the article, q . k / |k|, without 1 / sqrt(d)."""
     q, k = heads(0), heads(1)
     _, normed = scales.KeyNorm().apply({}, q, k)
-    logits = jnp.einsum("bmhd,bnhd->bhmn", q, normed) / math.sqrt(8)
+    logits = np.einsum("bmhd,bnhd->bhmn", q, normed) / math.sqrt(8)
     unit = np.float64(k) / np.linalg.norm(np.float64(k), axis=-1, keepdims=True)
     np.testing.assert_allclose(logits, np.einsum("bmhd,bnhd->bhmn", np.float64(q), unit), rtol=1e-5, atol=1e-5)
     chex.assert_trees_all_equal(normed, scales.qk_norm(q, k)[1], scales.key_norm(k))
@@ -240,7 +250,7 @@ def test_cosine_attention_of_the_article():
     temperature = 4 * math.log(512 / 2)
     assert temperature == pytest.approx(22.18, abs=5e-3)
     q, k = scales.QKNorm(gain=False).apply({}, heads(0), heads(1))
-    logits = temperature / 8 * jnp.einsum("bmhd,bnhd->bhmn", q, k)
+    logits = temperature / 8 * np.einsum("bmhd,bnhd->bhmn", q, k)
     units = (np.float64(a) / np.linalg.norm(np.float64(a), axis=-1, keepdims=True) for a in (heads(0), heads(1)))
     np.testing.assert_allclose(logits, temperature * np.einsum("bmhd,bnhd->bhmn", *units), rtol=1e-4, atol=1e-4)
 
@@ -249,11 +259,15 @@ def test_cosine_attention_of_the_article():
     ("spec", "commutes"), [(scales.KeyNorm(), True), (scales.QKNorm(gain=False), True), (scales.QKNorm(), False)]
 )
 def test_norm_and_rotation_commute_as_declared(spec, commutes):
-    params = {name: jnp.linspace(0.5, 2, 8) for name in spec.init(jax.random.key(0), 8)}
-    rotate = partial(apply_rotary, table=rotary_table(Range(7, 5), frequencies(8)))
-    q, k = heads(0), heads(1)
-    before, after = jax.tree.map(rotate, spec.apply(params, q, k)), spec.apply(params, rotate(q), rotate(k))
-    moved = max(float(jnp.abs(a - b).max()) for a, b in zip(before, after, strict=True))
+    params = {name: np.linspace(0.5, 2, 8, dtype=np.float32) for name in spec.init(jax.random.key(0), 8)}
+
+    @jax.jit
+    def both(q, k):
+        rotate = partial(apply_rotary, table=rotary_table(Range(7, 5), frequencies(8)))
+        return jax.tree.map(rotate, spec.apply(params, q, k)), spec.apply(params, rotate(q), rotate(k))
+
+    before, after = jax.device_get(both(heads(0), heads(1)))
+    moved = max(np.abs(a - b).max() for a, b in zip(before, after, strict=True))
     assert spec.commutes_with_rotation == commutes
     assert (moved < 1e-5) == commutes
 
@@ -264,7 +278,7 @@ def test_learned_gains_start_at_one_and_get_gradients():
     chex.assert_trees_all_equal(params, {"q": jnp.ones(8), "k": jnp.ones(8)})
     q, k = heads(0), heads(1, heads=1)
     chex.assert_trees_all_equal(spec.apply(params, q, k), scales.qk_norm(q, k))
-    gradient = jax.grad(lambda params: sum(a.sum() for a in spec.apply(params, q, k)))(params)
+    gradient = jax.jit(jax.grad(lambda params: sum(a.sum() for a in spec.apply(params, q, k))))(params)
     close(gradient["k"], np.asarray(scales.rms_norm(k)).sum((0, 1, 2)), rtol=1e-4)
     close(gradient["q"], np.asarray(scales.rms_norm(q)).sum((0, 1, 2)), rtol=1e-4)
 
@@ -277,13 +291,13 @@ def test_norms_keep_dtype_and_compute_in_float32(spec):
     chex.assert_type(list(low), jnp.bfloat16)
     chex.assert_equal_shape([low[0], q])
     chex.assert_equal_shape([low[1], k])
-    wide = spec.apply(params, q.astype(jnp.float32), k.astype(jnp.float32))
-    chex.assert_trees_all_equal(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), wide))
+    wide = jax.device_get(spec.apply(params, q.astype(np.float32), k.astype(np.float32)))
+    chex.assert_trees_all_equal(jax.device_get(low), jax.tree.map(lambda a: a.astype(jnp.bfloat16), wide))
 
 
 def test_zero_keys_stay_zero_with_finite_gradients():
-    zero = jnp.zeros((1, 1, 1, 8))
-    value, gradient = jax.value_and_grad(lambda k: scales.key_norm(k).sum())(zero)
+    zero = np.zeros((1, 1, 1, 8), np.float32)
+    value, gradient = jax.jit(jax.value_and_grad(lambda k: scales.key_norm(k).sum()))(zero)
     assert value == 0
     assert np.all(np.isfinite(gradient))
 
@@ -380,13 +394,19 @@ def test_cosine_attention_from_norm_and_scale(scale):
     """Logits lambda cos(q, k), with lambda 1 without a scale, one pair at a time; a rotation commutes with the norm."""
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(1, 6, 4, 8)) * 7, rng.normal(size=(1, 6, 2, 8)) * 0.3
-    table = rotary_table(Range(0, 6), frequencies(8))
-    normed = scales.CosineNorm().apply({}, jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32))
-    late = scales.CosineNorm().apply({}, *(apply_rotary(jnp.asarray(x, jnp.float32), table) for x in (q, k)))
-    chex.assert_trees_all_close(late, tuple(apply_rotary(x, table) for x in normed), atol=1e-5)
-    visible = jnp.arange(6) + 1
-    factor = 1.0 if scale is None else scale.factor({}, positions=None, visible=visible, num_heads=4)
-    found = jnp.einsum("bihd,bjhd->hij", normed[0] * jnp.asarray(factor)[..., None] / 8**0.5, normed[1].repeat(2, 2))
+
+    @jax.jit
+    def run(q, k):
+        table = rotary_table(Range(0, 6), frequencies(8))
+        normed = scales.CosineNorm().apply({}, q, k)
+        late = scales.CosineNorm().apply({}, *(apply_rotary(x, table) for x in (q, k)))
+        visible = jnp.arange(6) + 1
+        factor = 1.0 if scale is None else scale.factor({}, positions=None, visible=visible, num_heads=4)
+        return normed, late, tuple(apply_rotary(x, table) for x in normed), jnp.asarray(factor)
+
+    normed, late, rotated, factor = jax.device_get(run(q.astype(np.float32), k.astype(np.float32)))
+    chex.assert_trees_all_close(late, rotated, atol=1e-5)
+    found = np.einsum("bihd,bjhd->hij", normed[0] * factor[..., None] / 8**0.5, normed[1].repeat(2, 2))
     for h, i, j in np.ndindex(found.shape):
         a, b = q[0, i, h], k[0, j, h // 2]
         cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
