@@ -17,7 +17,7 @@ FAR = np.array([257, 8191, 131_071, 1_000_003])
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def by_hand(x, positions, values, pairing):
@@ -35,9 +35,8 @@ def by_hand(x, positions, values, pairing):
 def test_rotation_is_the_formula(pairing, share):
     rule = Plain(head_dim=16, partial_rotary_factor=share)
     x = normal(0, 1, 4, 3, 16)
-    found = jax.jit(apply_rotary, static_argnames="pairing")(
-        x, rotary_table(FAR, rule.frequencies()[0]), pairing=pairing
-    )
+    found = jax.jit(lambda x: apply_rotary(x, rotary_table(FAR, rule.frequencies()[0]), pairing=pairing))(x)
+    found = np.asarray(found)
     chex.assert_equal_shape([found, x])
     chex.assert_equal(found.dtype, x.dtype)
     for head in range(3):
@@ -50,7 +49,7 @@ def test_rotation_is_the_formula(pairing, share):
 def test_norms_are_preserved(pairing):
     x = normal(1, 2, 4, 3, 16)
     found = apply_rotary(x, rotary_table(FAR, rotary.frequencies(16)), pairing=pairing)
-    np.testing.assert_allclose(jnp.linalg.norm(found, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
     chex.assert_trees_all_equal(apply_rotary(x, rotary_table(np.zeros(4, int), rotary.frequencies(16))), x)
 
 
@@ -72,18 +71,25 @@ def test_scores_do_not_change_when_all_positions_shift(pairing, rule):
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_bfloat16_rounds_only_the_result(pairing):
     x = normal(4, 1, 4, 2, 64).astype(jnp.bfloat16)
-    table = rotary_table(FAR, rotary.frequencies(64))
-    low, high = apply_rotary(x, table, pairing=pairing), apply_rotary(x.astype(jnp.float32), table, pairing=pairing)
+
+    @jax.jit
+    def run(x):
+        table = rotary_table(FAR, rotary.frequencies(64))
+        cut = jax.tree.map(lambda part: part.astype(jnp.bfloat16), table)
+        wide = x.astype(jnp.float32)
+        return [apply_rotary(y, t, pairing=pairing) for y, t in ((x, table), (wide, table), (wide, cut))]
+
+    low, high, cut = jax.device_get(run(x))
     chex.assert_type(low, jnp.bfloat16)
     chex.assert_trees_all_equal(low, high.astype(jnp.bfloat16))
-    cut = jax.tree.map(lambda part: part.astype(jnp.bfloat16), table)
-    assert jnp.abs(apply_rotary(x.astype(jnp.float32), cut, pairing=pairing) - high).max() > 2e-3
+    assert np.abs(cut - high).max() > 2e-3
 
 
 def test_float64_stays_float64():
     with jax.enable_x64(True):
-        x = jnp.ones((1, 4, 2, 16), jnp.float64)
-        chex.assert_type(apply_rotary(x, rotary_table(FAR, rotary.frequencies(16))), jnp.float64)
+        x = np.ones((1, 4, 2, 16))
+        run = jax.jit(lambda x: apply_rotary(x, rotary_table(FAR, rotary.frequencies(16))))
+        chex.assert_type(run(x), jnp.float64)
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 12, 4])
@@ -134,19 +140,24 @@ def test_permuted_weights_give_the_same_scores(share, rotary_dim, proportional):
         q, k = features
         return jnp.einsum("btngd,bsnd->bngts", q.reshape(2, 6, 2, 2, size), k)
 
-    permuted = jax.tree.map(
-        lambda leaf: permute_projection(leaf, "interleaved", "half", rotary_dim=rotary_dim), weights
-    )
+    def permute(leaf):
+        return permute_projection(leaf, "interleaved", "half", rotary_dim=rotary_dim)
+
+    permuted = jax.jit(lambda weights: jax.tree.map(permute, weights))(weights)
     np.testing.assert_allclose(scores(permuted, "half"), scores(weights, "interleaved"), atol=1e-4)
     assert np.abs(scores(weights, "half") - scores(weights, "interleaved")).max() > 0.1
 
 
 def test_gradient_is_the_inverse_rotation():
     x, w = normal(9, 1, 4, 2, 16), normal(10, 1, 4, 2, 16)
-    for pairing in PAIRINGS:
-        forward = rotary_table(FAR, rotary.frequencies(16))
-        gradient = jax.jit(jax.grad(lambda x, p=pairing, t=forward: (apply_rotary(x, t, pairing=p) * w).sum()))(x)
-        back = apply_rotary(w, rotary_table(-FAR, rotary.frequencies(16)), pairing=pairing)
+
+    @jax.jit
+    def both(x, w):
+        forward, backward = (rotary_table(at, rotary.frequencies(16)) for at in (FAR, -FAR))
+        turned = {p: lambda x, p=p: (apply_rotary(x, forward, pairing=p) * w).sum() for p in PAIRINGS}
+        return {p: (jax.grad(turned[p])(x), apply_rotary(w, backward, pairing=p)) for p in PAIRINGS}
+
+    for gradient, back in both(x, w).values():
         np.testing.assert_allclose(gradient, back, atol=1e-5)
 
 
@@ -156,9 +167,14 @@ def rotate(x, positions, frequencies):
 
 def test_under_vmap_and_without_a_batch_axis():
     x, positions, frequencies = normal(11, 3, 4, 2, 16), np.arange(12).reshape(3, 4), rotary.frequencies(16)
-    expected = rotate(x, positions, frequencies)
-    chex.assert_trees_all_close(jax.vmap(rotate, in_axes=(0, 0, None))(x, positions, frequencies), expected, atol=1e-6)
-    chex.assert_trees_all_close(rotate(x[1], positions[1], frequencies), expected[1], atol=1e-6)
+
+    @jax.jit
+    def run(*given):
+        return rotate(*given), jax.vmap(rotate, in_axes=(0, 0, None))(*given), rotate(x[1], positions[1], frequencies)
+
+    expected, mapped, one = jax.device_get(run(x, positions, frequencies))
+    chex.assert_trees_all_close(mapped, expected, atol=1e-6)
+    chex.assert_trees_all_close(one, expected[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("axis", ["batch", "length", "heads"])
@@ -177,17 +193,18 @@ def test_under_shard_map(axis):
             )
         return (f(x, positions, frequencies) * w).sum()
 
-    grad = jax.jit(jax.value_and_grad(loss), static_argnums=4)
-    chex.assert_trees_all_close(
-        grad(x, positions, frequencies, w, True), grad(x, positions, frequencies, w, False), rtol=1e-5, atol=1e-5
-    )
+    @jax.jit
+    def both(*given):
+        return [jax.value_and_grad(loss)(*given, sharded) for sharded in (True, False)]
+
+    chex.assert_trees_all_close(*both(x, positions, frequencies, w), rtol=1e-5, atol=1e-5)
 
 
 def test_under_pmap():
     x, frequencies = normal(14, 8, 1, 4, 2, 16), rotary.frequencies(16)
     positions = np.arange(32, dtype=np.int32).reshape(8, 1, 4)
     found = jax.pmap(rotate, in_axes=(0, 0, None))(x, positions, frequencies)
-    expected = rotate(x[:, 0], positions[:, 0], frequencies)
+    expected = jax.jit(rotate)(x[:, 0], positions[:, 0], frequencies)
     np.testing.assert_allclose(np.asarray(found)[:, 0], expected, atol=1e-6)
 
 
@@ -207,4 +224,4 @@ def test_under_pmap():
 )
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        call(jnp.ones((2, 4, 3, 16)), rotary_table(np.arange(4), rotary.frequencies(16)))
+        call(np.ones((2, 4, 3, 16), np.float32), rotary_table(np.arange(4), rotary.frequencies(16)))
