@@ -60,26 +60,23 @@ OPTIONS = {
 # wrong. The wide grid has a decoder for each.
 GROUPS = {
     "rotations": "nope rope hope xpos vo-rope mixed rope-tie clex pope randomised",
-    "biases": "alibi t5 kerple-log fox cope scale-invariant",
+    "biases": "alibi t5 kerple-power fox cope scale-invariant",
     "raw and half-width keys": "coca-strict coca-tied rerope leaky-rerope",
-    "logits": "learned-sinks ssmax key-norm cosine gpt-oss",
+    "logits": "learned-sinks ssmax key-norm learned-cosine gpt-oss",
     "linear": "linear-elu linear-taylor",
     "not shift-invariant": "coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk performer",
 }
-# Their programs are those of other presets with another rule, mask, feature map or order of the layers.
-VARIANTS = {
-    "variants of a layer": "p-rope axial mrope kerple-power sandwich coca-relative inverse-leaky window "
-    "softmax-plus-one log-n drope learned-cosine qwen3 equal-mean pose",
-    "variants of layers": "hwfa2 gemma3 smollm3 rnope-swa linear-exp linear-limit linear-cosine",
-}
-GROUPS |= VARIANTS
+# Those alone in the wide grid: their programs are those of other presets with another rule, mask, feature map or order
+# of the layers, and their parameters are those of others.
+VARIANTS = (
+    "p-rope axial mrope kerple-log sandwich coca-relative inverse-leaky window softmax-plus-one log-n drope cosine "
+    "qwen3 equal-mean pose hwfa2 gemma3 smollm3 rnope-swa linear-exp linear-limit linear-cosine"
+)
 # What a group cannot have: embeddings of positions, and patterns of layers. And RoPE, for a scan over equal layers.
 ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in NAMES if name not in ALONE]
-EVERY = [*ALONE, *GROUPS, *WIDE]
-"""Every preset, for tests that compile a program for each: alone or in a group, and in the wide grid alone."""
-COVERING = [name for name in (*ALONE, *GROUPS) if name not in VARIANTS] + WIDE
-"""The same with the variants in the wide grid only, for what costs more."""
+COVERING = [*ALONE, *GROUPS, *WIDE]
+"""Presets for tests that compile a program for each: alone or in a group, and in the wide grid every one alone."""
 
 
 def preset(name):

@@ -10,10 +10,10 @@ import pytest
 from decoders import (
     ALONE,
     COVERING,
-    EVERY,
     GROUPS,
     LENGTH,
     NAMES,
+    VARIANTS,
     VOCAB,
     assert_same,
     compiled,
@@ -55,7 +55,7 @@ NOT_SHIFT_INVARIANT = {
 }
 
 
-@pytest.fixture(scope="module", params=EVERY)
+@pytest.fixture(scope="module", params=COVERING)
 def settings(request):
     return config_of(request.param)
 
@@ -63,8 +63,8 @@ def settings(request):
 # --- every preset -----------------------------------------------------------------------------------------------------
 
 
-def test_every_preset_is_alone_or_in_a_group():
-    assert {*ALONE, *" ".join(GROUPS.values()).split()} == set(NAMES)
+def test_every_preset_is_alone_or_in_a_group_or_a_variant():
+    assert {*ALONE, *" ".join(GROUPS.values()).split(), *VARIANTS.split()} == set(NAMES)
 
 
 def test_preset_builds_and_is_hashable(settings):
@@ -135,7 +135,14 @@ def test_no_token_looks_ahead(settings):
     assert (np.abs(after[2, 9:end] - logits[2, 9:end]).max(-1) > 1e-5).all()
 
 
-@pytest.mark.parametrize("name", COVERING)
+# Every kind of operand that a scheme gives to attention.
+BLOCKWISE = ("learned", "biases", "raw and half-width keys", "logits")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*BLOCKWISE, *(pytest.param(n, marks=pytest.mark.wide) for n in (*ALONE, *GROUPS, *NAMES) if n not in BLOCKWISE)],
+)
 def test_blockwise_and_default_arguments_equal_dense_and_explicit_ones(name):
     settings = config_of(name)
     graph, _ = made(dataclasses.replace(settings, implementation="blockwise"))

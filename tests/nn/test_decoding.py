@@ -7,76 +7,99 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import COVERING, LENGTH, VOCAB, config, config_of, documents, made, preset, separate
+from decoders import (
+    ALONE,
+    GROUPS,
+    LENGTH,
+    NAMES,
+    VOCAB,
+    config,
+    config_of,
+    documents,
+    made,
+    preset,
+    separate,
+)
 from flax import nnx
 
 import posjax as pj
 from posjax import masks, rotary, scales
+from posjax.nn import Decoder
 
 COLUMNS = 20
-PARTS = (5, 5, 5, 1, 1, 1, 1, 1)
+PARTS = {"fives": ((4, 5),), "ones": ((20, 1),), "fives and ones": ((3, 5), (5, 1))}
+"""How 20 columns are decoded: so many parts of so many columns each."""
 
 
 def padded_rows():
     """The three documents in rows of 20 columns: padded on the left, on the right, and here and there."""
-    tokens = np.random.default_rng(9).integers(0, VOCAB, (3, COLUMNS))
+    tokens = np.random.default_rng(9).integers(0, VOCAB, (3, COLUMNS), np.int32)
     valid = np.zeros((3, COLUMNS), bool)
     where = (np.arange(10, 20), np.arange(6), np.setdiff1d(np.arange(20), [0, 7, 13, 15]))
     for row, (document, columns) in enumerate(zip(documents(), where, strict=True)):
         tokens[row, columns], valid[row, columns] = document, True
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(valid)
+    return tokens, valid
+
+
+def decode_parts(model, cache, lengths, number, *columns):
+    """Logits of columns that are decoded in so many equal parts at the lengths, a program for one part; the cache."""
+
+    def step(cache, part):
+        length, tokens, valid = part
+        logits, cache = model.decode(tokens, cache, length=length, valid=valid)
+        return cache, logits
+
+    parts = [column.reshape(len(column), number, -1).swapaxes(0, 1) for column in columns]
+    cache, logits = jax.lax.scan(step, cache, (lengths, *parts))
+    return logits.swapaxes(0, 1).reshape(*columns[0].shape, VOCAB), cache
 
 
 @functools.cache
-def stepper(graph):
-    """``step(parameters, tokens, valid, cache, length)``, compiled once for each number of tokens."""
-    return jax.jit(
-        lambda state, tokens, valid, cache, length: nnx.merge(graph, state).decode(
-            tokens, cache, valid=valid, length=length
-        )
-    )
+def program(graph, parts):
+    """``run(parameters, rows, lengths, separate rows)``: rows in parts, tokens seen, and the full forward pass."""
+
+    def run(state, rows, lengths, whole):
+        model = nnx.merge(graph, state)
+        cache, found, column, part = model.init_cache(3, LENGTH, chunk=max(size for _, size in parts)), [], 0, 0
+        for number, size in parts:
+            columns = [row[:, column : column + number * size] for row in rows]
+            logits, cache = decode_parts(model, cache, lengths[part : part + number], number, *columns)
+            found.append(logits)
+            column, part = column + number * size, part + number
+        tokens, positions, segments = whole
+        full = model(tokens, positions=positions, segment_ids=segments, length=LENGTH)
+        return jnp.concatenate(found, axis=1), cache.used, full
+
+    return jax.jit(run)
 
 
-@functools.cache
-def forward(graph):
-    """The full forward pass, compiled once."""
-    return jax.jit(
-        lambda state, tokens, positions, segments, length: nnx.merge(graph, state)(
-            tokens, positions=positions, segment_ids=segments, length=length
-        )
-    )
-
-
-def decoded(settings, length=LENGTH, state=None):
-    """Logits of every valid token, document by document, decoded part by part."""
-    graph, own = made(settings)
-    model = nnx.merge(graph, own)
-    tokens, valid = padded_rows()
-    cache, found, start = model.init_cache(3, LENGTH, chunk=max(PARTS)), [], 0
-    for n, size in enumerate(PARTS):
-        part = slice(start, start + size)
-        at = length if isinstance(length, int) else length[n]
-        logits, cache = stepper(graph)(state or own, tokens[:, part], valid[:, part], cache, at)
-        found.append(logits)
-        start += size
-    chex.assert_shape(logits, (3, 1, VOCAB))
-    np.testing.assert_array_equal(cache.used, [10, 6, 16])
-    whole = np.concatenate(found, axis=1)
-    return [whole[row][np.asarray(valid[row])] for row in range(3)]
-
-
-def assert_is_full_forward(found, settings, length=LENGTH):
+def decoded(settings, parts, lengths=None):
+    """Logits of every valid token, document by document, decoded part by part; those of the full forward pass."""
     graph, state = made(settings)
-    full = forward(graph)(state, *separate(), length)
-    for row, logits in enumerate(found):
-        np.testing.assert_allclose(logits, full[row, : len(logits)], atol=1e-4)
+    lengths = np.full(sum(number for number, _ in PARTS[parts]), LENGTH) if lengths is None else lengths
+    rows = padded_rows()
+    logits, used, full = jax.device_get(program(graph, PARTS[parts])(state, rows, lengths, separate()))
+    chex.assert_shape(logits, (3, COLUMNS, VOCAB))
+    np.testing.assert_array_equal(used, [10, 6, 16])
+    return [logits[row][rows[1][row]] for row in range(3)], [full[row, :size] for row, size in enumerate(used)]
 
 
-@pytest.mark.parametrize("name", COVERING)
-def test_decoding_is_the_full_forward_pass(name):
-    settings = config_of(name)
-    found = decoded(settings)
-    assert_is_full_forward(found, settings)
+def assert_is_full_forward(found, full):
+    for logits, wanted in zip(found, full, strict=True):
+        np.testing.assert_allclose(logits, wanted, atol=1e-4)
+
+
+CASES = [(name, "fives and ones") for name in ("rope", "sinusoidal", "learned", "hierarchical")]
+CASES += [(name, "fives") for name in ("hwfa", "llama4", *GROUPS)]
+WIDE = [(name, "fives and ones") for name in (*ALONE, *GROUPS, *NAMES)]
+WIDE += [(name, "ones") for name in (*ALONE, *GROUPS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), CASES + [pytest.param(*case, marks=pytest.mark.wide) for case in WIDE if case not in CASES]
+)
+def test_decoding_is_the_full_forward_pass(name, parts):
+    assert_is_full_forward(*decoded(config_of(name), parts))
 
 
 NARROW = (masks.Sinks(2), masks.GlobalFirst(3), masks.Window(1))
@@ -86,16 +109,8 @@ NARROW = (masks.Sinks(2), masks.GlobalFirst(3), masks.Window(1))
     "found", [NARROW, *(pytest.param((mask,), marks=pytest.mark.wide) for mask in NARROW)], ids=str
 )
 def test_masks_that_retain_next_to_nothing_decode_one_token_at_a_time(found):
-    settings = config(pj.Layers(((tuple(pj.scheme("rope", mask=mask) for mask in found), 1),)))
-    graph, state = made(settings)
-    model, tokens, found = nnx.merge(graph, state), separate()[0], []
-    cache = model.init_cache(3, LENGTH)
-    for column in range(LENGTH):
-        logits, cache = stepper(graph)(state, tokens[:, column, None], jnp.ones((3, 1), bool), cache, LENGTH)
-        found.append(logits)
-    np.testing.assert_allclose(
-        np.concatenate(found, 1), jax.jit(lambda s: nnx.merge(graph, s)(tokens))(state), atol=1e-4
-    )
+    layers = pj.Layers(((tuple(pj.scheme("rope", mask=mask) for mask in found), 1),))
+    assert_is_full_forward(*decoded(config(layers, scan_layers=False), "ones"))
 
 
 # --- schemes that read the length -------------------------------------------------------------------------------------
@@ -119,16 +134,21 @@ ALIKE = ("dynamic yarn", "dynamic linear")
 )
 def test_a_length_that_is_frozen_is_the_full_forward_pass_and_one_that_grows_is_not(name):
     settings = config(LENGTH_READERS[name])
-    frozen = decoded(settings)
-    assert_is_full_forward(frozen, settings)
+    frozen, full = decoded(settings, "fives")
+    assert_is_full_forward(frozen, full)
     kinds = {scheme.caches for scheme in settings.layers.schemes}
     assert kinds <= {"raw", "half-width"}
-    growing = decoded(settings, length=np.cumsum(PARTS).tolist())
+    growing, _ = decoded(settings, "fives", lengths=np.arange(5, 25, 5))
     differences = [np.abs(a - b).max() for a, b in zip(growing, frozen, strict=True)]
     assert max(differences) > 1e-3
 
 
 # --- what a cache holds -----------------------------------------------------------------------------------------------
+
+
+def cache_shapes(settings, *sizes, **options):
+    """The shapes of an empty cache."""
+    return jax.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0)).init_cache(*sizes, **options))
 
 
 @pytest.mark.parametrize(
@@ -146,15 +166,14 @@ def test_a_length_that_is_frozen_is_the_full_forward_pass_and_one_that_grows_is_
     ids=str,
 )
 def test_a_cache_is_as_small_as_its_scheme_allows(scheme, slots, width):
-    model = nnx.merge(*made(config(scheme)))
-    cache = model.init_cache(3, 64, chunk=5).stacks[0][0]
+    cache = cache_shapes(config(scheme), 3, 64, chunk=5).stacks[0][0]
     chex.assert_shape(cache.k, (2, 3, slots, 2, width))
     chex.assert_shape(cache.v, (2, 3, slots, 2, 8))
 
 
 def test_linear_attention_keeps_one_state_for_all_keys():
-    model = nnx.merge(*made(config(preset("linear-elu"))))
-    sizes = [[leaf.shape for leaf in jax.tree.leaves(model.init_cache(3, n).stacks)] for n in (10, 10_000)]
+    settings = config(preset("linear-elu"))
+    sizes = [[leaf.shape for leaf in jax.tree.leaves(cache_shapes(settings, 3, n).stacks)] for n in (10, 10_000)]
     assert sizes[0] == sizes[1]
 
 
@@ -189,31 +208,39 @@ def test_positions_and_coordinates_of_new_tokens():
     settings = config(preset("mrope"))
     model = nnx.merge(*made(settings))
     tokens = separate()[0]
-    where = jnp.asarray(np.random.default_rng(0).integers(0, 9, (3, LENGTH, 3)), jnp.int32)
+    draw = np.random.default_rng(0)
 
     @jax.jit
-    def run():
+    def run(where):
         cache, found = model.init_cache(3, LENGTH, chunk=8), []
         for part in (slice(0, 8), slice(8, 16)):
             logits, cache = model.decode(tokens[:, part], cache, length=LENGTH, coordinates=where[:, part])
             found.append(logits)
-        return model(tokens, coordinates=where), model(tokens), jnp.concatenate(found, 1)
+        return jnp.concatenate(found, 1), model(tokens, coordinates=where)
 
-    full, plain, found = run()
-    assert np.abs(full - plain).max() > 1e-3
+    places = [draw.integers(0, 9, (3, LENGTH, 3), np.int32) for _ in range(2)]
+    (found, full), (_, others) = map(run, places)
+    assert np.abs(full - others).max() > 1e-3
     np.testing.assert_allclose(found, full, atol=1e-4)
 
 
 def test_what_is_refused():
-    model = nnx.merge(*made(config(preset("rope"))))
+    one, three = np.zeros((2, 1), np.int32), np.zeros((2, 3), np.int32)
+
+    def decode(settings, tokens, **options):
+        """Shapes are enough to see what cannot be."""
+
+        def run():
+            model = Decoder(settings, rngs=nnx.Rngs(0))
+            return model.decode(tokens, model.init_cache(2, 8), length=8, **options)
+
+        jax.eval_shape(run)
+
     with pytest.raises(ValueError, match=r"made for 1 tokens at a time, found 3; give init_cache\(chunk=\)"):
-        model.decode(jnp.zeros((2, 3), jnp.int32), model.init_cache(2, 8), length=8)
+        decode(config(preset("rope")), three)
     with pytest.raises(ValueError, match="capacity must be positive and whole, found 0"):
-        model.init_cache(2, 0)
-    both_ways = nnx.merge(*made(config(preset("rope"), causal=False)))
+        cache_shapes(config(preset("rope")), 2, 0)
     with pytest.raises(ValueError, match=r"bidirectional model .* cannot decode"):
-        both_ways.decode(jnp.zeros((2, 1), jnp.int32), both_ways.init_cache(2, 8), length=8)
-    raw = nnx.merge(*made(config(pj.scheme("coca-strict", scale=scales.LogN(8)))))
-    where = jnp.zeros((2, 1, 1), jnp.int32)
+        decode(config(preset("rope"), causal=False), one)
     with pytest.raises(ValueError, match="caches half-width keys"):
-        raw.decode(jnp.zeros((2, 1), jnp.int32), raw.init_cache(2, 8), length=8, coordinates=where)
+        decode(config(pj.scheme("coca-strict", scale=scales.LogN(8))), one, coordinates=np.zeros((2, 1, 1), np.int32))
