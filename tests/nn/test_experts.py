@@ -26,19 +26,50 @@ CONFIG = DecoderConfig(
     biases=("mlp", "qkv"),
     scheme=pj.scheme("rope"),
 )
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 40, (4, 8)), jnp.int32)
+TOKENS = np.random.default_rng(0).integers(0, 40, (4, 8), np.int32)
 
 
-def perturbed(module):
-    """The module with biases that are not zero and a router that prefers some experts."""
-    state = nnx.state(module)
-    nnx.update(module, jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), state))
-    return module
+def shapes(module, config=CONFIG):
+    """The graph and the shapes of the parameters."""
+    return nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
+
+
+def random_parameters(module, config=CONFIG):
+    """Biases that are not zero and a router that prefers some experts; gains are around one."""
+    draw = np.random.default_rng(1)
+
+    def random(path, leaf):
+        return np.float32(("gain" in jax.tree_util.keystr(path)) + draw.normal(0, 0.4, leaf.shape))
+
+    return jax.tree.map_with_path(random, shapes(module, config)[1])
 
 
 @pytest.fixture(scope="module")
-def decoder():
-    return perturbed(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+def parameters():
+    return random_parameters(Decoder)
+
+
+def gradients_of(graph):
+    """``run(parameters, tokens)`` -> the loss and the logits, and the gradients."""
+
+    def loss(state, tokens):
+        logits = nnx.merge(graph, state)(tokens)
+        return jnp.square(logits).mean(), logits
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.fixture(scope="module")
+def alone(parameters):
+    """What one device computes."""
+    return jax.device_get(gradients_of(shapes(Decoder)[0])(parameters, TOKENS))
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    """``run(parameters, x)`` and its parameters."""
+    graph, _ = shapes(ExpertsMLP)
+    return jax.jit(lambda state, x: nnx.merge(graph, state)(x)), random_parameters(ExpertsMLP)
 
 
 def clamped(gate, up):
@@ -60,56 +91,56 @@ def by_token(p, x):
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0], ids=["plain", "clamped"])
-def test_every_token_takes_its_experts(scale):
-    mlp = perturbed(ExpertsMLP(CONFIG, rngs=nnx.Rngs(1)))
+def test_every_token_takes_its_experts(scale, mlp):
+    run, state = mlp
     x = scale * np.random.default_rng(1).normal(size=(3, 5, 16))
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(mlp)))
-    found, wanted = mlp(jnp.float32(x)), by_token(p, x)
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
+    found, wanted = run(state, np.float32(x)), by_token(p, x)
     chex.assert_type(found, jnp.float32)
     np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max())
 
 
 def test_all_tokens_may_want_the_same_expert():
     mlp = ExpertsMLP(dataclasses.replace(CONFIG, experts=Experts(4, 1)), rngs=nnx.Rngs(1))
-    mlp.router_bias[...] = jnp.array([0.0, 0.0, 100.0, 0.0])
-    x = jax.random.normal(jax.random.key(0), (3, 5, 16))
-    gate, up = (x @ matrix[...][2] for matrix in (mlp.gate, mlp.up))
-    wanted = clamped(np.asarray(gate), np.asarray(up)) @ mlp.down[...][2]
+    mlp.router_bias[...] = np.float32([0, 0, 100, 0])
+    x = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32)
+    gate, up = (x @ np.asarray(matrix[...])[2] for matrix in (mlp.gate, mlp.up))
+    wanted = clamped(gate, up) @ np.asarray(mlp.down[...])[2]
     np.testing.assert_allclose(mlp(x), wanted, atol=1e-5)
 
 
-def test_decoding_is_the_forward_pass(decoder):
-    cache = decoder.init_cache(4, 8, chunk=5)
-    first, cache = decoder.decode(TOKENS[:, :5], cache, length=8)
-    rest, _ = decoder.decode(TOKENS[:, 5:], cache, length=8)
-    chex.assert_trees_all_close(jnp.concatenate([first, rest], axis=1), decoder(TOKENS), atol=1e-5)
+def test_decoding_is_the_forward_pass(parameters, alone):
+    graph, _ = shapes(Decoder)
 
+    @jax.jit
+    def decode(state):
+        model = nnx.merge(graph, state)
+        parts = TOKENS.reshape(4, 2, 4).swapaxes(0, 1)
+        cache = model.init_cache(4, 8, chunk=4)
+        return jax.lax.scan(lambda cache, part: model.decode(part, cache, length=8)[::-1], cache, parts)[1]
 
-def loss(graph, state, tokens):
-    return jnp.square(nnx.merge(graph, state)(tokens)).mean()
+    found = np.asarray(decode(parameters)).swapaxes(0, 1).reshape(4, 8, 40)
+    chex.assert_trees_all_close(found, alone[0][1], atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_meshes_give_the_numbers_of_one_device(decoder, remat):
+def test_meshes_give_the_numbers_of_one_device(parameters, alone, remat):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     config = dataclasses.replace(CONFIG, placement=Placement(batch=("data", "fsdp"), heads="tensor"), remat=remat)
-    graph, state = nnx.split(decoder)
-    split = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    wanted = jax.value_and_grad(loss, argnums=1)(graph, state, TOKENS)
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)(split, state, TOKENS)
-    chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-6)
-    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[1]))
+        found = jax.device_get(gradients_of(shapes(Decoder, config)[0])(parameters, TOKENS))
+    chex.assert_trees_all_close(found, alone, rtol=1e-4, atol=1e-6)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[1]))
 
 
-def test_explicit_axes(decoder):
+def test_explicit_axes(parameters, alone):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    graph, _ = shapes(Decoder)
     tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
-    graph, state = nnx.split(decoder)
-    state = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P())), state)
+    state = jax.device_put(parameters, jax.NamedSharding(mesh, jax.P()))
     with jax.set_mesh(mesh):
         found = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens)
-    np.testing.assert_allclose(found, decoder(TOKENS), atol=1e-5)
+    np.testing.assert_allclose(found, alone[0][1], atol=1e-5)
 
 
 def test_flops_are_those_of_the_experts_that_a_token_takes():
