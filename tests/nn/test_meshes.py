@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from posjax import nn
+import posjax as pj
+from posjax import masks, nn
 from posjax.attention.sharded import Placement
 
 SPLITS = {
@@ -23,16 +24,20 @@ SPLITS = {
     "both": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "data"},
 }
 """Which axis of the mesh the logical axes of parameters lie along; rows always lie along "data"."""
+MIXED = "t5 in a window, fox, linear-elu"
+"""A decoder of three layers, each of another kind of scheme."""
 # Explicit axes with every way to split, Auto ones with the hardest; each kind of scheme once.
 CASES = [
     ("rope", "explicit", "fsdp"),
     ("rope", "mixed", "tensor"),
-    ("t5", "explicit", "both"),
-    ("fox", "explicit", "tensor"),
-    ("linear-elu", "explicit", "tensor"),
+    (MIXED, "explicit", "both"),
     ("coca-slack", "auto", "both"),
 ]
 MORE = [
+    (MIXED, "explicit", "tensor"),
+    ("t5", "explicit", "both"),
+    ("fox", "explicit", "tensor"),
+    ("linear-elu", "explicit", "tensor"),
     ("rope", "auto", "both"),
     ("coca-slack", "auto", "tensor"),
     ("rope", "explicit", "tensor"),
@@ -50,7 +55,12 @@ def rows():
 
 
 def settings(name):
-    return decoders.config(decoders.preset(name))
+    """Of a preset, or of layers with a preset each."""
+    if name != MIXED:
+        return decoders.config(decoders.preset(name))
+    t5, *others = map(decoders.preset, ("t5", "fox", "linear-elu"))
+    layers = (dataclasses.replace(t5, mask=masks.Window(5)), *others)
+    return decoders.config(pj.Layers(((layers, 1),)), scan_layers=False)
 
 
 def placed(name, kind, split):
@@ -81,6 +91,14 @@ def alone(name):
     return jax.device_get(program(name)(decoders.made(settings(name))[1], *rows()))
 
 
+@cache
+def logits_alone(name):
+    """Of the tokens of the rows as one document each, by the same program."""
+    tokens = rows()[0]
+    positions = np.broadcast_to(np.arange(decoders.LENGTH, dtype=np.int32), tokens.shape)
+    return np.asarray(program(name)(decoders.made(settings(name))[1], tokens, positions, np.zeros_like(tokens))[1])
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "split"), CASES + [pytest.param(*case, marks=pytest.mark.wide) for case in MORE]
 )
@@ -97,52 +115,51 @@ def test_a_step_over_any_mesh(name, kind, split):
 @pytest.mark.parametrize("spec", [P("data"), P()])
 def test_a_placement_on_explicit_axes(spec):
     """It says how activations lie, whatever the types of the tokens say."""
-    graph, state = decoders.made(settings("rope"))
     split = Placement(batch=("data",), context="tensor")
     config = dataclasses.replace(settings("rope"), placement=split)
     other = nnx.graphdef(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
-    tokens, mesh = rows()[0][:, :8], meshes.mesh("explicit")
-    wanted = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(state, tokens)
+    mesh = meshes.mesh("explicit")
     with jax.set_mesh(mesh):
         run = jax.jit(lambda state, tokens: nnx.merge(other, state)(tokens))
-        meshes.same(run(placed("rope", "explicit", "data"), meshes.put(mesh, tokens, spec)), wanted, tolerance=5e-5)
+        found = run(placed("rope", "explicit", "data"), meshes.put(mesh, rows()[0], spec))
+    meshes.same(found, logits_alone("rope"), tolerance=5e-5)
 
 
 def decode(graph, state, tokens):
     """Logits of a prompt in two parts, and of three tokens one by one."""
     model = nnx.merge(graph, state)
-    cache = model.init_cache(len(tokens), decoders.LENGTH, chunk=6)
-    first, cache = model.decode(tokens[:, :6], cache, length=decoders.LENGTH)
-    second, cache = model.decode(tokens[:, 6:10], cache, length=decoders.LENGTH)
 
-    def step(cache, token):
-        logits, cache = model.decode(token[:, None], cache, length=decoders.LENGTH)
-        return cache, logits[:, 0]
+    def step(cache, part):
+        logits, cache = model.decode(part, cache, length=decoders.LENGTH)
+        return cache, logits
 
-    _, rest = jax.lax.scan(step, cache, tokens[:, 10:13].T)
-    return first, second, rest
+    prompt = jnp.stack([tokens[:, :5], tokens[:, 5:10]])
+    cache, first = jax.lax.scan(step, model.init_cache(len(tokens), decoders.LENGTH, chunk=5), prompt)
+    _, rest = jax.lax.scan(step, cache, tokens[:, 10:13].T[..., None])
+    return first, rest[:, :, 0]
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "split"),
     [
         ("rope", "auto", "tensor"),
-        ("window", "explicit", "data"),
-        ("fox", "explicit", "tensor"),
-        ("linear-elu", "explicit", "tensor"),
+        (MIXED, "explicit", "tensor"),
+        pytest.param("window", "explicit", "data", marks=pytest.mark.wide),
+        pytest.param("fox", "explicit", "tensor", marks=pytest.mark.wide),
+        pytest.param("linear-elu", "explicit", "tensor", marks=pytest.mark.wide),
         pytest.param("rope", "explicit", "tensor", marks=pytest.mark.wide),
         pytest.param("coca-strict", "explicit", "both", marks=pytest.mark.wide),
         pytest.param("sinusoidal", "mixed", "data", marks=pytest.mark.wide),
     ],
 )
 def test_decoding_over_any_mesh(name, kind, split):
-    graph, state = decoders.made(settings(name))
-    run, mesh = jax.jit(lambda state, tokens: decode(graph, state, tokens)), meshes.mesh(kind)
-    wanted = run(state, rows()[0])
+    mesh, (graph, _) = meshes.mesh(kind), decoders.made(settings(name))
+    run = jax.jit(lambda state, tokens: decode(graph, state, tokens))
     with jax.set_mesh(mesh):
-        found = run(placed(name, kind, split), meshes.put(mesh, rows()[0], P("data", None)))
-    chex.assert_shape(found, [(4, 6, decoders.VOCAB), (4, 4, decoders.VOCAB), (3, 4, decoders.VOCAB)])
-    meshes.same(found, wanted, tolerance=5e-5)
+        first, rest = run(placed(name, kind, split), meshes.put(mesh, rows()[0], P("data", None)))
+    chex.assert_shape([first, rest], [(2, 4, 5, decoders.VOCAB), (3, 4, decoders.VOCAB)])
+    found = np.concatenate([*np.asarray(first), np.asarray(rest).swapaxes(0, 1)], axis=1)
+    meshes.same(found, logits_alone(name)[:, :13], tolerance=5e-5)
 
 
 def test_a_cache_lies_as_it_did():
@@ -167,8 +184,10 @@ def test_a_cache_lies_as_it_did():
 @pytest.mark.parametrize("module", [nn.Attention, nn.Block])
 def test_a_module_alone(module):
     config, mesh = settings("rope"), meshes.mesh("explicit")
-    graph, state = nnx.split(module(config, config.layers.schemes[0], rngs=nnx.Rngs(0)))
-    x = np.random.default_rng(0).normal(size=(4, 8, 32)).astype(np.float32)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: module(config, config.layers.schemes[0], rngs=nnx.Rngs(0))))
+    draw = np.random.default_rng(0)
+    state = jax.tree.map(lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32), shapes)
+    x = draw.normal(size=(4, 8, 32)).astype(np.float32)
     run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, *_context(module, x)))
     state_there = jax.tree.map(lambda leaf: meshes.put(mesh, leaf, P()), state)
     meshes.same(run(state_there, meshes.put(mesh, x, P("data", None, None))), run(state, x))
@@ -177,5 +196,5 @@ def test_a_module_alone(module):
 def _context(module, x):
     if module is nn.Attention:
         return ()
-    counted = jnp.arange(1, x.shape[1] + 1)
+    counted = np.arange(1, x.shape[1] + 1)
     return (nn.modules.Context(positions=None, mask=None, visible=counted, length=x.shape[1], shared={}),)
