@@ -1,6 +1,6 @@
 """Gradients are sums over rows, tokens and heads: with bfloat16 numbers, the sums are still float32.
 
-Rows that are equal give equal parts, bit for bit, so 1,024 of them must give 1,024 times the gradient of one. Summed in
+Rows that are equal give equal parts, bit for bit, so 512 of them must give 512 times the gradient of one. Summed in
 bfloat16, equal parts stop counting at 256.
 """
 
@@ -17,7 +17,7 @@ from posjax import absolute, bias, linear, rotary, scales, sinks
 from posjax.nn import Decoder
 from posjax.nn.lookup import lookup
 
-ROWS, LENGTH = 1024, 8
+ROWS, LENGTH = 512, 8
 SUMS = ("reduce_sum", "scatter-add", "cumsum")
 _MANY = {
     "features": rotary.MixedRotary(),
