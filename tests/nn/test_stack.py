@@ -16,6 +16,24 @@ import posjax as pj
 from posjax import masks, rotary, scales
 from posjax.nn import Decoder, DecoderConfig, logical_axes
 
+
+def forward(settings, state=None, rows=None):
+    """Logits of the rows of documents, with other parameters than the decoder's own when they are given."""
+    graph, own = made(settings)
+
+    @jax.jit
+    def run(state, tokens, positions, segments):
+        return nnx.merge(graph, state)(tokens, positions=positions, segment_ids=segments)
+
+    return np.asarray(run(own if state is None else state, *(rows or separate())))
+
+
+def with_numbers(settings, numbers):
+    """The decoder's parameters, with these numbers in the same tree."""
+    _, state = made(settings)
+    return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(numbers))
+
+
 # --- the stack --------------------------------------------------------------------------------------------------------
 
 T5 = preset("t5")
@@ -24,11 +42,11 @@ PATTERNS = pj.Layers((((dataclasses.replace(T5, mask=masks.Window(3)),), 2), ((T
 
 @pytest.mark.parametrize(
     ("scan", "remat"),
-    # Offloading in a scan, and recomputing everything without one, are measured in test_specs.py.
+    # Offloading in a scan, and keeping attention without one, are measured in test_specs.py.
     [
         (True, "full"),
         (False, "dots"),
-        (True, "attention"),
+        pytest.param(True, "attention", marks=pytest.mark.wide),
         pytest.param(False, "none", marks=pytest.mark.wide),
         pytest.param(True, "offload", marks=pytest.mark.wide),
     ],
@@ -100,8 +118,7 @@ def test_pattern_and_remainder_are_the_schemes_layer_by_layer():
     local, whole = pj.scheme("rope", mask=masks.Window(3)), pj.scheme("alibi")
     layers = pj.Layers((((local, whole), 2), ((local,), 1)))
     settings = config(layers, num_layers=5, activation="gelu", tied_head=False)
-    logits, _ = run(settings, separate())
-    tokens = np.asarray(separate()[0])
+    logits, tokens = forward(settings), np.asarray(separate()[0])
 
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(made(settings)[1]))
     x = p["embed"][tokens] * np.sqrt(32)
@@ -179,11 +196,9 @@ def test_biases_of_a_layer_are_in_the_stacks():
 
 def test_tied_head_is_the_embedding():
     tied, free = config(preset("rope")), config(preset("rope"), tied_head=False)
-    model = nnx.merge(*made(free))
     same = nnx.to_pure_dict(made(tied)[1])
-    nnx.update(model, same | {"head": same["embed"].T})
-    tokens, positions, segments = separate()
-    assert_same(np.asarray(model(tokens, positions=positions, segment_ids=segments)), run(tied, separate())[0], 1e-5)
+    numbers = same | {"head": np.asarray(same["embed"]).T}
+    assert_same(forward(free, with_numbers(free, numbers)), forward(tied), 1e-5)
 
 
 def test_grouped_queries_are_repeated_keys_and_values():
@@ -191,18 +206,15 @@ def test_grouped_queries_are_repeated_keys_and_values():
     parameters = nnx.to_pure_dict(made(few)[1])
     attention = parameters["stacks"][0][0]["attention"]
     for name in "kv":
-        attention[name] = jnp.repeat(attention[name], 2, axis=2)
-    model = nnx.merge(*made(many))
-    nnx.update(model, parameters)
-    tokens, positions, segments = separate()
-    assert_same(np.asarray(model(tokens, positions=positions, segment_ids=segments)), run(few, separate())[0])
+        attention[name] = np.repeat(attention[name], 2, axis=2)
+    assert_same(forward(many, with_numbers(many, parameters)), forward(few))
 
 
 def test_bfloat16_is_close_and_keeps_float32_outside():
     plain = config(preset("coca-strict"))
     narrow = dataclasses.replace(plain, compute_dtype="bfloat16")
     chex.assert_trees_all_equal_dtypes(nnx.to_pure_dict(made(narrow)[1]), nnx.to_pure_dict(made(plain)[1]))
-    (logits, gradients), (wanted, _) = run(narrow, separate()), run(plain, separate())
+    (logits, gradients), wanted = run(narrow, separate()), forward(plain)
     assert logits.dtype == np.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {np.dtype("float32")}
     # 8 bits of mantissa through two layers; logits are of order one.
@@ -241,13 +253,9 @@ def test_sharded_parameters_give_the_same_logits():
 
     parameters = jax.tree.map(place, nnx.to_pure_dict(state), logical_axes(nnx.merge(graph, state)))
     assert parameters["stacks"][0][0]["mlp"]["up"].addressable_shards[0].data.shape == (2, 16, 6)
-    model = nnx.merge(graph, state)
-    nnx.update(model, parameters)
-    tokens, positions, segments = (
-        jax.device_put(x[:2], NamedSharding(mesh, PartitionSpec("data"))) for x in separate()
-    )
-    sharded = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions=positions, segment_ids=segments))
-    assert_same(np.asarray(sharded(nnx.state(model))), run(settings, separate())[0][:2], 1e-5)
+    rows = jax.device_get(separate())
+    placed = [jax.device_put(x[:2], NamedSharding(mesh, PartitionSpec("data"))) for x in rows]
+    assert_same(forward(settings, with_numbers(settings, parameters), placed), forward(settings)[:2], 1e-5)
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
