@@ -4,17 +4,23 @@ from contextlib import contextmanager
 
 import pytest
 
+from train.data import load_tokenizer
 from train.loop import fit, start
 
 
 @contextmanager
 def shared_programs():
-    """Inside it, runs that differ in their text, name or place alone share a program, and check their model once."""
+    """Inside it, runs that differ in their text, name or place alone share a program, and check their model once.
+
+    Of a tokenizer a program knows the size, and the special tokens where it predicts masked ones.
+    """
     built, checked = {}, set()
     build_program, check_model = fit.build_program, fit.check_model
 
     def key(config):
-        return repr((config.seed, config.model, config.scheme, config.init.values, config.train, config.data.tokenizer))
+        size = config.model.vocabulary or load_tokenizer(config.data).vocabulary_size
+        tokenizer = size if config.model.causal else config.data
+        return repr((config.seed, config.model, config.scheme, config.init.values, config.train, tokenizer))
 
     def build_once(config, mesh):
         whole = key(config), mesh

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import posjax as pj
@@ -57,16 +58,19 @@ def write_released(folder: Path, seed: int = 0, **changes) -> Decoder:
         trained_length=LENGTH,
         scheme=scheme,
     )
-    decoder = Decoder(dataclasses.replace(config, **changes), rngs=nnx.Rngs(seed))
-    nnx.update(decoder, jax.tree.map(_perturbed, nnx.state(decoder)))
+    config = dataclasses.replace(config, **changes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    random = np.random.default_rng(seed)
+    decoder = nnx.merge(graph, jax.tree_util.tree_map_with_path(partial(_drawn, random), state))
     save_pretrained(decoder, folder)
     write_tokenizer(folder, TEXT, VOCABULARY)
     return decoder
 
 
-def _perturbed(x: jax.Array) -> jax.Array:
-    """Larger matrices, and gains that are not all 1."""
-    return x * 3 if x.ndim > 2 else x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape))
+def _drawn(random: np.random.Generator, path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Large matrices of layers, smaller biases and embeddings, and gains that are not all 1."""
+    numbers = random.normal(0, 0.4 if leaf.ndim > 2 else 0.1, leaf.shape) + ("gain" in jax.tree_util.keystr(path))
+    return jax.device_put(numbers.astype(leaf.dtype))
 
 
 TEXT = "The cat stands on the wall. The river stands on the sand. The old bridge stands on the wall of the river."
