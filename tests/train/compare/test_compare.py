@@ -183,6 +183,7 @@ def test_results_are_in_the_order_of_the_list_and_the_report_is_written(values, 
     assert load(directory / "config.yaml") == parse(values)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_what_is_finished_is_not_run_again(values, started):
     compare(parse(values), silent())
     assert len(started) == 4
@@ -193,6 +194,7 @@ def test_what_is_finished_is_not_run_again(values, started):
     assert started[4:] == ["rope-seed2", "linear-bias-seed2"]
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_new_extension_or_length_runs_only_what_it_concerns(values, started):
     compare(parse(values), silent())
     values["compare"]["schemes"].append(
@@ -211,6 +213,7 @@ def test_half_a_result_is_not_finished(values):
     assert not finished(member)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_trainings_of_another_config_are_refused_before_anything_runs(values, started):
     compare(parse(values), silent())
     before = (parse(values).directory / RESULTS).read_bytes()
@@ -221,6 +224,7 @@ def test_trainings_of_another_config_are_refused_before_anything_runs(values, st
     assert (parse(values).directory / RESULTS).read_bytes() == before
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_text_is_encoded_once_for_all_members_and_the_comparison_resumes(values, started, monkeypatch):
     monkeypatch.setattr(cache, "_SMALL_BYTES", 0)
     directory = compare(parse(values), silent())
@@ -248,6 +252,7 @@ def test_directories_of_other_things_are_left_alone(values, started, tmp_path):
     assert (directory / "config.yaml").read_text() == "mine: true"
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_one_failure_is_told_in_one_line_and_the_others_are_reported(values, monkeypatch):
     def run(member):
         if member.name == "rope-seed1":

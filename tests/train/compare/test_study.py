@@ -35,6 +35,8 @@ from train.evaluate.tasks import Vocabulary
 from train.model.build import evaluated_scheme
 from train.model.extension import completed
 
+pytestmark = pytest.mark.usefixtures("unpainted")
+
 SCHEMES = [
     {"name": "released", "label": "as released"},
     {"name": "released", "label": "YaRN", "extend": {"frequencies": {"name": "yarn"}}},

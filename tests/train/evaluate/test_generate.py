@@ -19,6 +19,8 @@ from train.evaluate.search import _fitness, check_searchable
 from train.evaluate.windows import full_pieces, last_windows
 from train.loop.fit import fit
 
+pytestmark = pytest.mark.usefixtures("unpainted")
+
 CONFIG = """
 data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
 model: {num_layers: 1, model_dim: 32, num_heads: 2, mlp_dim: 32}

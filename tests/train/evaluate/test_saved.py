@@ -15,6 +15,8 @@ from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, read_row
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
 
+pytestmark = pytest.mark.usefixtures("unpainted")
+
 CONFIG = """
 data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
 model: {num_layers: 1, model_dim: 16, num_heads: 2, mlp_dim: 16}
