@@ -668,7 +668,9 @@ def test_a_run_from_a_seed_is_exported_too(released, values, tmp_path):
     assert cli.main(["export", str(config.directory), f"file://{tmp_path}/out"]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (released[0] / "tokenizer.json").read_bytes()
     again, own = from_pretrained(tmp_path / "out"), restore(config.directory, config)[1]
-    assert again.config == dataclasses.replace(own.config, query_scale=8**-0.5), "the same, with its default written out"
+    assert again.config == dataclasses.replace(own.config, query_scale=8**-0.5), (
+        "the same, with its default written out"
+    )
     chex.assert_trees_all_equal(numbers(again), numbers(own))
 
 

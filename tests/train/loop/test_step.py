@@ -59,6 +59,17 @@ def begin(program, parameters):
     return program.begin(jax.tree.map(lambda x, leaf: jax.device_put(x.copy(), leaf.sharding), parameters, shapes))
 
 
+def random_parameters(program):
+    """Normal numbers, and gains around 1, for a program whose own draws are not what is tested."""
+    random = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        numbers = random.normal(0, 0.2, leaf.shape) + ("gain" in jax.tree_util.keystr(path))
+        return numbers.astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, program.abstract.parameters)
+
+
 def run(program, mesh, batch, state, steps=3):
     """The last state and all losses."""
     losses = []
@@ -131,7 +142,7 @@ def test_random_features_are_redrawn_every_so_many_steps(batch):
     config = parse({**SMALL, "train": train, "scheme": {"name": "performer", "num_features": 8}})
     program, mesh = build(config, 1)
     with jax.set_mesh(mesh):
-        state, found = program.initialize(), []
+        state, found = begin(program, random_parameters(program)), []
         for _ in range(4):
             found.append(np.asarray(state.parameters["stacks"][0][0]["attention"]["learned"]["linear"]["projection"]))
             state, metrics = program.update(state, placed(mesh, batch))
@@ -229,20 +240,17 @@ def test_masked_token_training_learns_and_draws_new_masks_at_each_step(batch, fi
 MESHES = [
     {"accumulate": 2, "mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2},
     {"mesh": {"replica": 2, "data": 1, "fsdp": 2, "context": 2}, "context": {"strategy": "ring"}},
-]
-MORE_MESHES = [
     {"accumulate": 4, "mesh": {"data": 2}},
     {"loss_chunks": 5},
     {"mesh": {"replica": 2, "data": 1, "fsdp": 4}},
     {"mesh": {"data": 2, "context": 4}},
     {"mesh": {"data": 2, "context": 2, "tensor": 2}, "context": {"strategy": "ring"}},
 ]
-"""What the meshes above mix, one thing at a time."""
+"""One thing at a time, or two; the models with every option below take them all."""
 
 
-@pytest.mark.parametrize(
-    "train", [*MESHES, *(pytest.param(train, marks=pytest.mark.wide) for train in MORE_MESHES)], ids=str
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("train", MESHES, ids=str)
 def test_parts_chunks_and_meshes_change_no_loss(batch, first, on_one_device, train):
     program, mesh = build_over_its_mesh(changed(**train))
     state, losses = run(program, mesh, batch, begin(program, first))
@@ -273,18 +281,34 @@ RMS = {
 def alone_and_over_a_mesh(batch, model, remat, **train):
     """What `run` gives of a model on one device and over a mesh, and the parameters that both begin with."""
     program, mesh = build(small(**model), 1)
-    begun = program.initialize()
-    parameters = jax.tree.map(np.array, begun.parameters)
-    alone = run(program, mesh, batch, begun)
+    parameters = random_parameters(program)
+    alone = run(program, mesh, batch, begin(program, parameters))
     program, mesh = build_over_its_mesh(changed({**model, "remat": remat}, **train))
     spread = run(program, mesh, batch, begin(program, parameters))
     return *((jax.tree.map(np.asarray, state.parameters), losses) for state, losses in (alone, spread)), parameters
 
 
-@pytest.mark.parametrize("model", [EVERYTHING, RMS], ids=["layer norm", "rms norm"])
-def test_meshes_remat_and_chunks_change_no_loss_of_a_model_with_every_option(batch, model):
-    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    alone, spread, before = alone_and_over_a_mesh(batch, model, "full", mesh=mesh, loss_chunks=2)
+IN_PARTS = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "accumulate": 2, "loss_chunks": 2}
+IN_CHUNKS = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "loss_chunks": 2}
+IN_A_RING = {
+    "mesh": {"replica": 2, "data": 1, "context": 2, "tensor": 2},
+    "context": {"strategy": "ring"},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "remat", "train"),
+    [
+        (EVERYTHING, "full", IN_PARTS),
+        (RMS, "none", IN_A_RING),
+        pytest.param(EVERYTHING, "full", IN_CHUNKS, marks=pytest.mark.wide),
+        pytest.param(RMS, "full", IN_CHUNKS, marks=pytest.mark.wide),
+        pytest.param(RMS, "full", IN_A_RING | {"loss_chunks": 2}, marks=pytest.mark.wide),
+    ],
+    ids=["layer norm in parts", "rms norm in a ring", "layer norm", "rms norm", "rms norm in a ring and chunks"],
+)
+def test_meshes_remat_and_chunks_change_no_loss_of_a_model_with_every_option(batch, model, remat, train):
+    alone, spread, before = alone_and_over_a_mesh(batch, model, remat, **train)
     assert_same_training(spread, alone)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), spread[0], before)
     assert all(jax.tree.leaves(moved)), "every parameter has a gradient"
@@ -298,9 +322,14 @@ def test_a_key_head_that_devices_share_changes_no_loss(batch):
     assert_same_training(spread, alone)
 
 
+def build_split(optimizer, **train):
+    """The program of an optimizer over a mesh that splits its moments."""
+    return build_over_its_mesh(changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2}, **train))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 def test_moments_are_split_like_parameters(optimizer):
-    program, _ = build_over_its_mesh(changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2}))
+    program, _ = build_split(optimizer)
     up = program.abstract.parameters["stacks"][0][0]["mlp"]["up"]
     assert up.sharding.spec == PartitionSpec(None, ("fsdp", "context"), "tensor")
     leaves = jax.tree.leaves(program.abstract.optimizer)
@@ -308,9 +337,17 @@ def test_moments_are_split_like_parameters(optimizer):
     assert held < sum(leaf.size for leaf in leaves) / 3
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor", pytest.param("adamw", marks=pytest.mark.wide)])
-def test_optimizers_learn_over_a_mesh(batch, first, optimizer):
-    program, mesh = build_over_its_mesh(changed(optimizer=optimizer, mesh={"data": 1, "fsdp": 4, "tensor": 2}))
+@pytest.fixture(scope="module")
+def muon():
+    """From the first update on at its full rate, and without decay."""
+    return build_split("muon", warmup_steps=0, weight_decay=0.0)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["muon", "adafactor", *(pytest.param(name, marks=pytest.mark.wide) for name in ("adamw", "warm muon"))]
+)
+def test_optimizers_learn_over_a_mesh(batch, first, muon, optimizer):
+    program, mesh = muon if optimizer == "muon" else build_split(optimizer.removeprefix("warm "))
     state, losses = run(program, mesh, batch, begin(program, first), steps=8)
     assert losses[-1] < losses[0] - 0.2
     chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract)
@@ -319,9 +356,8 @@ def test_optimizers_learn_over_a_mesh(batch, first, optimizer):
     ]
 
 
-def test_muon_turns_the_matrices_of_every_layer_alone(batch, first, one_device):
+def test_muon_turns_the_matrices_of_every_layer_alone(batch, first, one_device, muon):
     """An update of Muon has singular values of one size, in each layer; of AdamW it does not."""
-    muon = build(changed(optimizer="muon", warmup_steps=0, weight_decay=0.0), 1)
     spread = {}
     for name, (program, mesh) in {"adamw": one_device, "muon": muon}.items():
         state, _ = run(program, mesh, batch, begin(program, first), steps=1)
