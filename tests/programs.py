@@ -10,12 +10,12 @@ from train.loop import fit, start
 
 @contextmanager
 def shared_programs():
-    """Inside it, runs that differ in their text, name or place alone share a program, and check their model once.
+    """Inside it, runs that differ in their text, name or place alone share a program, and are checked once.
 
     Of a tokenizer a program knows the size, and the special tokens where it predicts masked ones.
     """
     built, checked = {}, set()
-    build_program, check_model = fit.build_program, fit.check_model
+    build_program, check_model, check_continues = fit.build_program, fit.check_model, fit.check_continues
 
     def key(config):
         size = config.model.vocabulary or load_tokenizer(config.data).vocabulary_size
@@ -34,8 +34,15 @@ def shared_programs():
             check_model(config)
         checked.add(whole)
 
+    def check_pair_once(before, after):
+        pair = key(before), key(after)
+        if pair not in checked:
+            check_continues(before, after)
+        checked.add(pair)
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (fit, start):
             patch.setattr(module, "build_program", build_once)
         patch.setattr(fit, "check_model", check_once)
+        patch.setattr(fit, "check_continues", check_pair_once)
         yield

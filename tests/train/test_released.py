@@ -36,7 +36,6 @@ from train.model.extension import completed
 from train.model.mesh import make_mesh
 from train.model.state import named_leaves
 
-
 pytestmark = pytest.mark.usefixtures("unpainted")
 
 

@@ -159,8 +159,8 @@ def test_a_run_goes_on_over_another_number_of_devices(config, straight, tmp_path
         kill_after(patch, 4)
         with pytest.raises(Killed):
             fit(config, directory)
-    every = dataclasses.replace(config, train=dataclasses.replace(config.train, mesh=MeshConfig()))
-    assert fit(every, directory).finished
+    more = dataclasses.replace(config, train=dataclasses.replace(config.train, mesh=MeshConfig(data=4)))
+    assert fit(more, directory).finished
     chex.assert_trees_all_close(parameters(directory), parameters(straight.directory), atol=1e-4)
 
 
