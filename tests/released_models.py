@@ -4,6 +4,7 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from flax import nnx
 import posjax as pj
 from posjax import rotary
 from posjax.nn import Decoder, DecoderConfig, Norm, save_pretrained
+from train.config import Config, parse
 
 LENGTH, VOCABULARY = 32, 280
 GPT2 = {
@@ -65,6 +67,38 @@ def write_released(folder: Path, seed: int = 0, **changes) -> Decoder:
     save_pretrained(decoder, folder)
     write_tokenizer(folder, TEXT, VOCABULARY)
     return decoder
+
+
+def few_steps(released: Path, folder: Path) -> dict[str, Any]:
+    """The values of a config of a few steps from a released model, with text in ``folder``."""
+    for n in range(6):
+        (folder / f"{n}.txt").write_text(f"{TEXT} " * 6)
+    return {
+        "name": "run",
+        "init": str(released),
+        "output": str(folder / "runs"),
+        "data": {"source": "files", "paths": [f"{folder}/*.txt"], "held_out": 0.2},
+        "train": {
+            "mesh": {"data": 1},
+            "length": 16,
+            "batch_tokens": 64,
+            "steps": 4,
+            "warmup_steps": 1,
+            "log_every": 1,
+            "checkpoint_every": 2,
+        },
+        "monitor": {"tensorboard": False, "compilation_cache": ""},
+        "evaluate": {"lengths": [16, 32, 64], "tokens": 128, "batch_tokens": 128},
+    }
+
+
+def with_changes(values: dict[str, Any], **sections: Any) -> Config:
+    """The config of the values, with changes of some sections and others as a whole."""
+    changed = {
+        key: {**values.get(key, {}), **change} if isinstance(change, dict) else change
+        for key, change in sections.items()
+    }
+    return parse({**values, **changed})
 
 
 def _drawn(random: np.random.Generator, path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:

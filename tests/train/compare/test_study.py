@@ -83,7 +83,14 @@ def values(released, tmp_path_factory):
 def study(values):
     console = Console(file=io.StringIO(), width=200)
     directory = run_study(parse(values), console)
+    assert (directory / "figure.png").read_bytes().startswith(b"\x89PNG"), "the one figure that is painted"
     return directory, console.file.getvalue()
+
+
+def measured(config, model, cell):
+    """What stands in for measuring a cell where its numbers do not matter."""
+    numbers = {"nll": 1.0, "seconds": 1.0, "tokens_per_second": 16.0, "memory_bytes": 1}
+    return numbers | {"position_ends": [16], "position_nll": [1.0]}
 
 
 @nnx.jit
@@ -169,16 +176,13 @@ def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, m
     def exhausted(config, model, cell):
         if cell.length == 64:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return {"nll": 1.0, "seconds": 1.0, "tokens_per_second": 16.0, "memory_bytes": 1} | POSITIONS
+        return measured(config, model, cell)
 
     monkeypatch.setattr(running, "measure", exhausted)
     console = Console(file=io.StringIO(), width=200)
     directory = run_study(parse({**values, "output": str(tmp_path)}), console)
     assert {row["length"] for row in finished_rows(directory)} == {16}
     assert "more memory is needed than this machine has" in console.file.getvalue()
-
-
-POSITIONS = {"position_ends": [16], "position_nll": [1.0]}
 
 
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path):
@@ -193,7 +197,6 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path):
 def test_the_report_has_a_sentence_for_each_length_a_table_and_a_figure(values, study):
     directory, told = study
     page = (directory / "index.html").read_text()
-    assert (directory / "figure.png").read_bytes().startswith(b"\x89PNG")
     # Up to the model's own length YaRN changes nothing, and what is measured already is not measured again.
     lengths = [row["length"] for row in finished_rows(directory) if row["label"] == "YaRN"]
     assert set(lengths) == {64}
@@ -415,7 +418,7 @@ def test_a_study_that_was_stopped_in_its_first_cell_continues(values, tmp_path, 
     monkeypatch.setattr(running, "measure", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(config, Console(file=io.StringIO()))
-    monkeypatch.undo()
+    monkeypatch.setattr(running, "measure", measured)
     run_study(config, Console(file=io.StringIO()))
     assert len(finished_rows(config.directory)) == 3
 
@@ -453,6 +456,7 @@ def test_a_search_that_needs_too_much_memory_leaves_the_rest(values, tmp_path, m
 def test_nothing_is_searched_for_a_model_that_no_extension_fits(values, tmp_path, monkeypatch):
     """Every layer sees a window alone, whose distances the model knows."""
     monkeypatch.setattr("train.compare.study.search.search_factors", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(running, "measure", measured)
     window = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Plain(500.0)), mask=pj.masks.Window(8))
     write_released(tmp_path, scheme=window)
     console = Console(file=io.StringIO(), width=200)

@@ -1,0 +1,180 @@
+"""What a config takes from a released model, and what it may change: sizes, scheme, lengths, tokenizer."""
+
+import json
+import shutil
+
+import chex
+import pytest
+from released_models import LENGTH, TEXT, VOCABULARY, few_steps, with_changes, write_released
+
+import posjax as pj
+from posjax import rotary
+from posjax.nn import Norm, Residual, from_pretrained, save_pretrained
+from train.config import dump, load_values, parse, parse_text
+from train.data import load_tokenizer
+from train.model.build import check_model, decoder_config, evaluated_scheme, scheme_of
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("released") / "tiny"
+    folder.mkdir()
+    return folder, write_released(folder)
+
+
+@pytest.fixture(scope="module")
+def values(released, tmp_path_factory):
+    return few_steps(released[0], tmp_path_factory.mktemp("text"))
+
+
+def test_shape_scheme_and_tokenizer_come_from_the_model(released, values):
+    folder, decoder = released
+    config = parse({"init": str(folder)})
+    assert scheme_of(config) == decoder.config.scheme
+    assert decoder_config(config).vocab_size == VOCABULARY
+    assert (config.model.num_layers, config.model.norm.eps, config.model.embedding_scale) == (2, 1e-5, 1.0)
+    assert config.train.length == LENGTH
+    assert config.evaluate.lengths == (32, 64, 128)
+    tokenizer = load_tokenizer(config.data)
+    assert tokenizer.vocabulary_size == VOCABULARY
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.padding) == (0, 1, 1)
+    assert tokenizer.decode(tokenizer.encode(TEXT.encode())) == TEXT.encode()
+
+
+def test_a_saved_config_does_not_need_the_model_any_more(released, values):
+    config = parse(values)
+    saved = dump(config).replace(str(released[0]), "/nowhere/tiny")
+    again = parse_text(saved, "config.yaml")
+    assert again.model == config.model
+    assert scheme_of(again) == scheme_of(config)
+
+
+def test_a_model_that_does_not_say_its_length_is_told_it(values, tmp_path):
+    write_released(tmp_path, scheme=pj.scheme("alibi"), trained_length=None, **BLOOM)
+    with pytest.raises(ValueError, match=r"model\.trained_length: config\.json of .* does not say the length"):
+        with_changes(values, init=str(tmp_path))
+    config = with_changes(values, init=str(tmp_path), model={"trained_length": 16})
+    assert (config.model.trained_length, parse({"init": str(tmp_path)} | LONG).train.length) == (16, 64)
+
+
+LONG = {"model": {"trained_length": 64}}
+BLOOM = {"norm": Norm("layer", 1e-5, bias=True), "embedding_norm": True, "biases": ("qkv", "output", "mlp")}
+BLOOM |= {"activation": "gelu", "mlp_dim": 128, "num_kv_heads": 4}
+
+
+def test_another_rotation_keeps_the_base_of_the_model(values):
+    assert scheme_of(with_changes(values, scheme={"name": "coca-strict"})).features.frequencies.base == 500.0
+    assert scheme_of(with_changes(values, scheme={"name": "coca-strict", "base": 7.0})).features.frequencies.base == 7.0
+
+
+def test_how_it_is_computed_may_be_chosen(values):
+    config = with_changes(values, model={"compute_dtype": "bfloat16", "remat": "full", "num_layers": 2})
+    assert (config.model.compute_dtype, config.model.remat) == ("bfloat16", "full")
+
+
+def test_a_part_of_a_norm_leaves_the_rest_as_the_model_has_it(values, tmp_path):
+    write_released(tmp_path, residual=Residual(scale=0.5))
+    config = with_changes(values, init=str(tmp_path), model={"residual": {"norm": "before"}})
+    assert config.model.residual.scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"num_layers": 3}}, r"model\.num_layers: 3 contradicts .*tiny, which has 2; leave it out"),
+        ({"model": {"norm": {"eps": 1e-6}}}, r"model\.norm: .* contradicts .*tiny"),
+        ({"model": {"vocabulary": 281}}, r"model\.vocabulary: 281 contradicts"),
+        ({"init": "/nowhere/model"}, r"there is no /nowhere/model/config\.json"),
+        ({"init": "/nowhere/model.gguf"}, r"there is no /nowhere/model\.gguf"),
+        ({"init": 3}, r"init: expected a path, found 3"),
+    ],
+)
+def test_contradictions_are_refused_by_name(values, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        with_changes(values, **changes)
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        ({"path": "tiny", "dtype": "bfloat16"}, r"init: unknown key 'dtype' \(known: path, values\)"),
+        ({"path": "tiny", "values": 3}, r"init\.values: expected a config\.json, found 3"),
+    ],
+)
+def test_keys_of_init(values, init, message):
+    with pytest.raises(ValueError, match=message):
+        parse({**values, "init": init})
+
+
+def test_the_scheme_of_a_model_that_is_not_there():
+    with pytest.raises(ValueError, match="'released' is the scheme of the model under init; name one there"):
+        scheme_of(parse({"scheme": "released"}))
+
+
+def test_a_tokenizer_without_a_mask_token_trains_no_encoder(values):
+    config = with_changes(values, data={"special_tokens": "own"})
+    chex.assert_equal(load_tokenizer(config.data).vocabulary_size, VOCABULARY)
+    masked = parse({**values, "init": "", "scheme": "rope", "model": {"causal": False}} | {
+        "data": {**values["data"], "tokenizer": f"{values['init']}/tokenizer.json", "special_tokens": "own"}
+    })  # fmt: skip
+    with pytest.raises(ValueError, match=r"no mask token of its own; data\.special_tokens=added would work"):
+        check_model(masked)
+
+
+@pytest.mark.parametrize(
+    ("train", "wanted"),
+    [
+        ({"steps": 0}, (LENGTH // 4, LENGTH, 2 * LENGTH, 4 * LENGTH)),
+        ({}, (LENGTH, 2 * LENGTH, 4 * LENGTH)),
+        ({"length": 16}, (16, LENGTH, 2 * LENGTH, 4 * LENGTH)),
+        ({"length": 64}, (64, 4 * LENGTH)),
+        ({"length": 16, "stages": 100}, (100, 4 * LENGTH)),
+    ],
+)
+def test_lengths_are_measured_from_that_of_training(released, train, wanted):
+    train = dict(train)
+    stages = [{"name": "a"}, {"name": "b", "train": {"length": train.pop("stages")}}] if "stages" in train else []
+    config = parse({"init": str(released[0]), "train": {"batch_tokens": 1600, **train}, "stages": stages})
+    assert config.evaluate.lengths == wanted
+
+
+def test_options_of_extensions_follow_from_the_lengths(values):
+    config = with_changes(values, train={"steps": 0, "length": LENGTH})
+    entry = parse({**values, "scheme": {"name": "released", "extend": {"frequencies": {"name": "yarn"}}}}).scheme
+    rule = evaluated_scheme(config, entry, length=128).features.frequencies
+    assert (rule.factor, rule.original_length, rule.base) == (4.0, LENGTH, 500.0)
+    assert evaluated_scheme(config, entry, length=16) == scheme_of(config)
+
+
+def test_special_tokens_are_those_of_config_json_where_nothing_else_says_them(released, tmp_path):
+    shutil.copytree(released[0], tmp_path / "tiny")
+    (tmp_path / "tiny" / "tokenizer_config.json").unlink()
+    said = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(said | {"bos_token_id": 7, "eos_token_id": [9, 3]}))
+    tokenizer = load_tokenizer(parse({"init": str(tmp_path / "tiny")}).data)
+    assert (tokenizer.bos, tokenizer.eos) == (7, 9)
+
+
+def test_llama_3_2_is_for_the_length_that_it_states(tmp_path):
+    """Its rule would reach twice as far: 32 times 8,192, of which 131,072 are used. Here 32 times 8 of 128."""
+    rule = rotary.Llama3(32.0, 8, base=500.0)
+    write_released(tmp_path, scheme=pj.Scheme(features=rotary.Rotary(rule)), trained_length=128)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["max_position_embeddings"] == 128
+    assert parse({"init": str(tmp_path)}).model.trained_length == 128
+    save_pretrained(from_pretrained(tmp_path), tmp_path / "again", like=tmp_path)
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == said
+    assert parse({"init": str(tmp_path), "model": {"trained_length": 256}}).model.trained_length == 256
+
+
+def test_a_scaling_says_how_far_a_model_reaches(tmp_path):
+    """Qwen's layout, in which the maximum stays that of the training before it was extended."""
+    write_released(tmp_path, scheme=pj.Scheme(features=rotary.Rotary(rotary.YaRN(4.0, LENGTH, base=500.0))))
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"max_position_embeddings": LENGTH}))
+    assert parse({"init": str(tmp_path)}).train.length == 4 * LENGTH
+
+
+def test_plans_need_the_config_alone(values):
+    config = load_values({"init": values["init"]}, ["train.length=64", "train.batch_tokens=512"])
+    assert decoder_config(config).num_layers == 2
