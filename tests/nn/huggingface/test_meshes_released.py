@@ -18,7 +18,7 @@ from posjax.nn.huggingface.load import named_parameters
 
 
 def sized(values):
-    """A model with an even vocabulary, as wide as the others: what moves a tensor of one is compiled for all of them."""
+    """A model with an even vocabulary, as wide as the others, so that they share what moves their tensors."""
     return values | {"vocab_size": 102} | ({"hidden_size": 48} if "hidden_size" in values else {})
 
 
