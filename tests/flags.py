@@ -17,7 +17,11 @@ QUICK = (
 
 
 def environment(devices: int = 1, **others: str) -> dict[str, str]:
-    """What a process that a test starts finds set: so many devices, and kept programs where the config keeps them."""
+    """What a process that a test starts finds set: so many devices, and kept programs where the config keeps them.
+
+    A folder of kept programs that the environment names would win over the config's, so it is left out.
+    """
+    here = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     flags = (f"--xla_force_host_platform_device_count={devices}", *QUICK)
     changed = {
         "JAX_PLATFORMS": "cpu",
@@ -25,4 +29,4 @@ def environment(devices: int = 1, **others: str) -> dict[str, str]:
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return {**os.environ, **changed, **others}
+    return {**here, **changed, **others}
