@@ -365,3 +365,11 @@ def test_bfloat16_parts_are_merged_in_float32():
 def test_tokens_are_taken_by_runs(order, axis):
     x = np.random.default_rng(0).normal(size=(2, 12, 3))
     np.testing.assert_array_equal(taken(jnp.asarray(x), np.asarray(order), axis), np.take(x, order, axis).astype("f4"))
+
+
+@pytest.mark.parametrize(
+    ("order", "run"), [([6, 7, 8, 0, 1, 2, 9, 10, 11, 3, 4, 5], 3), ([4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11], 4)]
+)
+def test_the_runs_that_are_taken_are_as_long_as_they_can_be(order, run):
+    program = jax.make_jaxpr(partial(taken, order=np.asarray(order), axis=1))(np.zeros((2, 12, 3)))
+    assert f"[2,{12 // run},{run},3]" in str(program)

@@ -15,6 +15,7 @@ from attention.own_methods import EachHead, Fading, LearnedRows, Rows, SameGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import posjax as pj
+from posjax.attention import own
 from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.operands import Operands
 from posjax.attention.tpu import entry
@@ -145,6 +146,13 @@ def test_heads_by_default_are_those_of_the_values():
     np.testing.assert_array_equal(factor.heads(2, 2).apply(scores, at, at), want)
     assert isinstance(some, OfHeads)
     chex.assert_shape(pj.bias.ALiBi().bind(num_heads=4).heads(1, 2).slopes, (2,))
+
+
+def test_for_how_many_heads_a_bias_is():
+    """One head of an array of one's own serves any number of them; a bias of the library says what it is for."""
+    assert own.heads_of(Rows(jnp.asarray(rows()))) == HEADS
+    assert own.heads_of(Rows(jnp.asarray(rows(1)))) is None
+    assert [own.heads_of(pj.bias.ALiBi().bind(num_heads=n)) for n in (1, 4)] == [1, 4]
 
 
 def test_a_bias_without_an_axis_of_heads_serves_any_number():

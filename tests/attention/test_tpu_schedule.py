@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import Operands
-from posjax.attention.tpu.blocks import CHIPS, cheapest_backward, cheapest_forward
-from posjax.attention.tpu.entry import _band
+from posjax.attention.tpu.blocks import CHIPS, cheapest_backward, cheapest_forward, divide, fit
+from posjax.attention.tpu.costs import BACKWARD, FORWARD
+from posjax.attention.tpu.entry import _band, refusal
 from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
 from posjax.far import Branch
 from posjax.masks import (
@@ -249,6 +250,34 @@ def test_no_tile_holds_tokens_of_two_runs(run):
         for blocks in (cheapest_forward(chip, x), cheapest_backward(chip, x)):
             assert run % blocks.q == run % blocks.k == 0
             assert blocks.q % blocks.part == 0 or blocks.k % blocks.part == 0
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(128, 1536), (640, 384), (2048, 4096)])
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_without_a_mask_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys):
+    """Of a tile measured as q x k they are ``whole QK / qk + row Q / q`` for padded lengths; backward, ``row K / k``."""
+    q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, queries), (keys,)))
+    x = Operands(q, kv, kv, None, None, Range(0, queries), Range(0, keys))
+    kernels = ((cheapest_forward, FORWARD, fit, 0), (cheapest_backward, BACKWARD, divide, 1))
+    for cheapest, tables, made_to_fit, outer in kernels:
+        cycles = {}
+        for measured, (whole, _, row) in tables[chip.name].items():
+            made = made_to_fit(Blocks(*measured), queries, keys)
+            shares = [-(-n // size) * size / largest for n, size, largest in zip((queries, keys), made, measured[:2])]  # noqa: B905
+            cycles[made] = min(cycles.get(made, np.inf), whole * shares[0] * shares[1] + row * shares[outer])
+        assert cheapest(chip, x) == min(cycles, key=cycles.get)
+
+
+def test_sums_by_distance_may_take_half_of_fast_memory():
+    """64 bytes for each query and key and query head of a group: 2^20 of each take 128 MiB, of a chip's 100."""
+
+    def why(tokens):
+        q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, tokens), (tokens,)))
+        bias = SimpleNamespace(by_distance=True, only_adds=True, constant_from=None)
+        return refusal(Operands(q, kv, kv, bias, None, Range(0, tokens), Range(0, tokens)))
+
+    assert why(2**18) is None
+    assert "does not fit in fast memory at this length" in why(2**20)
 
 
 def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():

@@ -38,6 +38,10 @@ def test_weights_of_heads_that_differ_and_of_heads_that_do_not():
     alibi = weight_curve(pj.scheme("alibi"), np.arange(40), num_heads=8, head_dim=8)
     axes = plot_weights(alibi)
     assert len(axes.get_lines()) == 8
+    axes.figure.draw_without_rendering()
+    legend, whole = (part.get_window_extent() for part in (axes.get_legend(), axes))
+    assert legend.x0 >= whole.x1, "eight names stand beside the lines"
+    assert abs((legend.y0 + legend.y1) - (whole.y0 + whole.y1)) < 2
     np.testing.assert_allclose(axes.get_lines()[3].get_ydata(), alibi.weights[3], rtol=1e-6)
     check_drawn(axes, "distance (tokens)", "attention weight")
     window = pj.scheme("nope", mask=masks.Window(10))

@@ -120,6 +120,12 @@ def test_known_bad_sizes_are_refused(make, message):
         make()
 
 
+def test_a_span_may_be_all_of_int32():
+    assert materialise(Dilated(2**20 + 1, 2047), jnp.array([2**31 - 1]), jnp.array([2**31 - 2**20 * 2047 - 1])).all()
+    assert Dilated(2**31 - 1, 1).size == 2**31 - 1
+    assert Dilated(2, 2**31 - 1).dilation == 2**31 - 1
+
+
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 PLACES = np.array([LOWEST, LOWEST + 1, LOWEST + 6, -(2**30), -3, 0, 4, 2**30, HIGHEST - 6, HIGHEST - 1, HIGHEST])
 ROW, COLUMN = PLACES[:, None].astype(object), PLACES[None].astype(object)

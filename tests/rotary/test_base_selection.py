@@ -72,6 +72,11 @@ def test_large_heads_approach_the_zero_of_the_cosine_integral():
     np.testing.assert_allclose(largest_context(1000.0, 4096), 616.505, atol=1.5)
 
 
+def test_a_head_of_two_pairs_is_the_smallest():
+    """cos m + cos(m / sqrt(b)) stays positive up to m = 2 as soon as cos(2 / sqrt(b)) > -cos 2."""
+    np.testing.assert_allclose(smallest_base(3, 4), (2 / np.arccos(-np.cos(2))) ** 2, rtol=1e-3)
+
+
 def test_smaller_heads_need_larger_bases():
     found = [smallest_base(512, head_dim) for head_dim in (16, 32, 64, 128)]
     assert found == sorted(found, reverse=True)

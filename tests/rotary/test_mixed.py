@@ -82,6 +82,10 @@ def test_gradients_reach_every_frequency():
     np.testing.assert_allclose(gradient, np.einsum("bnht,na->hat", slope, GRID), rtol=1e-4, atol=1e-5)
 
 
+def test_any_base_above_one_is_taken():
+    chex.assert_shape(MixedRotary(base=1.5).init(jax.random.key(0), **SIZES)["frequencies"], (KV, 2, D // 2))
+
+
 def test_a_table_may_have_heads():
     angles = jax.random.normal(jax.random.key(5), (1, 6, KV, D // 2))
     table = RotaryTable(jnp.cos(angles), jnp.sin(angles))

@@ -104,6 +104,13 @@ def test_stretched_carries_what_its_rule_declares():
 LISTS = ((1.0,) * 8, (2.0,) * 8)
 
 
+class OwnFrequencies(Plain):
+    """A rule with a table as usual, of frequencies that are its own."""
+
+    def frequencies(self, length=None, *, head_dim=None):
+        return super().frequencies(length, head_dim=head_dim)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -122,6 +129,7 @@ LISTS = ((1.0,) * 8, (2.0,) * 8)
         (lambda: Stretched(CLEX(32), 2.0), "CLEX reads the current length"),
         (lambda: Stretched(LongRoPE(*LISTS, 32, factor=2.0, select="long"), 2.0), "LongRoPE makes its own table"),
         (lambda: Stretched(RoPETie(), 2.0), "RoPETie makes its own table"),
+        (lambda: Stretched(OwnFrequencies(), 2.0), "OwnFrequencies makes its own table"),
         (lambda: Stretched(Plain(), 2.0).to_hf(), "no rope_type for Stretched"),
         (lambda: Stretched(Plain(head_dim=8), 2.0).frequencies(head_dim=16), "the rule was made for head_dim=8"),
     ],

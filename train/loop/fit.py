@@ -194,7 +194,7 @@ class Run:
         for stage in self.stages[first:]:
             with jax.set_mesh(stage.mesh):
                 step = self._train_stage(stage, saved)
-            if step < stage.last_step or self.stop.is_set():
+            if self.stop.is_set():
                 return step
             saved = Saved(step, stage.number, None)
         return step

@@ -272,10 +272,18 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_url_is_written_and_read(memory, here):
+def test_a_url_is_written_and_read(memory, here, monkeypatch):
     """Through a temporary folder, of which nothing is left."""
-    decoder = released.random_decoder(released.CASES["falcon"])
+    decoder, put = released.random_decoder(released.CASES["falcon"]), type(memory).put_file
+    written = []
+
+    def noted(files, source, target, **options):
+        written.append(target.rpartition("/")[2])
+        return put(files, source, target, **options)
+
+    monkeypatch.setattr(type(memory), "put_file", noted)
     save_pretrained(decoder, "memory://models/falcon", max_file_bytes=40_000)
+    assert written[-1] == "config.json", "a folder with a config holds a whole model"
     names = {name.rpartition("/")[2] for name in memory.ls("/models/falcon", detail=False)}
     assert names - {"config.json", INDEX} == {f"model-0000{n}-of-00005.safetensors" for n in range(1, 6)}
     assert sorted(path.name for path in here.rglob("*")) == ["here", "temporary"]

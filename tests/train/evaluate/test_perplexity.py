@@ -60,6 +60,17 @@ def test_every_target_is_scored_once_at_every_length(documents):
         assert found.window_nll == pytest.approx(wanted.mean(), rel=1e-6)
 
 
+def test_a_batch_has_about_the_tokens_that_are_asked_for(documents):
+    shapes = set()
+
+    def seen(parameters, tokens, length):
+        shapes.add(tokens.shape)
+        return uniform(parameters, tokens, length)
+
+    run(seen, documents, lengths=(4, 8, 64), batch_tokens=32)
+    assert shapes == {(8, 4), (4, 8), (1, 64)}
+
+
 def test_nll_is_weighted_by_tokens_not_by_windows():
     # 10 targets in windows of 8: costs log 2 .. log 9 in the first, log 2 and log 3 in the second.
     document = np.zeros(11, np.uint16)

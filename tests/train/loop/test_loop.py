@@ -91,6 +91,10 @@ def test_a_run_leaves_everything_behind(config, straight):
     lines = metrics(directory)
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert [line["tokens"] for line in lines] == [256, 512, 768]
+    logged = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_second"] for line in logged]
+    assert rates[:2] == [None, None], "the clock starts after the first five steps"
+    assert rates[2] > 0
     np.testing.assert_allclose([line["learning_rate"] for line in lines], [0.01, 0.0055, 0.001], rtol=1e-5)
     assert lines[-1]["loss"] == straight.final_loss < lines[0]["loss"]
     assert straight.finished

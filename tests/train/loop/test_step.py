@@ -139,7 +139,7 @@ def test_positions_are_counted_or_drawn_as_the_scheme_says(batch):
 
 def test_random_features_are_redrawn_every_so_many_steps(batch):
     train = {**SMALL["train"], "redraw_every": 2}
-    config = parse({**SMALL, "train": train, "scheme": {"name": "performer", "num_features": 8}})
+    config = parse({**SMALL, "train": train, "scheme": {"name": "performer", "num_features": 6}})
     program, mesh = build(config, 1)
     with jax.set_mesh(mesh):
         state, found = begin(program, random_parameters(program)), []
