@@ -1,5 +1,6 @@
 """What a placement refuses and chooses, what its programs send and keep, and attention over a mesh against NumPy."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -15,7 +16,7 @@ from jax.sharding import AxisType
 import posjax as pj
 from posjax import masks
 from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose, context_attention
-from posjax.attention.sharded.parts import taken
+from posjax.attention.sharded.parts import Line, taken
 from posjax.bias import T5, ALiBi
 from posjax.layout import KINDS, Layout
 from posjax.positions import Range
@@ -334,6 +335,37 @@ def test_what_is_sent(strategy, sends, never):
     text = compiled(Placement(context="context", strategy=strategy), 4, 64).as_text()
     assert re.search(sends, text)
     assert not re.search(never, text)
+
+
+@pytest.mark.parametrize(("batch", "sends"), [(2**12, "all_gather"), (2**14, "collective_permute")])
+def test_every_row_counts_in_what_a_gather_would_hold(batch, sends):
+    """A key and a value of two heads are 128 bytes a token: 7 of 8 shards of 2^12 rows of 8 x 256 tokens are 0.9 GiB."""
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    where = Placement(context="context")
+
+    def attend(*projected):
+        def inside(_, projected, rows):
+            return context_attention(*projected, across=where, mask=CAUSAL, implementation="blockwise")
+
+        return attend_on_mesh(inside, where, (), projected, {})
+
+    shapes = [jax.ShapeDtypeStruct((batch, 2048, heads, SIZE), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    with jax.set_mesh(mesh):
+        text = jax.jit(attend).lower(*shapes).as_text()
+    assert set(re.findall("all_gather|collective_permute|all_to_all", text)) == {sends}
+
+
+def test_a_row_in_another_order_counts_from_where_it_starts():
+    order = Layout("zigzag", 4)
+    found = Placement(layout=order).local(Range(3, 16), 16)
+    np.testing.assert_array_equal(found, 3 + np.asarray(order.apply(np.arange(16), 0)))
+
+
+def test_runs_that_are_joined_are_taken_at_once():
+    line = Line("context", 4, 1, Layout("zigzag", 4), 64)
+    assert (line.chunks, line.piece) == (2, 8)
+    joined = dataclasses.replace(line, split=False)
+    assert (joined.chunks, joined.piece) == (1, 16)
 
 
 def test_neighbours_exchange_the_edge_of_a_chunk_alone():

@@ -133,6 +133,15 @@ def test_meshes_give_the_numbers_of_one_device(parameters, alone, remat):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[1]))
 
 
+def test_an_odd_number_of_tokens_is_shared_by_rows():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    config = dataclasses.replace(CONFIG, placement=Placement(batch=("data",), heads="tensor"))
+    graph, state = shapes(ExpertsMLP, config)
+    with jax.set_mesh(mesh):
+        program = jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(x))(state, np.zeros((2, 5, CONFIG.model_dim), "f4"))
+    assert "shard_map" in str(program)
+
+
 def test_explicit_axes(parameters, alone):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     graph, _ = shapes(Decoder)

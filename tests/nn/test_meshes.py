@@ -181,6 +181,16 @@ def test_a_cache_lies_as_it_did():
         chex.assert_shape(run(placed("rope", "explicit", "tensor"), tokens), (3, 4, 1, decoders.VOCAB))
 
 
+def test_queries_of_a_new_token_lie_by_rows_and_heads():
+    mesh, (graph, _) = meshes.mesh("explicit"), decoders.made(settings("rope"))
+    with jax.set_mesh(mesh):
+        layers = nnx.merge(graph, placed("rope", "explicit", "tensor")).stacks[0][0].attention
+        graph, state = nnx.split(layers)
+        attention = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))
+        found = attention._partition(meshes.put(mesh, np.zeros((4, 1, 32), np.float32), P("data")))
+    assert found == P("data", None, "tensor")
+
+
 @pytest.mark.parametrize("module", [nn.Attention, nn.Block])
 def test_a_module_alone(module):
     config, mesh = settings("rope"), meshes.mesh("explicit")

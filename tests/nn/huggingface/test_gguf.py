@@ -296,6 +296,9 @@ def test_ids_are_those_of_the_tokenizer_that_was_written(split, tmp_path):
         ids = model.encode(text).ids
         assert found.encode(text, add_special_tokens=False).ids == ids, text
         assert found.decode(ids, skip_special_tokens=False) == text
+    pair = found.encode("the cat", "sat").type_ids
+    assert set(pair) == {0, 1}
+    assert pair == sorted(pair)
     assert found.encode(TEXTS[0]).ids[:1] == ([1] if split == "llama-bpe" else model.encode(TEXTS[0]).ids[:1])
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
     assert special.items() <= json.loads(files["tokenizer_config.json"]).items()

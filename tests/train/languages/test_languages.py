@@ -75,7 +75,7 @@ def test_answers_on_strings(name, shorter):
 def test_answers_on_grids(shorter):
     batch = TASKS["grid neighbours"].sample(KEY, 64, 4, shorter)
     chex.assert_shape(batch.grid, (64, 17, 2))
-    sides = set()
+    sides, colours = set(), set()
     for tokens, targets, asked, grid in zip(*map(np.asarray, batch), strict=True):
         cells = {tuple(at): token for at, token in zip(grid[1:], tokens[1:], strict=True) if token != PAD}
         height, width = map(max, zip(*cells, strict=True))
@@ -85,6 +85,8 @@ def test_answers_on_grids(shorter):
         assert targets[1 : len(cells) + 1].tolist() == expected
         assert ((targets > 0) == asked).all()
         sides.add((height, width))
+        colours |= set(cells.values())
+    assert colours == set(range(FIRST, FIRST + COLOUR_COUNT))
     assert max(map(max, sides)) == 4
     assert (len(sides) == 9) if shorter else (sides == {(4, 2), (4, 3), (4, 4), (3, 4), (2, 4)})
 

@@ -1,6 +1,8 @@
 """A curriculum: stages that start from each other's weights, and go on inside any of them."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -12,11 +14,12 @@ from programs import shared_programs
 from posjax.coca import Coca
 from posjax.rotary import YaRN
 from train.checkpoint import restore_model
-from train.config import parse, to_dict
+from train.config import MeshConfig, parse, to_dict
 from train.loop import fit as loop
-from train.loop.fit import fit
+from train.loop.fit import _Evaluation, fit
 from train.model.build import build_model
 from train.model.convert import check_continues, convert
+from train.model.mesh import make_mesh
 from train.model.state import named_leaves
 
 CURRICULUM = [
@@ -94,6 +97,27 @@ def test_stages_follow_each_other(config, straight):
     saved = {int(path.name) for path in (straight.directory / "checkpoints").iterdir()}
     assert {4, 8, 10, 12} <= saved, "the end of every stage is kept"
     assert losses(straight.directory)[-1] < losses(straight.directory)[0] - 0.15
+
+
+def test_held_out_rows_are_spread_and_come_in_batches(config):
+    """40 rows, of which 24 are to be measured, 8 at a time."""
+
+    class Rows:
+        def __len__(self):
+            return 40
+
+        def batch(self, numbers):
+            return numbers.tolist()
+
+    train = dataclasses.replace(config.train, batch_tokens=16 * 8)
+    stage = SimpleNamespace(
+        config=dataclasses.replace(config, train=train),
+        mesh=make_mesh(MeshConfig(data=1), 8),
+        held_out=Rows(),
+        on_devices=lambda rows, size, part: rows,
+    )
+    found = _Evaluation(stage, dataclasses.replace(config.monitor, evaluate_tokens=24 * 16), 0)._batches
+    assert found == np.linspace(0, 39, 24).astype(int).reshape(3, 8).tolist()
 
 
 def test_a_stage_changes_the_base(straight):

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from train.config import MeshConfig
+from train.config import MeshConfig, parse
+from train.model.build import placement
 from train.model.mesh import AXES, make_mesh, mesh_shape
 from train.model.sharding import named_sharding, rows_of_process
 
@@ -42,6 +43,13 @@ def test_a_mesh_takes_the_first_devices():
 def test_what_cannot_be_is_refused(sizes, rows, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(MeshConfig(**sizes), rows)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_heads_lie_along_an_axis_of_two_or_more(tensor):
+    mesh = make_mesh(MeshConfig(data=1, context=2, tensor=tensor), 4)
+    found = placement(parse({}), mesh)
+    assert (found.heads, found.context) == ("tensor" if tensor == 2 else None, "context")
 
 
 def test_axes_that_do_not_divide_are_whole_everywhere():
