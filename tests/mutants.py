@@ -104,6 +104,71 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))",
         "1",
     ): "of what is drawn, shapes alone are used",
+    (
+        "posjax/attention/blockwise.py",
+        "total = jnp.where(seen, total, 1)",
+        "2",
+    ): "of a row that sees nothing, the divided sum is 0 and the logarithm is not taken",
+    (
+        "posjax/attention/contextual.py",
+        "total = jnp.where(seen, row.total, 1)",
+        "2",
+    ): "of a row that sees nothing, the divided sum is 0 and the logarithm is not taken",
+    (
+        "posjax/attention/api.py",
+        "finite = jnp.where(seen, lse, 0)",
+        "1",
+    ): "of a row that sees nothing, neither it nor what follows from it is taken",
+    (
+        "posjax/attention/dense.py",
+        "weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])",
+        "1",
+    ): "any finite number keeps the weights of a row that sees nothing at 0",
+    (
+        "posjax/rotary/base.py",
+        "columns = math.isqrt(stop - start) + 1",
+        "2",
+    ): "the sums are the same for any number of columns",
+    (
+        "posjax/rotary/longrope.py",
+        "return _Individual(tuple(steps.tolist()), a.first if random.random() < 0.5 else b.first)",
+        "(random.random() <= 0.5)",
+    ): "a drawn number is a half once in 2^53",
+    (
+        "posjax/scales.py",
+        "for _ in range(50):",
+        "51",
+    ): "the root is found by then to the last bit",
+    (
+        "posjax/rotary/generators.py",
+        "weights = np.random.default_rng(0).uniform(1, 2, len(matrices))",
+        "1",
+    ): "of the seed: any mixture finds the planes",
+    (
+        "posjax/attention/blockwise.py",
+        "order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1).astype(np.int32)",
+        "2",
+    ): "any number above all kinds puts empty tiles last",
+    (
+        "posjax/attention/tpu/forward_moves.py",
+        "return [arriving, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]",
+        "3",
+    ): "of the numbers in SMEM: one more is never used",
+    (
+        "posjax/diagnostics/rotation.py",
+        "return np.abs(_phasors(rule, distances, head_dim, options).cumsum(-1)).mean(-1)",
+        "(1)",
+    ): "there are two axes",
+    (
+        "train/loop/step.py",
+        'axes = {"positions": -1, "coordinates": -2}',
+        "(1)",
+    ): "positions have two axes",
+    (
+        "posjax/diagnostics/anomaly.py",
+        "query = 2 * jnp.square(q) + 0j",
+        "3",
+    ): "it is counted where a score rises, whatever its scale",
 }
 
 SECONDS = 5400

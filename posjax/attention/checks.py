@@ -53,7 +53,7 @@ def checked_positions(name: str, positions: Positions | None, x) -> Positions:
         f"{name} must have shape {(length,)} or {(batch, length)}, found {positions.shape}{hint}",
     )
     positions = as_array(positions)
-    return positions[0] if positions.shape[0] == 1 and positions.ndim == 2 else positions
+    return positions.squeeze(0) if positions.shape == (1, length) else positions
 
 
 def check_sinks(sinks, heads: int) -> None:

@@ -79,7 +79,7 @@ def _sums(inverse_frequencies: Float[np.ndarray, "half"], start: int, stop: int)
     With m = a + c, cos(m theta) = cos(a theta) cos(c theta) - sin(a theta) sin(c theta): one product of two matrices
     and 2 sqrt(n) cosines instead of n.
     """
-    columns = math.isqrt(stop - start - 1) + 1
+    columns = math.isqrt(stop - start) + 1
     coarse = np.outer(np.arange(start, stop, columns), inverse_frequencies)
     fine = np.outer(np.arange(columns), inverse_frequencies)
     left = np.concatenate([np.cos(coarse), -np.sin(coarse)], axis=1)

@@ -339,7 +339,7 @@ def test_what_is_sent(strategy, sends, never):
 
 @pytest.mark.parametrize(("batch", "sends"), [(2**12, "all_gather"), (2**14, "collective_permute")])
 def test_every_row_counts_in_what_a_gather_would_hold(batch, sends):
-    """A key and a value of two heads are 128 bytes a token: 7 of 8 shards of 2^12 rows of 8 x 256 tokens are 0.9 GiB."""
+    """Keys and values are 128 bytes a token, 1 GiB for 2^12 rows of 2,048; a device lacks seven eighths of them."""
     mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
     where = Placement(context="context")
 

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import Operands
-from posjax.attention.tpu.blocks import CHIPS, cheapest_backward, cheapest_forward, divide, fit
+from posjax.attention.tpu.blocks import (
+    CHIPS,
+    _backward_bytes,
+    _forward_bytes,
+    cheapest_backward,
+    cheapest_forward,
+    divide,
+    fit,
+)
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.attention.tpu.entry import _band, refusal
 from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
@@ -255,7 +263,7 @@ def test_no_tile_holds_tokens_of_two_runs(run):
 @pytest.mark.parametrize(("queries", "keys"), [(128, 1536), (640, 384), (2048, 4096)])
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
 def test_without_a_mask_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys):
-    """Of a tile measured as q x k they are ``whole QK / qk + row Q / q`` for padded lengths; backward, ``row K / k``."""
+    """Of a tile measured as q x k: ``whole QK / qk + row Q / q`` for padded lengths; backward ``row K / k``."""
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, queries), (keys,)))
     x = Operands(q, kv, kv, None, None, Range(0, queries), Range(0, keys))
     kernels = ((cheapest_forward, FORWARD, fit, 0), (cheapest_backward, BACKWARD, divide, 1))
@@ -266,6 +274,21 @@ def test_without_a_mask_the_blocks_of_the_fewest_cycles_are_taken(chip, queries,
             shares = [-(-n // size) * size / largest for n, size, largest in zip((queries, keys), made, measured[:2])]  # noqa: B905
             cycles[made] = min(cycles.get(made, np.inf), whole * shares[0] * shares[1] + row * shares[outer])
         assert cheapest(chip, x) == min(cycles, key=cycles.get)
+
+
+def test_the_fast_memory_of_a_tile_by_hand():
+    """256 queries, 512 keys, 128 keys or queries at a time; heads of 64 numbers in 2 bytes, values of 32."""
+    blocks = Blocks(256, 512, 128)
+    q, k, v = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 1, 1, 256, 64), (1, 1, 512, 64), (1, 1, 512, 32)))
+    x = Operands(q, k, v, None, None, Range(0, 256), Range(0, 512))
+    # Twice: keys and values, and queries and outputs; in float32 the maximum, the sum and the output; 10 for a logit.
+    assert _forward_bytes(x, blocks) == 2 * 2 * (512 * 96 + 256 * 96) + 4 * 256 * (128 + 128 + 32) + 10 * 256 * 128
+    # Twice: queries and gradients of outputs, keys, values and their gradients; three of dq; dk and dv; 16 for a logit.
+    backward = 2 * 2 * (256 * 96 + 2 * 512 * 96) + 3 * 4 * 256 * 64 + 4 * 512 * 96 + 16 * 512 * 128
+    assert _backward_bytes(x, blocks) == backward
+    relative = dataclasses.replace(x, bias=SimpleNamespace(by_distance=True))
+    more = [after(relative, blocks) - after(x, blocks) for after in (_forward_bytes, _backward_bytes)]
+    assert more == [512 * (256 + 512), 1024 * (256 + 512)]
 
 
 def test_sums_by_distance_may_take_half_of_fast_memory():

@@ -21,3 +21,10 @@ def test_half_of_the_population_are_parents_and_a_quarter_each_mutations_and_cro
     search.search_factors(config, model, [], 64, search.Effort(population, 3, seed=5), 32)
     wanted = {"population": population, "parents": parents, "mutations": quarter, "crossovers": quarter}
     assert given == wanted | {"seed": 5, "iterations": 3}
+
+
+def test_a_search_measures_whole_texts_alone():
+    """One text of the length at a time, and no window that slides over it."""
+    config = parse(VALUES | {"evaluate": {"lengths": [32, 64], "stride": 16, "tokens": 64, "batch_tokens": 128}})
+    found = search._at(config, 100)
+    assert (found.lengths, found.stride, found.tokens, found.batch_tokens) == ((100,), 0, 100, 128)

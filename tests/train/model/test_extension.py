@@ -43,6 +43,11 @@ def test_options_follow_from_the_lengths(extend, length, wanted):
     assert completed(extend, 4096, length) == {slot: wanted}
 
 
+@pytest.mark.parametrize("name", ["self-extend", "leaky-rerope"])
+def test_the_shortest_models_keep_a_window_of_one_token(name):
+    assert completed({"far": {"name": name}}, 3, 3)["far"]["window"] == 1
+
+
 @pytest.mark.parametrize(
     ("rule", "change", "length", "wanted"),
     [
