@@ -139,7 +139,7 @@ def from_mask(mask: Bool[Array, "batch length"]) -> Int[Array, "batch length"]:
     check_rank("mask", mask, 2, "[batch, length]")
     check(not jnp.issubdtype(mask.dtype, jnp.floating), f"mask must be boolean or integer, found {mask.dtype}")
     valid = mask.astype(bool)
-    return jnp.where(valid, jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1, 0)
+    return jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
 
 
 def from_segments(segment_ids: Int[Array, "batch length"]) -> Int[Array, "batch length"]:

@@ -147,7 +147,7 @@ def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
     """
     check_positive("factor", factor)
     check_number("mscale", mscale, at_least=0)
-    return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return (0.1 * mscale * math.log(max(factor, 1.0)) + 1.0) ** 2
 
 
 def drope_temperature(extension: float, slope: float = DROPE_FROM_SCRATCH) -> float:
@@ -196,9 +196,9 @@ def gradient_maximal(n: float) -> float:
     """
     check_number("n", n)
     check(n > 1, f"n must be above 1, found {n!r}")
-    x = math.log(n)
-    for _ in range(50):
-        x -= (x + math.log1p(2 * x) - math.log(n)) / (1 + 2 / (1 + 2 * x))
+    x = wanted = math.log(n)
+    for _ in range(6):
+        x -= (x + math.log1p(2 * x) - wanted) / (1 + 2 / (1 + 2 * x))
     return math.sqrt(x)
 
 
@@ -433,9 +433,10 @@ class CosineScale(_Fixed):
     shift_invariant = True
 
     def __post_init__(self):
-        check_number("length", 4 if self.length is None else self.length)
-        ends = "length must be at least 4, for the logarithm of its half multiplies"
-        check(self.length is None or self.length >= 4, f"{ends}; found {self.length!r}")
+        if self.length is not None:
+            check_number("length", self.length)
+            ends = "length must be at least 4, for the logarithm of its half multiplies"
+            check(self.length >= 4, f"{ends}; found {self.length!r}")
 
     def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
         """``cosine_scale(length / 2)`` as ``[1, 1]``, or that of ``visible`` with a head axis of one."""

@@ -136,8 +136,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a drawn number is a half once in 2^53",
     (
         "posjax/scales.py",
-        "for _ in range(50):",
-        "51",
+        "for _ in range(6):",
+        "7",
     ): "the root is found by then to the last bit",
     (
         "posjax/rotary/generators.py",

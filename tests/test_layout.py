@@ -91,6 +91,9 @@ def test_lengths_that_do_not_fit_are_refused(kind, unit):
     for call in (layout.check, layout.order, layout.positions, lambda length: layout.apply(np.arange(length))):
         with pytest.raises(ValueError, match=wanted):
             call(18)
+    for none in (0, 1):
+        with pytest.raises(ValueError, match=f"found {none}; {unit} would work"):
+            layout.check(none)
 
 
 def test_unknown_kinds_and_counts_are_refused():

@@ -57,6 +57,17 @@ def test_range_refuses(arguments, message):
 def test_range_reaches_the_last_int32():
     assert positions.as_array(Range(2**31 - 2, 2)).tolist() == [2**31 - 2, 2**31 - 1]
     assert positions.as_array(Range(-(2**31), 2)).tolist() == [-(2**31), 1 - 2**31]
+    assert positions.as_array(np.array([-(2**31), 0])).tolist() == [-(2**31), 0]
+    with pytest.raises(ValueError, match="do not fit in int32"):
+        Range(-(2**31) - 1, 2)
+
+
+def test_there_may_be_no_positions():
+    for found in (Range(7, 0), np.zeros(0, np.int64), positions.arange(0)):
+        assert positions.as_array(found).tolist() == []
+    for length in (-1, 2.0):
+        with pytest.raises(ValueError, match="length must be a whole number of at least 0"):
+            positions.arange(length)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.int8])

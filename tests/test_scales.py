@@ -104,10 +104,12 @@ def test_llama4_steps_fall_on_the_exact_position():
 def test_llama4_padding_and_other_constants():
     close(scales.llama4_temperature(ints(-1, -5000)), [1, 1])
     close(scales.llama4_temperature(ints(2, 3, 7), floor_scale=4, attn_scale=0.5), 1 + 0.5 * np.log([1, 2, 3]))
+    close(scales.llama4_temperature(ints(0, 1, 2, 3), floor_scale=2, attn_scale=0.5), 1 + 0.5 * np.log([1, 2, 2, 3]))
 
 
 def test_ministral_has_no_shift_by_one():
     close(scales.ministral_temperature(ints(-3, 8191, 8192, 16383, 16384), 8192), 1 + 0.1 * np.log([1, 1, 2, 2, 3]))
+    close(scales.ministral_temperature(ints(-1, 0, 1, 2), 1), 1 + 0.1 * np.log([1, 1, 2, 3]))
 
 
 YARN = {2: 1.06931, 4: 1.13863, 8: 1.20794, 16: 1.27726, 32: 1.34657, 40: 1.36889}
@@ -123,6 +125,7 @@ def test_yarn_temperature_table(factor):
 def test_yarn_temperature_without_extension_and_with_mscale():
     assert scales.yarn_temperature(1.0) == scales.yarn_temperature(0.5) == 1.0
     assert scales.yarn_temperature(40.0, 0.707) == pytest.approx((0.0707 * math.log(40) + 1) ** 2)
+    assert scales.YaRNTemperature(40.0, mscale=0.0).value == 1.0
 
 
 @pytest.mark.parametrize("factor", [4.0, 32.0])
@@ -283,6 +286,14 @@ def test_learned_gains_start_at_one_and_get_gradients():
     close(gradient["q"], np.asarray(scales.rms_norm(q)).sum((0, 1, 2)), rtol=1e-4)
 
 
+def test_gains_of_a_unit_offset_are_counted_from_one():
+    spec = scales.QKNorm(unit_offset=True)
+    chex.assert_trees_all_equal(spec.init(jax.random.key(0), 8), {"q": jnp.zeros(8), "k": jnp.zeros(8)})
+    q, k = spec.apply({"q": jnp.full(8, 0.5), "k": jnp.full(8, 2.0)}, heads(0), heads(1))
+    close(q, 1.5 * np.asarray(scales.rms_norm(heads(0))))
+    close(k, 3.0 * np.asarray(scales.rms_norm(heads(1))))
+
+
 @pytest.mark.parametrize("spec", [scales.KeyNorm(), scales.QKNorm(), scales.QKNorm(gain=False)])
 def test_norms_keep_dtype_and_compute_in_float32(spec):
     q, k = heads(0, dtype=jnp.bfloat16), heads(1, heads=1, dtype=jnp.bfloat16)
@@ -361,6 +372,12 @@ def test_gradient_maximal_is_where_the_gradient_is_largest(n, expected):
     assert scales.gradient_maximal(1.001) < 0.05
 
 
+@pytest.mark.parametrize("n", [1.5, 2, 512, 10**9])
+def test_gradient_maximal_is_a_root_to_the_last_digits(n):
+    x = scales.gradient_maximal(n) ** 2
+    assert x + math.log(1 + 2 * x) == pytest.approx(math.log(n), rel=1e-14)
+
+
 def test_drope_temperature():
     assert scales.drope_temperature(1) == 1.0
     assert scales.drope_temperature(8) == pytest.approx(1 + 0.412 * math.log(8))
@@ -373,6 +390,7 @@ def test_drope_temperature():
 def test_cosine_scale_values():
     fixed = scales.CosineScale(512).factor({}, positions=None, visible=ints(1, 2), num_heads=2)
     close(fixed, [[22.18]], rtol=1e-4)
+    close(scales.CosineScale(4).factor({}, positions=None, visible=None, num_heads=2), [[4 * math.log(2)]])
     found = scales.CosineScale().factor({}, positions=None, visible=ints(0, 1, 2, 256), num_heads=2)
     close(found, 4 * np.log([[1], [1], [2], [256]]))
 

@@ -11,15 +11,18 @@ import pytest
 from posjax.attention.operands import Operands
 from posjax.attention.tpu.blocks import (
     CHIPS,
+    Chip,
     _backward_bytes,
     _forward_bytes,
+    _tiles,
     cheapest_backward,
     cheapest_forward,
     divide,
     fit,
 )
+from posjax.attention.tpu.call import work
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.attention.tpu.entry import _band, refusal
+from posjax.attention.tpu.entry import _band, _is_causal, _leaves_int32, refusal
 from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
 from posjax.far import Branch
 from posjax.masks import (
@@ -292,27 +295,93 @@ def test_the_fast_memory_of_a_tile_by_hand():
 
 
 def test_sums_by_distance_may_take_half_of_fast_memory():
-    """64 bytes for each query and key and query head of a group: 2^20 of each take 128 MiB, of a chip's 100."""
+    """64 bytes for each query and key and query head of a group: 409,600 of each take 50 MiB, of a chip's 100."""
 
     def why(tokens):
         q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, tokens), (tokens,)))
         bias = SimpleNamespace(by_distance=True, only_adds=True, constant_from=None)
         return refusal(Operands(q, kv, kv, bias, None, Range(0, tokens), Range(0, tokens)))
 
-    assert why(2**18) is None
-    assert "does not fit in fast memory at this length" in why(2**20)
+    assert why(409_600) is None
+    assert "does not fit in fast memory at this length" in why(409_601)
 
 
 def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():
     """What the kernels keep of a bias by distance: some rows of 128 distances, or all where a start is traced."""
 
-    def band(start):
-        positions = {"q_positions": Range(start, 128), "kv_positions": Range(0, 4096)}
+    def band(start, keys_from=0):
+        positions = {"q_positions": Range(start, 128), "kv_positions": Range(keys_from, 4096)}
         shapes = {"q": np.zeros((1, 1, 1, 128, 8)), "k": np.zeros((1, 1, 4096, 8))}
         return _band(SimpleNamespace(**shapes, **positions, bias=SimpleNamespace(constant_from=128)), 256)
 
     whole, found = (0, 33), []
-    first, stop = band(2048)
-    assert 0 < first < stop < 33
+    # The bias varies up to 128 from distance 0, in row 16; a tile reads 256 more and a row is spare on either side.
+    assert band(2048) == band(2148, 100) == (12, 20)
+    # At the ends of all distances, and beyond them, where it is still what one tile reads.
+    assert [band(start) for start in (4000, 10_000, 64, -10_000)] == [(0, 5), (0, 2), (27, 33), (31, 33)]
     jax.eval_shape(lambda start: found.append(band(start)), jnp.int32(2048))
     assert found == [whole]
+
+
+@pytest.mark.parametrize(
+    ("name", "vmem", "blocks"),
+    [
+        # 1024 x 2048 in parts of 512, for heads of 128, take 9,961,472 bytes, and its half 3,407,872.
+        ("v4", 9_961_472, (1024, 2048, 512)),
+        ("v4", 9_961_471, (512, 1024, 512)),
+        ("v4", 3_407_872, (256, 512, 256)),
+        ("v5e", 1, (256, 512, 256)),
+    ],
+)
+def test_tiles_that_do_not_fit_fast_memory_are_halved_down_to_256(name, vmem, blocks):
+    q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 128), jnp.bfloat16) for shape in ((1, 4096), (4096,)))
+    x = Operands(q, kv, kv, None, None, Range(0, 4096), Range(0, 4096))
+    assert cheapest_forward(Chip(name, vmem, wide=False), x) == Blocks(*blocks)
+
+
+def test_tiles_are_counted_as_causal_where_they_are_not_known():
+    """Two blocks of queries and three of keys: what some and what all pairs of a tile see."""
+    q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, 256), (384,)))
+
+    def counted(mask, start=0, keys=None):
+        x = Operands(q, kv, kv, None, mask, Range(start, 256), Range(0, 384) if keys is None else keys)
+        return tuple(map(float, _tiles(x, Blocks(128, 128, 128), 2, 3)))
+
+    causal = ((6 + 2) / 2, (6 - 2) / 2)
+    assert counted(None) == (6, 6)
+    assert counted(Causal()) == (3, 1)
+    assert counted(Causal(), start=128) == (5, 3)
+    assert counted(Causal(), start=jnp.int32(0)) == counted(Causal(), keys=np.arange(384, dtype=np.int32)) == causal
+    assert counted(Segments(np.zeros((1, 256), np.int32), np.zeros((1, 384), np.int32))) == causal
+
+
+@pytest.mark.parametrize(
+    ("q_start", "kv_start", "leaves"),
+    [
+        (2**31 - 129, 0, False),
+        (2**31 - 128, 0, True),
+        (-1, 2**31 - 257, False),
+        (-1, 2**31 - 256, True),
+        (2**31 - 128, 2**31 - 256, False),
+    ],
+)
+def test_distances_may_reach_the_last_int32(q_start, kv_start, leaves):
+    """128 queries and 256 keys."""
+    places = {"q_positions": Range(q_start, 128), "kv_positions": Range(kv_start, 256)}
+    assert _leaves_int32(SimpleNamespace(**places)) == leaves
+
+
+def test_masks_of_which_a_part_that_must_hold_is_causal_are_causal():
+    near = Window(4)
+    assert [_is_causal(m) for m in (Causal(), Causal() & near, near & Causal(), (near & Causal()) & near)] == [True] * 4
+    assert [_is_causal(m) for m in (None, near, near & near, Causal() | near)] == [False] * 4
+
+
+def test_the_work_of_a_kernel_by_hand():
+    """Half of 2 x 4 x 256 x 512 pairs, three products over 64 features and two over 32 values; bytes go both ways."""
+    shapes = {"q": (2, 4, 1, 256, 64), "k": (2, 2, 1, 512, 64), "v": (2, 2, 512, 32)}
+    x = SimpleNamespace(**{name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()})
+    found, pairs = work(x, 3, 2), 2 * 4 * 256 * 512 // 2
+    assert found.transcendentals == pairs
+    assert found.flops == 2 * pairs * (3 * 64 + 2 * 32)
+    assert found.bytes_accessed == 2 * 2 * (2 * 4 * 256 * 64 + 2 * 2 * 512 * 64 + 2 * 2 * 512 * 32)
