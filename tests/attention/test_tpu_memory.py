@@ -1,0 +1,122 @@
+"""What the TPU kernels keep in fast memory, by hand: one place more than needed is room that larger tiles lack."""
+
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posjax.attention.operands import Operands
+from posjax.attention.tpu import backward_moves, entry, forward_moves
+from posjax.attention.tpu.blocks import CHIPS
+from posjax.attention.tpu.schedule import Blocks
+from posjax.bias import T5, ALiBi
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, Segments
+from posjax.positions import Range
+
+QUERIES, KEYS, VALUES = 256, 384, 32
+BLOCKS = Blocks(256, 384, 128), Blocks(128, 384, 128)
+SEGMENTS = Segments(np.zeros((1, QUERIES), np.int32), np.zeros((1, KEYS), np.int32))
+
+
+def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias=None, mask=None, far=None) -> list:
+    """The static call and the shapes of its inputs, as they reach the kernels, which do not run."""
+    found = []
+
+    def attend(call, x):
+        found.append((call, jax.eval_shape(lambda: x)))
+        heads = x.q.shape[:2]
+        return jnp.zeros((*heads, QUERIES, VALUES)), jnp.zeros((*heads, QUERIES))
+
+    def run(q, k, v):
+        bound = bias and bias.bind(bias.init(jax.random.key(0), 2), num_heads=2)
+        branches = () if far is None else (Branch(q, k, far),)
+        x = Operands(
+            q, k, v, bound, Causal() if mask is None else mask, Range(0, QUERIES), Range(0, KEYS), far=branches
+        )
+        return entry.tpu(x, BLOCKS, on=CHIPS[chip])
+
+    monkeypatch.setattr(entry, "attend", attend)
+    shapes = (1, 1, 2, QUERIES, size), (1, 1, KEYS, size), (1, 1, KEYS, VALUES)
+    jax.eval_shape(run, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    return found[0]
+
+
+def shapes_of(room) -> list:
+    return [leaf.shape for leaf in jax.tree.leaves(room, is_leaf=lambda x: hasattr(x, "shape"))]
+
+
+# Forward: two places for keys, values, rows and window; maximum, sum, both as rows, output, and what rides or is added.
+# Backward: two places for queries, rows, gradients of outputs, two numbers for each and window; dk, dv, columns, the
+# bias, its gradient and matrix; three places for dq and what is in each; semaphores.
+@pytest.mark.parametrize(
+    ("slots", "forward", "backward"),
+    [
+        (
+            {"bias": T5(), "mask": Causal() & SEGMENTS, "far": Beyond(140)},
+            [
+                [(2, 2, 384, 128), (2, 384, 32), (2, 1, 384), (2, 5, 8, 128)],
+                [(256, 128), (256, 128), (1, 256), (1, 256), (256, 32), (256, 128), (512, 128), (2,), (5, 2)],
+            ],
+            [
+                [(2, 2, 128, 128), (2, 1, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128), (2, 4, 8, 128)],
+                [(2, 384, 128), (384, 32), (384, 128), (384, 128), (384, 128)],
+                [(3, 2, 128, 128), (3,), (5, 2), (2, 2), (2, 2, 3)],
+            ],
+        ),
+        (
+            {"bias": ALiBi()},
+            [
+                [(2, 1, 384, 128), (2, 384, 32)],
+                [(256, 128), (256, 128), (1, 256), (1, 256), (256, 32), (8, 384), (2,), (2, 2)],
+            ],
+            [
+                [(2, 1, 128, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128)],
+                [(1, 384, 128), (384, 32), (384, 128), (384, 128)],
+                [(3, 1, 128, 128), (3,), (3, 2), (1, 2), (2, 1, 3)],
+            ],
+        ),
+        (
+            {"bias": ALiBi(), "chip": "TPU v6 lite"},
+            [
+                [(2, 1, 384, 256), (2, 384, 32)],
+                [(256, 128), (256, 128), (1, 256), (1, 256), (256, 32), (1, 256, 256), (2,), (2, 2)],
+            ],
+            [
+                [(2, 1, 128, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128)],
+                [(1, 384, 128), (384, 32), (384, 128), (384, 128)],
+                [(3, 1, 128, 128), (3,), (3, 2), (1, 2), (2, 1, 3)],
+            ],
+        ),
+    ],
+    ids=["bias by distance of segments and far pairs", "linear bias", "linear bias among the features"],
+)
+def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slots, forward, backward):
+    call, x = calls(monkeypatch, **slots)
+    numbers = jax.ShapeDtypeStruct((1, 2, 1, QUERIES), jnp.float32)
+    saved = backward_moves.Saved(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
+    there = jax.eval_shape(lambda x: forward_moves.arrays_of(call, x), x)
+    back = jax.eval_shape(lambda x, saved: backward_moves.arrays_of(call, x, saved), x, saved)
+    assert shapes_of(forward_moves.scratch(call, there)) == list(chain(*forward))
+    assert shapes_of(backward_moves.scratch(call, back, True)) == list(chain(*backward))
+
+
+@pytest.mark.parametrize(
+    ("slots", "spare", "bounded"),
+    [
+        ({"chip": "TPU v6 lite"}, True, True),
+        ({"chip": "TPU v5 lite"}, False, False),
+        ({"chip": "TPU v6 lite", "dtype": jnp.float32}, False, True),
+        ({"chip": "TPU v6 lite", "size": 64}, False, True),
+        ({"chip": "TPU v6 lite", "far": Beyond(140)}, True, False),
+        ({"chip": "TPU v6 lite", "bias": ALiBi()}, True, True),
+        ({"chip": "TPU v6 lite", "bias": ALiBi(), "mask": SEGMENTS}, True, False),
+    ],
+)
+def test_wide_units_have_room_beside_heads_of_128_in_bfloat16_and_take_a_bound_where_one_is_known(
+    monkeypatch, slots, spare, bounded
+):
+    call, x = calls(monkeypatch, **slots)
+    assert (call.spare, call.bounded, x.bound is not None) == (spare, bounded, bounded)
