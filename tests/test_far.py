@@ -380,7 +380,13 @@ def test_specs_are_static_and_say_what_they_are():
         assert "causal" in far.one_sided
     assert inverse_leaky(512, 8) == LeakyReRoPE(128, 1 / 16)
     assert inverse_leaky(480, 3) == LeakyReRoPE(120, 1 / 6)
+    assert inverse_leaky(32, 1) == LeakyReRoPE(8, 1 / 2)
     assert DualChunk(4096).chunk == 3072
+
+
+def test_the_limits_of_windows_and_chunks_are_allowed():
+    assert LeakyReRoPE(1, 2**31).reach(2) == 2**31 + 1
+    assert [DualChunk(16, chunk).chunk for chunk in (8, 15)] == [8, 15]
 
 
 REFUSED = {
@@ -389,10 +395,14 @@ REFUSED = {
     "factor must be finite": [lambda: LeakyReRoPE(8, math.inf)],
     r"must be whole, found 20 and 0.0625; the nearest window is 16": [lambda: LeakyReRoPE(20, 1 / 16)],
     r"the nearest window is 126": [lambda: inverse_leaky(512, 9)],
+    r"found 3 and 0.0625; the nearest window is 16": [lambda: LeakyReRoPE(3, 1 / 16)],
+    r"found 8 and 0.015625; the nearest window is 64": [lambda: LeakyReRoPE(8, 1 / 64)],
+    "factor times window must fit in int32": [lambda: LeakyReRoPE(1, 2**31 + 1)],
     "length must be a multiple of 4": [lambda: inverse_leaky(510, 8), lambda: DualChunk(510)],
     "extension must be at least 1": [lambda: inverse_leaky(512, 0.5)],
     "group must be positive": [lambda: SelfExtend(0, 8)],
     "window must be a multiple of group=8, found 20; the nearest is 16": [lambda: SelfExtend(8, 20)],
+    "window must be a multiple of group=8, found 3; the nearest is 8": [lambda: SelfExtend(8, 3)],
     "n_local must be positive": [lambda: LMInfinite(0)],
     "n_global must be positive": [lambda: LMInfinite(8, 0)],
     "sinks must be positive": [lambda: StreamingLLM(0)],
