@@ -77,7 +77,7 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: i
     sizes = [Blocks(*size) for size in table]
     small = [size for size in sizes if memory(x, made(size)) <= vmem]
     chosen = min(small, key=cost) if small else min(sizes, key=lambda size: size.q * size.k)
-    while memory(x, made(chosen)) > vmem and min(chosen.q, chosen.k) > 256:
+    while memory(x, made(chosen)) > vmem and min(chosen.q, chosen.k) >= 512:
         chosen = Blocks(chosen.q // 2, chosen.k // 2, min(chosen.part, chosen.q // 2))
     return made(chosen)
 
