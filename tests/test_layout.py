@@ -87,6 +87,7 @@ def test_it_is_static_and_has_no_leaves():
 def test_lengths_that_do_not_fit_are_refused(kind, unit):
     layout = Layout(kind, 4)
     layout.check(unit)
+    Layout("contiguous", 1).check(1)
     wanted = f"length must be a multiple of {unit} for a {kind} layout over 4 shards, found 18; 16 would work"
     for call in (layout.check, layout.order, layout.positions, lambda length: layout.apply(np.arange(length))):
         with pytest.raises(ValueError, match=wanted):
