@@ -114,7 +114,7 @@ def llama4_temperature(
     """
     check_count("floor_scale", floor_scale)
     check_number("attn_scale", attn_scale, at_least=0)
-    p = jnp.maximum(positions, 0)
+    p = jnp.maximum(positions, -1)
     # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
     steps = p // floor_scale + jnp.where(p % floor_scale == floor_scale - 1, 1, 0)
     return _step_temperature(steps, attn_scale)

@@ -138,7 +138,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "posjax/scales.py",
         "for _ in range(6):",
         "7",
-    ): "the root is found by then to the last bit",
+    ): "the root is found by then to rounding",
     (
         "posjax/rotary/generators.py",
         "weights = np.random.default_rng(0).uniform(1, 2, len(matrices))",

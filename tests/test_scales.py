@@ -103,6 +103,7 @@ def test_llama4_steps_fall_on_the_exact_position():
 
 def test_llama4_padding_and_other_constants():
     close(scales.llama4_temperature(ints(-1, -5000)), [1, 1])
+    close(scales.llama4_temperature(ints(-2, -1, 0, 1), floor_scale=1), 1 + 0.1 * np.log([1, 1, 2, 3]))
     close(scales.llama4_temperature(ints(2, 3, 7), floor_scale=4, attn_scale=0.5), 1 + 0.5 * np.log([1, 2, 3]))
     close(scales.llama4_temperature(ints(0, 1, 2, 3), floor_scale=2, attn_scale=0.5), 1 + 0.5 * np.log([1, 2, 2, 3]))
 
