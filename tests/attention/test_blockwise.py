@@ -1,0 +1,108 @@
+"""What blockwise attention decides beforehand: sizes of tiles, which of them are visited, and how each is scored."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posjax.attention.blockwise import Blocks, Kind, _choose_blocks, _grid_of, _kinds_of, _Present, _visits, blockwise
+from posjax.attention.operands import Operands
+from posjax.far import Branch
+from posjax.masks import Beyond, Causal, Extent, Segments
+from posjax.positions import Range
+
+
+def operands(*heads, queries=8, keys=8, **slots) -> Operands:
+    q, k = np.zeros((*heads, queries, 2), np.float32), np.zeros((*heads[:2], keys, 2), np.float32)
+    far = tuple(Branch(q, k, where) for where in slots.pop("far", ()))
+    places = {"q_positions": Range(0, queries), "kv_positions": Range(0, keys)}
+    return Operands(q, k, k, slots.pop("bias", None), **{"mask": None, "far": far, **places, **slots})
+
+
+@pytest.mark.parametrize(
+    ("heads", "run", "tokens"),
+    [
+        # 8 tiles of 512 x 512 are 2^21 logits, 9 are more; 512 of 64 x 64 are as many, and there it ends.
+        ((2, 2, 2), None, 512),
+        ((3, 3, 1), None, 256),
+        ((1, 1, 9), None, 256),
+        ((8, 8, 8), None, 64),
+        ((16, 8, 8), None, 64),
+        ((1, 1, 1), 384, 128),
+    ],
+)
+def test_a_tile_has_two_million_logits_at_most_down_to_64_tokens(heads, run, tokens):
+    assert _choose_blocks(operands(*heads, queries=2048, keys=1024, run=run)) == Blocks(tokens, tokens)
+
+
+def test_a_tile_is_no_longer_than_the_row():
+    assert _choose_blocks(operands(1, 1, 1, queries=3, keys=100)) == Blocks(3, 100)
+
+
+FAR, BOTH = Beyond(5), (0, 1)
+CALLS = {
+    "all pairs": ({}, [[1] * 4] * 4),
+    "causal": ({"mask": Causal()}, [[2, 0, 0, 0], [1, 2, 0, 0], [1, 1, 2, 0], [1, 1, 1, 2]]),
+    # Kinds 1 to 3 are whole (near pairs, far pairs, both), 4 to 6 are masked. The far pairs are those 5 or more apart.
+    "far pairs": ({"far": (FAR,)}, [[1, 1, 1, 1], [1, 1, 1, 1], [3, 1, 1, 1], [2, 3, 1, 1]]),
+    "causal and far": ({"mask": Causal(), "far": (FAR,)}, [[4, 0, 0, 0], [1, 4, 0, 0], [3, 1, 4, 0], [2, 3, 1, 4]]),
+    # Two rows of a batch: a tile is empty or whole where it is in both.
+    "packed": (
+        {"mask": Segments(np.array([[0] * 8, [0] * 4 + [1] * 4]), np.array([[0] * 8, [0] * 4 + [1] * 4]))},
+        [[1, 1, 2, 2], [1, 1, 2, 2], [2, 2, 1, 1], [2, 2, 1, 1]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("slots", "wanted"), CALLS.values(), ids=CALLS)
+def test_the_kinds_of_tiles_of_two_tokens_by_hand(slots, wanted):
+    x = operands(2, 1, 1, **slots)
+    known = _grid_of(x, Blocks(2, 2))
+    assert isinstance(known, np.ndarray), "what is known when tracing is no part of the program"
+    np.testing.assert_array_equal(known, wanted)
+    places = jnp.arange(8, dtype=jnp.int32)
+    moved = dataclasses.replace(x, q_positions=places, kv_positions=places)
+    np.testing.assert_array_equal(jax.jit(_grid_of, static_argnums=1)(moved, Blocks(2, 2)), wanted)
+
+
+def test_a_call_has_a_kind_for_every_pair_of_features_and_one_for_all():
+    assert _kinds_of(operands(1, 1, 1)) == (Kind((0,), False), Kind((0,), True))
+    several = [(0,), (1,), BOTH]
+    wanted = [Kind(pairs, masked) for masked in (False, True) for pairs in several]
+    assert list(_kinds_of(operands(1, 1, 1, far=(FAR,)))) == wanted
+
+
+def test_visits_go_kind_after_kind_and_leave_out_the_empty():
+    visits = _visits(np.array([[2, 0, 1, 2], [0, 0, 0, 0]]), 2)
+    chex.assert_type(list(visits), jnp.int32)
+    assert visits.order[0, 0] == 2
+    assert sorted(visits.order[0, 1:3].tolist()) == [0, 3]
+    assert visits.ends.tolist() == [[1, 3], [0, 0]]
+
+
+def test_keys_that_padding_has_added_are_hidden():
+    """Six true keys of eight in blocks of two and of four."""
+    mask = _Present(np.arange(8) < 6)
+    none = np.zeros(3, np.int32)
+    for size, some, every in ((2, [[1, 1, 1, 0]], [[1, 1, 1, 0]]), (4, [[1, 1]], [[1, 0]])):
+        found = mask.tiles(Extent(none, none, 3), Extent(none, none, size))
+        np.testing.assert_array_equal(found[0], some)
+        np.testing.assert_array_equal(found[1], every)
+    assert mask.allowed(np.arange(3), np.arange(8)).tolist() == [[True] * 6 + [False] * 2] * 3
+
+
+@pytest.mark.parametrize("which", ["queries", "keys"])
+def test_rows_with_places_of_their_own_are_taken_one_by_one(which):
+    """Queries and keys are all zero, so that each query takes the mean of the values that it sees."""
+    places = np.arange(8, dtype=np.int32) + np.array([[0], [3]], np.int32)
+    own = {f"{'q' if which == 'queries' else 'kv'}_positions": places}
+    x = operands(2, 1, 1, mask=Causal(), **own)
+    x = dataclasses.replace(x, v=np.arange(32, dtype=np.float32).reshape(2, 1, 8, 2))
+    found, _ = jax.jit(lambda: blockwise(x, Blocks(8, 4)))()
+    for row, ahead in ((0, 0), (1, 3 if which == "queries" else -3)):
+        seen = np.tril(np.ones((8, 8)), k=ahead)
+        mean = seen @ x.v[row, 0] / np.maximum(seen.sum(1, keepdims=True), 1)
+        np.testing.assert_allclose(found[row, 0, 0], mean, rtol=1e-6)
