@@ -174,6 +174,10 @@ def test_bad_rules_are_refused(name, options, message):
         RULES[name](**options)
 
 
+def test_the_largest_reach_is_the_last_int32():
+    assert ClexPositions(original_length=2**31 - 1, max_factor=1).max_factor == 1
+
+
 @pytest.mark.parametrize(
     ("rule", "batch", "length", "message"),
     [

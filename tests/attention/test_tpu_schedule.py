@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -213,6 +214,11 @@ def test_lists_visit_every_tile_once_kind_after_kind(case, blocks):
     found = kinds_of(plan)
     check_visits(plan.by_queries, plan.kinds, found)
     check_visits(plan.by_keys, plan.kinds, found.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_rows_of_a_batch_share_a_plan_where_nothing_tells_them_apart(case):
+    chex.assert_shape(planned(case, BLOCKS[0]).grid, (1, QUERIES // 4, KEYS // 6))
 
 
 @cases

@@ -173,7 +173,8 @@ def test_bad_arguments():
         weights(pj.Layers((((pj.Scheme(),), 2),)), 4)
     with pytest.raises(ValueError, match="distances"):
         weight_curve(pj.scheme("rope"), np.array([], int))
-    with pytest.raises(ValueError, match="share"):
-        receptive_field(pj.scheme("alibi"), 16, share=0)
+    for share in (0, 1.5):
+        with pytest.raises(ValueError, match="share"):
+            receptive_field(pj.scheme("alibi"), 16, share=share)
     with pytest.raises(ValueError, match="layers"):
         receptive_field(pj.scheme("alibi"), 16, layers=0)

@@ -180,6 +180,11 @@ def test_counts_of_visible_keys_are_the_rows_of_the_mask(name, causal):
     np.testing.assert_array_equal(got[inner], allowed.sum(-1)[inner])
 
 
+def test_counts_of_what_a_mask_hides():
+    got = (~Window(4)).visible(jnp.arange(N) + 1, jnp.arange(N), True)
+    np.testing.assert_array_equal(got, np.maximum(np.arange(N) - 3, 0))
+
+
 def test_counts_of_global_tokens_and_dilated_heads():
     there = jnp.arange(N)
     np.testing.assert_array_equal(GlobalFirst(3).visible(jnp.full(N, N), there, False), [N] * 3 + [3] * (N - 3))

@@ -49,6 +49,13 @@ def test_version_4(scaling, expected):
     assert found == dataclasses.replace(expected, head_dim=16)
 
 
+@pytest.mark.parametrize("missing", ["hidden_size", "num_attention_heads"])
+def test_a_size_of_heads_that_is_not_told_stays_open(missing):
+    config = {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 5e5}
+    assert from_hf(config) == Plain(5e5, head_dim=16)
+    assert from_hf({**config, missing: None}) == Plain(5e5)
+
+
 def test_version_5_flat():
     parameters = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False, "beta_fast": None,
                   "beta_slow": 1.0, "original_max_position_embeddings": 4096}  # fmt: skip

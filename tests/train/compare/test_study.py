@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shutil
 import string
@@ -268,6 +269,22 @@ def test_pass_keys_by_depth(released, values):
         wanted = keys_by_logits(released[1], config, row["length"], row["depth"], cases=2)
         np.testing.assert_allclose((row["accuracy"], row["answer_nll"]), wanted, rtol=1e-5)
     assert "pass key found in %" in (directory / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("losses", "wanted"),
+    [
+        ([1.0, 3.0, 8.0], {"accuracy": 2 / 3, "answer_nll": 4.0}),
+        ([1.0, math.inf, 1.0], {"error": "the logits are not finite"}),
+    ],
+)
+def test_pass_keys_are_counted_over_all_cases(monkeypatch, values, losses, wanted):
+    """The last two of three keys are found in all their five tokens."""
+    answers = iter(zip([np.arange(5) > 0, np.ones(5, bool), np.ones(5, bool)], losses, strict=True))
+    monkeypatch.setattr(measuring, "_run", lambda *arguments: (next(answers), {"seconds": 1.0}))
+    monkeypatch.setattr(measuring, "_prompt", lambda *arguments: (None, 5))
+    found = measuring._find(parse(values), None, None, SimpleNamespace(sizes={"cases": 3}))
+    assert found == {"seconds": 1.0, **wanted}
 
 
 def test_pass_keys_are_tokens_of_the_whole_text():

@@ -1,12 +1,14 @@
 """Perplexity against models whose probabilities are known in closed form."""
 
-from itertools import pairwise
+from itertools import count, pairwise
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from train.evaluate import perplexity
 from train.evaluate import predictor as predictor_module
 from train.evaluate.perplexity import measure, position_ends
 from train.evaluate.predictor import Predictor
@@ -69,6 +71,13 @@ def test_a_batch_has_about_the_tokens_that_are_asked_for(documents):
 
     run(seen, documents, lengths=(4, 8, 64), batch_tokens=32)
     assert shapes == {(8, 4), (4, 8), (1, 64)}
+
+
+def test_tokens_per_second_count_every_batch(monkeypatch, documents):
+    """39 whole windows of 4 tokens and as many last ones are 5 batches of 8 each; the clock reads 10, 12, 14, ..."""
+    monkeypatch.setattr(perplexity, "time", SimpleNamespace(perf_counter=count(10, 2).__next__))
+    (found,) = run(uniform, documents, lengths=(4,), batch_tokens=32)
+    assert found.tokens_per_second == 2 * 5 * 8 * 4 / 2
 
 
 def test_nll_is_weighted_by_tokens_not_by_windows():

@@ -191,6 +191,7 @@ def test_eight_devices_give_the_loss_of_one(batch, first, on_one_device):
     program, mesh = build(small(), 8)
     begun = program.initialize()
     chex.assert_trees_all_equal(begun, begin(program, first))
+    assert jax.tree.map(float, begun.guard) == (0, 0, 0)
     state, losses = run(program, mesh, batch, begun)
     assert_same_training((state.parameters, losses), on_one_device)
     assert losses[-1] < losses[0]
