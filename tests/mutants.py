@@ -2,7 +2,7 @@
 
     pip install pytest-cov
     pytest --cov=posjax --cov=train --cov-context=test --cov-report=
-    python tests/mutants.py REPORT [--seed 0] [--count 100]
+    python tests/mutants.py REPORT [--seed 0] [--count 100] [--workers 1]
 
 A mutant is one change of one expression: another operator, comparison or function, a number one larger, a sign left
 out. The first command notes in ``.coverage`` which tests run which lines. Of every mutant, in a copy of the repository,
@@ -28,8 +28,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -338,22 +341,43 @@ def copied(root: Path, place: Path) -> Path:
     return place
 
 
+def described(line: dict) -> str:
+    """What became of a mutant, for a reader."""
+    return f"{line['path']}:{line['line']}: {line['now']} -> {line['instead']}: {line['killed_by'] or 'ALIVE'}"
+
+
+def read(file: Path) -> list[dict]:
+    """The lines of a report; none before it is begun."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--runs", type=Path, default=ROOT / ".coverage", help="what pytest-cov wrote")
+    parser.add_argument("--workers", type=int, default=1, help="mutants judged at the same time")
     asked = parser.parse_args()
-    done = len(asked.report.read_text().splitlines()) if asked.report.exists() else 0
     runs = Runs(asked.runs)
-    with tempfile.TemporaryDirectory() as place, asked.report.open("a") as report:
-        copy = copied(ROOT, Path(place))
-        for mutant in drawn(ROOT, asked.seed, asked.count)[done:]:
-            verdict = judged(copy, mutant, runs.of(mutant))
-            print(json.dumps(verdict), file=report, flush=True)
-            print(f"{mutant.path}:{mutant.line}: {mutant.now} -> {mutant.instead}: {verdict['killed_by'] or 'ALIVE'}")
-    alive = [row for row in map(json.loads, asked.report.read_text().splitlines()) if row["killed_by"] is None]
+    done = [Mutant(**{name: line[name] for name in Mutant.__dataclass_fields__}) for line in read(asked.report)]
+    left = [mutant for mutant in drawn(ROOT, asked.seed, asked.count) if mutant not in done]
+    with ExitStack() as stack, asked.report.open("a") as lines:
+        copies = Queue()
+        for _ in range(asked.workers):
+            copies.put(copied(ROOT, Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+
+        def judge(mutant: Mutant) -> dict:
+            copy = copies.get()
+            try:
+                return judged(copy, mutant, runs.of(mutant))
+            finally:
+                copies.put(copy)
+
+        for verdict in ThreadPool(asked.workers).imap_unordered(judge, left):
+            print(json.dumps(verdict), file=lines, flush=True)
+            print(described(verdict), flush=True)
+    alive = [line for line in read(asked.report) if line["killed_by"] is None]
     print(f"{len(alive)} of {asked.count} are alive")
 
 

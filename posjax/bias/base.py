@@ -48,7 +48,7 @@ class Bias(Blockwise):
 
         What the axes of its leaves are is for a class to say: see ``heads_on_last_axis``.
         """
-        return OfHeads(self, jnp.asarray(start, jnp.int32), size)
+        return BiasOfHeads(self, jnp.asarray(start, jnp.int32), size)
 
     def apply(
         self,
@@ -63,7 +63,7 @@ class Bias(Blockwise):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
 @dataclasses.dataclass(frozen=True)
-class OfHeads(OfSomeHeads, Bias):
+class BiasOfHeads(OfSomeHeads, Bias):
     """Some heads of a bias whose class does not say how it is narrowed to them."""
 
     whole: Bias

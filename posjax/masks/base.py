@@ -90,7 +90,7 @@ class Mask(Blockwise):
         here = jnp.zeros(1, jnp.int32)
         tile = jax.eval_shape(lambda: self.queries(0, 1).keys(0, 1).allowed(here, here))
         several = tile.ndim == 4 and tile.shape[1] > 1
-        return OfHeads(self, jnp.asarray(start, jnp.int32), size) if several else self
+        return MaskOfHeads(self, jnp.asarray(start, jnp.int32), size) if several else self
 
 
 def as_mask(mask: "Mask | Array") -> Mask:
@@ -111,7 +111,7 @@ def as_mask(mask: "Mask | Array") -> Mask:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
 @dataclasses.dataclass(frozen=True)
-class OfHeads(OfSomeHeads, Mask):
+class MaskOfHeads(OfSomeHeads, Mask):
     """Some heads of a mask with a pattern for each head."""
 
     whole: Mask

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from posjax._checks import check
 from posjax._numbers import LARGEST, is_array_number, level, register_numbers, whole_number
-from posjax.masks.base import Combined, Mask, OfHeads
+from posjax.masks.base import Combined, Mask, MaskOfHeads
 
 Size = int | Int[Array, ""]
 """A Python int is known when tracing, and so are the tiles of the mask. An int32 scalar may be traced, and differ from
@@ -69,7 +69,7 @@ def traced_sizes(mask: Mask | None) -> tuple[str, ...]:
     """The sizes of a mask that are arrays, such as ``"Window size"``."""
     if isinstance(mask, Combined):
         return sum(map(traced_sizes, mask.parts), ())
-    if isinstance(mask, OfHeads):
+    if isinstance(mask, MaskOfHeads):
         return traced_sizes(mask.whole)
     return mask.traced if isinstance(mask, _Sized) else ()
 

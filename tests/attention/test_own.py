@@ -19,7 +19,7 @@ from posjax.attention import own
 from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.operands import Operands
 from posjax.attention.tpu import entry
-from posjax.bias.base import OfHeads
+from posjax.bias.base import BiasOfHeads
 from posjax.masks import And, Causal, Segments
 from posjax.positions import Range
 
@@ -144,7 +144,7 @@ def test_heads_by_default_are_those_of_the_values():
     factor = Fading(jnp.asarray(rows()))
     want = np.asarray(factor.apply(np.ones((2, 4, 5, 5), np.float32), at, at))[:, 2:4]
     np.testing.assert_array_equal(factor.heads(2, 2).apply(scores, at, at), want)
-    assert isinstance(some, OfHeads)
+    assert isinstance(some, BiasOfHeads)
     chex.assert_shape(pj.bias.ALiBi().bind(num_heads=4).heads(1, 2).slopes, (2,))
 
 

@@ -13,7 +13,7 @@ from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands
 from posjax.attention.tpu import entry
-from posjax.attention.tpu.blocks import CHIPS
+from posjax.attention.tpu.blocks import TARGETS
 from posjax.attention.tpu.schedule import Blocks as TPUBlocks
 from posjax.bias import ALiBi
 from posjax.masks import Causal, Segments
@@ -59,7 +59,7 @@ def on_tpu(x: Operands, given=None):
     """The kernel, whose queries hold ``log2 e`` too."""
     x = dataclasses.replace(x, q=x.q * entry.LOG2E)
     blocks = (TPUBlocks(128, 128, 128),) * 2
-    return entry.tpu(x, blocks, False, CHIPS["TPU v5 lite"], pltpu.InterpretParams(uninitialized_memory="nan"), given)
+    return entry.tpu(x, blocks, False, TARGETS["TPU v5 lite"], pltpu.InterpretParams(uninitialized_memory="nan"), given)
 
 
 BACKENDS = {"dense": dense, "blockwise": partial(blockwise, blocks=Blocks(64, 96)), "tpu": on_tpu}

@@ -21,7 +21,7 @@ from posjax.attention.api import _group, _ungroup, _with_sinks
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, vary_alike
 from posjax.attention.tpu import entry
-from posjax.attention.tpu.blocks import CHIPS
+from posjax.attention.tpu.blocks import TARGETS
 from posjax.attention.tpu.schedule import Blocks
 from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple, Sandwich
 from posjax.far import Branch
@@ -335,7 +335,7 @@ def kernel(case: Case):
     def run(x: Operands) -> tuple:
         far = tuple(dataclasses.replace(branch, q=scaled(branch.q)) for branch in x.far)
         x = dataclasses.replace(x, q=scaled(x.q), far=far)
-        return entry.tpu(x, (case.blocks, case.blocks), case.bounded, CHIPS[case.chip], interpret)
+        return entry.tpu(x, (case.blocks, case.blocks), case.bounded, TARGETS[case.chip], interpret)
 
     return run
 

@@ -9,7 +9,7 @@ import pytest
 
 from posjax.attention.operands import Operands
 from posjax.attention.tpu import backward_moves, entry, forward_moves
-from posjax.attention.tpu.blocks import CHIPS
+from posjax.attention.tpu.blocks import TARGETS
 from posjax.attention.tpu.schedule import Blocks
 from posjax.bias import T5, ALiBi
 from posjax.far import Branch
@@ -36,7 +36,7 @@ def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias
         x = Operands(
             q, k, v, bound, Causal() if mask is None else mask, Range(0, QUERIES), Range(0, KEYS), far=branches
         )
-        return entry.tpu(x, BLOCKS, on=CHIPS[chip])
+        return entry.tpu(x, BLOCKS, on=TARGETS[chip])
 
     monkeypatch.setattr(entry, "attend", attend)
     shapes = (1, 1, 2, QUERIES, size), (1, 1, KEYS, size), (1, 1, KEYS, VALUES)

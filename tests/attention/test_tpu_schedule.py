@@ -11,8 +11,8 @@ import pytest
 
 from posjax.attention.operands import Operands
 from posjax.attention.tpu.blocks import (
-    CHIPS,
-    Chip,
+    TARGETS,
+    Target,
     _backward_bytes,
     _forward_bytes,
     _tiles,
@@ -263,14 +263,14 @@ def test_no_tile_holds_tokens_of_two_runs(run):
     q, kv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2, 4, 2 * run, 128), (1, 2, 2 * run, 128)))
     places = np.concatenate([np.arange(run), np.arange(run) + 2**20]).astype(np.int32)
     x = Operands(q, kv, kv, None, Causal(), places, places, run=run)
-    for chip in CHIPS.values():
+    for chip in TARGETS.values():
         for blocks in (cheapest_forward(chip, x), cheapest_backward(chip, x)):
             assert run % blocks.q == run % blocks.k == 0
             assert blocks.q % blocks.part == 0 or blocks.k % blocks.part == 0
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(128, 1536), (640, 384), (2048, 4096)])
-@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", TARGETS.values(), ids=lambda chip: chip.name)
 def test_without_a_mask_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys):
     """Of a tile measured as q x k: ``whole QK / qk + row Q / q`` for padded lengths; backward ``row K / k``."""
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, queries), (keys,)))
@@ -343,7 +343,7 @@ def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():
 def test_tiles_that_do_not_fit_fast_memory_are_halved_down_to_256(name, vmem, blocks):
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 128), jnp.bfloat16) for shape in ((1, 4096), (4096,)))
     x = Operands(q, kv, kv, None, None, Range(0, 4096), Range(0, 4096))
-    assert cheapest_forward(Chip(name, vmem, wide=False), x) == Blocks(*blocks)
+    assert cheapest_forward(Target(name, vmem, wide=False), x) == Blocks(*blocks)
 
 
 def test_tiles_are_counted_as_causal_where_they_are_not_known():

@@ -1,14 +1,14 @@
 """Runs on disk: their directory, their checkpoints, and models restored from them or from a release."""
 
 from train.checkpoint.directory import FOUND, RESULTS, check_run, create_run, read_config
-from train.checkpoint.manager import Checkpoints, Saved, kept_steps, newest_whole
+from train.checkpoint.manager import Checkpoint, Checkpoints, kept_steps, newest_whole
 from train.checkpoint.restore import restore_model
 
 __all__ = [
     "FOUND",
     "RESULTS",
+    "Checkpoint",
     "Checkpoints",
-    "Saved",
     "check_run",
     "create_run",
     "kept_steps",

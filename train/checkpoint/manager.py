@@ -39,7 +39,7 @@ from train.runtime.paths import check_checkpoints
 
 
 @dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """A whole checkpoint: after how many updates, in which stage (from 0), at which place in the data."""
 
     step: int
@@ -71,7 +71,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checksums")
         self._sealing: Future | None = None
 
-    def newest(self) -> Saved | None:
+    def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint when these were opened; None when there was none.
 
         Raises ValueError, on every process, when it is of another config or other text.
@@ -83,15 +83,15 @@ class Checkpoints:
         refuse_another(parse(run["config"]), self._config, where)
         if run["corpora"] != self._corpora:
             raise ValueError(f"{where} was trained on other text: the corpus has changed since; choose another name")
-        return Saved(self._newest, run["stage"], run["stream"])
+        return Checkpoint(self._newest, run["stage"], run["stream"])
 
-    def restore(self, saved: Saved, abstract: TrainState) -> TrainState:
+    def restore(self, saved: Checkpoint, abstract: TrainState) -> TrainState:
         """The saved state, laid out as `abstract` says, whatever mesh and number of processes it was saved from."""
         items = {name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}
         found = self._restore(saved.step, **items)
         return dataclasses.replace(abstract, parameters=found.parameters, **found.training)
 
-    def restore_parameters(self, saved: Saved, abstract: Any) -> Any:
+    def restore_parameters(self, saved: Checkpoint, abstract: Any) -> Any:
         """The parameters alone, laid out as `abstract` says: what the next stage starts from."""
         return self._restore(saved.step, parameters=ocp.args.StandardRestore(abstract)).parameters
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posjax._checks import check, check_choice, check_count, check_positive
 from train.config import SchemeConfig
-from train.languages.generators import TASKS, Language
+from train.languages.generators import LANGUAGES, Language
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class TasksConfig:
         check_count("test_batches", self.test_batches)
         check_positive("learning_rate", self.learning_rate)
         check(0 <= self.seed < 2**32, f"seed must be at least 0 and below 2**32, found {self.seed}")
-        check(bool(self.tasks), f"tasks is empty: name some of {', '.join(TASKS)}")
+        check(bool(self.tasks), f"tasks is empty: name some of {', '.join(LANGUAGES)}")
         for name in ("schemes", "grid_schemes"):
             labels = [entry.label for entry in getattr(self, name)]
             check(len(set(labels)) == len(labels), f"{name}: two have one label; give one of them its own label")
             for entry in getattr(self, name):
                 check(not entry.extend, f"{name}: {entry.label!r} has an extension, which tasks do not measure")
         for name in self.tasks:
-            check_choice("tasks", name, tuple(TASKS))
-            check(bool(self.entries(TASKS[name])), f"no scheme for {name!r}: name some in schemes or grid_schemes")
+            check_choice("tasks", name, tuple(LANGUAGES))
+            check(bool(self.entries(LANGUAGES[name])), f"no scheme for {name!r}: name some in schemes or grid_schemes")
         for name in ("test_lengths", "test_sides"):
             check(bool(getattr(self, name)) and min(getattr(self, name)) > 0, f"{name} must all be positive")
 

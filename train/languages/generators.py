@@ -125,7 +125,7 @@ class Language:
         return jax.vmap(lambda k, n: self.example(k, n, self.size(length)))(keys[1:], lengths)
 
 
-TASKS: dict[str, Language] = {
+LANGUAGES: dict[str, Language] = {
     "even pairs": Language("R", 2, even_pairs),
     "parity": Language("R", 2, parity),
     "cycle navigation": Language("R", 5, cycle_navigation),

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train.languages.config import TasksConfig
-from train.languages.generators import TASKS
+from train.languages.generators import LANGUAGES
 from train.languages.trainer import check_fit, train_and_test
 from train.runtime.paths import write_file
 
@@ -21,10 +21,10 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
     A row of results is the accuracy of one scheme on one task at one length. Raises ValueError for what cannot be
     built, before anything is trained.
     """
-    members = [(name, entry) for name in config.tasks for entry in config.entries(TASKS[name])]
+    members = [(name, entry) for name in config.tasks for entry in config.entries(LANGUAGES[name])]
     for name, entry in members:
         try:
-            check_fit(TASKS[name], entry, config)
+            check_fit(LANGUAGES[name], entry, config)
         except ValueError as error:
             raise ValueError(f"{name}: {entry.label}: {error}") from None
     console, rows = Console(), []
@@ -32,9 +32,9 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
     directory.mkdir(parents=True, exist_ok=True)
     for name, entry in members:
         start = time.perf_counter()
-        found = train_and_test(TASKS[name], entry, config)
+        found = train_and_test(LANGUAGES[name], entry, config)
         console.print(f"[dim]{name}: {entry.label}, {time.perf_counter() - start:.0f} s[/dim]")
-        about = {"task": name, "level": TASKS[name].level, "label": entry.label, "seed": config.seed}
+        about = {"task": name, "level": LANGUAGES[name].level, "label": entry.label, "seed": config.seed}
         rows += [about | {"length": length, "accuracy": accuracy} for length, accuracy in found.items()]
         write_file(directory / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     for name in config.tasks:
@@ -54,7 +54,7 @@ def curves(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, flo
 
 def table(name: str, rows: Sequence[dict[str, Any]], config: TasksConfig) -> Table:
     """The accuracies of one task in percent, one row a scheme, one column a length."""
-    task = TASKS[name]
+    task = LANGUAGES[name]
     longest, lengths = config.lengths(task)
     title = f"{name} ({task.level}): accuracy in %, guessing {100 / task.classes:.0f}, trained up to length {longest}"
     grid = Table("scheme", *map(str, lengths), title=title, min_width=len(title))
@@ -69,7 +69,7 @@ def draw(rows: Sequence[dict[str, Any]], config: TasksConfig, path: Path) -> Non
 
     figure = Figure(figsize=(4.6 * len(config.tasks), 4.6), dpi=100, layout="constrained")
     for panel, name in zip(figure.subplots(1, len(config.tasks), squeeze=False)[0], config.tasks, strict=True):
-        task = TASKS[name]
+        task = LANGUAGES[name]
         longest, lengths = config.lengths(task)
         for marker, (label, points) in zip("os^vDPX<>h*" * 9, curves(name, rows).items(), strict=False):
             panel.plot(list(points), list(points.values()), label=label, marker=marker)

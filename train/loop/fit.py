@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posjax.layout import Layout
-from train.checkpoint import Checkpoints, Saved, check_run, create_run
+from train.checkpoint import Checkpoint, Checkpoints, check_run, create_run
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
 from train.data import Batch, batches, held_out_documents, pack, training_rows
@@ -196,10 +196,10 @@ class Run:
                 step = self._train_stage(stage, saved)
             if self.stop.is_set():
                 return step
-            saved = Saved(step, stage.number, None)
+            saved = Checkpoint(step, stage.number, None)
         return step
 
-    def _train_stage(self, stage: Stage, saved: Saved | None) -> int:
+    def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> int:
         """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
         train = stage.config.train
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
@@ -231,7 +231,7 @@ class Run:
                 break
         return step
 
-    def _first_state(self, stage: Stage, saved: Saved | None, stream: Any) -> tuple[TrainState, int]:
+    def _first_state(self, stage: Stage, saved: Checkpoint | None, stream: Any) -> tuple[TrainState, int]:
         """The state to start from: the saved one, that of the saved parameters of the stage before, or a new one."""
         if saved is None and stage.config.init.path:
             return stage.program.begin(initial_parameters(stage.config, stage.mesh)), 0

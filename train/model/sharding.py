@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.model.mesh import BATCH_AXES
 
-RULES: dict[str, str | tuple[str, ...]] = {
+AXIS_RULES: dict[str, str | tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "length": "context",
     "embed": ("fsdp", "context"),
@@ -25,7 +25,7 @@ def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, .
 
     So is an axis of `shape` that its mesh axis does not divide, which costs memory but is always right.
     """
-    wanted = [RULES.get(axis) for axis in axes]
+    wanted = [AXIS_RULES.get(axis) for axis in axes]
     if shape is not None:
         wanted = [rule if _divides(mesh, rule, size) else None for rule, size in zip(wanted, shape, strict=True)]
     return NamedSharding(mesh, PartitionSpec(*wanted))

@@ -1,4 +1,7 @@
-"""Published facts about chips: what their units, memory and links can do at most."""
+"""Published facts about chips: what their units, memory and links can do at most.
+
+What the kernels ask of a TPU stands with them, in ``posjax.attention.tpu.blocks.TARGETS``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from posjax._checks import check_choice
+from posjax.attention.tpu.blocks import TARGETS
 
 Product = tuple[int, int, int]
 """A matrix product [rows, contraction] x [contraction, columns]. The matrix units hold the second operand."""
@@ -36,17 +40,26 @@ class Network:
 class Chip:
     """One TPU. Bandwidth and peak are published for a whole chip, whose cores share them."""
 
-    kind: str  # JAX's name for its devices
+    name: str
     peak: float  # bfloat16 FLOP/s
     topology: str  # the smallest one that libtpu knows
     cores: int
     multiply_adds: int  # of one core in one cycle, bf16
-    array: int  # how wide and how high one systolic array is
     gigahertz: float  # follows from the published peak: 2 x multiply-adds x cores x clock
     bandwidth: float  # GB/s of HBM
     branch_slots: int  # bundles that still run behind a branch
     network: Network | None = None  # None where no pod of it is planned
     clock_is_assumed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """JAX's name for its devices."""
+        return next(kind for kind, target in TARGETS.items() if target.name == self.name)
+
+    @property
+    def array(self) -> int:
+        """How wide and how high one systolic array is."""
+        return 256 if TARGETS[self.kind].wide else 128
 
     @property
     def bytes_per_cycle(self) -> float:
@@ -66,17 +79,19 @@ class Chip:
 # The clock of 7x makes its published 2307 TFLOP/s out of arrays like those of v6e. The link inside a chip of 7x is said
 # to be six times as fast as one between chips. The data centre's network has 25 (v5e), 50 (v5p) and 100 Gb/s for each
 # chip by Google Cloud's pages of the chips.
-CHIPS = {
-    "v4": Chip("TPU v4", 275e12, "v4:2x2x1", 2, 65_536, 128, 1.05, 1228.0, 1),
-    "v5e": Chip("TPU v5 lite", 197e12, "v5e:2x2", 1, 65_536, 128, 1.5, 819.0, 4, Network(16, 45, 3.125, 2)),
-    "v5p": Chip("TPU v5", 459e12, "v5p:2x2x1", 2, 65_536, 128, 1.75, 2765.0, 4, Network(95, 90, 6.25, 3)),
-    "v6e": Chip("TPU v6 lite", 918e12, "v6e:2x2", 1, 262_144, 256, 1.75, 1640.0, 4, Network(32, 90, 12.5, 2)),
-    "7x": Chip(
-        *("TPU7x", 2307e12, "tpu7x:2x2x1", 2, 262_144, 256, 2.2, 7380.0, 6),
+_ALL = (
+    Chip("v4", 275e12, "v4:2x2x1", 2, 65_536, 1.05, 1228.0, 1),
+    Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 4, Network(16, 45, 3.125, 2)),
+    Chip("v5p", 459e12, "v5p:2x2x1", 2, 65_536, 1.75, 2765.0, 4, Network(95, 90, 6.25, 3)),
+    Chip("v6e", 918e12, "v6e:2x2", 1, 262_144, 1.75, 1640.0, 4, Network(32, 90, 12.5, 2)),
+    Chip(
+        *("7x", 2307e12, "tpu7x:2x2x1", 2, 262_144, 2.2, 7380.0, 6),
         Network(192, 90, 12.5, 3, devices=2, within=540),
         clock_is_assumed=True,
     ),
-}
+)
+
+CHIPS = {chip.name: chip for chip in _ALL}
 
 PEAK_FLOPS = {
     **{chip.kind: chip.peak for chip in CHIPS.values()},

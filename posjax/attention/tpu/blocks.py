@@ -13,8 +13,8 @@ from posjax.masks import extent
 from posjax.positions import Range
 
 
-class Chip(NamedTuple):
-    """What the kernels ask of a chip.
+class Target(NamedTuple):
+    """A chip that the kernels are compiled for, and what they ask of it.
 
     Args:
         name: as in the table of costs.
@@ -28,12 +28,12 @@ class Chip(NamedTuple):
     wide: bool
 
 
-CHIPS = {
-    "TPU v4": Chip("v4", 16 * 2**20, wide=False),
-    "TPU v5 lite": Chip("v5e", 100 * 2**20, wide=False),
-    "TPU v5": Chip("v5p", 56 * 2**20, wide=False),
-    "TPU v6 lite": Chip("v6e", 100 * 2**20, wide=True),
-    "TPU7x": Chip("7x", 56 * 2**20, wide=True),
+TARGETS = {
+    "TPU v4": Target("v4", 16 * 2**20, wide=False),
+    "TPU v5 lite": Target("v5e", 100 * 2**20, wide=False),
+    "TPU v5": Target("v5p", 56 * 2**20, wide=False),
+    "TPU v6 lite": Target("v6e", 100 * 2**20, wide=True),
+    "TPU7x": Target("7x", 56 * 2**20, wide=True),
 }
 """By the name that a device gives itself."""
 
@@ -41,19 +41,19 @@ USUAL = "TPU v5 lite"
 """The chip that is assumed when a program is made on a machine that has none and no mesh of abstract devices is set."""
 
 
-def chip() -> Chip:
+def target() -> Target:
     """The chip of the mesh in use (``jax.sharding.set_mesh`` or ``use_abstract_mesh``), or that of this machine."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     kind = abstract.device_kind if abstract else jax.devices()[0].device_kind
-    return CHIPS.get(kind, CHIPS[USUAL])
+    return TARGETS.get(kind, TARGETS[USUAL])
 
 
-def cheapest_forward(on: Chip, x: Operands) -> Blocks:
+def cheapest_forward(on: Target, x: Operands) -> Blocks:
     """The cheapest blocks of the forward kernel for a call."""
     return _cheapest(x, FORWARD[on.name], fit, "q", _forward_bytes, on.vmem)
 
 
-def cheapest_backward(on: Chip, x: Operands) -> Blocks:
+def cheapest_backward(on: Target, x: Operands) -> Blocks:
     """The cheapest blocks of the backward kernel for a call whose lengths are padded for the forward kernel."""
     return _cheapest(x, BACKWARD[on.name], divide, "k", _backward_bytes, on.vmem)
 

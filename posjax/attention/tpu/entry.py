@@ -15,7 +15,7 @@ from posjax._numbers import is_array_number
 from posjax.attention.operands import Operands, named
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tpu.backward import LN2, Saved, backward
-from posjax.attention.tpu.blocks import Chip, cheapest_backward, cheapest_forward, chip, divide, fit
+from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
@@ -31,7 +31,7 @@ def tpu(
     x: Operands,
     blocks: tuple[Blocks, Blocks] | None = None,
     bounded: bool | None = None,
-    on: Chip | None = None,
+    on: Target | None = None,
     interpret=False,
     given: tuple | None = None,
 ) -> tuple:
@@ -51,7 +51,7 @@ def tpu(
     """
     check((why := refusal(x)) is None, f"implementation='tpu': {why}")
     queries, keys = x.q.shape[3], x.k.shape[2]
-    on = chip() if on is None else on
+    on = target() if on is None else on
     forward_blocks = fit(blocks[0], queries, keys) if blocks else cheapest_forward(on, x)
     padded = pad(x, forward_blocks.q, forward_blocks.k, _present)
     lengths = padded.q.shape[3], padded.k.shape[2]
@@ -94,7 +94,7 @@ def refusal(x: Operands) -> str | None:
         )
     if bias_form(x) in ("linear", "relative") and _leaves_int32(x):
         return "distances leave int32, in which the kernels count them; use 'blockwise'"
-    if bias_form(x) == "relative" and _sums_by_distance(x) > chip().vmem // 2:
+    if bias_form(x) == "relative" and _sums_by_distance(x) > target().vmem // 2:
         return "the gradient of a bias by distance does not fit in fast memory at this length; use 'blockwise'"
     return None
 
@@ -152,7 +152,7 @@ def _present(queries: int, keys: int, true_keys: int) -> Segments:
 
 
 def _call(
-    x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, bounded: bool, on: Chip, interpret
+    x: Operands, forward_blocks: Blocks, backward_blocks: Blocks, bounded: bool, on: Target, interpret
 ) -> tuple[Call, Inputs]:
     form = bias_form(x)
     ranged = tuple(isinstance(p, Range) for p in (x.q_positions, x.kv_positions))

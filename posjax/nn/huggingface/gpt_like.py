@@ -484,4 +484,4 @@ FALCON = Family(
     {"n_embed": "hidden_size"},
 )
 
-FAMILIES = (GPT2, GPTJ, GPT_NEOX, BLOOM, MPT, FALCON)
+GPT_LIKE = (GPT2, GPTJ, GPT_NEOX, BLOOM, MPT, FALCON)

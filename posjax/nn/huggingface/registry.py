@@ -9,7 +9,7 @@ from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface import gpt_like, llama_like
 from posjax.nn.huggingface.family import Family, check_same
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*llama_like.FAMILIES, *gpt_like.FAMILIES)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*llama_like.LLAMA_LIKE, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. Where a decoder fits several, the first is the one that it is written as."""
 
 

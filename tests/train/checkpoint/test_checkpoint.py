@@ -20,8 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from posjax.nn import logical_axes
 from train.checkpoint import (
+    Checkpoint,
     Checkpoints,
-    Saved,
     check_run,
     create_run,
     integrity,
@@ -118,7 +118,7 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh(two, rows, columns, matrix):
     with Checkpoints(config(), two, TEXT) as checkpoints:
         saved = checkpoints.newest()
         found = checkpoints.restore(saved, abstract(wanted))
-    assert saved == Saved(6, 0, {"next": 24})
+    assert saved == Checkpoint(6, 0, {"next": 24})
     chex.assert_trees_all_equal(found, wanted)
     chex.assert_trees_all_equal_dtypes(found, wanted)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, wanted)
@@ -206,7 +206,7 @@ def test_a_damaged_newest_checkpoint_is_named_kept_and_skipped_for_the_one_befor
     problem = damage(copy / "checkpoints" / "6")
     before = contents(copy / "checkpoints" / "6")
     saved, found = restored(copy)
-    assert saved == Saved(3, 0, {"next": 12})
+    assert saved == Checkpoint(3, 0, {"next": 12})
     chex.assert_trees_all_equal(found, state(3))
     assert names(copy) == {"3", "6.damaged"}
     assert contents(copy / "checkpoints" / "6.damaged") == before
@@ -308,7 +308,7 @@ def test_the_policy_holds_on_disk_and_after_coming_back(tmp_path):
             for step, stage in saves:
                 checkpoints.save(step, stage, state(step), None)
     assert names(tmp_path) == {"6", "15", "18"}
-    assert restored(tmp_path)[0] == Saved(18, 2, None)
+    assert restored(tmp_path)[0] == Checkpoint(18, 2, None)
 
 
 def test_a_step_is_saved_once(copy):

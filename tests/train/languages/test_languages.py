@@ -13,12 +13,12 @@ import pytest
 from posjax.sampling import Randomised
 from train.config import SchemeConfig, load, parse
 from train.languages import TasksConfig, run
-from train.languages.generators import COLOUR_COUNT, DIRECTIONS, FIRST, PAD, SLOT, TASKS, VOCABULARY_SIZE
+from train.languages.generators import COLOUR_COUNT, DIRECTIONS, FIRST, LANGUAGES, PAD, SLOT, VOCABULARY_SIZE
 from train.languages.trainer import build, check_fit, place
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tasks.yaml"
 KEY = jax.random.key(0)
-STRINGS = [name for name, task in TASKS.items() if task.level != "grid"]
+STRINGS = [name for name, task in LANGUAGES.items() if task.level != "grid"]
 
 
 def walk(steps):
@@ -58,7 +58,7 @@ def decode(example, row):
 @pytest.mark.parametrize("shorter", [False, True])
 @pytest.mark.parametrize("name", STRINGS)
 def test_answers_on_strings(name, shorter):
-    task = TASKS[name]
+    task = LANGUAGES[name]
     batch = task.sample(KEY, 64, 8, shorter)
     chex.assert_shape([batch.tokens, batch.targets, batch.weights], (64, task.size(8)))
     chex.assert_type([batch.tokens, batch.targets], jnp.int32)
@@ -73,7 +73,7 @@ def test_answers_on_strings(name, shorter):
 
 @pytest.mark.parametrize("shorter", [False, True])
 def test_answers_on_grids(shorter):
-    batch = TASKS["grid neighbours"].sample(KEY, 64, 4, shorter)
+    batch = LANGUAGES["grid neighbours"].sample(KEY, 64, 4, shorter)
     chex.assert_shape(batch.grid, (64, 17, 2))
     sides, colours = set(), set()
     for tokens, targets, asked, grid in zip(*map(np.asarray, batch), strict=True):
@@ -93,7 +93,7 @@ def test_answers_on_grids(shorter):
 
 def test_short_strings_get_ids_of_the_whole_range():
     """Ids of the tokens of a string of n symbols: a uniform subset of n + 1, whatever the size of the buffer."""
-    batch = TASKS["even pairs"].sample(KEY, 4000, 7, True)
+    batch = LANGUAGES["even pairs"].sample(KEY, 4000, 7, True)
     ids = np.asarray(place(Randomised(40), KEY, batch, True)["positions"])
     used = np.asarray((batch.tokens != PAD).sum(1))
     for count in (2, 5, 8):
@@ -107,7 +107,7 @@ def test_short_strings_get_ids_of_the_whole_range():
 
 def test_grids_stand_on_two_axes_or_three():
     config = TasksConfig(grid_schemes=(SchemeConfig("axial"),), schemes=(SchemeConfig("rope"),))
-    batch = TASKS["grid neighbours"].sample(KEY, 2, 3)
+    batch = LANGUAGES["grid neighbours"].sample(KEY, 2, 3)
     placed = {}
     for entry in (SchemeConfig("axial"), SchemeConfig("mrope", options={"sections": (2, 3, 3)}), SchemeConfig("rope")):
         _, rule = build(entry, config)
@@ -118,7 +118,7 @@ def test_grids_stand_on_two_axes_or_three():
     np.testing.assert_array_equal(np.stack(grid, -1), batch.grid)
     np.testing.assert_array_equal(time, (np.asarray(batch.tokens) != PAD) & (np.arange(10) > 0))
     with pytest.raises(ValueError, match="strings have one axis"):
-        check_fit(TASKS["even pairs"], SchemeConfig("axial"), config)
+        check_fit(LANGUAGES["even pairs"], SchemeConfig("axial"), config)
 
 
 def test_a_run_learns_and_reports(tmp_path, capsys):
@@ -160,6 +160,6 @@ def test_ids_must_suffice_before_anything_is_trained():
 def test_the_config_of_the_checkout():
     config = load(CONFIG, ["num_layers=1"], TasksConfig)  # all layers are alike
     for name in config.tasks:
-        for entry in config.entries(TASKS[name]):
-            check_fit(TASKS[name], entry, config)
-    assert sum(TASKS[name].level != "grid" for name in config.tasks) >= 3
+        for entry in config.entries(LANGUAGES[name]):
+            check_fit(LANGUAGES[name], entry, config)
+    assert sum(LANGUAGES[name].level != "grid" for name in config.tasks) >= 3

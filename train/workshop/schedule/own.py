@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax.attention.operands import Operands
-from posjax.attention.tpu.blocks import CHIPS, Chip
+from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import bias_form, tpu
 from posjax.attention.tpu.schedule import Blocks, Kind, plan
 from posjax.bias import T5, ALiBi, Kerple
@@ -52,9 +52,9 @@ class Case:
         return on(chip).wide if self.bounded is None else self.bounded
 
 
-def on(chip: str) -> Chip:
+def on(chip: str) -> Target:
     """What the kernels know of a chip."""
-    return next(found for found in CHIPS.values() if found.name == chip)
+    return next(found for found in TARGETS.values() if found.name == chip)
 
 
 def _alibi(numbers, heads: int):
