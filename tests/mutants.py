@@ -68,6 +68,11 @@ FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
 # (file, line without spaces around it, what stands there instead): why no test can tell them apart.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "posjax/rotary/generators.py",
+        'check_even("the size of the generators", matrices.shape[1])',
+        "2",
+    ): "the matrices are square",
+    (
         "posjax/layout.py",
         "first, last = x.reshape(2, self.shards, -1, *x.shape[1:])",
         "2",

@@ -133,7 +133,16 @@ CASES = [
         batch=1,
         blocks=LARGE,
     ),
-    Case("fox on two cores", bias=FoX(), mask=Causal(), queries=200, keys=200, kv_heads=2, cores=2),
+    Case(
+        "fox on two cores, by positions of the keys",
+        bias=FoX(),
+        mask=Causal(),
+        queries=200,
+        keys=200,
+        kv_positions=jnp.arange(200),
+        kv_heads=2,
+        cores=2,
+    ),
     Case(
         "two branches with alibi",
         bias=LEARNED,

@@ -161,6 +161,7 @@ def test_slot_is_static_and_keeps_dtypes():
     [
         (np.ones((1, 4, 4)), r"skew-symmetric, \|B \+ B\^T\| is 2"),
         (np.zeros((1, 3, 3)), "size of the generators must be a positive even"),
+        (np.zeros((1, 2, 4)), r"square matrices .* found shape \(1, 2, 4\)"),
         (np.zeros((4, 4)), r"\[axes, d, d\], found shape \(4, 4\)"),
         (np.zeros((0, 4, 4)), "found shape"),
         (np.full((1, 2, 2), np.nan), "finite"),

@@ -165,6 +165,7 @@ def test_other_feature_maps_take_the_rules_too():
         (lambda: grid_coordinates(3, 0), "grid size must be positive"),
         (lambda: mrope_positions([2, 0]), "number of text tokens must be positive"),
         (lambda: mrope_positions([(2,)]), r"a number of tokens, \(h, w\)"),
+        (lambda: tie_positions([(1, 2, 3, 4)], axes=4), r"a number of tokens, \(h, w\) or \(t, h, w\), found"),
         (lambda: tie_positions([(1, 2, 3)]), "a grid of 2 axes has 2 sizes"),
         (lambda: tie_positions([3], "even"), "spacing: unknown value"),
     ],
