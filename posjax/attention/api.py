@@ -15,10 +15,12 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax.attention import cudnn
 from posjax.attention.blockwise import blockwise
-from posjax.attention.checks import check_ahead, check_sinks, checked_positions, rates
+from posjax.attention.checks import check_ahead, check_masks, check_sinks, checked_positions, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
+from posjax.attention.lowered import PLATFORMS
 from posjax.attention.operands import Operands, checked_softcap, statistics_dtype, vary_alike
+from posjax.attention.operation import Backends, attend
 from posjax.attention.own import checked, heads_of
 from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
 from posjax.attention.tpu import entry
@@ -76,11 +78,11 @@ def prepared(
     heads, kv_heads = q.shape[2], k.shape[2]
     mask = None if mask is None else as_mask(mask)
     bias = bound(bias, heads)
-    for slot in (mask, bias):
-        if slot is not None:
-            slot.check(q.shape[0], q.shape[1], k.shape[1])
+    if bias is not None:
+        bias.check(q.shape[0], q.shape[1], k.shape[1])
     far = branches(far)
     _check_far(far, decay, q, k)
+    check_masks(q, k, mask, *(branch.where for branch in far))
     q, k, v = without_padding(mask, q, k, v)
     far = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in far)
     x = Operands(
@@ -123,7 +125,6 @@ def _check_far(far: tuple[Branch, ...], decay, q, k) -> None:
     for branch in far:
         found, wanted = (branch.q.shape, branch.k.shape), (q.shape, k.shape)
         check(found == wanted, f"far: queries and keys must have the shapes of q and k, {wanted}, found {found}")
-        branch.where.check(q.shape[0], q.shape[1], k.shape[1])
     if decay is not None:
         check_array("decay", decay)
         found = decay.shape
@@ -228,36 +229,56 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: t
         return KERNELS[implementation](x, scale, with_lse, given)
     if contextual:
         return CONTEXTUAL[implementation](*vary_alike((_scaled(x, scale), x.q)))
+    if implementation == "blockwise":
+        return attend(Backends(_blockwise()), *vary_alike((x, scale)), given)
     return BACKENDS[implementation](_scaled(x, scale), given=given)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    """A backend of calls whose queries are not scaled yet."""
+
+    backend: Callable
+    scaled: Callable
+
+    def __call__(self, x: Operands, scale, given: tuple | None = None) -> tuple:
+        return self.backend(self.scaled(x, scale), given=given)
+
+
+def _blockwise() -> _Scaled:
+    return _Scaled(BACKENDS["blockwise"], _scaled)
+
+
+def _kernel() -> _Scaled:
+    return _Scaled(entry.tpu, _scaled_in_base_2)
+
+
 def _run_on_platform(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
-    """The kernel of the platform that the program is lowered for, where it takes the call, otherwise ``blockwise``.
+    """The kernel of the platform that the program is lowered for, where it takes the call, otherwise ``blockwise``."""
+    why = {"tpu": _tpu_refusal(x), "cuda": _cudnn_refusal(x, with_lse)}
+    for platform, reason in why.items():
+        _say(f"attention on {platform}: " + ("its own kernel" if reason is None else f"'blockwise', because {reason}"))
+    _warn_of_mesh(x, why["tpu"])
+    kernels = () if why["tpu"] else (("tpu", _kernel()),)
 
-    The branches read the operands from outside: as their arguments, NumPy arrays would be known no more when tracing.
-    """
-
-    def wanted(out, lse) -> tuple:
+    def usual() -> tuple:
+        out, lse = attend(Backends(_blockwise(), kernels), *vary_alike((x, scale)), given)
         return out, lse if with_lse else None
 
-    def plain() -> tuple:
-        return wanted(*BACKENDS["blockwise"](_scaled(x, scale), given=given))
-
-    kernels = {
-        "tpu": (_tpu_refusal(x), lambda: wanted(*entry.tpu(_scaled_in_base_2(x, scale), given=given))),
-        "cuda": (_cudnn_refusal(x, with_lse), lambda: (cudnn.cudnn(_scaled(x, scale)), None)),
-    }
-    for platform, (why, _) in kernels.items():
-        _say(f"attention on {platform}: " + ("its own kernel" if why is None else f"'blockwise', because {why}"))
-    _warn_of_mesh(x, kernels["tpu"][0])
-    taken = {platform: run for platform, (why, run) in kernels.items() if why is None}
-    return jax.lax.platform_dependent(default=plain, **taken) if taken else plain()
+    if why["cuda"]:
+        return usual()
+    return jax.lax.platform_dependent(default=usual, cuda=lambda: (cudnn.cudnn(_scaled(x, scale)), None))
 
 
 def _run_on_tpu(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
     check((why := _tpu_refusal(x)) is None, f"implementation='tpu': {why}")
+    x, scale = vary_alike((x, scale))
+    kernel = functools.partial(_kernel(), x, scale, given)
     try:
-        return entry.tpu(_scaled_in_base_2(x, scale), given=given)
+        # Interpreted, it has side effects, which must be known when tracing: then it runs as it is.
+        if jax.make_jaxpr(kernel)().effects:
+            return kernel()
+        return attend(Backends(_blockwise(), tuple((platform, _kernel()) for platform in PLATFORMS)), x, scale, given)
     except (ValueError, NotImplementedError) as error:
         # When tracing nobody knows yet where the program will run, and jax speaks when it is lowered.
         if isinstance(x.q, jax.core.Tracer) or jax.default_backend() == "tpu":

@@ -31,7 +31,6 @@ from posjax.attention.operands import (
     group_mask,
     like_zeros,
     mix,
-    named,
     scores,
     statistics_dtype,
     with_bias,
@@ -97,7 +96,7 @@ def _one_plan(x: Operands, blocks: Blocks | None, given: tuple | None) -> tuple:
     blocks = blocks or _choose_blocks(x)
     padded = pad(x, blocks.q, blocks.k, _present)
     if given is None:
-        out, lse = _attend(blocks, padded)
+        out, lse = _forward(blocks, padded)
     else:
         more = padded.q.shape[3] - queries
         out, lse = _attend_part(blocks, padded, *(lengthen(array, more, axis=3) for array in given))
@@ -285,11 +284,6 @@ def _tile_logits(tile: Operands, kind: Kind):
     return _finish(tile, kind, capped(tile.softcap, biased))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, x: Operands):
-    return _forward(blocks, x)
-
-
 def _forward(blocks: Blocks, x: Operands):
     dtype = statistics_dtype(x.q)
     kinds = _kinds_of(x)
@@ -328,11 +322,6 @@ def _forward(blocks: Blocks, x: Operands):
         like_zeros((*batch, length), dtype, x.q),
     )
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
-
-
-def _attend_forward(blocks: Blocks, x: Operands):
-    out, lse = named(*_forward(blocks, x))
-    return (out, lse), (x, out, lse)
 
 
 class _Saved(NamedTuple):
@@ -470,9 +459,6 @@ def _no_gradient(leaf):
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return like_zeros(leaf.shape, leaf.dtype, leaf)
     return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

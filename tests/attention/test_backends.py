@@ -28,12 +28,12 @@ from attention.grid import (
     use_tiles,
     weights_of,
 )
+from attention.tiles import in_tiles
 
 import posjax
 from posjax import masks
 from posjax.attention import attention
 from posjax.attention.api import BACKENDS, _group
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.operands import Operands
 from posjax.bias import T5, ALiBi
 from posjax.far import Branch
@@ -201,7 +201,7 @@ def test_empty_tiles_are_not_visited():
             Range(0, 64),
             Range(0, 64),
         )
-        return blockwise(operands, Blocks(8, 8))[0][..., sees_none, :]
+        return in_tiles(operands, 8, 8)[0][..., sees_none, :]
 
     @jax.jit
     def both_ways(*arrays):
@@ -221,7 +221,7 @@ def test_tiles_on_one_side_of_a_boundary_compute_one_pair_of_features():
     def run(q, k, v, q_far, k_far):
         far = (Branch(_group(q_far, 2), jnp.moveaxis(k_far, 1, 2), Beyond(32)),)
         pair = _group(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-        return blockwise(Operands(*pair, None, Causal(), Range(0, 64), Range(0, 64), far), Blocks(8, 8))[0]
+        return in_tiles(Operands(*pair, None, Causal(), Range(0, 64), Range(0, 64), far), 8, 8)[0]
 
     @jax.jit
     def both_ways(*arrays):

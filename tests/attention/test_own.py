@@ -12,11 +12,11 @@ import oracles
 import pytest
 from attention import spread
 from attention.own_methods import EachHead, Fading, LearnedRows, Rows, SameGroup, Strided, static
+from attention.tiles import in_tiles
 from jax.sharding import NamedSharding, PartitionSpec
 
 import posjax as pj
 from posjax.attention import own
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.operands import Operands
 from posjax.attention.tpu import entry
 from posjax.bias.base import BiasOfHeads
@@ -52,7 +52,7 @@ def operands(bias=None, mask=None, tokens=TOKENS, **changes):
 
 def tiled(bias, mask):
     """``blockwise`` in tiles that cut the rows in uneven parts, as ``[batch, tokens, heads, size]``."""
-    out, _ = blockwise(operands(bias, mask), Blocks(16, 8))
+    out, _ = in_tiles(operands(bias, mask), 16, 8)
     return jnp.moveaxis(out[:, :, 0], 1, 2)
 
 

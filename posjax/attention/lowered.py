@@ -1,0 +1,204 @@
+"""Functions whose implementation is chosen, and traced, when a program is lowered: for its platform and no other.
+
+``jax.lax.platform_dependent`` traces an implementation for every platform into every program. Here one operation stands
+for all of them until the platform is known. Under ``vmap`` it is the operation that maps the function; what it is
+differentiated by, and what that is transposed by, are operations of the same kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import zero_from_primal
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+class Lowered:
+    """A function of arrays. A subclass is hashable, for programs are kept by it; its arrays are arguments."""
+
+    linear: ClassVar[int] | int = 0
+    """It is linear in so many of its last arguments."""
+
+    def types(self, *arrays: Array) -> Sequence[Array]:
+        """Anything that has the types of the results, and is quick to trace."""
+        raise NotImplementedError
+
+    def on(self, platform: str, *arrays: Array) -> Sequence[Array]:
+        """The results, computed as a platform likes it: one of ``PLATFORMS``, or "" for what works on all."""
+        raise NotImplementedError
+
+    def differentiated(self, primals: tuple, tangents: tuple) -> tuple[Sequence[Array], Sequence[Array]]:
+        """Results, and their tangents; a tangent is None where the argument has none."""
+        which = tuple(tangent is not None for tangent in tangents)
+        moved = [tangent for tangent in tangents if tangent is not None]
+        return run(self, *primals), run(Derivative(self, which), *primals, *moved)
+
+    def transposed(self, constants: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
+        """The cotangents of the last arguments, in which it is linear."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Derivative(Lowered):
+    """The tangents of a function's results by what works on all platforms: of all arguments, and some tangents."""
+
+    function: Lowered
+    which: tuple[bool, ...]
+
+    @property
+    def linear(self) -> int:
+        """The tangents."""
+        return sum(self.which)
+
+    def types(self, *arrays):
+        """Those of the results."""
+        return self.function.types(*arrays[: len(self.which)])
+
+    def on(self, platform, *arrays):
+        """As ``jax.jvp`` finds them."""
+        primals, moved = arrays[: len(self.which)], iter(arrays[len(self.which) :])
+        tangents = [next(moved) if own else zero_tangent(x) for own, x in zip(self.which, primals, strict=True)]
+        return jax.jvp(functools.partial(self.function.on, ""), primals, tuple(tangents))[1]
+
+    def transposed(self, constants, cotangents):
+        """Not possible: it runs through loops whose lengths are not known when tracing."""
+        raise ValueError(
+            "attention: a second derivative in reverse mode (reverse over reverse, reverse over forward) needs "
+            "implementation='dense'; forward over reverse, as in jax.jvp(jax.grad(f), ...), works at every size"
+        )
+
+
+@dataclass(frozen=True)
+class Mapped(Lowered):
+    """A function under ``vmap``, along the given axes of its arguments and the first one of its results."""
+
+    function: Lowered
+    axes: tuple[int | None, ...]
+
+    @property
+    def linear(self) -> int:
+        """As the function."""
+        return self.function.linear
+
+    def types(self, *arrays):
+        """Those of the function, mapped."""
+        return jax.vmap(self.function.types, self.axes)(*arrays)
+
+    def on(self, platform, *arrays):
+        """The function, mapped."""
+        return jax.vmap(functools.partial(self.function.on, platform), self.axes)(*arrays)
+
+    def differentiated(self, primals, tangents):
+        """Those of the function, mapped."""
+        return jax.vmap(self.function.differentiated, (self.axes, self.axes))(primals, tangents)
+
+    def transposed(self, constants, cotangents):
+        """Those of the function, mapped, and summed where all rows share an argument."""
+        axes = self.axes[: len(constants)], 0
+        found = jax.vmap(self.function.transposed, axes)(constants, cotangents)
+        moved = zip(found, self.axes[len(constants) :], strict=True)
+        return [x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in moved]
+
+
+_lowered_p = Primitive("posjax")
+_lowered_p.multiple_results = True
+
+
+def run(function: Lowered, *arrays: Array) -> list[Array]:
+    """The results of a function, by whatever implementation the platform of the program will have."""
+    return _lowered_p.bind(*arrays, function=function)
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def _eager(*arrays, function):
+    return _lowered_p.bind(*arrays, function=function)
+
+
+def _types(*types, function: Lowered) -> list:
+    return jax.make_jaxpr(function.types)(*types).out_avals
+
+
+def _lowering(platform: str):
+    return mlir.lower_fun(lambda *arrays, function: function.on(platform, *arrays), multiple_results=True)
+
+
+def _mapped(arrays, axes, *, function: Lowered) -> tuple:
+    results = run(Mapped(function, tuple(axes)), *arrays)
+    return results, [0] * len(results)
+
+
+def _differentiated(primals, tangents, *, function: Lowered) -> tuple:
+    known, moved = len(primals) - function.linear, [None if type(t) is ad.Zero else t for t in tangents]
+    if function.linear and all(tangent is None for tangent in moved[:known]):
+        filled = [zero_tangent(x) if t is None else t for x, t in zip(primals[known:], moved[known:], strict=True)]
+        return run(function, *primals), run(function, *primals[:known], *filled)
+    return function.differentiated(tuple(primals), tuple(moved))
+
+
+def _transposed(cotangents, *arrays, function: Lowered) -> list:
+    known = len(arrays) - function.linear
+    constants, last = arrays[:known], arrays[known:]
+    cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    found = function.transposed(constants, cotangents)
+    return [None] * known + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, last, strict=True)]
+
+
+_lowered_p.def_impl(_eager)
+_lowered_p.def_abstract_eval(_types)
+for _platform in PLATFORMS:
+    mlir.register_lowering(_lowered_p, _lowering(_platform), platform=_platform)
+batching.primitive_batchers[_lowered_p] = _mapped
+ad.primitive_jvps[_lowered_p] = _differentiated
+ad.primitive_transposes[_lowered_p] = _transposed
+
+
+def zero_tangent(x: Array) -> Any:
+    """The tangent of an array that does not move."""
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        return ad.instantiate_zeros(zero_from_primal(x))
+    return np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+
+class _Known:
+    """A leaf whose numbers are known when tracing; of two equal ones the program is the same."""
+
+    def __init__(self, leaf: Any):
+        self.leaf, self._array = leaf, np.asarray(leaf)
+
+    def __eq__(self, other):
+        same = type(other) is _Known and type(self.leaf) is type(other.leaf) and self._array.dtype == other._array.dtype
+        return same and np.array_equal(self._array, other._array)
+
+    def __hash__(self):
+        return hash((self._array.shape, self._array.dtype))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is left of a tree when its arrays are taken out, apart from those that are known when tracing."""
+
+    structure: Any
+    known: tuple[_Known | None, ...]
+
+    @staticmethod
+    def of(tree: Any) -> tuple[Form, list[Array]]:
+        """The form of a tree, and the arrays that were taken out."""
+        leaves, structure = jax.tree.flatten(tree)
+        taken = [isinstance(leaf, jax.Array) for leaf in leaves]
+        known = tuple(None if own else _Known(leaf) for own, leaf in zip(taken, leaves, strict=True))
+        return Form(structure, known), [leaf for own, leaf in zip(taken, leaves, strict=True) if own]
+
+    def filled(self, arrays: Sequence[Array]) -> Any:
+        """The tree with arrays in the places of those that were taken out."""
+        rest = iter(arrays)
+        return self.structure.unflatten([next(rest) if known is None else known.leaf for known in self.known])
