@@ -68,6 +68,31 @@ FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
 # (file, line without spaces around it, what stands there instead): why no test can tell them apart.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "posjax/attention/checks.py",
+        "return int(ahead[np.argmax(np.any(seen, axis=tuple(range(np.ndim(seen) - 1))))])",
+        "2",
+    ): "there is one query, so its axis may stay",
+    (
+        "posjax/masks/by_position.py",
+        "return np.reshape(np.asarray(self.dilation, np.int32), (1, -1, 1, 1))",
+        "2",
+    ): "of -1: NumPy fills in any negative size",
+    (
+        "posjax/attention/tpu/terms.py",
+        "vector = jnp.zeros_like(sums, shape=(sums.shape[0], size))",
+        "(jnp.ones_like(sums, shape=(sums.shape[0], size)))",
+    ): "a linear function has one transpose, wherever it is taken",
+    (
+        "posjax/rotary/base.py",
+        "for _ in range(6):",
+        "7",
+    ): "another step of Newton's method only skips more of what is negative anyway",
+    (
+        "posjax/attention/tpu/forward.py",
+        "if kind.masked or len(found) > 1:",
+        "(len(found) >= 1)",
+    ): "with neither a mask nor far pairs, the pattern finds nothing to do",
+    (
         "posjax/rotary/generators.py",
         'check_even("the size of the generators", matrices.shape[1])',
         "2",

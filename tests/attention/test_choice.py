@@ -76,6 +76,15 @@ def test_lowered_for_a_tpu_it_is_the_kernel_and_elsewhere_it_is_not():
         assert named(program.lower(lowering_platforms=(platform,)).as_text()) == found
 
 
+def test_the_scheduler_is_told_of_two_products_forward_and_of_five_backward():
+    """Forward one product over features and one over values; backward three and two. Of half of the pairs."""
+    q, k = np.zeros((2, 1, 1024, 2, 64), np.float32)
+    v = np.zeros((1, 1024, 2, 32), np.float32)
+    found = re.findall(r"flops\\22:(\d+)", lowered(gradient(causal), q, k, v))
+    pairs = 2 * 1024 * 1024 // 2
+    assert list(map(int, found)) == [2 * pairs * (64 + 32), 2 * pairs * (3 * 64 + 2 * 32)]
+
+
 def test_asked_for_it_is_the_kernel_even_for_a_few_tokens():
     few = inputs(tokens=20)
     assert kernels(causal, *few) == set()

@@ -150,6 +150,7 @@ CASES = [
         mask=Causal(),
         batch=1,
     ),
+    Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
     riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
 ]
 
@@ -253,7 +254,6 @@ WIDE = [
         far=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
         mask=Causal() & Segments(IDS),
     ),
-    Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
     Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, blocks=LARGE),
     Case("three heads on two cores", bias=LEARNED, mask=Causal() & Window(100), heads=3, kv_heads=3, batch=1, cores=2),
 ]

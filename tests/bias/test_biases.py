@@ -149,6 +149,15 @@ def test_t5_buckets_of_hugging_face(bidirectional, buckets, longest):
     np.testing.assert_array_equal(t5_bucket(jnp.asarray(r), buckets, longest, bidirectional=bidirectional), want)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("buckets", "longest"), [(4, 8), (8, 40), (32, 128)])
+def test_t5_is_constant_from_its_last_bucket_on(bidirectional, buckets, longest):
+    buckets //= 1 if bidirectional else 2
+    bias = T5(buckets, longest, bidirectional=bidirectional).bind({"table": jnp.zeros((buckets, 2))}, num_heads=2)
+    found = np.asarray(t5_bucket(jnp.arange(300), buckets, longest, bidirectional=bidirectional))
+    assert bias.constant_from == np.flatnonzero(np.diff(found))[-1] + 1
+
+
 def test_t5_bias_looks_up_its_table():
     spec = T5(num_buckets=8, max_distance=20)
     params = spec.init(jax.random.key(0), 3)

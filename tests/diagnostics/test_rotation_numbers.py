@@ -46,6 +46,7 @@ def test_46_of_64_pairs_complete_a_turn_in_4096_positions():
     assert incomplete(PLAIN, 4096, head_dim=128) == 18
     assert incomplete(rotary.Proportional(0.25), 4096, head_dim=128) == 48
     assert incomplete(THETA, 4096) == 18
+    assert incomplete(2 * np.pi / np.array([63, 64, 65]), 64) == 1, "one whole turn is complete"
 
 
 def test_the_exactness_table_against_rational_arithmetic():

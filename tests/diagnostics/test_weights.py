@@ -90,6 +90,14 @@ def test_the_curve_of_alibi_is_its_bias():
     assert (weight_curve(pj.scheme("alibi"), np.arange(-3, 6), **SMALL).weights[:, :3] == 0).all()
 
 
+def test_the_curve_of_contents_of_ones_is_the_mean_score():
+    """A query of ones and keys of ones meet at sqrt(d) times mean_score."""
+    distances = np.array([0, 1, 5, 20])
+    found = weight_curve(pj.scheme("rope"), distances, num_heads=1, head_dim=32).logits[0]
+    want = 32**0.5 * mean_score(pj.rotary.Plain(), distances, head_dim=32)
+    np.testing.assert_allclose(found - found[0], want - want[0], atol=1e-4)
+
+
 def test_random_contents_average_to_the_mean_score():
     """E of the logit of a key like the query is sqrt(d) times mean_score, up to a constant."""
     distances = np.array([0, 1, 5, 20])

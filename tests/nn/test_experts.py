@@ -72,6 +72,19 @@ def mlp():
     return jax.jit(lambda state, x: nnx.merge(graph, state)(x)), random_parameters(ExpertsMLP)
 
 
+@pytest.mark.parametrize(
+    ("activation", "biases", "names"),
+    [
+        ("gelu", (), {"router", "up", "down"}),
+        ("gelu", ("mlp",), {"router", "up", "down", "router_bias", "up_bias", "down_bias"}),
+        ("swiglu", (), {"router", "up", "gate", "down"}),
+    ],
+)
+def test_experts_have_the_parameters_of_their_config(activation, biases, names):
+    _, parameters = shapes(ExpertsMLP, dataclasses.replace(CONFIG, activation=activation, biases=biases))
+    assert set(parameters) == names
+
+
 def clamped(gate, up):
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
