@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax.attention import cudnn
-from posjax.attention.blockwise import blockwise
+from posjax.attention.blockwise import TILE_ELEMENTS, blockwise
 from posjax.attention.checks import check_ahead, check_masks, check_sinks, checked_positions, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
@@ -35,8 +35,8 @@ BACKENDS = {"dense": dense, "blockwise": blockwise}
 CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
 """For biases that are functions of the scores (CoPE)."""
 
-# Up to here a head's logits are no more than one tile of theirs, and the plain formula is what the tiles would compute.
-_DENSE_UP_TO = 512 * 512
+_LONGEST_DENSE = 512 * 512
+"""Pairs of a head up to which ``dense`` may be the default: beyond, tiles that a mask empties are worth skipping."""
 
 _log = logging.getLogger("posjax")
 
@@ -219,7 +219,7 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: t
         with_lse: whether the log-sum-exp is wanted.
         given: for the gradients of a part of longer rows; see ``posjax.attention.dense.dense``.
     """
-    small, contextual = x.q.shape[3] * x.k.shape[2] <= _DENSE_UP_TO, isinstance(x.bias, ContextualBias)
+    small, contextual = _is_small(x), isinstance(x.bias, ContextualBias)
     if implementation is None:
         if not (small or contextual):
             return _run_on_platform(x, scale, with_lse, given)
@@ -232,6 +232,14 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: t
     if implementation == "blockwise":
         return attend(Backends(_blockwise()), *vary_alike((x, scale)), given)
     return BACKENDS[implementation](_scaled(x, scale), given=given)
+
+
+def _is_small(x: Operands) -> bool:
+    """Whether all logits are one tile of ``blockwise``, so that ``dense`` takes no more memory. A symbolic batch is not."""
+    batch, kv_heads, group, queries, _ = x.q.shape
+    pairs = queries * x.k.shape[2]
+    known = isinstance(batch, int)
+    return known and pairs <= _LONGEST_DENSE and batch * kv_heads * group * pairs <= TILE_ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True)

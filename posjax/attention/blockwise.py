@@ -40,7 +40,8 @@ from posjax.far import Branch
 from posjax.masks import Extent, Mask, extent
 from posjax.positions import Range
 
-_TILE_ELEMENTS = 2**21
+TILE_ELEMENTS = 2**21
+"""Logits of a tile, over all rows and heads, at most."""
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 
 
@@ -104,14 +105,22 @@ def _one_plan(x: Operands, blocks: Blocks | None, given: tuple | None) -> tuple:
 
 
 def _choose_blocks(x: Operands) -> Blocks:
-    """Square tiles, of ``_TILE_ELEMENTS`` logits over all rows and heads at most, so that a tile stays in cache."""
+    """Square tiles, of ``TILE_ELEMENTS`` logits over all rows and heads at most, so that a tile stays in cache.
+
+    Where there are fewer queries than that, a tile has more keys in their place. A symbolic batch counts as one row.
+    """
     batch, kv_heads, group, queries, _ = x.q.shape
+    heads, keys = kv_heads * group * (batch if isinstance(batch, int) else 1), x.k.shape[2]
     block = _LARGEST_BLOCK
-    while block > _SMALLEST_BLOCK and batch * kv_heads * group * block * block > _TILE_ELEMENTS:
+    while block > _SMALLEST_BLOCK and heads * block * block > TILE_ELEMENTS:
         block //= 2
     if x.run is not None:
         block = math.gcd(block, x.run)
-    return Blocks(min(block, queries), min(block, x.k.shape[2]))
+        return Blocks(min(block, queries), min(block, keys))
+    wide = block
+    while queries < block and wide < keys and 2 * heads * queries * wide <= TILE_ELEMENTS:
+        wide *= 2
+    return Blocks(min(block, queries), min(wide, keys))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["present"], meta_fields=[])

@@ -67,10 +67,10 @@ def attention(
         kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
         implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) take everything and run everywhere;
             ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, without a bias and the like) take what they
-            can. None: ``"dense"`` while one head's logits are no more than a tile (512 x 512, or one query and many
-            keys), otherwise the kernel of the platform the program is lowered for, ``"blockwise"`` where there is none
-            or it does not take the call. The logger ``"posjax"`` says which and why, at debug level. A program for
-            several platforms at once (``jax.export``) needs ``"dense"`` or ``"blockwise"``.
+            can. None: ``"dense"`` while all logits are few (2^21 over rows and heads, and 512 x 512 of a head),
+            otherwise the kernel of the platform the program is lowered for, ``"blockwise"`` where there is none or it
+            does not take the call. The logger ``"posjax"`` says which and why, at debug level. The choice is made when
+            the program is lowered, also for several platforms at once (``jax.export``). A symbolic batch is large.
         partition: how the queries lie over the Auto axes of a mesh, a ``NamedSharding``, or a ``PartitionSpec`` for the
             mesh in use or that of the arrays: axes for the batch first, for the heads third. Attention then runs as it
             is on every device, inside ``jax.shard_map``. Without it the compiler splits what it can, which is

@@ -74,6 +74,8 @@ _LARGEST_BLOCKS = 4096
 
 def refusal(x: Operands) -> str | None:
     """Why the kernels do not take these operands, or None."""
+    if not all(isinstance(size, int) for size in x.q.shape):
+        return "a size of the queries is symbolic, and a kernel is compiled for sizes that are known; use 'blockwise'"
     if x.decay is not None:
         return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
