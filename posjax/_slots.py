@@ -15,7 +15,7 @@ class Blockwise:
 
     For a function of positions the defaults are right, because the positions themselves are narrowed beside it: its
     arrays go whole to every tile, every row and every device. A subclass whose arrays have an axis of tokens defines
-    ``queries``, ``keys``, ``pad`` and ``map_tokens``; one whose arrays have an axis of rows defines ``row`` and
+    ``queries``, ``keys``, ``pad`` and ``map_tokens``; one whose arrays have an axis of rows defines ``rows`` and
     ``batched``.
     """
 
@@ -41,8 +41,8 @@ class Blockwise:
         """The same value for the block of ``size`` keys from ``start``."""
         return self
 
-    def row(self, index) -> Self:
-        """The same value for one row of the batch (kept as a batch of one)."""
+    def rows(self, start, size: int) -> Self:
+        """The same value for the ``size`` rows of the batch from ``start``."""
         return self
 
     def pad(self, queries: int, keys: int) -> Self:
@@ -115,9 +115,9 @@ class OfPairs(Blockwise):
         """The array of a block of keys."""
         return self._cut(start, size, 3)
 
-    def row(self, index):
-        """The array of one row, as a batch of one."""
-        return self._cut(index, 1, 0)
+    def rows(self, start, size):
+        """The array of some rows of the batch."""
+        return self._cut(start, size, 0)
 
     def heads(self, start, size):
         """The array of some query heads; as it is where it has no more of them."""
@@ -177,9 +177,9 @@ class OfSomeHeads(Blockwise):
         """The whole for a block of keys."""
         return self._with(self.whole.keys(start, size))
 
-    def row(self, index):
-        """The whole for one row of the batch."""
-        return self._with(self.whole.row(index))
+    def rows(self, start, size):
+        """The whole for some rows of the batch."""
+        return self._with(self.whole.rows(start, size))
 
     def pad(self, queries, keys):
         """The whole with longer arrays."""

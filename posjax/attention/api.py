@@ -235,7 +235,7 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: t
 
 
 def _is_small(x: Operands) -> bool:
-    """Whether all logits are one tile of ``blockwise``, so that ``dense`` takes no more memory. A symbolic batch is not."""
+    """Whether all logits are one tile of ``blockwise``: ``dense`` takes no more memory. A symbolic batch is large."""
     batch, kv_heads, group, queries, _ = x.q.shape
     pairs = queries * x.k.shape[2]
     known = isinstance(batch, int)

@@ -55,40 +55,52 @@ class Blocks(NamedTuple):
 def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = None) -> tuple:
     """The same function as ``dense`` in memory linear in the length, forward and backward.
 
-    Where the masks or the positions differ between the rows of a batch, the rows are taken one after the other, so that
-    each skips its own empty tiles.
+    Where the masks or the positions differ between the rows of a batch, a tile is visited if any of the rows needs it.
+    Long rows are therefore taken a few at a time, in the extreme one after the other.
 
     Args:
         x: the operands.
         blocks: tile sizes; chosen from the shapes when left out.
         given: see ``dense``.
     """
-    masks = (x.mask, *(branch.where for branch in x.far))
-    batched = any(mask is not None and mask.batched for mask in masks) or any(
-        not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions)
-    )
     rows = x.q.shape[0]
-    if not batched or rows == 1:
+    size = _rows_at_once(x) if isinstance(rows, int) and _differ(x) else rows
+    if size == rows:
         return _one_plan(x, blocks, given)
 
-    def one(index):
-        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, index, 1), given)
-        return _one_plan(_row(x, index), blocks, own)
+    def some(start):
+        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), given)
+        return _one_plan(_rows(x, start, size), blocks, own)
 
-    out, lse = jax.lax.map(one, jnp.arange(rows))
-    return out[:, 0], lse[:, 0]
+    found = jax.lax.map(some, jnp.arange(0, rows, size))
+    return tuple(array.reshape(rows, *array.shape[2:]) for array in found)
 
 
-def _row(x: Operands, index) -> Operands:
-    pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
+def _differ(x: Operands) -> bool:
+    """Whether masks or positions differ between the rows of the batch."""
+    masks = (x.mask, *(branch.where for branch in x.far))
+    batched = any(mask is not None and mask.batched for mask in masks)
+    return batched or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
+
+
+def _rows_at_once(x: Operands) -> int:
+    """A divisor of the rows: as many as one tile of a quarter of a row's keys may have at most."""
+    rows, kv_heads, group, queries, _ = x.q.shape
+    block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
+    most = TILE_ELEMENTS // (kv_heads * group * min(block, queries) * block)
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
+
+
+def _rows(x: Operands, start, size: int) -> Operands:
+    pick = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=0)
     narrow = {name: pick(getattr(x, name)) for name in ("q", "k", "v")}
     for name in ("bias", "mask"):
         part = getattr(x, name)
-        narrow[name] = part if part is None else part.row(index)
+        narrow[name] = part if part is None else part.rows(start, size)
     for name in ("q_positions", "kv_positions"):
         part = getattr(x, name)
         narrow[name] = pick(part) if not isinstance(part, Range) and part.ndim == 2 else part
-    far = tuple(Branch(pick(branch.q), pick(branch.k), branch.where.row(index)) for branch in x.far)
+    far = tuple(Branch(pick(branch.q), pick(branch.k), branch.where.rows(start, size)) for branch in x.far)
     return dataclasses.replace(x, **narrow, far=far)
 
 
@@ -107,10 +119,12 @@ def _one_plan(x: Operands, blocks: Blocks | None, given: tuple | None) -> tuple:
 def _choose_blocks(x: Operands) -> Blocks:
     """Square tiles, of ``TILE_ELEMENTS`` logits over all rows and heads at most, so that a tile stays in cache.
 
-    Where there are fewer queries than that, a tile has more keys in their place. A symbolic batch counts as one row.
+    Where there are fewer queries than that, a tile has more keys in their place, as long as their features are no more
+    numbers than that either. A symbolic batch counts as one row.
     """
-    batch, kv_heads, group, queries, _ = x.q.shape
-    heads, keys = kv_heads * group * (batch if isinstance(batch, int) else 1), x.k.shape[2]
+    batch, kv_heads, group, queries, features = x.q.shape
+    kv_heads *= batch if isinstance(batch, int) else 1
+    heads, keys = kv_heads * group, x.k.shape[2]
     block = _LARGEST_BLOCK
     while block > _SMALLEST_BLOCK and heads * block * block > TILE_ELEMENTS:
         block //= 2
@@ -118,7 +132,8 @@ def _choose_blocks(x: Operands) -> Blocks:
         block = math.gcd(block, x.run)
         return Blocks(min(block, queries), min(block, keys))
     wide = block
-    while queries < block and wide < keys and 2 * heads * queries * wide <= TILE_ELEMENTS:
+    largest = max(heads * queries, kv_heads * features)
+    while queries < block and wide < keys and 2 * largest * wide <= TILE_ELEMENTS:
         wide *= 2
     return Blocks(min(block, queries), min(wide, keys))
 

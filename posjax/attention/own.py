@@ -124,7 +124,7 @@ def _check_part(part: Blockwise, x: Operands) -> None:
     batch, kv_heads, group = x.q.shape[:3]
     tile = _check_tile(part, x, batch, kv_heads * group)
     if tile.ndim == 4 and tile.shape[0] > 1:
-        _check_tile(part.row(0), x, 1, kv_heads * group)
+        _check_tile(part.rows(0, 1), x, 1, kv_heads * group)
 
 
 def _check_tile(part: Blockwise, x: Operands, batch: int, heads: int) -> jax.ShapeDtypeStruct:

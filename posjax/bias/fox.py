@@ -55,9 +55,9 @@ class ForgetBias(Bias):
         """The gates of a block of keys."""
         return dataclasses.replace(self, kv_gates=jax.lax.dynamic_slice_in_dim(self.kv_gates, start, size, axis=2))
 
-    def row(self, index):
-        """The gates of one row, as a batch of one."""
-        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
+    def rows(self, start, size):
+        """The gates of some rows of the batch."""
+        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=0)
         return ForgetBias(pick(self.q_gates), pick(self.kv_gates), self.symmetric)
 
     def map_tokens(self, queries, keys):

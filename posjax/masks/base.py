@@ -187,9 +187,9 @@ class Combined(Mask):
         """The masks for a block of keys."""
         return self._map("keys", start, size)
 
-    def row(self, index):
-        """The masks for one row of the batch."""
-        return self._map("row", index)
+    def rows(self, start, size):
+        """The masks for some rows of the batch."""
+        return self._map("rows", start, size)
 
     def pad(self, queries, keys):
         """The masks with longer arrays."""

@@ -69,9 +69,9 @@ class OfTokens(Mask):
         q, k = self.arrays
         return type(self)(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1))
 
-    def row(self, index):
-        """The numbers of one row, as a batch of one."""
-        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index, slice_size=1, axis=0)
+    def rows(self, start, size):
+        """The numbers of some rows of the batch."""
+        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=0)
         return type(self)(*map(pick, self.arrays))
 
     def pad(self, queries, keys):

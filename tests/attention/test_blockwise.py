@@ -43,8 +43,11 @@ def test_a_tile_has_two_million_logits_at_most_down_to_64_tokens(heads, run, tok
     [((1, 2, 8), 1, Blocks(1, 2**17)), ((1, 1, 1), 100, Blocks(100, 2**14)), ((64, 8, 4), 1, Blocks(1, 1024))],
 )
 def test_of_few_queries_a_tile_has_many_keys(heads, queries, wanted):
-    """As many as make 2^21 logits: of 16 heads and one query 2^17."""
-    assert _choose_blocks(operands(*heads, queries=queries, keys=2**18)) == wanted
+    """As many as make 2^21 logits, of 16 heads and one query 2^17; or 2^21 features."""
+    x = operands(*heads, queries=queries, keys=2**18)
+    assert _choose_blocks(x) == wanted
+    wide = dataclasses.replace(x, q=np.zeros((1, 2, 8, 1, 64)))
+    assert _choose_blocks(wide) == Blocks(1, 2**14)
 
 
 def test_a_tile_is_no_longer_than_the_row():

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention.tiles import in_tiles
 
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands
 from posjax.bias import (
@@ -155,7 +155,7 @@ def test_fox_bias_by_blocks():
     bound = FoX().bind(num_heads=3, q_gates=c, kv_gates=c)
     whole = bound.values(Q, Q)
     assert bound.batched
-    part = bound.pad(8, 10).row(1).queries(2, 3).keys(4, 3)
+    part = bound.pad(8, 10).rows(1, 1).queries(2, 3).keys(4, 3)
     chex.assert_trees_all_close(part.values(Q[2:5], Q[4:7])[0], whole[1, :, 2:5, 4:7])
     bound.check(2, 7, 7)
     with pytest.raises(ValueError, match=r"kv_gates must have shape \[2, heads, 8\], found \(2, 3, 7\)"):
@@ -338,7 +338,7 @@ def test_attention_tile_by_tile_equals_the_whole_with_gradients(kind):
         out, lse = backend(operands)
         return jnp.sin(out).sum() + jnp.cos(lse).sum()
 
-    backends = dense, partial(blockwise, blocks=Blocks(4, 6))
+    backends = dense, lambda x: in_tiles(x, 4, 6)
     slopes = jax.jit(lambda x: [jax.value_and_grad(partial(loss, backend))(x) for backend in backends])
     want, got = slopes((params.get(kind), log_gates, np.ones((), np.float32)))
     chex.assert_trees_all_close(got, want, atol=5e-5, rtol=1e-4)

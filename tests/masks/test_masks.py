@@ -103,7 +103,7 @@ def test_other_refusals():
 def test_masks_of_tokens_are_taken_apart(make):
     mask, there = make(), positions.Range(0, N)
     whole = masks.materialise(mask, there, there)
-    part = jax.jit(lambda mask: mask.queries(4, 8).keys(3, 5).row(1))(mask)
+    part = jax.jit(lambda mask: mask.queries(4, 8).keys(3, 5).rows(1, 1))(mask)
     got = masks.materialise(part, positions.Range(4, 8), positions.Range(3, 5))
     np.testing.assert_array_equal(got, whole[1:, :, 4:12, 3:8])
     longer = mask.pad(N + 2, N + 3)
