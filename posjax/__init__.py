@@ -2,9 +2,11 @@
 
 import importlib
 
-from posjax import absolute, bias, coca, far, linear, masks, pope, positions, rotary, sampling, scales, sinks
+from posjax import _serial, absolute, bias, coca, far, linear, masks, pope, positions, rotary, sampling, scales, sinks
 from posjax._slots import Features
+from posjax.angles import Frequencies
 from posjax.attention import attention
+from posjax.attention.cache import Cache
 from posjax.attention.coca import coca_attention
 from posjax.bias import alibi_bias, alibi_slopes
 from posjax.layers import Layers
@@ -14,6 +16,12 @@ from posjax.rotary import RotaryTable, apply_rotary, rotary_table
 from posjax.scheme import Scheme
 
 __version__ = "0.1.0"
+
+_serial.register(
+    *(RotaryTable, Frequencies, positions.Range, far.Branch, Cache, linear.LinearState),
+    *_serial.below(masks.Mask),
+    *_serial.below(bias.Bias),
+)
 
 __all__ = [
     "Features",

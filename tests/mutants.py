@@ -68,6 +68,11 @@ FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
 # (file, line without spaces around it, what stands there instead): why no test can tell them apart.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "posjax/sampling.py",
+        "return jnp.sort(jax.lax.top_k(words, count)[1].astype(jnp.int32), axis=-1)",
+        "(1)",
+    ): "there are two axes",
+    (
         "posjax/attention/checks.py",
         "return int(ahead[np.argmax(np.any(seen, axis=tuple(range(np.ndim(seen) - 1))))])",
         "2",

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from posjax import _serial
 from posjax._checks import check, check_length, check_tokens, shown
 from posjax._numbers import at_least_float32
 from posjax.attention.operands import ATTENDED
@@ -59,6 +60,9 @@ class DecoderCache:
     stacks: tuple
     used: Int[Array, "batch"]
     capacity: int
+
+
+_serial.register(DecoderCache)
 
 
 class Decoder(nnx.Module):

@@ -202,6 +202,13 @@ def test_transformers_4_finds_the_base_where_it_looks(name):
     assert read_config(theirs | {"model_type": values["model_type"]}) == config
 
 
+@pytest.mark.parametrize("name", [name for name in released.CASES if name.startswith("falcon")])
+def test_falcon_is_written_in_the_architecture_that_it_was_read_from(name):
+    values = released.CASES[name]
+    written = write_config(read_config(values), FAMILIES["falcon"])
+    assert written["new_decoder_architecture"] == values["new_decoder_architecture"]
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "phi3", "phi3-longrope", "gpt_neox"])
 def test_another_rule_wins_over_the_older_words_of_the_folder_beside_it(name, tmp_path):
     values = OLDER[name]

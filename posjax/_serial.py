@@ -1,0 +1,60 @@
+"""Pytrees of the library in programs that ``jax.export`` writes to bytes: what is structure in them, as text.
+
+The text is JSON: numbers, strings and None as they are, tuples as lists, frozen dataclasses (specs) by name and fields.
+"""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from jax import export
+
+from posjax._checks import check, shown
+
+
+def register(*classes: type) -> None:
+    """Lets classes that JAX knows as pytrees be arguments and results of exported programs."""
+    for cls in classes:
+        if issubclass(cls, tuple):
+            export.register_namedtuple_serialization(cls, serialized_name=_name(cls))
+            continue
+        export.register_pytree_node_serialization(
+            cls,
+            serialized_name=_name(cls),
+            serialize_auxdata=lambda structure: json.dumps(_plain(structure)).encode(),
+            deserialize_auxdata=lambda text: _restored(json.loads(text)),
+        )
+
+
+def below(cls: type) -> Iterator[type]:
+    """Every dataclass of the library that is derived from a class; what they have in common is no pytree."""
+    for derived in cls.__subclasses__():
+        if "__dataclass_fields__" in vars(derived) and derived.__module__.startswith("posjax."):
+            yield derived
+        yield from below(derived)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    check(dataclasses.is_dataclass(value), f"jax.export: {shown(value)} in the structure of a pytree cannot be written")
+    fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {"class": _name(type(value)), "fields": fields}
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_restored, value))
+    if not isinstance(value, dict):
+        return value
+    module, _, name = value["class"].partition(":")
+    check(module.startswith("posjax."), f"jax.export: {value['class']} is no class of posjax")
+    return getattr(importlib.import_module(module), name)(**{k: _restored(v) for k, v in value["fields"].items()})

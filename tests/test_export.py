@@ -1,0 +1,105 @@
+"""Programs that ``jax.export`` writes to bytes and reads again: trees of the library go in and come out."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+
+import posjax as pj
+from posjax.masks import Causal, Segments, Sinks, Window
+from posjax.positions import Range
+
+
+def again(exported):
+    """The program after its way through bytes."""
+    return export.deserialize(exported.serialize())
+
+
+def arrays(batch=2, length=8):
+    return np.random.default_rng(0).normal(size=(3, batch, length, 4, 8)).astype(np.float32)
+
+
+BIASES = {
+    "alibi": pj.bias.ALiBi(learned=True),
+    "t5": pj.bias.T5(num_buckets=8, max_distance=16),
+    "kerple": pj.bias.Kerple("weighted-power"),
+    "fire": pj.bias.FIRE(),
+    "sandwich": pj.bias.Sandwich(),
+    "scale-invariant": pj.bias.ScaleInvariant(),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bound_bias_is_an_argument(name):
+    spec = BIASES[name]
+    bound = spec.bind(spec.init(jax.random.key(0), 4), num_heads=4)
+    run = jax.jit(lambda bias, q, k, v: pj.attention(q, k, v, bias=bias, mask=Causal()))
+    values = arrays()
+    chex.assert_trees_all_close(again(export.export(run)(bound, *values)).call(bound, *values), run(bound, *values))
+
+
+IDS = np.array([[0] * 3 + [1] * 5, [0] * 6 + [-1] * 2], np.int32)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Causal() & (Window(jnp.int32(3)) | Sinks(1)), ~Window(2) & Segments(IDS), Causal() & jnp.ones((8, 8), bool)],
+    ids=["sizes", "segments", "an array"],
+)
+def test_a_mask_and_positions_are_arguments(mask):
+    def run(mask, where, q, k, v):
+        return pj.attention(
+            q, k, v, mask=mask, bias=pj.bias.ALiBi(symmetric=True), q_positions=where, kv_positions=where
+        )
+
+    given = mask, Range(jnp.int32(5), 8), *arrays()
+    run = jax.jit(run)
+    chex.assert_trees_all_close(again(export.export(run)(*given)).call(*given), run(*given))
+
+
+def test_a_rotary_table_comes_out():
+    run = jax.jit(lambda at: pj.rotary_table(at, pj.rotary.frequencies(16)))
+    at = jnp.arange(5)
+    found = again(export.export(run)(at)).call(at)
+    assert isinstance(found, pj.RotaryTable)
+    chex.assert_trees_all_close(found, run(at))
+
+
+@pytest.mark.parametrize("name", ["rope", "linear-elu"])
+def test_a_cache_goes_in_and_comes_out(name):
+    config = pj.nn.DecoderConfig(vocab_size=16, num_layers=1, model_dim=16, num_heads=2, scheme=pj.scheme(name))
+    decoder = pj.nn.Decoder(config, rngs=nnx.Rngs(0))
+    cache = decoder.init_cache(batch=1, capacity=8, chunk=2)
+    run = jax.jit(lambda tokens, cache: decoder.decode(tokens, cache, length=8))
+    tokens = jnp.array([[3, 5]])
+    exported, wanted = again(export.export(run)(tokens, cache)), cache
+    for _ in range(2):
+        (got, cache), (want, wanted) = exported.call(tokens, cache), run(tokens, wanted)
+        chex.assert_trees_all_close((got, cache), (want, wanted), atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [8, 1024])
+def test_of_any_batch_and_for_several_platforms(length):
+    """A batch that is symbolic, dense or in tiles, and gradients."""
+
+    def loss(q, k, v):
+        return jnp.square(pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=Causal())).sum()
+
+    (batch,) = export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, length, 4, 8), jnp.float32)] * 3
+    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    exported = again(export.export(run, platforms=("cpu", "cuda", "tpu"))(*shapes))
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    for size in (1, 3) if length == 8 else (1,):
+        values = arrays(size, length)
+        chex.assert_trees_all_close(exported.call(*values), run(*values), atol=1e-5, rtol=1e-5)
+
+
+def test_with_a_batch_that_is_known_the_program_for_tpus_has_the_kernel():
+    run = jax.jit(lambda q, k, v: pj.attention(q, k, v, mask=Causal()))
+    shapes = [jax.ShapeDtypeStruct((8, 1024, 4, 64), jnp.bfloat16)] * 3
+    text = export.export(run, platforms=("cpu", "tpu"))(*shapes).mlir_module()
+    assert text.count("tpu_custom_call") == 1
