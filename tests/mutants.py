@@ -68,6 +68,16 @@ FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
 # (file, line without spaces around it, what stands there instead): why no test can tell them apart.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "posjax/masks/by_token.py",
+        "return Segments(jnp.where(valid, 0, -1).astype(jnp.int32))",
+        "1",
+    ): "any id that is not negative is one document",
+    (
+        "posjax/attention/api.py",
+        "fewer = queries < keys",
+        "(queries <= keys)",
+    ): "where they are as many, nothing is refused and nothing said",
+    (
         "posjax/sampling.py",
         "return jnp.sort(jax.lax.top_k(words, count)[1].astype(jnp.int32), axis=-1)",
         "(1)",

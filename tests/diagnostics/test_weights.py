@@ -1,5 +1,7 @@
 """Attention weights, their curves, reach and entropy, of whole schemes."""
 
+import dataclasses
+
 import chex
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,22 @@ def test_far_pairs_gates_and_rotated_values():
     np.testing.assert_allclose(gated[:, 1:] / gated[:, :-1], 2, rtol=1e-5)
     values = weights(pj.scheme("vo-rope"), 200, **SMALL)
     np.testing.assert_allclose(values, 1 / 200, rtol=1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Widened(pj.Features):
+    """Values that grow with the head size of the model, and outputs that shrink by it."""
+
+    def value(self, params, v, positions, *, head_dim, length=None):
+        return v * head_dim
+
+    def output(self, params, out, positions, *, head_dim, length=None):
+        return out / head_dim
+
+
+def test_maps_of_values_know_the_head_size_of_the_model():
+    found = weights(pj.Scheme(features=Widened()), 5, **SMALL)
+    np.testing.assert_allclose(found, 1 / 5, rtol=1e-5)
 
 
 def test_linear_attention():

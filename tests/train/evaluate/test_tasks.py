@@ -238,6 +238,11 @@ def test_a_filling_ends_with_a_sentence_and_has_the_size(size):
     assert any(sentence.endswith(sentences[0]) for sentence in IDLE)
 
 
+def test_a_filling_begins_with_a_whole_sentence_where_one_fits():
+    parts = filling(BYTES, iter(["Oh. ", "A day. ", "So it is. "]), 17)
+    assert [BYTES.tokenizer.decode(part).decode() for part in parts] == ["A day. ", "So it is. "]
+
+
 def test_recall_queries_every_pair_once_and_nothing_else_is_a_key():
     for sample in every("mqar", BYTES, 120):
         tokens, pairs = sample.tokens.tolist(), CONFIG.mqar.pairs
