@@ -54,13 +54,13 @@ def test_far_pairs_gates_and_rotated_values():
 
 @dataclasses.dataclass(frozen=True)
 class Widened(pj.Features):
-    """Values that grow with the head size of the model, and outputs that shrink by it."""
+    """Values that grow with their position and the head size of the model, and outputs that shrink by them."""
 
     def value(self, params, v, positions, *, head_dim, length=None):
-        return v * head_dim
+        return v * (1 + head_dim * pj.positions.as_array(positions)[:, None, None])
 
     def output(self, params, out, positions, *, head_dim, length=None):
-        return out / head_dim
+        return out / (1 + head_dim * pj.positions.as_array(positions)[:, None, None])
 
 
 def test_maps_of_values_know_the_head_size_of_the_model():
