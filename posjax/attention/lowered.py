@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,19 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Lowered:
-    """A function of arrays. A subclass is hashable, for programs are kept by it; its arrays are arguments."""
+    """A function of arrays, which are all arguments. A subclass is hashable: compiled programs are kept by it."""
 
-    linear: ClassVar[int] | int = 0
-    """It is linear in so many of its last arguments."""
+    @property
+    def linear(self) -> int:
+        """How many of the last arguments it is linear in."""
+        return 0
 
     def types(self, *arrays: Array) -> Sequence[Array]:
-        """Anything that has the types of the results, and is quick to trace."""
+        """Arrays with the types of the results: shapes, dtypes, and how they lie on a mesh. It is traced, never run."""
         raise NotImplementedError
 
     def on(self, platform: str, *arrays: Array) -> Sequence[Array]:
-        """The results, computed as a platform likes it: one of ``PLATFORMS``, or "" for what works on all."""
+        """The results, as one of ``PLATFORMS`` computes them; for ``""`` by what works on all and has tangents."""
         raise NotImplementedError
 
     def differentiated(self, primals: tuple, tangents: tuple) -> tuple[Sequence[Array], Sequence[Array]]:
@@ -50,7 +52,7 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Derivative(Lowered):
-    """The tangents of a function's results by what works on all platforms: of all arguments, and some tangents."""
+    """The tangents of a function's results: a function of its arguments and of the tangents that ``which`` names."""
 
     function: Lowered
     which: tuple[bool, ...]

@@ -43,12 +43,15 @@ def attend(backends: Backends, x: Operands, scale: Any, given: tuple | None = No
 
 @dataclass(frozen=True)
 class _Attention(Lowered):
+    """Output and log-sum-exp; its tangents are ``_Tangents``, and their transpose is ``_Backward``."""
+
     backends: Backends
     form: Form
 
     def types(self, *arrays):
-        """One product as large as the scores would be, of shapes alone."""
-        return _types(self.form.filled(arrays)[0])
+        x, _ = self.form.filled(arrays)
+        logits = scores(x.q, x.k)
+        return mix(logits, x.v, x.v.dtype), logits.max(-1)
 
     def on(self, platform, *arrays):
         return self.backends.of(platform)(*self.form.filled(arrays))
@@ -85,7 +88,10 @@ def _tangents(of: _Attention | _Part, primals: tuple, tangents: tuple, rows: tup
 
 @dataclass(frozen=True)
 class _Tangents(Lowered):
-    """Of output and log-sum-exp, by their values and by the tangents of those arrays that ``which`` names."""
+    """Tangents of output and log-sum-exp, from their values and from the tangents of the arrays that ``which`` names.
+
+    Their values are not needed here, but for the transpose: it finds the weights ``P = exp(z - lse)`` from them.
+    """
 
     backends: Backends
     form: Form
@@ -127,8 +133,3 @@ class _Backward(Lowered):
             return self.backends.of(platform)(*self.form.filled(filled), given=rows)
 
         return jax.vjp(part, *self.types(*primals))[1](tuple(cotangents))
-
-
-def _types(x: Operands) -> tuple[Array, Array]:
-    logits = scores(x.q, x.k)
-    return mix(logits, x.v, x.v.dtype), logits.max(-1)
