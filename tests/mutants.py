@@ -68,6 +68,16 @@ FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
 # (file, line without spaces around it, what stands there instead): why no test can tell them apart.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
+        "posjax/rotary/generators.py",
+        "diagonal = omega[..., None] * np.eye(omega.shape[-1])",
+        "(1)",
+    ): "there are two axes",
+    (
+        "posjax/linear/kernels.py",
+        "unit = x * jax.lax.rsqrt(jnp.where(squared > 0, squared, 1))",
+        "2",
+    ): "a vector of zeros stays zero, whatever it is multiplied by",
+    (
         "posjax/masks/by_token.py",
         "return Segments(jnp.where(valid, 0, -1).astype(jnp.int32))",
         "1",

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 import posjax as pj
 from posjax import masks
 from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose, context_attention
+from posjax.attention.sharded.choice import bytes_exchanged, bytes_gathered
 from posjax.attention.sharded.parts import Line, taken
 from posjax.bias import T5, ALiBi
 from posjax.layout import KINDS, Layout
@@ -133,6 +134,13 @@ LARGE = Sizes(batch=1, length=2**20, heads=32, kv_heads=8, shards=16)
 )
 def test_the_cost_rule(sizes, strategy):
     assert choose(sizes) == strategy
+
+
+def test_bytes_that_a_device_receives_by_hand():
+    """Of 4 devices with 16 tokens each: 3/4 of its queries and of each of its 2 key heads twice; 48 tokens' keys."""
+    sizes = Sizes(batch=2, length=64, heads=8, kv_heads=2, shards=4, features=24, query_features=40, itemsize=2)
+    assert bytes_exchanged(sizes) == 2 * 16 * (8 * 40 + 4 * 24) * 2 * 3 // 4
+    assert bytes_gathered(sizes) == 2 * 48 * 2 * 24 * 2
 
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
