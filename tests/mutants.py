@@ -229,7 +229,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "it is counted where a score rises, whatever its scale",
 }
 
-SECONDS = 5400
+SECONDS = 1800
 IN_THE_REPOSITORY = re.compile(r"(?:^|(?<=/))(?:posjax|train)/.*")
 
 
