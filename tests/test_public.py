@@ -26,7 +26,7 @@ Scheme scheme scheme_names Layers nn.Attention nn.Block nn.Decoder nn.DecoderCon
 # built of another.
 FLOORS = [
     {"_checks"},
-    {"_numbers"},
+    {"_numbers", "_serial"},
     {"positions"},
     {"_slots", "angles", "sampling", "layout"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "sinks", "far", "linear"},

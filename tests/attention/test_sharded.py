@@ -1,6 +1,7 @@
 """Attention on a mesh: every device attends to its own rows, and nothing is gathered."""
 
 import dataclasses
+import importlib
 import re
 from functools import partial
 
@@ -74,8 +75,9 @@ def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_gathered(conf
     assert not re.search(r"all-gather|all-to-all", program.as_text())
 
 
-def test_without_the_axis_the_compiler_gathers(decoder, batch, mesh):
-    """What the module is for: the same program partitioned by the compiler alone."""
+def test_without_the_axis_the_compiler_gathers(decoder, batch, mesh, monkeypatch):
+    """What the module is for: the same program partitioned by the compiler alone, of rows too long to share tiles."""
+    monkeypatch.setattr(importlib.import_module("posjax.attention.blockwise"), "TILE_ELEMENTS", 1)
     graph, state = decoder
     program, _ = compiled(graph, state, batch, mesh)
     assert re.search(r"all-gather|all-to-all|collective-permute", program.as_text())
