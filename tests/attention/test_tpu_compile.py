@@ -54,7 +54,7 @@ def program(
     mapped: int = 0,
 ):
     """A function and its abstract arguments; heads lie before tokens, as in the kernels, so that nothing is copied."""
-    on = next(known for known in blocks.CHIPS.values() if known.name == chip)
+    on = next(known for known in blocks.TARGETS.values() if known.name == chip)
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     values = {
         "q": array((1, kv_heads, heads // kv_heads, tokens, size)),
