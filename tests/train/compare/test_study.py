@@ -248,6 +248,7 @@ def keys_by_logits(decoder, config, length, depth, cases):
     for case in range(cases):
         cell = SimpleNamespace(length=length, depth=depth)
         tokens, size = measuring._prompt(vocabulary, cell, case)
+        assert tokens.shape == (1, length + 1)
         before, answer = tokens[0, :-size], tokens[0, -size:]
         key = vocabulary.tokenizer.decode(answer).strip()
         assert key.isdigit()
