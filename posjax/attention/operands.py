@@ -11,13 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
 from posjax._numbers import at_least_float32, is_array_number, level, positive_number, register_numbers
-from posjax.bias import Bias
+from posjax.bias import Bias, ForgetBias, LinearBias
 from posjax.far import Branch
 from posjax.masks import Mask
 from posjax.positions import Positions, Range, difference
 
 ATTENDED = "posjax_attended"
 """Name of what attention computes, for policies of ``jax.checkpoint``: see ``named``."""
+
+RUN = 128
+"""Runs of tokens that are put together are multiples of so many, which is what a tile of any kernel is."""
 
 _LARGEST_EXPONENT = 40.0
 
@@ -39,8 +42,8 @@ class Operands:
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
         run: tokens that follow one another, where queries and keys are several such runs put together, far from each
-            other in the row; a multiple of 128. No tile then holds tokens of two: most of its pairs might be hidden,
-            and numbers counted from its first token might be large.
+            other in the row; a multiple of ``RUN``. No tile then holds tokens of two: most of its pairs might be
+            hidden, and numbers counted from its first token might be large.
     """
 
     q: Float[Array, "batch kv_heads group queries size"]
@@ -136,6 +139,20 @@ def with_bias(
         return tile
     batch, kv_heads, group, q, k = tile.shape
     return bias.apply(tile.reshape(batch, kv_heads * group, q, k), q_positions, kv_positions).reshape(tile.shape)
+
+
+def bias_form(x: Operands) -> str | None:
+    """The form in which the kernels take the bias: ``"linear"``, ``"gates"``, ``"relative"``; else ``"other"``."""
+    bias = x.bias
+    if bias is None:
+        return None
+    plain = x.softcap is None
+    # Of these very classes: one derived from them may give other values.
+    if type(bias) is LinearBias and not bias.symmetric and plain:
+        return "linear"
+    if type(bias) is ForgetBias and not bias.symmetric and plain:
+        return "gates"
+    return "relative" if bias.by_distance and bias.only_adds else "other"
 
 
 def capped(softcap, logits: Float[Array, "*b q k"]) -> Float[Array, "*b q k"]:

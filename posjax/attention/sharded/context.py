@@ -12,7 +12,7 @@ from posjax._checks import check
 from posjax._slots import OfPairs
 from posjax.attention import api
 from posjax.attention.checks import check_ahead, check_sinks
-from posjax.attention.operands import Operands, statistics_dtype, vary_alike
+from posjax.attention.operands import RUN, Operands, bias_form, statistics_dtype, vary_alike
 from posjax.attention.own import heads_of, on_device
 from posjax.attention.sharded.choice import Sizes
 from posjax.attention.sharded.exchange import dealt, gathered
@@ -20,8 +20,6 @@ from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.ring import Plan, ring
-from posjax.attention.tpu.entry import bias_form
-from posjax.attention.tpu.terms import LANES
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
@@ -188,7 +186,7 @@ def _joined(line: Line, x: Operands) -> Line:
     A bias by distance and decay are computed from positions that are ranges, and tiles need whole runs to lie in.
     """
     needs_ranges = x.decay is not None or bias_form(x) == "relative"
-    joins = line.groups.kind == "zigzag" and line.piece % LANES == 0 and not needs_ranges
+    joins = line.groups.kind == "zigzag" and line.piece % RUN == 0 and not needs_ranges
     return dataclasses.replace(line, split=not joins)
 
 

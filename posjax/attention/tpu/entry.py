@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
 from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, named
+from posjax.attention.operands import Operands, bias_form, named
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tpu.backward import LN2, Saved, backward
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
@@ -20,7 +20,6 @@ from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal, unskewed
-from posjax.bias import ForgetBias, LinearBias
 from posjax.masks import And, Causal, Mask, Segments, traced_sizes
 from posjax.positions import Range, as_array
 
@@ -131,20 +130,6 @@ def _band(x: Operands, reach: int) -> tuple[int, int]:
     least = min(rows, reach // LANES)
     first = min(max(0, (middle - aside) // LANES), rows - least)
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
-
-
-def bias_form(x: Operands) -> str | None:
-    """The form in which the kernels take the bias: ``"linear"``, ``"gates"``, ``"relative"``; else ``"other"``."""
-    bias = x.bias
-    if bias is None:
-        return None
-    plain = x.softcap is None
-    # Of these very classes: one derived from them may give other values.
-    if type(bias) is LinearBias and not bias.symmetric and plain:
-        return "linear"
-    if type(bias) is ForgetBias and not bias.symmetric and plain:
-        return "gates"
-    return "relative" if bias.by_distance and bias.only_adds else "other"
 
 
 def _present(queries: int, keys: int, true_keys: int) -> Segments:

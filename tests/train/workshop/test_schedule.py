@@ -21,7 +21,7 @@ from train.workshop.schedule import contenders, costs, layer, own
 from train.workshop.schedule.bench import bench_schedules, measure
 from train.workshop.schedule.compiling import DoesNotCompile, compile_for
 from train.workshop.schedule.config import Prediction, ScheduleConfig
-from train.workshop.schedule.contenders import KERNELS, causal_tiles
+from train.workshop.schedule.contenders import SCHEDULED, causal_tiles
 from train.workshop.schedule.cost import Cost, Hot, Launch, Runs, cost, find_kernel, match_runs
 from train.workshop.schedule.kernels import read_kernels
 from train.workshop.schedule.listing import parse as parse_listing
@@ -303,11 +303,11 @@ def test_causal_tiles_are_counted(q, kv):
     assert full == sum(j + kv - 1 <= i for i, j in tiles)
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if not name.startswith("posjax")])
+@pytest.mark.parametrize("name", [name for name in SCHEDULED if not name.startswith("posjax")])
 def test_what_contenders_state_of_themselves_is_consistent(name):
     products = {"forward": 2, "fused backward": 5, "two-kernel backward": 7}[name.partition(", ")[2]]
-    for blocks in KERNELS[name].sweep:
-        launches = KERNELS[name].program(SHAPE, blocks, "v5e").launches
+    for blocks in SCHEDULED[name].sweep:
+        launches = SCHEDULED[name].program(SHAPE, blocks, "v5e").launches
         areas, work = zip(*(_area_and_work(launch) for launch in launches), strict=True)
         assert all(
             area == 2 * sum(causal_tiles(4096, blocks["q"], blocks["kv"])) * blocks["q"] * blocks["kv"]
@@ -361,7 +361,7 @@ def test_what_does_not_compile_is_a_problem(monkeypatch):
 
     monkeypatch.setattr(contenders, "compile_for", refuse)
     name = "jax splash, forward"
-    found = measure(name, "v5e", SHAPE, KERNELS[name].sweep[0])
+    found = measure(name, "v5e", SHAPE, SCHEDULED[name].sweep[0])
     assert found.problem == "out of VMEM and more"
     assert not found.costs
 

@@ -17,7 +17,7 @@ from train.runtime.paths import write_file
 from train.workshop.schedule import layer, own
 from train.workshop.schedule.compiling import check_compiler
 from train.workshop.schedule.config import Prediction, ScheduleConfig
-from train.workshop.schedule.contenders import KERNELS, missing, schedule_of
+from train.workshop.schedule.contenders import SCHEDULED, missing, schedule_of
 from train.workshop.schedule.program import Blocks, KernelShape
 from train.workshop.schedule.report import by_shape, notes, table
 
@@ -68,7 +68,7 @@ def measure_all(name: str, chip: str, shape: KernelShape, timeout: int) -> Itera
     if problem:
         yield Prediction(chip, name, shape, {}, problem=problem)
         return
-    for blocks in KERNELS[name].sweep:
+    for blocks in SCHEDULED[name].sweep:
         if all(shape.length % size == 0 for size in blocks.values()):
             yield measure(name, chip, shape, blocks, timeout)
 

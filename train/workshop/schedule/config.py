@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from posjax._checks import check_choice, check_count
 from posjax.presets import scheme_names
-from train.workshop.schedule.contenders import KERNELS
+from train.workshop.schedule.contenders import SCHEDULED
 from train.workshop.schedule.cost import Cost
 from train.workshop.schedule.program import Blocks, KernelShape
 
@@ -23,7 +23,7 @@ class ScheduleConfig:
     length: int = 32768
     heads: int = 4
     head_dim: int = 128
-    contenders: tuple[str, ...] = tuple(KERNELS)
+    contenders: tuple[str, ...] = tuple(SCHEDULED)
     lengths: tuple[int, ...] = ()
     head_dims: tuple[int, ...] = ()
     layers: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class ScheduleConfig:
             for value in getattr(self, name):
                 check_count(f"schedule.{name}", value)
         for name in self.contenders:
-            check_choice("schedule.contenders", name, tuple(KERNELS))
+            check_choice("schedule.contenders", name, tuple(SCHEDULED))
         for name in self.layers:
             check_choice("schedule.layers", name, scheme_names())
 

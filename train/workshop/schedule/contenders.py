@@ -1,7 +1,7 @@
 """Attention kernels to compile: causal, bfloat16, batch 1, every query head with its own keys.
 
 A contender is a function of the shape and of its block sizes that returns a `KernelProgram`: how to make the function
-to compile, and how often which part of its kernels runs. To add one, write that function and name it in `KERNELS`.
+to compile, and how often which part of its kernels runs. To add one, write that function and name it in `SCHEDULED`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from train.workshop.schedule.program import Blocks, Contender, KernelProgram, Ke
 
 def make(name: str, shape: Mapping[str, int], blocks: Blocks, chip: str) -> tuple[Callable, list]:
     """The function and its abstract arguments; this is what the compiling process calls."""
-    return KERNELS[name].program(KernelShape(**shape), blocks, chip).make()
+    return SCHEDULED[name].program(KernelShape(**shape), blocks, chip).make()
 
 
 def order(name: str, shape: KernelShape, blocks: Blocks, chip: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def order(name: str, shape: KernelShape, blocks: Blocks, chip: str) -> dict[str,
 
 def missing(name: str) -> str | None:
     """Why a contender cannot be compiled here, or None."""
-    package = KERNELS[name].needs
+    package = SCHEDULED[name].needs
     return None if package is None or importlib.util.find_spec(package) else f"{package} is not installed"
 
 
@@ -40,7 +40,7 @@ def schedule_of(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeou
     """Compiles one program: the cost of each of its kernels, and the HBM that it takes beside arguments and results."""
     arguments = order(name, shape, blocks, chip)
     compiled = compile_for(chip, "train.workshop.schedule.contenders:make", arguments, timeout=timeout)
-    launches = KERNELS[name].program(shape, blocks, chip).launches
+    launches = SCHEDULED[name].program(shape, blocks, chip).launches
     kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
     return tuple(cost(kernel, launch, CHIPS[chip]) for kernel, launch in kernels), compiled.temp_bytes
 
@@ -213,7 +213,7 @@ _SIZES = (
     {"q": 512, "kv": 512, "compute": 512},
     *_grid(q=(1024, 2048), kv=(1024, 2048), compute=(256, 512, 1024)),
 )
-KERNELS = {
+SCHEDULED = {
     "jax splash, forward": Contender(splash_forward, _SIZES),
     "jax legacy flash, forward": Contender(legacy_forward, _SIZES),
     "tokamax splash, forward": Contender(tokamax_forward, _SIZES, needs="tokamax"),

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import Operands
+from posjax.attention.operands import Operands, bias_form
 from posjax.attention.tpu.blocks import TARGETS, Target
-from posjax.attention.tpu.entry import bias_form, tpu
+from posjax.attention.tpu.entry import tpu
 from posjax.attention.tpu.schedule import Blocks, Kind, plan
 from posjax.bias import T5, ALiBi, Kerple
 from posjax.far import Branch

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from train.runtime.chips import CHIPS
 from train.workshop.schedule.config import Prediction, ScheduleConfig
-from train.workshop.schedule.contenders import KERNELS
+from train.workshop.schedule.contenders import SCHEDULED
 from train.workshop.schedule.cost import Cost
 
 _COLUMNS = (
@@ -74,7 +74,7 @@ def _cell(results: Sequence[Prediction]) -> str:
 
 def against(chip: str, name: str, results: Sequence[Prediction]) -> Cost | None:
     """The cost that a contender's is a multiple of, at the best blocks of either; None if it has none here."""
-    other = KERNELS[name].against
+    other = SCHEDULED[name].against
     found = best(_of(results, other(chip))) if other else []
     return found[0].costs[0] if found else None
 
