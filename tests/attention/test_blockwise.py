@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.blockwise import Blocks, Kind, _choose_blocks, _grid_of, _kinds_of, _Present, _visits, blockwise
+from posjax.attention.blockwise import (
+    Blocks,
+    Kind,
+    _choose_blocks,
+    _grid_of,
+    _kinds_of,
+    _Present,
+    _rows_at_once,
+    _visits,
+    blockwise,
+)
 from posjax.attention.operands import Operands
 from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Extent, Segments
@@ -48,6 +58,15 @@ def test_of_few_queries_a_tile_has_many_keys(heads, queries, wanted):
     assert _choose_blocks(x) == wanted
     wide = dataclasses.replace(x, q=np.zeros((1, 2, 8, 1, 64)))
     assert _choose_blocks(wide) == Blocks(1, 2**14)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "rows"),
+    # 8 heads of 128 x 128 are 2^17 logits, a tile has 16 of these; 8 heads of 512 x 512 are one tile.
+    [((8, 8, 1), 512, 8), ((32, 8, 1), 512, 16), ((8, 4, 2), 2048, 1), ((6, 2, 2), 2048, 2), ((6, 1, 2), 2048, 3)],
+)
+def test_rows_that_differ_share_tiles_while_these_are_a_quarter_of_a_row(heads, tokens, rows):
+    assert _rows_at_once(operands(*heads, queries=tokens, keys=tokens)) == rows
 
 
 def test_a_tile_is_no_longer_than_the_row():

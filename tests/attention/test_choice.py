@@ -91,6 +91,31 @@ def test_asked_for_it_is_the_kernel_even_for_a_few_tokens():
     assert kernels(partial(causal, implementation="tpu"), *few) == {FORWARD}
 
 
+@pytest.mark.parametrize(
+    ("shape", "dense"),
+    [((1, 512, 512, 8), True), ((2, 512, 512, 8), False), ((1, 513, 512, 1), False), ((8, 1, 2**15, 8), True),
+     ((16, 1, 2**15, 8), False), ((64, 64, 64, 8), True)],
+)  # fmt: skip
+def test_dense_is_the_default_while_all_logits_are_a_tile(monkeypatch, shape, dense):
+    """2^21 over rows and heads, and 512 x 512 of a head."""
+    taken = []
+    monkeypatch.setitem(api.BACKENDS, "dense", lambda x, given: taken.append(x) or (x.q, x.q[..., 0]))
+    rows, queries, keys, heads = shape
+    q, k = (jax.ShapeDtypeStruct((rows, tokens, heads, 4), jnp.float32) for tokens in (queries, keys))
+    traced(attention, q, k, k)
+    assert bool(taken) == dense
+
+
+def test_above_it_the_default_takes_the_memory_of_blockwise():
+    """Temporaries of the gradients of 64 rows of 4 heads; those of ``dense`` are more than twice as much."""
+    x = [jax.ShapeDtypeStruct((64, 256, 4, 16), jnp.float32)] * 3
+    found = [
+        jax.jit(gradient(partial(causal, implementation=name))).lower(*x).compile().memory_analysis().temp_size_in_bytes
+        for name in (None, "blockwise", "dense")
+    ]
+    assert found[0] <= 1.3 * found[1] < found[2] / 2
+
+
 def test_on_a_cpu_it_is_blockwise_to_the_bit():
     settings = {"mask": Causal() & (Window(300) | Sinks(4)), "bias": ALiBi(), "sinks": jnp.ones(HEADS)}
 
