@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jax import export
 
 from posjax._checks import check, shown
@@ -43,6 +44,8 @@ def _name(cls: type) -> str:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     check(dataclasses.is_dataclass(value), f"jax.export: {shown(value)} in the structure of a pytree cannot be written")

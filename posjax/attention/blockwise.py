@@ -64,7 +64,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = N
         given: see ``dense``.
     """
     rows = x.q.shape[0]
-    size = _rows_at_once(x) if isinstance(rows, int) and _differ(x) else rows
+    size = _rows_at_once(x) if isinstance(rows, int) and rows and _differ(x) else rows
     if size == rows:
         return _one_plan(x, blocks, given)
 

@@ -3,12 +3,16 @@
 ``jax.lax.platform_dependent`` traces an implementation for every platform into every program. Here one operation stands
 for all of them until the platform is known. Under ``vmap`` it is the operation that maps the function; what it is
 differentiated by, and what that is transposed by, are operations of the same kind.
+
+Tracing so late has a price: what a function reads beside its arguments is read when the program is lowered. So the
+settings of JAX that it depends on are kept (``Form.settings``), and so are copies of NumPy arrays.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +40,7 @@ class Lowered:
         raise NotImplementedError
 
     def on(self, platform: str, *arrays: Array) -> Sequence[Array]:
-        """The results, as one of ``PLATFORMS`` computes them; for ``""`` by what works on all and has tangents."""
+        """The results, as one of ``PLATFORMS`` computes them; for ``""``, by what runs everywhere and has a ``jvp``."""
         raise NotImplementedError
 
     def differentiated(self, primals: tuple, tangents: tuple) -> tuple[Sequence[Array], Sequence[Array]]:
@@ -47,7 +51,7 @@ class Lowered:
 
     def transposed(self, constants: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
         """The cotangents of the last arguments, in which it is linear."""
-        raise NotImplementedError
+        raise ValueError("attention is not linear in its arguments, so it has no transpose; jax.vjp has its gradients")
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,13 @@ def run(function: Lowered, *arrays: Array) -> list[Array]:
 
 
 @functools.partial(jax.jit, static_argnames="function")
-def _eager(*arrays, function):
+def _compiled(*arrays, function):
     return _lowered_p.bind(*arrays, function=function)
+
+
+def _eager(*arrays, function):
+    with jax.disable_jit(False):  # without jit nothing would ever be lowered
+        return _compiled(*arrays, function=function)
 
 
 def _types(*types, function: Lowered) -> list:
@@ -157,6 +166,7 @@ def _transposed(cotangents, *arrays, function: Lowered) -> list:
 
 _lowered_p.def_impl(_eager)
 _lowered_p.def_abstract_eval(_types)
+mlir.register_lowering(_lowered_p, _lowering(""))
 for _platform in PLATFORMS:
     mlir.register_lowering(_lowered_p, _lowering(_platform), platform=_platform)
 batching.primitive_batchers[_lowered_p] = _mapped
@@ -172,35 +182,65 @@ def zero_tangent(x: Array) -> Any:
 
 
 class _Known:
-    """A leaf whose numbers are known when tracing; of two equal ones the program is the same."""
+    """A leaf whose numbers are known when tracing: a number, or a copy of an array, which its owner may change."""
 
     def __init__(self, leaf: Any):
-        self.leaf, self._array = leaf, np.asarray(leaf)
+        array = np.array(leaf)
+        self.leaf = array if isinstance(leaf, np.ndarray) else leaf
+        self._key = type(leaf), array.dtype, array.shape, array.tobytes()
 
     def __eq__(self, other):
-        same = type(other) is _Known and type(self.leaf) is type(other.leaf) and self._array.dtype == other._array.dtype
-        return same and np.array_equal(self._array, other._array)
+        return type(other) is _Known and self._key == other._key
 
     def __hash__(self):
-        return hash((self._array.shape, self._array.dtype))
+        return hash(self._key)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Form:
-    """What is left of a tree when its arrays are taken out, apart from those that are known when tracing."""
+    """The structure of a tree and its leaves that are known when tracing; its JAX arrays are taken out.
+
+    Args:
+        structure: of the tree.
+        known: its leaves, with None for those that were taken out.
+        settings: of JAX when it was made: precision of matrix products, and whether numbers may have 64 bits.
+        token: of a tree with parts from outside of the library, which may read anything: it equals no other.
+    """
 
     structure: Any
     known: tuple[_Known | None, ...]
+    settings: tuple[str | None, bool]
+    token: object = None
 
     @staticmethod
-    def of(tree: Any) -> tuple[Form, list[Array]]:
-        """The form of a tree, and the arrays that were taken out."""
+    def of(tree: Any, unique: bool = False) -> tuple[Form, list[Array]]:
+        """The form of a tree, and the arrays that were taken out; a ``unique`` form equals no other."""
         leaves, structure = jax.tree.flatten(tree)
         taken = [isinstance(leaf, jax.Array) for leaf in leaves]
         known = tuple(None if own else _Known(leaf) for own, leaf in zip(taken, leaves, strict=True))
-        return Form(structure, known), [leaf for own, leaf in zip(taken, leaves, strict=True) if own]
+        settings = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
+        form = Form(structure, known, settings, object() if unique else None)
+        return form, [leaf for own, leaf in zip(taken, leaves, strict=True) if own]
 
     def filled(self, arrays: Sequence[Array]) -> Any:
         """The tree with arrays in the places of those that were taken out."""
         rest = iter(arrays)
         return self.structure.unflatten([next(rest) if known is None else known.leaf for known in self.known])
+
+    @contextmanager
+    def as_set(self) -> Iterator[None]:
+        """JAX with the settings of when the form was made."""
+        precision, wide = self.settings
+        with jax.default_matmul_precision(precision), jax.enable_x64(wide):
+            yield
+
+    @property
+    def _key(self) -> tuple:
+        # As text 1, 1.0 and True differ, which are equal as structure.
+        return str(self.structure), self.known, self.settings, self.token
+
+    def __eq__(self, other):
+        return type(other) is Form and self._key == other._key and self.structure == other.structure
+
+    def __hash__(self):
+        return hash(self._key)

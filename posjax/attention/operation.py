@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from posjax.attention.lowered import Form, Lowered, run, zero_tangent
 from posjax.attention.operands import Operands, mix, named, scores
+from posjax.attention.own import has_own
 
 Backend = Callable[..., tuple[Array, Array]]
 """``backend(operands, scale, given=None)`` gives output and log-sum-exp; see ``posjax.attention.dense.dense``."""
@@ -35,7 +36,7 @@ class Backends:
 
 def attend(backends: Backends, x: Operands, scale: Any, given: tuple | None = None) -> tuple[Array, Array]:
     """Output and log-sum-exp of a call whose queries are not scaled yet; with ``given`` as in ``dense``."""
-    form, arrays = Form.of((x, scale))
+    form, arrays = Form.of((x, scale), unique=has_own(x))
     if given is None:
         return tuple(run(_Attention(backends, form), *arrays))
     return tuple(run(_Part(backends, form), *arrays, *map(jax.lax.stop_gradient, given)))
@@ -50,11 +51,13 @@ class _Attention(Lowered):
 
     def types(self, *arrays):
         x, _ = self.form.filled(arrays)
-        logits = scores(x.q, x.k)
-        return mix(logits, x.v, x.v.dtype), logits.max(-1)
+        with self.form.as_set():
+            logits = scores(x.q, x.k)
+            return mix(logits, x.v, x.v.dtype), logits.max(-1)
 
     def on(self, platform, *arrays):
-        return self.backends.of(platform)(*self.form.filled(arrays))
+        with self.form.as_set():
+            return self.backends.of(platform)(*self.form.filled(arrays))
 
     def differentiated(self, primals, tangents):
         rows = named(*run(self, *primals))
@@ -107,7 +110,8 @@ class _Tangents(Lowered):
     def on(self, platform, *arrays):
         primals, moved = arrays[: len(self.which)], iter(arrays[len(self.which) + 2 :])
         tangents = [next(moved) if own else zero_tangent(x) for own, x in zip(self.which, primals, strict=True)]
-        return jax.jvp(lambda *x: self.backends.usual(*self.form.filled(x)), primals, tuple(tangents))[1]
+        with self.form.as_set():
+            return jax.jvp(lambda *x: self.backends.usual(*self.form.filled(x)), primals, tuple(tangents))[1]
 
     def transposed(self, constants, cotangents):
         return run(_Backward(self.backends, self.form, self.which), *constants, *cotangents)
@@ -132,4 +136,5 @@ class _Backward(Lowered):
             filled = [next(chosen) if own else x for own, x in zip(self.which, primals, strict=True)]
             return self.backends.of(platform)(*self.form.filled(filled), given=rows)
 
-        return jax.vjp(part, *self.types(*primals))[1](tuple(cotangents))
+        with self.form.as_set():
+            return jax.vjp(part, *self.types(*primals))[1](tuple(cotangents))

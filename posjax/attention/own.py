@@ -4,7 +4,7 @@ What the library's own classes give is known, and its tests see to that.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,11 @@ def _own(slot: Blockwise | None) -> Iterator[Blockwise]:
     for leaf in jax.tree.leaves(slot, is_leaf=lambda leaf: leaf is not slot and isinstance(leaf, Blockwise)):
         if isinstance(leaf, Blockwise):
             yield from _own(leaf)
+
+
+def has_own(x: Operands) -> bool:
+    """Whether a bias or mask of a call, or a part of one, was written outside the library."""
+    return any(True for slot in (x.bias, x.mask, *(branch.where for branch in x.far)) for _ in _own(slot))
 
 
 def _check_narrowing(kind: type[Blockwise]) -> None:
@@ -170,11 +175,23 @@ def _tile(part: Blockwise, method: str, sides: tuple[int, int], *arguments) -> j
         return getattr(here, method)(*arguments)
 
     try:
-        tile = jax.eval_shape(computed, *arguments)
+        program, tile = jax.make_jaxpr(computed, return_shape=True)(*arguments)
     except (TypeError, ValueError, IndexError) as error:
         shapes = ", ".join(str(argument.shape) for argument in arguments)
         why = str(error).partition("\n")[0]
         raise ValueError(f"{_kind(part).__name__}.{method} fails on arrays of shape {shapes}: {why}") from error
+    _check_reads(part, method, program.consts)
     name = f"{_kind(part).__name__}.{method}"
     check(isinstance(tile, jax.ShapeDtypeStruct), f"{name} must give an array, found {shown(tile)}")
     return tile
+
+
+def _check_reads(part: Blockwise, method: str, read: Sequence[Any]) -> None:
+    """Raises ValueError where a method reads what is being traced beside its arguments and the leaves of its object."""
+    leaves = {id(leaf) for leaf in jax.tree.leaves(part)}
+    foreign = [array for array in read if isinstance(array, jax.core.Tracer) and id(array) not in leaves]
+    check(
+        not foreign,
+        f"{_kind(part).__name__}.{method} reads an array of the function that is being traced, which is none of its "
+        "fields; make it a data field of the class, or give it as a NumPy array",
+    )

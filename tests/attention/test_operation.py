@@ -1,5 +1,6 @@
 """Attention as one operation: its derivatives and transformations against ``dense``, and what lowering it traces."""
 
+import dataclasses
 from functools import partial
 
 import chex
@@ -14,7 +15,7 @@ from posjax.attention.lowered import PLATFORMS
 from posjax.attention.operands import ATTENDED
 from posjax.attention.tpu import entry
 from posjax.bias import ALiBi
-from posjax.masks import Causal, Segments
+from posjax.masks import Causal, Mask, Segments
 
 TOKENS, HEADS, KV_HEADS, SIZE = 70, 4, 2, 8
 IDS = np.sort(np.random.default_rng(1).integers(-1, 3, (2, TOKENS))).astype(np.int32)
@@ -165,3 +166,89 @@ def test_equal_calls_one_by_one_are_compiled_once(monkeypatch):
             q * factor
         )
     assert [given is None for given in traced] == [True, False]
+
+
+def of_packed_rows(ids):
+    """In tiles, and dense."""
+    q, k, v, *_ = map(jnp.asarray, values())
+    return [attention(q, k, v, mask=Causal() & Segments(ids), implementation=way) for way in ("blockwise", "dense")]
+
+
+def test_an_array_of_numpy_may_change_after_the_call():
+    """As a buffer that batch after batch is read into; the gradient is that of the call."""
+    ids = np.zeros((2, TOKENS), np.int32)
+    of_packed_rows(ids)
+    q, k, v, *_ = map(jnp.asarray, values())
+    out, back = jax.vjp(lambda q: attention(q, k, v, mask=Causal() & Segments(ids), implementation="blockwise"), q)
+    want = jax.vjp(lambda q: attention(q, k, v, mask=Causal(), implementation="dense"), q)[1](out)
+    ids[:] = IDS
+    chex.assert_trees_all_close(back(out), want, atol=1e-5)
+    got, want = of_packed_rows(ids)
+    chex.assert_trees_all_close(got, want, atol=1e-6)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kind"])
+@dataclasses.dataclass(frozen=True)
+class Own(Mask):
+    """A mask from outside of the library, whose structure says how far a query sees."""
+
+    kind: object
+
+    def pairs(self, i, j):
+        reach = self.kind if callable(self.kind) else {bool: 5, float: 20}.get(type(self.kind), 60)
+        return (i >= j) & (i - j < (reach() if callable(reach) else reach))
+
+
+def test_structure_that_is_equal_may_mean_something_else():
+    """``1 == 1.0 == True``; in calls of their own and in one program, and a function that changes its mind."""
+    q, k, v, *_ = map(jnp.asarray, values())
+    reach = [3]
+
+    def results(way):
+        return [attention(q, k, v, mask=Own(kind), implementation=way) for kind in (1, 1.0, True)]
+
+    for run in (results, jax.jit(results, static_argnums=0)):
+        chex.assert_trees_all_close(run("blockwise"), run("dense"), atol=1e-6)
+    mask = Own(lambda: reach[0])
+    for reach[0] in (3, 30):
+        got, want = (attention(q, k, v, mask=mask, implementation=way) for way in ("blockwise", "dense"))
+        chex.assert_trees_all_close(got, want, atol=1e-6)
+
+
+def test_what_is_traced_is_a_field_and_no_closure():
+    q, k, v, *_ = values()
+    run = jax.jit(lambda reach: attention(q, k, v, mask=Own(lambda: reach), implementation="blockwise"))
+    with pytest.raises(ValueError, match=r"Own\.allowed reads an array of the function that is being traced"):
+        run(7)
+
+
+def test_settings_of_jax_are_those_of_the_call():
+    q, k, v, *_ = map(jnp.asarray, values())
+
+    def precise(q):
+        with jax.default_matmul_precision("highest"):
+            return attention(q, k, v, mask=Causal(), implementation="blockwise").sum()
+
+    text = jax.jit(jax.grad(precise)).lower(q).as_text()
+    assert text.count("stablehlo.dot_general") == text.count("precision = [HIGHEST, HIGHEST]") > 4
+
+    def wide(q, k, v):
+        with jax.enable_x64(True):
+            return attention(*(x.astype(jnp.float64) for x in (q, k, v)), mask=Causal(), implementation="blockwise")
+
+    assert jax.jit(wide)(q, k, v).dtype == jnp.float64
+
+
+def test_without_jit_it_is_lowered_all_the_same():
+    q, k, v, *_ = values()
+    want = attention(q, k, v, mask=Causal(), implementation="dense")
+    with jax.disable_jit():
+        got = attention(q, k, v, mask=Causal(), implementation="blockwise")
+    chex.assert_trees_all_close(got, want, atol=1e-6)
+
+
+def test_no_rows():
+    q, k, v, *_ = values()
+    ids = np.zeros((0, TOKENS), np.int32)
+    found = attention(q[:0], k[:0], v[:0], mask=Segments(ids), implementation="blockwise")
+    chex.assert_shape(found, (0, TOKENS, HEADS, SIZE))
