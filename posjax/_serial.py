@@ -59,5 +59,6 @@ def _restored(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     module, _, name = value["class"].partition(":")
-    check(module.startswith("posjax."), f"jax.export: {value['class']} is no class of posjax")
-    return getattr(importlib.import_module(module), name)(**{k: _restored(v) for k, v in value["fields"].items()})
+    cls = getattr(importlib.import_module(module), name, None) if module.startswith("posjax.") else None
+    check(dataclasses.is_dataclass(cls), f"jax.export: {value['class']} is no dataclass of posjax")
+    return cls(**{field: _restored(part) for field, part in value["fields"].items()})

@@ -234,7 +234,7 @@ class Form:
         with jax.default_matmul_precision(precision), jax.enable_x64(wide):
             yield
 
-    @property
+    @functools.cached_property
     def _key(self) -> tuple:
         # As text 1, 1.0 and True differ, which are equal as structure.
         return str(self.structure), self.known, self.settings, self.token

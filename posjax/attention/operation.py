@@ -38,12 +38,12 @@ def attend(backends: Backends, x: Operands, scale: Any, given: tuple | None = No
     """Output and log-sum-exp of a call whose queries are not scaled yet; with ``given`` as in ``dense``."""
     form, arrays = Form.of((x, scale), unique=has_own(x))
     if given is None:
-        return tuple(run(_Attention(backends, form), *arrays))
-    return tuple(run(_Part(backends, form), *arrays, *map(jax.lax.stop_gradient, given)))
+        return tuple(run(_Forward(backends, form), *arrays))
+    return tuple(run(_OfSomeKeys(backends, form), *arrays, *map(jax.lax.stop_gradient, given)))
 
 
 @dataclass(frozen=True)
-class _Attention(Lowered):
+class _Forward(Lowered):
     """Output and log-sum-exp; its tangents are ``_Tangents``, and their transpose is ``_Backward``."""
 
     backends: Backends
@@ -65,7 +65,7 @@ class _Attention(Lowered):
 
 
 @dataclass(frozen=True)
-class _Part(Lowered):
+class _OfSomeKeys(Lowered):
     """Output and log-sum-exp of whole rows as they are, with the tangents of some of their keys."""
 
     backends: Backends
@@ -81,7 +81,7 @@ class _Part(Lowered):
         return primals[-2:], _tangents(self, primals[:-2], tangents[:-2], primals[-2:])
 
 
-def _tangents(of: _Attention | _Part, primals: tuple, tangents: tuple, rows: tuple) -> Sequence[Array]:
+def _tangents(of: _Forward | _OfSomeKeys, primals: tuple, tangents: tuple, rows: tuple) -> Sequence[Array]:
     which = tuple(tangent is not None for tangent in tangents)
     if not any(which):
         return tuple(map(zero_tangent, rows))
@@ -93,7 +93,7 @@ def _tangents(of: _Attention | _Part, primals: tuple, tangents: tuple, rows: tup
 class _Tangents(Lowered):
     """Tangents of output and log-sum-exp, from their values and from the tangents of the arrays that ``which`` names.
 
-    Their values are not needed here, but for the transpose: it finds the weights ``P = exp(z - lse)`` from them.
+    The values are for the transpose, which finds the weights ``P = exp(z - lse)`` from them.
     """
 
     backends: Backends
