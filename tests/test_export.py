@@ -1,5 +1,7 @@
 """Programs that ``jax.export`` writes to bytes and reads again: trees of the library go in and come out."""
 
+import json
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from flax import nnx
 from jax import export
 
 import posjax as pj
+from posjax._serial import _plain, _restored
 from posjax.masks import Causal, Segments, Sinks, Window
 from posjax.positions import Range
 
@@ -79,6 +82,17 @@ def test_a_cache_goes_in_and_comes_out(name):
     for _ in range(2):
         (got, cache), (want, wanted) = exported.call(tokens, cache), run(tokens, wanted)
         chex.assert_trees_all_close((got, cache), (want, wanted), atol=1e-6)
+
+
+def test_structure_is_text_that_names_dataclasses_of_the_library_alone():
+    spec = pj.bias.ScaleInvariant(tau=np.float64(3))
+    structure = (spec, 2, None, (True, "name"))
+    assert _restored(json.loads(json.dumps(_plain(structure)))) == structure
+    with pytest.raises(ValueError, match=r"jax\.export: .*object.* in the structure of a pytree cannot be written"):
+        _plain((1, object()))
+    for name in ("os:system", "posjax._serial:register"):
+        with pytest.raises(ValueError, match=f"{name} is no dataclass of posjax"):
+            _restored({"class": name, "fields": {}})
 
 
 @pytest.mark.parametrize("length", [8, 1024])

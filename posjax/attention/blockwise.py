@@ -56,7 +56,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = N
     """The same function as ``dense`` in memory linear in the length, forward and backward.
 
     Where the masks or the positions differ between the rows of a batch, a tile is visited if any of the rows needs it.
-    Long rows are therefore taken a few at a time, in the extreme one after the other.
+    Long rows are therefore taken a few at a time, the longest one by one.
 
     Args:
         x: the operands.
@@ -84,7 +84,10 @@ def _differ(x: Operands) -> bool:
 
 
 def _rows_at_once(x: Operands) -> int:
-    """A divisor of the rows: as many as one tile of a quarter of a row's keys may have at most."""
+    """How many rows share tiles: the largest divisor of their number that lets a tile be a quarter of a row long.
+
+    A tile then has between 64 and 512 tokens a side, and ``TILE_ELEMENTS`` logits at most.
+    """
     rows, kv_heads, group, queries, _ = x.q.shape
     block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
     most = TILE_ELEMENTS // (kv_heads * group * min(block, queries) * block)
@@ -119,8 +122,8 @@ def _one_plan(x: Operands, blocks: Blocks | None, given: tuple | None) -> tuple:
 def _choose_blocks(x: Operands) -> Blocks:
     """Square tiles, of ``TILE_ELEMENTS`` logits over all rows and heads at most, so that a tile stays in cache.
 
-    Where there are fewer queries than that, a tile has more keys in their place, as long as their features are no more
-    numbers than that either. A symbolic batch counts as one row.
+    With fewer queries than a block, a tile has more keys instead, while neither its logits nor the numbers in its keys
+    are more than that. A symbolic batch counts as one row.
     """
     batch, kv_heads, group, queries, features = x.q.shape
     kv_heads *= batch if isinstance(batch, int) else 1

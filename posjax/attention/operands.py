@@ -20,7 +20,7 @@ ATTENDED = "posjax_attended"
 """Name of what attention computes, for policies of ``jax.checkpoint``: see ``named``."""
 
 RUN = 128
-"""Runs of tokens that are put together are multiples of so many, which is what a tile of any kernel is."""
+"""Tokens of the smallest tile of the kernels; runs of tokens that are put together are multiples of it."""
 
 _LARGEST_EXPONENT = 40.0
 

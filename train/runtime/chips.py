@@ -1,6 +1,6 @@
 """Published facts about chips: what their units, memory and links can do at most.
 
-What the kernels ask of a TPU stands with them, in ``posjax.attention.tpu.blocks.TARGETS``.
+What the kernels ask of a TPU is in ``posjax.attention.tpu.blocks.TARGETS``.
 """
 
 from __future__ import annotations
