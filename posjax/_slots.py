@@ -1,6 +1,5 @@
-"""What the slots of a scheme have in common: values taken block by block, and maps of queries, keys and values."""
+"""What the slots of a scheme have in common: values over pairs of tokens, and maps of queries, keys and values."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -8,87 +7,77 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
+from posjax.axes import AXES, WithAxes, names_of, narrowed
 
 
-class Blockwise:
-    """A value over (query, key) pairs that can be narrowed to a block of either.
+class OverPairs(WithAxes):
+    """A value over (query, key) pairs: what biases and masks have in common.
 
-    For a function of positions the defaults are right, because the positions themselves are narrowed beside it: its
-    arrays go whole to every tile, every row and every device. A subclass whose arrays have an axis of tokens defines
-    ``queries``, ``keys``, ``pad`` and ``map_tokens``; one whose arrays have an axis of rows defines ``rows`` and
-    ``batched``.
+    It is evaluated tile by tile, for the positions of a tile. Its arrays are cut to the tile, to rows and heads, and to
+    the tokens of a device as their ``axes`` say: see ``posjax.axes``. A function of positions has none to name.
     """
 
-    @property
-    def reads_positions(self) -> bool:
-        """Whether it depends on where queries and keys stand."""
-        return True
-
-    @property
-    def axes(self) -> Any:
-        """The value with a tuple in place of each array: what each of its axes holds one entry of.
-
-        Names are ``"batch"``, ``"length"`` and ``"heads"``; None, and axes behind those named, are held whole by every
-        device of a mesh.
-        """
-        return jax.tree.map(lambda _: (), self)
-
-    def queries(self, start, size: int) -> Self:
-        """The same value for the block of ``size`` queries from ``start``."""
-        return self
-
-    def keys(self, start, size: int) -> Self:
-        """The same value for the block of ``size`` keys from ``start``."""
-        return self
-
-    def rows(self, start, size: int) -> Self:
-        """The same value for the ``size`` rows of the batch from ``start``."""
-        return self
-
-    def pad(self, queries: int, keys: int) -> Self:
-        """The same value with its arrays lengthened to ``queries`` and ``keys`` tokens."""
-        return self
-
-    def map_tokens(self, queries: Callable[[Array], Any], keys: Callable[[Array], Any]) -> Self:
-        """The same value with ``queries`` applied to its arrays over queries, and ``keys`` to those over keys.
-
-        Tokens are the last axis of those arrays.
-        """
-        return self
+    reads_positions: ClassVar[bool] = True
+    """Whether it depends on where queries and keys stand."""
 
     def heads(self, start, size: int) -> Self:
-        """The same value for the ``size`` query heads from ``start``."""
-        return self
+        """The same value for the ``size`` query heads from ``start``.
+
+        Arrays with an axis of heads are cut. Where heads differ without one, all are computed and these kept.
+        """
+        if any("heads" in names for names in self.axes.values()):
+            return narrowed(self, "heads", start, size)
+        return self._of_heads(jnp.asarray(start, jnp.int32), size) if self.differs_between_heads else self
+
+    def _of_heads(self, start: Int[Array, ""], size: int) -> Self:
+        raise NotImplementedError
+
+    @property
+    def differs_between_heads(self) -> bool:
+        """Whether a tile of it has several heads."""
+        here = jnp.zeros(1, jnp.int32)
+        one = narrowed(narrowed(self, "queries", 0, 1), "keys", 0, 1)
+        shape = jax.eval_shape(lambda: one._tile(here, here)).shape
+        return len(shape) > 2 and shape[-3] > 1
+
+    def _tile(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Array:
+        raise NotImplementedError
 
     def check(self, batch: int, queries: int, keys: int) -> None:
-        """Raises ValueError unless the arrays it carries fit an attention call of these sizes."""
+        """Raises ValueError unless its arrays fit an attention call of these sizes."""
+        self._check_names()
+        sizes = {"batch": batch, "queries": queries, "keys": keys}
+        for field, names in self.axes.items():
+            array = getattr(self, field)
+            if array is None:
+                continue
+            wanted = [sizes.get(name, name) for name in names]
+            fits = array.ndim == len(names) and all(
+                size in (found, name) for found, size, name in zip(array.shape, wanted, names, strict=True)
+            )
+            shape = f"({', '.join(map(str, wanted))})"
+            check(fits, f"{type(self).__name__} {field} must have shape {shape}, found {array.shape}")
 
-    @property
-    def batched(self) -> bool:
-        """Whether it carries arrays that differ between the rows of a batch."""
-        return False
+    def _check_names(self) -> None:
+        found = [name for names in self.axes.values() for name in names]
+        unknown = [name for name in found if name not in (*AXES, None)]
+        unknown += [field for field in self.axes if not hasattr(self, field)]
+        check(
+            not unknown,
+            f"{type(self).__name__}.axes: found {unknown}; it has the names of fields, and for each axis of their "
+            f"arrays one of {AXES} or None",
+        )
 
-    @property
-    def shift_invariant(self) -> bool:
-        """Whether shifting all positions by one constant changes nothing."""
-        return True
 
-
-class OfPairs(Blockwise):
+class OfPairs(OverPairs):
     """A value that is one array over pairs, ``[batch, heads, queries, keys]``; an axis of 1 is for all alike."""
 
     array: Array
     name: ClassVar[str]
     """The argument of ``attention`` that it is given as."""
-    _filler: ClassVar[Any]
-    """What a pair with a token that padding adds gets."""
 
-    reads_positions = False
-
-    @property
-    def axes(self):
-        """Rows and heads; pairs of tokens are never split."""
-        return type(self)(("batch", "heads"))
+    axes: ClassVar = {"array": ("batch", "heads", "queries", "keys")}
+    reads_positions: ClassVar[bool] = False
 
     @classmethod
     def with_four_axes(cls, array: Array) -> Array:
@@ -101,41 +90,6 @@ class OfPairs(Blockwise):
         check(array.ndim <= 4, f"{cls.name} must broadcast to {layout}, found shape {array.shape}")
         return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
-    def _mapped(self, function: Callable[[Array], Array], axis: int) -> Self:
-        return self if self.array.shape[axis] == 1 else type(self)(function(self.array))
-
-    def _cut(self, start, size: int, axis: int) -> Self:
-        return self._mapped(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size, axis), axis)
-
-    def queries(self, start, size):
-        """The array of a block of queries."""
-        return self._cut(start, size, 2)
-
-    def keys(self, start, size):
-        """The array of a block of keys."""
-        return self._cut(start, size, 3)
-
-    def rows(self, start, size):
-        """The array of some rows of the batch."""
-        return self._cut(start, size, 0)
-
-    def heads(self, start, size):
-        """The array of some query heads; as it is where it has no more of them."""
-        return self if self.array.shape[1] == size else self._cut(start, size, 1)
-
-    def pad(self, queries, keys):
-        """The array lengthened by what padding gets."""
-        return self._lengthened(queries, 2)._lengthened(keys, 3)
-
-    def _lengthened(self, length: int, axis: int) -> Self:
-        widths = [(0, length - self.array.shape[axis] if n == axis else 0) for n in range(4)]
-        return self._mapped(lambda array: jnp.pad(array, widths, constant_values=self._filler), axis)
-
-    def map_tokens(self, queries, keys):
-        """The array mapped along its queries and along its keys."""
-        turned = self._mapped(lambda array: jnp.swapaxes(queries(jnp.swapaxes(array, -1, -2)), -1, -2), 2)
-        return turned._mapped(keys, 3)
-
     def check(self, batch, queries, keys):
         """Raises ValueError unless the array broadcasts to the call; attention itself compares the heads."""
         fits = zip(self.array.shape, (batch, self.array.shape[1], queries, keys), strict=True)
@@ -146,8 +100,8 @@ class OfPairs(Blockwise):
         )
 
 
-class OfSomeHeads(Blockwise):
-    """The ``size`` heads from ``start`` of a ``whole`` that does not say how its arrays are narrowed to them.
+class OfSomeHeads(OverPairs):
+    """The ``size`` heads from ``start`` of a ``whole`` that has no axis of heads to cut.
 
     It is computed for all heads, of which these are kept: right whatever the axes of the arrays are.
     """
@@ -166,29 +120,6 @@ class OfSomeHeads(Blockwise):
         """Some of these heads."""
         return type(self)(self.whole, self.start + start, size)
 
-    def _with(self, whole) -> Self:
-        return type(self)(whole, self.start, self.size)
-
-    def queries(self, start, size):
-        """The whole for a block of queries."""
-        return self._with(self.whole.queries(start, size))
-
-    def keys(self, start, size):
-        """The whole for a block of keys."""
-        return self._with(self.whole.keys(start, size))
-
-    def rows(self, start, size):
-        """The whole for some rows of the batch."""
-        return self._with(self.whole.rows(start, size))
-
-    def pad(self, queries, keys):
-        """The whole with longer arrays."""
-        return self._with(self.whole.pad(queries, keys))
-
-    def map_tokens(self, queries, keys):
-        """The whole with its arrays mapped."""
-        return self._with(self.whole.map_tokens(queries, keys))
-
     def check(self, batch, queries, keys):
         """Raises ValueError unless the whole fits the call."""
         self.whole.check(batch, queries, keys)
@@ -197,21 +128,6 @@ class OfSomeHeads(Blockwise):
     def reads_positions(self):
         """As the whole."""
         return self.whole.reads_positions
-
-    @property
-    def axes(self):
-        """Those of the whole."""
-        return type(self)(self.whole.axes, (), self.size)
-
-    @property
-    def batched(self):
-        """As the whole."""
-        return self.whole.batched
-
-    @property
-    def shift_invariant(self):
-        """As the whole."""
-        return self.whole.shift_invariant
 
 
 def is_own(part: Any) -> bool:
@@ -226,12 +142,7 @@ def is_own_class(kind: type) -> bool:
 
 def check_registered(value: Any) -> None:
     """Raises ValueError for a mask or bias anywhere in ``value`` whose class JAX does not know as a pytree."""
-    for leaf in jax.tree.leaves(value):
-        check(
-            not isinstance(leaf, Blockwise),
-            f"{type(leaf).__name__} is not registered with JAX: write @jax.tree_util.register_dataclass above its "
-            "@dataclasses.dataclass(frozen=True)",
-        )
+    names_of(value)
 
 
 def with_head_axis(positions: Int[Array, "*b n"]) -> Int[Array, "*b n"]:

@@ -19,7 +19,7 @@ from posjax.attention.checks import check_ahead, check_masks, check_sinks, check
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.dense import dense
 from posjax.attention.lowered import PLATFORMS
-from posjax.attention.operands import Operands, checked_softcap, statistics_dtype, vary_alike
+from posjax.attention.operands import FarPair, Operands, checked_softcap, statistics_dtype, vary_alike
 from posjax.attention.operation import Backends, attend
 from posjax.attention.own import checked, heads_of
 from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
@@ -93,7 +93,7 @@ def prepared(
         mask=mask,
         q_positions=checked_positions("q_positions", q_positions, q),
         kv_positions=checked_positions("kv_positions", kv_positions, k),
-        far=tuple(Branch(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
+        far=tuple(FarPair(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
         decay=rates(decay, statistics_dtype(q)),
         softcap=checked_softcap(softcap, q),
     )
@@ -204,7 +204,7 @@ def bound(bias, heads: int) -> Bias | None:
         return made
     if not isinstance(bias, ContextualBias):
         found = heads_of(bias)
-        fits = found in (None, heads) or (bias.of_pairs and found == 1)
+        fits = found in (None, heads)
         check(fits, f"bias is bound for {found} heads, but q has {heads}")
     return widened_leaves(bias)
 

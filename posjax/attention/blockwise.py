@@ -36,9 +36,9 @@ from posjax.attention.operands import (
     with_bias,
 )
 from posjax.attention.padding import lengthen, pad
-from posjax.far import Branch
-from posjax.masks import Extent, Mask, extent
-from posjax.positions import Range
+from posjax.axes import names_of, narrowed, sizes_of
+from posjax.masks import Mask, extent
+from posjax.positions import Range, as_array
 
 TILE_ELEMENTS = 2**21
 """Logits of a tile, over all rows and heads, at most."""
@@ -70,7 +70,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = N
 
     def some(start):
         own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), given)
-        return _one_plan(_rows(x, start, size), blocks, own)
+        return _one_plan(narrowed(x, "batch", start, size), blocks, own)
 
     found = jax.lax.map(some, jnp.arange(0, rows, size))
     return tuple(array.reshape(rows, *array.shape[2:]) for array in found)
@@ -78,9 +78,9 @@ def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = N
 
 def _differ(x: Operands) -> bool:
     """Whether masks or positions differ between the rows of the batch."""
-    masks = (x.mask, *(branch.where for branch in x.far))
-    batched = any(mask is not None and mask.batched for mask in masks)
-    return batched or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
+    masks = (x.mask, *(pair.where for pair in x.far))
+    several = any(size != 1 for size in sizes_of(masks, "batch"))
+    return several or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
 
 
 def _rows_at_once(x: Operands) -> int:
@@ -94,28 +94,17 @@ def _rows_at_once(x: Operands) -> int:
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
 
 
-def _rows(x: Operands, start, size: int) -> Operands:
-    pick = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=0)
-    narrow = {name: pick(getattr(x, name)) for name in ("q", "k", "v")}
-    for name in ("bias", "mask"):
-        part = getattr(x, name)
-        narrow[name] = part if part is None else part.rows(start, size)
-    for name in ("q_positions", "kv_positions"):
-        part = getattr(x, name)
-        narrow[name] = pick(part) if not isinstance(part, Range) and part.ndim == 2 else part
-    far = tuple(Branch(pick(branch.q), pick(branch.k), branch.where.rows(start, size)) for branch in x.far)
-    return dataclasses.replace(x, **narrow, far=far)
-
-
 def _one_plan(x: Operands, blocks: Blocks | None, given: tuple | None) -> tuple:
     queries = x.q.shape[3]
     blocks = blocks or _choose_blocks(x)
-    padded = pad(x, blocks.q, blocks.k, _present)
+    padded = pad(x, blocks.q, blocks.k)
     if given is None:
         out, lse = _forward(blocks, padded)
     else:
         more = padded.q.shape[3] - queries
-        out, lse = _attend_part(blocks, padded, *(lengthen(array, more, axis=3) for array in given))
+        # Whatever the logits of a query that padding adds are, an infinite log-sum-exp gives them weights of 0.
+        out, lse = lengthen(given[0], more, axis=3), lengthen(given[1], more, axis=3, constant_values=jnp.inf)
+        out, lse = _attend_part(blocks, padded, out, lse)
     return out[..., :queries, :], lse[..., :queries]
 
 
@@ -139,28 +128,6 @@ def _choose_blocks(x: Operands) -> Blocks:
     while queries < block and wide < keys and 2 * largest * wide <= TILE_ELEMENTS:
         wide *= 2
     return Blocks(min(block, queries), min(wide, keys))
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["present"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class _Present(Mask):
-    """Hides the keys that padding to whole tiles has added; ``present`` is ``[keys]``."""
-
-    present: jax.Array
-
-    def allowed(self, q_positions, kv_positions):
-        return jnp.broadcast_to(self.present, (q_positions.shape[-1], self.present.shape[0]))
-
-    def tiles(self, q: Extent, k: Extent):
-        by_block = self.present.reshape(-1, k.size)
-        return by_block.any(-1)[None, :], by_block.all(-1)[None, :]
-
-    def keys(self, start, size):
-        return _Present(jax.lax.dynamic_slice_in_dim(self.present, start, size))
-
-
-def _present(_, keys: int, true_keys: int) -> _Present:
-    return _Present(jnp.arange(keys) < true_keys)
 
 
 class Kind(NamedTuple):
@@ -241,33 +208,11 @@ def _add_slice(x, update, block, size: int, axis: int):
     return jax.lax.dynamic_update_slice_in_dim(x, _slice(x, block, size, axis) + update, block * size, axis)
 
 
-def _tile_positions(positions, block, size: int):
-    if isinstance(positions, Range):
-        return positions.start + block * size + jnp.arange(size, dtype=jnp.int32)
-    return with_head_axis(_slice(positions, block, size, positions.ndim - 1))
-
-
 def _tile(x: Operands, blocks: Blocks, i, j) -> Operands:
     """The operands of the tile of query block ``i`` and key block ``j``."""
-
-    def narrow(part):
-        return part if part is None else part.queries(i * blocks.q, blocks.q).keys(j * blocks.k, blocks.k)
-
-    def pair(q, k):
-        return _slice(q, i, blocks.q, 3), _slice(k, j, blocks.k, 2)
-
-    q, k = pair(x.q, x.k)
-    return dataclasses.replace(
-        x,
-        q=q,
-        k=k,
-        v=_slice(x.v, j, blocks.k, 2),
-        bias=narrow(x.bias),
-        mask=narrow(x.mask),
-        q_positions=_tile_positions(x.q_positions, i, blocks.q),
-        kv_positions=_tile_positions(x.kv_positions, j, blocks.k),
-        far=tuple(Branch(*pair(branch.q, branch.k), narrow(branch.where)) for branch in x.far),
-    )
+    part = narrowed(narrowed(x, "queries", i * blocks.q, blocks.q), "keys", j * blocks.k, blocks.k)
+    q_positions, kv_positions = (with_head_axis(as_array(p)) for p in (part.q_positions, part.kv_positions))
+    return dataclasses.replace(part, q_positions=q_positions, kv_positions=kv_positions)
 
 
 def _decayed(tile: Operands) -> tuple[Operands, tuple]:
@@ -374,7 +319,7 @@ def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, kind: Kind, i,
     part, factors = _decayed(_tile(x, blocks, i, j))
     rows = _Saved(*(_slice(a, i, blocks.q, 3) for a in saved))
     takes = _takes(part, kind)
-    found_logits, transpose = _transpose(x, blocks, i, j, _tile_scores(part, kind, takes))
+    found_logits, transpose = _transpose(part, _tile_scores(part, kind, takes))
     logits = _finish(part, kind, found_logits)
     weights = jnp.exp(logits - rows.lse[..., None])
     d_logits = weights * (scores(rows.d_out, part.v) - rows.correction[..., None])
@@ -441,32 +386,35 @@ def _learned(x: Operands) -> tuple:
     return x.bias, x.softcap if is_array_number(x.softcap) else None
 
 
-def _transpose(x: Operands, blocks: Blocks, i, j, tile_scores):
+def _transpose(part: Operands, tile_scores):
     """Logits of a tile under bias and soft cap, and what their gradient means for the scores and for ``_learned``."""
-    if x.bias is None and x.softcap is None:
+    if part.bias is None and part.softcap is None:
         return tile_scores, lambda d_logits: (d_logits, [])
-    # Of an array over pairs a tile reads a tile; what it adds to its gradient must not be as large as the array.
-    here, of_pairs = _tile(x, blocks, i, j), x.bias is not None and x.bias.of_pairs
-    leaves, rebuild = _inexact_leaves(_learned(here if of_pairs else x))
+    leaves, rebuild = _inexact_leaves(_learned(part))
 
     def logits(tile_scores, leaves):
         bias, softcap = rebuild(leaves)
-        own = bias if of_pairs else _tile(dataclasses.replace(x, bias=bias), blocks, i, j).bias
-        biased = with_bias(own, tile_scores, here.q_positions, here.kv_positions)
-        return capped(x.softcap if softcap is None else softcap, biased)
+        biased = with_bias(bias, tile_scores, part.q_positions, part.kv_positions)
+        return capped(part.softcap if softcap is None else softcap, biased)
 
     return jax.vjp(logits, tile_scores, leaves)
 
 
 def _add_learned(x: Operands, blocks: Blocks, i, j, found: list, more: list) -> list:
-    """The gradients of ``_learned`` with those of a tile added, in its place for an array over pairs."""
-    if x.bias is None or not x.bias.of_pairs:
-        return [a + b.astype(a.dtype) for a, b in zip(found, more, strict=True)]
-    whole, tile = found[0], more[0].astype(found[0].dtype)
-    first = [start if tile.shape[n] < whole.shape[n] else 0 for n, start in ((2, i * blocks.q), (3, j * blocks.k))]
-    before = jax.lax.dynamic_slice(whole, (0, 0, *first), tile.shape)
-    rest = [a + b.astype(a.dtype) for a, b in zip(found[1:], more[1:], strict=True)]
-    return [jax.lax.dynamic_update_slice(whole, before + tile, (0, 0, *first)), *rest]
+    """The gradients of ``_learned`` with those of a tile added, in the place of the tile where it has but a part."""
+    first = {"queries": i * blocks.q, "keys": j * blocks.k}
+    learned = _learned(x)
+    named = zip(jax.tree.leaves(learned), names_of(learned), strict=True)
+    names = [own for leaf, own in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return [_added(*pair, [first.get(name, 0) for name in own]) for *pair, own in zip(found, more, names, strict=True)]
+
+
+def _added(whole, part, first: list):
+    part = part.astype(whole.dtype)
+    if part.shape == whole.shape:
+        return whole + part
+    first = [start if part.shape[n] < whole.shape[n] else 0 for n, start in enumerate(first)]
+    return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice(whole, first, part.shape) + part, first)
 
 
 def _cotangent(x: Operands, found: _Gradients) -> Operands:

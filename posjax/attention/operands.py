@@ -1,8 +1,8 @@
 """What every attention backend takes, in one canonical form."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
 from posjax._numbers import at_least_float32, is_array_number, level, positive_number, register_numbers
+from posjax.axes import WithAxes
 from posjax.bias import Bias, ForgetBias, LinearBias
-from posjax.far import Branch
 from posjax.masks import Mask
-from posjax.positions import Positions, Range, difference
+from posjax.positions import Positions, difference
 
 ATTENDED = "posjax_attended"
 """Name of what attention computes, for policies of ``jax.checkpoint``: see ``named``."""
@@ -24,10 +24,25 @@ RUN = 128
 
 _LARGEST_EXPONENT = 40.0
 
+_QUERIES = ("batch", "kv_heads", "group", "queries", "size")
+_KEYS = ("batch", "kv_heads", "keys", "size")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class FarPair(WithAxes):
+    """A ``Branch`` whose queries and keys are grouped like the first ones."""
+
+    q: Float[Array, "batch kv_heads group queries size"]
+    k: Float[Array, "batch kv_heads keys size"]
+    where: Mask
+
+    axes: ClassVar = {"q": _QUERIES, "k": _KEYS}
+
 
 @partial(register_numbers, scalars=("softcap",), structure=("run",))
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class Operands(WithAxes):
     """Checked and bound inputs of one attention call; query heads are grouped by the key head they use.
 
     Args:
@@ -38,7 +53,7 @@ class Operands:
         mask: a mask or None.
         q_positions: ``Range``, ``[queries]`` or ``[batch, queries]``.
         kv_positions: ``Range``, ``[keys]`` or ``[batch, keys]``.
-        far: branches, with queries and keys grouped like the first ones.
+        far: the pairs of features that replace the first one where their masks say so.
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
         run: tokens that follow one another, where queries and keys are several such runs put together, far from each
@@ -53,42 +68,23 @@ class Operands:
     mask: Mask | None
     q_positions: Positions
     kv_positions: Positions
-    far: tuple[Branch, ...] = ()
+    far: tuple[FarPair, ...] = ()
     decay: Float[Array, "size"] | None = None
     softcap: float | Float[Array, ""] | None = None
     run: int | None = None
 
+    axes: ClassVar = {
+        "q": _QUERIES,
+        "k": _KEYS,
+        "v": _KEYS,
+        "q_positions": ("batch", "queries"),
+        "kv_positions": ("batch", "keys"),
+    }
+
     @property
     def pairs(self) -> tuple[tuple[Array, Array], ...]:
-        """The queries and keys of the first pair of features and of every branch."""
-        return ((self.q, self.k), *((branch.q, branch.k) for branch in self.far))
-
-
-def map_tokens(x: Operands, queries: Callable, keys: Callable) -> Operands:
-    """The operands with a function applied to every array over queries, and one to every array over keys.
-
-    They are called as ``function(array, axis)`` with the axis of the tokens, which is negative. Positions that are a
-    ``Range`` stay as they are.
-    """
-    numbers = partial(queries, axis=-1), partial(keys, axis=-1)
-
-    def slot(part):
-        return part if part is None else part.map_tokens(*numbers)
-
-    def place(positions, function):
-        return positions if isinstance(positions, Range) else function(positions)
-
-    return dataclasses.replace(
-        x,
-        q=queries(x.q, axis=-2),
-        k=keys(x.k, axis=-2),
-        v=keys(x.v, axis=-2),
-        bias=slot(x.bias),
-        mask=slot(x.mask),
-        q_positions=place(x.q_positions, numbers[0]),
-        kv_positions=place(x.kv_positions, numbers[1]),
-        far=tuple(Branch(queries(b.q, axis=-2), keys(b.k, axis=-2), slot(b.where)) for b in x.far),
-    )
+        """The queries and keys of the first pair of features and of every far one."""
+        return ((self.q, self.k), *((pair.q, pair.k) for pair in self.far))
 
 
 def vary_alike(operands):

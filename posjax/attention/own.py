@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax._checks import check, shown
-from posjax._slots import Blockwise, OfPairs, OfSomeHeads, check_registered, is_own, is_own_class
+from posjax._slots import OfPairs, OfSomeHeads, OverPairs, check_registered, is_own, is_own_class
 from posjax.attention.operands import Operands
+from posjax.axes import narrowed, sizes_of
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
@@ -31,7 +32,7 @@ def checked(x: Operands) -> Operands:
     slots = [x.bias, x.mask, *(branch.where for branch in x.far)]
     check_registered(slots)
     for part in (part for slot in slots for part in _own(slot)):
-        _check_narrowing(_kind(part))
+        _check_axes(_kind(part))
         _check_derived(_kind(part))
         _check_part(part, x)
     far = tuple(dataclasses.replace(branch, where=on_device(branch.where)) for branch in x.far)
@@ -45,7 +46,7 @@ def on_device(slot: Any) -> Any:
     """
 
     def own(node) -> bool:
-        return isinstance(node, Blockwise) and is_own(node)
+        return isinstance(node, OverPairs) and is_own(node)
 
     def moved(leaf):
         return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
@@ -61,24 +62,28 @@ def heads_of(slot: Bias | Mask) -> int | None:
     """
     check_registered(slot)
     if isinstance(slot, OfPairs):
-        return slot.array.shape[1]
-    here = jax.ShapeDtypeStruct((1,), jnp.int32)
-    shape = _tile(slot, "allowed" if isinstance(slot, Mask) else "values", (1, 1), here, here).shape
-    any_heads = len(shape) < 3 or (shape[-3] == 1 and (is_own(slot) or isinstance(slot, Mask)))
-    return None if any_heads else shape[-3]
+        heads = slot.array.shape[1]
+    elif isinstance(slot, Bias) and not is_own(slot) and sizes_of(slot, "heads"):
+        # What the library binds for one head has one entry for it, which is not for all.
+        return max(sizes_of(slot, "heads"))
+    else:
+        here = jax.ShapeDtypeStruct((1,), jnp.int32)
+        shape = _tile(slot, "allowed" if isinstance(slot, Mask) else "values", (1, 1), here, here).shape
+        heads = shape[-3] if len(shape) > 2 else 1
+    return None if heads == 1 else heads
 
 
 def _kind(part: Any) -> type:
     return type(part.whole if isinstance(part, OfSomeHeads) else part)
 
 
-def _own(slot: Blockwise | None) -> Iterator[Blockwise]:
+def _own(slot: OverPairs | None) -> Iterator[OverPairs]:
     """The bias or mask, or those of the masks that it is composed of, that are not the library's."""
     if slot is not None and is_own(slot):
         yield slot
         return
-    for leaf in jax.tree.leaves(slot, is_leaf=lambda leaf: leaf is not slot and isinstance(leaf, Blockwise)):
-        if isinstance(leaf, Blockwise):
+    for leaf in jax.tree.leaves(slot, is_leaf=lambda leaf: leaf is not slot and isinstance(leaf, OverPairs)):
+        if isinstance(leaf, OverPairs):
             yield from _own(leaf)
 
 
@@ -87,21 +92,20 @@ def has_own(x: Operands) -> bool:
     return any(True for slot in (x.bias, x.mask, *(branch.where for branch in x.far)) for _ in _own(slot))
 
 
-def _check_narrowing(kind: type[Blockwise]) -> None:
-    """Whoever narrows arrays to a block of tokens must also lengthen and map them: one without the other is wrong."""
-    narrows = any(getattr(kind, name) is not getattr(Blockwise, name) for name in ("queries", "keys"))
-    missing = [name for name in ("pad", "map_tokens") if getattr(kind, name) is getattr(Blockwise, name)]
-    check(
-        not (narrows and missing),
-        f"{kind.__name__} has arrays of tokens, for it defines queries or keys: it must define {missing} too",
-    )
+def _check_axes(kind: type[OverPairs]) -> None:
+    """A class with fields beside those of the one that it has its axes from must say what their axes are."""
+    owner = _owner(kind, "axes")
+    described = owner is not kind and dataclasses.is_dataclass(owner)
+    fields, known = ({field.name for field in dataclasses.fields(cls)} for cls in (kind, owner if described else kind))
+    more = sorted(fields - known)
+    check(not more, f"{kind.__name__} has fields {more} beside those of {owner.__name__}: give it axes of its own")
 
 
 # What describes the values or pairs of a class, and must be redefined where those are.
 _SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "retained")}
 
 
-def _check_derived(kind: type[Blockwise]) -> None:
+def _check_derived(kind: type[OverPairs]) -> None:
     """A class that changes the numbers of one of the library's must not keep what that one says of them."""
 
     def inherited(name: str) -> bool:
@@ -122,17 +126,17 @@ def _owner(kind: type, name: str) -> type:
     return next(base for base in kind.__mro__ if name in vars(base))
 
 
-def _check_part(part: Blockwise, x: Operands) -> None:
+def _check_part(part: OverPairs, x: Operands) -> None:
     """Tries a tile, and that of one row where the rows of a batch differ."""
     if isinstance(part, ContextualBias):
         return
     batch, kv_heads, group = x.q.shape[:3]
     tile = _check_tile(part, x, batch, kv_heads * group)
     if tile.ndim == 4 and tile.shape[0] > 1:
-        _check_tile(part.rows(0, 1), x, 1, kv_heads * group)
+        _check_tile(narrowed(part, "batch", 0, 1), x, 1, kv_heads * group)
 
 
-def _check_tile(part: Blockwise, x: Operands, batch: int, heads: int) -> jax.ShapeDtypeStruct:
+def _check_tile(part: OverPairs, x: Operands, batch: int, heads: int) -> jax.ShapeDtypeStruct:
     q, k = min(_QUERIES, x.q.shape[3]), min(_KEYS, x.k.shape[2])
     positions = [_like(p, batch, n) for p, n in ((x.q_positions, q), (x.kv_positions, k))]
     method = _method(part)
@@ -140,7 +144,7 @@ def _check_tile(part: Blockwise, x: Operands, batch: int, heads: int) -> jax.Sha
     tile = _tile(part, method, (q, k), *scores, *positions)
     name, kind = f"{_kind(part).__name__}.{method}", jnp.bool_ if isinstance(part, Mask) else jnp.floating
     check(jnp.issubdtype(tile.dtype, kind), f"{name} must be of dtype {kind.__name__}, found {tile.dtype}")
-    hint = "; narrow arrays of tokens in queries and keys" if tile.shape[-2:] == (x.q.shape[3], x.k.shape[2]) else ""
+    hint = "; name the axes of arrays of tokens in axes" if tile.shape[-2:] == (x.q.shape[3], x.k.shape[2]) else ""
     check(
         _fits(tile.shape, (batch, heads, q, k)) and not (isinstance(part, Mask) and tile.ndim == 3),
         f"{name} must give [batch, heads, queries, keys] = {(batch, heads, q, k)}, or what broadcasts to it, on a tile "
@@ -149,7 +153,7 @@ def _check_tile(part: Blockwise, x: Operands, batch: int, heads: int) -> jax.Sha
     return tile
 
 
-def _method(part: Blockwise) -> str:
+def _method(part: OverPairs) -> str:
     """What gives the tile of a part: the method that its class defines."""
     if isinstance(part, Mask):
         return "allowed"
@@ -167,11 +171,11 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) <= len(wanted) and all(size in (1, whole) for size, whole in sizes)
 
 
-def _tile(part: Blockwise, method: str, sides: tuple[int, int], *arguments) -> jax.ShapeDtypeStruct:
+def _tile(part: OverPairs, method: str, sides: tuple[int, int], *arguments) -> jax.ShapeDtypeStruct:
     """Shape and dtype of what a method gives of the first tile with these sides."""
 
     def computed(*arguments):
-        here = on_device(part).queries(0, sides[0]).keys(0, sides[1])
+        here = narrowed(narrowed(on_device(part), "queries", 0, sides[0]), "keys", 0, sides[1])
         return getattr(here, method)(*arguments)
 
     try:
@@ -186,7 +190,7 @@ def _tile(part: Blockwise, method: str, sides: tuple[int, int], *arguments) -> j
     return tile
 
 
-def _check_reads(part: Blockwise, method: str, read: Sequence[Any]) -> None:
+def _check_reads(part: OverPairs, method: str, read: Sequence[Any]) -> None:
     """Raises ValueError where a method reads what is being traced beside its arguments and the leaves of its object."""
     leaves = {id(leaf) for leaf in jax.tree.leaves(part)}
     foreign = [array for array in read if isinstance(array, jax.core.Tracer) and id(array) not in leaves]

@@ -1,16 +1,16 @@
 """Padding: tokens that a batch carries along, and those that lengthen operands to whole tiles."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool
 
 from posjax.attention.operands import Operands
+from posjax.axes import Names, each
 from posjax.bias import Bias
-from posjax.far import Branch
-from posjax.masks import Mask, padding_of
-from posjax.positions import Range, as_array
+from posjax.masks import Mask, Segments, padding_of
+from posjax.positions import Positions, Range, as_array
 
 _LARGEST_POSITION = 2**31 - 1
 
@@ -35,10 +35,15 @@ def without_padded_scale(mask: Mask | None, scale, q: Array):
 def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
     """A bound bias with zeros for what it holds of tokens that are padding by their mask: FoX's gates."""
     found = padding_of(mask)
-    if found is None or bias is None or not bias.batched or bias.of_pairs:
+    if found is None:
         return bias
-    # The tokens are the last axis, and the rows the first.
-    return bias.map_tokens(*(lambda x, hidden=hidden: _blank(hidden, x, axis=-1) for hidden in found))
+    hidden = dict(zip(("queries", "keys"), found, strict=True))
+
+    def shown(array, names: Names):
+        sides = [name for name in names if name in hidden]
+        return _blank(hidden[sides[0]], array, names.index(sides[0])) if len(sides) == 1 else array
+
+    return each(bias, shown)
 
 
 def _blank(hidden: Bool[Array, "batch tokens"], x: Array, axis: int = 1) -> Array:
@@ -48,50 +53,51 @@ def _blank(hidden: Bool[Array, "batch tokens"], x: Array, axis: int = 1) -> Arra
     return jnp.where(hidden.reshape(sizes), jnp.zeros((), x.dtype), x)
 
 
-def pad(x: Operands, q_block: int, k_block: int, present: Callable[[int, int, int], Mask]) -> Operands:
+def pad(x: Operands, q_block: int, k_block: int) -> Operands:
     """Lengthens everything to whole blocks; keys that were added are masked out, queries are cut off again later.
 
-    ``present(queries, keys, true keys)`` is the mask of the true keys among those of lengthened operands.
+    Queries, keys and values get zeros, and all else its last entries.
     """
-    keys = x.k.shape[2]
-    more_q, more_k = -x.q.shape[3] % q_block, -keys % k_block
-    if not more_q and not more_k:
+    queries, keys = x.q.shape[3], x.k.shape[2]
+    whole = queries + -queries % q_block, keys + -keys % k_block
+    if whole == (queries, keys):
         return x
-    total_q, total_k = x.q.shape[3] + more_q, keys + more_k
-    mask = x.mask if x.mask is None else x.mask.pad(total_q, total_k)
-    if more_k:
-        true = present(total_q, total_k, keys)
-        mask = true if mask is None else mask & true
-    return dataclasses.replace(
-        x,
-        q=lengthen(x.q, more_q, axis=3),
-        k=lengthen(x.k, more_k, axis=2),
-        v=lengthen(x.v, more_k, axis=2),
-        bias=x.bias if x.bias is None else x.bias.pad(total_q, total_k),
-        mask=mask,
-        q_positions=_lengthen_positions(x.q_positions, more_q),
-        kv_positions=_lengthen_positions(x.kv_positions, more_k),
-        far=tuple(
-            Branch(
-                lengthen(branch.q, more_q, axis=3),
-                lengthen(branch.k, more_k, axis=2),
-                branch.where.pad(total_q, total_k),
-            )
-            for branch in x.far
-        ),
-    )
+    found = lengthened(lengthened(x, "queries", queries, whole[0]), "keys", keys, whole[1])
+    if whole[1] == keys:
+        return found
+    true = _true_keys(*whole, keys)
+    return dataclasses.replace(found, mask=true if found.mask is None else found.mask & true)
 
 
-def lengthen(x, more: int, axis: int, mode: str = "constant"):
+def lengthened(tree, axis: str, before: int, after: int):
+    """The tree with ``after`` entries of every array that has ``before`` along an axis."""
+
+    def longer(array, names: Names):
+        if axis not in names or before == after:
+            return array
+        if isinstance(array, Range):
+            return _longer_range(array, after - before)
+        where = names.index(axis)
+        fits = array.shape[where] == before
+        return lengthen(array, after - before, where, "constant" if "size" in names else "edge") if fits else array
+
+    return each(tree, longer)
+
+
+def _longer_range(positions: Range, more: int) -> Positions:
+    if not positions.is_static or positions.start + positions.length + more - 1 <= _LARGEST_POSITION:
+        return Range(positions.start, positions.length + more)
+    return lengthen(as_array(positions), more, axis=0, mode="edge")
+
+
+def _true_keys(queries: int, keys: int, true: int) -> Mask:
+    """Hides the keys from ``true`` on. In NumPy, so that the tiles that it hides are known when tracing."""
+    ids = np.where(np.arange(keys) < true, 0, -1).astype(np.int32)
+    return Segments(np.zeros((1, queries), np.int32), ids[None])
+
+
+def lengthen(x, more: int, axis: int, mode: str = "constant", **options):
     """``x`` with ``more`` entries at the end of an axis, zeros or another mode of ``jnp.pad``."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, more)
-    return jnp.pad(x, widths, mode=mode)
-
-
-def _lengthen_positions(positions, more: int):
-    if isinstance(positions, Range):
-        if not positions.is_static or positions.start + positions.length + more - 1 <= _LARGEST_POSITION:
-            return Range(positions.start, positions.length + more)
-        positions = as_array(positions)
-    return lengthen(positions, more, axis=positions.ndim - 1, mode="edge")
+    return jnp.pad(x, widths, mode=mode, **options)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_count, check_positive
 from posjax._slots import with_head_axis
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, heads_on_last_axis, take, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
 from posjax.positions import Positions, as_array
 
 
@@ -71,9 +71,8 @@ class LinearBias(Bias):
     ahead: Float[Array, "heads"] | None = None
     offset: float = 0.0
 
+    axes: ClassVar = {"slopes": ("heads",), "ahead": ("heads",)}
     by_distance: ClassVar[bool] = True
-
-    heads = heads_on_last_axis
 
     @property
     def grows_ahead(self):

@@ -24,8 +24,7 @@ class ArrayBias(OfPairs, Bias):
 
     array: Float[Array, "#batch #heads #queries #keys"]
 
-    name, _filler = "bias", 0.0
-    of_pairs: ClassVar[bool] = True
+    name: ClassVar[str] = "bias"
 
     def values(self, q_positions, kv_positions):
         """The array as it is."""

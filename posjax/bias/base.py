@@ -10,19 +10,18 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
 from posjax._numbers import at_least_float32, level
-from posjax._slots import Blockwise, OfSomeHeads, is_own
+from posjax._slots import OfSomeHeads, OverPairs
 
 
-class Bias(Blockwise):
+class Bias(OverPairs):
     """A bound bias: a registered pytree whose leaves are its parameters, ready to be evaluated on any tile.
 
-    Gradients reach the leaves through every attention backend. ``values`` is all that a subclass must define.
+    Gradients reach the leaves through every attention backend. ``values`` is all that a subclass must define; ``axes``
+    too where its arrays have axes of rows or tokens, and where they have one of heads that can be cut.
     """
 
     by_distance: ClassVar[bool] = False
     """Whether it is a number to add that depends on ``i - j`` alone."""
-    of_pairs: ClassVar[bool] = False
-    """Whether its one leaf is an array over pairs of tokens, ``[batch, heads, queries, keys]`` with axes of 1."""
 
     @property
     def grows_ahead(self) -> bool:
@@ -43,12 +42,11 @@ class Bias(Blockwise):
         """The tile, ``[heads, q, k]`` for positions ``[n]`` and ``[batch, heads, q, k]`` for ``[batch, 1, n]``."""
         raise TypeError(f"{type(self).__name__} does not say its values")
 
-    def heads(self, start, size: int) -> "Bias":
-        """The bias of the ``size`` heads from ``start``: it computes those of all heads, unless a class knows better.
+    def _tile(self, q_positions, kv_positions):
+        return self.values(q_positions, kv_positions)
 
-        What the axes of its leaves are is for a class to say: see ``heads_on_last_axis``.
-        """
-        return BiasOfHeads(self, jnp.asarray(start, jnp.int32), size)
+    def _of_heads(self, start, size):
+        return BiasOfHeads(self, start, size)
 
     def apply(
         self,
@@ -64,7 +62,7 @@ class Bias(Blockwise):
 @partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
 @dataclasses.dataclass(frozen=True)
 class BiasOfHeads(OfSomeHeads, Bias):
-    """Some heads of a bias whose class does not say how it is narrowed to them."""
+    """Some heads of a bias that has no axis of heads to cut."""
 
     whole: Bias
     start: Int[Array, ""]
@@ -99,16 +97,6 @@ class BiasOfHeads(OfSomeHeads, Bias):
     def constant_from(self):
         """As the whole bias."""
         return self.whole.constant_from
-
-
-def heads_on_last_axis(bias: Bias, start, size: int) -> Bias:
-    """``Bias.heads`` of a class all of whose leaves have the heads as their last axis: they are sliced.
-
-    A class derived from it elsewhere may hold other leaves.
-    """
-    if is_own(bias):
-        return Bias.heads(bias, start, size)
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=-1), bias)
 
 
 class BiasSpec:

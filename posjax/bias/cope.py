@@ -25,9 +25,7 @@ class ContextualBias(Bias):
 
     reads_positions: ClassVar[bool] = False
 
-    def heads(self, start, size):
-        """The same for any heads: they share one table."""
-        return self
+    differs_between_heads: ClassVar[bool] = False
 
     def levels(self, q: Float[Array, "*b q head_dim"]) -> Float[Array, "*b q max_position"]:
         """``q_i . e[p]`` at every whole position. ``q`` is the query as projected, *not* divided by ``sqrt(d)``."""

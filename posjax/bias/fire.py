@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,7 @@ class InterpolatedBias(Bias):
     b2: Float[Array, "heads"]
     threshold: float
 
-    def heads(self, start, size):
-        """The last layer of the network for this device's heads; the rest is the same for all."""
-        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
-        return dataclasses.replace(self, w2=cut(self.w2), b2=cut(self.b2))
+    axes: ClassVar = {"w2": (None, "heads"), "b2": ("heads",)}
 
     def values(self, q_positions, kv_positions):
         """The network at the relative distance of each pair, ``[heads, q, k]`` or with a batch before."""

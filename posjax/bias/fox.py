@@ -29,13 +29,8 @@ class ForgetBias(Bias):
     kv_gates: Float[Array, "batch heads k"]
     symmetric: bool = False
 
+    axes: ClassVar = {"q_gates": ("batch", "heads", "queries"), "kv_gates": ("batch", "heads", "keys")}
     reads_positions: ClassVar[bool] = False
-
-    @property
-    def axes(self):
-        """Rows, heads and tokens."""
-        own = ("batch", "heads", "length")
-        return dataclasses.replace(self, q_gates=own, kv_gates=own)
 
     @property
     def grows_ahead(self):
@@ -46,48 +41,6 @@ class ForgetBias(Bias):
         """``c_i - c_j``, or ``-|c_i - c_j|``, as ``[batch, heads, q, k]``; positions play no part."""
         difference = self.q_gates[..., :, None] - self.kv_gates[..., None, :]
         return -jnp.abs(difference) if self.symmetric else difference
-
-    def queries(self, start, size):
-        """The gates of a block of queries."""
-        return dataclasses.replace(self, q_gates=jax.lax.dynamic_slice_in_dim(self.q_gates, start, size, axis=2))
-
-    def keys(self, start, size):
-        """The gates of a block of keys."""
-        return dataclasses.replace(self, kv_gates=jax.lax.dynamic_slice_in_dim(self.kv_gates, start, size, axis=2))
-
-    def rows(self, start, size):
-        """The gates of some rows of the batch."""
-        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=0)
-        return ForgetBias(pick(self.q_gates), pick(self.kv_gates), self.symmetric)
-
-    def map_tokens(self, queries, keys):
-        """Both gates mapped; their last axis is the tokens."""
-        return ForgetBias(queries(self.q_gates), keys(self.kv_gates), self.symmetric)
-
-    def heads(self, start, size):
-        """The gates of this device's heads."""
-        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
-        return ForgetBias(cut(self.q_gates), cut(self.kv_gates), self.symmetric)
-
-    def pad(self, queries, keys):
-        """Both gates lengthened by their last values."""
-
-        def lengthen(gates, length):
-            return jnp.pad(gates, ((0, 0), (0, 0), (0, length - gates.shape[2])), mode="edge")
-
-        return ForgetBias(lengthen(self.q_gates, queries), lengthen(self.kv_gates, keys), self.symmetric)
-
-    def check(self, batch, queries, keys):
-        """Raises ValueError unless there is one gate for each token of every row."""
-        for name, gates, length in (("q_gates", self.q_gates, queries), ("kv_gates", self.kv_gates, keys)):
-            found = gates.shape
-            fits = (found[0], found[2]) == (batch, length)
-            check(fits, f"{name} must have shape [{batch}, heads, {length}], found {found}")
-
-    @property
-    def batched(self):
-        """Always: gates are of tokens."""
-        return True
 
 
 def accumulate(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check_choice
 from posjax._numbers import level
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, heads_on_last_axis, take, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
 
 _SMALLEST = 1e-2
 _LARGEST_POWER = 2.0
@@ -24,9 +24,8 @@ class LogBias(Bias):
     a: Float[Array, "heads"]
     p: Float[Array, "heads"]
 
+    axes: ClassVar = {"a": ("heads",), "p": ("heads",)}
     by_distance: ClassVar[bool] = True
-
-    heads = heads_on_last_axis
 
     def values(self, q_positions, kv_positions):
         """``-p_h log(1 + a_h |i - j|)``, ``[heads, q, k]`` for positions that the batch shares."""
@@ -63,9 +62,8 @@ class PowerBias(Bias):
     a: Float[Array, "heads"]
     p: Float[Array, "heads"]
 
+    axes: ClassVar = {"a": ("heads",), "p": ("heads",)}
     by_distance: ClassVar[bool] = True
-
-    heads = heads_on_last_axis
 
     def values(self, q_positions, kv_positions):
         """``-a_h |i - j|^p_h``, ``[heads, q, k]`` for positions that the batch shares."""
@@ -83,6 +81,7 @@ class WeightedPowerBias(PowerBias):
     weight_a: Float[Array, "heads"]
     weight_p: Float[Array, "heads"]
 
+    axes: ClassVar = PowerBias.axes | {"weight_a": ("heads",), "weight_p": ("heads",)}
     by_distance: ClassVar[bool] = False
 
     def apply(self, scores, q_positions, kv_positions):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check_choice, check_even
 from posjax.angles import angles, exact
-from posjax.bias.base import Bias, BiasSpec, heads_first, heads_on_last_axis
+from posjax.bias.base import Bias, BiasSpec, heads_first
 
 _BASE = 10_000.0
 
@@ -30,9 +30,8 @@ class SinusoidBias(Bias):
     dbar: int
     variant: str
 
+    axes: ClassVar = {"factors": ("heads",)}
     by_distance: ClassVar[bool] = True
-
-    heads = heads_on_last_axis
 
     def values(self, q_positions, kv_positions):
         """``factors_h (sum_t cos((i - j) theta_t) - c)``, by one product of matrices for all heads."""

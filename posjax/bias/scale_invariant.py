@@ -13,23 +13,16 @@ from posjax._numbers import level
 from posjax.bias.base import Bias, BiasSpec, distance
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec", "num_heads"])
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec"])
 @dataclasses.dataclass(frozen=True)
 class ScaleInvariantBias(Bias):
     """``z a_t + m_t`` with ``t = |i - j|``; see ``ScaleInvariant``. ``values`` is the offset ``m_t`` alone."""
 
     spec: "ScaleInvariant"
-    num_heads: int
-
-    def heads(self, start, size):
-        """As many heads: all are alike."""
-        return ScaleInvariantBias(self.spec, size)
 
     def values(self, q_positions, kv_positions):
-        """The offset ``m_t``, repeated over the heads."""
-        offset = self._parts(q_positions, kv_positions)[1]
-        *batch, _, q, k = offset.shape
-        return jnp.broadcast_to(offset, (*batch, self.num_heads, q, k))
+        """The offset ``m_t``, ``[1, q, k]`` or with a batch before: all heads are alike."""
+        return self._parts(q_positions, kv_positions)[1]
 
     def apply(self, scores, q_positions, kv_positions):
         """``a_t z + m_t``."""
@@ -80,5 +73,5 @@ class ScaleInvariant(BiasSpec):
         return 2 * (self.beta / self.alpha - math.log(self.alpha))
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> ScaleInvariantBias:
-        """The factor and the offset for ``num_heads`` heads."""
-        return ScaleInvariantBias(self, num_heads)
+        """The factor and the offset, the same for any number of heads."""
+        return ScaleInvariantBias(self)

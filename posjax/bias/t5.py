@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number
 from posjax._numbers import level
-from posjax.bias.base import Bias, BiasSpec, heads_on_last_axis, take
+from posjax.bias.base import Bias, BiasSpec, take
 from posjax.positions import difference
 
 _LARGEST = 2**31 - 1
@@ -97,9 +97,8 @@ class BucketBias(Bias):
     max_distance: int
     bidirectional: bool
 
+    axes: ClassVar = {"table": (None, "heads")}
     by_distance: ClassVar[bool] = True
-
-    heads = heads_on_last_axis
 
     @property
     def constant_from(self):

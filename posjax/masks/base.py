@@ -3,7 +3,6 @@
 import dataclasses
 import operator
 from functools import partial
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,19 @@ from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check, shown
 from posjax._numbers import level
-from posjax._slots import Blockwise, OfPairs, OfSomeHeads
+from posjax._slots import OfPairs, OfSomeHeads, OverPairs
 from posjax.masks.extents import Extent
 
 
-class Mask(Blockwise):
+class Mask(OverPairs):
     """Base of all masks: composition, the tile of a mask, and what its extent tells.
 
-    ``pairs`` is all that a subclass must define. With ``bounds`` whole tiles are passed over, with ``retained`` a cache
-    keeps no more than it must.
+    ``pairs`` is all that a subclass must define; ``axes`` too where its arrays have axes of rows or tokens. With
+    ``bounds`` whole tiles are passed over, with ``retained`` a cache keeps no more than it must.
     """
+
+    shift_invariant = True
+    """Whether shifting all positions by one constant changes nothing."""
 
     __array_ufunc__ = None  # NumPy leaves `array & mask` to the mask.
 
@@ -85,12 +87,11 @@ class Mask(Blockwise):
         shape = np.broadcast_shapes(i_low.shape, j_low.shape)
         return np.ones(shape, bool), np.zeros(shape, bool)
 
-    def heads(self, start, size):
-        """The pattern of the ``size`` query heads from ``start``, where each head has its own."""
-        here = jnp.zeros(1, jnp.int32)
-        tile = jax.eval_shape(lambda: self.queries(0, 1).keys(0, 1).allowed(here, here))
-        several = tile.ndim == 4 and tile.shape[1] > 1
-        return MaskOfHeads(self, jnp.asarray(start, jnp.int32), size) if several else self
+    def _tile(self, q_positions, kv_positions):
+        return self.allowed(q_positions, kv_positions)
+
+    def _of_heads(self, start, size):
+        return MaskOfHeads(self, start, size)
 
 
 def as_mask(mask: "Mask | Array") -> Mask:
@@ -132,6 +133,11 @@ class MaskOfHeads(OfSomeHeads, Mask):
         """As the whole mask."""
         return self.whole.retained
 
+    @property
+    def shift_invariant(self):
+        """As the whole mask."""
+        return self.whole.shift_invariant
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +150,7 @@ class ArrayMask(OfPairs, Mask):
 
     array: Bool[Array, "#batch #heads #queries #keys"]
 
-    name, _filler = "mask", False
+    name = "mask"
 
     def allowed(self, q_positions, kv_positions):
         """The array as it is."""
@@ -157,11 +163,6 @@ class ArrayMask(OfPairs, Mask):
         blocks = self.array.reshape(batch, heads, queries // rows, rows, keys // columns, columns)
         return blocks.any((3, 5)), blocks.all((3, 5))
 
-    @property
-    def batched(self):
-        """Whether rows of the batch have patterns of their own."""
-        return self.array.shape[0] > 1
-
 
 class Combined(Mask):
     """A mask made of others, its fields."""
@@ -171,47 +172,14 @@ class Combined(Mask):
         """The masks that it is made of."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
-    @property
-    def axes(self):
-        """Those of the masks."""
-        return type(self)(*(part.axes for part in self.parts))
-
-    def _map(self, method: str, *arguments) -> Self:
-        return type(self)(*(getattr(part, method)(*arguments) for part in self.parts))
-
-    def queries(self, start, size):
-        """The masks for a block of queries."""
-        return self._map("queries", start, size)
-
-    def keys(self, start, size):
-        """The masks for a block of keys."""
-        return self._map("keys", start, size)
-
-    def rows(self, start, size):
-        """The masks for some rows of the batch."""
-        return self._map("rows", start, size)
-
-    def pad(self, queries, keys):
-        """The masks with longer arrays."""
-        return self._map("pad", queries, keys)
-
-    def map_tokens(self, queries, keys):
-        """The masks with their arrays mapped."""
-        return self._map("map_tokens", queries, keys)
-
     def heads(self, start, size):
         """The masks for some of the heads."""
-        return self._map("heads", start, size)
+        return type(self)(*(part.heads(start, size) for part in self.parts))
 
     def check(self, batch, queries, keys):
         """Raises ValueError unless all masks fit the call."""
         for part in self.parts:
             part.check(batch, queries, keys)
-
-    @property
-    def batched(self):
-        """Whether one of them carries arrays that differ between rows."""
-        return any(part.batched for part in self.parts)
 
     @property
     def reads_positions(self):

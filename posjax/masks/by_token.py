@@ -19,15 +19,16 @@ class OfTokens(Mask):
     A pair is allowed if ``meet`` says so of the two tokens' numbers; positions play no part.
     """
 
-    _filler: int
-    """What a token that padding adds gets."""
+    _dtype: type
+    """Of its numbers: ``jnp.integer`` or ``jnp.bool_``."""
 
     reads_positions = False
 
     @property
     def axes(self):
-        """Rows and tokens."""
-        return type(self)(("batch", "length"), ("batch", "length"))
+        """Rows and tokens, whatever the two fields are called."""
+        q, k = dataclasses.fields(self)
+        return {q.name: ("batch", "queries"), k.name: ("batch", "keys")}
 
     @staticmethod
     def meet(q, k):
@@ -59,46 +60,14 @@ class OfTokens(Mask):
         blocks = (block_extent(x, size) for x, size in zip(self.arrays, (q.size, k.size), strict=True))
         return (type(self)(*ends) for ends in zip(*blocks, strict=True))
 
-    def queries(self, start, size):
-        """The numbers of a block of queries; those of the keys stay."""
-        q, k = self.arrays
-        return type(self)(jax.lax.dynamic_slice_in_dim(q, start, size, axis=1), k)
-
-    def keys(self, start, size):
-        """The numbers of a block of keys; those of the queries stay."""
-        q, k = self.arrays
-        return type(self)(q, jax.lax.dynamic_slice_in_dim(k, start, size, axis=1))
-
-    def rows(self, start, size):
-        """The numbers of some rows of the batch."""
-        pick = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=0)
-        return type(self)(*map(pick, self.arrays))
-
-    def pad(self, queries, keys):
-        """Both arrays lengthened by the number that padding gets."""
-        missing = (queries - self.arrays[0].shape[1], keys - self.arrays[1].shape[1])
-        pairs = zip(self.arrays, missing, strict=True)
-        return type(self)(*(jnp.pad(x, ((0, 0), (0, more)), constant_values=self._filler) for x, more in pairs))
-
-    def map_tokens(self, queries, keys):
-        """Both arrays mapped; their last axis is the tokens."""
-        q, k = self.arrays
-        return type(self)(queries(q), keys(k))
-
     def check(self, batch, queries, keys):
         """Raises ValueError unless both arrays have one number of the right kind for each token."""
         kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
-        for field, array, length in zip(dataclasses.fields(self), self.arrays, (queries, keys), strict=True):
+        for field, array in zip(dataclasses.fields(self), self.arrays, strict=True):
             check_array(f"{kind} {field.name}", array)
-            name, found = field.name, array.shape
-            check(found == (batch, length), f"{kind} {name} must have shape {(batch, length)}, found {found}")
             fits = jnp.issubdtype(array.dtype, self._dtype)
-            check(fits, f"{kind} {name} must be {wanted}, found {array.dtype}")
-
-    @property
-    def batched(self):
-        """Always: the numbers are of tokens."""
-        return True
+            check(fits, f"{kind} {field.name} must be {wanted}, found {array.dtype}")
+        super().check(batch, queries, keys)
 
 
 _of_tokens = partial(jax.tree_util.register_dataclass, meta_fields=[])
@@ -119,7 +88,7 @@ class Segments(OfTokens):
     q_ids: Int[Array, "batch q"]
     kv_ids: Int[Array, "batch k"] | None = None
 
-    _filler, _dtype = -1, jnp.integer
+    _dtype = jnp.integer
 
     @staticmethod
     def meet(q, k):
@@ -148,7 +117,7 @@ class Globals(OfTokens):
     q_flags: Bool[Array, "batch q"]
     kv_flags: Bool[Array, "batch k"] | None = None
 
-    _filler, _dtype = False, jnp.bool_
+    _dtype = jnp.bool_
 
     @staticmethod
     def meet(q, k):

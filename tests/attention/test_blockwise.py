@@ -14,20 +14,19 @@ from posjax.attention.blockwise import (
     _choose_blocks,
     _grid_of,
     _kinds_of,
-    _Present,
     _rows_at_once,
     _visits,
     blockwise,
 )
-from posjax.attention.operands import Operands
-from posjax.far import Branch
+from posjax.attention.operands import FarPair, Operands
+from posjax.attention.padding import pad
 from posjax.masks import Beyond, Causal, Extent, Segments
 from posjax.positions import Range
 
 
 def operands(*heads, queries=8, keys=8, **slots) -> Operands:
     q, k = np.zeros((*heads, queries, 2), np.float32), np.zeros((*heads[:2], keys, 2), np.float32)
-    far = tuple(Branch(q, k, where) for where in slots.pop("far", ()))
+    far = tuple(FarPair(q, k, where) for where in slots.pop("far", ()))
     places = {"q_positions": Range(0, queries), "kv_positions": Range(0, keys)}
     return Operands(q, k, k, slots.pop("bias", None), **{"mask": None, "far": far, **places, **slots})
 
@@ -115,14 +114,15 @@ def test_visits_go_kind_after_kind_and_leave_out_the_empty():
 
 
 def test_keys_that_padding_has_added_are_hidden():
-    """Six true keys of eight in blocks of two and of four."""
-    mask = _Present(np.arange(8) < 6)
+    """Six true keys of eight in blocks of two and of four; which tiles they leave is known when tracing."""
+    mask = pad(operands(1, 1, 1, queries=3, keys=6), 3, 4).mask
     none = np.zeros(3, np.int32)
     for size, some, every in ((2, [[1, 1, 1, 0]], [[1, 1, 1, 0]]), (4, [[1, 1]], [[1, 0]])):
         found = mask.tiles(Extent(none, none, 3), Extent(none, none, size))
-        np.testing.assert_array_equal(found[0], some)
-        np.testing.assert_array_equal(found[1], every)
-    assert mask.allowed(np.arange(3), np.arange(8)).tolist() == [[True] * 6 + [False] * 2] * 3
+        assert all(isinstance(each, np.ndarray) for each in found)
+        np.testing.assert_array_equal(found[0][0, 0], some)
+        np.testing.assert_array_equal(found[1][0, 0], every)
+    assert mask.allowed(np.arange(3), np.arange(8))[0, 0].tolist() == [[True] * 6 + [False] * 2] * 3
 
 
 @pytest.mark.parametrize("which", ["queries", "keys"])

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import partial
+from typing import ClassVar
 
 import chex
 import jax
@@ -200,11 +201,17 @@ def of_pairs(function):
 
 @register
 @frozen
-class Cut(Rows):
-    """Cuts its arrays, and does not say how they are padded."""
+class Misnamed(Rows):
+    axes: ClassVar = {"rows": ("head", None), "columns": (None,)}
 
-    def keys(self, start, size):
-        return Cut(self.rows)
+
+@register
+@frozen
+class Longer(pj.bias.LinearBias):
+    """Has an array beside those whose axes are known."""
+
+    by_distance = False
+    rates: jax.Array | None = None
 
 
 @frozen
@@ -234,13 +241,17 @@ WHOLE = of_values(lambda a, i, j: a)
 WRITE = "is not registered with JAX: write @jax.tree_util.register_dataclass above its @dataclasses.dataclass"
 REFUSED = {
     "tokens": (WHOLE, "Mine.values must give [batch, heads, queries, keys] = (2, 4, 2, 3)"),
-    "tokens, hint": (WHOLE, "found shape (4, 40, 40); narrow arrays of tokens in queries and keys"),
+    "tokens, hint": (WHOLE, "found shape (4, 40, 40); name the axes of arrays of tokens in axes"),
     "transposed": (of_values(lambda a, i, j: difference(j, i)), "found shape (3, 2)"),
     "heads": (of_values(lambda a, i, j: jnp.ones((3, 1, 1)) * difference(i, j)), "bound for 3 heads, but q has 4"),
     "whole numbers": (of_values(lambda a, i, j: i[:, None] - j), "Mine.values must be of dtype floating, found int32"),
     "fails": (of_values(lambda a, i, j: a[:, 0] * difference(i, j)), "Mine.values fails on arrays of shape (2,), (3,)"),
     "factor": (Fading(jnp.ones((3, 4))), "bound for 3 heads"),
-    "cut alone": (Cut(jnp.ones((4, 4))), "Cut has arrays of tokens, for it defines queries or keys: it must define"),
+    "names": (Misnamed(jnp.ones((4, 4))), "Misnamed.axes: found ['head', 'columns']; it has the names of fields"),
+    "no names": (
+        Longer(jnp.ones(4)),
+        "Longer has fields ['rates'] beside those of LinearBias: give it axes",
+    ),
     "bias unregistered": (UnregisteredBias(jnp.ones(4)), f"UnregisteredBias {WRITE}"),
     "mask unregistered": (Unregistered(), f"Unregistered {WRITE}"),
     "inner mask unregistered": (And(Causal(), Unregistered()), f"Unregistered {WRITE}"),

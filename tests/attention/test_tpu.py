@@ -19,12 +19,11 @@ from jax.sharding import PartitionSpec as P
 from posjax import masks
 from posjax.attention.api import _group, _ungroup, _with_sinks
 from posjax.attention.dense import dense
-from posjax.attention.operands import Operands, vary_alike
+from posjax.attention.operands import FarPair, Operands, vary_alike
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.attention.tpu.schedule import Blocks
 from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple, Sandwich
-from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, Globals, Prefix, Segments, Sinks, Window
 from posjax.positions import Range, as_array, from_segments
 
@@ -322,7 +321,7 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
         jnp.moveaxis(values["v"], 1, 2),
         bias=bound(case, values),
         far=tuple(
-            Branch(_group(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
+            FarPair(_group(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
             for n, mask in enumerate(where)
         ),
         softcap=case.softcap,

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import Operands
+from posjax.attention.operands import FarPair, Operands
 from posjax.attention.tpu import backward_moves, entry, forward_moves
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.attention.tpu.schedule import Blocks
 from posjax.bias import T5, ALiBi
-from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Segments
 from posjax.positions import Range
 
@@ -32,7 +31,7 @@ def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias
 
     def run(q, k, v):
         bound = bias and bias.bind(bias.init(jax.random.key(0), 2), num_heads=2)
-        branches = () if far is None else (Branch(q, k, far),)
+        branches = () if far is None else (FarPair(q, k, far),)
         x = Operands(
             q, k, v, bound, Causal() if mask is None else mask, Range(0, QUERIES), Range(0, KEYS), far=branches
         )

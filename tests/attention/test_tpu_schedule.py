@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import Operands
+from posjax.attention.operands import FarPair, Operands
 from posjax.attention.tpu.blocks import (
     TARGETS,
     Target,
@@ -25,7 +25,6 @@ from posjax.attention.tpu.call import work
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.attention.tpu.entry import _band, _is_causal, _leaves_int32, refusal
 from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
-from posjax.far import Branch
 from posjax.masks import (
     Beyond,
     Causal,
@@ -120,7 +119,7 @@ cases_and_blocks = pytest.mark.parametrize(
 
 def operands(case: Case) -> Operands:
     q, k = np.zeros((2, 1, 1, QUERIES, 1), np.float32), np.zeros((2, 1, KEYS, 1), np.float32)
-    far = tuple(Branch(q, k, where) for where in case.far)
+    far = tuple(FarPair(q, k, where) for where in case.far)
     return Operands(q, k, k, None, case.mask, case.q_positions, case.kv_positions, far)
 
 

@@ -12,6 +12,8 @@ from attention.tiles import in_tiles
 
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands
+from posjax.attention.padding import lengthened
+from posjax.axes import narrowed, sizes_of
 from posjax.bias import (
     FIRE,
     T5,
@@ -40,14 +42,14 @@ def values(spec, heads=4, q=Q, k=Q, params=None):
 total = jax.jit(accumulate)
 
 
-@pytest.mark.parametrize("spec", [Sandwich(), FIRE(), ScaleInvariant()])
-def test_one_form_for_shared_and_for_batched_positions(spec):
+@pytest.mark.parametrize(("spec", "heads"), [(Sandwich(), 4), (FIRE(), 4), (ScaleInvariant(), 1)])
+def test_one_form_for_shared_and_for_batched_positions(spec, heads):
     tile = values(spec, q=Q[:3])
-    chex.assert_shape(tile, (4, 3, 7))
+    chex.assert_shape(tile, (heads, 3, 7))
     chex.assert_type(tile, jnp.float32)
     both = np.stack([Q, Q + 5])[:, None]
     batched = values(spec, q=both[..., :3], k=both)
-    chex.assert_shape(batched, (2, 4, 3, 7))
+    chex.assert_shape(batched, (2, heads, 3, 7))
     chex.assert_trees_all_close(batched[0], tile, atol=1e-6)
     if spec.shift_invariant:
         chex.assert_trees_all_close(batched[1], tile, atol=5e-5)
@@ -154,11 +156,12 @@ def test_fox_bias_by_blocks():
     c = total(-np.random.default_rng(0).uniform(size=(2, 7, 3)).astype(np.float32))
     bound = FoX().bind(num_heads=3, q_gates=c, kv_gates=c)
     whole = bound.values(Q, Q)
-    assert bound.batched
-    part = bound.pad(8, 10).rows(1, 1).queries(2, 3).keys(4, 3)
+    assert sizes_of(bound, "batch") == {2}
+    longer = lengthened(lengthened(bound, "queries", 7, 8), "keys", 7, 10)
+    part = narrowed(narrowed(narrowed(longer, "batch", 1, 1), "queries", 2, 3), "keys", 4, 3)
     chex.assert_trees_all_close(part.values(Q[2:5], Q[4:7])[0], whole[1, :, 2:5, 4:7])
     bound.check(2, 7, 7)
-    with pytest.raises(ValueError, match=r"kv_gates must have shape \[2, heads, 8\], found \(2, 3, 7\)"):
+    with pytest.raises(ValueError, match=r"kv_gates must have shape \(2, heads, 8\), found \(2, 3, 7\)"):
         bound.check(2, 7, 8)
 
 
@@ -197,7 +200,7 @@ def test_scale_invariant_closed_form():
     want = np.asarray(scores) * np.sqrt(1 + 2 * log) - 2 * log
     applied, added = jax.jit(lambda x: (bound.apply(x, Q, Q), bound.values(Q, Q)))(scores)
     np.testing.assert_allclose(applied, want, rtol=2e-5, atol=1e-5)
-    np.testing.assert_allclose(added, np.broadcast_to(-2 * log, (4, 7, 7)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(added, -2 * log[None], rtol=1e-5, atol=1e-6)
     other = ScaleInvariant(tau=3.0, alpha=2.0, beta=2.5).bind(num_heads=4).apply(scores, Q, Q)
     square = 2 * (np.log(abs(R) / 3 + 1) - np.log(2) + 1.25)
     np.testing.assert_allclose(other, np.asarray(scores) * np.sqrt(square) + 1.25 - square, rtol=2e-5, atol=1e-5)

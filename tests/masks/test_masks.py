@@ -2,6 +2,7 @@
 
 import operator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from masks.cases import CASES, COLUMN, FLAGS, IDS, ROW, N
 
 from posjax import masks, positions
+from posjax.attention.padding import lengthened
+from posjax.axes import narrowed, sizes_of
 from posjax.masks import (
     Band,
     Beyond,
@@ -103,14 +106,14 @@ def test_other_refusals():
 def test_masks_of_tokens_are_taken_apart(make):
     mask, there = make(), positions.Range(0, N)
     whole = masks.materialise(mask, there, there)
-    part = jax.jit(lambda mask: mask.queries(4, 8).keys(3, 5).rows(1, 1))(mask)
+    part = jax.jit(lambda mask: narrowed(narrowed(narrowed(mask, "queries", 4, 8), "keys", 3, 5), "batch", 1, 1))(mask)
     got = masks.materialise(part, positions.Range(4, 8), positions.Range(3, 5))
     np.testing.assert_array_equal(got, whole[1:, :, 4:12, 3:8])
-    longer = mask.pad(N + 2, N + 3)
+    longer = lengthened(lengthened(mask, "queries", N, N + 2), "keys", N, N + 3)
     got = masks.materialise(longer, positions.Range(0, N + 2), positions.Range(0, N + 3))
     np.testing.assert_array_equal(got[..., :N, :N], whole)
-    assert not got[..., N:, N:].any()
-    assert mask.batched
+    chex.assert_shape(got, (2, 1, N + 2, N + 3))
+    assert sizes_of(mask, "batch") == {2}
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from posjax._checks import check
-from posjax._slots import Blockwise
 from posjax.attention.sharded.automatic import is_array, on_auto_axes
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.split import Split
+from posjax.axes import Names, WithAxes, each
 from posjax.masks import as_mask
+from posjax.positions import Range
 
 _AXES = {
     "gates": ("batch", "heads", "length"),
@@ -21,6 +22,8 @@ _AXES = {
     "scale": ("batch", "length", "heads"),
 }
 """The axes of arrays by name; those of all others are the batch, the tokens, and what is held whole."""
+
+_TOKENS = ("length", "queries", "keys")
 
 
 def attend_on_mesh(
@@ -102,35 +105,32 @@ def over_mesh(split: Split, function: Callable[..., Any], projected, params, opt
     return enter(split.mesh, placement, inside, params, projected, arrays)
 
 
-def _spec(placement: Placement, axes: tuple[str | None, ...]) -> PartitionSpec:
-    found = {"batch": placement.batch or None, "length": placement.context, "heads": placement.heads, None: None}
-    return PartitionSpec(*(found[axis] for axis in axes))
+def _spec(placement: Placement, axes: Names) -> PartitionSpec:
+    found = {"batch": placement.batch or None, "heads": placement.heads} | dict.fromkeys(_TOKENS, placement.context)
+    return PartitionSpec(*(found.get(axis) for axis in axes))
 
 
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:
     """How a tree of arrays lies over the mesh: along the axes that it has, where it has all of them."""
-    axes = jax.tree.map(
-        lambda part: part.axes if isinstance(part, Blockwise) else _AXES.get(name, ("batch", "length")),
-        value,
-        is_leaf=lambda part: isinstance(part, Blockwise),
-    )
+    usual, sizes = _AXES.get(name, ("batch", "length")), sizes | dict.fromkeys(_TOKENS, sizes["length"])
 
-    def lies(names: tuple, array) -> PartitionSpec:
-        if jnp.ndim(array) < len(names):
+    def lies(array, names: Names) -> PartitionSpec:
+        if isinstance(array, Range) or jnp.ndim(array) < len(names):
             return PartitionSpec()
-        whole = tuple(zip(names, array.shape, strict=False))
-        for axis, size in whole:
+        # Tokens of an array over pairs are never split.
+        tokens = [name for name in names if name in _TOKENS]
+        named = [name if len(tokens) < 2 or name not in _TOKENS else None for name in names]
+        for axis, size in zip(named, array.shape, strict=False):
             # Keys may be more or fewer than queries, whose length this is; rows and heads are the same for all.
-            fits = axis in (None, "length") or size in (1, sizes[axis])
+            fits = axis is None or axis in _TOKENS or size in (1, sizes[axis])
             check(fits, f"{name} must have 1 or {sizes.get(axis)} for its axis {axis!r}, found shape {array.shape}")
-        return _spec(placement, tuple(axis if sizes.get(axis) == size else None for axis, size in whole))
+        pairs = zip(named, array.shape, strict=False)
+        return _spec(placement, tuple(axis if sizes.get(axis) == size else None for axis, size in pairs))
 
-    return jax.tree.map(lies, axes, value, is_leaf=_is_names)
+    def part(node):
+        return each(node, lies) if isinstance(node, WithAxes) else lies(node, usual)
 
-
-def _is_names(node: Any) -> bool:
-    """Whether a node of a tree is the names of an array's axes."""
-    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
+    return jax.tree.map(part, value, is_leaf=lambda node: isinstance(node, WithAxes | Range))
 
 
 def _manual(mesh: Mesh | AbstractMesh) -> set[str]:

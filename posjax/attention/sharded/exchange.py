@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import Operands
 from posjax.attention.sharded.choice import copies
 from posjax.attention.sharded.parts import Call, Line, keep, taken
-from posjax.far import Branch
+from posjax.axes import Names, each, map_tokens
 
 
 def gathered(line: Line, call: Call) -> Call:
@@ -21,7 +19,7 @@ def gathered(line: Line, call: Call) -> Call:
         whole = jax.lax.all_gather(array, line.axis, axis=array.ndim + axis, tiled=True)
         return line.layout.restore(whole, axis)
 
-    return call.map_tokens(keep, gather)
+    return map_tokens(call, keep, gather)
 
 
 def dealt(line: Line, call: Call, run: Callable) -> tuple:
@@ -75,42 +73,25 @@ class _Deal:
         repeats = copies(x.k.shape[1], width)
         kv_heads, heads = x.k.shape[1] * repeats // width, x.q.shape[1] * x.q.shape[2] // width
 
-        def queries(array):
-            return _regrouped(self.split(_flat(array)), kv_heads)
+        def moved(array, names: Names):
+            if "group" in names:
+                return _regrouped(self.split(_flat(array)), kv_heads)
+            if "kv_heads" in names:
+                return self.split(jnp.repeat(array, repeats, axis=1))
+            return map_tokens(array, *[self.whole] * 2, names)
 
-        def keys(array):
-            return self.split(jnp.repeat(array, repeats, axis=1))
+        def own(slot):
+            return slot if slot is None or width == 1 else slot.heads(self._position * heads, heads)
 
-        def slot(part):
-            if part is None:
-                return None
-            part = part.map_tokens(*[partial(self.whole, axis=-1)] * 2)
-            return part if width == 1 else part.heads(self._position * heads, heads)
-
-        found = dataclasses.replace(
-            x,
-            q=queries(x.q),
-            k=keys(x.k),
-            v=keys(x.v),
-            bias=slot(x.bias),
-            mask=slot(x.mask),
-            far=tuple(Branch(queries(b.q), keys(b.k), slot(b.where)) for b in x.far),
-        )
-        scale = call.scale if jnp.ndim(call.scale) == 0 else queries(call.scale)
-        return Call(self._placed(found), scale)
+        found = each(call, moved)
+        far = tuple(dataclasses.replace(pair, where=own(pair.where)) for pair in found.x.far)
+        x = dataclasses.replace(found.x, bias=own(found.x.bias), mask=own(found.x.mask), far=far)
+        return dataclasses.replace(found, x=x)
 
     @property
     def _position(self):
         """Of this device in its group."""
         return jax.lax.axis_index(self.line.axis) % self.line.width
-
-    def _placed(self, x: Operands) -> Operands:
-        places = {
-            name: self.whole(getattr(x, name), -1)
-            for name in ("q_positions", "kv_positions")
-            if isinstance(getattr(x, name), jax.Array)
-        }
-        return dataclasses.replace(x, **places)
 
 
 def _flat(array):

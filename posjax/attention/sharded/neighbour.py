@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from posjax.attention.sharded.parts import Call, Line, join, keep
+from posjax.axes import map_tokens
 from posjax.masks import And, Causal, Mask, Or
 from posjax.positions import Range
 
@@ -60,7 +61,7 @@ class _Edges:
     def piece(self, call: Call, n: int) -> Call:
         """Query chunk ``n`` of this device and the keys that it may see."""
         row = call.x.kv_positions
-        found = self.line.queries(call, n).map_tokens(keep, partial(self._widened, n=n))
+        found = map_tokens(self.line.queries(call, n), keep, partial(self._widened, n=n))
         if not isinstance(row, Range):
             return found.at(found.x.q_positions, self._hidden(found.x.kv_positions, n))
         start = self.line.positions(row, self.line.shard, n).start - self.before

@@ -2,26 +2,27 @@
 
 What belongs to the queries of a call stays where it is: ``q``, far queries, the scale, and the query side of positions,
 mask and bias. What belongs to its keys travels: ``k``, ``v``, far keys, and the key side of positions, mask and bias.
-``posjax.attention.operands.map_tokens`` tells them apart.
+``posjax.axes.map_tokens`` tells them apart.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import Operands, map_tokens
+from posjax.attention.operands import Operands
+from posjax.axes import WithAxes, map_tokens
 from posjax.layout import Layout
 from posjax.positions import Positions, Range, as_array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Call(WithAxes):
     """Operands, their queries not scaled yet, and the scale.
 
     Positions are arrays over this device's tokens, or a ``Range`` over the whole row, of which ``Line`` knows the part.
@@ -30,10 +31,7 @@ class Call:
     x: Operands
     scale: Any
 
-    def map_tokens(self, queries: Callable, keys: Callable) -> "Call":
-        """The call with functions applied to all arrays over queries and over keys, and the axis of their tokens."""
-        scale = self.scale if jnp.ndim(self.scale) == 0 else queries(self.scale, axis=-2)
-        return Call(map_tokens(self.x, queries, keys), scale)
+    axes: ClassVar = {"scale": ("batch", "kv_heads", "group", "queries", "size")}
 
     def at(self, q_positions: Positions, kv_positions: Positions) -> "Call":
         """The call at other positions."""
@@ -113,7 +111,7 @@ class Line:
 
     def part(self, call: Call, i, j, source) -> Call:
         """Query piece ``i`` of this group and key piece ``j`` of a call whose keys are those of group ``source``."""
-        return self.placed(call.map_tokens(self.cut(i), self.cut(j)), i, j, source)
+        return self.placed(map_tokens(call, self.cut(i), self.cut(j)), i, j, source)
 
     def placed(self, pieces: Call, i, j, source) -> Call:
         """Those pieces, cut out already, at their positions."""
@@ -124,7 +122,7 @@ class Line:
 
     def queries(self, call: Call, i) -> Call:
         """Query piece ``i`` of this group, with the keys as they are."""
-        found = call.map_tokens(self.cut(i), keep)
+        found = map_tokens(call, self.cut(i), keep)
         return found.at(self._placed(found.x.q_positions, self.shard, i), found.x.kv_positions)
 
     def stored(self, n, whole, piece, axis: int):

@@ -27,6 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from posjax.attention.api import run
 from posjax.attention.operands import like_zeros, named, statistics_dtype
 from posjax.attention.sharded.parts import Call, Line
+from posjax.axes import map_tokens
 from posjax.masks import extent
 
 
@@ -131,7 +132,7 @@ class _Side(NamedTuple):
 
 def _sides(call: Call) -> list[_Side]:
     """For every leaf. What belongs to the keys travels."""
-    marked = call.map_tokens(lambda array, axis: _Side(False, axis), lambda array, axis: _Side(True, axis))
+    marked = map_tokens(call, lambda array, axis: _Side(False, axis), lambda array, axis: _Side(True, axis))
     leaves = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, _Side))
     return [leaf if isinstance(leaf, _Side) else _Side() for leaf in leaves]
 
@@ -187,7 +188,7 @@ def _ring_backward(plan: Plan, saved: _Saved, cotangents):
 
         def pair(i, j, so_far):
             # Gradients are of pieces: those of whole arrays would be zeros but for a piece, and added as such.
-            pieces = moved.map_tokens(line.cut(i), line.cut(j))
+            pieces = map_tokens(moved, line.cut(i), line.cut(j))
             whole, d_whole = (tuple(map(line.cut(i), pair, (-2, -1))) for pair in (rows, d_rows))
             own = [_cut(line, n, *lists) for n, *lists in zip((j, i), axes, so_far, strict=True)]
 

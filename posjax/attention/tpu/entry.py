@@ -20,7 +20,7 @@ from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import Blocks, plan
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal, unskewed
-from posjax.masks import And, Causal, Mask, Segments, traced_sizes
+from posjax.masks import And, Causal, Mask, traced_sizes
 from posjax.positions import Range, as_array
 
 LOG2E = math.log2(math.e)
@@ -52,7 +52,7 @@ def tpu(
     queries, keys = x.q.shape[3], x.k.shape[2]
     on = target() if on is None else on
     forward_blocks = fit(blocks[0], queries, keys) if blocks else cheapest_forward(on, x)
-    padded = pad(x, forward_blocks.q, forward_blocks.k, _present)
+    padded = pad(x, forward_blocks.q, forward_blocks.k)
     lengths = padded.q.shape[3], padded.k.shape[2]
     backward_blocks = divide(blocks[1], *lengths) if blocks else cheapest_backward(on, padded)
     bounded = on.wide if bounded is None else bounded
@@ -60,8 +60,10 @@ def tpu(
     if given is None:
         out, lse = attend(call, inputs)
     else:
-        whole, more = (given[0], given[1] * LOG2E), padded.q.shape[3] - queries
-        out, lse = _attend_part(call, inputs, *(_flat(lengthen(array, more, axis=3)) for array in whole))
+        more = padded.q.shape[3] - queries
+        # An infinite log-sum-exp gives the queries that padding adds weights of 0.
+        lse = lengthen(given[1] * LOG2E, more, axis=3, constant_values=jnp.inf)
+        out, lse = _attend_part(call, inputs, _flat(lengthen(given[0], more, axis=3)), _flat(lse))
     split = (x.k.shape[1], -1)
     out = out.reshape(out.shape[0], *split, *out.shape[2:])[..., :queries, :]
     return out, lse.reshape(lse.shape[0], *split, lse.shape[-1])[..., :queries] / LOG2E
@@ -130,12 +132,6 @@ def _band(x: Operands, reach: int) -> tuple[int, int]:
     least = min(rows, reach // LANES)
     first = min(max(0, (middle - aside) // LANES), rows - least)
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
-
-
-def _present(queries: int, keys: int, true_keys: int) -> Segments:
-    return Segments(
-        np.zeros((1, queries), np.int32), np.where(np.arange(keys) < true_keys, 0, -1)[None].astype(np.int32)
-    )
 
 
 def _call(

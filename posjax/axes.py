@@ -1,0 +1,122 @@
+"""Axes, declared once: what every axis of an array that attention carries holds one entry of.
+
+A registered dataclass whose arrays have axes of rows, heads or tokens names them, by field:
+
+    axes = {"q_gates": ("batch", "heads", "queries"), "kv_gates": ("batch", "heads", "keys")}
+
+Tiles, rows, padding, shards of a sequence and parts of a mesh follow from that: whoever cuts, lengthens or moves arrays
+asks for an axis by its name. Names are ``"batch"``, ``"heads"`` (those of the queries), ``"queries"`` and ``"keys"``;
+the arrays of ``posjax.attention.operands`` have ``"kv_heads"``, ``"group"`` and ``"size"`` too. An axis of 1 is one
+entry for all.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from posjax._checks import check
+from posjax.positions import Range
+
+AXES = ("batch", "heads", "queries", "keys")
+"""The names of axes that biases and masks may have."""
+
+Names = tuple[str | None, ...]
+"""What each axis of an array holds one entry of; None for an axis that is never cut."""
+
+
+class WithAxes:
+    """A dataclass, registered with JAX, that says what the axes of its arrays are."""
+
+    axes: ClassVar[Mapping[str, Names]] = {}
+    """By field. An array with fewer axes has the last of them; what is not named here is never cut."""
+
+
+def each(tree: Any, function: Callable[[Any, Names], Any], names: Names = ()) -> Any:
+    """The tree with ``function(array, names)`` in place of every array, a ``Range`` of positions being one.
+
+    Args:
+        tree: of arrays and of ``WithAxes``, which name the axes of theirs.
+        function: it gets a name, or None, for every axis of the array.
+        names: those of the arrays that no ``WithAxes`` holds.
+
+    Raises:
+        ValueError: for a class that JAX does not know.
+    """
+
+    def part(node):
+        return _each_field(node, function) if isinstance(node, WithAxes) else function(node, _aligned(node, names))
+
+    return jax.tree.map(part, tree, is_leaf=lambda node: isinstance(node, WithAxes | Range))
+
+
+def _each_field(owner: WithAxes, function: Callable) -> Any:
+    fields, structure = jax.tree_util.tree_flatten_with_path(owner, is_leaf=lambda node: node is not owner)
+    check(
+        not fields or fields[0][1] is not owner,
+        f"{type(owner).__name__} is not registered with JAX: write @jax.tree_util.register_dataclass above its "
+        "@dataclasses.dataclass(frozen=True)",
+    )
+    return structure.unflatten(
+        [each(value, function, owner.axes.get(getattr(path[0], "name", None), ())) for path, value in fields]
+    )
+
+
+def _aligned(array: Any, names: Names) -> Names:
+    if isinstance(array, Range):
+        return names[-1:]
+    more = np.ndim(array) - len(names)
+    return names[-more:] if more < 0 else (*names, *[None] * more)
+
+
+def names_of(tree: Any) -> list[Names]:
+    """The names of the axes of every leaf of a tree, in their order."""
+    found = []
+    each(tree, lambda array, names: found.append(names) or array)
+    return found
+
+
+def sizes_of(tree: Any, axis: str) -> set[int]:
+    """How many entries the arrays of a tree have along an axis."""
+    found = set()
+
+    def look(array, names: Names):
+        if axis in names:
+            found.add(array.length if isinstance(array, Range) else array.shape[names.index(axis)])
+        return array
+
+    each(tree, look)
+    return found
+
+
+def narrowed(tree: Any, axis: str, start: Any, size: int) -> Any:
+    """The tree with ``size`` entries from ``start`` on of every array that has the axis."""
+
+    def cut(array, names: Names):
+        if axis not in names:
+            return array
+        if isinstance(array, Range):
+            return Range(array.start + start, size)
+        where = names.index(axis)
+        return array if array.shape[where] == 1 else jax.lax.dynamic_slice_in_dim(array, start, size, where)
+
+    return each(tree, cut)
+
+
+def map_tokens(tree: Any, queries: Callable, keys: Callable, names: Names = ()) -> Any:
+    """The tree with a function applied to every array over queries, and one to every array over keys.
+
+    They are called as ``function(array, axis)``, with a negative axis. Positions that are a ``Range`` stay as they are,
+    and so does an axis of 1 of an array over pairs. ``names`` are those of the axes of a tree of plain arrays.
+    """
+    functions = {"queries": queries, "keys": keys}
+
+    def mapped(array, names: Names):
+        present = [name for name in names if name in functions and not isinstance(array, Range)]
+        for name in present:
+            axis = names.index(name) - len(names)
+            array = array if len(present) == 2 and array.shape[axis] == 1 else functions[name](array, axis)
+        return array
+
+    return each(tree, mapped, names)
