@@ -1,6 +1,7 @@
 """Biases and masks as someone outside the library would write them: no more than the protocol asks for."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,20 @@ class Fading(Rows):
 
     def apply(self, scores, q_positions, kv_positions):
         return scores * self.values(q_positions, kv_positions)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weighted(pj.bias.Bias):
+    """``b_h(i, j) = asks_hi weights_hj``: arrays of tokens, of every row and head."""
+
+    asks: jax.Array
+    weights: jax.Array
+
+    axes: ClassVar = {"asks": ("batch", "heads", "queries"), "weights": ("batch", "heads", "keys")}
+
+    def values(self, q_positions, kv_positions):
+        return self.asks[..., :, None] * self.weights[..., None, :]
 
 
 @jax.tree_util.register_dataclass

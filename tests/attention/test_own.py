@@ -12,15 +12,17 @@ import numpy as np
 import oracles
 import pytest
 from attention import spread
-from attention.own_methods import EachHead, Fading, LearnedRows, Rows, SameGroup, Strided, static
+from attention.own_methods import EachHead, Fading, LearnedRows, Rows, SameGroup, Strided, Weighted, static
 from attention.tiles import in_tiles
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posjax as pj
 from posjax.attention import own
 from posjax.attention.operands import Operands
+from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
 from posjax.attention.tpu import entry
 from posjax.bias.base import BiasOfHeads
+from posjax.layout import Layout
 from posjax.masks import And, Causal, Segments
 from posjax.positions import Range
 
@@ -92,6 +94,53 @@ def test_a_mask_with_nothing_but_pairs_and_a_bias_with_nothing_but_values(mask):
     np.testing.assert_allclose(tiles, want, atol=1e-5)
     assert np.abs(np.asarray(d_dense)).max() > 0.1
     np.testing.assert_allclose(d_tiles, d_dense, atol=1e-5)
+
+
+WEIGHTS = np.random.default_rng(2).normal(size=(2, 2, HEADS, TOKENS)).astype(np.float32)
+
+
+def of_weights(attend):
+    """The output and the gradients of ``Weighted`` arrays."""
+
+    def loss(asks, weights):
+        out = attend(Weighted(asks, weights))
+        return jnp.sin(out).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*WEIGHTS)
+    return out, gradients
+
+
+def test_a_bias_that_names_its_axes_is_cut_and_padded_with_its_tokens():
+    """40 tokens in tiles of 16 and of 8, against NumPy in float64, and gradients in tiles against one tile."""
+    values = WEIGHTS[0][..., :, None] * WEIGHTS[1][..., None, :]
+    want, _ = oracles.attention(*qkv(), bias=values, allowed=np.tril(np.ones((TOKENS, TOKENS), bool)))
+    found, gradients = of_weights(lambda bias: tiled(bias, Causal()))
+    dense, d_dense = of_weights(lambda bias: whole(bias, Causal()))
+    np.testing.assert_allclose(found, want, atol=1e-5)
+    np.testing.assert_allclose(dense, want, atol=1e-5)
+    chex.assert_trees_all_close(gradients, d_dense, atol=1e-5)
+    assert min(np.abs(np.asarray(d)).max() for d in d_dense) > 0.1
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses"])
+def test_a_bias_that_names_its_axes_is_moved_with_its_tokens(strategy):
+    """Rows, tokens and heads over two devices each, in the order of a zigzag."""
+    q, k, v = qkv()
+    mesh = jax.make_mesh((2, 2, 2), ("rows", "tokens", "heads"), axis_types=(AxisType.Auto,) * 3)
+    layout = Layout("zigzag", 2)
+    where = Placement(("rows",), "tokens", "heads", strategy, layout)
+
+    def over_mesh(bias):
+        def inside(_, projected, per_row):
+            return context_attention(*projected, across=where, mask=Causal(), implementation="blockwise", **per_row)
+
+        placed = Weighted(*(layout.apply(x, 2) for x in (bias.asks, bias.weights)))
+        out = attend_on_mesh(inside, where, (), [layout.apply(x, 1) for x in (q, k, v)], {"bias": placed})
+        return layout.restore(out, 1)
+
+    with jax.set_mesh(mesh):
+        found = jax.device_get(of_weights(over_mesh))
+    chex.assert_trees_all_close(found, jax.device_get(of_weights(lambda bias: whole(bias, Causal()))), atol=1e-5)
 
 
 def test_numpy_arrays_are_looked_up_by_traced_positions():
