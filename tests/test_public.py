@@ -28,6 +28,7 @@ FLOORS = [
     {"_checks"},
     {"_numbers", "_serial"},
     {"positions"},
+    {"axes"},
     {"_slots", "angles", "sampling", "layout"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "sinks", "far", "linear"},
     {"attention"},

@@ -36,20 +36,13 @@ from posjax.attention.operands import (
     with_bias,
 )
 from posjax.attention.padding import lengthen, pad
+from posjax.attention.tiles import Blocks, Kind, Visits, plan, visits
 from posjax.axes import names_of, narrowed, sizes_of
-from posjax.masks import Mask, extent
 from posjax.positions import Range, as_array
 
 TILE_ELEMENTS = 2**21
 """Logits of a tile, over all rows and heads, at most."""
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
-
-
-class Blocks(NamedTuple):
-    """Tokens per tile along the queries and along the keys."""
-
-    q: int
-    k: int
 
 
 def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = None) -> tuple:
@@ -130,71 +123,15 @@ def _choose_blocks(x: Operands) -> Blocks:
     return Blocks(min(block, queries), min(wide, keys))
 
 
-class Kind(NamedTuple):
-    """What the logits of a tile need: the pairs of features that score some of it, and whether it must be masked."""
-
-    pairs: tuple[int, ...]
-    masked: bool
+def _visits(grid, kinds: tuple[Kind, ...]) -> Visits:
+    return Visits(*(jnp.asarray(a, jnp.int32) for a in visits(grid, len(kinds))))
 
 
-def _kinds_of(x: Operands) -> tuple[Kind, ...]:
-    """The kinds of tiles of a call. One pair of features, or all of them: boundaries are rare, so two will do."""
-    each = [(n,) for n in range(len(x.pairs))]
-    choices = [*each, tuple(range(len(x.pairs)))] if x.far else each
-    return tuple(Kind(pairs, masked) for masked in (False, True) for pairs in choices)
-
-
-def _grid_of(x: Operands, blocks: Blocks):
-    """For every tile ``[query blocks, key blocks]`` the index of its kind plus one, or 0 where it is empty.
-
-    In NumPy where it is known when tracing.
-    """
-    q, k = extent(x.q_positions, blocks.q), extent(x.kv_positions, blocks.k)
-    grid = (q.low.shape[-1], k.low.shape[-1])
-
-    def bounds(mask: Mask | None):
-        if mask is None:
-            return np.ones(grid, bool), np.ones(grid, bool)
-        some, every = mask.tiles(q, k)
-        xp = np if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp
-        some, every = (xp.broadcast_to(a, (*a.shape[:-2], *grid)).reshape(-1, *grid) for a in (some, every))
-        return some.any(0), every.all(0)
-
-    some, every = bounds(x.mask)
-    pair, whole = 0, np.ones((), bool)
-    for n, branch in enumerate(x.far, start=1):
-        some_far, every_far = bounds(branch.where)
-        pair, whole = pair + _where(every_far, n, 0), whole & (every_far | ~some_far)
-    choice = _where(whole, pair, len(x.pairs))
-    return _where(some, 1 + choice + _where(every, 0, len(_kinds_of(x)) // 2), 0)
-
-
-def _where(condition, x, y):
-    """``where`` as int32, in NumPy where all is known when tracing."""
-    xp = jnp if any(isinstance(a, jax.Array) for a in (condition, x, y)) else np
-    return xp.where(condition, xp.asarray(x, xp.int32), xp.asarray(y, xp.int32))
-
-
-class Visits(NamedTuple):
-    """For every block along one axis the tiles to visit, kind after kind; ``ends[block, n]`` ends kind ``n``."""
-
-    order: jax.Array
-    ends: jax.Array
-
-
-def _visits(grid, kinds: int) -> Visits:
-    xp = np if isinstance(grid, np.ndarray) else jnp
-    # Empty tiles, whose kind is 0, go last.
-    order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1).astype(np.int32)
-    counts = xp.stack([(grid == kind).sum(-1) for kind in range(1, kinds + 1)], axis=-1)
-    return Visits(jnp.asarray(order, jnp.int32), jnp.asarray(counts.cumsum(-1), jnp.int32))
-
-
-def _visit(visits: Visits, kinds: tuple[Kind, ...], block, tile, carry):
+def _visit(tiles: Visits, kinds: tuple[Kind, ...], block, tile, carry):
     """Folds ``tile(kind, other_block, carry)`` over the tiles listed for ``block``."""
-    order, start = visits.order[block], 0
+    order, start = tiles.order[block], 0
     for n, kind in enumerate(kinds):
-        end = visits.ends[block, n]
+        end = tiles.ends[block, n]
         carry = jax.lax.fori_loop(start, end, lambda m, c, kind=kind: tile(kind, order[m], c), carry)
         start = end
     return carry
@@ -258,8 +195,8 @@ def _tile_logits(tile: Operands, kind: Kind):
 
 def _forward(blocks: Blocks, x: Operands):
     dtype = statistics_dtype(x.q)
-    kinds = _kinds_of(x)
-    visits = _visits(_grid_of(x, blocks), len(kinds))
+    kinds, (grid,) = plan(x, blocks, together=True)
+    tiles = _visits(grid, kinds)
     batch = x.q.shape[:3]
     # Below every real logit but finite, so that a tile without an allowed key needs no special case.
     lowest = float(jnp.finfo(dtype).min) / 4
@@ -280,7 +217,7 @@ def _forward(blocks: Blocks, x: Operands):
             like_zeros((*batch, blocks.q), dtype, x.q, lowest),
             like_zeros((*batch, blocks.q, x.v.shape[-1]), dtype, x.q),
         )
-        total, highest, out = _visit(visits, kinds, i, partial(tile, i), start)
+        total, highest, out = _visit(tiles, kinds, i, partial(tile, i), start)
         seen = total > 0
         total = jnp.where(seen, total, 1)
         out = (out / total[..., None]).astype(x.v.dtype)
@@ -340,8 +277,8 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     x, out, lse = residuals
     d_out, d_lse = cotangents
     dtype = statistics_dtype(x.q)
-    kinds = _kinds_of(x)
-    visits = _visits(_grid_of(x, blocks).T, len(kinds))
+    kinds, (grid,) = plan(x, blocks, together=True)
+    tiles = _visits(grid.T, kinds)
     # A row that sees nothing is constant. Any finite log-sum-exp keeps its weights at exp(-inf) = 0, and what reaches
     # its own log-sum-exp, perhaps NaN, must not be multiplied by them.
     blind = jnp.isneginf(lse)
@@ -352,7 +289,7 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     def column(j, whole: _Gradients) -> _Gradients:
         blank = [like_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
         start = whole._replace(k=blank, v=like_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
-        part = _visit(visits, kinds, j, partial(_backward_tile, x, blocks, saved, j), start)
+        part = _visit(tiles, kinds, j, partial(_backward_tile, x, blocks, saved, j), start)
 
         def store(whole, part):
             part = jnp.swapaxes(part, -1, -2).astype(whole.dtype)

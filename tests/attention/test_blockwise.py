@@ -2,24 +2,15 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.blockwise import (
-    Blocks,
-    Kind,
-    _choose_blocks,
-    _grid_of,
-    _kinds_of,
-    _rows_at_once,
-    _visits,
-    blockwise,
-)
+from posjax.attention.blockwise import _choose_blocks, _rows_at_once, blockwise
 from posjax.attention.operands import FarPair, Operands
 from posjax.attention.padding import pad
+from posjax.attention.tiles import Blocks, Kind, plan, visits
 from posjax.masks import Beyond, Causal, Extent, Segments
 from posjax.positions import Range
 
@@ -73,44 +64,53 @@ def test_a_tile_is_no_longer_than_the_row():
 
 
 FAR, BOTH = Beyond(5), (0, 1)
+WHOLE, FAR_WHOLE, BOTH_WHOLE = (Kind(pairs, False) for pairs in ((0,), (1,), BOTH))
+MASKED, FAR_MASKED, BOTH_MASKED = (Kind(pairs, True) for pairs in ((0,), (1,), BOTH))
 CALLS = {
-    "all pairs": ({}, [[1] * 4] * 4),
-    "causal": ({"mask": Causal()}, [[2, 0, 0, 0], [1, 2, 0, 0], [1, 1, 2, 0], [1, 1, 1, 2]]),
-    # Kinds 1 to 3 are whole (near pairs, far pairs, both), 4 to 6 are masked. The far pairs are those 5 or more apart.
-    "far pairs": ({"far": (FAR,)}, [[1, 1, 1, 1], [1, 1, 1, 1], [3, 1, 1, 1], [2, 3, 1, 1]]),
-    "causal and far": ({"mask": Causal(), "far": (FAR,)}, [[4, 0, 0, 0], [1, 4, 0, 0], [3, 1, 4, 0], [2, 3, 1, 4]]),
+    "all pairs": ({}, [WHOLE], [[1] * 4] * 4),
+    "causal": ({"mask": Causal()}, [WHOLE, MASKED], [[2, 0, 0, 0], [1, 2, 0, 0], [1, 1, 2, 0], [1, 1, 1, 2]]),
+    # The far pairs are those 5 or more apart.
+    "far pairs": (
+        {"far": (FAR,)},
+        [WHOLE, FAR_WHOLE, BOTH_WHOLE],
+        [[1, 1, 1, 1], [1, 1, 1, 1], [3, 1, 1, 1], [2, 3, 1, 1]],
+    ),
+    "causal and far": (
+        {"mask": Causal(), "far": (FAR,)},
+        [WHOLE, FAR_WHOLE, BOTH_WHOLE, MASKED],
+        [[4, 0, 0, 0], [1, 4, 0, 0], [3, 1, 4, 0], [2, 3, 1, 4]],
+    ),
     # Two rows of a batch: a tile is empty or whole where it is in both.
     "packed": (
         {"mask": Segments(np.array([[0] * 8, [0] * 4 + [1] * 4]), np.array([[0] * 8, [0] * 4 + [1] * 4]))},
+        [WHOLE, MASKED],
         [[1, 1, 2, 2], [1, 1, 2, 2], [2, 2, 1, 1], [2, 2, 1, 1]],
     ),
 }
 
 
-@pytest.mark.parametrize(("slots", "wanted"), CALLS.values(), ids=CALLS)
-def test_the_kinds_of_tiles_of_two_tokens_by_hand(slots, wanted):
+@pytest.mark.parametrize(("slots", "kinds", "wanted"), CALLS.values(), ids=CALLS)
+def test_the_kinds_of_tiles_of_two_tokens_by_hand(slots, kinds, wanted):
+    """Those that occur where that is known; where positions are not, all there could be."""
     x = operands(2, 1, 1, **slots)
-    known = _grid_of(x, Blocks(2, 2))
-    assert isinstance(known, np.ndarray), "what is known when tracing is no part of the program"
-    np.testing.assert_array_equal(known, wanted)
+    known = plan(x, Blocks(2, 2), together=True)
+    assert isinstance(known.grid, np.ndarray), "what is known when tracing is no part of the program"
+    assert list(known.kinds) == kinds
+    np.testing.assert_array_equal(known.grid, [wanted])
     places = jnp.arange(8, dtype=jnp.int32)
     moved = dataclasses.replace(x, q_positions=places, kv_positions=places)
-    np.testing.assert_array_equal(jax.jit(_grid_of, static_argnums=1)(moved, Blocks(2, 2)), wanted)
-
-
-def test_a_call_has_a_kind_for_every_pair_of_features_and_one_for_all():
-    assert _kinds_of(operands(1, 1, 1)) == (Kind((0,), False), Kind((0,), True))
-    several = [(0,), (1,), BOTH]
-    wanted = [Kind(pairs, masked) for masked in (False, True) for pairs in several]
-    assert list(_kinds_of(operands(1, 1, 1, far=(FAR,)))) == wanted
+    pairs = [(0,), (1,), BOTH] if x.far else [(0,)]
+    every = [Kind(each, masked) for masked in (False, True) for each in pairs] if slots else kinds
+    assert list(plan(moved, Blocks(2, 2), together=True).kinds) == every
+    grid = jax.jit(lambda x: plan(x, Blocks(2, 2), together=True).grid)(moved)
+    names = [None, *every]
+    assert [names[n] for n in np.ravel(grid)] == [[None, *kinds][n] for n in np.ravel(wanted)]
 
 
 def test_visits_go_kind_after_kind_and_leave_out_the_empty():
-    visits = _visits(np.array([[2, 0, 1, 2], [0, 0, 0, 0]]), 2)
-    chex.assert_type(list(visits), jnp.int32)
-    assert visits.order[0, 0] == 2
-    assert sorted(visits.order[0, 1:3].tolist()) == [0, 3]
-    assert visits.ends.tolist() == [[1, 3], [0, 0]]
+    found = visits(np.array([[2, 0, 1, 2], [0, 0, 0, 0]]), 2)
+    assert found.order[0].tolist() == [2, 0, 3, 1]
+    assert found.ends.tolist() == [[1, 3], [0, 0]]
 
 
 def test_keys_that_padding_has_added_are_hidden():

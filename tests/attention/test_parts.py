@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from posjax.attention.blockwise import Blocks, blockwise
+from posjax.attention.blockwise import blockwise
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands
+from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
-from posjax.attention.tpu.schedule import Blocks as TPUBlocks
 from posjax.bias import ALiBi
 from posjax.masks import Causal, Segments
 from posjax.positions import Range
@@ -58,7 +58,7 @@ def operands(floats, ids, start) -> Operands:
 def on_tpu(x: Operands, given=None):
     """The kernel, whose queries hold ``log2 e`` too."""
     x = dataclasses.replace(x, q=x.q * entry.LOG2E)
-    blocks = (TPUBlocks(128, 128, 128),) * 2
+    blocks = (Blocks(128, 128, 128),) * 2
     return entry.tpu(x, blocks, False, TARGETS["TPU v5 lite"], pltpu.InterpretParams(uninitialized_memory="nan"), given)
 
 

@@ -20,9 +20,9 @@ from posjax import masks
 from posjax.attention.api import _group, _ungroup, _with_sinks
 from posjax.attention.dense import dense
 from posjax.attention.operands import FarPair, Operands, vary_alike
+from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
-from posjax.attention.tpu.schedule import Blocks
 from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple, Sandwich
 from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, Globals, Prefix, Segments, Sinks, Window
 from posjax.positions import Range, as_array, from_segments

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import FarPair, Operands
+from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import backward_moves, entry, forward_moves
 from posjax.attention.tpu.blocks import TARGETS
-from posjax.attention.tpu.schedule import Blocks
 from posjax.bias import T5, ALiBi
 from posjax.masks import Beyond, Causal, Segments
 from posjax.positions import Range

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import FarPair, Operands
+from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, plan
 from posjax.attention.tpu.blocks import (
     TARGETS,
     Target,
@@ -24,7 +25,7 @@ from posjax.attention.tpu.blocks import (
 from posjax.attention.tpu.call import work
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.attention.tpu.entry import _band, _is_causal, _leaves_int32, refusal
-from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
+from posjax.attention.tpu.schedule import by_keys, by_queries, choice_of, tile_of
 from posjax.masks import (
     Beyond,
     Causal,
@@ -124,7 +125,7 @@ def operands(case: Case) -> Operands:
 
 
 def planned(case: Case, blocks: Blocks):
-    return plan(operands(case), blocks, case.constant_from, case.ahead)
+    return plan(operands(case), blocks, constant_from=case.constant_from, ahead=case.ahead)
 
 
 def traced(case: Case) -> dict:
@@ -211,8 +212,8 @@ def test_lists_visit_every_tile_once_kind_after_kind(case, blocks):
     """``following`` is the first entry of the next row, or -1 where that row is empty or there is none."""
     plan = planned(case, blocks)
     found = kinds_of(plan)
-    check_visits(plan.by_queries, plan.kinds, found)
-    check_visits(plan.by_keys, plan.kinds, found.swapaxes(1, 2))
+    check_visits(by_queries(plan), plan.kinds, found)
+    check_visits(by_keys(plan), plan.kinds, found.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
@@ -228,9 +229,10 @@ def test_plans_of_traced_positions_are_the_same(case, blocks):
 
     @jax.jit
     def run(moved, ahead):
-        found = plan(operands(dataclasses.replace(case, **moved)), blocks, case.constant_from, ahead)
+        x = operands(dataclasses.replace(case, **moved))
+        found = plan(x, blocks, constant_from=case.constant_from, ahead=ahead)
         kinds.extend(found.kinds)
-        return found.grid, found.by_queries, found.by_keys
+        return found.grid, by_queries(found), by_keys(found)
 
     grid, *visits = run(traced(case), jnp.int32(case.ahead))
     assert set(known.kinds) <= set(kinds)

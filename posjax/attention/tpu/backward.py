@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from posjax.attention.tiles import AHEAD, NEAR, Kind
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.backward_moves import (
     Arrays,
@@ -40,7 +41,7 @@ from posjax.attention.tpu.backward_moves import (
     write,
 )
 from posjax.attention.tpu.call import Call, Inputs, anywhere, at, compiler_params, product, work
-from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, tile_of
+from posjax.attention.tpu.schedule import tile_of
 from posjax.attention.tpu.terms import LANES, Axis
 
 LN2 = float(np.log(2))

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from posjax.attention.operands import Operands
+from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.attention.tpu.schedule import Blocks
 from posjax.masks import extent
 from posjax.positions import Range
 

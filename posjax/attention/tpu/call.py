@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from posjax.attention.tpu.schedule import Blocks, Kind, Visits
+from posjax.attention.tiles import Blocks, Kind
+from posjax.attention.tpu.schedule import Lists
 from posjax.attention.tpu.terms import Pattern
 
 GRID = ("parallel", "parallel", "arbitrary")
@@ -78,7 +79,7 @@ class Tables(NamedTuple):
         k_origins: the same for the keys.
     """
 
-    visits: Visits
+    visits: Lists
     q_origins: jax.Array | None
     k_origins: jax.Array | None
 

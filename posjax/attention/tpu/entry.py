@@ -14,11 +14,12 @@ from posjax._checks import check
 from posjax._numbers import is_array_number
 from posjax.attention.operands import Operands, bias_form, named
 from posjax.attention.padding import lengthen, pad
+from posjax.attention.tiles import Blocks, plan
 from posjax.attention.tpu.backward import LN2, Saved, backward
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.call import Call, Inputs, Tables
 from posjax.attention.tpu.forward import forward
-from posjax.attention.tpu.schedule import Blocks, plan
+from posjax.attention.tpu.schedule import by_keys, by_queries
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal, unskewed
 from posjax.masks import And, Causal, Mask, traced_sizes
 from posjax.positions import Range, as_array
@@ -151,7 +152,7 @@ def _call(
     )
     ahead = x.q_positions.start - x.kv_positions.start if all(ranged) else 0
     constant_from = x.bias.constant_from if form == "relative" else None
-    plans = [plan(x, blocks, constant_from, ahead) for blocks in (forward_blocks, backward_blocks)]
+    plans = [plan(x, blocks, constant_from=constant_from, ahead=ahead) for blocks in (forward_blocks, backward_blocks)]
     bias = _bias_numbers(x, form, ahead)
     tables = [_tables(x, blocks, form, bias) for blocks in (forward_blocks, backward_blocks)]
     bounded = bounded and _can_be_bounded(x, form)
@@ -178,8 +179,8 @@ def _call(
         jnp.stack([k for _, k in x.pairs], axis=2),
         x.v,
         jnp.stack([jnp.asarray(s, jnp.int32) for s in starts]),
-        Tables(plans[0].by_queries, *tables[0]),
-        Tables(plans[1].by_keys, *tables[1]),
+        Tables(by_queries(plans[0]), *tables[0]),
+        Tables(by_keys(plans[1]), *tables[1]),
         q_numbers,
         k_numbers,
         bias,

@@ -23,10 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from posjax.attention.tiles import AHEAD, NEAR, Kind
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import Call, Inputs, compiler_params, product, work
 from posjax.attention.tpu.forward_moves import Arrays, Row, Sums, arrays_of, scratch, specs, start, wait
-from posjax.attention.tpu.schedule import AHEAD, NEAR, Kind, tile_of
+from posjax.attention.tpu.schedule import tile_of
 from posjax.attention.tpu.terms import LANES, SUBLANES, Axis
 
 LOWEST = -1e30

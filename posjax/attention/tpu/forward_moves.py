@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import Call, Inputs, anywhere, at, rows_of, scalar_memory, scalars_of
-from posjax.attention.tpu.schedule import Kind, choice_of, tile_of
+from posjax.attention.tpu.schedule import choice_of, tile_of
 from posjax.attention.tpu.terms import LANES, SUBLANES
 
 

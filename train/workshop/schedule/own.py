@@ -1,6 +1,6 @@
 """posjax's own kernels as contenders: what each attends with, and how often the parts of its kernels run.
 
-How often is counted by the very plan of tiles that the kernels walk along (`posjax.attention.tpu.schedule`).
+How often is counted by the very plan of tiles that the kernels walk along (`posjax.attention.tiles`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import Operands, bias_form
+from posjax.attention.operands import FarPair, Operands, bias_form
+from posjax.attention.tiles import Blocks, Kind, plan
 from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import tpu
-from posjax.attention.tpu.schedule import Blocks, Kind, plan
+from posjax.axes import narrowed
 from posjax.bias import T5, ALiBi, Kerple
-from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Mask, Segments, Sinks, Window, extent
 from posjax.positions import Range
 from train.runtime.chips import Product
@@ -84,7 +84,7 @@ def _segments(ids) -> Mask:
 def operands(case: Case, q, k, v, numbers, ids) -> Operands:
     """An attention call. Features of far pairs are others than those of near ones; which does not matter."""
     heads, tokens = k.shape[1:3]
-    far = () if case.beyond is None else (Branch(_other(q), _other(k), Beyond(case.beyond)),)
+    far = () if case.beyond is None else (FarPair(_other(q), _other(k), Beyond(case.beyond)),)
     bias = case.bias and case.bias(numbers, heads)
     return Operands(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), far)
 
@@ -107,7 +107,7 @@ def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
 
     def planned(ids):
         x = operands(case, *features, np.zeros(NUMBERS, np.float32), ids)
-        return plan(x, blocks, x.bias.constant_from if bias_form(x) == "relative" else None)
+        return plan(x, blocks, constant_from=x.bias.constant_from if bias_form(x) == "relative" else None)
 
     kinds: list[Kind] = []
     jax.eval_shape(lambda ids: kinds.extend(planned(ids).kinds), ids)
@@ -128,8 +128,8 @@ def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
     some, every = (np.broadcast_to(x, (1, 1, *x.shape[-2:]))[0, 0] for x in mask.tiles(blocks, blocks))
     pairs = every.sum() * size**2
     for i, j in np.argwhere(some & ~every) * size:
-        tile = mask.queries(i, size).keys(j, size).allowed(i + np.arange(size), j + np.arange(size))
-        pairs += np.asarray(tile).sum()
+        part = narrowed(narrowed(mask, "queries", i, size), "keys", j, size)
+        pairs += np.asarray(part.allowed(i + np.arange(size), j + np.arange(size))).sum()
     return shape.heads * int(pairs)
 
 

@@ -1,0 +1,140 @@
+"""Which tiles of the logits are visited, in which order, and what each of them needs: one plan for all backends.
+
+The logits of a head are cut into tiles of ``q`` queries and ``k`` keys. A backend takes the rows of tiles one after the
+other (forward: a block of queries; backward: a block of keys) and in each row only the tiles where the mask lets
+something through, sorted by what they need, so that the code for one kind of tile knows nothing of the others. Causal
+attention in 4 x 4 tiles, ``.`` never visited, ``#`` whole, ``m`` masked, and with a window of two tiles:
+
+    m . . .        m . . .        far pairs (ReRoPE) beyond one tile:   m . . .
+    # m . .        m m . .        ``f`` is scored by the far features,  b m . .
+    # # m .        . m m .        ``b`` by both, the rest by the near   f b m .
+    # # # m        . . m m                                              f f b m
+
+Where positions and masks are known when tracing, so is the plan, in NumPy; otherwise it is computed from the extents of
+the blocks before the first tile.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax.attention.operands import Operands
+from posjax.masks import Extent, Mask, extent
+
+NEAR, BEHIND, AHEAD = "near", "behind", "ahead"
+"""What a bias by distance is within a tile: different numbers, or one number for all keys far behind or far ahead."""
+
+
+class Blocks(NamedTuple):
+    """Tokens of a tile along the queries and along the keys.
+
+    A kernel cuts a tile further: ``part`` is the keys (forward) or queries (backward) of one matrix product.
+    """
+
+    q: int
+    k: int
+    part: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What the logits of a tile need.
+
+    Args:
+        pairs: the pairs of features that score some of it.
+        masked: whether some of its pairs are forbidden.
+        reach: ``NEAR``, ``BEHIND`` or ``AHEAD``.
+    """
+
+    pairs: tuple[int, ...]
+    masked: bool
+    reach: str = NEAR
+
+
+class Plan(NamedTuple):
+    """The kinds that occur, and that of every tile, ``[batch or 1, q blocks, k blocks]``: its index plus 1, or 0."""
+
+    kinds: tuple[Kind, ...]
+    grid: np.ndarray | jax.Array
+
+
+def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False) -> Plan:
+    """The kinds of all tiles.
+
+    Args:
+        x: the operands, their lengths multiples of the blocks.
+        blocks: sizes of the tiles.
+        constant_from: the distance from which on a bias by distance is constant, or None.
+        ahead: distance of the first query from the first key, for a bias by distance.
+        together: whether the rows of the batch visit the same tiles, those that any of them needs.
+    """
+    extents = extent(x.q_positions, blocks.q), extent(x.kv_positions, blocks.k)
+    some, every = _bounds(x.mask, *extents, together)
+    reach = np.zeros((), int) if constant_from is None else _reach(x, blocks, constant_from, ahead)
+    reaches = (NEAR,) if constant_from is None else (NEAR, BEHIND, AHEAD)
+    choices = [(n,) for n in range(len(x.pairs))] + ([tuple(range(len(x.pairs)))] if x.far else [])
+    kinds = tuple(Kind(*each) for each in ((p, m, r) for m in (False, True) for p in choices for r in reaches))
+    pair = _pairs(x, *extents, together)
+    return _compact(kinds, some * (1 + (~every * len(choices) + pair) * len(reaches) + reach))
+
+
+def _compact(kinds: tuple[Kind, ...], grid) -> Plan:
+    """The plan without kinds that do not occur, where that is known."""
+    if not isinstance(grid, np.ndarray):
+        return Plan(kinds, grid.astype(jnp.int32))
+    # A mask that allows nothing still has one kind, of which there is no tile.
+    found, index = np.unique(np.append([0, 1] if not grid.any() else [0], grid), return_inverse=True)
+    return Plan(tuple(kinds[n - 1] for n in found[1:]), index[-grid.size :].reshape(grid.shape).astype(np.int32))
+
+
+def _bounds(mask: Mask | None, q: Extent, k: Extent, together: bool):
+    """Whether something and whether everything is allowed, ``[batch or 1, q blocks, k blocks]``, over all heads."""
+    grid = q.low.shape[-1], k.low.shape[-1]
+    if mask is None:
+        return np.ones((1, *grid), bool), np.ones((1, *grid), bool)
+    some, every = (_with_rows(x, grid) for x in mask.tiles(q, k))
+    some, every = some.any(1), every.all(1)
+    return (some.any(0, keepdims=True), every.all(0, keepdims=True)) if together else (some, every)
+
+
+def _with_rows(x, grid):
+    xp = np if isinstance(x, np.ndarray) else jnp
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    return xp.broadcast_to(x, (*x.shape[:2], *grid))
+
+
+def _pairs(x: Operands, q: Extent, k: Extent, together: bool):
+    """Index of the pair of features that scores a tile; the number of pairs where it takes all of them."""
+    pair, whole = 0, True
+    for n, far in enumerate(x.far, start=1):
+        some, every = _bounds(far.where, q, k, together)
+        pair, whole = pair + n * every, whole & (every | ~some)
+    return pair * whole + len(x.pairs) * (1 - whole)
+
+
+def _reach(x: Operands, blocks: Blocks, constant_from: int, ahead):
+    """0 where a bias by distance varies, 1 where it is constant behind the queries, 2 ahead of them."""
+    q, k = (np.arange(0, size, block) for size, block in ((x.q.shape[3], blocks.q), (x.k.shape[2], blocks.k)))
+    lowest = ahead + q[:, None] - (k[None, :] + blocks.k - 1)
+    highest = ahead + q[:, None] + blocks.q - 1 - k[None, :]
+    return ((lowest >= constant_from) + 2 * (highest <= -constant_from))[None]
+
+
+class Visits(NamedTuple):
+    """For every row of tiles the columns to visit, kind after kind, ``[..., rows, columns]``.
+
+    ``ends``, ``[..., rows, kinds]``, is where the list of each kind ends. Tiles that are not visited come last.
+    """
+
+    order: np.ndarray | jax.Array
+    ends: np.ndarray | jax.Array
+
+
+def visits(grid, kinds: int) -> Visits:
+    """The visits of a plan's grid, or of its transpose; in NumPy where it is known when tracing."""
+    xp = np if isinstance(grid, np.ndarray) else jnp
+    order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1, stable=True)
+    return Visits(order, (grid[..., None] == np.arange(1, kinds + 1)).sum(-2).cumsum(-1))
