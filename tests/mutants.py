@@ -148,11 +148,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(_sums(inverse_frequencies, start, stop) <= 0)",
     ): "no sum of cosines is 0 to the last bit",
     (
-        "posjax/attention/operands.py",
-        "k=keys(x.k, axis=-2),",
-        "(2)",
-    ): "keys have four axes",
-    (
         "posjax/nn/huggingface/load.py",
         "graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))",
         "1",
@@ -203,8 +198,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1",
     ): "of the seed: any mixture finds the planes",
     (
-        "posjax/attention/blockwise.py",
-        "order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1).astype(np.int32)",
+        "posjax/attention/tiles.py",
+        "order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1, stable=True)",
         "2",
     ): "any number above all kinds puts empty tiles last",
     (
