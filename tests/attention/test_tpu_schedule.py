@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import Operands
+from posjax.attention.tpu.biases import _band, _is_causal, _leaves_int32
 from posjax.attention.tpu.blocks import (
     TARGETS,
     Target,
@@ -23,7 +24,7 @@ from posjax.attention.tpu.blocks import (
 )
 from posjax.attention.tpu.call import work
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.attention.tpu.entry import _band, _is_causal, _leaves_int32, refusal
+from posjax.attention.tpu.entry import refusal
 from posjax.attention.tpu.schedule import AHEAD, BEHIND, NEAR, Blocks, Kind, choice_of, plan, tile_of
 from posjax.far import Branch
 from posjax.masks import (

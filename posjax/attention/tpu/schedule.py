@@ -68,7 +68,7 @@ class Visits(NamedTuple):
     ends: jax.Array
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """The kinds that occur, and that of every tile, ``[batch or 1, q blocks, k blocks]``: its index plus 1, or 0."""
 
     kinds: tuple[Kind, ...]
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         return _visits(self.grid.swapaxes(-1, -2), self.kinds)
 
 
-def plan(x: Operands, blocks: Blocks, constant_from: int | None = None, ahead=0) -> Plan:
+def plan(x: Operands, blocks: Blocks, constant_from: int | None = None, ahead=0) -> TilePlan:
     """The kinds of all tiles.
 
     Args:
@@ -110,11 +110,11 @@ def plan(x: Operands, blocks: Blocks, constant_from: int | None = None, ahead=0)
     reaches = len(kinds) // (2 * len(choices))
     code = some * (1 + (~every * len(choices) + pair) * reaches + reach)
     if not isinstance(code, np.ndarray):
-        return Plan(kinds, code.astype(jnp.int32))
+        return TilePlan(kinds, code.astype(jnp.int32))
     # A mask that allows nothing still has one kind, of which there is no tile.
     found, compact = np.unique(np.append([0, 1] if not code.any() else [0], code), return_inverse=True)
     grid = compact[-code.size :].reshape(code.shape).astype(np.int32)
-    return Plan(tuple(kinds[n - 1] for n in found[1:]), grid)
+    return TilePlan(tuple(kinds[n - 1] for n in found[1:]), grid)
 
 
 def _bounds(mask: Mask | None, q: Extent, k: Extent, grid):
