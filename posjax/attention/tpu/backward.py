@@ -52,13 +52,14 @@ class KernelGradients(NamedTuple):
 def backward(config: KernelConfig, x: Inputs, per_query: PerQuery, *, of_bias: bool) -> KernelGradients:
     """All gradients; those of the bias only if wanted."""
     batch, kv_heads, _, keys, _ = x.k.shape
-    arrays, block = arrays_of(config, x, per_query), config.tilings[1].blocks.k
+    tiling, arrays = config.tilings[1], arrays_of(config, x, per_query)
+    block = tiling.blocks.k
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     sums = config.bias.outputs(arrays.q.shape[2], keys) if of_bias else []
     of_sums = [shape((batch, kv_heads, *each.shape), jnp.float32) for each in sums]
     found = pl.pallas_call(
         partial(_kernel, config, len(sums)),
-        grid=(batch, kv_heads, keys // block),
+        grid=(batch, kv_heads, tiling.rows),
         in_specs=list(specs(arrays, 1, block, k=-2, v=-2)),
         out_specs=[
             anywhere,

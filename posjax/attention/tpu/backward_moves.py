@@ -40,7 +40,7 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
     """Room for what travels, for the sums of a row, and the semaphores."""
     q, k, _ = config.tilings[1].blocks
     vmem, (pairs, size, value_size) = pltpu.VMEM, (x.k.shape[2], x.k.shape[-1], x.v.shape[-1])
-    moved, added = config.bias.scratch(config, 1)
+    moved, added, summed = config.bias.scratch(config, 1)
     buffers = Buffers(
         q=vmem((2, pairs, q, size), x.q.dtype),
         k=None,
@@ -54,7 +54,7 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
         dv=vmem((k, value_size), jnp.float32),
         columns=tuple(vmem((k, LANES), row.dtype) for row in x.numbers[1]),
         bias=added,
-        d_bias=config.bias.gradient_scratch(config) if of_bias else None,
+        d_bias=summed if of_bias else None,
     )
     copies = pairs + 3 + len(x.numbers[0]) + (moved is not None)
     return [
@@ -97,16 +97,13 @@ class KeyRow(TileRow):
         """The part of the head of an array of all heads that share the keys."""
         return ref.at[at(self.group_head, ref.shape[0])]
 
-    def place(self, step):
-        return step & 1
-
     def own_copies(self, tile, place):
         where, tokens = (self.batch, self.kv_head, self.group_head), self.tokens(tile)
         sources = self.x.per_query.d_out.at[*where, tokens], *(x.at[*where, :, tokens] for x in self.x.per_query[1:])
         return [(source, target.at[place]) for source, target in zip(sources, self.buffers.per_query, strict=True)]
 
     def features(self, pair, tile, to, step):
-        source, place = self.x.q.at[self._queries(pair, tile)], step & 1
+        source, place = self.x.q.at[self._queries(pair, tile)], self.place(step)
         arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, place]
         dq = pltpu.make_async_copy(self.x.dq.at[self._queries(pair, tile)], *self._dq(0, to, jax.lax.rem(step, 3)))
         return [pltpu.make_async_copy(source, self.buffers.q.at[place, to], arrived), dq]

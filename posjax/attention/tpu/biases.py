@@ -62,29 +62,21 @@ class KernelBias:
         """Its numbers, in base 2. ``ahead``: distance of the first query from the first key."""
         return {}
 
-    def is_bounded(self, x: Operands) -> bool:
-        """Whether it is known how much it adds at most."""
-        return True
-
-    def most(self, x: Operands, numbers: dict) -> jax.Array:
-        """That, for each head, if it is known."""
+    def most(self, x: Operands, numbers: dict) -> jax.Array | None:
+        """What it adds to a logit at most, for each head, or None if that is not known."""
         return jnp.zeros(x.q.shape[1] * x.q.shape[2], jnp.float32)
 
-    def of_queries(self, x: Inputs, block: int):
-        """What it adds to all logits of a query, beside the level of the tile: ``[batch or 1, heads, queries]``."""
+    def of_queries(self, config: KernelConfig, x: Inputs, side: int):
+        """What it adds to all logits of a query, ``[batch or 1, heads, queries]``: the kernel leaves it out."""
         return 0.0
 
     def arrays(self, config: KernelConfig, x: Inputs, side: int) -> BiasArrays:
         """What it brings to the kernel whose outer axis is ``side``; heads are on one axis."""
         return BiasArrays()
 
-    def scratch(self, config: KernelConfig, side: int) -> tuple[Any, Any]:
-        """Two places for what travels, and room for what is added within a tile (``sums.bias``)."""
-        return None, None
-
-    def gradient_scratch(self, config: KernelConfig) -> Any:
-        """Room for sums of gradients of logits (``sums.d_bias``)."""
-        return None
+    def scratch(self, config: KernelConfig, side: int) -> tuple[Any, Any, Any]:
+        """Two places for what travels, room for what is added within a tile, and backward for sums of its gradients."""
+        return None, None, None
 
     def outputs(self, group: int, keys: int) -> list[Sum]:
         """What the backward kernel sums up, in ``row.d_bias``; zero before the first row of tiles of a head."""
@@ -98,7 +90,6 @@ class KernelBias:
 
     def part_of(self, row: TileRow, tile) -> tuple:
         """Index of what travels of ``BiasArrays.moved`` for a tile."""
-        raise NotImplementedError
 
     def level(self, row: TileRow, tile: Tile):
         """A number that is added to all logits of a tile, or None."""
@@ -113,15 +104,10 @@ class KernelBias:
 
     def of_keys(self, row: TileRow, tile: Tile):
         """What it adds to the logits of each key of a tile, beside the level, ``[1, keys]``, where it ``rides``."""
-        raise NotImplementedError
 
     def add(self, row: TileRow, tile: Tile, first: int, logits):
         """The logits of a part with what differs within the tile."""
         return logits
-
-    def of_row(self, row: TileRow):
-        """``of_queries`` in the kernel, ``[1, queries]``."""
-        return 0.0
 
     # Backward. Those from ``begin_sums`` on are called only where gradients are wanted.
 
@@ -158,9 +144,8 @@ class _OfTokens(KernelBias):
     constant of the query, which no weight depends on, the level of the tile, and a small number of the key.
     """
 
-    def counted(self, x: Inputs, side: int):
+    def counted(self, config: KernelConfig, x: Inputs, side: int):
         """``t`` of the queries or keys, ``[batch or 1, heads or 1, 1, tokens]``."""
-        raise NotImplementedError
 
     def times(self, row: TileRow, differences):
         """``f`` times differences of ``t``."""
@@ -168,24 +153,20 @@ class _OfTokens(KernelBias):
 
     def column_of_keys(self, row: TileRow):
         """``of_keys`` as a column, for the head that the row is at."""
-        raise NotImplementedError
 
-    def of_queries(self, x, block):
-        own = self.counted(x, 0)
+    def of_queries(self, config, x, side):
+        own, block = self.counted(config, x, 0), config.tilings[side].blocks.q
         return (own - jnp.repeat(own[..., ::block], block, axis=-1))[:, :, 0]
 
     def arrays(self, config, x, side):
         sizes = config.tilings[side].blocks[:2]
-        return BiasArrays(origins=tuple(self.counted(x, n)[..., ::size] for n, size in enumerate(sizes)))
+        return BiasArrays(origins=tuple(self.counted(config, x, n)[..., ::size] for n, size in enumerate(sizes)))
 
     def scratch(self, config, side):
         keys = config.tilings[side].blocks.k
         if side == 1:
-            return None, pltpu.VMEM((keys, LANES), jnp.float32)
-        return None, None if self.rides else pltpu.VMEM((SUBLANES, keys), jnp.float32)
-
-    def gradient_scratch(self, config):
-        return pltpu.VMEM((config.tilings[1].blocks.k, LANES), jnp.float32)
+            return None, *[pltpu.VMEM((keys, LANES), jnp.float32)] * 2
+        return None, None if self.rides else pltpu.VMEM((SUBLANES, keys), jnp.float32), None
 
     def origins(self, row: TileRow, tile) -> list:
         """``o`` and ``o'`` of a tile."""
@@ -220,12 +201,11 @@ class _OfTokens(KernelBias):
 
 @dataclasses.dataclass(frozen=True)
 class LinearInKey(_OfTokens):
-    """``slope (p_i - p_j)``: ALiBi. ``ranged`` as in ``KernelConfig``.
+    """``slope (p_i - p_j)``: ALiBi.
 
     It rides where there is room and positions of the keys are a range, for then it is the same in every block.
     """
 
-    ranged: tuple[bool, bool]
     rides: bool
 
     @staticmethod
@@ -234,26 +214,24 @@ class LinearInKey(_OfTokens):
 
     @classmethod
     def of(cls, x, spare, reach):
-        ranged = isinstance(x.q_positions, Range), isinstance(x.kv_positions, Range)
-        return cls(ranged, spare and ranged[1])
+        return cls(spare and isinstance(x.kv_positions, Range))
 
     def numbers(self, x, ahead):
         """``slopes``, ``[heads]``."""
         return {"slopes": x.bias.slopes.astype(jnp.float32) * -LOG2E}
 
-    def is_bounded(self, x):
-        """With no key ahead."""
-        return _is_causal(x.mask)
-
     def most(self, x, numbers):
+        """Known with no key ahead."""
+        if not _is_causal(x.mask):
+            return None
         farthest = as_array(x.q_positions).max() - as_array(x.kv_positions).min()
         return jnp.maximum(0, numbers["slopes"] * farthest.astype(jnp.float32))
 
-    def of_queries(self, x, block):
-        return x.bias["slopes"][None, :, None] * super().of_queries(x, block).astype(jnp.float32)
+    def of_queries(self, config, x, side):
+        return x.bias["slopes"][None, :, None] * super().of_queries(config, x, side).astype(jnp.float32)
 
-    def counted(self, x, side):
-        if not self.ranged[side]:
+    def counted(self, config, x, side):
+        if not config.ranged[side]:
             return x.numbers[side][0]
         return x.starts[side] + jnp.arange((x.q, x.k)[side].shape[3])[None, None, None]
 
@@ -271,14 +249,9 @@ class LinearInKey(_OfTokens):
 
     def of_keys(self, row, tile):
         shape = 1, row.blocks.k
-        if self.ranged[1]:
+        if row.config.ranged[1]:
             return self.times(row, -jax.lax.broadcasted_iota(jnp.int32, shape, 1))
         return self.times(row, self.origins(row, tile.index)[1] - row.buffers.numbers[0][tile.place])
-
-    def of_row(self, row):
-        if self.ranged[0]:
-            return self.times(row, jax.lax.broadcasted_iota(jnp.int32, (1, row.blocks.q), 1))
-        return self.times(row, row.x.numbers[0][0][...] - self.origins(row, 0)[0])
 
     def column_of_keys(self, row):
         return row.x.bias.scalars[row.head] * -self._keys_ahead(row)
@@ -294,7 +267,7 @@ class LinearInKey(_OfTokens):
 
     def _keys_ahead(self, row: TileRow):
         """Distance of the keys from the first one of their block, a float32 column."""
-        if self.ranged[1]:
+        if row.config.ranged[1]:
             return jax.lax.broadcasted_iota(jnp.int32, (row.blocks.k, LANES), 0).astype(jnp.float32)
         return (row.sums.columns[0][...] - self.origins(row, 0)[1]).astype(jnp.float32)
 
@@ -302,7 +275,7 @@ class LinearInKey(_OfTokens):
         """Distance of the queries of a part from the first key of the block, a float32 row."""
         part = row.blocks.part
         q, k = self.origins(row, tile.index)
-        if self.ranged[0]:
+        if row.config.ranged[0]:
             return (q + first - k + jax.lax.broadcasted_iota(jnp.int32, (1, part), 1)).astype(jnp.float32)
         return (row.buffers.numbers[0][tile.place, :, first : first + part] - k).astype(jnp.float32)
 
@@ -315,19 +288,18 @@ class Gates(_OfTokens):
         """``q`` and ``k``, ``[batch, heads, 1, tokens]``."""
         return {"q": x.bias.q_gates[:, :, None] * LOG2E, "k": x.bias.kv_gates[:, :, None] * LOG2E}
 
-    def is_bounded(self, x):
-        return False
+    def most(self, x, numbers):
+        return None
 
-    def counted(self, x, side):
+    def counted(self, config, x, side):
         return x.bias["qk"[side]]
 
     def arrays(self, config, x, side):
-        found = super().arrays(config, x, side)._replace(outer=x.bias["qk"[side]])
-        return found._replace(moved=x.bias["k"]) if side == 0 else found
+        return super().arrays(config, x, side)._replace(**{("moved", "outer")[side]: x.bias["k"]})
 
     def scratch(self, config, side):
         moved = pltpu.VMEM((2, 1, config.tilings[0].blocks.k), jnp.float32) if side == 0 else None
-        return moved, super().scratch(config, side)[1]
+        return moved, *super().scratch(config, side)[1:]
 
     def outputs(self, group, keys):
         return [Sum((group, 1, keys), of_keys=True)]
@@ -341,9 +313,6 @@ class Gates(_OfTokens):
 
     def of_keys(self, row, tile):
         return self.origins(row, tile.index)[1] - row.buffers.bias[tile.place]
-
-    def of_row(self, row):
-        return row.x.bias.outer[...] - self.origins(row, 0)[0]
 
     def column_of_keys(self, row):
         return self.origins(row, 0)[1] - terms.column(row.of_head(row.x.bias.outer)[...])
@@ -411,11 +380,8 @@ class ByDistance(KernelBias):
 
     def scratch(self, config, side):
         q, k, _ = config.tilings[side].blocks
-        return pltpu.VMEM((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32), _matrix(q, k)
-
-    def gradient_scratch(self, config):
-        q, k, _ = config.tilings[1].blocks
-        return _matrix(q, k)
+        matrix = pltpu.VMEM((q + k - LANES, LANES), jnp.float32)
+        return pltpu.VMEM((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32), matrix, matrix
 
     def outputs(self, group, keys):
         return [Sum((group, self.band[1] - self.band[0], SUBLANES, LANES)), Sum((group, 2, LANES))]
@@ -433,7 +399,7 @@ class ByDistance(KernelBias):
     def _window(self, row: TileRow, tile):
         """Which rows of the skewed vector a tile reads; backward any of the band, where the bias is constant."""
         outer, inner = row.sizes
-        first, rows = outer * (row.rows - row.block - 1) + inner * tile, (outer + inner) // LANES
+        first, rows = outer * (row.tiling.rows - row.block - 1) + inner * tile, (outer + inner) // LANES
         start = jax.lax.div(first, LANES)
         if row.side == 1:
             start = jnp.clip(start - self.band[0], 0, self.band[1] - self.band[0] - rows)
@@ -481,10 +447,6 @@ class ByDistance(KernelBias):
 def _edge(tile: Tile) -> int:
     """Index of the constant of a tile far behind or far ahead."""
     return int(tile.kind.reach == AHEAD)
-
-
-def _matrix(q: int, k: int):
-    return pltpu.VMEM((q + k - LANES, LANES), jnp.float32)
 
 
 def _int32_refusal(x: Operands) -> str | None:

@@ -20,10 +20,11 @@ LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
 class Tiling(NamedTuple):
-    """The blocks of a kernel, and the kinds of tiles that occur in them."""
+    """The blocks of a kernel, the kinds of tiles that occur in them, and how many rows of tiles a head has."""
 
     blocks: Blocks
     kinds: tuple[Kind, ...]
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,30 +106,27 @@ def _prepared(
     ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
     bias = BIASES[bias_form(x)].of(x, spare, blocks[1].q + blocks[1].k)
-    plans = [plan(x, each, bias.constant_from, ahead) for each in blocks]
+    of_bias, plans = bias.numbers(x, ahead), [plan(x, each, bias.constant_from, ahead) for each in blocks]
+    most = bias.most(x, of_bias) if bounded and not x.far else None
     pattern, numbers = _pattern(x)
     config = KernelConfig(
-        tilings=tuple(Tiling(each, found.kinds) for each, found in zip(blocks, plans, strict=True)),
+        tilings=(
+            Tiling(blocks[0], plans[0].kinds, x.q.shape[3] // blocks[0].q),
+            Tiling(blocks[1], plans[1].kinds, x.k.shape[2] // blocks[1].k),
+        ),
         pattern=pattern,
         ranged=ranged,
         bias=bias,
         softcap=None if x.softcap is None else x.softcap * LOG2E,
-        bounded=bounded and not x.far and bias.is_bounded(x),
+        bounded=most is not None,
         spare=spare,
         vmem=on.vmem,
         interpret=interpret,
     )
-    inputs = Inputs(
-        q=jnp.stack([_flat(q) for q, _ in x.pairs], axis=2),
-        k=jnp.stack([k for _, k in x.pairs], axis=2),
-        v=x.v,
-        starts=jnp.stack([jnp.asarray(s, jnp.int32) for s in starts]),
-        visits=(plans[0].by_queries, plans[1].by_keys),
-        numbers=numbers,
-        bias=bias.numbers(x, ahead),
-        bound=None,
-    )
-    return config, inputs._replace(bound=_bound(x, config, inputs)) if config.bounded else inputs
+    q, k = (jnp.stack(features, axis=2) for features in zip(*((_flat(q), k) for q, k in x.pairs), strict=True))
+    starts, visits = jnp.stack([jnp.asarray(s, jnp.int32) for s in starts]), (plans[0].by_queries, plans[1].by_keys)
+    inputs = Inputs(q, k, x.v, starts, visits, numbers, of_bias, None)
+    return config, inputs if most is None else inputs._replace(bound=_bound(x, config, inputs, most))
 
 
 def _pattern(x: Operands) -> tuple[Pattern, tuple]:
@@ -156,7 +153,7 @@ def _row(numbers):
     return numbers.reshape(-1, 1, 1, numbers.shape[-1])
 
 
-def _bound(x: Operands, config: KernelConfig, inputs: Inputs):
+def _bound(x: Operands, config: KernelConfig, inputs: Inputs, most):
     """``|q| max |k|``, by Cauchy-Schwarz, plus the most that the bias adds, for every query.
 
     What the bias adds to all logits of a query is left out. In place of a running maximum it saves finding one. It may
@@ -165,9 +162,8 @@ def _bound(x: Operands, config: KernelConfig, inputs: Inputs):
     longest = _lengths(x.k).max(-1)[:, :, None, None]
     # A little more, for the roundings of either side.
     scores = _flat(_lengths(x.q) * longest * (1 + 2.0**-10))
-    most = scores + config.bias.most(x, inputs.bias)[:, None]
-    bound = most if x.softcap is None else jnp.full_like(scores, config.softcap)
-    own = config.bias.of_queries(inputs, config.tilings[0].blocks.q)
+    bound = scores + most[:, None] if x.softcap is None else jnp.full_like(scores, config.softcap)
+    own = config.bias.of_queries(config, inputs, 0)
     return jax.lax.stop_gradient(bound - own)[:, :, None]
 
 
@@ -180,7 +176,7 @@ def attend(config: KernelConfig, x: Inputs):
     """Output and base-2 log-sum-exp, ``[batch, heads, queries, value size]`` and ``[batch, heads, queries]``."""
     # A copy in a kernel names every index of its source: what ``vmap`` maps over is taken one by one.
     out, lse = sequential_vmap(partial(forward, config))(x)
-    return out, lse[:, :, 0]
+    return out, lse[:, :, 0] + config.bias.of_queries(config, x, 0)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "out", "lse"], meta_fields=["of_bias"])
@@ -212,7 +208,7 @@ def _attend_backward(config: KernelConfig, saved: _Residuals, cotangents):
     blind = jnp.isneginf(lse)
     d_lse = jnp.where(blind, 0, d_lse)
     correction = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse * LOG2E
-    lse = jnp.where(blind, jnp.inf, lse - config.bias.of_queries(x, config.tilings[1].blocks.q))
+    lse = jnp.where(blind, jnp.inf, lse - config.bias.of_queries(config, x, 1))
     per_query = PerQuery(d_out, lse[:, :, None], correction[:, :, None])
     found = sequential_vmap(partial(backward, config, of_bias=saved.of_bias))(x, per_query)
     zeros = jax.tree.map(_no_gradient, x)

@@ -40,15 +40,19 @@ SMALLEST = 2.0**-100
 
 @partial(jax.jit, static_argnums=0)
 def forward(config: KernelConfig, x: Inputs):
-    """Output ``[batch, heads, queries, value size]`` and base-2 log-sum-exp ``[batch, heads, 1, queries]``, float32."""
+    """Output ``[batch, heads, queries, value size]`` and base-2 log-sum-exp, less what the bias adds to all of a row.
+
+    The latter is float32, ``[batch, heads, 1, queries]``.
+    """
     batch, heads, _, queries, _ = x.q.shape
-    block, arrays = config.tilings[0].blocks.q, arrays_of(config, x)
+    tiling, arrays = config.tilings[0], arrays_of(config, x)
+    block = tiling.blocks.q
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     out = shape((batch, heads, queries, x.v.shape[-1]), x.v.dtype)
     lse = shape((batch, heads, 1, queries), jnp.float32)
     return pl.pallas_call(
         partial(_kernel, config, heads // x.k.shape[1]),
-        grid=(batch, heads, queries // block),
+        grid=(batch, heads, tiling.rows),
         in_specs=list(specs(arrays, 0, block, q=-2, bound=-1)),
         out_specs=[block_spec(out.shape, -2, block), block_spec(lse.shape, -1, block)],
         out_shape=[out, lse],
@@ -64,8 +68,8 @@ def _kernel(config: KernelConfig, group: int, *refs):
     fields = len(KernelArrays._fields)
     x, (out_ref, lse_ref, buffers, sums, state, arrived) = KernelArrays(*refs[:fields]), refs[fields:]
     b, h, i = (pl.program_id(n) for n in range(3))
-    kinds, ends = len(config.tilings[0].kinds), x.visits.ends
-    count, following = ends[0, kinds - 1], ends[0, kinds]
+    kinds = len(config.tilings[0].kinds)
+    count, following = (x.visits.ends[0, n] for n in (kinds - 1, kinds))
     row = QueryRow(config, x, buffers, sums, arrived, b, h, jax.lax.div(h, group), i, count)
     # The place where this row's first tile arrives, and whether it is on its way already.
     place, under_way = (jnp.where(i == 0, 0, state[n]) for n in range(2))
@@ -85,12 +89,7 @@ def _kernel(config: KernelConfig, group: int, *refs):
     state[0], state[1] = place, ahead.astype(jnp.int32)
     _settle(row, bounded=config.bounded)
     if config.bounded:
-
-        @pl.when((count > 0) & (jnp.min(sums.totals[...]) < SMALLEST))
-        def _():
-            _again(row, place, ahead)
-            state[1] = 0
-
+        _check_bound(row, state, place, ahead)
     _finish(row, out_ref, lse_ref)
 
 
@@ -99,16 +98,16 @@ def _sweep(row: QueryRow, following, place, *, bounded: bool) -> None:
     order = row.x.visits.order
 
     def visit(kind: Kind, n, _):
-        here, more = (place + n) & 1, n + 1 < row.count
+        step, more = place + n, n + 1 < row.count
         upcoming = jnp.where(more, order[0, jnp.where(more, n + 1, 0)], following)
 
         @pl.when(upcoming >= 0)
         def _():
             block = jnp.where(more, row.block, row.block + 1)
-            start(dataclasses.replace(row, block=block), upcoming, 1 - here)
+            start(dataclasses.replace(row, block=block), upcoming, step + 1)
 
-        wait(row, kind, here)
-        _tile(row, Tile(kind, tile_of(order[0, n]), here), bounded=bounded)
+        wait(row, kind, step)
+        _tile(row, Tile(kind, tile_of(order[0, n]), row.place(step)), bounded=bounded)
 
     walk(row, visit)
 
@@ -120,18 +119,24 @@ def _settle(row: QueryRow, *, bounded: bool) -> None:
         row.sums.tops[...] = row.sums.highest[...].T[:1]
 
 
-def _again(row: QueryRow, place, ahead) -> None:
-    """Computes the row with a running maximum, after what is under way for the next one has arrived."""
+def _check_bound(row: QueryRow, state, place, ahead) -> None:
+    """Computes the row again with a running maximum if its weights vanish under the bound.
 
-    @pl.when(ahead)
+    What is under way for the next row arrives first, and is fetched again.
+    """
+
+    @pl.when((row.count > 0) & (jnp.min(row.sums.totals[...]) < SMALLEST))
     def _():
-        wait(row, row.config.tilings[0].kinds[0], place)
+        @pl.when(ahead)
+        def _():
+            wait(row, row.tiling.kinds[0], place)
 
-    _clear(row.sums)
-    _ride_on_queries(row, bounded=False)
-    start(row, row.x.visits.order[0, 0], 0)
-    _sweep(row, -1, 0, bounded=False)
-    _settle(row, bounded=False)
+        _clear(row.sums)
+        _ride_on_queries(row, bounded=False)
+        start(row, row.x.visits.order[0, 0], 0)
+        _sweep(row, -1, 0, bounded=False)
+        _settle(row, bounded=False)
+        state[1] = 0
 
 
 def _begin(row: QueryRow) -> None:
@@ -256,7 +261,6 @@ def _finish(row: QueryRow, out_ref, lse_ref) -> None:
     seen = total > 0
     total = jnp.where(seen, total, 1)
     out_ref[...] = (sums.out[...] * _wide(terms.column(1 / total), sums.out.shape[1])).astype(out_ref.dtype)
-    lse = jnp.where(seen, sums.tops[...] + jnp.log2(total), -jnp.inf)
-    lse_ref[...] = lse + row.config.bias.of_row(row)
+    lse_ref[...] = jnp.where(seen, sums.tops[...] + jnp.log2(total), -jnp.inf)
     # In the same breath as the transpositions above, which leave the stores idle.
     _clear(sums)

@@ -35,7 +35,7 @@ def scratch(config: KernelConfig, x: KernelArrays) -> list:
     """Room for what travels, for the sums of a row, and the semaphores."""
     q, k, _ = config.tilings[0].blocks
     vmem, (pairs, value_size) = pltpu.VMEM, (x.k.shape[2], x.v.shape[-1])
-    rides, (moved, added) = config.bias.rides or config.bound_rides, config.bias.scratch(config, 0)
+    rides, (moved, added, _) = config.bias.rides or config.bound_rides, config.bias.scratch(config, 0)
     size = x.k.shape[-1] + rides * LANES
     buffers = Buffers(
         q=None,
@@ -61,20 +61,18 @@ def scratch(config: KernelConfig, x: KernelArrays) -> list:
 
 @dataclasses.dataclass(frozen=True)
 class QueryRow(TileRow):
-    """A block of queries over the keys. A step is the place itself."""
+    """A block of queries over the keys."""
 
     side = 0
-
-    def place(self, step):
-        return step
 
     def own_copies(self, tile, place):
         return [(self.x.v.at[self.batch, self.kv_head, self.tokens(tile)], self.buffers.v.at[place])]
 
     def features(self, pair, tile, to, step):
-        target = self.buffers.k.at[step, to]
+        place = self.place(step)
+        target = self.buffers.k.at[place, to]
         if self.sums.q is not None:
             target = target.at[:, pl.ds(0, LANES)]
         source = self.x.k.at[self.batch, self.kv_head, pair, self.tokens(tile)]
-        arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, step]
+        arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, place]
         return [pltpu.make_async_copy(source, target, arrived)]

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import KernelConfig
+from posjax.attention.tpu.call import KernelConfig, Tiling
 from posjax.attention.tpu.schedule import Blocks, Kind, choice_of, tile_of
 from posjax.attention.tpu.terms import Axis
 
@@ -116,20 +116,19 @@ def specs(arrays: KernelArrays, side: int, block: int, **outer: int) -> KernelAr
     def outer_spec(array, axis=-1):
         return block_spec(array.shape, axis, block)
 
+    found, bias = jax.tree.map(lambda _: anywhere, arrays), arrays.bias
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-    found = jax.tree.map(lambda _: anywhere, arrays)
-    bias = found.bias._replace(
-        scalars=jax.tree.map(lambda _: scalars, arrays.bias.scalars),
-        origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in arrays.bias.origins),
-        outer=jax.tree.map(outer_spec, arrays.bias.outer),
-    )
+    numbers = list(found.numbers)
+    numbers[side] = jax.tree.map(outer_spec, arrays.numbers[side])
     return found._replace(
         visits=jax.tree.map(visit_spec, arrays.visits),
         starts=scalars,
-        numbers=tuple(
-            jax.tree.map(outer_spec, x) if n == side else found.numbers[n] for n, x in enumerate(arrays.numbers)
+        numbers=tuple(numbers),
+        bias=found.bias._replace(
+            scalars=jax.tree.map(lambda _: scalars, bias.scalars),
+            origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in bias.origins),
+            outer=jax.tree.map(outer_spec, bias.outer),
         ),
-        bias=bias,
         **{name: jax.tree.map(partial(outer_spec, axis=axis), getattr(arrays, name)) for name, axis in outer.items()},
     )
 
@@ -153,9 +152,14 @@ class TileRow:
     count: Any
 
     @property
+    def tiling(self) -> Tiling:
+        """That of the kernel."""
+        return self.config.tilings[self.side]
+
+    @property
     def blocks(self) -> Blocks:
         """Sizes of the tiles."""
-        return self.config.tilings[self.side].blocks
+        return self.tiling.blocks
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -166,11 +170,6 @@ class TileRow:
     def pairs(self) -> int:
         """How many pairs of features there are."""
         return (self.buffers.q if self.buffers.k is None else self.buffers.k).shape[1]
-
-    @property
-    def rows(self):
-        """How many rows of tiles a head has."""
-        return pl.num_programs(2)
 
     def tokens(self, tile):
         """The tokens of a tile along the inner axis."""
@@ -198,17 +197,15 @@ class TileRow:
         """The part of the row's head of an array of the heads that a step of the grid sees: all of it."""
         return ref
 
+    def place(self, step):
+        """Where what travels for a step arrives: 0 or 1."""
+        return step & 1
+
     def own_copies(self, tile, place) -> list:
         """Sources and targets of what the kernel alone needs of a tile, but for features."""
-        raise NotImplementedError
 
     def features(self, pair, tile, to: int, step) -> list:
         """The copies of one pair of features of a tile, to one of its places for pairs."""
-        raise NotImplementedError
-
-    def place(self, step):
-        """Where what travels arrives: 0 or 1."""
-        raise NotImplementedError
 
     def copies(self, tile, place) -> list:
         """The copies of all that a tile needs, but for features."""
@@ -259,6 +256,6 @@ def wait(row: TileRow, kind: Kind, step) -> None:
 def walk(row: TileRow, visit: Callable) -> None:
     """Calls ``visit(kind, n, None)`` for the entries of the row's list, kind after kind."""
     begin, ends = 0, row.x.visits.ends
-    for n, kind in enumerate(row.config.tilings[row.side].kinds):
+    for n, kind in enumerate(row.tiling.kinds):
         jax.lax.fori_loop(begin, ends[0, n], partial(visit, kind), None)
         begin = ends[0, n]
