@@ -134,7 +134,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "the mapping has a name too",
     (
         "posjax/attention/tpu/backward_moves.py",
-        "_for_pairs(row, row.choices[third], lambda _, to: _store_dq(row, 0, 0, 0, to, third).wait())",
+        "for_pairs(row.pairs, row.choices[third], lambda _, to: row.stored(0, 0, to, third).wait())",
         "1",
     ): "to wait for a copy needs its size alone, whatever its source is",
     (
@@ -204,7 +204,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "any number above all kinds puts empty tiles last",
     (
         "posjax/attention/tpu/forward_moves.py",
-        "return [arriving, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]",
+        "return [buffers, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]",
         "3",
     ): "of the numbers in SMEM: one more is never used",
     (

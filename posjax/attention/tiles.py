@@ -54,14 +54,14 @@ class Kind:
     reach: str = NEAR
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """The kinds that occur, and that of every tile, ``[batch or 1, q blocks, k blocks]``: its index plus 1, or 0."""
 
     kinds: tuple[Kind, ...]
     grid: np.ndarray | jax.Array
 
 
-def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False) -> Plan:
+def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False) -> TilePlan:
     """The kinds of all tiles.
 
     Args:
@@ -81,13 +81,13 @@ def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead
     return _compact(kinds, some * (1 + (~every * len(choices) + pair) * len(reaches) + reach))
 
 
-def _compact(kinds: tuple[Kind, ...], grid) -> Plan:
+def _compact(kinds: tuple[Kind, ...], grid) -> TilePlan:
     """The plan without kinds that do not occur, where that is known."""
     if not isinstance(grid, np.ndarray):
-        return Plan(kinds, grid.astype(jnp.int32))
+        return TilePlan(kinds, grid.astype(jnp.int32))
     # A mask that allows nothing still has one kind, of which there is no tile.
     found, index = np.unique(np.append([0, 1] if not grid.any() else [0], grid), return_inverse=True)
-    return Plan(tuple(kinds[n - 1] for n in found[1:]), index[-grid.size :].reshape(grid.shape).astype(np.int32))
+    return TilePlan(tuple(kinds[n - 1] for n in found[1:]), index[-grid.size :].reshape(grid.shape).astype(np.int32))
 
 
 def _bounds(mask: Mask | None, q: Extent, k: Extent, together: bool):

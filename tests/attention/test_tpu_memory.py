@@ -9,7 +9,7 @@ import pytest
 
 from posjax.attention.operands import FarPair, Operands
 from posjax.attention.tiles import Blocks
-from posjax.attention.tpu import backward_moves, entry, forward_moves
+from posjax.attention.tpu import backward_moves, entry, forward_moves, moves
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.bias import T5, ALiBi
 from posjax.masks import Beyond, Causal, Segments
@@ -62,7 +62,7 @@ def shapes_of(room) -> list:
             [
                 [(2, 2, 128, 128), (2, 1, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128), (2, 4, 8, 128)],
                 [(2, 384, 128), (384, 32), (384, 128), (384, 128), (384, 128)],
-                [(3, 2, 128, 128), (3,), (5, 2), (2, 2), (2, 2, 3)],
+                [(3, 2, 128, 128), (3,), (7, 2), (2, 2, 3)],
             ],
         ),
         (
@@ -74,7 +74,7 @@ def shapes_of(room) -> list:
             [
                 [(2, 1, 128, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128)],
                 [(1, 384, 128), (384, 32), (384, 128), (384, 128)],
-                [(3, 1, 128, 128), (3,), (3, 2), (1, 2), (2, 1, 3)],
+                [(3, 1, 128, 128), (3,), (4, 2), (2, 1, 3)],
             ],
         ),
         (
@@ -86,7 +86,7 @@ def shapes_of(room) -> list:
             [
                 [(2, 1, 128, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128)],
                 [(1, 384, 128), (384, 32), (384, 128), (384, 128)],
-                [(3, 1, 128, 128), (3,), (3, 2), (1, 2), (2, 1, 3)],
+                [(3, 1, 128, 128), (3,), (4, 2), (2, 1, 3)],
             ],
         ),
     ],
@@ -95,9 +95,9 @@ def shapes_of(room) -> list:
 def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slots, forward, backward):
     call, x = calls(monkeypatch, **slots)
     numbers = jax.ShapeDtypeStruct((1, 2, 1, QUERIES), jnp.float32)
-    saved = backward_moves.Saved(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
+    per_query = moves.PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
     there = jax.eval_shape(lambda x: forward_moves.arrays_of(call, x), x)
-    back = jax.eval_shape(lambda x, saved: backward_moves.arrays_of(call, x, saved), x, saved)
+    back = jax.eval_shape(lambda x, y: backward_moves.arrays_of(call, x, y), x, per_query)
     assert shapes_of(forward_moves.scratch(call, there)) == list(chain(*forward))
     assert shapes_of(backward_moves.scratch(call, back, True)) == list(chain(*backward))
 

@@ -11,6 +11,7 @@ import pytest
 
 from posjax.attention.operands import FarPair, Operands
 from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, plan
+from posjax.attention.tpu.biases import _band, _is_causal, _leaves_int32
 from posjax.attention.tpu.blocks import (
     TARGETS,
     Target,
@@ -24,7 +25,7 @@ from posjax.attention.tpu.blocks import (
 )
 from posjax.attention.tpu.call import work
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.attention.tpu.entry import _band, _is_causal, _leaves_int32, refusal
+from posjax.attention.tpu.entry import refusal
 from posjax.attention.tpu.schedule import by_keys, by_queries, choice_of, tile_of
 from posjax.masks import (
     Beyond,

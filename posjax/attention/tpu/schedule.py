@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.tiles import Kind, Plan, visits
+from posjax.attention.tiles import Kind, TilePlan, visits
 
 _TILE_BITS = 20
 """An entry of a list is ``tile + (pair << _TILE_BITS)``: over a million tiles in a row."""
@@ -28,12 +28,12 @@ class Lists(NamedTuple):
     ends: jax.Array
 
 
-def by_queries(plan: Plan) -> Lists:
+def by_queries(plan: TilePlan) -> Lists:
     """Rows are blocks of queries."""
     return _lists(plan.grid, plan.kinds)
 
 
-def by_keys(plan: Plan) -> Lists:
+def by_keys(plan: TilePlan) -> Lists:
     """Rows are blocks of keys."""
     return _lists(plan.grid.swapaxes(-1, -2), plan.kinds)
 

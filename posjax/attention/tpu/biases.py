@@ -1,0 +1,497 @@
+"""Biases as the kernels add them, one class for each form: all that the kernels know of a bias.
+
+To add a form, derive a class from ``KernelBias``, override what differs from no bias, and name it in ``BIASES``.
+"""
+
+import dataclasses
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from posjax.attention.operands import Operands
+from posjax.attention.tiles import AHEAD, NEAR
+from posjax.attention.tpu import terms
+from posjax.attention.tpu.blocks import target
+from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig
+from posjax.attention.tpu.moves import BiasArrays, Tile, TileRow
+from posjax.attention.tpu.terms import LANES, SUBLANES
+from posjax.masks import And, Causal, Mask
+from posjax.positions import Range, as_array
+
+
+class Sum(NamedTuple):
+    """What the backward kernel sums up for a bias: its shape after batch and heads, and whether its last axis is keys.
+
+    A row of tiles then sees its own block of it; otherwise all rows add to the same numbers.
+    """
+
+    shape: tuple[int, ...]
+    of_keys: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelBias:
+    """No bias, and what each other form has its own of. Static: the numbers are in ``Inputs.bias``.
+
+    Class attributes:
+        constant_from: the distance from which on it is constant, or None.
+        rides: whether what it adds for each key is among the features.
+    """
+
+    constant_from = None
+    rides = False
+
+    # Outside the kernels.
+
+    @staticmethod
+    def refusal(x: Operands) -> str | None:
+        """Why the kernels do not take it, or None."""
+        return None
+
+    @classmethod
+    def of(cls, x: Operands, spare: bool, reach: int) -> "KernelBias":
+        """That of a call. ``spare``: see ``KernelConfig``; ``reach``: queries plus keys of a tile, backward."""
+        return cls()
+
+    def numbers(self, x: Operands, ahead) -> dict[str, jax.Array]:
+        """Its numbers, in base 2. ``ahead``: distance of the first query from the first key."""
+        return {}
+
+    def most(self, x: Operands, numbers: dict) -> jax.Array | None:
+        """What it adds to a logit at most, for each head, or None if that is not known."""
+        return jnp.zeros(x.q.shape[1] * x.q.shape[2], jnp.float32)
+
+    def of_queries(self, config: KernelConfig, x: Inputs, side: int):
+        """What it adds to all logits of a query, ``[batch or 1, heads, queries]``: the kernel leaves it out."""
+        return 0.0
+
+    def arrays(self, config: KernelConfig, x: Inputs, side: int) -> BiasArrays:
+        """What it brings to the kernel whose outer axis is ``side``; heads are on one axis."""
+        return BiasArrays()
+
+    def scratch(self, config: KernelConfig, side: int) -> tuple[Any, Any, Any]:
+        """Two places for what travels, room for what is added within a tile, and backward for sums of its gradients."""
+        return None, None, None
+
+    def outputs(self, group: int, keys: int) -> list[Sum]:
+        """What the backward kernel sums up, in ``row.d_bias``; zero before the first row of tiles of a head."""
+        return []
+
+    def gradients(self, x: Inputs, found: tuple, d_lse) -> dict:
+        """Gradients of ``numbers`` from these sums, in base 2, and from the gradient of the log-sum-exp."""
+        return {}
+
+    # In both kernels.
+
+    def part_of(self, row: TileRow, tile) -> tuple:
+        """Index of what travels of ``BiasArrays.moved`` for a tile."""
+
+    def level(self, row: TileRow, tile: Tile):
+        """A number that is added to all logits of a tile, or None."""
+
+    def begin_part(self, row: TileRow, tile: Tile, first: int) -> None:
+        """Before the products of a part of a tile."""
+
+    # Forward.
+
+    def begin_tile(self, row: TileRow, tile: Tile) -> None:
+        """Before the first part of a tile."""
+
+    def of_keys(self, row: TileRow, tile: Tile):
+        """What it adds to the logits of each key of a tile, beside the level, ``[1, keys]``, where it ``rides``."""
+
+    def add(self, row: TileRow, tile: Tile, first: int, logits):
+        """The logits of a part with what differs within the tile."""
+        return logits
+
+    # Backward. Those from ``begin_sums`` on are called only where gradients are wanted.
+
+    def begin_head(self, row: TileRow) -> None:
+        """Before the first tile of a row for one of the heads that share the keys."""
+
+    def add_transposed(self, row: TileRow, tile: Tile, first: int, logits):
+        """``add`` for keys by queries."""
+        return logits
+
+    def begin_sums(self, row: TileRow, tile: Tile) -> None:
+        """Before the first part of a tile."""
+
+    def sum_up(self, row: TileRow, tile: Tile, first: int, d_logits) -> None:
+        """Adds gradients of the logits of a part, in base 2, to the sums."""
+
+    def finish_tile(self, row: TileRow, tile: Tile) -> None:
+        """After the last part of a tile."""
+
+    def finish_head(self, row: TileRow) -> None:
+        """After the last tile of a row for one of the heads."""
+
+
+def _slabs(x) -> list:
+    """128 lanes each."""
+    return [x[:, n : n + LANES] for n in range(0, x.shape[1], LANES)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTokens(KernelBias):
+    """``f (t_i - t_j)`` with a number ``t`` of each token and a factor ``f`` of each head.
+
+    It is ``f (t_i - o) + f (o - o') + f (o' - t_j)``, ``o`` and ``o'`` those of the first tokens of the blocks: a
+    constant of the query, which no weight depends on, the level of the tile, and a small number of the key.
+    """
+
+    def counted(self, config: KernelConfig, x: Inputs, side: int):
+        """``t`` of the queries or keys, ``[batch or 1, heads or 1, 1, tokens]``."""
+
+    def times(self, row: TileRow, differences):
+        """``f`` times differences of ``t``."""
+        return differences
+
+    def column_of_keys(self, row: TileRow):
+        """``of_keys`` as a column, for the head that the row is at."""
+
+    def of_queries(self, config, x, side):
+        own, block = self.counted(config, x, 0), config.tilings[side].blocks.q
+        return (own - jnp.repeat(own[..., ::block], block, axis=-1))[:, :, 0]
+
+    def arrays(self, config, x, side):
+        sizes = config.tilings[side].blocks[:2]
+        return BiasArrays(origins=tuple(self.counted(config, x, n)[..., ::size] for n, size in enumerate(sizes)))
+
+    def scratch(self, config, side):
+        keys = config.tilings[side].blocks.k
+        if side == 1:
+            return None, *[pltpu.VMEM((keys, LANES), jnp.float32)] * 2
+        return None, None if self.rides else pltpu.VMEM((SUBLANES, keys), jnp.float32), None
+
+    def origins(self, row: TileRow, tile) -> list:
+        """``o`` and ``o'`` of a tile."""
+        blocks = (row.block, tile) if row.side == 0 else (tile, row.block)
+        return [row.of_head(table)[0, n] for table, n in zip(row.x.bias.origins, blocks, strict=True)]
+
+    def level(self, row, tile):
+        q, k = self.origins(row, tile.index)
+        return self.times(row, q - k)
+
+    def begin_tile(self, row, tile):
+        if not self.rides:
+            row.sums.bias[...] = jnp.broadcast_to(self.of_keys(row, tile), row.sums.bias.shape)
+
+    def add(self, row, tile, first, logits):
+        if self.rides:
+            return logits
+        queries, part = logits.shape
+        return logits + jnp.tile(row.sums.bias[:, first : first + part], (queries // SUBLANES, 1))
+
+    def begin_head(self, row):
+        row.sums.bias[...] = self.column_of_keys(row)
+        if row.d_bias:
+            row.sums.d_bias[...] = jnp.zeros_like(row.sums.d_bias)
+
+    def add_transposed(self, row, tile, first, logits):
+        return logits + jnp.tile(row.sums.bias[...], (1, logits.shape[1] // LANES))
+
+    def sum_up(self, row, tile, first, d_logits):
+        row.sums.d_bias[...] += reduce(jnp.add, _slabs(d_logits))
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearInKey(_OfTokens):
+    """``slope (p_i - p_j)``: ALiBi.
+
+    It rides where there is room and positions of the keys are a range, for then it is the same in every block.
+    """
+
+    rides: bool
+
+    @staticmethod
+    def refusal(x):
+        return _int32_refusal(x)
+
+    @classmethod
+    def of(cls, x, spare, reach):
+        return cls(spare and isinstance(x.kv_positions, Range))
+
+    def numbers(self, x, ahead):
+        """``slopes``, ``[heads]``."""
+        return {"slopes": x.bias.slopes.astype(jnp.float32) * -LOG2E}
+
+    def most(self, x, numbers):
+        """Known with no key ahead."""
+        if not _is_causal(x.mask):
+            return None
+        farthest = as_array(x.q_positions).max() - as_array(x.kv_positions).min()
+        return jnp.maximum(0, numbers["slopes"] * farthest.astype(jnp.float32))
+
+    def of_queries(self, config, x, side):
+        return x.bias["slopes"][None, :, None] * super().of_queries(config, x, side).astype(jnp.float32)
+
+    def counted(self, config, x, side):
+        if not config.ranged[side]:
+            return x.numbers[side][0]
+        return x.starts[side] + jnp.arange((x.q, x.k)[side].shape[3])[None, None, None]
+
+    def arrays(self, config, x, side):
+        return super().arrays(config, x, side)._replace(scalars=x.bias["slopes"])
+
+    def outputs(self, group, keys):
+        return [Sum((group, 1, LANES))]
+
+    def gradients(self, x, found, d_lse):
+        return {"slopes": found[0].sum((0, 3, 4)).reshape(x.q.shape[1]) * LN2}
+
+    def times(self, row, differences):
+        return row.x.bias.scalars[row.head] * differences.astype(jnp.float32)
+
+    def of_keys(self, row, tile):
+        shape = 1, row.blocks.k
+        if row.config.ranged[1]:
+            return self.times(row, -jax.lax.broadcasted_iota(jnp.int32, shape, 1))
+        return self.times(row, self.origins(row, tile.index)[1] - row.buffers.numbers[0][tile.place])
+
+    def column_of_keys(self, row):
+        return row.x.bias.scalars[row.head] * -self._keys_ahead(row)
+
+    def sum_up(self, row, tile, first, d_logits):
+        super().sum_up(row, tile, first, d_logits)
+        of_queries = jnp.sum(d_logits, axis=0, keepdims=True) * self._queries_ahead(row, tile, first)
+        row.d_bias[0][row.group_head] += reduce(jnp.add, _slabs(of_queries))
+
+    def finish_head(self, row):
+        found = jnp.sum(row.sums.d_bias[...] * self._keys_ahead(row), axis=0, keepdims=True)
+        row.d_bias[0][row.group_head] -= found
+
+    def _keys_ahead(self, row: TileRow):
+        """Distance of the keys from the first one of their block, a float32 column."""
+        if row.config.ranged[1]:
+            return jax.lax.broadcasted_iota(jnp.int32, (row.blocks.k, LANES), 0).astype(jnp.float32)
+        return (row.sums.columns[0][...] - self.origins(row, 0)[1]).astype(jnp.float32)
+
+    def _queries_ahead(self, row: TileRow, tile: Tile, first: int):
+        """Distance of the queries of a part from the first key of the block, a float32 row."""
+        part = row.blocks.part
+        q, k = self.origins(row, tile.index)
+        if row.config.ranged[0]:
+            return (q + first - k + jax.lax.broadcasted_iota(jnp.int32, (1, part), 1)).astype(jnp.float32)
+        return (row.buffers.numbers[0][tile.place, :, first : first + part] - k).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gates(_OfTokens):
+    """``c_i - c_j`` with ``c`` the sums of the logarithms of forget gates: FoX."""
+
+    def numbers(self, x, ahead):
+        """``q`` and ``k``, ``[batch, heads, 1, tokens]``."""
+        return {"q": x.bias.q_gates[:, :, None] * LOG2E, "k": x.bias.kv_gates[:, :, None] * LOG2E}
+
+    def most(self, x, numbers):
+        return None
+
+    def counted(self, config, x, side):
+        return x.bias["qk"[side]]
+
+    def arrays(self, config, x, side):
+        return super().arrays(config, x, side)._replace(**{("moved", "outer")[side]: x.bias["k"]})
+
+    def scratch(self, config, side):
+        moved = pltpu.VMEM((2, 1, config.tilings[0].blocks.k), jnp.float32) if side == 0 else None
+        return moved, *super().scratch(config, side)[1:]
+
+    def outputs(self, group, keys):
+        return [Sum((group, 1, keys), of_keys=True)]
+
+    def gradients(self, x, found, d_lse):
+        """A softmax does not see what is added to a whole row; its log-sum-exp does."""
+        return {"q": d_lse[:, :, None], "k": found[0].reshape(x.bias["k"].shape) * LN2}
+
+    def part_of(self, row, tile):
+        return row.batch, row.head, slice(None), row.tokens(tile)
+
+    def of_keys(self, row, tile):
+        return self.origins(row, tile.index)[1] - row.buffers.bias[tile.place]
+
+    def column_of_keys(self, row):
+        return self.origins(row, 0)[1] - terms.column(row.of_head(row.x.bias.outer)[...])
+
+    def finish_head(self, row):
+        row.d_bias[0][row.group_head] = -terms.row(row.sums.d_bias[...])
+
+
+@dataclasses.dataclass(frozen=True)
+class ByDistance(KernelBias):
+    """``b(i - j)`` for each head, a vector over all distances between ranges of positions: T5, KERPLE and others.
+
+    A kernel reads a window of the vector for every tile, skewed, and makes a matrix of it: see ``terms.toeplitz``.
+    Where the bias is constant it is the level of the tile.
+
+    Args:
+        band: rows of 128 distances of the vector that tiles of the backward kernel read, from the first to before the
+            last: those where the bias varies.
+        constant_from: see ``KernelBias``.
+    """
+
+    band: tuple[int, int]
+    constant_from: int | None
+
+    @staticmethod
+    def refusal(x):
+        if not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
+            return (
+                "a bias by distance needs positions that are ranges (within segments they may run on: distances are "
+                "the same); use 'blockwise'"
+            )
+        if (why := _int32_refusal(x)) is not None:
+            return why
+        if _sums_by_distance(x) > target().vmem // 2:
+            return "the gradient of a bias by distance does not fit in fast memory at this length; use 'blockwise'"
+        return None
+
+    @classmethod
+    def of(cls, x, spare, reach):
+        return cls(_band(x, reach), x.bias.constant_from)
+
+    def numbers(self, x, ahead):
+        """``values`` from distance ``-keys`` to before ``queries``, ``edges`` far behind and ahead, for each head."""
+        heads, queries, keys = x.q.shape[1] * x.q.shape[2], x.q.shape[3], x.k.shape[2]
+
+        def values(distances):
+            found = x.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
+            return jnp.broadcast_to(found.astype(jnp.float32), (heads, len(distances))) * LOG2E
+
+        edge = self.constant_from or 0
+        return {"values": values(ahead + np.arange(queries + keys) - keys), "edges": values(np.array([edge, -edge]))}
+
+    def most(self, x, numbers):
+        return jnp.maximum(numbers["values"].max(-1), numbers["edges"].max(-1))
+
+    def arrays(self, config, x, side):
+        values, (first, stop) = x.bias["values"], self.band
+        if side == 0:
+            # Lanes are keys: the vector runs backwards, so that its index ``queries - (i - j)`` rises with them.
+            values = values[:, ::-1]
+            values = jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
+            first, stop = 0, values.shape[1] // LANES
+        moved = terms.skewed(values[:, first * LANES : stop * LANES], stop - first)
+        return BiasArrays(scalars=x.bias["edges"], moved=moved)
+
+    def scratch(self, config, side):
+        q, k, _ = config.tilings[side].blocks
+        matrix = pltpu.VMEM((q + k - LANES, LANES), jnp.float32)
+        return pltpu.VMEM((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32), matrix, matrix
+
+    def outputs(self, group, keys):
+        return [Sum((group, self.band[1] - self.band[0], SUBLANES, LANES)), Sum((group, 2, LANES))]
+
+    def gradients(self, x, found, d_lse):
+        skewed, edges = (a.sum(0).reshape(x.q.shape[1], *a.shape[3:]) * LN2 for a in found)
+        values = terms.unskewed(skewed, skewed.shape[1] * LANES)
+        before = self.band[0] * LANES
+        after = x.bias["values"].shape[1] - before - values.shape[1]
+        return {"values": jnp.pad(values, ((0, 0), (before, after))), "edges": edges.sum(-1)}
+
+    def part_of(self, row, tile):
+        return row.head, self._window(row, tile)
+
+    def _window(self, row: TileRow, tile):
+        """Which rows of the skewed vector a tile reads; backward any of the band, where the bias is constant."""
+        outer, inner = row.sizes
+        first, rows = outer * (row.tiling.rows - row.block - 1) + inner * tile, (outer + inner) // LANES
+        start = jax.lax.div(first, LANES)
+        if row.side == 1:
+            start = jnp.clip(start - self.band[0], 0, self.band[1] - self.band[0] - rows)
+        return pl.ds(start, rows)
+
+    def level(self, row, tile):
+        if tile.kind.reach == NEAR:
+            return None
+        return row.x.bias.scalars[row.head, _edge(tile)]
+
+    def begin_part(self, row, tile, first):
+        if tile.kind.reach == NEAR:
+            rows = terms.new_rows(first, row.blocks.part, *row.sizes)
+            terms.toeplitz(row.buffers.bias.at[tile.place], row.sums.bias, *rows)
+
+    def add(self, row, tile, first, logits):
+        if tile.kind.reach != NEAR:
+            return logits
+        slabs = [terms.slab(row.sums.bias, first + n, *row.sizes) for n in range(0, logits.shape[1], LANES)]
+        return logits + jnp.concatenate(slabs, axis=1)
+
+    add_transposed = add
+
+    def begin_sums(self, row, tile):
+        if tile.kind.reach == NEAR:
+            row.sums.d_bias[...] = jnp.zeros_like(row.sums.d_bias)
+
+    def sum_up(self, row, tile, first, d_logits):
+        keys, queries = row.sizes
+        slabs = _slabs(d_logits)
+        if tile.kind.reach != NEAR:
+            row.d_bias[1][row.group_head, _edge(tile)] += jnp.sum(reduce(jnp.add, slabs), axis=0)
+            return
+        for n, slab in enumerate(slabs):
+            start = queries - LANES - first - n * LANES
+            row.sums.d_bias[start : start + keys, :] += slab
+
+    def finish_tile(self, row, tile):
+        if tile.kind.reach == NEAR:
+            first = self._window(row, tile.index).start
+            for n, eight in enumerate(terms.untoeplitz(row.sums.d_bias)):
+                row.d_bias[0][row.group_head, first + n] += eight
+
+
+def _edge(tile: Tile) -> int:
+    """Index of the constant of a tile far behind or far ahead."""
+    return int(tile.kind.reach == AHEAD)
+
+
+def _int32_refusal(x: Operands) -> str | None:
+    return "distances leave int32, in which the kernels count them; use 'blockwise'" if _leaves_int32(x) else None
+
+
+def _leaves_int32(x: Operands) -> bool:
+    """Whether queries and keys are known to stand more than int32 holds apart."""
+    if not all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions)):
+        return False
+    apart = x.q_positions.start - x.kv_positions.start
+    return apart + x.q_positions.length >= 2**31 or apart - x.kv_positions.length < -(2**31)
+
+
+# Queries and keys of the largest blocks of the backward kernel together.
+_LARGEST_BLOCKS = 4096
+
+
+def _sums_by_distance(x: Operands) -> int:
+    """Bytes of two copies of what the backward kernel sums for each distance and head of a group: 8 float32 numbers."""
+    first, stop = _band(x, _LARGEST_BLOCKS)
+    return 2 * x.q.shape[2] * (stop - first) * LANES * 32
+
+
+def _band(x: Operands, reach: int) -> tuple[int, int]:
+    """Rows of 128 distances, of those from ``-keys`` to ``queries``, where a bias by distance varies.
+
+    Tiles that lie partly there read up to ``reach`` distances, their queries and keys together, beyond.
+    """
+    queries, keys = x.q.shape[3], x.k.shape[2]
+    rows = -(-(queries + keys) // LANES)
+    starts = [p.start for p in (x.q_positions, x.kv_positions)]
+    edge = x.bias.constant_from
+    if edge is None or not all(isinstance(start, int) for start in starts):
+        return 0, rows
+    middle, aside = keys - (starts[0] - starts[1]), edge + reach + LANES
+    # Never less than one tile reads, wherever the band lies.
+    least = min(rows, reach // LANES)
+    first = min(max(0, (middle - aside) // LANES), rows - least)
+    return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
+
+
+def _is_causal(mask: Mask | None) -> bool:
+    return isinstance(mask, Causal) or (isinstance(mask, And) and (_is_causal(mask.left) or _is_causal(mask.right)))
+
+
+BIASES = {None: KernelBias, "linear": LinearInKey, "gates": Gates, "relative": ByDistance}
+"""By ``posjax.attention.operands.bias_form``."""
