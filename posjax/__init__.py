@@ -2,7 +2,22 @@
 
 import importlib
 
-from posjax import _serial, absolute, bias, coca, far, linear, masks, pope, positions, rotary, sampling, scales, sinks
+from posjax import (
+    _serial,
+    absolute,
+    bias,
+    coca,
+    far,
+    linear,
+    masks,
+    norms,
+    pope,
+    positions,
+    rotary,
+    sampling,
+    scales,
+    sinks,
+)
 from posjax._slots import Features
 from posjax.angles import Frequencies
 from posjax.attention import attention
@@ -41,6 +56,7 @@ __all__ = [
     "linear",
     "masks",
     "nn",
+    "norms",
     "pope",
     "positions",
     "register",

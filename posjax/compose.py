@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from posjax import linear, masks, rotary, sampling, scales
+from posjax import linear, masks, norms, rotary, sampling, scales
 from posjax._checks import check, shown
 from posjax._slots import check_registered
 
@@ -157,7 +157,7 @@ def _check_linear(scheme: Any) -> None:
             f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
         )
     check(
-        not (isinstance(scheme.norm, scales.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
+        not (isinstance(scheme.norm, norms.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
         "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
     )
     check(

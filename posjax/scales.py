@@ -1,4 +1,4 @@
-"""Scales of the logits that depend on the query, and norms of queries and keys.
+"""Scales of the logits that depend on the query.
 
 A scale is the factor ``c_h(i)`` in ``z_h(i, j) = c_h(i) <phi_i, psi_j> / sqrt(d) + b_h(i, j)``: one number for each
 query (and head). It multiplies the *features* ``phi``, after their map: that is the same as multiplying the query for
@@ -14,21 +14,17 @@ The functions return one factor per query, float32. The specs put them behind on
 
 ``visible`` is the number of keys that the mask lets each query see, itself included: a count, whatever the positions
 are. Under a causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
-
-The norms act on queries and keys alone, before their rotation: ``spec.init(key, head_dim)`` and
-``spec.apply(params, q, k)``.
 """
 
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number, check_positive
-from posjax._numbers import at_least_float32, level
+from posjax._numbers import level
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
@@ -471,127 +467,3 @@ class LearnedCosineScale:
             found == {"g": ()}, f"params must hold the scalar g, found {found}: LearnedCosineScale(...).init makes it"
         )
         return params["g"].astype(jnp.float32).reshape(1, 1)
-
-
-def rms_norm(
-    x: Float[Array, "*b heads size"], gain: Float[Array, "size"] | None = None, *, eps: float = 1e-6
-) -> Float[Array, "*b heads size"]:
-    """``x / sqrt(mean(x^2) + eps)``, times ``gain`` per channel if given; in float32, cast back to ``x.dtype`` last."""
-    wide = x.astype(at_least_float32(x.dtype))
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    if gain is not None:
-        normed, gain = level(normed, gain.astype(wide.dtype))
-        normed = normed * gain
-    return normed.astype(x.dtype)
-
-
-def key_norm(k: Float[Array, "*b heads size"], *, eps: float = 1e-6) -> Float[Array, "*b heads size"]:
-    """KeyNorm: keys of norm ``sqrt(d)``, so that the usual ``q . k / sqrt(d)`` is ``q . k / |k|``.
-
-    (Su, kexue.fm/archives/9859.)
-
-    There is no gain, which would give keys different norms again. A rotation keeps norms, so this may come before or
-    after it; but after a rotation whose table carries an attention factor (YaRN) it would undo the factor.
-    """
-    return rms_norm(k, eps=eps)
-
-
-def qk_norm(
-    q: Float[Array, "*b heads size"],
-    k: Float[Array, "*b kv_heads size"],
-    q_gain: Float[Array, "size"] | None = None,
-    k_gain: Float[Array, "size"] | None = None,
-    *,
-    eps: float = 1e-6,
-) -> tuple[Float[Array, "*b heads size"], Float[Array, "*b kv_heads size"]]:
-    """Root-mean-square norm of queries and keys over each head, with a gain per channel or none.
-
-    With gains it is that of Qwen 3 and Gemma 3 and goes before the rotation; without, that of Llama 4, on either side
-    of it, and logits are ``sqrt(d) cos(q, k)`` under the usual ``1 / sqrt(d)``.
-    """
-    return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyNorm:
-    """Spec of ``key_norm``; queries pass through. It commutes with a rotation."""
-
-    eps: float = 1e-6
-    commutes_with_rotation = True
-
-    def __post_init__(self):
-        check_number("eps", self.eps, at_least=0)
-
-    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """``{}``: nothing is learned."""
-        return {}
-
-    def apply(self, params, q, k):
-        """``(q, key_norm(k))``, shapes and dtypes kept."""
-        return q, key_norm(k, eps=self.eps)
-
-
-@dataclasses.dataclass(frozen=True)
-class QKNorm:
-    """Spec of ``qk_norm``.
-
-    Args:
-        gain: learn a gain per channel for the queries and one for the keys, shared by the heads, from one.
-        eps: added to the mean square.
-        unit_offset: multiplies by ``1 + gain``, the gain starting from 0 (Gemma 3).
-    """
-
-    gain: bool = True
-    eps: float = 1e-6
-    unit_offset: bool = False
-
-    def __post_init__(self):
-        check_number("eps", self.eps, at_least=0)
-
-    @property
-    def commutes_with_rotation(self) -> bool:
-        """False with a gain per channel: it must then come before the rotation."""
-        return not self.gain
-
-    def init(self, key: Array, head_dim: int) -> dict[str, Float[Array, "size"]]:
-        """``{"q": [size], "k": [size]}`` of ones (zeros with ``unit_offset``), float32; ``{}`` without gain."""
-        first = 0.0 if self.unit_offset else 1.0
-        return {name: jnp.full(head_dim, first, jnp.float32) for name in ("q", "k")} if self.gain else {}
-
-    def apply(self, params, q, k):
-        """``qk_norm(q, k, gains)``, shapes and dtypes kept.
-
-        Raises:
-            ValueError: if a gain is missing, or is not as wide as what it multiplies.
-        """
-        if not self.gain:
-            return qk_norm(q, k, eps=self.eps)
-        found = {name: value.shape for name, value in (params or {}).items()}
-        wanted = {"q": q.shape[-1:], "k": k.shape[-1:]}
-        check(found == wanted, f"params must have the shapes {wanted}, found {found}: QKNorm(...).init makes them")
-        offset = 1.0 if self.unit_offset else 0.0
-        return qk_norm(q, k, *(params[name].astype(jnp.float32) + offset for name in "qk"), eps=self.eps)
-
-
-@dataclasses.dataclass(frozen=True)
-class CosineNorm:
-    """Queries of norm ``sqrt(d)`` and keys of norm 1, so that the usual ``q . k / sqrt(d)`` is ``cos(q, k)``.
-
-    It needs a scale to be of use: a cosine alone is nearly uniform attention. ``CosineScale`` makes it CosA (Su,
-    kexue.fm/archives/9859), ``LearnedCosineScale`` the QK-norm of Henry et al. It commutes with a rotation.
-    """
-
-    eps: float = 1e-6
-    commutes_with_rotation = True
-
-    def __post_init__(self):
-        check_number("eps", self.eps, at_least=0)
-
-    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """``{}``: nothing is learned."""
-        return {}
-
-    def apply(self, params, q, k):
-        """``(sqrt(d) q / |q|, k / |k|)``, shapes and dtypes kept."""
-        q, k = qk_norm(q, k, eps=self.eps)
-        return q, k * k.shape[-1] ** -0.5

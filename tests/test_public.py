@@ -29,7 +29,7 @@ FLOORS = [
     {"_numbers", "_serial"},
     {"positions"},
     {"_slots", "angles", "sampling", "layout"},
-    {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "sinks", "far", "linear"},
+    {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "far", "linear"},
     {"attention"},
     {"compose"},
     {"registry"},

@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 import posjax as pj
-from posjax import absolute, bias, coca, masks, rotary, scales
+from posjax import absolute, bias, coca, masks, norms, rotary, scales
 from posjax.layers import Layers, uniform
 from posjax.positions import Range
 from posjax.registry import SLOTS, slot
@@ -82,7 +82,7 @@ def test_every_preset_is_named_and_there_is_no_bare_coca():
 
 
 def test_every_slot_makes_its_specs_by_name():
-    assert slot("norm", "qk-norm", gain=False) == scales.QKNorm(gain=False)
+    assert slot("norm", "qk-norm", gain=False) == norms.QKNorm(gain=False)
     assert slot("mask", "window", size=5) == masks.Window(5)
     for slot_name, kinds in SLOTS.items():
         for kind in kinds.values():
@@ -107,7 +107,7 @@ def test_every_slot_makes_its_specs_by_name():
         (lambda: pj.scheme("rope", norm=scales.LogN(4)), r"norm: expected one of the specs"),
         (lambda: pj.scheme("rope", mask="causal"), r"mask: expected a posjax\.masks mask or None"),
         (lambda: pj.scheme("alibi", frequencies={"name": "linear"}), r"this scheme rotates nothing"),
-        (lambda: pj.scheme("coca-slack", norm=scales.KeyNorm()), r"norm does not compose with CoCA: .* half-width t"),
+        (lambda: pj.scheme("coca-slack", norm=norms.KeyNorm()), r"norm does not compose with CoCA: .* half-width t"),
         (lambda: Scheme(mask=masks.Causal() & masks.Segments(jnp.zeros((1, 2), jnp.int32))), r"such as Segments, to"),
         (lambda: slot("feature", "rope"), r"unknown slot 'feature'"),
         (lambda: pj.scheme("rope", mask={"name": ["window"]}), r"unknown mask \['window'\]"),
@@ -177,7 +177,7 @@ def test_reading_the_length_follows_from_the_features():
 
 
 def test_parameters_of_a_layer_and_of_all_layers():
-    scheme = pj.scheme("t5", num_buckets=8, norm=scales.QKNorm(), scale=scales.SSMax())
+    scheme = pj.scheme("t5", num_buckets=8, norm=norms.QKNorm(), scale=scales.SSMax())
     key = jax.random.key(0)
     own, shared = scheme.init(key, 4, 16), scheme.init_shared(key, 4, 16)
     assert jax.tree.map(jnp.shape, own) == {"norm": {"q": (16,), "k": (16,)}, "scale": {"s": (4,)}}
@@ -235,7 +235,7 @@ def test_coca_yarn_log_n_and_a_window_are_one_scheme(temperature):
 
 def test_rope_with_learned_norm_and_scale_is_their_formula():
     rule = rotary.YaRN(4.0, 8, base=100.0, mscale=1.0, mscale_all_dim=1.0)
-    scheme = Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rule), scale=scales.SSMax(bias=True))
+    scheme = Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rule), scale=scales.SSMax(bias=True))
     q, k, v = projections()
     gains, s, b = {"q": draw(SIZE, 5), "k": draw(SIZE, 6)}, draw(HEADS, 7), draw(HEADS, 8)
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), {"norm": gains, "scale": {"s": s, "b": b}})
