@@ -24,11 +24,10 @@ from posjax.attention import attention
 from posjax.attention.cache import Cache
 from posjax.attention.coca import coca_attention
 from posjax.bias import alibi_bias, alibi_slopes
-from posjax.layers import Layers
-from posjax.presets import scheme, scheme_names
-from posjax.registry import register
 from posjax.rotary import RotaryTable, apply_rotary, rotary_table
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme
+from posjax.scheme.presets import scheme, scheme_names
+from posjax.scheme.registry import register
 
 __version__ = "0.1.0"
 

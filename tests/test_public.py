@@ -31,13 +31,7 @@ FLOORS = [
     {"_slots", "angles", "sampling", "layout"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "far", "linear"},
     {"attention"},
-    {"compose"},
-    {"registry"},
-    {"extension", "arguments"},
-    {"decoding"},
     {"scheme"},
-    {"layers"},
-    {"presets"},
     {"nn"},
     {"diagnostics"},
 ]

@@ -15,8 +15,8 @@ import posjax as pj
 from posjax import bias, coca, far, linear, masks, norms, pope, positions, rotary, scales
 from posjax.nn import Decoder, DecoderConfig
 from posjax.positions import Range
-from posjax.registry import slot
 from posjax.scheme import Scheme
+from posjax.scheme.registry import slot
 
 X, HALF = jnp.zeros((2, 6, 4, 8)), jnp.zeros((2, 6, 4, 4))
 IDS = jnp.zeros((2, 6), jnp.int32)

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax import masks
-from posjax.layers import Layers, uniform
 from posjax.masks import Mask
 from posjax.nn import DecoderConfig
 from posjax.positions import Range
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme, uniform
 from train.config import Config
 from train.model.build import decoder_config
 

@@ -11,10 +11,9 @@ import pytest
 
 import posjax as pj
 from posjax import absolute, bias, coca, masks, norms, rotary, scales
-from posjax.layers import Layers, uniform
 from posjax.positions import Range
-from posjax.registry import SLOTS, slot
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme, uniform
+from posjax.scheme.registry import SLOTS, slot
 
 ROPE = pj.scheme("rope")
 

@@ -8,10 +8,9 @@ from decoders import OPTIONS, preset
 
 import posjax as pj
 from posjax import bias, far, masks, norms, rotary, scales, sinks
-from posjax.layers import Layers
-from posjax.presets import PRESETS, hwfa_window, scheme_options
-from posjax.registry import SLOTS, slot
-from posjax.scheme import SLOT_NAMES, Scheme
+from posjax.scheme import SLOT_NAMES, Layers, Scheme
+from posjax.scheme.presets import PRESETS, hwfa_window, scheme_options
+from posjax.scheme.registry import SLOTS, slot
 
 NAMES = pj.scheme_names()
 RECIPES = ("hwfa", "hwfa2", "gemma3", "llama4", "smollm3", "gpt-oss", "rnope-swa")

@@ -9,7 +9,7 @@ import jax
 from posjax import absolute, bias, coca, far, linear, masks, norms, pope, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count, nearest, shown
 from posjax._slots import Features
-from posjax.compose import lacking
+from posjax.scheme.slots import lacking
 
 
 def _lambda(window: int, sinks: int) -> masks.Mask:

@@ -8,9 +8,10 @@ from typing import Any
 
 from posjax import absolute, bias, coca, far, linear, masks, norms, pope, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count
-from posjax.layers import Layers
-from posjax.registry import build, check_known, slots_with
-from posjax.scheme import SLOT_NAMES, Scheme
+from posjax.scheme.choices import SLOT_NAMES
+from posjax.scheme.layers import Layers
+from posjax.scheme.registry import build, check_known, slots_with
+from posjax.scheme.scheme import Scheme
 
 _ROPE = rotary.Rotary()
 # Scale-invariant attention names an effective base of 1024; 10,000^0.75 is 1,000. Its exact rule is not known to us.
