@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_number
+from posjax._checks import check_number, check_parameters
 from posjax._numbers import at_least_float32, level
 
 
@@ -113,9 +113,7 @@ class QKNorm(_Norm):
         """
         if not self.gain:
             return qk_norm(q, k, eps=self.eps)
-        found = {name: value.shape for name, value in (params or {}).items()}
-        wanted = {"q": q.shape[-1:], "k": k.shape[-1:]}
-        check(found == wanted, f"params must have the shapes {wanted}, found {found}: QKNorm(...).init makes them")
+        check_parameters(self, params, q=q.shape[-1:], k=k.shape[-1:])
         offset = 1.0 if self.unit_offset else 0.0
         return qk_norm(q, k, *(params[name].astype(jnp.float32) + offset for name in "qk"), eps=self.eps)
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, check_positive
+from posjax._checks import check, check_count, check_number, check_parameters, check_positive
 from posjax._numbers import level
 from posjax.positions import Positions, as_array
 
@@ -49,9 +49,7 @@ def log_n(visible: Int[Array, "*b length"], length: int, *, minimum: int = 16) -
     Raises:
         ValueError: if ``length`` is below 2 or ``minimum`` below 1.
     """
-    _check_length(length)
-    check_positive("minimum", minimum)
-    return _log(jnp.maximum(visible, minimum)) / np.float32(math.log(length))
+    return LogN(length, minimum).of(visible)
 
 
 def clipped_log_n(visible: Int[Array, "*b length"], length: int) -> Float[Array, "*b length"]:
@@ -62,9 +60,7 @@ def clipped_log_n(visible: Int[Array, "*b length"], length: int) -> Float[Array,
     Raises:
         ValueError: if ``length`` is below 2.
     """
-    _check_length(length)
-    # The comparison is one of integers: a logarithm rounded up at n = L would not give exactly 1.
-    return jnp.where(visible > length, _log(jnp.maximum(visible, 1)) / np.float32(math.log(length)), 1.0)
+    return ClippedLogN(length).of(visible)
 
 
 def ssmax(
@@ -108,12 +104,7 @@ def llama4_temperature(
     Raises:
         ValueError: if ``floor_scale`` is not positive.
     """
-    check_count("floor_scale", floor_scale)
-    check_number("attn_scale", attn_scale, at_least=0)
-    p = jnp.maximum(positions, -1)
-    # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
-    steps = p // floor_scale + jnp.where(p % floor_scale == floor_scale - 1, 1, 0)
-    return _step_temperature(steps, attn_scale)
+    return Llama4Temperature(floor_scale, attn_scale).of(positions)
 
 
 def ministral_temperature(
@@ -127,9 +118,7 @@ def ministral_temperature(
     Raises:
         ValueError: if ``length`` is not positive.
     """
-    check_count("length", length)
-    check_number("beta", beta, at_least=0)
-    return _step_temperature(jnp.maximum(positions, 0) // length, beta)
+    return MinistralTemperature(length, beta).of(positions)
 
 
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
@@ -219,6 +208,26 @@ class _Fixed:
         return {}
 
 
+class _OfCount(_Fixed):
+    """Reads the number of visible keys and no position. The factor is ``[..., length, 1]``."""
+
+    shift_invariant = True
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``of(visible)`` with a head axis of one."""
+        return self.of(visible)[..., None]
+
+
+class _OfPosition(_Fixed):
+    """Reads the position itself. The factor is ``[..., length, 1]``."""
+
+    shift_invariant = False
+
+    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``of(positions)`` with a head axis of one."""
+        return self.of(as_array(positions))[..., None]
+
+
 class _Constant(_Fixed):
     """One number for all queries. The factor is ``[1, 1]``."""
 
@@ -231,7 +240,7 @@ class _Constant(_Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogN(_Fixed):
+class LogN(_OfCount):
     """Spec of ``log_n``, trained with the model. The factor is ``[..., length, 1]``.
 
     Shift invariant, because it reads the number of visible keys and no position.
@@ -239,33 +248,33 @@ class LogN(_Fixed):
 
     length: int
     minimum: int = 16
-    shift_invariant = True
 
     def __post_init__(self):
         _check_length(self.length)
         check_positive("minimum", self.minimum)
 
-    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``log_n(visible)`` with a head axis of one."""
-        return log_n(visible, self.length, minimum=self.minimum)[..., None]
+    def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``log(max(n, minimum)) / log(length)``."""
+        return _log(jnp.maximum(visible, self.minimum)) / np.float32(math.log(self.length))
 
 
 @dataclasses.dataclass(frozen=True)
-class ClippedLogN(_Fixed):
+class ClippedLogN(_OfCount):
     """Spec of ``clipped_log_n``, put on a trained model. The factor is ``[..., length, 1]``.
 
     Shift invariant, because it reads the number of visible keys and no position.
     """
 
     length: int
-    shift_invariant = True
 
     def __post_init__(self):
         _check_length(self.length)
 
-    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``clipped_log_n(visible)`` with a head axis of one."""
-        return clipped_log_n(visible, self.length)[..., None]
+    def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``max(1, log(n) / log(length))``."""
+        # The comparison is one of integers: a logarithm rounded up at n = L would not give exactly 1.
+        beyond = _log(jnp.maximum(visible, 1)) / np.float32(math.log(self.length))
+        return jnp.where(visible > self.length, beyond, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,17 +305,12 @@ class SSMax:
         Raises:
             ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
         """
-        names = {"s", "b"} if self.bias else {"s"}
-        found = {name: value.shape for name, value in (params or {}).items()}
-        check(
-            found == dict.fromkeys(names, (num_heads,)),
-            f"params must hold {sorted(names)} of shape ({num_heads},), found {found}: SSMax(...).init makes them",
-        )
+        check_parameters(self, params, **dict.fromkeys(("s", "b") if self.bias else ("s",), (num_heads,)))
         return ssmax(visible, params["s"], params.get("b"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama4Temperature(_Fixed):
+class Llama4Temperature(_OfPosition):
     """Spec of ``llama4_temperature``, for layers without rotation. The factor is ``[..., length, 1]``.
 
     Not shift invariant: it reads the position itself.
@@ -314,20 +318,21 @@ class Llama4Temperature(_Fixed):
 
     floor_scale: int = 8192
     attn_scale: float = 0.1
-    shift_invariant = False
 
     def __post_init__(self):
         check_count("floor_scale", self.floor_scale)
         check_number("attn_scale", self.attn_scale, at_least=0)
 
-    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``llama4_temperature(positions)`` with a head axis of one."""
-        p = as_array(positions)
-        return llama4_temperature(p, floor_scale=self.floor_scale, attn_scale=self.attn_scale)[..., None]
+    def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``1 + attn_scale ln(floor((p + 1) / floor_scale) + 1)``."""
+        p = jnp.maximum(positions, -1)
+        # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
+        steps = p // self.floor_scale + jnp.where(p % self.floor_scale == self.floor_scale - 1, 1, 0)
+        return _step_temperature(steps, self.attn_scale)
 
 
 @dataclasses.dataclass(frozen=True)
-class MinistralTemperature(_Fixed):
+class MinistralTemperature(_OfPosition):
     """Spec of ``ministral_temperature``. The factor is ``[..., length, 1]``.
 
     Not shift invariant: it reads the position itself.
@@ -335,15 +340,14 @@ class MinistralTemperature(_Fixed):
 
     length: int
     beta: float = 0.1
-    shift_invariant = False
 
     def __post_init__(self):
         check_count("length", self.length)
         check_number("beta", self.beta, at_least=0)
 
-    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``ministral_temperature(positions)`` with a head axis of one."""
-        return ministral_temperature(as_array(positions), self.length, beta=self.beta)[..., None]
+    def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``1 + beta ln(1 + floor(p / length))``."""
+        return _step_temperature(jnp.maximum(positions, 0) // self.length, self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,7 +364,7 @@ class YaRNTemperature(_Constant):
 
     def __post_init__(self):
         check_positive("extension", self.extension)
-        check_number("mscale", self.mscale, at_least=0)
+        yarn_temperature(self.extension, self.mscale)
 
     @property
     def value(self) -> float:
@@ -418,7 +422,7 @@ class GradientMaximal(_Constant):
 
 
 @dataclasses.dataclass(frozen=True)
-class CosineScale(_Fixed):
+class CosineScale(_OfCount):
     """Spec of ``cosine_scale``, for logits that are cosines: use it with ``CosineNorm``; together they are CosA.
 
     Args:
@@ -426,7 +430,6 @@ class CosineScale(_Fixed):
     """
 
     length: int | None = None
-    shift_invariant = True
 
     def __post_init__(self):
         if self.length is not None:
@@ -434,9 +437,9 @@ class CosineScale(_Fixed):
             ends = "length must be at least 4, for the logarithm of its half multiplies"
             check(self.length >= 4, f"{ends}; found {self.length!r}")
 
-    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``cosine_scale(length / 2)`` as ``[1, 1]``, or that of ``visible`` with a head axis of one."""
-        return cosine_scale(visible if self.length is None else jnp.full(1, self.length / 2))[..., None]
+    def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``4 ln(length / 2)`` as ``[1]``, or ``4 ln n`` of the visible keys."""
+        return cosine_scale(visible if self.length is None else jnp.full(1, self.length / 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,7 +453,7 @@ class LearnedCosineScale:
     shift_invariant = True
 
     def __post_init__(self):
-        _check_length(self.length)
+        qk_norm_initial(self.length)
 
     def init(self, key: Array, num_heads: int) -> dict[str, Float[Array, ""]]:
         """``{"g": []}``, float32, the same for every ``key``."""
@@ -462,8 +465,5 @@ class LearnedCosineScale:
         Raises:
             ValueError: if ``params`` are not those of ``init``.
         """
-        found = {name: value.shape for name, value in (params or {}).items()}
-        check(
-            found == {"g": ()}, f"params must hold the scalar g, found {found}: LearnedCosineScale(...).init makes it"
-        )
+        check_parameters(self, params, g=())
         return params["g"].astype(jnp.float32).reshape(1, 1)

@@ -228,6 +228,7 @@ def test_vmap_shard_map_and_pmap():
 def test_refusals():
     key = jax.random.key(0)
     at = {"positions": jnp.arange(5), "visible": jnp.arange(1, 6), "num_heads": 3}
+    s, with_offset = scales.SSMax(), scales.SSMax(bias=True)
     cases = [
         ("length must be at least 2", lambda: scales.log_n(ints(3), 1)),
         ("minimum must be positive", lambda: scales.log_n(ints(3), 8, minimum=0)),
@@ -242,9 +243,15 @@ def test_refusals():
         ("floor_scale must be positive", lambda: scales.Llama4Temperature(0)),
         ("length must be positive", lambda: scales.MinistralTemperature(-1)),
         ("extension must be positive", lambda: scales.YaRNTemperature(-2.0)),
-        (r"hold \['s'\] of shape \(3,\)", lambda: scales.SSMax().factor({}, **at)),
-        (r"hold \['b', 's'\]", lambda: scales.SSMax(bias=True).factor(scales.SSMax().init(key, 3), **at)),
-        (r"shape \(3,\), found .*\(4,\)", lambda: scales.SSMax().factor(scales.SSMax().init(key, 4), **at)),
+        (r"have the shapes \{'s': \(3,\)\}, found \{\}", lambda: s.factor({}, **at)),
+        (
+            r"\{'s': \(3,\), 'b': \(3,\)\}, found \{'s': \(3,\)\}: SSMax",
+            lambda: with_offset.factor(s.init(key, 3), **at),
+        ),
+        (
+            r"\{'s': \(3,\)\}, found \{'s': \(4,\)\}: SSMax\(\.\.\.\)\.init",
+            lambda: s.factor(s.init(key, 4), **at),
+        ),
     ]
     for message, call in cases:
         with pytest.raises(ValueError, match=message):
@@ -301,7 +308,7 @@ def test_qk_norm_initial():
     close(spec.factor(params, positions=None, visible=None, num_heads=4), [[math.log2(64 * 63)]])
     slope = jax.grad(lambda p: spec.factor(p, positions=None, visible=None, num_heads=4).sum())(params)
     chex.assert_trees_all_equal(slope, {"g": jnp.float32(1)})
-    with pytest.raises(ValueError, match=r"params must hold the scalar g, found \{\}"):
+    with pytest.raises(ValueError, match=r"params must have the shapes \{'g': \(\)\}, found \{\}: Learned"):
         spec.factor({}, positions=None, visible=None, num_heads=4)
 
 

@@ -8,17 +8,7 @@ from typing import Any
 
 from posjax import masks
 from posjax._slots import Features
-from posjax.sampling import Sampling
-from posjax.scheme.slots import (
-    BiasSlot,
-    EmbeddingSlot,
-    FarSlot,
-    FeatureSlot,
-    LinearSlot,
-    NormSlot,
-    ScaleSlot,
-    SinkSlot,
-)
+from posjax.scheme import slots
 
 _PLAIN = Features()
 
@@ -27,19 +17,19 @@ _PLAIN = Features()
 class Choices:
     """The slots of a ``Scheme``, which says what they are; None in each that is left empty."""
 
-    embedding: EmbeddingSlot | None = None
-    norm: NormSlot | None = None
-    features: FeatureSlot | None = None
-    scale: ScaleSlot | None = None
-    bias: BiasSlot | None = None
+    embedding: slots.EmbeddingSlot | None = None
+    norm: slots.NormSlot | None = None
+    features: slots.FeatureSlot | None = None
+    scale: slots.ScaleSlot | None = None
+    bias: slots.BiasSlot | None = None
     mask: masks.Mask | None = None
-    far: FarSlot | None = None
-    sinks: SinkSlot | None = None
-    linear: LinearSlot | None = None
-    positions: Sampling | None = None
+    far: slots.FarSlot | None = None
+    sinks: slots.SinkSlot | None = None
+    linear: slots.LinearSlot | None = None
+    positions: slots.Sampling | None = None
 
     @property
-    def maps(self) -> FeatureSlot:
+    def maps(self) -> slots.FeatureSlot:
         """The features; the plain projections where there are none."""
         return _PLAIN if self.features is None else self.features
 
@@ -61,10 +51,10 @@ class Choices:
     @property
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing."""
-        slots = (self.embedding, self.features, self.scale, self.bias, self.mask, self.far)
+        chosen = (self.embedding, self.features, self.scale, self.bias, self.mask, self.far)
         # Random features of a rotated query estimate the same kernel, but are not the same numbers.
         estimated = self.linear is not None and self.linear.random and self.rotates
-        return not estimated and all(slot is None or slot.shift_invariant for slot in slots)
+        return not estimated and all(spec is None or spec.shift_invariant for spec in chosen)
 
     @property
     def retained(self) -> tuple[int, int] | None:
@@ -88,13 +78,10 @@ class Choices:
 
     def reads_positions(self, options: Mapping[str, Any]) -> bool:
         """Whether a call of ``attend`` with these options depends on where queries and keys stand."""
-        slots = (self.features, self.scale, self.bias, self.mask, self.far)
-        given = options.get("mask")
-        return (
-            options.get("causal", True)
-            or any(slot is not None for slot in slots)
-            or (given is not None and masks.as_mask(given).reads_positions)
-        )
+        chosen, given = (self.features, self.scale, self.bias, self.mask, self.far), options.get("mask")
+        if options.get("causal", True) or any(spec is not None for spec in chosen):
+            return True
+        return given is not None and masks.as_mask(given).reads_positions
 
 
 SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Choices)))
