@@ -18,11 +18,14 @@ from posjax._numbers import at_least_float32, level
 
 
 def rms_norm(
-    x: Float[Array, "*b heads size"], gain: Float[Array, "size"] | None = None, *, eps: float = 1e-6
-) -> Float[Array, "*b heads size"]:
-    """``x / sqrt(mean(x^2) + eps)``, times ``gain`` per channel if given; in float32, cast back to ``x.dtype`` last."""
-    wide = x.astype(at_least_float32(x.dtype))
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    x: Float[Array, "*b size"], gain: Float[Array, "*size"] | None = None, *, eps: float = 1e-6
+) -> Float[Array, "*b size"]:
+    """``x / sqrt(mean(x^2) + eps)``, times ``gain`` if given; in float32, cast back to ``x.dtype`` last.
+
+    The mean is over the last axis, or over as many of the last axes as the gain has.
+    """
+    wide, axes = x.astype(at_least_float32(x.dtype)), tuple(range(-1 if gain is None else -gain.ndim, 0))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
     if gain is not None:
         normed, gain = level(normed, gain.astype(wide.dtype))
         normed = normed * gain

@@ -123,6 +123,10 @@ def _check_linear(scheme: Choices) -> None:
             getattr(scheme, name) is None,
             f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
         )
+    _check_kernel(scheme)
+
+
+def _check_kernel(scheme: Choices) -> None:
     check(
         not (isinstance(scheme.norm, norms.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
         "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",

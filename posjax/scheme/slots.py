@@ -16,7 +16,7 @@ from posjax.masks import Mask
 from posjax.positions import Positions
 from posjax.sampling import Sampling
 
-Params = Mapping[str, Array] | None
+SlotParams = Mapping[str, Array] | None
 
 
 class Learns(Protocol):
@@ -35,14 +35,14 @@ class EmbeddingSlot(Learns, Protocol):
 
     shift_invariant: bool
 
-    def embed(self, params: Params, positions: Positions, model_dim: int) -> Float[Array, "*b length model_dim"]:
+    def embed(self, params: SlotParams, positions: Positions, model_dim: int) -> Float[Array, "*b length model_dim"]:
         """The embedding of each position, float32."""
 
 
 class NormSlot(Learns, Protocol):
     """A norm of queries and keys before their features."""
 
-    def apply(self, params: Params, q: Array, k: Array) -> tuple[Array, Array]:
+    def apply(self, params: SlotParams, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries and keys, of the shapes and dtypes that they had."""
 
 
@@ -69,22 +69,22 @@ class FeatureSlot(Learns, Protocol):
     def head_dim(self, key_size: int) -> int:
         """The size of a head whose key projection is this wide."""
 
-    def query(self, params: Params, q: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
+    def query(self, params: SlotParams, q: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
         """``phi``."""
 
-    def key(self, params: Params, k: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
+    def key(self, params: SlotParams, k: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
         """``psi``."""
 
-    def value(self, params: Params, v: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
+    def value(self, params: SlotParams, v: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
         """The map of the values."""
 
-    def output(self, params: Params, out: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
+    def output(self, params: SlotParams, out: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
         """The map of what attention gives."""
 
     def compact(self, k: Array) -> Array:
         """What a cache holds of a key that it cannot hold mapped."""
 
-    def heads(self, params: Params, which: Int[Array, "kv_heads"]) -> Params:
+    def heads(self, params: SlotParams, which: Int[Array, "kv_heads"]) -> SlotParams:
         """The parameters of some key heads."""
 
     def decay(self, head_dim: int) -> Float[Array, "size"] | None:
@@ -97,7 +97,12 @@ class ScaleSlot(Learns, Protocol):
     shift_invariant: bool
 
     def factor(
-        self, params: Params, *, positions: Int[Array, "*b length"], visible: Int[Array, "*b length"], num_heads: int
+        self,
+        params: SlotParams,
+        *,
+        positions: Int[Array, "*b length"],
+        visible: Int[Array, "*b length"],
+        num_heads: int,
     ) -> Float[Array, "*#b length #heads"]:
         """``c_h(i)``, float32, of queries that stand at ``positions`` and see ``visible`` keys."""
 
@@ -111,7 +116,7 @@ class BiasSlot(Learns, Protocol):
     shift_invariant: bool
     one_sided: str | None
 
-    def bind(self, params: Params = None, *, num_heads: int, **gates: Array) -> Bias:
+    def bind(self, params: SlotParams = None, *, num_heads: int, **gates: Array) -> Bias:
         """The bias with its parameters."""
 
 
@@ -128,7 +133,7 @@ class FarSlot(Protocol):
         """What it hides."""
 
     def branches(
-        self, features: FeatureSlot, params: Params, q: Array, k: Array, q_positions, kv_positions, **sizes
+        self, features: FeatureSlot, params: SlotParams, q: Array, k: Array, q_positions, kv_positions, **sizes
     ) -> tuple[Array, Array, tuple[Branch, ...]]:
         """``phi``, ``psi`` and the branches that replace them."""
 
@@ -136,7 +141,7 @@ class FarSlot(Protocol):
 class SinkSlot(Learns, Protocol):
     """Logits without values."""
 
-    def logits(self, params: Params, num_heads: int) -> Float[Array, "heads"]:
+    def logits(self, params: SlotParams, num_heads: int) -> Float[Array, "heads"]:
         """One logit for each head, float32."""
 
 
@@ -149,10 +154,10 @@ class LinearSlot(Learns, Protocol):
     def size(self, head_dim: int) -> int:
         """The width m of its features."""
 
-    def query(self, params: Params, q: Array) -> Float[Array, "batch length heads m"]:
+    def query(self, params: SlotParams, q: Array) -> Float[Array, "batch length heads m"]:
         """``phi``."""
 
-    def key(self, params: Params, k: Array) -> tuple[Float[Array, "batch length kv_heads m"], Array | None]:
+    def key(self, params: SlotParams, k: Array) -> tuple[Float[Array, "batch length kv_heads m"], Array | None]:
         """``psi`` and the logarithm of what was taken out of it, or None."""
 
 

@@ -72,25 +72,17 @@ class Softmax:
         """Attention on keys and values as ``stored`` made them, with its residuals where they are asked for."""
         check_direction(self.scheme, causal)
         check_no_slots(options)
-        heads = where.across.all_heads(q.shape[2])
+        heads, at_q = where.across.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
         scale = self._scale(q, params, where, causal, visible) * self._dot_scale(where.head_dim, query_scale)
-        at_q = where.queries(self.scheme.maps, q)
         q, k, v, far = self._mapped(q, k, v, params, where)
-        out = _attention(where)(
-            q,
-            k,
-            v,
-            bias=bound_bias(self.scheme.bias, params, heads, gates),
-            mask=all_of(masks.Causal() if causal else None, self.scheme.own_mask, mask),
-            scale=scale,
-            sinks=sink_logits(self.scheme.sinks, params, heads, sinks),
-            far=far,
-            decay=self.scheme.maps.decay(where.head_dim),
-            q_positions=where.q_positions,
-            kv_positions=where.kv_positions,
-            **options,
-        )
-        return self._finished(out, params, at_q, where)
+        given = options | {
+            "bias": bound_bias(self.scheme.bias, params, heads, gates),
+            "mask": all_of(masks.Causal() if causal else None, self.scheme.own_mask, mask),
+            "sinks": sink_logits(self.scheme.sinks, params, heads, sinks),
+            "decay": self.scheme.maps.decay(where.head_dim),
+        }
+        at = {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
+        return self._finished(_attention(where)(q, k, v, scale=scale, far=far, **at, **given), params, at_q, where)
 
     def _dot_scale(self, head_dim: int, query_scale: float | None) -> float:
         """The factor of all inner products."""
