@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float, Int
 
 from posjax.bias import Bias
-from posjax.far import Branch
 from posjax.masks import Mask
 from posjax.positions import Positions
 from posjax.sampling import Sampling
@@ -96,15 +95,11 @@ class ScaleSlot(Learns, Protocol):
 
     shift_invariant: bool
 
-    def factor(
-        self,
-        params: SlotParams,
-        *,
-        positions: Int[Array, "*b length"],
-        visible: Int[Array, "*b length"],
-        num_heads: int,
-    ) -> Float[Array, "*#b length #heads"]:
-        """``c_h(i)``, float32, of queries that stand at ``positions`` and see ``visible`` keys."""
+    def factor(self, params: SlotParams, *, positions: Array, visible: Array, num_heads: int) -> Array:
+        """``c_h(i)``, float32, of queries that stand at ``positions`` and see ``visible`` keys, int32 ``[*b, length]``.
+
+        It broadcasts to ``[*b, length, heads]``.
+        """
 
 
 class BiasSlot(Learns, Protocol):
@@ -132,10 +127,8 @@ class FarSlot(Protocol):
     def mask(self) -> Mask | None:
         """What it hides."""
 
-    def branches(
-        self, features: FeatureSlot, params: SlotParams, q: Array, k: Array, q_positions, kv_positions, **sizes
-    ) -> tuple[Array, Array, tuple[Branch, ...]]:
-        """``phi``, ``psi`` and the branches that replace them."""
+    def branches(self, features: FeatureSlot, params: SlotParams, q, k, q_positions, kv_positions, **sizes) -> tuple:
+        """``phi``, ``psi`` and the ``far.Branch`` values that replace them."""
 
 
 class SinkSlot(Learns, Protocol):
