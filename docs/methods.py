@@ -12,8 +12,8 @@ import jax
 
 import posjax as pj
 from posjax import bias, rotary
-from posjax.presets import PRESETS
-from posjax.registry import SLOTS
+from posjax.scheme.presets import PRESETS
+from posjax.scheme.registry import SLOTS
 
 TRAINED, EXTENSION = 32, 4
 """The examples of the pages are of a model trained on so many tokens, and used on so many times more."""

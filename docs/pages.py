@@ -24,7 +24,7 @@ from methods import (
 )
 
 import posjax as pj
-from posjax.registry import SLOTS
+from posjax.scheme.registry import SLOTS
 
 GROUPS = {
     "embedding": "Embeddings",

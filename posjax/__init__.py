@@ -2,18 +2,32 @@
 
 import importlib
 
-from posjax import _serial, absolute, bias, coca, far, linear, masks, pope, positions, rotary, sampling, scales, sinks
+from posjax import (
+    _serial,
+    absolute,
+    bias,
+    coca,
+    far,
+    linear,
+    masks,
+    norms,
+    pope,
+    positions,
+    rotary,
+    sampling,
+    scales,
+    sinks,
+)
 from posjax._slots import Features
 from posjax.angles import Frequencies
 from posjax.attention import attention
 from posjax.attention.cache import Cache
 from posjax.attention.coca import coca_attention
 from posjax.bias import alibi_bias, alibi_slopes
-from posjax.layers import Layers
-from posjax.presets import scheme, scheme_names
-from posjax.registry import register
 from posjax.rotary import RotaryTable, apply_rotary, rotary_table
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme
+from posjax.scheme.presets import scheme, scheme_names
+from posjax.scheme.registry import register
 
 __version__ = "0.1.0"
 
@@ -41,6 +55,7 @@ __all__ = [
     "linear",
     "masks",
     "nn",
+    "norms",
     "pope",
     "positions",
     "register",

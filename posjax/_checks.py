@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -132,6 +132,13 @@ def check_length(length: Any) -> None:
     check(whole, f"length must be a whole number or an array of them, found {shown(length)}")
     if isinstance(length, np.ndarray) and length.size:
         check(length.min() > 0, f"length must be at least 1, found {length.min()}")
+
+
+def check_parameters(spec: Any, params: Mapping[str, Any] | None, **shapes: tuple[int, ...]) -> None:
+    """Raises unless ``params`` are the arrays of these names and shapes, as ``spec.init`` makes them."""
+    found = {name: value.shape for name, value in (params or {}).items()}
+    made = f"{type(spec).__name__}(...).init makes them"
+    check(found == shapes, f"params must have the shapes {shapes}, found {found}: {made}")
 
 
 def check_even(name: str, value: int) -> None:

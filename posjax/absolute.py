@@ -42,9 +42,8 @@ def sinusoidal(
     The inner product of two positions depends on their difference only, and of a position with itself is D/2. Raises
     ValueError for an odd ``model_dim``, an unknown convention, or real positions narrower than float32.
     """
-    check_choice("convention", convention, CONVENTIONS)
+    _check_sinusoid(convention, base)
     check_even("model_dim", model_dim)
-    _check_base(base)
     half = model_dim // 2
     check(
         convention != "tensor2tensor" or half > 1,
@@ -58,7 +57,8 @@ def sinusoidal(
     return jnp.concatenate([sines, cosines], axis=-1)
 
 
-def _check_base(base: float) -> None:
+def _check_sinusoid(convention: str, base: float) -> None:
+    check_choice("convention", convention, CONVENTIONS)
     check_number("base", base)
     check(base > 1, f"base must be greater than 1, found {base!r}")
 
@@ -140,8 +140,7 @@ class Sinusoidal:
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_choice("convention", self.convention, CONVENTIONS)
-        _check_base(self.base)
+        _check_sinusoid(self.convention, self.base)
 
     def init(self, key: Array, model_dim: int) -> dict[str, Array]:
         """No parameters: an empty dictionary."""

@@ -35,6 +35,7 @@ from posjax._numbers import at_least_float32
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS, check_table
+from posjax.rotary.rules import check_angles
 
 VARIANTS = ("strict", "tied", "slack", "relative")
 
@@ -184,12 +185,8 @@ class Coca(Features):
 
     def __post_init__(self):
         check_choice("variant", self.variant, VARIANTS)
-        check(
-            isinstance(self.frequencies, FrequencyRule),
-            f"frequencies must be a frequency rule such as Plain(), found {shown(self.frequencies)}",
-        )
+        check_angles(self.frequencies, self.precision)
         check_choice("pairing", self.pairing, PAIRINGS)
-        check_choice("precision", self.precision, ("exact", "hf"))
         if not isinstance(self.frequencies, Proportional):
             share = self.frequencies.partial_rotary_factor
             check(share == 1, f"CoCA needs a rule that rotates the whole head, partial_rotary_factor is {share}")

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, shown
+from posjax._checks import check, check_choice
 from posjax._numbers import at_least_float32, level
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain
+from posjax.rotary.rules import check_angles
 
 INITS = ("zeros", "uniform")
 
@@ -41,12 +42,8 @@ class PoPE(Features):
     cached: ClassVar[str] = "raw"
 
     def __post_init__(self):
-        check(
-            isinstance(self.frequencies, FrequencyRule),
-            f"frequencies must be a frequency rule such as Plain(), found {shown(self.frequencies)}",
-        )
+        check_angles(self.frequencies, self.precision)
         check_choice("init_delta", self.init_delta, INITS)
-        check_choice("precision", self.precision, ("exact", "hf"))
 
     @property
     def own_head_dim(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Scales of the logits that depend on the query, and norms of queries and keys.
+"""Scales of the logits that depend on the query.
 
 A scale is the factor ``c_h(i)`` in ``z_h(i, j) = c_h(i) <phi_i, psi_j> / sqrt(d) + b_h(i, j)``: one number for each
 query (and head). It multiplies the *features* ``phi``, after their map: that is the same as multiplying the query for
@@ -14,21 +14,17 @@ The functions return one factor per query, float32. The specs put them behind on
 
 ``visible`` is the number of keys that the mask lets each query see, itself included: a count, whatever the positions
 are. Under a causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
-
-The norms act on queries and keys alone, before their rotation: ``spec.init(key, head_dim)`` and
-``spec.apply(params, q, k)``.
 """
 
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, check_positive
-from posjax._numbers import at_least_float32, level
+from posjax._checks import check, check_count, check_number, check_parameters, check_positive
+from posjax._numbers import level
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
@@ -53,9 +49,7 @@ def log_n(visible: Int[Array, "*b length"], length: int, *, minimum: int = 16) -
     Raises:
         ValueError: if ``length`` is below 2 or ``minimum`` below 1.
     """
-    _check_length(length)
-    check_positive("minimum", minimum)
-    return _log(jnp.maximum(visible, minimum)) / np.float32(math.log(length))
+    return LogN(length, minimum).of(visible)
 
 
 def clipped_log_n(visible: Int[Array, "*b length"], length: int) -> Float[Array, "*b length"]:
@@ -66,9 +60,7 @@ def clipped_log_n(visible: Int[Array, "*b length"], length: int) -> Float[Array,
     Raises:
         ValueError: if ``length`` is below 2.
     """
-    _check_length(length)
-    # The comparison is one of integers: a logarithm rounded up at n = L would not give exactly 1.
-    return jnp.where(visible > length, _log(jnp.maximum(visible, 1)) / np.float32(math.log(length)), 1.0)
+    return ClippedLogN(length).of(visible)
 
 
 def ssmax(
@@ -112,12 +104,7 @@ def llama4_temperature(
     Raises:
         ValueError: if ``floor_scale`` is not positive.
     """
-    check_count("floor_scale", floor_scale)
-    check_number("attn_scale", attn_scale, at_least=0)
-    p = jnp.maximum(positions, -1)
-    # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
-    steps = p // floor_scale + jnp.where(p % floor_scale == floor_scale - 1, 1, 0)
-    return _step_temperature(steps, attn_scale)
+    return Llama4Temperature(floor_scale, attn_scale).of(positions)
 
 
 def ministral_temperature(
@@ -131,9 +118,7 @@ def ministral_temperature(
     Raises:
         ValueError: if ``length`` is not positive.
     """
-    check_count("length", length)
-    check_number("beta", beta, at_least=0)
-    return _step_temperature(jnp.maximum(positions, 0) // length, beta)
+    return MinistralTemperature(length, beta).of(positions)
 
 
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
@@ -223,6 +208,26 @@ class _Fixed:
         return {}
 
 
+class _OfCount(_Fixed):
+    """Reads the number of visible keys and no position. The factor is ``[..., length, 1]``."""
+
+    shift_invariant = True
+
+    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``of(visible)`` with a head axis of one."""
+        return self.of(visible)[..., None]
+
+
+class _OfPosition(_Fixed):
+    """Reads the position itself. The factor is ``[..., length, 1]``."""
+
+    shift_invariant = False
+
+    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
+        """``of(positions)`` with a head axis of one."""
+        return self.of(as_array(positions))[..., None]
+
+
 class _Constant(_Fixed):
     """One number for all queries. The factor is ``[1, 1]``."""
 
@@ -235,7 +240,7 @@ class _Constant(_Fixed):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogN(_Fixed):
+class LogN(_OfCount):
     """Spec of ``log_n``, trained with the model. The factor is ``[..., length, 1]``.
 
     Shift invariant, because it reads the number of visible keys and no position.
@@ -243,33 +248,33 @@ class LogN(_Fixed):
 
     length: int
     minimum: int = 16
-    shift_invariant = True
 
     def __post_init__(self):
         _check_length(self.length)
         check_positive("minimum", self.minimum)
 
-    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``log_n(visible)`` with a head axis of one."""
-        return log_n(visible, self.length, minimum=self.minimum)[..., None]
+    def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``log(max(n, minimum)) / log(length)``."""
+        return _log(jnp.maximum(visible, self.minimum)) / np.float32(math.log(self.length))
 
 
 @dataclasses.dataclass(frozen=True)
-class ClippedLogN(_Fixed):
+class ClippedLogN(_OfCount):
     """Spec of ``clipped_log_n``, put on a trained model. The factor is ``[..., length, 1]``.
 
     Shift invariant, because it reads the number of visible keys and no position.
     """
 
     length: int
-    shift_invariant = True
 
     def __post_init__(self):
         _check_length(self.length)
 
-    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``clipped_log_n(visible)`` with a head axis of one."""
-        return clipped_log_n(visible, self.length)[..., None]
+    def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``max(1, log(n) / log(length))``."""
+        # The comparison is one of integers: a logarithm rounded up at n = L would not give exactly 1.
+        beyond = _log(jnp.maximum(visible, 1)) / np.float32(math.log(self.length))
+        return jnp.where(visible > self.length, beyond, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,17 +305,12 @@ class SSMax:
         Raises:
             ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
         """
-        names = {"s", "b"} if self.bias else {"s"}
-        found = {name: value.shape for name, value in (params or {}).items()}
-        check(
-            found == dict.fromkeys(names, (num_heads,)),
-            f"params must hold {sorted(names)} of shape ({num_heads},), found {found}: SSMax(...).init makes them",
-        )
+        check_parameters(self, params, **dict.fromkeys(("s", "b") if self.bias else ("s",), (num_heads,)))
         return ssmax(visible, params["s"], params.get("b"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama4Temperature(_Fixed):
+class Llama4Temperature(_OfPosition):
     """Spec of ``llama4_temperature``, for layers without rotation. The factor is ``[..., length, 1]``.
 
     Not shift invariant: it reads the position itself.
@@ -318,20 +318,21 @@ class Llama4Temperature(_Fixed):
 
     floor_scale: int = 8192
     attn_scale: float = 0.1
-    shift_invariant = False
 
     def __post_init__(self):
         check_count("floor_scale", self.floor_scale)
         check_number("attn_scale", self.attn_scale, at_least=0)
 
-    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``llama4_temperature(positions)`` with a head axis of one."""
-        p = as_array(positions)
-        return llama4_temperature(p, floor_scale=self.floor_scale, attn_scale=self.attn_scale)[..., None]
+    def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``1 + attn_scale ln(floor((p + 1) / floor_scale) + 1)``."""
+        p = jnp.maximum(positions, -1)
+        # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
+        steps = p // self.floor_scale + jnp.where(p % self.floor_scale == self.floor_scale - 1, 1, 0)
+        return _step_temperature(steps, self.attn_scale)
 
 
 @dataclasses.dataclass(frozen=True)
-class MinistralTemperature(_Fixed):
+class MinistralTemperature(_OfPosition):
     """Spec of ``ministral_temperature``. The factor is ``[..., length, 1]``.
 
     Not shift invariant: it reads the position itself.
@@ -339,15 +340,14 @@ class MinistralTemperature(_Fixed):
 
     length: int
     beta: float = 0.1
-    shift_invariant = False
 
     def __post_init__(self):
         check_count("length", self.length)
         check_number("beta", self.beta, at_least=0)
 
-    def factor(self, params, *, positions: Positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``ministral_temperature(positions)`` with a head axis of one."""
-        return ministral_temperature(as_array(positions), self.length, beta=self.beta)[..., None]
+    def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``1 + beta ln(1 + floor(p / length))``."""
+        return _step_temperature(jnp.maximum(positions, 0) // self.length, self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +364,7 @@ class YaRNTemperature(_Constant):
 
     def __post_init__(self):
         check_positive("extension", self.extension)
-        check_number("mscale", self.mscale, at_least=0)
+        yarn_temperature(self.extension, self.mscale)
 
     @property
     def value(self) -> float:
@@ -422,7 +422,7 @@ class GradientMaximal(_Constant):
 
 
 @dataclasses.dataclass(frozen=True)
-class CosineScale(_Fixed):
+class CosineScale(_OfCount):
     """Spec of ``cosine_scale``, for logits that are cosines: use it with ``CosineNorm``; together they are CosA.
 
     Args:
@@ -430,7 +430,6 @@ class CosineScale(_Fixed):
     """
 
     length: int | None = None
-    shift_invariant = True
 
     def __post_init__(self):
         if self.length is not None:
@@ -438,9 +437,9 @@ class CosineScale(_Fixed):
             ends = "length must be at least 4, for the logarithm of its half multiplies"
             check(self.length >= 4, f"{ends}; found {self.length!r}")
 
-    def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
-        """``cosine_scale(length / 2)`` as ``[1, 1]``, or that of ``visible`` with a head axis of one."""
-        return cosine_scale(visible if self.length is None else jnp.full(1, self.length / 2))[..., None]
+    def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``4 ln(length / 2)`` as ``[1]``, or ``4 ln n`` of the visible keys."""
+        return cosine_scale(visible if self.length is None else jnp.full(1, self.length / 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,7 +453,7 @@ class LearnedCosineScale:
     shift_invariant = True
 
     def __post_init__(self):
-        _check_length(self.length)
+        qk_norm_initial(self.length)
 
     def init(self, key: Array, num_heads: int) -> dict[str, Float[Array, ""]]:
         """``{"g": []}``, float32, the same for every ``key``."""
@@ -466,132 +465,5 @@ class LearnedCosineScale:
         Raises:
             ValueError: if ``params`` are not those of ``init``.
         """
-        found = {name: value.shape for name, value in (params or {}).items()}
-        check(
-            found == {"g": ()}, f"params must hold the scalar g, found {found}: LearnedCosineScale(...).init makes it"
-        )
+        check_parameters(self, params, g=())
         return params["g"].astype(jnp.float32).reshape(1, 1)
-
-
-def rms_norm(
-    x: Float[Array, "*b heads size"], gain: Float[Array, "size"] | None = None, *, eps: float = 1e-6
-) -> Float[Array, "*b heads size"]:
-    """``x / sqrt(mean(x^2) + eps)``, times ``gain`` per channel if given; in float32, cast back to ``x.dtype`` last."""
-    wide = x.astype(at_least_float32(x.dtype))
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    if gain is not None:
-        normed, gain = level(normed, gain.astype(wide.dtype))
-        normed = normed * gain
-    return normed.astype(x.dtype)
-
-
-def key_norm(k: Float[Array, "*b heads size"], *, eps: float = 1e-6) -> Float[Array, "*b heads size"]:
-    """KeyNorm: keys of norm ``sqrt(d)``, so that the usual ``q . k / sqrt(d)`` is ``q . k / |k|``.
-
-    (Su, kexue.fm/archives/9859.)
-
-    There is no gain, which would give keys different norms again. A rotation keeps norms, so this may come before or
-    after it; but after a rotation whose table carries an attention factor (YaRN) it would undo the factor.
-    """
-    return rms_norm(k, eps=eps)
-
-
-def qk_norm(
-    q: Float[Array, "*b heads size"],
-    k: Float[Array, "*b kv_heads size"],
-    q_gain: Float[Array, "size"] | None = None,
-    k_gain: Float[Array, "size"] | None = None,
-    *,
-    eps: float = 1e-6,
-) -> tuple[Float[Array, "*b heads size"], Float[Array, "*b kv_heads size"]]:
-    """Root-mean-square norm of queries and keys over each head, with a gain per channel or none.
-
-    With gains it is that of Qwen 3 and Gemma 3 and goes before the rotation; without, that of Llama 4, on either side
-    of it, and logits are ``sqrt(d) cos(q, k)`` under the usual ``1 / sqrt(d)``.
-    """
-    return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyNorm:
-    """Spec of ``key_norm``; queries pass through. It commutes with a rotation."""
-
-    eps: float = 1e-6
-    commutes_with_rotation = True
-
-    def __post_init__(self):
-        check_number("eps", self.eps, at_least=0)
-
-    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """``{}``: nothing is learned."""
-        return {}
-
-    def apply(self, params, q, k):
-        """``(q, key_norm(k))``, shapes and dtypes kept."""
-        return q, key_norm(k, eps=self.eps)
-
-
-@dataclasses.dataclass(frozen=True)
-class QKNorm:
-    """Spec of ``qk_norm``.
-
-    Args:
-        gain: learn a gain per channel for the queries and one for the keys, shared by the heads, from one.
-        eps: added to the mean square.
-        unit_offset: multiplies by ``1 + gain``, the gain starting from 0 (Gemma 3).
-    """
-
-    gain: bool = True
-    eps: float = 1e-6
-    unit_offset: bool = False
-
-    def __post_init__(self):
-        check_number("eps", self.eps, at_least=0)
-
-    @property
-    def commutes_with_rotation(self) -> bool:
-        """False with a gain per channel: it must then come before the rotation."""
-        return not self.gain
-
-    def init(self, key: Array, head_dim: int) -> dict[str, Float[Array, "size"]]:
-        """``{"q": [size], "k": [size]}`` of ones (zeros with ``unit_offset``), float32; ``{}`` without gain."""
-        first = 0.0 if self.unit_offset else 1.0
-        return {name: jnp.full(head_dim, first, jnp.float32) for name in ("q", "k")} if self.gain else {}
-
-    def apply(self, params, q, k):
-        """``qk_norm(q, k, gains)``, shapes and dtypes kept.
-
-        Raises:
-            ValueError: if a gain is missing, or is not as wide as what it multiplies.
-        """
-        if not self.gain:
-            return qk_norm(q, k, eps=self.eps)
-        found = {name: value.shape for name, value in (params or {}).items()}
-        wanted = {"q": q.shape[-1:], "k": k.shape[-1:]}
-        check(found == wanted, f"params must have the shapes {wanted}, found {found}: QKNorm(...).init makes them")
-        offset = 1.0 if self.unit_offset else 0.0
-        return qk_norm(q, k, *(params[name].astype(jnp.float32) + offset for name in "qk"), eps=self.eps)
-
-
-@dataclasses.dataclass(frozen=True)
-class CosineNorm:
-    """Queries of norm ``sqrt(d)`` and keys of norm 1, so that the usual ``q . k / sqrt(d)`` is ``cos(q, k)``.
-
-    It needs a scale to be of use: a cosine alone is nearly uniform attention. ``CosineScale`` makes it CosA (Su,
-    kexue.fm/archives/9859), ``LearnedCosineScale`` the QK-norm of Henry et al. It commutes with a rotation.
-    """
-
-    eps: float = 1e-6
-    commutes_with_rotation = True
-
-    def __post_init__(self):
-        check_number("eps", self.eps, at_least=0)
-
-    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """``{}``: nothing is learned."""
-        return {}
-
-    def apply(self, params, q, k):
-        """``(sqrt(d) q / |q|, k / |k|)``, shapes and dtypes kept."""
-        q, k = qk_norm(q, k, eps=self.eps)
-        return q, k * k.shape[-1] ** -0.5

@@ -14,7 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check
+from posjax._checks import check_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,5 @@ class LearnedSinks:
         Raises:
             ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
         """
-        found = {name: value.shape for name, value in (params or {}).items()}
-        wanted = {"sinks": (num_heads,)}
-        check(found == wanted, f"params must have the shapes {wanted}, found {found}: LearnedSinks().init makes them")
+        check_parameters(self, params, sinks=(num_heads,))
         return params["sinks"].astype(jnp.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import posjax as pj
-from posjax.registry import SLOTS
+from posjax.scheme.registry import SLOTS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

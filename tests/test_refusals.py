@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 
 import posjax as pj
-from posjax import bias, coca, far, linear, masks, pope, positions, rotary, scales
+from posjax import bias, coca, far, linear, masks, norms, pope, positions, rotary, scales
 from posjax.nn import Decoder, DecoderConfig
 from posjax.positions import Range
-from posjax.registry import slot
 from posjax.scheme import Scheme
+from posjax.scheme.registry import slot
 
 X, HALF = jnp.zeros((2, 6, 4, 8)), jnp.zeros((2, 6, 4, 4))
 IDS = jnp.zeros((2, 6), jnp.int32)
@@ -236,7 +236,7 @@ BAD = {
     "a rule for features": (lambda: Scheme(features=rotary.Plain()), "features: .*Plain.*which has no query_size"),
     "a kernel for features": (lambda: Scheme(features=linear.Elu()), "features: .*Elu.*which has no query_size"),
     "features for far": (lambda: Scheme(far=rotary.Rotary()), r"far: .*Rotary.*which has no check\(\)"),
-    "a norm for sinks": (lambda: Scheme(sinks=scales.QKNorm()), r"sinks: .*QKNorm.*which has no logits\(\)"),
+    "a norm for sinks": (lambda: Scheme(sinks=norms.QKNorm()), r"sinks: .*QKNorm.*which has no logits\(\)"),
     "a scale for a norm": (lambda: Scheme(norm=scales.SSMax()), r"norm: .*SSMax.*which has no apply\(\)"),
     "a bias for an embedding": (lambda: Scheme(embedding=bias.T5()), r"embedding: .*T5.*which has no embed\(\)"),
     "a window beyond int32": (lambda: far.LeakyReRoPE(2**20, 2.0**20), "factor times window must fit in int32"),

@@ -54,6 +54,6 @@ def test_learned_sinks_start_at_softmax_plus_one_and_learn():
 
 def test_learned_sinks_want_their_parameters():
     for params in ({}, {"sinks": jnp.zeros(2)}):
-        with pytest.raises(ValueError, match=r"LearnedSinks\(\)\.init makes them"):
+        with pytest.raises(ValueError, match=r"LearnedSinks\(\.\.\.\)\.init makes them"):
             LearnedSinks().logits(params, HEADS)
     assert LearnedSinks() in {LearnedSinks()}

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count
-from posjax._slots import Features
 from posjax.positions import Range
 from posjax.scheme import Scheme
 
@@ -288,7 +287,7 @@ def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
     of values (VO-RoPE) are rotations, undone by the map of outputs beforehand and by that of values afterwards.
     """
     keys, kv_heads = rows[1].shape[1:3]
-    maps = Features() if scheme.features is None else scheme.features
+    maps = scheme.maps
     options = {**({} if length is None else {"length": length}), **arrays, **dict(static)}
 
     def row(one):

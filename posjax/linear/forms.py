@@ -380,35 +380,49 @@ def _tokens(
 ) -> _Tokens:
     """Checks the arguments of a form and lays them out; ``square`` asks for as many keys as queries."""
     _check_arrays(phi, psi, v, q_numerator, k_numerator, square)
-    (batch, queries, heads, _), kv_heads = phi.shape, psi.shape[2]
-    if log_scale is None:
-        log_scale = jnp.zeros(psi.shape[:3], at_least_float32(psi.dtype))
-    check(log_scale.shape == psi.shape[:3], f"log_scale must have shape {psi.shape[:3]}, found {log_scale.shape}")
-    if segment_ids is None:
-        document = jnp.zeros(batch, jnp.int32) if state is None else jnp.maximum(state.segment, 0)
-        segment_ids = jnp.broadcast_to(document[:, None], (batch, queries))
-    integer = jnp.issubdtype(segment_ids.dtype, jnp.integer)
-    found = f"found {segment_ids.dtype} {segment_ids.shape}"
-    check(
-        integer and segment_ids.shape == (batch, queries), f"segment_ids must be integers {(batch, queries)}, {found}"
-    )
-
-    def grouped(a):
-        return None if a is None else a.swapaxes(1, 2).reshape(batch, kv_heads, heads // kv_heads, queries, -1)
-
-    def heads_first(a):
-        return None if a is None else a.swapaxes(1, 2)
-
     x = _Tokens(
-        grouped(phi),
-        heads_first(psi),
-        heads_first(v),
-        heads_first(log_scale),
-        segment_ids.astype(jnp.int32),
-        grouped(q_numerator),
-        heads_first(k_numerator),
+        phi=_grouped(phi, psi.shape[2]),
+        psi=_heads_first(psi),
+        v=_heads_first(v),
+        log_scale=_heads_first(_log_scale(log_scale, psi)),
+        ids=_ids(segment_ids, phi, state),
+        phi_numerator=_grouped(q_numerator, psi.shape[2]),
+        psi_numerator=_heads_first(k_numerator),
     )
-    return _without_padding(x) if queries == psi.shape[1] else x
+    return _without_padding(x) if phi.shape[1] == psi.shape[1] else x
+
+
+def _heads_first(a: Array | None) -> Array | None:
+    return None if a is None else a.swapaxes(1, 2)
+
+
+def _grouped(a: Array | None, kv_heads: int) -> Array | None:
+    """Heads before tokens, those of queries grouped by the key head they use."""
+    if a is None:
+        return None
+    batch, length, heads, size = a.shape
+    return a.swapaxes(1, 2).reshape(batch, kv_heads, heads // kv_heads, length, size)
+
+
+def _log_scale(log_scale: Array | None, psi: Array) -> Float[Array, "batch length kv_heads"]:
+    """What was taken out of the keys; zeros where there is nothing."""
+    wanted = psi.shape[:3]
+    if log_scale is None:
+        return jnp.zeros(wanted, at_least_float32(psi.dtype))
+    check(log_scale.shape == wanted, f"log_scale must have shape {wanted}, found {log_scale.shape}")
+    return log_scale
+
+
+def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> Int[Array, "batch length"]:
+    """The segments of the tokens; one document, that of the state if there is one, where they are not given."""
+    wanted = phi.shape[:2]
+    if segment_ids is None:
+        document = jnp.zeros(wanted[0], jnp.int32) if state is None else jnp.maximum(state.segment, 0)
+        return jnp.broadcast_to(document[:, None], wanted)
+    fits = jnp.issubdtype(segment_ids.dtype, jnp.integer) and segment_ids.shape == wanted
+    found = f"found {segment_ids.dtype} {segment_ids.shape}"
+    check(fits, f"segment_ids must be integers {wanted}, {found}")
+    return segment_ids.astype(jnp.int32)
 
 
 def _without_padding(x: _Tokens) -> _Tokens:

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count
+from posjax._checks import check, check_choice, check_count, check_number
 from posjax.linear.kernels import ScaledKernel, stabilised
-from posjax.rotary.rules import check_number
 
 
 @dataclass(frozen=True)

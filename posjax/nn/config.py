@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_choice, check_number, check_positive
 from posjax._numbers import level
 from posjax.attention.sharded import Placement
-from posjax.layers import Layers, uniform
 from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme, uniform
 
 REMAT = ("none", "dots", "offload", "attention", "full")
 

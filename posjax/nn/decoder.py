@@ -15,7 +15,6 @@ from posjax._checks import check, check_length, check_tokens, shown
 from posjax._numbers import at_least_float32
 from posjax.attention.operands import ATTENDED
 from posjax.attention.sharded.automatic import axes_of, explicit_spec, on_auto_axes
-from posjax.layers import Layers
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
 from posjax.nn.lookup import lookup
@@ -23,7 +22,7 @@ from posjax.nn.modules import Block, Context
 from posjax.nn.norms import make_norm
 from posjax.nn.parts import bias_parameter, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme
 
 _KEEPS_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 

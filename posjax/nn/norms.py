@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from posjax._numbers import level
 from posjax.nn.parts import bias_parameter, on_any_mesh, plus
 from posjax.nn.specs import Norm
+from posjax.norms import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -28,9 +29,7 @@ class RMSNorm(nnx.Module):
         return on_any_mesh(RMSNorm._normed, self, x)
 
     def _normed(self, x):
-        wide, gain = x.astype(jnp.float32), self.gain[...]
-        mean = jnp.square(wide).mean(tuple(range(-gain.ndim, 0)), keepdims=True)
-        return _times_gain(self, wide * jax.lax.rsqrt(mean + self.spec.eps)).astype(x.dtype)
+        return rms_norm(x, _factor(self), eps=self.spec.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -54,7 +53,8 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.spec.eps)
-        return plus(_times_gain(self, normed), self.bias).astype(x.dtype)
+        normed, factor = level(normed, _factor(self))
+        return plus(normed * factor, self.bias).astype(x.dtype)
 
 
 def make_norm(size: int, spec: Norm) -> RMSNorm | LayerNorm:
@@ -66,6 +66,7 @@ def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Para
     return nnx.Param((jnp.zeros if spec.unit_offset else jnp.ones)(shape, jnp.float32), logical_axes=axes)
 
 
-def _times_gain(norm: RMSNorm | LayerNorm, normed: Array) -> Array:
-    normed, gain = level(normed, norm.gain[...].astype(jnp.float32))
-    return normed * (1 + gain if norm.spec.unit_offset else gain)
+def _factor(norm: RMSNorm | LayerNorm) -> Float[Array, "*size"]:
+    """What a norm multiplies by."""
+    gain = norm.gain[...].astype(jnp.float32)
+    return 1 + gain if norm.spec.unit_offset else gain

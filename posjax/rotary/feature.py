@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from posjax._checks import check, check_choice, shown
+from posjax._checks import check_choice
 from posjax._slots import Features
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
-from posjax.rotary.rules import FrequencyRule, Plain
+from posjax.rotary.rules import FrequencyRule, Plain, check_angles
 from posjax.rotary.tables import RotaryTable
 
 
@@ -21,12 +21,8 @@ class Rotary(Features):
     precision: str = "exact"
 
     def __post_init__(self):
-        check(
-            isinstance(self.frequencies, FrequencyRule),
-            f"frequencies must be a frequency rule such as Plain(), found {shown(self.frequencies)}",
-        )
+        check_angles(self.frequencies, self.precision)
         check_choice("pairing", self.pairing, PAIRINGS)
-        check_choice("precision", self.precision, ("exact", "hf"))
 
     def query_size(self, head_dim: int) -> int:
         """The width of the raw query projection of a head: all of it, which the rule must be able to rotate."""

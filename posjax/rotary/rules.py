@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_even, check_number, shown
+from posjax._checks import check, check_choice, check_even, check_number, shown
 from posjax._slots import is_own_class
 from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
@@ -224,3 +224,10 @@ def frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary_factor:
     Raises ValueError for an odd width. (RoFormer, arXiv:2104.09864, section 3.2.2)
     """
     return Plain(base, head_dim=head_dim, partial_rotary_factor=partial_rotary_factor).frequencies()[0]
+
+
+def check_angles(frequencies: Any, precision: str) -> None:
+    """Raises ValueError unless features can take their angles from a rule, in a precision of ``rotary_table``."""
+    made = isinstance(frequencies, FrequencyRule)
+    check(made, f"frequencies must be a frequency rule such as Plain(), found {shown(frequencies)}")
+    check_choice("precision", precision, ("exact", "hf"))

@@ -49,13 +49,13 @@ class Case:
 
 ALIBI, WINDOW = pj.bias.ALiBi(learned=True), masks.Window(5)
 CASES = {
-    "rope, packed": Case(pj.Scheme(features=pj.rotary.Rotary(), norm=pj.scales.QKNorm()), packed=True),
+    "rope, packed": Case(pj.Scheme(features=pj.rotary.Rotary(), norm=pj.norms.QKNorm()), packed=True),
     "alibi, soft cap": Case(pj.Scheme(bias=ALIBI), softcap=3.0),
     "t5, packed": Case(pj.Scheme(bias=pj.bias.T5(8, 12)), packed=True, restart=False),
     "fox, packed": Case(pj.Scheme(bias=pj.bias.FoX()), packed=True, restart=False),
     "ssmax": Case(pj.Scheme(scale=pj.scales.SSMax(bias=True), features=pj.rotary.Rotary()), kv_heads=4),
     "log-n, key norm, packed": Case(
-        pj.Scheme(scale=pj.scales.LogN(16), norm=pj.scales.KeyNorm(), features=pj.rotary.Rotary()), packed=True
+        pj.Scheme(scale=pj.scales.LogN(16), norm=pj.norms.KeyNorm(), features=pj.rotary.Rotary()), packed=True
     ),
     "learned sinks, first tokens": Case(
         pj.Scheme(sinks=pj.sinks.LearnedSinks(), bias=ALIBI, mask=WINDOW | masks.Sinks(3))

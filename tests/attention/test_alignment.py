@@ -147,7 +147,7 @@ def test_schemes_ask_where_the_queries_stand(name):
 def test_schemes_without_positions_cross_attend(options):
     """Two sides; what is causal reads positions, and so does a typed mask."""
     q, k, v = qkv(3)
-    got = pj.Scheme(norm=pj.scales.QKNorm()).attend(q, k, v, params=NORM, causal=False, **options)
+    got = pj.Scheme(norm=pj.norms.QKNorm()).attend(q, k, v, params=NORM, causal=False, **options)
     assert got.shape == q.shape
     with refused(3):
         pj.Scheme().attend(q, k, v, **options)
@@ -155,7 +155,7 @@ def test_schemes_without_positions_cross_attend(options):
         pj.Scheme().attend(q, k, v, causal=False, mask=Causal())
 
 
-NORM = pj.Scheme(norm=pj.scales.QKNorm()).init(jax.random.key(0), HEADS, SIZE)
+NORM = pj.Scheme(norm=pj.norms.QKNorm()).init(jax.random.key(0), HEADS, SIZE)
 
 
 def test_coca_asks_for_bias_and_mask_alone():

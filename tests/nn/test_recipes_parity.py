@@ -11,8 +11,8 @@ import pytest
 
 import posjax as pj
 from posjax import masks, rotary, scales
-from posjax.layers import uniform
 from posjax.rotary import permute_projection
+from posjax.scheme import uniform
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

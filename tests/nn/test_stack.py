@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import posjax as pj
-from posjax import masks, rotary, scales
+from posjax import masks, norms, rotary
 from posjax.nn import Decoder, DecoderConfig, logical_axes
 
 
@@ -165,7 +165,7 @@ def test_what_changes_parameter_shapes():
     assert set(gelu_model["stacks"][0][0]["mlp"]) == {"up", "down"}
     projections = shapes(config(preset("coca-tied")))["stacks"][0][0]["attention"]
     assert (projections["q"], projections["k"], projections["v"]) == ((2, 32, 4, 4), (2, 32, 2, 4), (2, 32, 2, 8))
-    norm = shapes(config(pj.scheme("rope", norm=scales.QKNorm())))["stacks"][0][0]["attention"]["learned"]["norm"]
+    norm = shapes(config(pj.scheme("rope", norm=norms.QKNorm())))["stacks"][0][0]["attention"]["learned"]["norm"]
     assert norm == {"q": (2, 8), "k": (2, 8)}
 
 

@@ -13,7 +13,7 @@ from decoders import COVERING, NAMES, VOCAB, config, made, preset, scheme_of
 from flax import nnx
 
 import posjax as pj
-from posjax import absolute, bias, linear, rotary, scales, sinks
+from posjax import absolute, bias, linear, norms, rotary, scales, sinks
 from posjax.nn import Decoder
 from posjax.nn.lookup import lookup
 
@@ -21,7 +21,7 @@ ROWS, LENGTH = 512, 8
 SUMS = ("reduce_sum", "scatter-add", "cumsum")
 _MANY = {
     "features": rotary.MixedRotary(),
-    "norm": scales.QKNorm(),
+    "norm": norms.QKNorm(),
     "scale": scales.SSMax(),
     "sinks": sinks.LearnedSinks(),
 }

@@ -328,7 +328,7 @@ def test_a_comparison_knows_before_it_trains_what_cannot_start_from_the_model(va
     """Norms of queries and keys, as Qwen3 has them, have no place in CoCA."""
     monkeypatch.setattr("train.compare.compare.run_member", lambda _: pytest.fail("trained"))
     rope = rotary.Rotary(rotary.Plain(500.0))
-    write_released(tmp_path, scheme=pj.Scheme(features=rope, norm=pj.scales.QKNorm(eps=1e-5)))
+    write_released(tmp_path, scheme=pj.Scheme(features=rope, norm=pj.norms.QKNorm(eps=1e-5)))
     schemes = [{"name": "released"}, {"name": "coca-strict", "label": "CoCA"}]
     config = {**values, "output": str(tmp_path / "runs"), "compare": {"schemes": schemes}}
     with pytest.raises(ValueError, match=r"CoCA: .*'CoCA' has no place for what 'released' has learned"):

@@ -8,12 +8,12 @@ from typing import Any
 
 from flax import nnx
 
-from posjax.layers import uniform
 from posjax.nn import from_pretrained, save_pretrained
 from posjax.nn.huggingface.family import length_value
 from posjax.nn.huggingface.files import open_place
 from posjax.nn.huggingface.load import is_released
 from posjax.nn.huggingface.save import COPIED, files_beside
+from posjax.scheme import uniform
 from train.checkpoint.kept import KEPT
 from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
 from train.config import Config, SchemeConfig, own_tokenizer

@@ -11,11 +11,10 @@ from jax.sharding import Mesh
 from posjax import nn
 from posjax._checks import check
 from posjax.attention.sharded import Placement
-from posjax.layers import Layers, uniform
 from posjax.layout import Layout
 from posjax.nn.huggingface import read_config
-from posjax.presets import scheme, scheme_options
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme, uniform
+from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check_chunks
 from train.data import load_tokenizer

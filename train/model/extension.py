@@ -7,10 +7,9 @@ from typing import Any
 
 from posjax import rotary
 from posjax._checks import check
-from posjax.layers import Layers
 from posjax.rotary import FrequencyRule
 from posjax.rotary.scalings import yarn_magnitude
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme
 
 Sizes = Callable[[int, int], dict[str, Any]]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache, lru_cache, reduce
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import jax
@@ -13,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax import masks
-from posjax.layers import Layers, uniform
 from posjax.masks import Mask
 from posjax.nn import DecoderConfig
 from posjax.positions import Range
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme, uniform
+from posjax.scheme.choices import all_of
 from train.config import Config
 from train.model.build import decoder_config
 
@@ -88,14 +87,12 @@ def _pair_work(scheme: Scheme, decoder: DecoderConfig, length: int, documents: C
 @cache
 def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
     """``d_qk``, the width of the features whose inner product is a score; some maps widen what they are given."""
-    if scheme.features is None:
-        return decoder.head_dim
     heads, size, few = decoder.num_heads, decoder.head_dim, 8
 
     def phi(key):
         made = scheme.init(key, heads, size, num_kv_heads=decoder.num_kv_heads, model_dim=decoder.model_dim)
         q = jnp.zeros((1, few, heads, scheme.query_size(size)))
-        return scheme.features.query(made.get("features", {}), q, Range(0, few), head_dim=size, length=few)
+        return scheme.maps.query(made.get("features", {}), q, Range(0, few), head_dim=size, length=few)
 
     return jax.eval_shape(phi, jax.random.key(0)).shape[-1]
 
@@ -174,9 +171,7 @@ def _documents(segment_ids: np.ndarray) -> Counter[int]:
 
 def allowed(scheme: Scheme, causal: bool) -> Mask | None:
     """What the scheme lets a query see, beside the documents; None for everything."""
-    parts = (masks.Causal() if causal else None, scheme.mask, None if scheme.far is None else scheme.far.mask())
-    found = [part for part in parts if part is not None]
-    return reduce(operator.and_, found) if found else None
+    return all_of(masks.Causal() if causal else None, scheme.own_mask)
 
 
 @cache

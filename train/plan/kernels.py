@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.layers import Layers
 from posjax.masks import Mask, extent
 from posjax.positions import Range
+from posjax.scheme import Layers
 from train.model.flops import allowed
 from train.plan.hlo import Array, Instruction, arrays
 from train.plan.pods import Pod

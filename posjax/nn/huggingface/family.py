@@ -9,12 +9,11 @@ import numpy as np
 from posjax import masks, rotary
 from posjax._checks import check, check_choice, shown
 from posjax._slots import is_own_class
-from posjax.layers import Layers, uniform
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
 from posjax.rotary import FrequencyRule, Plain, Proportional, Rotary
 from posjax.rotary.huggingface import without_softmax_scale
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme, uniform
 
 Values = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posjax import rotary, scales
+from posjax import rotary
 from posjax._checks import check, check_choice, check_positive, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
@@ -28,6 +28,7 @@ from posjax.nn.huggingface.family import (
 )
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Experts, Norm, Residual
+from posjax.norms import QKNorm
 from posjax.rotary import FrequencyRule
 from posjax.scheme import Scheme
 from posjax.sinks import LearnedSinks
@@ -195,7 +196,7 @@ QWEN3 = _family(
     "Qwen3ForCausalLM",
     lambda values: (
         {"biases": llama_biases(values)["biases"]}
-        | {"scheme": rope_schemes(values, _qwen_types(values), norm=scales.QKNorm(eps=values["rms_norm_eps"]))}
+        | {"scheme": rope_schemes(values, _qwen_types(values), norm=QKNorm(eps=values["rms_norm_eps"]))}
     ),
     lambda config: {"attention_bias": "qkv" in config.biases} | _qwen_values(config),
     defaults=default_sizes(32768, 22016, 32) | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
@@ -372,7 +373,7 @@ GEMMA3 = _gemma_family(
             values,
             layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 6) - 1) + (FULL,)),
             _gemma3_rules(values),
-            norm=scales.QKNorm(eps=values["rms_norm_eps"], unit_offset=True),
+            norm=QKNorm(eps=values["rms_norm_eps"], unit_offset=True),
         )
     },
     _gemma3_rope_values,

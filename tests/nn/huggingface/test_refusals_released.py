@@ -12,7 +12,7 @@ from nn.huggingface import released
 from nn.huggingface.released import refuse
 
 import posjax as pj
-from posjax import masks, rotary, scales
+from posjax import masks, norms, rotary
 from posjax.nn import Decoder, DecoderConfig, Norm, Residual, from_pretrained, save_pretrained
 from posjax.nn.huggingface import FAMILIES, files, read_config
 from posjax.nn.huggingface.files import TensorFolder
@@ -363,7 +363,7 @@ LONG = rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 16, factor=2.0)
 NAMED = {
     "query norm": (
         "llama",
-        {"scheme": pj.scheme("rope", norm=scales.QKNorm())},
+        {"scheme": pj.scheme("rope", norm=norms.QKNorm())},
         [
             "scheme: the layout of llama has no place for norm QKNorm(",
             "it can say norm None",
@@ -415,7 +415,7 @@ def test_the_first_layout_that_fits_is_taken(tmp_path):
         "llama": {},
         "mistral": {"scheme": pj.scheme("window", size=5)},
         "qwen2": {"biases": ("qkv",)},
-        "qwen3": {"scheme": pj.scheme("rope", norm=scales.QKNorm())},
+        "qwen3": {"scheme": pj.scheme("rope", norm=norms.QKNorm())},
         "smollm3": {"scheme": pj.Layers((((pj.scheme("rope"), pj.Scheme()), 1),))},
         "granite": {"logit_scale": 0.5},
         "olmo2": {"residual": Residual("after"), "projection_norm": True},

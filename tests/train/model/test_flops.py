@@ -9,7 +9,6 @@ from flax import nnx
 
 from posjax import scheme as preset
 from posjax.far import LMInfinite
-from posjax.layers import Layers
 from posjax.masks import (
     Band,
     Beyond,
@@ -25,7 +24,7 @@ from posjax.masks import (
 )
 from posjax.nn import Decoder, DecoderConfig, logical_axes
 from posjax.rotary import Rotary
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme
 from train.config import Config, ModelConfig, SchemeConfig, TrainConfig
 from train.model.flops import maxtext_flops, pairs, prefix_pairs, product_parameters, update_flops
 

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from posjax.attention.tpu.costs import FORWARD
-from posjax.layers import uniform
 from posjax.masks import Causal, Window
-from posjax.presets import scheme
+from posjax.scheme import uniform
+from posjax.scheme.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
 from train.model.build import decoder_config, placement

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posjax._checks import check_choice, check_count
-from posjax.presets import scheme_names
+from posjax.scheme.presets import scheme_names
 from train.workshop.schedule.contenders import SCHEDULED
 from train.workshop.schedule.cost import Cost
 from train.workshop.schedule.program import Blocks, KernelShape

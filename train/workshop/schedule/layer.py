@@ -12,7 +12,7 @@ from rich.table import Table
 
 from posjax.attention.tpu.blocks import cheapest_forward
 from posjax.nn import Attention, DecoderConfig
-from posjax.presets import scheme as named
+from posjax.scheme.presets import scheme as named
 from train.workshop.schedule import own
 from train.workshop.schedule.compiling import expected_cycles
 from train.workshop.schedule.contenders import schedule_of

@@ -4,8 +4,7 @@ import pytest
 
 import posjax as pj
 from posjax import bias, coca, masks, rotary, scales
-from posjax.layers import Layers
-from posjax.scheme import Scheme
+from posjax.scheme import Layers, Scheme
 
 ROPE = pj.scheme("rope")
 

@@ -2,22 +2,27 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from posjax import rotary
 from posjax._checks import check, shown
-from posjax.compose import init_spec
-from posjax.registry import slot
+from posjax.scheme.choices import SLOT_NAMES, Choices
+from posjax.scheme.parameters import LEARNING, init_spec
+from posjax.scheme.registry import check_known, slot
+
+C = TypeVar("C", bound=Choices)
 
 
-def replaced(scheme: Any, changes: Mapping[str, Any]) -> Any:
-    """The ``Scheme`` with some slots replaced, the frequency rule last; see ``Scheme.replace``.
+def replaced(scheme: C, changes: Mapping[str, Any]) -> C:
+    """The scheme with some slots replaced, the frequency rule last; see ``Scheme.replace``.
 
     Raises:
-        ValueError: for an unknown name or option, or a frequency rule where nothing is rotated.
+        ValueError: for an unknown slot, name or option, or a frequency rule where nothing is rotated.
     """
+    for name in changes:
+        check_known("slot", name, SLOT_NAMES)
     changes = dict(changes)
     rule = changes.pop("frequencies", None)
     made = {name: _resolved(scheme, name, value) for name, value in changes.items()}
@@ -59,13 +64,17 @@ def _with_rule(features, rule):
     return dataclasses.replace(features, frequencies=rule)
 
 
-def check_same_parameters(before: Any, after: Any) -> None:
-    """Raises ValueError, naming the slot, unless two schemes learn arrays of the same names and shapes."""
+def check_same_parameters(before: Choices, after: Choices) -> None:
+    """Raises ValueError, naming the slot, unless two schemes learn arrays and need projections of the same shapes."""
     features = (scheme.features for scheme in (before, after) if scheme.features is not None)
     sizes = (size for size in (spec.own_head_dim for spec in features) if size is not None)
     head_dim = next(sizes, 64)
-    for name in ("embedding", "norm", "scale", "bias", "features", "sinks", "linear"):
+    for name in ("embedding", *LEARNING):
         _check_slot(name, getattr(before, name), getattr(after, name), head_dim)
+    check(
+        before.maps.widths == after.maps.widths,
+        f"features: {shown(after.features)} needs other projections than {shown(before.features)}; train it",
+    )
 
 
 def _check_slot(name: str, before, after, head_dim: int) -> None:

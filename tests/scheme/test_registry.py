@@ -9,7 +9,7 @@ import pytest
 from attention.own_methods import LearnedRows, Strided
 
 import posjax as pj
-from posjax.registry import SLOTS, slot
+from posjax.scheme.registry import SLOTS, slot
 
 frozen = dataclasses.dataclass(frozen=True)
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from posjax._checks import check, shown
-from posjax.registry import check_known
-from posjax.scheme import Scheme
+from posjax.scheme.registry import check_known
+from posjax.scheme.scheme import Scheme
 
 
 @dataclasses.dataclass(frozen=True)

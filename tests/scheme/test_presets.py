@@ -7,11 +7,10 @@ import pytest
 from decoders import OPTIONS, preset
 
 import posjax as pj
-from posjax import bias, far, masks, rotary, scales, sinks
-from posjax.layers import Layers
-from posjax.presets import PRESETS, hwfa_window, scheme_options
-from posjax.registry import SLOTS, slot
-from posjax.scheme import SLOT_NAMES, Scheme
+from posjax import bias, far, masks, norms, rotary, scales, sinks
+from posjax.scheme import SLOT_NAMES, Layers, Scheme
+from posjax.scheme.presets import PRESETS, hwfa_window, scheme_options
+from posjax.scheme.registry import SLOTS, slot
 
 NAMES = pj.scheme_names()
 RECIPES = ("hwfa", "hwfa2", "gemma3", "llama4", "smollm3", "gpt-oss", "rnope-swa")
@@ -76,7 +75,7 @@ def test_an_option_of_the_method_wins_over_the_slot_of_its_name():
 
 
 def test_qwen3_normalises_before_it_rotates():
-    wanted = Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rotary.Plain(1e6)))
+    wanted = Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rotary.Plain(1e6)))
     assert pj.scheme("qwen3") == wanted
     assert pj.scheme("qwen3", base=500.0).features.frequencies.base == 500.0
 
@@ -154,7 +153,7 @@ def test_layers_of_gemma3_have_two_bases():
     local, whole = (pj.scheme("gemma3", num_layers=6, factor=8.0).schemes[index] for index in (0, 5))
     assert local.features.frequencies == rotary.Plain(10_000.0)
     assert whole.features.frequencies == rotary.Linear(8.0, base=1_000_000.0)
-    assert local.norm == whole.norm == scales.QKNorm()
+    assert local.norm == whole.norm == norms.QKNorm()
     assert pj.scheme("gemma3", num_layers=6).schemes[5].features.frequencies == rotary.Plain(1_000_000.0)
 
 
@@ -167,7 +166,7 @@ def test_scout_and_maverick():
         [x if k else x / 16 for x, k in zip(plain, kept, strict=True)]
     )
     assert 0 < kept.sum() < 64
-    assert [scheme.norm for scheme in scout.schemes] == [scales.QKNorm(gain=False, eps=1e-5)] * 3 + [None]
+    assert [scheme.norm for scheme in scout.schemes] == [norms.QKNorm(gain=False, eps=1e-5)] * 3 + [None]
     assert {scheme.norm for scheme in maverick.schemes} == {None}
 
 

@@ -1,48 +1,22 @@
-"""What composes in a scheme and what does not, with the reasons; and the parameters of its specs."""
+"""What composes in a scheme and what does not, with the reasons."""
 
-import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array
 
-from posjax import linear, masks, rotary, sampling, scales
+from posjax import linear, masks, norms, rotary, sampling, scales
 from posjax._checks import check, shown
 from posjax._slots import check_registered
-
-_METHODS = {
-    "embedding": ("init", "embed"),
-    "norm": ("init", "apply"),
-    "features": ("init", "query_size", "key_size", "query", "key"),
-    "scale": ("init", "factor"),
-    "bias": ("init", "bind"),
-    "far": ("check", "mask", "branches"),
-    "sinks": ("init", "logits"),
-    "linear": ("init", "size", "query", "key"),
-    "positions": ("draw", "evaluate"),
-}
-_DECLARED = {
-    "embedding": ("shift_invariant",),
-    "features": ("frequencies", "widths", "cached", "decays"),
-    "scale": ("shift_invariant",),
-    "bias": ("reads_tokens", "contextual", "shared_across_layers"),
-    "linear": ("of_inner_product", "random"),
-}
+from posjax.scheme.choices import Choices
+from posjax.scheme.slots import PROTOCOLS, lacking
 
 
-def lacking(slot_name: str, spec: Any) -> list[str]:
-    """What a ``Scheme`` asks of the specs of a slot and this one, or its class, does not have."""
-    missing = [f"{name}()" for name in _METHODS.get(slot_name, ()) if not callable(getattr(spec, name, None))]
-    return missing + [name for name in _DECLARED.get(slot_name, ()) if not hasattr(spec, name)]
-
-
-def check_slots(scheme: Any) -> None:
+def check_slots(scheme: Choices) -> None:
     """Raises ValueError, naming the slot, for what lacks a method or an attribute that a ``Scheme`` asks of it.
 
     What counts is what a spec can do, not where its class comes from.
     """
-    for name in _METHODS:
+    for name in PROTOCOLS:
         spec = getattr(scheme, name)
         if spec is not None:
             _check_spec(name, spec)
@@ -56,14 +30,7 @@ def _check_spec(name: str, spec: Any) -> None:
     check(not missing, f"{expected}, which has no {', '.join(missing)}")
 
 
-def init_spec(spec, key: Array, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """A spec's parameters; it is given those sizes that its ``init`` asks for."""
-    if spec is None:
-        return {}
-    return spec.init(key, **{name: sizes[name] for name in inspect.signature(spec.init).parameters if name in sizes})
-
-
-def check_composition(scheme: Any) -> None:
+def check_composition(scheme: Choices) -> None:
     """Raises ValueError, with the reason, for slots of a ``Scheme`` that do not compose."""
     _check_mask(scheme.mask)
     _check_hashable(scheme)
@@ -103,7 +70,7 @@ def _static_sizes(mask) -> str:
     return "; mark sizes as such with dataclasses.field(metadata={'static': True})"
 
 
-def _check_hashable(scheme: Any) -> None:
+def _check_hashable(scheme: Choices) -> None:
     for name, spec in vars(scheme).items():
         try:
             hash(spec)
@@ -112,7 +79,7 @@ def _check_hashable(scheme: Any) -> None:
             raise ValueError(f"{name}: {why}") from None
 
 
-def _check_temperature(scheme: Any) -> None:
+def _check_temperature(scheme: Choices) -> None:
     brings = isinstance(getattr(scheme.features, "frequencies", None), rotary.YaRN | rotary.DynamicYaRN)
     check(
         not (brings and isinstance(scheme.scale, scales.YaRNTemperature)),
@@ -120,7 +87,7 @@ def _check_temperature(scheme: Any) -> None:
     )
 
 
-def _check_norm(scheme: Any) -> None:
+def _check_norm(scheme: Choices) -> None:
     check(
         scheme.norm is None or scheme.features is None or scheme.features.widths == (1.0, 1.0),
         "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
@@ -128,14 +95,14 @@ def _check_norm(scheme: Any) -> None:
     )
 
 
-def _check_contextual(scheme: Any) -> None:
+def _check_contextual(scheme: Choices) -> None:
     check(
         scheme.features is None,
         "features do not compose with CoPE, which reads the queries as projected; leave one out",
     )
 
 
-def _check_positions(scheme: Any) -> None:
+def _check_positions(scheme: Choices) -> None:
     longest, table = (getattr(spec, "max_length", None) for spec in (scheme.positions, scheme.embedding))
     fits = longest is None or table is None or longest <= scheme.embedding.reach
     check(fits, f"positions: ids below {longest} are drawn, but the learned embedding ends before; make it longer")
@@ -150,14 +117,18 @@ def _check_positions(scheme: Any) -> None:
     )
 
 
-def _check_linear(scheme: Any) -> None:
+def _check_linear(scheme: Choices) -> None:
     for name in ("scale", "bias", "mask", "far", "sinks"):
         check(
             getattr(scheme, name) is None,
             f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
         )
+    _check_kernel(scheme)
+
+
+def _check_kernel(scheme: Choices) -> None:
     check(
-        not (isinstance(scheme.norm, scales.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
+        not (isinstance(scheme.norm, norms.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
         "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
     )
     check(
@@ -173,3 +144,18 @@ def _check_linear(scheme: Any) -> None:
         scheme.features is None or type(scheme.features) is rotary.Rotary,
         f"features: linear attention rotates its numerator with Rotary only, found {shown(scheme.features)}",
     )
+
+
+def check_direction(scheme: Choices, causal: bool) -> None:
+    """Raises ValueError for methods that are meant for causal attention in bidirectional attention.
+
+    It names the slot, and the option that makes the method two-sided where there is one.
+    """
+    if causal:
+        return
+    for name in ("features", "bias", "far"):
+        spec = getattr(scheme, name)
+        found = None if spec is None else spec.one_sided
+        kind = type(spec).__name__
+        remedy = f"use {kind}({found}) when every token sees both sides" if found and "=" in found else found
+        check(found is None, f"{name}: {kind} is for causal attention; {remedy or 'use another method'}")

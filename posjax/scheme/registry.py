@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
+from posjax import absolute, bias, coca, far, linear, masks, norms, pope, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count, nearest, shown
 from posjax._slots import Features
-from posjax.compose import lacking
+from posjax.scheme.slots import lacking
 
 
 def _lambda(window: int, sinks: int) -> masks.Mask:
@@ -40,9 +40,9 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "coca": coca.Coca,
     },
     "norm": {
-        "key-norm": scales.KeyNorm,
-        "qk-norm": scales.QKNorm,
-        "cosine": scales.CosineNorm,
+        "key-norm": norms.KeyNorm,
+        "qk-norm": norms.QKNorm,
+        "cosine": norms.CosineNorm,
     },
     "scale": {
         "log-n": scales.LogN,

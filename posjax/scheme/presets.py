@@ -6,11 +6,12 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from posjax import absolute, bias, coca, far, linear, masks, pope, rotary, sampling, scales, sinks
+from posjax import absolute, bias, coca, far, linear, masks, norms, pope, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count
-from posjax.layers import Layers
-from posjax.registry import build, check_known, slots_with
-from posjax.scheme import SLOT_NAMES, Scheme
+from posjax.scheme.choices import SLOT_NAMES
+from posjax.scheme.layers import Layers
+from posjax.scheme.registry import build, check_known, slots_with
+from posjax.scheme.scheme import Scheme
 
 _ROPE = rotary.Rotary()
 # Scale-invariant attention names an effective base of 1024; 10,000^0.75 is 1,000. Its exact rule is not known to us.
@@ -119,8 +120,8 @@ def _gemma3(
     27B divides its logits by sqrt(168) instead of sqrt(128): the gain of the queries takes that in.
     """
     wide = rotary.Plain(global_base) if factor == 1 else rotary.Linear(factor, base=global_base)
-    local = Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rotary.Plain(local_base)), mask=masks.Window(window))
-    return _periodic((local,) * 5 + (Scheme(norm=scales.QKNorm(), features=rotary.Rotary(wide)),), num_layers)
+    local = Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rotary.Plain(local_base)), mask=masks.Window(window))
+    return _periodic((local,) * 5 + (Scheme(norm=norms.QKNorm(), features=rotary.Rotary(wide)),), num_layers)
 
 
 def _llama4(
@@ -141,7 +142,7 @@ def _llama4(
     check_count("original_length", original_length)
     rule = rotary.Plain(base) if factor == 1 else rotary.Llama3(factor, original_length, 1.0, 1.0, base=base)
     local = Scheme(
-        norm=scales.QKNorm(gain=False, eps=1e-5) if qk_norm else None,
+        norm=norms.QKNorm(gain=False, eps=1e-5) if qk_norm else None,
         features=rotary.Rotary(rule, pairing="interleaved"),
         mask=masks.Chunked(chunk),
     )
@@ -216,12 +217,12 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "log-n": (scales.LogN, _in("scale", features=_ROPE)),
     "ssmax": (scales.SSMax, _in("scale", features=_ROPE)),
     "drope": (scales.DroPETemperature, _in("scale")),
-    "key-norm": (scales.KeyNorm, _in("norm", features=_ROPE)),
-    "cosine": (lambda length: scales.CosineScale(length), _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
-    "learned-cosine": (scales.LearnedCosineScale, _in("scale", norm=scales.CosineNorm(), features=_ROPE)),
+    "key-norm": (norms.KeyNorm, _in("norm", features=_ROPE)),
+    "cosine": (lambda length: scales.CosineScale(length), _in("scale", norm=norms.CosineNorm(), features=_ROPE)),
+    "learned-cosine": (scales.LearnedCosineScale, _in("scale", norm=norms.CosineNorm(), features=_ROPE)),
     "qwen3": (
         partial(rotary.Plain, base=1_000_000.0),
-        lambda rule: Scheme(norm=scales.QKNorm(), features=rotary.Rotary(rule)),
+        lambda rule: Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rule)),
     ),
     "randomised": (sampling.Randomised, _in("positions", features=_ROPE)),
     "equal-mean": (sampling.EqualMean, _in("positions", features=_ROPE)),

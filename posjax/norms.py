@@ -1,0 +1,137 @@
+"""Norms of queries and keys over each head, before their rotation.
+
+The functions return arrays of the shapes and dtypes that they are given. The specs put them behind one protocol:
+
+* ``spec.init(key, head_dim)`` makes the learned parameters, ``{}`` where there are none;
+* ``spec.apply(params, q, k)`` returns the queries and keys of the norm;
+* ``spec.commutes_with_rotation`` says whether it may as well come after a rotation.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._checks import check_number, check_parameters
+from posjax._numbers import at_least_float32, level
+
+
+def rms_norm(
+    x: Float[Array, "*b size"], gain: Float[Array, "*size"] | None = None, *, eps: float = 1e-6
+) -> Float[Array, "*b size"]:
+    """``x / sqrt(mean(x^2) + eps)``, times ``gain`` if given; in float32, cast back to ``x.dtype`` last.
+
+    The mean is over the last axis, or over as many of the last axes as the gain has.
+    """
+    wide, axes = x.astype(at_least_float32(x.dtype)), tuple(range(-1 if gain is None else -gain.ndim, 0))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
+    if gain is not None:
+        normed, gain = level(normed, gain.astype(wide.dtype))
+        normed = normed * gain
+    return normed.astype(x.dtype)
+
+
+def key_norm(k: Float[Array, "*b heads size"], *, eps: float = 1e-6) -> Float[Array, "*b heads size"]:
+    """KeyNorm: keys of norm ``sqrt(d)``, so that the usual ``q . k / sqrt(d)`` is ``q . k / |k|``.
+
+    (Su, kexue.fm/archives/9859.)
+
+    There is no gain, which would give keys different norms again. A rotation keeps norms, so this may come before or
+    after it; but after a rotation whose table carries an attention factor (YaRN) it would undo the factor.
+    """
+    return rms_norm(k, eps=eps)
+
+
+def qk_norm(
+    q: Float[Array, "*b heads size"],
+    k: Float[Array, "*b kv_heads size"],
+    q_gain: Float[Array, "size"] | None = None,
+    k_gain: Float[Array, "size"] | None = None,
+    *,
+    eps: float = 1e-6,
+) -> tuple[Float[Array, "*b heads size"], Float[Array, "*b kv_heads size"]]:
+    """Root-mean-square norm of queries and keys over each head, with a gain per channel or none.
+
+    With gains it is that of Qwen 3 and Gemma 3 and goes before the rotation; without, that of Llama 4, on either side
+    of it, and logits are ``sqrt(d) cos(q, k)`` under the usual ``1 / sqrt(d)``.
+    """
+    return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
+
+
+class _Norm:
+    """A norm without learned parameters, which commutes with a rotation."""
+
+    eps: float
+    commutes_with_rotation = True
+
+    def __post_init__(self):
+        check_number("eps", self.eps, at_least=0)
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
+        """``{}``: nothing is learned."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyNorm(_Norm):
+    """Spec of ``key_norm``; queries pass through. It commutes with a rotation."""
+
+    eps: float = 1e-6
+
+    def apply(self, params, q, k):
+        """``(q, key_norm(k))``, shapes and dtypes kept."""
+        return q, key_norm(k, eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm(_Norm):
+    """Spec of ``qk_norm``.
+
+    Args:
+        gain: learn a gain per channel for the queries and one for the keys, shared by the heads, from one.
+        eps: added to the mean square.
+        unit_offset: multiplies by ``1 + gain``, the gain starting from 0 (Gemma 3).
+    """
+
+    gain: bool = True
+    eps: float = 1e-6
+    unit_offset: bool = False
+
+    @property
+    def commutes_with_rotation(self) -> bool:
+        """False with a gain per channel: it must then come before the rotation."""
+        return not self.gain
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Float[Array, "size"]]:
+        """``{"q": [size], "k": [size]}`` of ones (zeros with ``unit_offset``), float32; ``{}`` without gain."""
+        first = 0.0 if self.unit_offset else 1.0
+        return {name: jnp.full(head_dim, first, jnp.float32) for name in ("q", "k")} if self.gain else {}
+
+    def apply(self, params, q, k):
+        """``qk_norm(q, k, gains)``, shapes and dtypes kept.
+
+        Raises:
+            ValueError: if a gain is missing, or is not as wide as what it multiplies.
+        """
+        if not self.gain:
+            return qk_norm(q, k, eps=self.eps)
+        check_parameters(self, params, q=q.shape[-1:], k=k.shape[-1:])
+        offset = 1.0 if self.unit_offset else 0.0
+        return qk_norm(q, k, *(params[name].astype(jnp.float32) + offset for name in "qk"), eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineNorm(_Norm):
+    """Queries of norm ``sqrt(d)`` and keys of norm 1, so that the usual ``q . k / sqrt(d)`` is ``cos(q, k)``.
+
+    It needs a scale to be of use: a cosine alone is nearly uniform attention. ``scales.CosineScale`` makes it CosA (Su,
+    kexue.fm/archives/9859), ``scales.LearnedCosineScale`` the QK-norm of Henry et al. It commutes with a rotation.
+    """
+
+    eps: float = 1e-6
+
+    def apply(self, params, q, k):
+        """``(sqrt(d) q / |q|, k / |k|)``, shapes and dtypes kept."""
+        q, k = qk_norm(q, k, eps=self.eps)
+        return q, k * k.shape[-1] ** -0.5

@@ -1,0 +1,133 @@
+"""What a call gives to a scheme, checked: where its tokens stand, what is new of them, and who computes it."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from posjax._checks import check, check_heads
+from posjax.attention.cache import Cache
+from posjax.attention.checks import checked_positions
+from posjax.attention.sharded import Placement
+from posjax.attention.sharded.split import Partition
+from posjax.linear import LinearState
+from posjax.positions import Positions, Range, as_array
+from posjax.scheme.slots import FeatureSlot
+
+Params = Mapping[str, Mapping[str, Array]]
+Kept = Cache | LinearState
+"""What decoding keeps of one layer."""
+
+
+class Where(NamedTuple):
+    """Where the queries and keys of a call stand.
+
+    Args:
+        across: how rows and heads lie over a mesh.
+        q_positions: see ``attention``.
+        kv_positions: see ``attention``.
+        coordinates: where the features take the tokens, if that is elsewhere.
+        length: the current length.
+        head_dim: size of a head.
+    """
+
+    across: Placement
+    q_positions: Positions
+    kv_positions: Positions
+    coordinates: Array | None
+    length: int | Int[Array, "..."] | None
+    head_dim: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What maps of features are told beside positions."""
+        return {"head_dim": self.head_dim, "length": self.length}
+
+    def queries(self, features: FeatureSlot, q: Array) -> Positions | Array:
+        """Where features take the queries, with an axis of coordinates where they have several, without elsewhere."""
+        return self._places(features, q, self.q_positions)
+
+    def keys(self, features: FeatureSlot, k: Array) -> Positions | Array:
+        """The same of the keys."""
+        return self._places(features, k, self.kv_positions)
+
+    def _places(self, features, x, positions):
+        several, positions, given = features.axes > 1, self.across.local(positions, x.shape[1]), self.coordinates
+        if given is None:
+            rows = several and not isinstance(positions, Range) and jnp.ndim(positions) == 2
+            return as_array(positions)[..., None] if rows else positions
+        return given[..., 0] if given.shape[-1] == 1 and not several else given
+
+
+class NewTokens(NamedTuple):
+    """The tokens of one call of decoding.
+
+    Args:
+        index: how many tokens of its row stand before each.
+        valid: False for padding.
+        gates: what ``Scheme.prepare`` gave for them.
+    """
+
+    index: Int[Array, "batch tokens"]
+    valid: Bool[Array, "batch tokens"]
+    gates: Float[Array, "batch heads tokens"] | None
+
+    @property
+    def ids(self) -> Int[Array, "batch tokens"]:
+        """0 for a token, -1 for padding."""
+        return jnp.where(self.valid, 0, -1)
+
+
+class Executor(Protocol):
+    """What computes the attention of a scheme: ``Softmax`` or ``Linear``. What it cannot do it refuses."""
+
+    caches: str
+
+    def attend(self, q: Array, k: Array, v: Array, params: Params, where: Where, **options) -> Any:
+        """``Scheme.attend`` of the rows and heads of one device."""
+
+    def stored(self, params: Params, k: Array, v: Array, at: Positions | Array, **sizes) -> tuple[Array, Array]:
+        """``Scheme.stored``."""
+
+    def attend_stored(self, q: Array, k: Array, v: Array, params: Params, where: Where, **options) -> Any:
+        """``Scheme.attend_stored``."""
+
+    def empty(self, batch: int, capacity: int, **options) -> Kept:
+        """``Scheme.init_cache``."""
+
+    def step(
+        self, projected, kept: Kept, params: Params, where: Where, new: NewTokens, options, partition: Partition | None
+    ) -> tuple[Array, Kept]:
+        """``Scheme.decode`` where the compiler splits everything but attention itself."""
+
+
+def check_projections(q, k, v, widths: tuple[float, float]) -> None:
+    """Raises ValueError for what are no arrays of heads, and for queries and keys whose widths are not of one head.
+
+    ``widths`` are those of ``Features``.
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_heads(name, array)
+    wanted = int(q.shape[-1] / widths[0] * widths[1])
+    check(
+        k.shape[-1] == wanted,
+        f"k must be {wanted} wide beside a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
+    )
+
+
+def check_rows(kept: Kept, q: Array) -> None:
+    """Raises ValueError for tokens of other rows than those that a cache was made for."""
+    rows = jax.tree.leaves(kept)[0].shape[0]
+    check(rows == q.shape[0], f"q must have the {rows} rows of the cache, found a batch of {q.shape[0]}")
+
+
+def row_positions(across: Placement, name: str, positions: Positions | None, x) -> Positions:
+    """The positions of queries or keys ``x``: those given, or 0, 1, 2, ... over the whole row.
+
+    Raises ValueError, naming them, for positions that are not one for each token.
+    """
+    if positions is None:
+        return Range(0, across.whole(x.shape[1]))
+    return positions if across.shards > 1 else checked_positions(name, positions, x)

@@ -1,0 +1,94 @@
+"""One choice for each slot, and what follows from the choices before anything runs."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from posjax import masks
+from posjax._slots import Features
+from posjax.scheme import slots
+
+_PLAIN = Features()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The slots of a ``Scheme``, which says what they are; None in each that is left empty."""
+
+    embedding: slots.EmbeddingSlot | None = None
+    norm: slots.NormSlot | None = None
+    features: slots.FeatureSlot | None = None
+    scale: slots.ScaleSlot | None = None
+    bias: slots.BiasSlot | None = None
+    mask: masks.Mask | None = None
+    far: slots.FarSlot | None = None
+    sinks: slots.SinkSlot | None = None
+    linear: slots.LinearSlot | None = None
+    positions: slots.Sampling | None = None
+
+    @property
+    def maps(self) -> slots.FeatureSlot:
+        """The features; the plain projections where there are none."""
+        return _PLAIN if self.features is None else self.features
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether the scheme depends on the current length (dynamic NTK, LongRoPE's switch)."""
+        return self.maps.reads_length
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether ``attend`` needs the gates that ``prepare`` makes of the tokens (FoX)."""
+        return self.bias is not None and self.bias.reads_tokens
+
+    @property
+    def rotates(self) -> bool:
+        """Whether its features have frequencies, which ``extend`` may change."""
+        return self.maps.frequencies is not None
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether shifting all positions by one constant changes nothing."""
+        chosen = (self.embedding, self.features, self.scale, self.bias, self.mask, self.far)
+        # Random features of a rotated query estimate the same kernel, but are not the same numbers.
+        estimated = self.linear is not None and self.linear.random and self.rotates
+        return not estimated and all(spec is None or spec.shift_invariant for spec in chosen)
+
+    @property
+    def retained(self) -> tuple[int, int] | None:
+        """``(first, recent)``: the only keys that a causal query can see, at the start and at the end; None for all.
+
+        None too for CoPE, which counts along keys that stand in order, as they do not in a ring.
+        """
+        if self.bias is not None and self.bias.contextual:
+            return None
+        found = [mask.retained for mask in (self.mask, self._far_mask) if mask is not None]
+        return next((bounds for bounds in found if bounds is not None), None)
+
+    @property
+    def own_mask(self) -> masks.Mask | None:
+        """What the mask and the far slot leave of all pairs."""
+        return all_of(self.mask, self._far_mask)
+
+    @property
+    def _far_mask(self) -> masks.Mask | None:
+        return None if self.far is None else self.far.mask()
+
+    def reads_positions(self, options: Mapping[str, Any]) -> bool:
+        """Whether a call of ``attend`` with these options depends on where queries and keys stand."""
+        chosen, given = (self.features, self.scale, self.bias, self.mask, self.far), options.get("mask")
+        if options.get("causal", True) or any(spec is not None for spec in chosen):
+            return True
+        return given is not None and masks.as_mask(given).reads_positions
+
+
+SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Choices)))
+"""The slots that ``replace`` and ``extend`` take."""
+
+
+def all_of(*parts: masks.Mask | None) -> masks.Mask | None:
+    """What all masks allow, those that are None left out."""
+    found = [part for part in parts if part is not None]
+    return None if not found else functools.reduce(operator.and_, found)

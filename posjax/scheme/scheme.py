@@ -1,0 +1,340 @@
+"""A position scheme: one choice for each slot of the logit.
+
+For query i, key j and head h every method of this library computes
+
+    z_h(i, j) = c_h(i) <phi(q_i, p_i), psi(k_j, p_j)> / sqrt(d) + b_h(p_i, p_j)      where allowed(i, j)
+
+and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
+``far`` scores distant pairs by other features, ``sinks`` take part in the normalisation, ``embedding`` is added to the
+token embeddings, ``positions`` draws the positions of training, and ``linear`` replaces the softmax altogether. Slots
+compose freely. What does not compose is refused when the scheme is built, with the reason.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from posjax import bias, masks
+from posjax._checks import check_counts, check_length
+from posjax.attention.api import check_aligned
+from posjax.attention.checks import check_masks
+from posjax.attention.sharded import Placement
+from posjax.attention.sharded.automatic import explicit_spec, has_explicit, on_auto_axes
+from posjax.attention.sharded.enter import over_mesh
+from posjax.attention.sharded.split import Partition, split_of
+from posjax.layout import Layout
+from posjax.positions import Positions
+from posjax.scheme.calls import Executor, Kept, NewTokens, Params, Where, check_projections, check_rows, row_positions
+from posjax.scheme.changes import check_same_parameters, replaced
+from posjax.scheme.checks import check_composition, check_direction, check_slots
+from posjax.scheme.choices import Choices
+from posjax.scheme.linear import Linear
+from posjax.scheme.parameters import init_slots
+from posjax.scheme.softmax import Softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme(Choices):
+    """One choice for each slot; frozen and hashable, so it is a static argument of ``jit``.
+
+    Args:
+        embedding: added to the token embeddings: ``absolute.Sinusoidal``, ``absolute.Learned``, ...
+        norm: of queries and keys, before the features: ``norms.KeyNorm``, ``norms.QKNorm``, ...
+        features: the maps phi and psi: ``rotary.Rotary``, ``coca.Coca``, ...; the plain projections when left out.
+        scale: a factor of every query: ``scales.LogN``, ``scales.SSMax``, ...
+        bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.FoX``, ...
+        mask: narrows what the model allows anyway: ``masks.Window``, ``masks.Chunked``, ``masks.Sinks``, composed.
+        far: other features for distant pairs: ``far.ReRoPE``, ``far.SelfExtend``, ...
+        sinks: logits without values: ``sinks.LearnedSinks``, ``sinks.SoftmaxPlusOne``.
+        linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
+        positions: how positions are drawn in training: ``sampling.Randomised``, ... Only a trainer reads it.
+
+    Raises:
+        ValueError: for slots that do not compose, with the reason.
+    """
+
+    def __post_init__(self):
+        check_slots(self)
+        check_composition(self)
+
+    @property
+    def _executor(self) -> Executor:
+        return Softmax(self) if self.linear is None else Linear(self)
+
+    @property
+    def caches(self) -> str:
+        """What a cache holds of a key: ``"rotated"``, ``"raw"``, ``"half-width"``, or ``"state"``, one for all keys.
+
+        Rotated keys may be kept where the map of a key never changes. It does where a rule reads the current length,
+        and where far pairs are scored with another one.
+        """
+        return self._executor.caches
+
+    def extend(self, **changes) -> "Scheme":
+        """Another scheme over the same parameters, for use beyond the training length without retraining.
+
+        Args:
+            changes: slots to replace, by a spec or by ``{"name": ..., option: value}``. ``frequencies`` replaces the
+                frequency rule of the features; by name it keeps the rule's base, head size and rotated share.
+
+        Raises:
+            ValueError: for an unknown slot, or a change that would need other parameters.
+        """
+        extended = self.replace(**changes)
+        check_same_parameters(self, extended)
+        return extended
+
+    def replace(self, **changes) -> "Scheme":
+        """The scheme with some slots replaced, in the forms that ``extend`` takes; parameters may differ.
+
+        Raises:
+            ValueError: for an unknown slot, name or option.
+        """
+        return replaced(self, changes)
+
+    def check_direction(self, causal: bool) -> None:
+        """Refuses methods that are meant for causal attention in bidirectional attention.
+
+        Raises:
+            ValueError: naming the slot, and the option that makes it two-sided where there is one.
+        """
+        check_direction(self, causal)
+
+    def init(
+        self,
+        key: Array,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        model_dim: int | None = None,
+    ) -> dict[str, dict[str, Array]]:
+        """Learned parameters of one layer, ``{slot: {name: array}}``, without the slots that learn nothing.
+
+        ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is for FoX alone.
+        """
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "model_dim": model_dim}
+        return init_slots(self, key, sizes, shared=False)
+
+    def init_shared(self, key: Array, num_heads: int, head_dim: int) -> dict[str, dict[str, Array]]:
+        """Learned parameters that all layers share (T5's table, KERPLE's scalars), in the same form."""
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": head_dim, "model_dim": None}
+        return init_slots(self, key, sizes, shared=True)
+
+    def query_size(self, head_dim: int) -> int:
+        """Width of a head's query projection."""
+        return self.maps.query_size(head_dim)
+
+    def key_size(self, head_dim: int) -> int:
+        """Width of a head's key projection."""
+        return self.maps.key_size(head_dim)
+
+    def prepare(
+        self,
+        params: Params,
+        x: Float[Array, "batch length model_dim"],
+        *,
+        start: Float[Array, "batch heads"] | None = None,
+        valid: Bool[Array, "batch length"] | None = None,
+        layout: Layout | None = None,
+    ) -> Float[Array, "batch heads length"] | None:
+        """What ``attend`` needs of the tokens beside their projections: FoX's cumulative gates; None without.
+
+        Args:
+            params: see ``attend``.
+            x: the tokens' hidden states, as the projections see them.
+            start: the last gates of the tokens before, for a chunk of a longer sequence.
+            valid: False at padding, which may then hold anything.
+            layout: the order of the tokens, where it is not their own; the gates come in it too.
+        """
+        if not self.reads_tokens:
+            return None
+        layout = Layout() if layout is None else layout
+        if valid is not None:
+            x = jnp.where(layout.apply(valid)[..., None], x, jnp.zeros((), x.dtype))
+        gates = layout.restore(self.bias.prepare(params["bias"], x), axis=1)
+        return layout.apply(bias.accumulate(gates, start, valid))
+
+    def attend(
+        self,
+        q: Float[Array, "batch queries heads query_size"],
+        k: Float[Array, "batch keys kv_heads key_size"],
+        v: Float[Array, "batch keys kv_heads value_size"],
+        *,
+        params: Params | None = None,
+        q_positions: Positions | None = None,
+        kv_positions: Positions | None = None,
+        coordinates: Float[Array, "*b tokens axes"] | Int[Array, "*b tokens axes"] | None = None,
+        length: int | Int[Array, "..."] | None = None,
+        across: Placement | None = None,
+        partition: Partition | None = None,
+        **options,
+    ) -> Float[Array, "batch queries heads value_size"]:
+        """Attention with this scheme: norm, features, scale, bias and mask around one call of ``attention``.
+
+        Args:
+            q: raw query projections, of width ``query_size(head_dim)``.
+            k: raw key projections, of width ``key_size(head_dim)``.
+            v: values.
+            params: what ``init`` and ``init_shared`` made, merged.
+            q_positions, kv_positions: see ``attention``.
+            coordinates: positions of the tokens for the features alone, in several axes (images) or real-valued, where
+                queries and keys are the same tokens; masks, biases and scales go on reading the integer positions.
+            length: the current length, for schemes that read it; the number of keys when left out.
+            across: how rows and heads lie over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and all that
+                has an axis of tokens are then those of one device, positions may be a ``Range`` over the whole row, and
+                ``params`` are those of all heads. What it returns is what it would for the whole rows.
+            partition: how the queries lie over the Auto axes of a mesh; see ``attention``. Explicit axes need nothing.
+            options: the further arguments of ``attend_stored``.
+
+        Raises:
+            ValueError: for a bias of the other direction, missing parameters, or shapes that do not fit.
+            TypeError: for an option that there is not.
+        """
+        check_projections(q, k, v, self.maps.widths)
+        check_length(length)
+        given = {"q_positions": q_positions, "kv_positions": kv_positions, "coordinates": coordinates, "length": length}
+        if across is None and (split := split_of(q, k, v, partition)) is not None:
+            check_masks(q, k, self.mask, None if options.get("mask") is None else masks.as_mask(options["mask"]))
+            return over_mesh(split, self.attend, [q, k, v], params or {}, given | options)
+        check_aligned(q, k, q_positions, self.reads_positions(options))
+        where = self._where(q, k, Placement() if across is None else across, **given)
+        return self._executor.attend(q, k, v, params or {}, where, **options)
+
+    def _where(self, q, k, across: Placement, *, q_positions, kv_positions, coordinates, length) -> Where:
+        """Where the tokens of a call stand: 0, 1, 2, ... where nothing is given."""
+        return Where(
+            across,
+            row_positions(across, "q_positions", q_positions, q),
+            row_positions(across, "kv_positions", kv_positions, k),
+            coordinates,
+            across.whole(k.shape[1]) if length is None else length,
+            self.maps.head_dim(k.shape[-1]),
+        )
+
+    def stored(self, params: Params, k, v, positions: Positions, *, length=None) -> tuple[Array, Array]:
+        """What a cache holds of raw key and value projections: norm, and the maps that never change (``caches``).
+
+        Raises:
+            ValueError: for linear attention, which keeps no keys.
+        """
+        return self._executor.stored(params, k, v, positions, head_dim=self.maps.head_dim(k.shape[-1]), length=length)
+
+    def attend_stored(
+        self,
+        q: Float[Array, "batch queries heads query_size"],
+        k: Float[Array, "batch keys kv_heads stored_size"],
+        v: Float[Array, "batch keys kv_heads value_size"],
+        *,
+        params: Params,
+        head_dim: int,
+        q_positions: Positions,
+        kv_positions: Positions,
+        coordinates: Array | None = None,
+        length: int | Int[Array, "..."],
+        across: Placement | None = None,
+        **options,
+    ) -> Float[Array, "batch queries heads value_size"]:
+        """``attend`` on keys and values as ``stored`` made them: the same function, for caches.
+
+        Args:
+            q: raw query projections.
+            k: stored keys.
+            v: stored values.
+            params: see ``attend``.
+            head_dim: size of a head.
+            q_positions, kv_positions: see ``attention``.
+            coordinates: see ``attend``.
+            length: the current length, for schemes that read it.
+            across: see ``attend``; parameters of the features are then those of this device's heads.
+            options: beside those of ``attention`` that are passed on to it (``implementation``, ``softcap``,
+                ``sinks``, ``return_residuals``):
+
+                * ``causal``, True when left out: whether a query sees only the keys at or before its position.
+                * ``mask``: what else the model allows, for instance the segments of packed documents.
+                * ``visible``, ``[*b, queries]``: how many keys each query may see, for scales that count them. When
+                  left out: if causal, those from the first key to the query's own position, otherwise all. Packed rows
+                  need their own counts. What the scheme's own mask leaves of them is worked out here.
+                * ``gates``: what ``prepare`` gave for the queries and for the keys, for schemes that read tokens.
+                * ``query_scale``: of the inner products in place of ``head_dim ** -0.5``, beside the scheme's own
+                  scale.
+
+        Raises:
+            ValueError: as ``attend``, and for linear attention, which keeps no keys.
+        """
+        across = Placement() if across is None else across
+        where = Where(across, q_positions, kv_positions, coordinates, length, head_dim)
+        return self._executor.attend_stored(q, k, v, params, where, **options)
+
+    def init_cache(
+        self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
+    ) -> Kept:
+        """An empty cache of one layer for ``decode``; what it holds is ``caches``.
+
+        Args:
+            batch: rows.
+            capacity: the most tokens of a row. A scheme whose mask lets a query see only recent tokens (and the first
+                few) keeps no more than those.
+            num_heads: query heads.
+            num_kv_heads: key and value heads.
+            head_dim: size of a head, and of a value.
+            chunk: the most tokens decoded at once.
+            dtype: of keys and values, float32 when left out.
+
+        Raises:
+            ValueError: for a number that is not whole and above 0.
+        """
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        check_counts(batch=batch, capacity=capacity, chunk=chunk, **heads)
+        return self._executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
+
+    def decode(
+        self,
+        q: Float[Array, "batch tokens heads query_size"],
+        k: Float[Array, "batch tokens kv_heads key_size"],
+        v: Float[Array, "batch tokens kv_heads value_size"],
+        kept: Kept,
+        *,
+        params: Params | None = None,
+        index: Int[Array, "batch tokens"],
+        valid: Bool[Array, "batch tokens"],
+        positions: Int[Array, "batch tokens"] | None = None,
+        coordinates: Array | None = None,
+        length: int | Int[Array, "..."],
+        gates: Float[Array, "batch heads tokens"] | None = None,
+        partition: Partition | None = None,
+        **options,
+    ) -> tuple[Float[Array, "batch tokens heads value_size"], Kept]:
+        """Attention of new tokens over all that were seen, themselves included, and the cache with them in it.
+
+        It equals ``attend`` over the whole row, whatever parts the row is cut into, at the same ``length``.
+
+        Args:
+            q, k, v: raw projections of the new tokens.
+            kept: from ``init_cache``, or an earlier call.
+            params: see ``attend``.
+            index: how many tokens of its row stand before each.
+            valid: False for padding.
+            positions: of the new tokens; ``index`` when left out. They must rise along a row from 0 or above where the
+                scheme keeps recent tokens alone (``retained``), for it counts tokens where its mask counts positions.
+            coordinates: see ``attend``; for schemes that keep rotated keys.
+            length: the length that a scheme which reads it goes by: one for the whole generation, or else the keys
+                that are kept were made by other rules than the new ones.
+            gates: what ``prepare`` gave for the new tokens.
+            partition: see ``attend``. On Explicit axes the cache keeps its sharding.
+            options: passed on to ``attention``.
+        """
+        check_projections(q, k, v, self.maps.widths)
+        check_rows(kept, q)
+        check_length(length)
+        positions = index if positions is None else positions
+        where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
+        lies = explicit_spec(q), jax.tree.map(explicit_spec, kept)
+        step = partial(self._executor.step, partition=lies[0] if has_explicit(q) else partition)
+        given = params or {}, where, NewTokens(index, valid, gates), options
+        return on_auto_axes(step, [q, k, v], kept, *given, like=lies)

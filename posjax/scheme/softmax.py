@@ -1,0 +1,159 @@
+"""Softmax attention with the choices of a scheme, in one pass or over a cache of keys and values."""
+
+import dataclasses
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from posjax import masks
+from posjax._checks import check
+from posjax.attention import attention
+from posjax.attention.cache import Cache, empty
+from posjax.attention.padding import without_padding
+from posjax.attention.sharded import context_attention
+from posjax.positions import Positions, as_array
+from posjax.scheme.arguments import bound_bias, check_no_slots, count_visible, sink_logits
+from posjax.scheme.calls import NewTokens, Params, Where
+from posjax.scheme.checks import check_direction
+from posjax.scheme.choices import Choices, all_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Norm, features, scale, bias and mask around one call of ``attention``."""
+
+    scheme: Choices
+
+    @property
+    def caches(self) -> str:
+        """What the features say; rotated keys alone where the map of a key never changes.
+
+        It does where a rule reads the current length, and where far pairs are scored with another one.
+        """
+        kind = self.scheme.maps.cached
+        return "raw" if kind == "rotated" and (self.scheme.far is not None or self.scheme.reads_length) else kind
+
+    def attend(self, q, k, v, params: Params, where: Where, *, mask=None, **options):
+        """``attend_stored`` on what ``stored`` makes of raw keys and values."""
+        q, k, v = without_padding(mask, q, k, v)
+        heads = where.across.key_heads(k.shape[2])
+        if "features" in params and heads is not None:
+            # The parameters of the features are those of this device's key heads.
+            params = dict(params) | {"features": self.scheme.maps.heads(params["features"], heads)}
+        k, v = self.stored(params, k, v, where.keys(self.scheme.maps, k), **where.sizes)
+        return self.attend_stored(q, k, v, params, where, mask=mask, **options)
+
+    def stored(self, params: Params, k, v, at: Positions | Array, **sizes) -> tuple[Array, Array]:
+        """Keys and values after the norm and the maps that never change, of tokens that features take ``at``."""
+        features, learned = self.scheme.maps, params.get("features", {})
+        if self.scheme.norm is not None:
+            k = self.scheme.norm.apply(params.get("norm", {}), k, k)[1]
+        if self.caches != "rotated":
+            return features.compact(k), v
+        return features.key(learned, k, at, **sizes), features.value(learned, v, at, **sizes)
+
+    def attend_stored(
+        self,
+        q,
+        k,
+        v,
+        params: Params,
+        where: Where,
+        *,
+        causal: bool = True,
+        mask: masks.Mask | None = None,
+        visible: Int[Array, "*b queries"] | None = None,
+        gates: tuple[Float[Array, "batch heads queries"], Float[Array, "batch heads keys"]] | None = None,
+        query_scale: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
+        **options,
+    ):
+        """Attention on keys and values as ``stored`` made them, with its residuals where they are asked for."""
+        check_direction(self.scheme, causal)
+        check_no_slots(options)
+        heads, at_q = where.across.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
+        scale = self._scale(q, params, where, causal, visible) * self._dot_scale(where.head_dim, query_scale)
+        q, k, v, far = self._mapped(q, k, v, params, where)
+        given = options | {
+            "bias": bound_bias(self.scheme.bias, params, heads, gates),
+            "mask": all_of(masks.Causal() if causal else None, self.scheme.own_mask, mask),
+            "sinks": sink_logits(self.scheme.sinks, params, heads, sinks),
+            "decay": self.scheme.maps.decay(where.head_dim),
+        }
+        at = {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
+        return self._finished(_attention(where)(q, k, v, scale=scale, far=far, **at, **given), params, at_q, where)
+
+    def _dot_scale(self, head_dim: int, query_scale: float | None) -> float:
+        """The factor of all inner products."""
+        return (head_dim**-0.5 if query_scale is None else query_scale) * self.scheme.maps.softmax_scale
+
+    def _scale(
+        self, q, params: Params, where: Where, causal: bool, visible
+    ) -> Float[Array, "*b queries heads"] | float:
+        """``c_h(i)`` of all heads."""
+        if self.scheme.scale is None:
+            return 1.0
+        at = where.across.local(where.q_positions, q.shape[1])
+        visible = count_visible(where, at, causal, self.scheme.own_mask, visible)
+        sizes = {"num_heads": where.across.all_heads(q.shape[2])}
+        return self.scheme.scale.factor(params.get("scale", {}), positions=as_array(at), visible=visible, **sizes)
+
+    def _mapped(self, q, k, v, params: Params, where: Where) -> tuple:
+        """What attention takes: queries, keys, values and far branches, of raw queries and of what is stored."""
+        features, learned, rotated = self.scheme.maps, params.get("features", {}), self.caches == "rotated"
+        at_q, at_k = where.queries(features, q), where.keys(features, k)
+        if self.scheme.norm is not None:
+            q = self.scheme.norm.apply(params.get("norm", {}), q, q)[0]
+        v = v if rotated else features.value(learned, v, at_k, **where.sizes)
+        if self.scheme.far is not None:
+            q, k, far = self.scheme.far.branches(features, learned, q, k, at_q, at_k, **where.sizes)
+            return q, k, v, far
+        k = k if rotated else features.key(learned, k, at_k, **where.sizes)
+        return features.query(learned, q, at_q, **where.sizes), k, v, ()
+
+    def _finished(self, out, params: Params, at_q, where: Where):
+        """What attention gives, alone or with its residuals, after the map of outputs."""
+        if isinstance(out, tuple):
+            return self._finished(out[0], params, at_q, where), out[1]
+        return self.scheme.maps.output(params.get("features", {}), out, at_q, **where.sizes)
+
+    def empty(
+        self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int, dtype
+    ) -> Cache:
+        """A cache without tokens."""
+        return empty(
+            batch,
+            capacity,
+            kv_heads=num_kv_heads,
+            size=self.scheme.maps.key_size(head_dim),
+            value_size=head_dim,
+            gates=num_heads if self.scheme.reads_tokens else 0,
+            retained=self.scheme.retained,
+            chunk=min(chunk, capacity),
+            dtype=dtype or jnp.float32,
+        )
+
+    def step(self, projected, kept: Cache, params: Params, where: Where, new: NewTokens, options, partition) -> tuple:
+        """Attention of new tokens over the cache, and the cache with them in it."""
+        q, k, v = projected
+        check(
+            where.coordinates is None or self.caches == "rotated",
+            f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
+        )
+        stored = self.stored(params, k, v, where.keys(self.scheme.maps, k), **where.sizes)
+        kept = kept.write(*stored, where.kv_positions, new.index, new.valid, new.gates)
+        given = {
+            "mask": masks.Segments(new.ids, kept.ids),
+            "visible": new.index + 1,
+            "gates": None if new.gates is None else (new.gates, kept.gates),
+            "partition": partition,
+        }
+        where = where._replace(kv_positions=kept.positions)
+        return self.attend_stored(q, kept.k, kept.v, params, where, **given, **options), kept
+
+
+def _attention(where: Where):
+    """``attention``, or what computes the same of rows that are split over devices."""
+    split = where.across.axes or where.across.layout.moves
+    return partial(context_attention, across=where.across) if split else attention

@@ -1,0 +1,30 @@
+"""Small projections, and a scheme called on them in one pass and by a cache."""
+
+import jax.numpy as jnp
+import numpy as np
+
+BATCH, TOKENS, HEADS, KV, SIZE = 2, 11, 4, 2, 8
+
+
+def draw(shape, seed):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def as_float32(*arrays):
+    return tuple(jnp.asarray(a, jnp.float32) for a in arrays)
+
+
+def projections(query_size=SIZE, key_size=SIZE):
+    sizes = ((HEADS, query_size), (KV, key_size), (KV, SIZE))
+    return tuple(draw((BATCH, TOKENS, *size), seed) for seed, size in enumerate(sizes))
+
+
+def decoded(scheme, **options):
+    index, valid = jnp.broadcast_to(jnp.arange(TOKENS), (BATCH, TOKENS)), jnp.ones((BATCH, TOKENS), bool)
+    kept = scheme.init_cache(BATCH, TOKENS, num_heads=HEADS, num_kv_heads=KV, head_dim=SIZE, chunk=TOKENS)
+    given = {"index": index, "valid": valid, "length": TOKENS} | options
+    return scheme.decode(*as_float32(*projections()), kept, **given)
+
+
+def attended(scheme, **options):
+    return scheme.attend(*as_float32(*projections()), **options)

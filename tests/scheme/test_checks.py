@@ -1,0 +1,43 @@
+"""What does not compose in a scheme, and the reasons."""
+
+import jax.numpy as jnp
+import pytest
+
+import posjax as pj
+from posjax import bias, masks, norms, scales
+from posjax.scheme import Scheme
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pj.scheme("rope", scale="log-n"), r"scale: expected one of the specs of this slot or None"),
+        (lambda: pj.scheme("rope", bias=bias.ALiBi), r"bias: expected one of the specs"),
+        (lambda: pj.scheme("rope", norm=scales.LogN(4)), r"norm: expected one of the specs"),
+        (lambda: pj.scheme("rope", mask="causal"), r"mask: expected a posjax\.masks mask or None"),
+        (lambda: pj.scheme("coca-slack", norm=norms.KeyNorm()), r"norm does not compose with CoCA: .* half-width t"),
+        (lambda: Scheme(mask=masks.Causal() & masks.Segments(jnp.zeros((1, 2), jnp.int32))), r"such as Segments, to"),
+        (lambda: pj.scheme("cope", features={"name": "rotary"}), r"features do not compose with CoPE"),
+        (lambda: pj.scheme("vo-rope", far={"name": "rerope", "window": 4}), r"tells position by the values too"),
+        (lambda: pj.scheme("xpos", far={"name": "rerope", "window": 4}), r"far: ReRoPE replaces the distances"),
+        (lambda: pj.scheme("alibi", far={"name": "rerope", "window": 4}), r"no features read them"),
+        (lambda: pj.scheme("linear-elu", bias={"name": "alibi"}), r"bias does not compose with linear attention"),
+        (lambda: pj.scheme("linear-elu", features={"name": "xpos"}), r"rotates its numerator with Rotary only"),
+        (lambda: pj.scheme("performer", norm={"name": "key-norm"}), r"KeyNorm takes from Performer's features"),
+        (
+            lambda: pj.scheme("linear-elu", frequencies={"name": "dynamic-ntk", "original_length": 4}),
+            r"cannot follow a rule that reads the length",
+        ),
+        (
+            lambda: pj.scheme("linear-elu", frequencies={"name": "yarn", "factor": 4, "original_length": 8}),
+            r"rotates the numerator alone",
+        ),
+        (lambda: pj.scheme("learned", max_length=8, positions={"name": "randomised"}), r"the learned embedding ends"),
+        (lambda: pj.scheme("alibi", positions={"name": "equal-mean"}), r"this scheme has neither"),
+        (lambda: pj.scheme("xpos", positions={"name": "pose", "max_length": 65536}), r"stay below 10,000"),
+    ],
+)
+def test_what_does_not_compose_is_refused(call, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
