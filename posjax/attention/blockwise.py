@@ -36,7 +36,7 @@ from posjax.attention.operands import (
     with_bias,
 )
 from posjax.attention.padding import lengthen, pad
-from posjax.attention.tiles import Blocks, Kind, Visits, plan, visits
+from posjax.attention.tiles import Blocks, Kind, PerQuery, Visits, plan, visits
 from posjax.axes import names_of, narrowed, sizes_of
 from posjax.positions import Range, as_array
 
@@ -233,14 +233,6 @@ def _forward(blocks: Blocks, x: Operands):
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
 
-class _Saved(NamedTuple):
-    """What the backward pass reads of each row: its gradient, its log-sum-exp, and ``D = rowsum(dO * O) - dL``."""
-
-    d_out: jax.Array
-    lse: jax.Array
-    correction: jax.Array
-
-
 class _Gradients(NamedTuple):
     """Gradients of the queries and keys of every pair of features, of the values, and of ``_learned``."""
 
@@ -250,11 +242,11 @@ class _Gradients(NamedTuple):
     learned: list
 
 
-def _backward_tile(x: Operands, blocks: Blocks, saved: _Saved, j, kind: Kind, i, found: _Gradients) -> _Gradients:
+def _backward_tile(x: Operands, blocks: Blocks, saved: PerQuery, j, kind: Kind, i, found: _Gradients) -> _Gradients:
     """Adds what the tile of query block ``i`` and key block ``j`` gives to every gradient."""
     dtype = statistics_dtype(x.q)
     part, factors = _decayed(_tile(x, blocks, i, j))
-    rows = _Saved(*(_slice(a, i, blocks.q, 3) for a in saved))
+    rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in saved))
     takes = _takes(part, kind)
     found_logits, transpose = _transpose(part, _tile_scores(part, kind, takes))
     logits = _finish(part, kind, found_logits)
@@ -284,7 +276,7 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     blind = jnp.isneginf(lse)
     lse, d_lse = jnp.where(blind, 0, lse), jnp.where(blind, 0, d_lse)
     correction = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse
-    saved = _Saved(d_out, lse, correction)
+    saved = PerQuery(d_out, lse, correction)
 
     def column(j, whole: _Gradients) -> _Gradients:
         blank = [like_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]

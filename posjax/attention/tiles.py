@@ -15,7 +15,7 @@ the blocks before the first tile.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,3 +138,11 @@ def visits(grid, kinds: int) -> Visits:
     xp = np if isinstance(grid, np.ndarray) else jnp
     order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1, stable=True)
     return Visits(order, (grid[..., None] == np.arange(1, kinds + 1)).sum(-2).cumsum(-1))
+
+
+class PerQuery(NamedTuple):
+    """What a backward pass reads of each query: its gradient, its log-sum-exp, and ``D = rowsum(dO * O) - dL``."""
+
+    d_out: Any
+    lse: Any
+    correction: Any

@@ -57,7 +57,7 @@ class Player:
         """What a computation takes; the whole program by default."""
         name = computation or self.module.entry
         if name not in self._played:
-            self._played[name] = _Run(self, Tally()).through(self.module.computations[name])
+            self._played[name] = _Walk(self, Tally()).through(self.module.computations[name])
         return self._played[name]
 
     def seconds(self, line: Instruction) -> float:
@@ -91,7 +91,7 @@ def _exchange(line: Instruction) -> str | None:
 
 
 @dataclass
-class _Run:
+class _Walk:
     """One computation on its way."""
 
     player: Player

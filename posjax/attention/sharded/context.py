@@ -19,7 +19,7 @@ from posjax.attention.sharded.exchange import dealt, gathered
 from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
-from posjax.attention.sharded.ring import Plan, ring
+from posjax.attention.sharded.ring import RingConfig, ring
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
@@ -174,10 +174,10 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
     if strategy == "neighbour":
         return neighbour(line, call, sizes.window, here)
     if strategy == "ring":
-        return ring(Plan(_joined(line, call.x), implementation), call)
+        return ring(RingConfig(_joined(line, call.x), implementation), call)
     width = shards if strategy == "ulysses" else across.ulysses
     line = _joined(Line(across.context, shards // width, width, layout, length), call.x)
-    return dealt(line, call, here if line.shards == 1 else partial(ring, Plan(line, implementation)))
+    return dealt(line, call, here if line.shards == 1 else partial(ring, RingConfig(line, implementation)))
 
 
 def _joined(line: Line, x: Operands) -> Line:

@@ -31,7 +31,7 @@ from posjax.axes import map_tokens
 from posjax.masks import extent
 
 
-class Plan(NamedTuple):
+class RingConfig(NamedTuple):
     """What is known when tracing: how the row lies, and the backend."""
 
     line: Line
@@ -39,12 +39,12 @@ class Plan(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring(plan: Plan, call: Call) -> tuple:
+def ring(config: RingConfig, call: Call) -> tuple:
     """Output and log-sum-exp of this group's queries over the keys of all groups; every leaf varies alike."""
-    return _forward(plan, call)
+    return _forward(config, call)
 
 
-def _forward(plan: Plan, call: Call) -> tuple:
+def _forward(config: RingConfig, call: Call) -> tuple:
     x, dtype = call.x, statistics_dtype(call.x.q)
     are_keys = [leaf.of_keys for leaf in _sides(call)]
     rows = x.q.shape[:-1]
@@ -57,14 +57,14 @@ def _forward(plan: Plan, call: Call) -> tuple:
         moved = _replaced(call, are_keys, keys)
 
         def pair(i, j, so_far):
-            part = plan.line.part(moved, i, j, source)
-            own = tuple(plan.line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
-            merged = _unless_empty(part, lambda: _merged(own, run(plan.implementation, *_parts(part), True)), own)
-            return tuple(map(partial(plan.line.stored, i), so_far, merged, (-2, -1)))
+            part = config.line.part(moved, i, j, source)
+            own = tuple(config.line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
+            merged = _unless_empty(part, lambda: _merged(own, run(config.implementation, *_parts(part), True)), own)
+            return tuple(map(partial(config.line.stored, i), so_far, merged, (-2, -1)))
 
-        return travelling, _over_pairs(plan.line, pair, so_far)
+        return travelling, _over_pairs(config.line, pair, so_far)
 
-    _, (out, lse) = _round(plan.line, step, _chosen(call, are_keys), [], start)
+    _, (out, lse) = _round(config.line, step, _chosen(call, are_keys), [], start)
     return out.astype(x.v.dtype), lse
 
 
@@ -159,11 +159,11 @@ class _Saved:
     wanted: tuple[bool, ...]
 
 
-def _ring_forward(plan: Plan, call: Call):
+def _ring_forward(config: RingConfig, call: Call):
     primals = jax.tree.leaves(call, is_leaf=_is_primal)
     wanted = tuple(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in primals)
     call = jax.tree.map(lambda leaf: leaf.value, call, is_leaf=_is_primal)
-    out, lse = named(*_forward(plan, call))
+    out, lse = named(*_forward(config, call))
     return (out, lse), _Saved(call, out, lse, wanted)
 
 
@@ -171,8 +171,8 @@ def _is_primal(leaf) -> bool:
     return hasattr(leaf, "perturbed")
 
 
-def _ring_backward(plan: Plan, saved: _Saved, cotangents):
-    call, rows, line = saved.call, (saved.out, saved.lse), plan.line
+def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
+    call, rows, line = saved.call, (saved.out, saved.lse), config.line
     d_out, d_lse = (like_zeros(c.shape, c.dtype, saved.out) if isinstance(c, SymbolicZero) else c for c in cotangents)
     # A row that sees nothing is constant.
     d_rows = d_out, jnp.where(jnp.isneginf(saved.lse), 0, d_lse)
@@ -194,7 +194,7 @@ def _ring_backward(plan: Plan, saved: _Saved, cotangents):
 
             def attended(values):
                 part = _replaced(_replaced(pieces, of_keys, values[0]), of_own, values[1])
-                return run(plan.implementation, *_parts(line.placed(part, i, j, source)), True, whole)
+                return run(config.implementation, *_parts(line.placed(part, i, j, source)), True, whole)
 
             def added():
                 values = [_chosen(pieces, of_keys), _chosen(pieces, of_own)]
