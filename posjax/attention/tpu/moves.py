@@ -181,17 +181,16 @@ class TileRow:
         for source, target in zip(self.x.numbers[self.side], self.sums.columns, strict=True):
             target[...] = terms.column(source[...])
 
-    def axes(self, tile: Tile, first: int) -> list[Axis]:
+    def axes(self, tile: Tile, first: int) -> tuple[Axis, Axis]:
         """The queries and the keys of the part of a tile that begins at ``first``."""
-        outer, inner = self.side, 1 - self.side
-        (size, step), (starts, ranged) = self.sizes, (self.x.starts, self.config.ranged)
-        columns = tuple(column[...] for column in self.sums.columns)
+        return self._axis(0, tile, first), self._axis(1, tile, first)
+
+    def _axis(self, n: int, tile: Tile, first: int) -> Axis:
+        start, size, ranged = self.x.starts[n], self.blocks[n], self.config.ranged[n]
+        if n == self.side:
+            return Axis(0, start + self.block * size, tuple(column[...] for column in self.sums.columns), ranged)
         rows = tuple(x[tile.place, :, pl.ds(first, self.blocks.part)] for x in self.buffers.numbers)
-        sides = [
-            Axis(0, starts[outer] + self.block * size, columns, ranged[outer]),
-            Axis(1, starts[inner] + tile.index * step + first, rows, ranged[inner]),
-        ]
-        return sides if outer == 0 else sides[::-1]
+        return Axis(1, start + tile.index * size + first, rows, ranged)
 
     def of_head(self, ref):
         """The part of the row's head of an array of the heads that a step of the grid sees: all of it."""
