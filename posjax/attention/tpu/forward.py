@@ -98,16 +98,16 @@ def _sweep(row: QueryRow, following, place, *, bounded: bool) -> None:
     order = row.x.visits.order
 
     def visit(kind: Kind, n, _):
-        step, more = place + n, n + 1 < row.count
+        here, more = (place + n) & 1, n + 1 < row.count
         upcoming = jnp.where(more, order[0, jnp.where(more, n + 1, 0)], following)
 
         @pl.when(upcoming >= 0)
         def _():
             block = jnp.where(more, row.block, row.block + 1)
-            start(dataclasses.replace(row, block=block), upcoming, step + 1)
+            start(dataclasses.replace(row, block=block), upcoming, 1 - here)
 
-        wait(row, kind, step)
-        _tile(row, Tile(kind, tile_of(order[0, n]), row.place(step)), bounded=bounded)
+        wait(row, kind, here)
+        _tile(row, Tile(kind, tile_of(order[0, n]), here), bounded=bounded)
 
     walk(row, visit)
 
