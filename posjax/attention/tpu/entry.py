@@ -1,7 +1,7 @@
 """From the operands of an attention call to the kernels and back."""
 
 import dataclasses
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def _prepared(
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
     bias = BIASES[bias_form(x)].of(x, spare, blocks[1].q + blocks[1].k)
     of_bias, plans = bias.numbers(x, ahead), [plan(x, each, bias.constant_from, ahead) for each in blocks]
-    most = bias.most(x, of_bias) if bounded and not x.far else None
+    most = bias.most(x, of_bias) if bounded else None
     pattern, numbers = _pattern(x)
     config = KernelConfig(
         tilings=(
@@ -154,14 +154,14 @@ def _row(numbers):
 
 
 def _bound(x: Operands, config: KernelConfig, inputs: Inputs, most):
-    """``|q| max |k|``, by Cauchy-Schwarz, plus the most that the bias adds, for every query.
+    """``|q| max |k|``, by Cauchy-Schwarz, of any pair of features, plus the most that the bias adds, for every query.
 
     What the bias adds to all logits of a query is left out. In place of a running maximum it saves finding one. It may
     be so far above the logits that all weights vanish; then the kernel computes the row again.
     """
-    longest = _lengths(x.k).max(-1)[:, :, None, None]
+    of_pairs = [_lengths(q) * _lengths(k).max(-1)[:, :, None, None] for q, k in x.pairs]
     # A little more, for the roundings of either side.
-    scores = _flat(_lengths(x.q) * longest * (1 + 2.0**-10))
+    scores = _flat(reduce(jnp.maximum, of_pairs) * (1 + 2.0**-10))
     bound = scores + most[:, None] if x.softcap is None else jnp.full_like(scores, config.softcap)
     own = config.bias.of_queries(config, inputs, 0)
     return jax.lax.stop_gradient(bound - own)[:, :, None]

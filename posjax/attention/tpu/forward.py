@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import Inputs, KernelConfig, product, work
 from posjax.attention.tpu.forward_moves import ForwardSums, QueryRow, arrays_of, scratch
-from posjax.attention.tpu.moves import KernelArrays, Tile, block_spec, specs, start, wait, walk
+from posjax.attention.tpu.moves import KernelArrays, Tile, block_spec, specs, start, wait, wait_for, walk
 from posjax.attention.tpu.schedule import Kind, tile_of
 from posjax.attention.tpu.terms import LANES
 
@@ -85,11 +85,11 @@ def _kernel(config: KernelConfig, group: int, *refs):
 
     _begin(row)
     _sweep(row, following, place, bounded=config.bounded)
-    place, ahead = (place + count) & 1, (count > 0) & (following >= 0)
-    state[0], state[1] = place, ahead.astype(jnp.int32)
+    place = (place + count) & 1
+    state[0], state[1] = place, ((count > 0) & (following >= 0)).astype(jnp.int32)
     _settle(row, bounded=config.bounded)
     if config.bounded:
-        _check_bound(row, state, place, ahead)
+        _check_bound(row, state, following, place)
     _finish(row, out_ref, lse_ref)
 
 
@@ -119,7 +119,7 @@ def _settle(row: QueryRow, *, bounded: bool) -> None:
         row.sums.tops[...] = row.sums.highest[...].T[:1]
 
 
-def _check_bound(row: QueryRow, state, place, ahead) -> None:
+def _check_bound(row: QueryRow, state, following, place) -> None:
     """Computes the row again with a running maximum if its weights vanish under the bound.
 
     What is under way for the next row arrives first, and is fetched again.
@@ -127,9 +127,9 @@ def _check_bound(row: QueryRow, state, place, ahead) -> None:
 
     @pl.when((row.count > 0) & (jnp.min(row.sums.totals[...]) < SMALLEST))
     def _():
-        @pl.when(ahead)
+        @pl.when(following >= 0)
         def _():
-            wait(row, row.tiling.kinds[0], place)
+            wait_for(row, following, place)
 
         _clear(row.sums)
         _ride_on_queries(row, bounded=False)

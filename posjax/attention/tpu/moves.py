@@ -232,15 +232,24 @@ def for_pairs(pairs: int, choice, then: Callable) -> None:
 
 def start(row: TileRow, entry, step) -> None:
     """Begins to fetch the tile of an entry."""
+    _each_copy(row, entry, step, lambda copy: copy.start())
+
+
+def wait_for(row: TileRow, entry, step) -> None:
+    """Waits until the tile of an entry has arrived, of whatever kind it is."""
+    _each_copy(row, entry, step, lambda copy: copy.wait())
+
+
+def _each_copy(row: TileRow, entry, step, then: Callable) -> None:
     tile = tile_of(entry)
-    for copy in row.copies(tile, row.place(step)):
-        copy.start()
 
-    def fetch(pair, to):
+    def of_pair(pair, to):
         for copy in row.features(pair, tile, to, step):
-            copy.start()
+            then(copy)
 
-    for_pairs(row.pairs, choice_of(entry), fetch)
+    for copy in row.copies(tile, row.place(step)):
+        then(copy)
+    for_pairs(row.pairs, choice_of(entry), of_pair)
 
 
 def wait(row: TileRow, kind: Kind, step) -> None:
