@@ -100,9 +100,8 @@ def _prepared(
     x: Operands, blocks: tuple[Blocks, Blocks], bounded: bool, on: Target, interpret
 ) -> tuple[KernelConfig, Inputs]:
     """What is static in a call, and its arrays."""
-    positions = x.q_positions, x.kv_positions
-    ranged = tuple(isinstance(p, Range) for p in positions)
-    starts = [p.start if isinstance(p, Range) else 0 for p in positions]
+    ranged = isinstance(x.q_positions, Range), isinstance(x.kv_positions, Range)
+    starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]
     ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
     bias = BIASES[bias_form(x)].of(x, spare, blocks[1].q + blocks[1].k)
@@ -123,10 +122,16 @@ def _prepared(
         vmem=on.vmem,
         interpret=interpret,
     )
-    q, k = (jnp.stack(features, axis=2) for features in zip(*((_flat(q), k) for q, k in x.pairs), strict=True))
-    starts, visits = jnp.stack([jnp.asarray(s, jnp.int32) for s in starts]), (plans[0].by_queries, plans[1].by_keys)
-    inputs = Inputs(q, k, x.v, starts, visits, numbers, of_bias, None)
+    inputs = _inputs(x, starts, (plans[0].by_queries, plans[1].by_keys), numbers, of_bias)
     return config, inputs if most is None else inputs._replace(bound=_bound(x, config, inputs, most))
+
+
+def _inputs(x: Operands, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:
+    """The arrays of a call, but for a bound."""
+    q = jnp.stack([_flat(q) for q, _ in x.pairs], axis=2)
+    k = jnp.stack([k for _, k in x.pairs], axis=2)
+    starts = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
+    return Inputs(q, k, x.v, starts, visits, numbers, of_bias, None)
 
 
 def _pattern(x: Operands) -> tuple[Pattern, tuple]:

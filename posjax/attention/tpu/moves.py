@@ -19,7 +19,7 @@ from posjax.attention.tpu.call import KernelConfig, Tiling
 from posjax.attention.tpu.schedule import Blocks, Kind, choice_of, tile_of
 from posjax.attention.tpu.terms import Axis
 
-anywhere = pl.BlockSpec(memory_space=pl.ANY)
+anywhere, scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
 
 
 class PerQuery(NamedTuple):
@@ -116,18 +116,17 @@ def specs(arrays: KernelArrays, side: int, block: int, **outer: int) -> KernelAr
     def outer_spec(array, axis=-1):
         return block_spec(array.shape, axis, block)
 
-    found, bias = jax.tree.map(lambda _: anywhere, arrays), arrays.bias
-    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    found = jax.tree.map(lambda _: anywhere, arrays)
     numbers = list(found.numbers)
     numbers[side] = jax.tree.map(outer_spec, arrays.numbers[side])
     return found._replace(
         visits=jax.tree.map(visit_spec, arrays.visits),
-        starts=scalars,
+        starts=scalar_memory,
         numbers=tuple(numbers),
         bias=found.bias._replace(
-            scalars=jax.tree.map(lambda _: scalars, bias.scalars),
-            origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in bias.origins),
-            outer=jax.tree.map(outer_spec, bias.outer),
+            scalars=jax.tree.map(lambda _: scalar_memory, arrays.bias.scalars),
+            origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in arrays.bias.origins),
+            outer=jax.tree.map(outer_spec, arrays.bias.outer),
         ),
         **{name: jax.tree.map(partial(outer_spec, axis=axis), getattr(arrays, name)) for name, axis in outer.items()},
     )
