@@ -78,6 +78,7 @@ PACKED = from_segments(IDS)
 FLAGS = jnp.asarray(np.random.default_rng(1).random((2, TOKENS)) < 0.01)
 SHUFFLED = jnp.asarray(np.random.default_rng(2).permutation(TOKENS), jnp.int32)
 FAR_AWAY = Range(2**30, TOKENS)
+ONE_TILE = jnp.arange(TOKENS) + 1000 * (jnp.arange(TOKENS) >= 128)  # a causal mask hides the other tiles
 LEARNED, SYMMETRIC = ALiBi(learned=True), ALiBi(symmetric=True, learned=True)
 T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
 
@@ -151,6 +152,14 @@ CASES = [
     ),
     Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
     riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
+    riding(
+        "a bound that is too high before a row whose first tile takes near and far features",
+        far=(Beyond(256),),
+        kv_positions=ONE_TILE,
+        loud=True,
+        bounded=True,
+        batch=1,
+    ),
 ]
 
 WIDE = [

@@ -109,7 +109,7 @@ def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slot
         ({"chip": "TPU v5 lite"}, False, False),
         ({"chip": "TPU v6 lite", "dtype": jnp.float32}, False, True),
         ({"chip": "TPU v6 lite", "size": 64}, False, True),
-        ({"chip": "TPU v6 lite", "far": Beyond(140)}, True, False),
+        ({"chip": "TPU v6 lite", "far": Beyond(140)}, True, True),
         ({"chip": "TPU v6 lite", "bias": ALiBi()}, True, True),
         ({"chip": "TPU v6 lite", "bias": ALiBi(), "mask": SEGMENTS}, True, False),
     ],

@@ -24,7 +24,7 @@ from posjax.masks import And, Causal, Mask
 from posjax.positions import Range, as_array
 
 
-class Sum(NamedTuple):
+class BiasSum(NamedTuple):
     """What the backward kernel sums up for a bias: its shape after batch and heads, and whether its last axis is keys.
 
     A row of tiles then sees its own block of it; otherwise all rows add to the same numbers.
@@ -78,7 +78,7 @@ class KernelBias:
         """Two places for what travels, room for what is added within a tile, and backward for sums of its gradients."""
         return None, None, None
 
-    def outputs(self, group: int, keys: int) -> list[Sum]:
+    def outputs(self, group: int, keys: int) -> list[BiasSum]:
         """What the backward kernel sums up, in ``row.d_bias``; zero before the first row of tiles of a head."""
         return []
 
@@ -239,7 +239,7 @@ class LinearInKey(_OfTokens):
         return super().arrays(config, x, side)._replace(scalars=x.bias["slopes"])
 
     def outputs(self, group, keys):
-        return [Sum((group, 1, LANES))]
+        return [BiasSum((group, 1, LANES))]
 
     def gradients(self, x, found, d_lse):
         return {"slopes": found[0].sum((0, 3, 4)).reshape(x.q.shape[1]) * LN2}
@@ -295,14 +295,15 @@ class Gates(_OfTokens):
         return x.bias["qk"[side]]
 
     def arrays(self, config, x, side):
-        return super().arrays(config, x, side)._replace(**{("moved", "outer")[side]: x.bias["k"]})
+        found = super().arrays(config, x, side)
+        return found._replace(moved=x.bias["k"]) if side == 0 else found._replace(outer=x.bias["k"])
 
     def scratch(self, config, side):
         moved = pltpu.VMEM((2, 1, config.tilings[0].blocks.k), jnp.float32) if side == 0 else None
         return moved, *super().scratch(config, side)[1:]
 
     def outputs(self, group, keys):
-        return [Sum((group, 1, keys), of_keys=True)]
+        return [BiasSum((group, 1, keys), of_keys=True)]
 
     def gradients(self, x, found, d_lse):
         """A softmax does not see what is added to a whole row; its log-sum-exp does."""
@@ -384,7 +385,7 @@ class ByDistance(KernelBias):
         return pltpu.VMEM((2, (q + k) // LANES, SUBLANES, LANES), jnp.float32), matrix, matrix
 
     def outputs(self, group, keys):
-        return [Sum((group, self.band[1] - self.band[0], SUBLANES, LANES)), Sum((group, 2, LANES))]
+        return [BiasSum((group, self.band[1] - self.band[0], SUBLANES, LANES)), BiasSum((group, 2, LANES))]
 
     def gradients(self, x, found, d_lse):
         skewed, edges = (a.sum(0).reshape(x.q.shape[1], *a.shape[3:]) * LN2 for a in found)

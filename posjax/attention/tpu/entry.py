@@ -1,7 +1,7 @@
 """From the operands of an attention call to the kernels and back."""
 
 import dataclasses
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -96,17 +96,14 @@ def _prepared(
     x: Operands, blocks: tuple[Blocks, Blocks], bounded: bool, on: Target, interpret
 ) -> tuple[KernelConfig, Inputs]:
     """What is static in a call, and its arrays."""
-    positions = x.q_positions, x.kv_positions
-    ranged = tuple(isinstance(p, Range) for p in positions)
-    starts = [p.start if isinstance(p, Range) else 0 for p in positions]
+    ranged = isinstance(x.q_positions, Range), isinstance(x.kv_positions, Range)
+    starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]
     ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
     bias = BIASES[bias_form(x)].of(x, spare, blocks[1].q + blocks[1].k)
-    of_bias, plans = (
-        bias.numbers(x, ahead),
-        [plan(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks],
-    )
-    most = bias.most(x, of_bias) if bounded and not x.far else None
+    plans = [plan(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks]
+    of_bias = bias.numbers(x, ahead)
+    most = bias.most(x, of_bias) if bounded else None
     pattern, numbers = _pattern(x)
     config = KernelConfig(
         tilings=(
@@ -122,10 +119,16 @@ def _prepared(
         vmem=on.vmem,
         interpret=interpret,
     )
-    q, k = (jnp.stack(features, axis=2) for features in zip(*((_flat(q), k) for q, k in x.pairs), strict=True))
-    starts, visits = jnp.stack([jnp.asarray(s, jnp.int32) for s in starts]), (by_queries(plans[0]), by_keys(plans[1]))
-    inputs = Inputs(q, k, x.v, starts, visits, numbers, of_bias, None)
+    inputs = _inputs(x, starts, (by_queries(plans[0]), by_keys(plans[1])), numbers, of_bias)
     return config, inputs if most is None else inputs._replace(bound=_bound(x, config, inputs, most))
+
+
+def _inputs(x: Operands, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:
+    """The arrays of a call, but for a bound."""
+    q = jnp.stack([_flat(q) for q, _ in x.pairs], axis=2)
+    k = jnp.stack([k for _, k in x.pairs], axis=2)
+    starts = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
+    return Inputs(q, k, x.v, starts, visits, numbers, of_bias, None)
 
 
 def _pattern(x: Operands) -> tuple[Pattern, tuple]:
@@ -153,14 +156,14 @@ def _row(numbers):
 
 
 def _bound(x: Operands, config: KernelConfig, inputs: Inputs, most):
-    """``|q| max |k|``, by Cauchy-Schwarz, plus the most that the bias adds, for every query.
+    """``|q| max |k|``, by Cauchy-Schwarz, of any pair of features, plus the most that the bias adds, for every query.
 
     What the bias adds to all logits of a query is left out. In place of a running maximum it saves finding one. It may
     be so far above the logits that all weights vanish; then the kernel computes the row again.
     """
-    longest = _lengths(x.k).max(-1)[:, :, None, None]
+    of_pairs = [_lengths(q) * _lengths(k).max(-1)[:, :, None, None] for q, k in x.pairs]
     # A little more, for the roundings of either side.
-    scores = _flat(_lengths(x.q) * longest * (1 + 2.0**-10))
+    scores = _flat(reduce(jnp.maximum, of_pairs) * (1 + 2.0**-10))
     bound = scores + most[:, None] if x.softcap is None else jnp.full_like(scores, config.softcap)
     own = config.bias.of_queries(config, inputs, 0)
     return jax.lax.stop_gradient(bound - own)[:, :, None]

@@ -28,7 +28,7 @@ from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import Inputs, KernelConfig, product, work
 from posjax.attention.tpu.forward_moves import ForwardSums, QueryRow, arrays_of, scratch
-from posjax.attention.tpu.moves import KernelArrays, Tile, block_spec, specs, start, wait, walk
+from posjax.attention.tpu.moves import KernelArrays, Tile, block_spec, specs, start, wait, wait_for, walk
 from posjax.attention.tpu.schedule import tile_of
 from posjax.attention.tpu.terms import LANES
 
@@ -86,11 +86,11 @@ def _kernel(config: KernelConfig, group: int, *refs):
 
     _begin(row)
     _sweep(row, following, place, bounded=config.bounded)
-    place, ahead = (place + count) & 1, (count > 0) & (following >= 0)
-    state[0], state[1] = place, ahead.astype(jnp.int32)
+    place = (place + count) & 1
+    state[0], state[1] = place, ((count > 0) & (following >= 0)).astype(jnp.int32)
     _settle(row, bounded=config.bounded)
     if config.bounded:
-        _check_bound(row, state, place, ahead)
+        _check_bound(row, state, following, place)
     _finish(row, out_ref, lse_ref)
 
 
@@ -99,16 +99,16 @@ def _sweep(row: QueryRow, following, place, *, bounded: bool) -> None:
     order = row.x.visits.order
 
     def visit(kind: Kind, n, _):
-        step, more = place + n, n + 1 < row.count
+        here, more = (place + n) & 1, n + 1 < row.count
         upcoming = jnp.where(more, order[0, jnp.where(more, n + 1, 0)], following)
 
         @pl.when(upcoming >= 0)
         def _():
             block = jnp.where(more, row.block, row.block + 1)
-            start(dataclasses.replace(row, block=block), upcoming, step + 1)
+            start(dataclasses.replace(row, block=block), upcoming, 1 - here)
 
-        wait(row, kind, step)
-        _tile(row, Tile(kind, tile_of(order[0, n]), row.place(step)), bounded=bounded)
+        wait(row, kind, here)
+        _tile(row, Tile(kind, tile_of(order[0, n]), here), bounded=bounded)
 
     walk(row, visit)
 
@@ -120,7 +120,7 @@ def _settle(row: QueryRow, *, bounded: bool) -> None:
         row.sums.tops[...] = row.sums.highest[...].T[:1]
 
 
-def _check_bound(row: QueryRow, state, place, ahead) -> None:
+def _check_bound(row: QueryRow, state, following, place) -> None:
     """Computes the row again with a running maximum if its weights vanish under the bound.
 
     What is under way for the next row arrives first, and is fetched again.
@@ -128,9 +128,9 @@ def _check_bound(row: QueryRow, state, place, ahead) -> None:
 
     @pl.when((row.count > 0) & (jnp.min(row.sums.totals[...]) < SMALLEST))
     def _():
-        @pl.when(ahead)
+        @pl.when(following >= 0)
         def _():
-            wait(row, row.tiling.kinds[0], place)
+            wait_for(row, following, place)
 
         _clear(row.sums)
         _ride_on_queries(row, bounded=False)

@@ -20,7 +20,7 @@ from posjax.attention.tpu.call import KernelConfig, Tiling
 from posjax.attention.tpu.schedule import choice_of, tile_of
 from posjax.attention.tpu.terms import Axis
 
-anywhere = pl.BlockSpec(memory_space=pl.ANY)
+anywhere, scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
 
 
 class PerQuery(NamedTuple):
@@ -117,18 +117,17 @@ def specs(arrays: KernelArrays, side: int, block: int, **outer: int) -> KernelAr
     def outer_spec(array, axis=-1):
         return block_spec(array.shape, axis, block)
 
-    found, bias = jax.tree.map(lambda _: anywhere, arrays), arrays.bias
-    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    found = jax.tree.map(lambda _: anywhere, arrays)
     numbers = list(found.numbers)
     numbers[side] = jax.tree.map(outer_spec, arrays.numbers[side])
     return found._replace(
         visits=jax.tree.map(visit_spec, arrays.visits),
-        starts=scalars,
+        starts=scalar_memory,
         numbers=tuple(numbers),
         bias=found.bias._replace(
-            scalars=jax.tree.map(lambda _: scalars, bias.scalars),
-            origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in bias.origins),
-            outer=jax.tree.map(outer_spec, bias.outer),
+            scalars=jax.tree.map(lambda _: scalar_memory, arrays.bias.scalars),
+            origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in arrays.bias.origins),
+            outer=jax.tree.map(outer_spec, arrays.bias.outer),
         ),
         **{name: jax.tree.map(partial(outer_spec, axis=axis), getattr(arrays, name)) for name, axis in outer.items()},
     )
@@ -182,17 +181,16 @@ class TileRow:
         for source, target in zip(self.x.numbers[self.side], self.sums.columns, strict=True):
             target[...] = terms.column(source[...])
 
-    def axes(self, tile: Tile, first: int) -> list[Axis]:
+    def axes(self, tile: Tile, first: int) -> tuple[Axis, Axis]:
         """The queries and the keys of the part of a tile that begins at ``first``."""
-        outer, inner = self.side, 1 - self.side
-        (size, step), (starts, ranged) = self.sizes, (self.x.starts, self.config.ranged)
-        columns = tuple(column[...] for column in self.sums.columns)
+        return self._axis(0, tile, first), self._axis(1, tile, first)
+
+    def _axis(self, n: int, tile: Tile, first: int) -> Axis:
+        start, size, ranged = self.x.starts[n], self.blocks[n], self.config.ranged[n]
+        if n == self.side:
+            return Axis(0, start + self.block * size, tuple(column[...] for column in self.sums.columns), ranged)
         rows = tuple(x[tile.place, :, pl.ds(first, self.blocks.part)] for x in self.buffers.numbers)
-        sides = [
-            Axis(0, starts[outer] + self.block * size, columns, ranged[outer]),
-            Axis(1, starts[inner] + tile.index * step + first, rows, ranged[inner]),
-        ]
-        return sides if outer == 0 else sides[::-1]
+        return Axis(1, start + tile.index * size + first, rows, ranged)
 
     def of_head(self, ref):
         """The part of the row's head of an array of the heads that a step of the grid sees: all of it."""
@@ -234,15 +232,24 @@ def for_pairs(pairs: int, choice, then: Callable) -> None:
 
 def start(row: TileRow, entry, step) -> None:
     """Begins to fetch the tile of an entry."""
+    _each_copy(row, entry, step, lambda copy: copy.start())
+
+
+def wait_for(row: TileRow, entry, step) -> None:
+    """Waits until the tile of an entry has arrived, of whatever kind it is."""
+    _each_copy(row, entry, step, lambda copy: copy.wait())
+
+
+def _each_copy(row: TileRow, entry, step, then: Callable) -> None:
     tile = tile_of(entry)
-    for copy in row.copies(tile, row.place(step)):
-        copy.start()
 
-    def fetch(pair, to):
+    def of_pair(pair, to):
         for copy in row.features(pair, tile, to, step):
-            copy.start()
+            then(copy)
 
-    for_pairs(row.pairs, choice_of(entry), fetch)
+    for copy in row.copies(tile, row.place(step)):
+        then(copy)
+    for_pairs(row.pairs, choice_of(entry), of_pair)
 
 
 def wait(row: TileRow, kind: Kind, step) -> None:
