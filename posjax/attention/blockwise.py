@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from posjax._numbers import at_least_float32, is_array_number
 from posjax._slots import with_head_axis
@@ -31,6 +30,7 @@ from posjax.attention.operands import (
     group_mask,
     like_zeros,
     mix,
+    no_gradient,
     scores,
     statistics_dtype,
     with_bias,
@@ -348,7 +348,7 @@ def _added(whole, part, first: list):
 
 def _cotangent(x: Operands, found: _Gradients) -> Operands:
     """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
-    zeros = jax.tree.map(_no_gradient, x)
+    zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))
     bias, softcap = rebuild([a.astype(leaf.dtype) for a, leaf in zip(found.learned, leaves, strict=True)])
     d_q = [d.astype(q.dtype) for d, (q, _) in zip(found.q, x.pairs, strict=True)]
@@ -357,12 +357,6 @@ def _cotangent(x: Operands, found: _Gradients) -> Operands:
     )
     softcap = zeros.softcap if softcap is None else softcap
     return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, far=far, softcap=softcap)
-
-
-def _no_gradient(leaf):
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return like_zeros(leaf.shape, leaf.dtype, leaf)
-    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -376,7 +370,7 @@ def _attend_part_forward(blocks: Blocks, x: Operands, out, lse):
 
 
 def _attend_part_backward(blocks: Blocks, residuals, cotangents):
-    return *_attend_backward(blocks, residuals, cotangents), *map(_no_gradient, residuals[1:])
+    return *_attend_backward(blocks, residuals, cotangents), *map(no_gradient, residuals[1:])
 
 
 _attend_part.defvjp(_attend_part_forward, _attend_part_backward)

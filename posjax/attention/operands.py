@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
@@ -111,6 +112,13 @@ def like_zeros(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) ->
     axes = tuple(_varying(like))
     constant = jnp.full(shape, fill, dtype)
     return jax.lax.pcast(constant, axes, to="varying") if axes else constant
+
+
+def no_gradient(leaf: Array) -> Array | np.ndarray:
+    """The cotangent of a leaf that nothing depends on: zeros, of ``float0`` where it is not differentiable."""
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return like_zeros(leaf.shape, leaf.dtype, leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def named(out: Array, lse: Array) -> tuple[Array, Array]:

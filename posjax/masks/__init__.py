@@ -30,6 +30,7 @@ from posjax.masks.by_position import (
     Prefix,
     Sinks,
     Window,
+    hides_ahead,
     traced_sizes,
 )
 from posjax.masks.by_token import Globals, OfTokens, Segments, padding, padding_of
@@ -63,6 +64,7 @@ __all__ = [
     "Window",
     "as_mask",
     "extent",
+    "hides_ahead",
     "materialise",
     "padding",
     "padding_of",

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from posjax._checks import check
 from posjax._numbers import LARGEST, is_array_number, level, register_numbers, whole_number
-from posjax.masks.base import Combined, Mask, MaskOfHeads
+from posjax.masks.base import And, Combined, Mask, MaskOfHeads, Or
 
 Size = int | Int[Array, ""]
 """A Python int is known when tracing, and so are the tiles of the mask. An int32 scalar may be traced, and differ from
@@ -34,6 +34,15 @@ class Causal(Mask):
     def bounds(self, i_low, i_high, j_low, j_high):
         """Some if the first key is not ahead of the last query, all if the last key is not ahead of the first query."""
         return j_low <= i_high, j_high <= i_low
+
+
+def hides_ahead(mask: Mask | None) -> bool:
+    """Whether a mask is known to hide every key ahead of the query."""
+    if isinstance(mask, And):
+        return any(map(hides_ahead, mask.parts))
+    if isinstance(mask, Or):
+        return all(map(hides_ahead, mask.parts))
+    return isinstance(mask, Causal)
 
 
 class _Sized(Mask):

@@ -233,3 +233,10 @@ def test_mask_functions_of_transformers(name, arguments, mask):
     real = IDS >= 0 if "padding_mask" in name else np.ones((2, N), bool)
     for row in range(2):
         np.testing.assert_array_equal(found[row, 0][real[row]], wanted[row, 0][real[row]])
+
+
+def test_a_mask_hides_keys_ahead_where_one_part_of_all_does_or_each_of_any():
+    near = Window(4)
+    causal = [Causal(), Causal() & near, near & Causal(), (near & Causal()) & near, Causal() | (near & Causal())]
+    assert all(masks.hides_ahead(mask) for mask in causal)
+    assert not any(masks.hides_ahead(mask) for mask in (None, near, near & near, Causal() | near, ~Causal()))

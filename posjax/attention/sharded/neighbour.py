@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from posjax.attention.sharded.parts import Call, Line, join, keep
 from posjax.axes import map_tokens
-from posjax.masks import And, Causal, Mask, Or
+from posjax.masks import Mask, hides_ahead
 from posjax.positions import Range
 
 # The position of a key that is not there: further away than any window.
@@ -23,16 +23,8 @@ def neighbour(line: Line, call: Call, window: int, run: Callable) -> tuple:
     in packed documents; so tokens within a window of positions are at most as many places away.
     """
     reach = window - 1
-    edges = _Edges(line, reach, 0 if _is_causal(call.x.mask) else reach)
+    edges = _Edges(line, reach, 0 if hides_ahead(call.x.mask) else reach)
     return join([run(edges.piece(call, n)) for n in range(line.chunks)])
-
-
-def _is_causal(mask: Mask | None) -> bool:
-    if isinstance(mask, And):
-        return _is_causal(mask.left) or _is_causal(mask.right)
-    if isinstance(mask, Or):
-        return _is_causal(mask.left) and _is_causal(mask.right)
-    return isinstance(mask, Causal)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["first", "last"])

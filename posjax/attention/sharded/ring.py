@@ -25,7 +25,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from posjax.attention.api import run
-from posjax.attention.operands import like_zeros, named, statistics_dtype
+from posjax.attention.operands import like_zeros, named, no_gradient, statistics_dtype
 from posjax.attention.sharded.parts import Call, Line
 from posjax.axes import map_tokens
 from posjax.masks import extent
@@ -210,7 +210,7 @@ def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
 
     nothing = [list(map(_accumulator, _chosen(call, which))) for which in (of_keys, of_own)]
     d_keys, d_own = _round(line, step, _chosen(call, are_keys), *nothing)
-    found = _replaced(jax.tree.map(_no_gradient, call), of_keys, d_keys)
+    found = _replaced(jax.tree.map(no_gradient, call), of_keys, d_keys)
     found = _replaced(found, of_own, d_own)
     return (jax.tree.map(_like, found, call),)
 
@@ -228,12 +228,6 @@ def _stored(line: Line, n, axes: list, wholes: list, pieces: list) -> list:
 
 def _accumulator(leaf):
     return like_zeros(leaf.shape, statistics_dtype(leaf), leaf)
-
-
-def _no_gradient(leaf):
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return like_zeros(leaf.shape, leaf.dtype, leaf)
-    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def _like(gradient, leaf):

@@ -20,7 +20,7 @@ from posjax.attention.tpu.blocks import target
 from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig
 from posjax.attention.tpu.moves import BiasArrays, Tile, TileRow
 from posjax.attention.tpu.terms import LANES, SUBLANES
-from posjax.masks import And, Causal, Mask
+from posjax.masks import hides_ahead
 from posjax.positions import Range, as_array
 
 
@@ -222,7 +222,7 @@ class LinearInKey(_OfTokens):
 
     def most(self, x, numbers):
         """Known with no key ahead."""
-        if not _is_causal(x.mask):
+        if not hides_ahead(x.mask):
             return None
         farthest = as_array(x.q_positions).max() - as_array(x.kv_positions).min()
         return jnp.maximum(0, numbers["slopes"] * farthest.astype(jnp.float32))
@@ -488,10 +488,6 @@ def _band(x: Operands, reach: int) -> tuple[int, int]:
     least = min(rows, reach // LANES)
     first = min(max(0, (middle - aside) // LANES), rows - least)
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
-
-
-def _is_causal(mask: Mask | None) -> bool:
-    return isinstance(mask, Causal) or (isinstance(mask, And) and (_is_causal(mask.left) or _is_causal(mask.right)))
 
 
 BIASES = {None: KernelBias, "linear": LinearInKey, "gates": Gates, "relative": ByDistance}

@@ -5,13 +5,12 @@ from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
 from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, bias_form, named
+from posjax.attention.operands import Operands, bias_form, named, no_gradient
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tiles import Blocks, plan
 from posjax.attention.tpu.backward import backward
@@ -213,7 +212,7 @@ def _attend_backward(config: KernelConfig, saved: _Residuals, cotangents):
     lse = jnp.where(blind, jnp.inf, lse - config.bias.of_queries(config, x, 1))
     per_query = PerQuery(d_out, lse[:, :, None], correction[:, :, None])
     found = sequential_vmap(partial(backward, config, of_bias=saved.of_bias))(x, per_query)
-    zeros = jax.tree.map(_no_gradient, x)
+    zeros = jax.tree.map(no_gradient, x)
     bias = zeros.bias | (config.bias.gradients(x, found.bias, d_lse) if saved.of_bias else {})
     return (zeros._replace(q=(found.q * LN2).astype(x.q.dtype), k=found.k, v=found.v, bias=bias),)
 
@@ -222,12 +221,6 @@ def _instantiated(cotangent):
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
-
-
-def _no_gradient(leaf):
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.zeros_like(leaf)
-    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
@@ -246,7 +239,7 @@ def _attend_part_forward(config: KernelConfig, *arguments):
 
 
 def _attend_part_backward(config: KernelConfig, saved: _Residuals, cotangents):
-    return *_attend_backward(config, saved, cotangents), *map(_no_gradient, (saved.out, saved.lse))
+    return *_attend_backward(config, saved, cotangents), *map(no_gradient, (saved.out, saved.lse))
 
 
 _attend_part.defvjp(_attend_part_forward, _attend_part_backward, symbolic_zeros=True)
