@@ -154,6 +154,11 @@ def reads_positions(bias, mask: Mask | None, far, decay) -> bool:
     return bool(far) or decay is not None or any(getattr(slot, "reads_positions", True) for slot in slots)
 
 
+def needs_ranges(x: Operands) -> bool:
+    """Whether a call with decay or a bias by distance is best, or only, taken where positions are ranges."""
+    return x.decay is not None or entry.needs_ranges(x)
+
+
 def _grouped_scale(scale, q, kv_heads: int):
     """A number, or factors that broadcast against grouped queries."""
     scale = q.shape[-1] ** -0.5 if scale is None else widened_leaves(scale)

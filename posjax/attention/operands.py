@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from posjax._checks import check
 from posjax._numbers import at_least_float32, is_array_number, level, positive_number, register_numbers
 from posjax.axes import WithAxes
-from posjax.bias import Bias, ForgetBias, LinearBias
+from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions, difference
 
@@ -143,20 +143,6 @@ def with_bias(
         return tile
     batch, kv_heads, group, q, k = tile.shape
     return bias.apply(tile.reshape(batch, kv_heads * group, q, k), q_positions, kv_positions).reshape(tile.shape)
-
-
-def bias_form(x: Operands) -> str | None:
-    """The form in which the kernels take the bias: ``"linear"``, ``"gates"``, ``"relative"``; else ``"other"``."""
-    bias = x.bias
-    if bias is None:
-        return None
-    plain = x.softcap is None
-    # Of these very classes: one derived from them may give other values.
-    if type(bias) is LinearBias and not bias.symmetric and plain:
-        return "linear"
-    if type(bias) is ForgetBias and not bias.symmetric and plain:
-        return "gates"
-    return "relative" if bias.by_distance and bias.only_adds else "other"
 
 
 def capped(softcap, logits: Float[Array, "*b q k"]) -> Float[Array, "*b q k"]:

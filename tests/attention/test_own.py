@@ -21,6 +21,7 @@ from posjax.attention import own
 from posjax.attention.operands import Operands
 from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
 from posjax.attention.tpu import entry
+from posjax.attention.tpu.biases import LinearInKey, form_of
 from posjax.bias.base import BiasOfHeads
 from posjax.layout import Layout
 from posjax.masks import And, Causal, Segments
@@ -427,8 +428,8 @@ class Steeper(pj.bias.LinearBias):
 
 def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
     slopes, at = np.arange(1, HEADS + 1, dtype=np.float32), np.arange(5)
-    forms = [entry.bias_form(operands(bias=kind(slopes))) for kind in (pj.bias.LinearBias, Squared, Doubled)]
-    assert forms == ["linear", "other", "other"]
+    forms = [form_of(operands(bias=kind(slopes))) for kind in (pj.bias.LinearBias, Squared, Doubled)]
+    assert forms == [LinearInKey, None, None]
     some = Squared(slopes).heads(1, 2)
     np.testing.assert_array_equal(some.values(at, at), np.asarray(Squared(slopes).values(at, at))[1:3])
 

@@ -12,7 +12,7 @@ from posjax._checks import check
 from posjax._slots import OfPairs
 from posjax.attention import api
 from posjax.attention.checks import check_ahead, check_sinks
-from posjax.attention.operands import RUN, Operands, bias_form, statistics_dtype, vary_alike
+from posjax.attention.operands import RUN, Operands, statistics_dtype, vary_alike
 from posjax.attention.own import heads_of, on_device
 from posjax.attention.sharded.choice import Sizes
 from posjax.attention.sharded.exchange import dealt, gathered
@@ -183,10 +183,9 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
 def _joined(line: Line, x: Operands) -> Line:
     """The line, with the two runs of a zigzag taken at once where backends can: one call for every step of a ring.
 
-    A bias by distance and decay are computed from positions that are ranges, and tiles need whole runs to lie in.
+    Tiles need whole runs to lie in.
     """
-    needs_ranges = x.decay is not None or bias_form(x) == "relative"
-    joins = line.groups.kind == "zigzag" and line.piece % RUN == 0 and not needs_ranges
+    joins = line.groups.kind == "zigzag" and line.piece % RUN == 0 and not api.needs_ranges(x)
     return dataclasses.replace(line, split=not joins)
 
 

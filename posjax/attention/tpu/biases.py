@@ -1,6 +1,6 @@
 """Biases as the kernels add them, one class for each form: all that the kernels know of a bias.
 
-To add a form, derive a class from ``KernelBias``, override what differs from no bias, and name it in ``BIASES``.
+To add a form, derive a class from ``KernelBias``, override what differs from no bias, and name it in ``FORMS``.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from posjax.attention.tpu.blocks import target
 from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig
 from posjax.attention.tpu.moves import BiasArrays, Tile, TileRow
 from posjax.attention.tpu.terms import LANES, SUBLANES
+from posjax.bias import ForgetBias, LinearBias
 from posjax.masks import hides_ahead
 from posjax.positions import Range, as_array
 
@@ -47,6 +48,11 @@ class KernelBias:
     rides = False
 
     # Outside the kernels.
+
+    @staticmethod
+    def takes(x: Operands) -> bool:
+        """Whether the bias of a call is of this form."""
+        return x.bias is None
 
     @staticmethod
     def refusal(x: Operands) -> str | None:
@@ -137,7 +143,7 @@ def _slabs(x) -> list:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfTokens(KernelBias):
+class _DifferenceOfTokens(KernelBias):
     """``f (t_i - t_j)`` with a number ``t`` of each token and a factor ``f`` of each head.
 
     It is ``f (t_i - o) + f (o - o') + f (o' - t_j)``, ``o`` and ``o'`` those of the first tokens of the blocks: a
@@ -200,13 +206,18 @@ class _OfTokens(KernelBias):
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearInKey(_OfTokens):
+class LinearInKey(_DifferenceOfTokens):
     """``slope (p_i - p_j)``: ALiBi.
 
     It rides where there is room and positions of the keys are a range, for then it is the same in every block.
     """
 
     rides: bool
+
+    @staticmethod
+    def takes(x):
+        # Of this very class: one derived from it may give other values.
+        return type(x.bias) is LinearBias and not x.bias.symmetric and x.softcap is None
 
     @staticmethod
     def refusal(x):
@@ -281,8 +292,12 @@ class LinearInKey(_OfTokens):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gates(_OfTokens):
+class Gates(_DifferenceOfTokens):
     """``c_i - c_j`` with ``c`` the sums of the logarithms of forget gates: FoX."""
+
+    @staticmethod
+    def takes(x):
+        return type(x.bias) is ForgetBias and not x.bias.symmetric and x.softcap is None
 
     def numbers(self, x, ahead):
         """``q`` and ``k``, ``[batch, heads, 1, tokens]``."""
@@ -337,6 +352,10 @@ class ByDistance(KernelBias):
 
     band: tuple[int, int]
     constant_from: int | None
+
+    @staticmethod
+    def takes(x):
+        return x.bias.by_distance and x.bias.only_adds
 
     @staticmethod
     def refusal(x):
@@ -490,5 +509,9 @@ def _band(x: Operands, reach: int) -> tuple[int, int]:
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
 
 
-BIASES = {None: KernelBias, "linear": LinearInKey, "gates": Gates, "relative": ByDistance}
-"""By ``posjax.attention.operands.bias_form``."""
+FORMS = (KernelBias, LinearInKey, Gates, ByDistance)
+
+
+def form_of(x: Operands) -> type[KernelBias] | None:
+    """The form in which the kernels take the bias of a call, or None."""
+    return next((form for form in FORMS if form.takes(x)), None)

@@ -10,11 +10,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
 from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, bias_form, named, no_gradient
+from posjax.attention.operands import Operands, named, no_gradient
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tiles import Blocks, plan
 from posjax.attention.tpu.backward import backward
-from posjax.attention.tpu.biases import BIASES
+from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.forward import forward
@@ -78,9 +78,14 @@ def refusal(x: Operands) -> str | None:
             return f"{why}; use 'blockwise'"
     if is_array_number(x.softcap):
         return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
-    if (bias := BIASES.get(bias_form(x))) is None:
+    if (form := form_of(x)) is None:
         return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
-    return bias.refusal(x)
+    return form.refusal(x)
+
+
+def needs_ranges(x: Operands) -> bool:
+    """Whether the kernels take the bias of a call only where positions are ranges."""
+    return form_of(x) is ByDistance
 
 
 def _padded(x: Operands, blocks: tuple[Blocks, Blocks] | None, on: Target) -> tuple[Operands, tuple[Blocks, Blocks]]:
@@ -99,7 +104,7 @@ def _prepared(
     starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]
     ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
-    bias = BIASES[bias_form(x)].of(x, spare, blocks[1].q + blocks[1].k)
+    bias = form_of(x).of(x, spare, blocks[1].q + blocks[1].k)
     plans = [plan(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks]
     of_bias = bias.numbers(x, ahead)
     most = bias.most(x, of_bias) if bounded else None

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import FarPair, Operands, bias_form
+from posjax.attention.operands import FarPair, Operands
 from posjax.attention.tiles import Blocks, Kind, plan
+from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import tpu
 from posjax.axes import narrowed
@@ -107,7 +108,7 @@ def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
 
     def planned(ids):
         x = operands(case, *features, np.zeros(NUMBERS, np.float32), ids)
-        return plan(x, blocks, constant_from=x.bias.constant_from if bias_form(x) == "relative" else None)
+        return plan(x, blocks, constant_from=x.bias.constant_from if form_of(x) is ByDistance else None)
 
     kinds: list[Kind] = []
     jax.eval_shape(lambda ids: kinds.extend(planned(ids).kinds), ids)
