@@ -26,7 +26,7 @@ class OverPairs(WithAxes):
         Arrays with an axis of heads are cut. Where heads differ without one, all are computed and these kept.
         """
         if any("heads" in names for names in self.axes.values()):
-            return narrowed(self, "heads", start, size)
+            return narrowed(self, heads=(start, size))
         return self._of_heads(jnp.asarray(start, jnp.int32), size) if self.differs_between_heads else self
 
     def _of_heads(self, start: Int[Array, ""], size: int) -> Self:
@@ -36,7 +36,7 @@ class OverPairs(WithAxes):
     def differs_between_heads(self) -> bool:
         """Whether a tile of it has several heads."""
         here = jnp.zeros(1, jnp.int32)
-        one = narrowed(narrowed(self, "queries", 0, 1), "keys", 0, 1)
+        one = narrowed(self, queries=(0, 1), keys=(0, 1))
         shape = jax.eval_shape(lambda: one._tile(here, here)).shape
         return len(shape) > 2 and shape[-3] > 1
 

@@ -90,16 +90,19 @@ def sizes_of(tree: Any, axis: str) -> set[int]:
     return found
 
 
-def narrowed(tree: Any, axis: str, start: Any, size: int) -> Any:
-    """The tree with ``size`` entries from ``start`` on of every array that has the axis."""
+def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:
+    """The tree with a part of every array that has an axis: ``narrowed(x, queries=(start, size), batch=(start, size))``.
+
+    An axis of 1 stays as it is.
+    """
 
     def cut(array, names: Names):
-        if axis not in names:
-            return array
-        if isinstance(array, Range):
-            return Range(array.start + start, size)
-        where = names.index(axis)
-        return array if array.shape[where] == 1 else jax.lax.dynamic_slice_in_dim(array, start, size, where)
+        for name, (start, size) in parts.items():
+            if name in names and isinstance(array, Range):
+                array = Range(array.start + start, size)
+            elif name in names and array.shape[names.index(name)] > 1:
+                array = jax.lax.dynamic_slice_in_dim(array, start, size, names.index(name))
+        return array
 
     return each(tree, cut)
 

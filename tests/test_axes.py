@@ -65,19 +65,19 @@ def test_every_array_gets_the_names_of_its_axes():
 
 
 def test_an_axis_is_cut_wherever_it_is_named():
-    some = jax.jit(lambda whole, start: narrowed(whole, "queries", start, 2))(Whole((PART,), Range(10, 6)), 3)
+    some = jax.jit(lambda whole, start: narrowed(whole, queries=(start, 2)))(Whole((PART,), Range(10, 6)), 3)
     part = some.parts[0]
     np.testing.assert_array_equal(part.q, PART.q[:, 3:5])
     np.testing.assert_array_equal(part.pairs, PART.pairs[:, :, 3:5])
     np.testing.assert_array_equal(part.k, PART.k)
     np.testing.assert_array_equal(part.whole, PART.whole)
     assert (some.q_positions.length, int(some.q_positions.start)) == (2, 13)
-    assert narrowed(Range(10, 6), "queries", 3, 2) == Range(10, 6)
-    np.testing.assert_array_equal(narrowed(Whole((), numbers(2, 6)), "batch", 1, 1).q_positions, numbers(2, 6)[1:])
+    assert narrowed(Range(10, 6), queries=(3, 2)) == Range(10, 6)
+    np.testing.assert_array_equal(narrowed(Whole((), numbers(2, 6)), batch=(1, 1)).q_positions, numbers(2, 6)[1:])
 
 
 def test_an_axis_of_one_is_for_all():
-    some = narrowed(PART, "keys", 2, 3)
+    some = narrowed(PART, keys=(2, 3))
     np.testing.assert_array_equal(some.k, PART.k[:, 2:])
     assert some.pairs is PART.pairs
 

@@ -63,7 +63,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = N
 
     def some(start):
         own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), given)
-        return _one_plan(narrowed(x, "batch", start, size), blocks, own)
+        return _one_plan(narrowed(x, batch=(start, size)), blocks, own)
 
     found = jax.lax.map(some, jnp.arange(0, rows, size))
     return tuple(array.reshape(rows, *array.shape[2:]) for array in found)
@@ -147,7 +147,7 @@ def _add_slice(x, update, block, size: int, axis: int):
 
 def _tile(x: Operands, blocks: Blocks, i, j) -> Operands:
     """The operands of the tile of query block ``i`` and key block ``j``."""
-    part = narrowed(narrowed(x, "queries", i * blocks.q, blocks.q), "keys", j * blocks.k, blocks.k)
+    part = narrowed(x, queries=(i * blocks.q, blocks.q), keys=(j * blocks.k, blocks.k))
     q_positions, kv_positions = (with_head_axis(as_array(p)) for p in (part.q_positions, part.kv_positions))
     return dataclasses.replace(part, q_positions=q_positions, kv_positions=kv_positions)
 

@@ -133,7 +133,7 @@ def _spread(x: Operands, queries: int, keys: int) -> Operands:
         widths = [(0, 0)] * (positions.ndim - 1) + [(0, length - positions.shape[-1])]
         return jnp.pad(positions, widths, mode="edge")
 
-    mask = lengthened(lengthened(x.mask, "queries", x.q.shape[3], queries), "keys", x.k.shape[2], keys)
+    mask = lengthened(x.mask, queries=(x.q.shape[3], queries), keys=(x.k.shape[2], keys))
     positions = lengthen(x.q_positions, queries), lengthen(x.kv_positions, keys)
     return dataclasses.replace(x, mask=mask, q_positions=positions[0], kv_positions=positions[1])
 
@@ -146,7 +146,7 @@ def _allowed(x: Operands, i, j, blocks: tuple[int, int], keys: int) -> Bool[Arra
     cut = jax.lax.dynamic_slice_in_dim
     q_positions = cut(x.q_positions, i * blocks[0], blocks[0], axis=-1)
     kv_positions = cut(x.kv_positions, j * blocks[1], blocks[1], axis=-1)
-    mask = narrowed(narrowed(x.mask, "queries", i * blocks[0], blocks[0]), "keys", j * blocks[1], blocks[1])
+    mask = narrowed(x.mask, queries=(i * blocks[0], blocks[0]), keys=(j * blocks[1], blocks[1]))
     seen, present = level(group_mask(mask.allowed(q_positions, kv_positions), *x.q.shape[1:3]), present)
     return seen & present
 

@@ -133,7 +133,7 @@ def _check_part(part: OverPairs, x: Operands) -> None:
     batch, kv_heads, group = x.q.shape[:3]
     tile = _check_tile(part, x, batch, kv_heads * group)
     if tile.ndim == 4 and tile.shape[0] > 1:
-        _check_tile(narrowed(part, "batch", 0, 1), x, 1, kv_heads * group)
+        _check_tile(narrowed(part, batch=(0, 1)), x, 1, kv_heads * group)
 
 
 def _check_tile(part: OverPairs, x: Operands, batch: int, heads: int) -> jax.ShapeDtypeStruct:
@@ -175,7 +175,7 @@ def _tile(part: OverPairs, method: str, sides: tuple[int, int], *arguments) -> j
     """Shape and dtype of what a method gives of the first tile with these sides."""
 
     def computed(*arguments):
-        here = narrowed(narrowed(on_device(part), "queries", 0, sides[0]), "keys", 0, sides[1])
+        here = narrowed(on_device(part), queries=(0, sides[0]), keys=(0, sides[1]))
         return getattr(here, method)(*arguments)
 
     try:

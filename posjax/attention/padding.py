@@ -62,26 +62,29 @@ def pad(x: Operands, q_block: int, k_block: int) -> Operands:
     whole = queries + -queries % q_block, keys + -keys % k_block
     if whole == (queries, keys):
         return x
-    found = lengthened(lengthened(x, "queries", queries, whole[0]), "keys", keys, whole[1])
+    found = lengthened(x, queries=(queries, whole[0]), keys=(keys, whole[1]))
     if whole[1] == keys:
         return found
     true = _true_keys(*whole, keys)
     return dataclasses.replace(found, mask=true if found.mask is None else found.mask & true)
 
 
-def lengthened(tree, axis: str, before: int, after: int):
-    """The tree with ``after`` entries of every array that has ``before`` along an axis."""
+def lengthened(tree, **sizes: tuple[int, int]):
+    """The tree with more entries of every array that has an axis: ``lengthened(x, queries=(before, after))``."""
 
     def longer(array, names: Names):
-        if axis not in names or before == after:
-            return array
-        if isinstance(array, Range):
-            return _longer_range(array, after - before)
-        where = names.index(axis)
-        fits = array.shape[where] == before
-        return lengthen(array, after - before, where, "constant" if "size" in names else "edge") if fits else array
+        for name, (before, after) in sizes.items():
+            if name in names and before != after:
+                array = _longer(array, names.index(name), before, after - before, "size" in names)
+        return array
 
     return each(tree, longer)
+
+
+def _longer(array, axis: int, before: int, more: int, projected: bool):
+    if isinstance(array, Range):
+        return _longer_range(array, more)
+    return lengthen(array, more, axis, "constant" if projected else "edge") if array.shape[axis] == before else array
 
 
 def _longer_range(positions: Range, more: int) -> Positions:

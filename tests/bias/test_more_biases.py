@@ -157,8 +157,8 @@ def test_fox_bias_by_blocks():
     bound = FoX().bind(num_heads=3, q_gates=c, kv_gates=c)
     whole = bound.values(Q, Q)
     assert sizes_of(bound, "batch") == {2}
-    longer = lengthened(lengthened(bound, "queries", 7, 8), "keys", 7, 10)
-    part = narrowed(narrowed(narrowed(longer, "batch", 1, 1), "queries", 2, 3), "keys", 4, 3)
+    longer = lengthened(bound, queries=(7, 8), keys=(7, 10))
+    part = narrowed(longer, batch=(1, 1), queries=(2, 3), keys=(4, 3))
     chex.assert_trees_all_close(part.values(Q[2:5], Q[4:7])[0], whole[1, :, 2:5, 4:7])
     bound.check(2, 7, 7)
     with pytest.raises(ValueError, match=r"kv_gates must have shape \(2, heads, 8\), found \(2, 3, 7\)"):

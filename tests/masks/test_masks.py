@@ -106,10 +106,10 @@ def test_other_refusals():
 def test_masks_of_tokens_are_taken_apart(make):
     mask, there = make(), positions.Range(0, N)
     whole = masks.materialise(mask, there, there)
-    part = jax.jit(lambda mask: narrowed(narrowed(narrowed(mask, "queries", 4, 8), "keys", 3, 5), "batch", 1, 1))(mask)
+    part = jax.jit(lambda mask: narrowed(mask, queries=(4, 8), keys=(3, 5), batch=(1, 1)))(mask)
     got = masks.materialise(part, positions.Range(4, 8), positions.Range(3, 5))
     np.testing.assert_array_equal(got, whole[1:, :, 4:12, 3:8])
-    longer = lengthened(lengthened(mask, "queries", N, N + 2), "keys", N, N + 3)
+    longer = lengthened(mask, queries=(N, N + 2), keys=(N, N + 3))
     got = masks.materialise(longer, positions.Range(0, N + 2), positions.Range(0, N + 3))
     np.testing.assert_array_equal(got[..., :N, :N], whole)
     chex.assert_shape(got, (2, 1, N + 2, N + 3))

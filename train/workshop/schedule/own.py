@@ -129,7 +129,7 @@ def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
     some, every = (np.broadcast_to(x, (1, 1, *x.shape[-2:]))[0, 0] for x in mask.tiles(blocks, blocks))
     pairs = every.sum() * size**2
     for i, j in np.argwhere(some & ~every) * size:
-        part = narrowed(narrowed(mask, "queries", i, size), "keys", j, size)
+        part = narrowed(mask, queries=(i, size), keys=(j, size))
         pairs += np.asarray(part.allowed(i + np.arange(size), j + np.arange(size))).sum()
     return shape.heads * int(pairs)
 
@@ -264,7 +264,7 @@ OWN_KERNELS = {
     "posjax ALiBi, forward": _forward_contender(Case(_alibi, bounded=None)),
     "posjax T5, forward": _forward_contender(Case(_t5, bounded=None)),
     "posjax KERPLE, forward": _forward_contender(Case(_kerple, bounded=None)),
-    "posjax ReRoPE, forward": _forward_contender(Case(beyond=512)),
+    "posjax ReRoPE, forward": _forward_contender(Case(beyond=512, bounded=None)),
     "posjax window and sinks, forward": _forward_contender(Case(mask=_window, bounded=None)),
     "posjax segments, forward": _forward_contender(Case(mask=_segments, bounded=None)),
     _BACK: _backward_contender(Case(bounded=None)),
