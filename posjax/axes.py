@@ -91,7 +91,7 @@ def sizes_of(tree: Any, axis: str) -> set[int]:
 
 
 def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:
-    """The tree with a part of every array that has an axis: ``narrowed(x, queries=(start, size), batch=(start, size))``.
+    """The tree with parts of its arrays along axes that they have: ``narrowed(x, queries=(start, size), ...)``.
 
     An axis of 1 stays as it is.
     """

@@ -81,7 +81,7 @@ class NewTokens(NamedTuple):
 
 
 class Executor(Protocol):
-    """What computes the attention of a scheme: ``Softmax`` or ``Linear``. What it cannot do it refuses."""
+    """What computes the attention of a scheme: ``SoftmaxAttention`` or ``LinearAttention``. What it cannot do it refuses."""
 
     caches: str
 

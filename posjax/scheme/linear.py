@@ -17,7 +17,7 @@ from posjax.scheme.choices import Choices
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearAttention:
     """Norm, kernel and rotation around the forms of ``posjax.linear``; it has no logits for other slots to change."""
 
     scheme: Choices

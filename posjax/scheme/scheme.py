@@ -31,9 +31,9 @@ from posjax.scheme.calls import Executor, Kept, NewTokens, Params, Where, check_
 from posjax.scheme.changes import check_same_parameters, replaced
 from posjax.scheme.checks import check_composition, check_direction, check_slots
 from posjax.scheme.choices import Choices
-from posjax.scheme.linear import Linear
+from posjax.scheme.linear import LinearAttention
 from posjax.scheme.parameters import init_slots
-from posjax.scheme.softmax import Softmax
+from posjax.scheme.softmax import SoftmaxAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Scheme(Choices):
 
     @property
     def _executor(self) -> Executor:
-        return Softmax(self) if self.linear is None else Linear(self)
+        return SoftmaxAttention(self) if self.linear is None else LinearAttention(self)
 
     @property
     def caches(self) -> str:

@@ -20,7 +20,7 @@ from posjax.scheme.choices import Choices, all_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax:
+class SoftmaxAttention:
     """Norm, features, scale, bias and mask around one call of ``attention``."""
 
     scheme: Choices
