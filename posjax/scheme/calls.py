@@ -81,7 +81,7 @@ class NewTokens(NamedTuple):
 
 
 class Executor(Protocol):
-    """What computes the attention of a scheme: ``SoftmaxAttention`` or ``LinearAttention``. What it cannot do it refuses."""
+    """What computes attention with the choices of a scheme: ``SoftmaxAttention`` or ``LinearAttention``."""
 
     caches: str
 
