@@ -4,10 +4,11 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
-from posjax.axes import AXES, WithAxes, names_of, narrowed
+from posjax.axes import AXES, WithAxes, fields_of, names_of, narrowed
 
 
 class OverPairs(WithAxes):
@@ -44,29 +45,33 @@ class OverPairs(WithAxes):
         raise NotImplementedError
 
     def check(self, batch: int, queries: int, keys: int) -> None:
-        """Raises ValueError unless its arrays fit an attention call of these sizes."""
-        self._check_names()
+        """Raises ValueError unless its arrays, and those of its parts, fit an attention call of these sizes."""
+        self.check_names()
         sizes = {"batch": batch, "queries": queries, "keys": keys}
         for field, names in self.axes.items():
-            array = getattr(self, field)
-            if array is None:
-                continue
-            wanted = [sizes.get(name, name) for name in names]
-            fits = array.ndim == len(names) and all(
-                size in (found, name) for found, size, name in zip(array.shape, wanted, names, strict=True)
-            )
-            shape = f"({', '.join(map(str, wanted))})"
-            check(fits, f"{type(self).__name__} {field} must have shape {shape}, found {array.shape}")
+            wanted = [sizes.get(name) for name in names]
+            for shape in map(np.shape, jax.tree.leaves(getattr(self, field))):
+                fits = len(shape) == len(names) and all(map(_fits, shape, wanted))
+                shown = ", ".join(str(size or name or "any") for size, name in zip(wanted, names, strict=True))
+                check(fits, f"{type(self).__name__} {field} must have shape ({shown}), found {shape}")
+        for part in jax.tree.leaves(self, is_leaf=lambda node: node is not self and isinstance(node, OverPairs)):
+            if isinstance(part, OverPairs):
+                part.check(batch, queries, keys)
 
-    def _check_names(self) -> None:
-        found = [name for names in self.axes.values() for name in names]
-        unknown = [name for name in found if name not in (*AXES, None)]
-        unknown += [field for field in self.axes if not hasattr(self, field)]
+    def check_names(self) -> None:
+        """Raises ValueError unless ``axes`` names axes that there are, of fields that JAX knows by name."""
+        fields = fields_of(self)
+        unknown = [name for names in self.axes.values() for name in names if name not in (*AXES, None)]
+        unknown += [field for field in self.axes if field not in fields]
         check(
             not unknown,
-            f"{type(self).__name__}.axes: found {unknown}; it has the names of fields, and for each axis of their "
-            f"arrays one of {AXES} or None",
+            f"{type(self).__name__}.axes: found {unknown}; it has the names of data fields, as "
+            f"jax.tree_util.register_dataclass knows them, and for each axis of their arrays one of {AXES} or None",
         )
+
+
+def _fits(found: int, wanted: int | None) -> bool:
+    return wanted is None or found == wanted
 
 
 class OfPairs(OverPairs):
@@ -119,10 +124,6 @@ class OfSomeHeads(OverPairs):
     def heads(self, start, size):
         """Some of these heads."""
         return type(self)(self.whole, self.start + start, size)
-
-    def check(self, batch, queries, keys):
-        """Raises ValueError unless the whole fits the call."""
-        self.whole.check(batch, queries, keys)
 
     @property
     def reads_positions(self):

@@ -6,8 +6,7 @@ A registered dataclass whose arrays have axes of rows, heads or tokens names the
 
 Tiles, rows, padding, shards of a sequence and parts of a mesh follow from that: whoever cuts, lengthens or moves arrays
 asks for an axis by its name. Names are ``"batch"``, ``"heads"`` (those of the queries), ``"queries"`` and ``"keys"``;
-the arrays of ``posjax.attention.operands`` have ``"kv_heads"``, ``"group"`` and ``"size"`` too. An axis of 1 is one
-entry for all.
+the arrays of ``posjax.attention.operands`` have ``"kv_heads"``, ``"group"`` and ``"size"`` too.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ class WithAxes:
     """A dataclass, registered with JAX, that says what the axes of its arrays are."""
 
     axes: ClassVar[Mapping[str, Names]] = {}
-    """By field. An array with fewer axes has the last of them; what is not named here is never cut."""
+    """By field; what is not named here is never cut. Positions, and a scale, may have the last of their axes alone."""
 
 
 def each(tree: Any, function: Callable[[Any, Names], Any], names: Names = ()) -> Any:
@@ -52,15 +51,24 @@ def each(tree: Any, function: Callable[[Any, Names], Any], names: Names = ()) ->
 
 
 def _each_field(owner: WithAxes, function: Callable) -> Any:
+    fields, structure = _fields(owner)
+    return structure.unflatten([each(value, function, owner.axes.get(name, ())) for name, value in fields])
+
+
+def _fields(owner: WithAxes) -> tuple[list[tuple[str | None, Any]], Any]:
+    """The fields that JAX knows, by name where it knows that, and how they are put together."""
     fields, structure = jax.tree_util.tree_flatten_with_path(owner, is_leaf=lambda node: node is not owner)
     check(
         not fields or fields[0][1] is not owner,
         f"{type(owner).__name__} is not registered with JAX: write @jax.tree_util.register_dataclass above its "
         "@dataclasses.dataclass(frozen=True)",
     )
-    return structure.unflatten(
-        [each(value, function, owner.axes.get(getattr(path[0], "name", None), ())) for path, value in fields]
-    )
+    return [(getattr(path[0], "name", None), value) for path, value in fields], structure
+
+
+def fields_of(owner: WithAxes) -> set[str | None]:
+    """The names of its fields that hold arrays, or others that do."""
+    return {name for name, _ in _fields(owner)[0]}
 
 
 def _aligned(array: Any, names: Names) -> Names:
@@ -93,14 +101,14 @@ def sizes_of(tree: Any, axis: str) -> set[int]:
 def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:
     """The tree with parts of its arrays along axes that they have: ``narrowed(x, queries=(start, size), ...)``.
 
-    An axis of 1 stays as it is.
+    An axis of 1 stays as it is: where there are more tokens or rows it is one entry for all.
     """
 
     def cut(array, names: Names):
         for name, (start, size) in parts.items():
             if name in names and isinstance(array, Range):
                 array = Range(array.start + start, size)
-            elif name in names and array.shape[names.index(name)] > 1:
+            elif name in names and array.shape[names.index(name)] != 1:
                 array = jax.lax.dynamic_slice_in_dim(array, start, size, names.index(name))
         return array
 

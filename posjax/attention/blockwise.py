@@ -23,6 +23,7 @@ from posjax._numbers import at_least_float32, is_array_number
 from posjax._slots import with_head_axis
 from posjax.attention.operands import (
     Operands,
+    PerQuery,
     capped,
     decay_factors,
     decayed,
@@ -36,7 +37,7 @@ from posjax.attention.operands import (
     with_bias,
 )
 from posjax.attention.padding import lengthen, pad
-from posjax.attention.tiles import Blocks, Kind, PerQuery, Visits, plan, visits
+from posjax.attention.tiles import Blocks, Kind, Visits, plan, visits
 from posjax.axes import names_of, narrowed, sizes_of
 from posjax.positions import Range, as_array
 

@@ -10,7 +10,6 @@ two reads of the table's products. The backward pass is that of autodiff with tw
 of queries and one per tile, so every tile's logits are computed three times.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -18,10 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count
-from posjax._numbers import level
 from posjax._slots import with_head_axis
 from posjax.attention.operands import Operands, capped, group_mask, mix, scores, statistics_dtype
-from posjax.attention.padding import lengthened
+from posjax.attention.padding import lengthen, pad
 from posjax.axes import narrowed
 from posjax.bias import ContextualBias
 from posjax.positions import as_array
@@ -62,7 +60,7 @@ def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries 
     """
     _check(x, q)
     blocks = x.q.shape[3], x.k.shape[2]
-    keys = _Keys(x.k, x.v, _allowed(_spread(x, *blocks), 0, 0, blocks, blocks[1]))
+    keys = _Keys(x.k, x.v, _allowed(x, 0, 0, blocks))
     return _finish(_tile(x, x.q, x.bias.levels(q), _start(x.q, x.v), keys), x.v.dtype)
 
 
@@ -81,9 +79,9 @@ def blockwise_contextual(
     """
     _check(x, q)
     check_count("block", block)
-    queries, keys = x.q.shape[3], x.k.shape[2]
-    blocks = min(block, queries), min(block, keys)
-    padded = _spread(x, queries + -queries % blocks[0], keys + -keys % blocks[1])
+    queries, blocks = x.q.shape[3], (min(block, x.q.shape[3]), min(block, x.k.shape[2]))
+    x = pad(x, *blocks)
+    q = lengthen(q, x.q.shape[3] - queries, axis=3)
     k, v = _split(x.k, 2, blocks[1]), _split(x.v, 2, blocks[1])
 
     def rows(part):
@@ -92,7 +90,7 @@ def blockwise_contextual(
 
         def step(row, part):
             j, k_tile, v_tile = part
-            tile = _Keys(k_tile, v_tile, _allowed(padded, i, j, blocks, keys))
+            tile = _Keys(k_tile, v_tile, _allowed(x, i, j, blocks))
             return _tile(x, scaled, levels, row, tile), None
 
         step = jax.checkpoint(step, prevent_cse=False)
@@ -114,41 +112,23 @@ def _check(x: Operands, q: Array) -> None:
 
 
 def _split(x: Array, axis: int, size: int) -> Array:
-    """Zero-padded to whole blocks, which become the first axis."""
-    x = jnp.pad(x, [(0, -x.shape[n] % size if n == axis else 0) for n in range(x.ndim)])
+    """Its blocks along an axis, which become the first axis."""
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
 
 def _join(x: Array, axis: int) -> Array:
-    """The inverse of ``_split``, padding apart."""
+    """The inverse of ``_split``."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _spread(x: Operands, queries: int, keys: int) -> Operands:
-    """The operands with mask and positions lengthened, and positions as arrays that broadcast against heads."""
-
-    def lengthen(positions, length):
-        positions = with_head_axis(as_array(positions))
-        widths = [(0, 0)] * (positions.ndim - 1) + [(0, length - positions.shape[-1])]
-        return jnp.pad(positions, widths, mode="edge")
-
-    mask = lengthened(x.mask, queries=(x.q.shape[3], queries), keys=(x.k.shape[2], keys))
-    positions = lengthen(x.q_positions, queries), lengthen(x.kv_positions, keys)
-    return dataclasses.replace(x, mask=mask, q_positions=positions[0], kv_positions=positions[1])
-
-
-def _allowed(x: Operands, i, j, blocks: tuple[int, int], keys: int) -> Bool[Array, "*#b q k"]:
-    """Allowed pairs of query block ``i`` and key block ``j``: those of the mask, without keys from ``keys`` on."""
-    present = j * blocks[1] + jnp.arange(blocks[1]) < keys
+def _allowed(x: Operands, i, j, blocks: tuple[int, int]) -> Bool[Array, "*#b q k"]:
+    """Allowed pairs of query block ``i`` and key block ``j``."""
     if x.mask is None:
-        return jnp.broadcast_to(present, blocks)
-    cut = jax.lax.dynamic_slice_in_dim
-    q_positions = cut(x.q_positions, i * blocks[0], blocks[0], axis=-1)
-    kv_positions = cut(x.kv_positions, j * blocks[1], blocks[1], axis=-1)
-    mask = narrowed(x.mask, queries=(i * blocks[0], blocks[0]), keys=(j * blocks[1], blocks[1]))
-    seen, present = level(group_mask(mask.allowed(q_positions, kv_positions), *x.q.shape[1:3]), present)
-    return seen & present
+        return jnp.ones(blocks, bool)
+    part = narrowed(x, queries=(i * blocks[0], blocks[0]), keys=(j * blocks[1], blocks[1]))
+    positions = (with_head_axis(as_array(p)) for p in (part.q_positions, part.kv_positions))
+    return group_mask(part.mask.allowed(*positions), *x.q.shape[1:3])
 
 
 def _start(q: Array, v: Array) -> _Row:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,20 @@ class Operands(WithAxes):
         return ((self.q, self.k), *((pair.q, pair.k) for pair in self.far))
 
 
+class PerQuery(NamedTuple):
+    """What a backward pass reads of each query.
+
+    Args:
+        d_out: the gradient of its output.
+        lse: its log-sum-exp; in a kernel without what the bias adds to all of its logits.
+        correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp.
+    """
+
+    d_out: Any
+    lse: Any
+    correction: Any
+
+
 def vary_alike(operands):
     """Inside ``shard_map``: every array varies over all mesh axes that any of them varies over.
 
@@ -112,6 +126,12 @@ def like_zeros(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) ->
     axes = tuple(_varying(like))
     constant = jnp.full(shape, fill, dtype)
     return jax.lax.pcast(constant, axes, to="varying") if axes else constant
+
+
+def taken_apart(tree: Any) -> tuple[Any, list[bool]]:
+    """The values of a tree that a custom rule with symbolic zeros gets, and of which leaves gradients are wanted."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    return structure.unflatten([leaf.value for leaf in leaves]), [leaf.perturbed for leaf in leaves]
 
 
 def no_gradient(leaf: Array) -> Array | np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from posjax._checks import check, shown
 from posjax._slots import OfPairs, OfSomeHeads, OverPairs, check_registered, is_own, is_own_class
 from posjax.attention.operands import Operands
-from posjax.axes import narrowed, sizes_of
+from posjax.axes import fields_of, narrowed, sizes_of
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
@@ -32,7 +32,7 @@ def checked(x: Operands) -> Operands:
     slots = [x.bias, x.mask, *(branch.where for branch in x.far)]
     check_registered(slots)
     for part in (part for slot in slots for part in _own(slot)):
-        _check_axes(_kind(part))
+        _check_axes(part.whole if isinstance(part, OfSomeHeads) else part)
         _check_derived(_kind(part))
         _check_part(part, x)
     far = tuple(dataclasses.replace(branch, where=on_device(branch.where)) for branch in x.far)
@@ -92,12 +92,12 @@ def has_own(x: Operands) -> bool:
     return any(True for slot in (x.bias, x.mask, *(branch.where for branch in x.far)) for _ in _own(slot))
 
 
-def _check_axes(kind: type[OverPairs]) -> None:
-    """A class with fields beside those of the one that it has its axes from must say what their axes are."""
-    owner = _owner(kind, "axes")
-    described = owner is not kind and dataclasses.is_dataclass(owner)
-    fields, known = ({field.name for field in dataclasses.fields(cls)} for cls in (kind, owner if described else kind))
-    more = sorted(fields - known)
+def _check_axes(part: OverPairs) -> None:
+    """A class with arrays beside those of the one that it has its axes from must say what their axes are."""
+    kind, owner = type(part), _owner(type(part), "axes")
+    if owner is kind or not dataclasses.is_dataclass(owner):
+        return
+    more = sorted(fields_of(part) - {field.name for field in dataclasses.fields(owner)})
     check(not more, f"{kind.__name__} has fields {more} beside those of {owner.__name__}: give it axes of its own")
 
 
@@ -132,7 +132,7 @@ def _check_part(part: OverPairs, x: Operands) -> None:
         return
     batch, kv_heads, group = x.q.shape[:3]
     tile = _check_tile(part, x, batch, kv_heads * group)
-    if tile.ndim == 4 and tile.shape[0] > 1:
+    if tile.ndim == 4 and tile.shape[0] != 1:
         _check_tile(narrowed(part, batch=(0, 1)), x, 1, kv_heads * group)
 
 

@@ -41,22 +41,24 @@ def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
 
     def shown(array, names: Names):
         sides = [name for name in names if name in hidden]
-        return _blank(hidden[sides[0]], array, names.index(sides[0])) if len(sides) == 1 else array
+        # What has no axis of rows is not of one row's padding.
+        own = len(sides) == 1 and "batch" in names
+        return _blank(hidden[sides[0]], array, names.index("batch"), names.index(sides[0])) if own else array
 
     return each(bias, shown)
 
 
-def _blank(hidden: Bool[Array, "batch tokens"], x: Array, axis: int = 1) -> Array:
-    """Zeros for the hidden tokens, which lie along ``axis``."""
-    sizes = [1] * x.ndim
-    sizes[0], sizes[axis] = hidden.shape
-    return jnp.where(hidden.reshape(sizes), jnp.zeros((), x.dtype), x)
+def _blank(hidden: Bool[Array, "batch tokens"], x: Array, rows: int = 0, tokens: int = 1) -> Array:
+    """Zeros for the hidden tokens, which lie along an axis of an array with another axis of rows."""
+    others = [axis for axis in range(x.ndim) if axis not in (rows, tokens)]
+    hidden = jnp.expand_dims(hidden if rows < tokens else hidden.T, others)
+    return jnp.where(hidden, jnp.zeros((), x.dtype), x)
 
 
 def pad(x: Operands, q_block: int, k_block: int) -> Operands:
     """Lengthens everything to whole blocks; keys that were added are masked out, queries are cut off again later.
 
-    Queries, keys and values get zeros, and all else its last entries.
+    Queries, keys and values, whose last axis is ``"size"``, get zeros, and all else its last entries.
     """
     queries, keys = x.q.shape[3], x.k.shape[2]
     whole = queries + -queries % q_block, keys + -keys % k_block

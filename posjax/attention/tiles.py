@@ -15,7 +15,7 @@ the blocks before the first tile.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,11 @@ class TilePlan(NamedTuple):
 
     kinds: tuple[Kind, ...]
     grid: np.ndarray | jax.Array
+
+    @property
+    def transposed(self) -> "TilePlan":
+        """The plan whose rows are blocks of keys."""
+        return TilePlan(self.kinds, self.grid.swapaxes(-1, -2))
 
 
 def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False) -> TilePlan:
@@ -138,11 +143,3 @@ def visits(grid, kinds: int) -> Visits:
     xp = np if isinstance(grid, np.ndarray) else jnp
     order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1, stable=True)
     return Visits(order, (grid[..., None] == np.arange(1, kinds + 1)).sum(-2).cumsum(-1))
-
-
-class PerQuery(NamedTuple):
-    """What a backward pass reads of each query: its gradient, its log-sum-exp, and ``D = rowsum(dO * O) - dL``."""
-
-    d_out: Any
-    lse: Any
-    correction: Any

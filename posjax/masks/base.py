@@ -176,11 +176,6 @@ class Combined(Mask):
         """The masks for some of the heads."""
         return type(self)(*(part.heads(start, size) for part in self.parts))
 
-    def check(self, batch, queries, keys):
-        """Raises ValueError unless all masks fit the call."""
-        for part in self.parts:
-            part.check(batch, queries, keys)
-
     @property
     def reads_positions(self):
         """Whether one of them does."""

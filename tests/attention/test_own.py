@@ -123,6 +123,27 @@ def test_a_bias_that_names_its_axes_is_cut_and_padded_with_its_tokens():
     assert min(np.abs(np.asarray(d)).max() for d in d_dense) > 0.1
 
 
+def test_what_a_bias_holds_and_what_has_no_array_asks_for_no_axes():
+    values = WEIGHTS[0][..., :, None] * WEIGHTS[1][..., None, :]
+    want, _ = oracles.attention(*qkv(), bias=2 * values)
+    np.testing.assert_allclose(tiled(Holder(Weighted(*WEIGHTS)), None), want, atol=1e-5)
+    slopes = jnp.arange(1.0, HEADS + 1)
+    plain = whole(pj.bias.LinearBias(slopes), Causal())
+    np.testing.assert_array_equal(whole(Labelled(slopes, label="mine"), Causal()), plain)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_padding_of_rows_does_not_reach_arrays_without_an_axis_of_rows(implementation):
+    """There are as many rows as heads, and padding that differs between the rows."""
+    shown = np.arange(TOKENS) < np.array([30, 35, 38, TOKENS])[:, None]
+    weights = np.random.default_rng(3).normal(size=(2, HEADS, TOKENS)).astype(np.float32)
+    projected, mask = qkv(batch=HEADS), pj.masks.padding(jnp.asarray(shown))
+    found = pj.attention(*projected, bias=Several(tuple(weights)), mask=mask, implementation=implementation)
+    allowed = (shown[:, :, None] & shown[:, None])[:, None]
+    want, _ = oracles.attention(*projected, bias=weights.sum(0)[:, None], allowed=allowed)
+    np.testing.assert_allclose(found, want, atol=1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses"])
 def test_a_bias_that_names_its_axes_is_moved_with_its_tokens(strategy):
     """Rows, tokens and heads over two devices each, in the order of a zigzag."""
@@ -257,6 +278,54 @@ class Misnamed(Rows):
 
 @register
 @frozen
+class Labelled(pj.bias.LinearBias):
+    """What is beside the arrays of the class that names their axes is no array."""
+
+    by_distance = False
+    label: str = static(default="")
+
+
+@register
+@frozen
+class Holder(pj.bias.Bias):
+    """Holds another bias, which says what its own axes are."""
+
+    inner: Weighted
+
+    def values(self, q_positions, kv_positions):
+        return 2 * self.inner.values(q_positions, kv_positions)
+
+
+@register
+@frozen
+class Several(pj.bias.Bias):
+    """A field of several arrays, all of which have these axes."""
+
+    weights: tuple
+
+    axes: ClassVar = {"weights": ("heads", "keys")}
+
+    def values(self, q_positions, kv_positions):
+        return sum(self.weights)[:, None]
+
+
+@jax.tree_util.register_pytree_node_class
+class Nameless(pj.bias.Bias):
+    axes: ClassVar = {"array": ("heads", "keys")}
+
+    def tree_flatten(self):
+        return (jnp.ones((HEADS, TOKENS)),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls()
+
+    def values(self, q_positions, kv_positions):
+        return jnp.zeros((HEADS, 1, 1))
+
+
+@register
+@frozen
 class Longer(pj.bias.LinearBias):
     """Has an array beside those whose axes are known."""
 
@@ -297,11 +366,17 @@ REFUSED = {
     "whole numbers": (of_values(lambda a, i, j: i[:, None] - j), "Mine.values must be of dtype floating, found int32"),
     "fails": (of_values(lambda a, i, j: a[:, 0] * difference(i, j)), "Mine.values fails on arrays of shape (2,), (3,)"),
     "factor": (Fading(jnp.ones((3, 4))), "bound for 3 heads"),
-    "names": (Misnamed(jnp.ones((4, 4))), "Misnamed.axes: found ['head', 'columns']; it has the names of fields"),
+    "names": (Misnamed(jnp.ones((4, 4))), "Misnamed.axes: found ['head', 'columns']; it has the names of data fields"),
     "no names": (
         Longer(jnp.ones(4)),
         "Longer has fields ['rates'] beside those of LinearBias: give it axes",
     ),
+    "too long within": (
+        Holder(Weighted(*WEIGHTS[..., :9])),
+        "Weighted asks must have shape (2, heads, 40), found (2, 4, 9)",
+    ),
+    "too long together": (Several((rows(),)), "Several weights must have shape (heads, 40), found (4, 4)"),
+    "no keys": (Nameless(), "Nameless.axes: found ['array']; it has the names of data fields"),
     "bias unregistered": (UnregisteredBias(jnp.ones(4)), f"UnregisteredBias {WRITE}"),
     "mask unregistered": (Unregistered(), f"Unregistered {WRITE}"),
     "inner mask unregistered": (And(Causal(), Unregistered()), f"Unregistered {WRITE}"),

@@ -10,7 +10,7 @@ import pytest
 
 from posjax.attention.operands import FarPair, Operands
 from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, plan
-from posjax.attention.tpu.schedule import by_keys, by_queries, choice_of, tile_of
+from posjax.attention.tpu.schedule import choice_of, lists, tile_of
 from posjax.masks import (
     Beyond,
     Causal,
@@ -197,8 +197,8 @@ def test_lists_visit_every_tile_once_kind_after_kind(case, blocks):
     """``following`` is the first entry of the next row, or -1 where that row is empty or there is none."""
     plan = planned(case, blocks)
     found = kinds_of(plan)
-    check_visits(by_queries(plan), plan.kinds, found)
-    check_visits(by_keys(plan), plan.kinds, found.swapaxes(1, 2))
+    check_visits(lists(plan), plan.kinds, found)
+    check_visits(lists(plan.transposed), plan.kinds, found.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
@@ -217,7 +217,7 @@ def test_plans_of_traced_positions_are_the_same(case, blocks):
         x = operands(dataclasses.replace(case, **moved))
         found = plan(x, blocks, constant_from=case.constant_from, ahead=ahead)
         kinds.extend(found.kinds)
-        return found.grid, by_queries(found), by_keys(found)
+        return found.grid, lists(found), lists(found.transposed)
 
     grid, *visits = run(traced(case), jnp.int32(case.ahead))
     assert set(known.kinds) <= set(kinds)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import FarPair, Operands
+from posjax.attention.operands import FarPair, Operands, PerQuery
 from posjax.attention.tiles import Blocks
-from posjax.attention.tpu import backward_moves, entry, forward_moves, moves
+from posjax.attention.tpu import backward_moves, entry, forward_moves
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.bias import T5, ALiBi
 from posjax.masks import Beyond, Causal, Segments
@@ -95,7 +95,7 @@ def shapes_of(room) -> list:
 def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slots, forward, backward):
     call, x = calls(monkeypatch, **slots)
     numbers = jax.ShapeDtypeStruct((1, 2, 1, QUERIES), jnp.float32)
-    per_query = moves.PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
+    per_query = PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
     there = jax.eval_shape(lambda x: forward_moves.arrays_of(call, x), x)
     back = jax.eval_shape(lambda x, y: backward_moves.arrays_of(call, x, y), x, per_query)
     assert shapes_of(forward_moves.scratch(call, there)) == list(chain(*forward))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check
-from posjax._slots import OfPairs
 from posjax.attention import api
 from posjax.attention.checks import check_ahead, check_sinks
 from posjax.attention.operands import RUN, Operands, statistics_dtype, vary_alike
@@ -20,6 +19,7 @@ from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.ring import RingConfig, ring
+from posjax.axes import names_of
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
@@ -70,7 +70,7 @@ def context_attention(
     mask = None if mask is None else as_mask(mask)
     api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, far, decay))
     bias = heads.of_bias(bias)
-    _check_no_pairs(across, bias, mask, far)
+    _check_no_pairs(across, bias=bias, mask=(mask, far))
     row = tuple(_whole(across, p, x.shape[1]) for p, x in ((q_positions, q), (kv_positions, k)))
     local = [None if isinstance(p, Range) else p for p in row]
     x, scale = api.prepared(
@@ -125,13 +125,12 @@ class _Heads:
         return bias if self.all == self.size else bias.heads(self.start, self.size)
 
 
-def _check_no_pairs(across: Placement, *slots) -> None:
+def _check_no_pairs(across: Placement, **slots) -> None:
     """Refuses arrays over pairs of tokens where devices share a row: nothing here cuts them as the tokens are cut."""
-    parts = jax.tree.leaves(slots, is_leaf=lambda node: isinstance(node, OfPairs))
-    names = [part.name for part in parts if isinstance(part, OfPairs)]
+    found = [name for name, slot in slots.items() if any({"queries", "keys"} <= set(names) for names in names_of(slot))]
     check(
-        across.shards == 1 or not names,
-        f"{' and '.join(names)}: an array over pairs of tokens is not taken where the {across.shards} devices of axis "
+        across.shards == 1 or not found,
+        f"{' and '.join(found)}: an array over pairs of tokens is not taken where the {across.shards} devices of axis "
         f"{across.context!r} share a row; masks and biases of positions or of tokens are (masks.Segments for padding)",
     )
 

@@ -8,22 +8,23 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from posjax._checks import check
+from posjax._slots import OverPairs
 from posjax.attention.sharded.automatic import is_array, on_auto_axes
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.split import Split
-from posjax.axes import Names, WithAxes, each
+from posjax.axes import Names, each
 from posjax.masks import as_mask
 from posjax.positions import Range
 
 _AXES = {
-    "gates": ("batch", "heads", "length"),
+    "gates": ("batch", "heads", "queries"),
     "length": ("batch",),
-    "coordinates": ("batch", "length", None),
-    "scale": ("batch", "length", "heads"),
+    "coordinates": ("batch", "queries", None),
+    "scale": ("batch", "queries", "heads"),
 }
 """The axes of arrays by name; those of all others are the batch, the tokens, and what is held whole."""
 
-_TOKENS = ("length", "queries", "keys")
+_TOKENS = ("queries", "keys")
 
 
 def attend_on_mesh(
@@ -66,7 +67,7 @@ def enter(
     sizes = {"batch": q.shape[0], "length": q.shape[1], "heads": q.shape[2]}
     placement.check(mesh.shape, **sizes, kv_heads=k.shape[2])
     repeats = placement.for_key_heads(mesh.shape, k.shape[2]).repeats
-    tokens = _spec(placement, ("batch", "length", "heads"))
+    tokens = _spec(placement, ("batch", "queries", "heads"))
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
     # All axes by default, but those of a ``vmap`` over the rows; beside Manual ones they must be named.
@@ -112,14 +113,13 @@ def _spec(placement: Placement, axes: Names) -> PartitionSpec:
 
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:
     """How a tree of arrays lies over the mesh: along the axes that it has, where it has all of them."""
-    usual, sizes = _AXES.get(name, ("batch", "length")), sizes | dict.fromkeys(_TOKENS, sizes["length"])
+    usual, sizes = _AXES.get(name, ("batch", "queries")), sizes | dict.fromkeys(_TOKENS, sizes["length"])
 
     def lies(array, names: Names) -> PartitionSpec:
         if isinstance(array, Range) or jnp.ndim(array) < len(names):
             return PartitionSpec()
         # Tokens of an array over pairs are never split.
-        tokens = [name for name in names if name in _TOKENS]
-        named = [name if len(tokens) < 2 or name not in _TOKENS else None for name in names]
+        named = [None if name in _TOKENS else name for name in names] if set(_TOKENS) <= set(names) else names
         for axis, size in zip(named, array.shape, strict=False):
             # Keys may be more or fewer than queries, whose length this is; rows and heads are the same for all.
             fits = axis is None or axis in _TOKENS or size in (1, sizes[axis])
@@ -128,9 +128,12 @@ def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]
         return _spec(placement, tuple(axis if sizes.get(axis) == size else None for axis, size in pairs))
 
     def part(node):
-        return each(node, lies) if isinstance(node, WithAxes) else lies(node, usual)
+        if not isinstance(node, OverPairs):
+            return lies(node, usual)
+        node.check_names()
+        return each(node, lies)
 
-    return jax.tree.map(part, value, is_leaf=lambda node: isinstance(node, WithAxes | Range))
+    return jax.tree.map(part, value, is_leaf=lambda node: isinstance(node, OverPairs | Range))
 
 
 def _manual(mesh: Mesh | AbstractMesh) -> set[str]:

@@ -25,7 +25,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from posjax.attention.api import run
-from posjax.attention.operands import like_zeros, named, no_gradient, statistics_dtype
+from posjax.attention.operands import like_zeros, named, no_gradient, statistics_dtype, taken_apart
 from posjax.attention.sharded.parts import Call, Line
 from posjax.axes import map_tokens
 from posjax.masks import extent
@@ -160,15 +160,11 @@ class _Saved:
 
 
 def _ring_forward(config: RingConfig, call: Call):
-    primals = jax.tree.leaves(call, is_leaf=_is_primal)
-    wanted = tuple(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in primals)
-    call = jax.tree.map(lambda leaf: leaf.value, call, is_leaf=_is_primal)
+    call, perturbed = taken_apart(call)
+    leaves = zip(perturbed, jax.tree.leaves(call), strict=True)
+    wanted = tuple(moves and jnp.issubdtype(leaf.dtype, jnp.inexact) for moves, leaf in leaves)
     out, lse = named(*_forward(config, call))
     return (out, lse), _Saved(call, out, lse, wanted)
-
-
-def _is_primal(leaf) -> bool:
-    return hasattr(leaf, "perturbed")
 
 
 def _ring_backward(config: RingConfig, saved: _Saved, cotangents):

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from posjax.attention.operands import PerQuery
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu.backward_moves import KeyRow, arrays_of, scratch, wait_written, write
 from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, product, work
 from posjax.attention.tpu.moves import (
     KernelArrays,
-    PerQuery,
     Tile,
     anywhere,
     block_spec,

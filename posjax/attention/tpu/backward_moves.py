@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from posjax.attention.operands import PerQuery
 from posjax.attention.tpu.call import Inputs, KernelConfig
-from posjax.attention.tpu.moves import Buffers, KernelArrays, PerQuery, Tile, TileRow, at, for_pairs
+from posjax.attention.tpu.moves import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
 from posjax.attention.tpu.schedule import choice_of
 from posjax.attention.tpu.terms import LANES
 

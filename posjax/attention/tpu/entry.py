@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
 from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, named, no_gradient
+from posjax.attention.operands import Operands, PerQuery, named, no_gradient, taken_apart
 from posjax.attention.padding import lengthen, pad
 from posjax.attention.tiles import Blocks, plan
 from posjax.attention.tpu.backward import backward
@@ -18,8 +18,7 @@ from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.forward import forward
-from posjax.attention.tpu.moves import PerQuery
-from posjax.attention.tpu.schedule import by_keys, by_queries
+from posjax.attention.tpu.schedule import lists
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal
 from posjax.masks import traced_sizes
 from posjax.positions import Range
@@ -105,14 +104,14 @@ def _prepared(
     ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
     bias = form_of(x).of(x, spare, blocks[1].q + blocks[1].k)
-    plans = [plan(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks]
+    of_queries, of_keys = (plan(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks)
     of_bias = bias.numbers(x, ahead)
     most = bias.most(x, of_bias) if bounded else None
     pattern, numbers = _pattern(x)
     config = KernelConfig(
         tilings=(
-            Tiling(blocks[0], plans[0].kinds, x.q.shape[3] // blocks[0].q),
-            Tiling(blocks[1], plans[1].kinds, x.k.shape[2] // blocks[1].k),
+            Tiling(blocks[0], of_queries.kinds, x.q.shape[3] // blocks[0].q),
+            Tiling(blocks[1], of_keys.kinds, x.k.shape[2] // blocks[1].k),
         ),
         pattern=pattern,
         ranged=ranged,
@@ -123,7 +122,7 @@ def _prepared(
         vmem=on.vmem,
         interpret=interpret,
     )
-    inputs = _inputs(x, starts, (by_queries(plans[0]), by_keys(plans[1])), numbers, of_bias)
+    inputs = _inputs(x, starts, (lists(of_queries), lists(of_keys.transposed)), numbers, of_bias)
     return config, inputs if most is None else inputs._replace(bound=_bound(x, config, inputs, most))
 
 
@@ -197,14 +196,9 @@ class _Residuals:
 
 
 def _attend_forward(config: KernelConfig, x: Inputs):
-    of_bias = any(leaf.perturbed for leaf in jax.tree.leaves(x.bias, is_leaf=_is_primal))
-    x = jax.tree.map(lambda leaf: leaf.value, x, is_leaf=_is_primal)
+    (x, _), (_, wanted) = taken_apart(x), taken_apart(x.bias)
     out, lse = named(*attend(config, x))
-    return (out, lse), _Residuals(x, out, lse, of_bias)
-
-
-def _is_primal(leaf) -> bool:
-    return hasattr(leaf, "perturbed")
+    return (out, lse), _Residuals(x, out, lse, any(wanted))
 
 
 def _attend_backward(config: KernelConfig, saved: _Residuals, cotangents):
@@ -238,9 +232,8 @@ def _attend_part(config: KernelConfig, x: Inputs, out, lse):
 
 
 def _attend_part_forward(config: KernelConfig, *arguments):
-    of_bias = any(leaf.perturbed for leaf in jax.tree.leaves(arguments[0].bias, is_leaf=_is_primal))
-    x, out, lse = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=_is_primal)
-    return (out, lse), _Residuals(x, out, lse, of_bias)
+    ((x, out, lse), _), (_, wanted) = taken_apart(arguments), taken_apart(arguments[0].bias)
+    return (out, lse), _Residuals(x, out, lse, any(wanted))
 
 
 def _attend_part_backward(config: KernelConfig, saved: _Residuals, cotangents):

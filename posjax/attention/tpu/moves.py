@@ -23,14 +23,6 @@ from posjax.attention.tpu.terms import Axis
 anywhere, scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
 
 
-class PerQuery(NamedTuple):
-    """What the backward kernel knows of each query: ``dO``, ``L`` without what the bias adds to all of a row, ``D``."""
-
-    d_out: Any
-    lse: Any
-    correction: Any
-
-
 class BiasArrays(NamedTuple):
     """What a bias brings to a kernel.
 

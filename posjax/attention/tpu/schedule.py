@@ -28,17 +28,9 @@ class Lists(NamedTuple):
     ends: jax.Array
 
 
-def by_queries(plan: TilePlan) -> Lists:
-    """Rows are blocks of queries."""
-    return _lists(plan.grid, plan.kinds)
-
-
-def by_keys(plan: TilePlan) -> Lists:
-    """Rows are blocks of keys."""
-    return _lists(plan.grid.swapaxes(-1, -2), plan.kinds)
-
-
-def _lists(grid, kinds: tuple[Kind, ...]) -> Lists:
+def lists(plan: TilePlan) -> Lists:
+    """The lists of the rows of a plan."""
+    kinds, grid = plan
     xp = np if isinstance(grid, np.ndarray) else jnp
     order, ends = visits(grid, len(kinds))
     several = np.array([0, *(max(0, _choice(kind)) for kind in kinds)])
