@@ -150,8 +150,8 @@ class _DifferenceOfTokens(KernelBias):
     constant of the query, which no weight depends on, the level of the tile, and a small number of the key.
     """
 
-    def counted(self, config: KernelConfig, x: Inputs, side: int):
-        """``t`` of the queries or keys, ``[batch or 1, heads or 1, 1, tokens]``."""
+    def counted(self, config: KernelConfig, x: Inputs, side: int, step: int = 1):
+        """``t`` of every ``step``-th query or key, ``[batch or 1, heads or 1, 1, tokens / step]``."""
 
     def times(self, row: TileRow, differences):
         """``f`` times differences of ``t``."""
@@ -161,12 +161,13 @@ class _DifferenceOfTokens(KernelBias):
         """``of_keys`` as a column, for the head that the row is at."""
 
     def of_queries(self, config, x, side):
-        own, block = self.counted(config, x, 0), config.tilings[side].blocks.q
-        return (own - jnp.repeat(own[..., ::block], block, axis=-1))[:, :, 0]
+        block = config.tilings[side].blocks.q
+        origins = jnp.repeat(self.counted(config, x, 0, block), block, axis=-1)
+        return (self.counted(config, x, 0) - origins)[:, :, 0]
 
     def arrays(self, config, x, side):
         sizes = config.tilings[side].blocks[:2]
-        return BiasArrays(origins=tuple(self.counted(config, x, n)[..., ::size] for n, size in enumerate(sizes)))
+        return BiasArrays(origins=tuple(self.counted(config, x, n, size) for n, size in enumerate(sizes)))
 
     def scratch(self, config, side):
         keys = config.tilings[side].blocks.k
@@ -241,10 +242,11 @@ class LinearInKey(_DifferenceOfTokens):
     def of_queries(self, config, x, side):
         return x.bias["slopes"][None, :, None] * super().of_queries(config, x, side).astype(jnp.float32)
 
-    def counted(self, config, x, side):
+    def counted(self, config, x, side, step=1):
         if not config.ranged[side]:
-            return x.numbers[side][0]
-        return x.starts[side] + jnp.arange((x.q, x.k)[side].shape[3])[None, None, None]
+            return x.numbers[side][0][..., ::step]
+        # Not a slice of all of them, which a million would not fit fast memory for.
+        return x.starts[side] + jnp.arange(0, (x.q, x.k)[side].shape[3], step)[None, None, None]
 
     def arrays(self, config, x, side):
         return super().arrays(config, x, side)._replace(scalars=x.bias["slopes"])
@@ -306,8 +308,8 @@ class Gates(_DifferenceOfTokens):
     def most(self, x, numbers):
         return None
 
-    def counted(self, config, x, side):
-        return x.bias["qk"[side]]
+    def counted(self, config, x, side, step=1):
+        return x.bias["qk"[side]][..., ::step]
 
     def arrays(self, config, x, side):
         found = super().arrays(config, x, side)
