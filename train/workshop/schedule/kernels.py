@@ -66,9 +66,18 @@ def _read_kernel(path: Path, stamp: str, name: str, branch_slots: int) -> Kernel
     final, scheduled = parse(text, branch_slots), parse(sibling("packed-bundles-post-ra"), branch_slots)
     names, rows = _utilization(sibling("final_hlo-static-per-bundle-utilization"))
     check(len(rows) == final.stop, f"{name}: {final.stop} bundles listed, {len(rows)} rows of utilization")
-    parts = tuple(_parts(final, scheduled, names, rows, name))
     head = text[: text.find("\n", text.find("/* entry bundle"))]
-    return Kernel(name, "= custom-call(" in head.rpartition("/* entry bundle")[2], parts, tuple(_OPERAND.findall(head)))
+    is_custom = "= custom-call(" in head.rpartition("/* entry bundle")[2]
+    if not is_custom and _shape(final) != _shape(scheduled):
+        # Of an operation of XLA's own, such as `reverse` for 7x, a loop may go in between; its stalls are not known.
+        scheduled = final
+    parts = tuple(_parts(final, scheduled, names, rows, name))
+    return Kernel(name, is_custom, parts, tuple(_OPERAND.findall(head)))
+
+
+def _shape(whole: Region) -> list[tuple[int, str]]:
+    """The loops and branches of a listing, and how deep each is."""
+    return [(depth, region.kind) for depth, region in whole.walk()]
 
 
 def _only(directory: Path, pattern: re.Pattern) -> Path:
@@ -89,11 +98,10 @@ def _parts(
     final: Region, scheduled: Region, names: list[str], rows: list[list[int]], kernel: str
 ) -> Iterator[KernelPart]:
     """The regions of the final listing, each with its cycles from the listing before empty bundles were dropped."""
-    listed, timed = list(final.walk()), list(scheduled.walk())
-    shapes = [[(depth, region.kind) for depth, region in regions] for regions in (listed, timed)]
-    check(shapes[0] == shapes[1], f"{kernel}: the scheduled and the final listing have different loops and branches")
+    same = _shape(final) == _shape(scheduled)
+    check(same, f"{kernel}: the scheduled and the final listing have different loops and branches")
     above: list[int] = []
-    for index, ((depth, region), (_, clocked)) in enumerate(zip(listed, timed, strict=True)):
+    for index, ((depth, region), (_, clocked)) in enumerate(zip(final.walk(), scheduled.walk(), strict=True)):
         del above[depth:]
         slots = dict(zip(names, map(sum, zip(*region.own(rows), strict=True)), strict=False))
         parent = above[-1] if above else None
