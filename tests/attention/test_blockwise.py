@@ -12,7 +12,7 @@ from posjax.attention.operands import FarPair, Operands
 from posjax.attention.padding import pad
 from posjax.attention.tiles import Blocks, Kind, plan, visits
 from posjax.masks import Beyond, Causal, Extent, Segments
-from posjax.positions import Range
+from posjax.positions import Range, as_array
 
 
 def operands(*heads, queries=8, keys=8, **slots) -> Operands:
@@ -123,6 +123,13 @@ def test_keys_that_padding_has_added_are_hidden():
         np.testing.assert_array_equal(found[0][0, 0], some)
         np.testing.assert_array_equal(found[1][0, 0], every)
     assert mask.allowed(np.arange(3), np.arange(8))[0, 0].tolist() == [[True] * 6 + [False] * 2] * 3
+
+
+def test_positions_stay_a_range_while_padding_stays_within_int32():
+    for start, is_range in ((2**31 - 8, True), (2**31 - 7, False)):
+        found = pad(operands(1, 1, 1, queries=6, q_positions=Range(start, 6)), 8, 8).q_positions
+        assert isinstance(found, Range) == is_range
+        assert int(as_array(found)[-1]) == 2**31 - 1 - (not is_range)
 
 
 @pytest.mark.parametrize("which", ["queries", "keys"])

@@ -235,6 +235,10 @@ def test_mask_functions_of_transformers(name, arguments, mask):
         np.testing.assert_array_equal(found[row, 0][real[row]], wanted[row, 0][real[row]])
 
 
+def test_first_keys_are_all_that_a_mask_of_the_first_positions_retains():
+    assert (Sinks(3).retained, GlobalFirst(5).retained, Prefix(4).retained) == ((3, 0), (5, 0), None)
+
+
 def test_a_mask_hides_keys_ahead_where_one_part_of_all_does_or_each_of_any():
     near = Window(4)
     causal = [Causal(), Causal() & near, near & Causal(), (near & Causal()) & near, Causal() | (near & Causal())]
