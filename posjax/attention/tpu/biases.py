@@ -73,8 +73,7 @@ class KernelBias:
         return jnp.zeros(x.q.shape[1] * x.q.shape[2], jnp.float32)
 
     def of_queries(self, config: KernelConfig, x: Inputs, side: int):
-        """What it adds to all logits of a query, ``[batch or 1, heads, queries]``: the kernel leaves it out."""
-        return 0.0
+        """What it adds to all logits of a query, ``[batch or 1, heads, queries]``, and no kernel does; or None."""
 
     def arrays(self, config: KernelConfig, x: Inputs, side: int) -> BiasArrays:
         """What it brings to the kernel whose outer axis is ``side``; heads are on one axis."""

@@ -168,8 +168,7 @@ def _bound(x: Operands, config: KernelConfig, inputs: Inputs, most):
     # A little more, for the roundings of either side.
     scores = _flat(reduce(jnp.maximum, of_pairs) * (1 + 2.0**-10))
     bound = scores + most[:, None] if x.softcap is None else jnp.full_like(scores, config.softcap)
-    own = config.bias.of_queries(config, inputs, 0)
-    return jax.lax.stop_gradient(bound - own)[:, :, None]
+    return jax.lax.stop_gradient(_with_own(config, inputs, bound, 0, -1))[:, :, None]
 
 
 def _lengths(x):
@@ -181,7 +180,13 @@ def attend(config: KernelConfig, x: Inputs):
     """Output and base-2 log-sum-exp, ``[batch, heads, queries, value size]`` and ``[batch, heads, queries]``."""
     # A copy in a kernel names every index of its source: what ``vmap`` maps over is taken one by one.
     out, lse = sequential_vmap(partial(forward, config))(x)
-    return out, lse[:, :, 0] + config.bias.of_queries(config, x, 0)
+    return out, _with_own(config, x, lse[:, :, 0], 0, 1)
+
+
+def _with_own(config: KernelConfig, x: Inputs, numbers, side: int, sign: int):
+    """Numbers of the queries with, or without, what the bias adds to all logits of each."""
+    own = config.bias.of_queries(config, x, side)
+    return numbers if own is None else numbers + sign * own
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "out", "lse"], meta_fields=["of_bias"])
@@ -208,7 +213,7 @@ def _attend_backward(config: KernelConfig, saved: _Residuals, cotangents):
     blind = jnp.isneginf(lse)
     d_lse = jnp.where(blind, 0, d_lse)
     correction = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse * LOG2E
-    lse = jnp.where(blind, jnp.inf, lse - config.bias.of_queries(config, x, 1))
+    lse = jnp.where(blind, jnp.inf, _with_own(config, x, lse, 1, -1))
     per_query = PerQuery(d_out, lse[:, :, None], correction[:, :, None])
     found = sequential_vmap(partial(backward, config, of_bias=saved.of_bias))(x, per_query)
     zeros = jax.tree.map(no_gradient, x)
