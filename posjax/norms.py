@@ -59,7 +59,7 @@ def qk_norm(
     return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
 
 
-class _Norm:
+class _OfQueriesAndKeys:
     """A norm without learned parameters, which commutes with a rotation."""
 
     eps: float
@@ -74,7 +74,7 @@ class _Norm:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyNorm(_Norm):
+class KeyNorm(_OfQueriesAndKeys):
     """Spec of ``key_norm``; queries pass through. It commutes with a rotation."""
 
     eps: float = 1e-6
@@ -85,7 +85,7 @@ class KeyNorm(_Norm):
 
 
 @dataclasses.dataclass(frozen=True)
-class QKNorm(_Norm):
+class QKNorm(_OfQueriesAndKeys):
     """Spec of ``qk_norm``.
 
     Args:
@@ -122,7 +122,7 @@ class QKNorm(_Norm):
 
 
 @dataclasses.dataclass(frozen=True)
-class CosineNorm(_Norm):
+class CosineNorm(_OfQueriesAndKeys):
     """Queries of norm ``sqrt(d)`` and keys of norm 1, so that the usual ``q . k / sqrt(d)`` is ``cos(q, k)``.
 
     It needs a scale to be of use: a cosine alone is nearly uniform attention. ``scales.CosineScale`` makes it CosA (Su,

@@ -228,7 +228,7 @@ class _OfPosition(_Fixed):
         return self.of(as_array(positions))[..., None]
 
 
-class _Constant(_Fixed):
+class _OneFactor(_Fixed):
     """One number for all queries. The factor is ``[1, 1]``."""
 
     shift_invariant = True
@@ -351,7 +351,7 @@ class MinistralTemperature(_OfPosition):
 
 
 @dataclasses.dataclass(frozen=True)
-class YaRNTemperature(_Constant):
+class YaRNTemperature(_OneFactor):
     """Spec of ``yarn_temperature``: one constant for a target length. The factor is ``[1, 1]``.
 
     Args:
@@ -373,7 +373,7 @@ class YaRNTemperature(_Constant):
 
 
 @dataclasses.dataclass(frozen=True)
-class DroPETemperature(_Constant):
+class DroPETemperature(_OneFactor):
     """Spec of ``drope_temperature``: one constant for a target length. The factor is ``[1, 1]``.
 
     Args:
@@ -394,7 +394,7 @@ class DroPETemperature(_Constant):
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant(_Constant):
+class Constant(_OneFactor):
     """A constant factor beside ``1 / sqrt(d)``. The factor is ``[1, 1]``.
 
     ``Constant(sqrt(d))`` takes that away, as T5 has it, and Gemma 4 behind its norms.
@@ -407,7 +407,7 @@ class Constant(_Constant):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientMaximal(_Constant):
+class GradientMaximal(_OneFactor):
     """Spec of ``gradient_maximal``: the constant for ``n`` visible keys. The factor is ``[1, 1]``."""
 
     n: int
