@@ -21,6 +21,11 @@ def at_least_float32(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that is known when tracing, and no array."""
+    return isinstance(value, numbers.Real)
+
+
 def is_array_number(value: Any) -> bool:
     """Whether a number is an array, which only the running program knows."""
     return isinstance(value, jax.Array)

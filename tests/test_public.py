@@ -29,7 +29,7 @@ FLOORS = [
     {"_numbers", "_serial"},
     {"positions"},
     {"axes"},
-    {"_slots", "angles", "sampling", "layout"},
+    {"_slots", "angles", "sampling", "layout", "lowered"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "far", "linear"},
     {"attention"},
     {"scheme"},

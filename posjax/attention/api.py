@@ -1,37 +1,36 @@
 """Attention of one device's rows and heads: checks, binds, chooses a backend, adds what no backend needs to know."""
 
-import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax.attention import cudnn
-from posjax.attention.blockwise import TILE_ELEMENTS, blockwise
+from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
+from posjax.attention.blockwise import TILE_ELEMENTS
 from posjax.attention.checks import check_ahead, check_masks, check_sinks, checked_positions, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
-from posjax.attention.dense import dense
-from posjax.attention.lowered import PLATFORMS
 from posjax.attention.operands import FarPair, Operands, checked_softcap, statistics_dtype, vary_alike
-from posjax.attention.operation import Backends, attend
+from posjax.attention.operation import Backends, attend, attend_here
 from posjax.attention.own import checked, heads_of
 from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
 from posjax.far import Branch, branches
+from posjax.lowered import PLATFORMS, mesh_of, split_by_compiler
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 
-BACKENDS = {"dense": dense, "blockwise": blockwise}
+BACKENDS = {"dense": DENSE, "blockwise": BLOCKWISE}
 """Those that take everything and run everywhere."""
+IMPLEMENTATIONS = (*BACKENDS, "tpu", "cudnn")
+"""The others are of one platform, and refuse what they cannot do."""
 CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
 """For biases that are functions of the scores (CoPE)."""
 
@@ -170,29 +169,6 @@ def _grouped_scale(scale, q, kv_heads: int):
     return _group(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
 
 
-def _scaled(x: Operands, scale) -> Operands:
-    def times(q):
-        dtype = statistics_dtype(q)
-        return (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype)
-
-    return _with_queries(x, times)
-
-
-def _scaled_in_base_2(x: Operands, scale) -> Operands:
-    """The queries times ``scale log2 e``, rounded once: in their own precision it would be another temperature."""
-
-    def times(q):
-        dtype = statistics_dtype(q)
-        return (q.astype(dtype) * (jnp.asarray(scale, dtype) * entry.LOG2E)).astype(q.dtype)
-
-    return _with_queries(x, times)
-
-
-def _with_queries(x: Operands, function: Callable) -> Operands:
-    far = tuple(dataclasses.replace(branch, q=function(branch.q)) for branch in x.far)
-    return vary_alike(dataclasses.replace(x, q=function(x.q), far=far))
-
-
 def bound(bias, heads: int) -> Bias | None:
     """A bound bias for ``heads`` heads, of a bound one or a spec without parameters."""
     if bias is None:
@@ -214,7 +190,7 @@ def bound(bias, heads: int) -> Bias | None:
     return widened_leaves(bias)
 
 
-def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: tuple | None = None) -> tuple:
+def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple:
     """Output and log-sum-exp, the latter None where it is not wanted and does not come by itself.
 
     Args:
@@ -222,21 +198,38 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool, given: t
         x: the operands, their queries not scaled yet.
         scale: factor of the queries.
         with_lse: whether the log-sum-exp is wanted.
-        given: for the gradients of a part of longer rows; see ``posjax.attention.dense.dense``.
     """
     small, contextual = _is_small(x), isinstance(x.bias, ContextualBias)
-    if implementation is None:
-        if not (small or contextual):
-            return _run_on_platform(x, scale, with_lse, given)
-        implementation = "dense" if small else "blockwise"
-    check_choice("implementation", implementation, (*BACKENDS, *KERNELS))
-    if implementation in KERNELS:
-        return KERNELS[implementation](x, scale, with_lse, given)
+    if implementation is None and not (small or contextual):
+        return _run_on_platform(x, scale, with_lse)
+    implementation = implementation or ("dense" if small else "blockwise")
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "cudnn":
+        return _run_on_cudnn(x, scale, with_lse)
+    if implementation == "tpu":
+        return _run_on_tpu(x, scale)
     if contextual:
-        return CONTEXTUAL[implementation](*vary_alike((_scaled(x, scale), x.q)))
-    if implementation == "blockwise":
-        return attend(Backends(_blockwise()), *vary_alike((x, scale)), given)
-    return BACKENDS[implementation](_scaled(x, scale), given=given)
+        return CONTEXTUAL[implementation](*vary_alike((scaled(x, scale), x.q)))
+    if implementation == "dense":
+        return BACKENDS["dense"].forward(x, scale)
+    return attend(Backends(BACKENDS["blockwise"]), *vary_alike((x, scale)))
+
+
+def parts_by(implementation: str | None, x: Operands) -> Backends:
+    """What computes calls whose keys are parts of rows, such as this one.
+
+    Raises ValueError for a backend that does not give their log-sum-exp.
+    """
+    if implementation is None and not _is_small(x):
+        return Backends(BACKENDS["blockwise"], () if _tpu_refusal(x) else (("tpu", TPU()),))
+    implementation = implementation or "dense"
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "cudnn":
+        check((why := cudnn.refusal(x, True)) is None, f"implementation='cudnn': {why}")
+    if implementation == "tpu":
+        check((why := _tpu_refusal(x)) is None, f"implementation='tpu': {why}")
+        return Backends(BACKENDS["blockwise"], tuple((platform, TPU()) for platform in PLATFORMS))
+    return Backends(BACKENDS[implementation])
 
 
 def _is_small(x: Operands) -> bool:
@@ -247,51 +240,31 @@ def _is_small(x: Operands) -> bool:
     return known and pairs <= _LONGEST_DENSE and batch * kv_heads * group * pairs <= TILE_ELEMENTS
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scaled:
-    """A backend of calls whose queries are not scaled yet."""
-
-    backend: Callable
-    scaled: Callable
-
-    def __call__(self, x: Operands, scale, given: tuple | None = None) -> tuple:
-        return self.backend(self.scaled(x, scale), given=given)
-
-
-def _blockwise() -> _Scaled:
-    return _Scaled(BACKENDS["blockwise"], _scaled)
-
-
-def _kernel() -> _Scaled:
-    return _Scaled(entry.tpu, _scaled_in_base_2)
-
-
-def _run_on_platform(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
+def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
     """The kernel of the platform that the program is lowered for, where it takes the call, otherwise ``blockwise``."""
     why = {"tpu": _tpu_refusal(x), "cuda": _cudnn_refusal(x, with_lse)}
     for platform, reason in why.items():
         _say(f"attention on {platform}: " + ("its own kernel" if reason is None else f"'blockwise', because {reason}"))
     _warn_of_mesh(x, why["tpu"])
-    kernels = () if why["tpu"] else (("tpu", _kernel()),)
+    kernels = () if why["tpu"] else (("tpu", TPU()),)
 
     def usual() -> tuple:
-        out, lse = attend(Backends(_blockwise(), kernels), *vary_alike((x, scale)), given)
+        out, lse = attend(Backends(BACKENDS["blockwise"], kernels), *vary_alike((x, scale)))
         return out, lse if with_lse else None
 
     if why["cuda"]:
         return usual()
-    return jax.lax.platform_dependent(default=usual, cuda=lambda: (cudnn.cudnn(_scaled(x, scale)), None))
+    return jax.lax.platform_dependent(default=usual, cuda=lambda: (cudnn.cudnn(scaled(x, scale)), None))
 
 
-def _run_on_tpu(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
-    check((why := _tpu_refusal(x)) is None, f"implementation='tpu': {why}")
+def _run_on_tpu(x: Operands, scale) -> tuple:
+    backends = parts_by("tpu", x)
     x, scale = vary_alike((x, scale))
-    kernel = functools.partial(_kernel(), x, scale, given)
     try:
         # Interpreted, it has side effects, which must be known when tracing: then it runs as it is.
-        if jax.make_jaxpr(kernel)().effects:
-            return kernel()
-        return attend(Backends(_blockwise(), tuple((platform, _kernel()) for platform in PLATFORMS)), x, scale, given)
+        if jax.make_jaxpr(TPU().forward)(x, scale).effects:
+            return attend_here(TPU(), x, scale)
+        return attend(backends, x, scale)
     except (ValueError, NotImplementedError) as error:
         # When tracing nobody knows yet where the program will run, and jax speaks when it is lowered.
         if isinstance(x.q, jax.core.Tracer) or jax.default_backend() == "tpu":
@@ -299,18 +272,14 @@ def _run_on_tpu(x: Operands, scale, with_lse: bool, given: tuple | None) -> tupl
         raise ValueError("implementation='tpu': there is no TPU here; use 'blockwise', or None to choose") from error
 
 
-def _run_on_cudnn(x: Operands, scale, with_lse: bool, given: tuple | None) -> tuple:
+def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> tuple:
     why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
     check(why is None, f"implementation='cudnn': {why}")
-    return cudnn.cudnn(_scaled(x, scale)), None
-
-
-KERNELS = {"tpu": _run_on_tpu, "cudnn": _run_on_cudnn}
-"""Those of one platform, which refuse what they cannot do."""
+    return cudnn.cudnn(scaled(x, scale)), None
 
 
 def _tpu_refusal(x: Operands) -> str | None:
-    if axes := _split_by_compiler(x):
+    if axes := split_by_compiler(x.q, x.k, x.v):
         return (
             f"the compiler does not split a TPU kernel over mesh axes {axes}; give partition=, how the queries lie, "
             "for instance jax.sharding.PartitionSpec('data', None, 'tensor'), or a DecoderConfig its placement"
@@ -320,22 +289,11 @@ def _tpu_refusal(x: Operands) -> str | None:
     return entry.refusal(x)
 
 
-def _mesh_of(x: Operands) -> AbstractMesh:
-    meshes = [jax.typeof(array).sharding.mesh for array in (x.q, x.k, x.v)]
-    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
-
-
-def _split_by_compiler(x: Operands) -> list[str]:
-    """The mesh axes that no ``shard_map`` has entered."""
-    mesh = _mesh_of(x)
-    axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-    return axes if mesh.size > 1 or mesh.manual_axes else []
-
-
 def _warn_of_mesh(x: Operands, why: str | None) -> None:
     """Says, on a mesh of TPUs, that their kernel is not used, only because no partition was given."""
-    device = _mesh_of(x).abstract_device
-    if device is not None and device.platform == "tpu" and _split_by_compiler(x) and entry.refusal(x) is None:
+    device = mesh_of(x.q, x.k, x.v).abstract_device
+    split = split_by_compiler(x.q, x.k, x.v)
+    if device is not None and device.platform == "tpu" and split and entry.refusal(x) is None:
         warnings.warn(f"attention runs without its TPU kernel: {why}", stacklevel=2)
 
 

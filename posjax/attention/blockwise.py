@@ -36,7 +36,7 @@ from posjax.attention.operands import (
     statistics_dtype,
     with_bias,
 )
-from posjax.attention.padding import lengthen, pad
+from posjax.attention.padding import lengthened_rows, pad
 from posjax.attention.tiles import Blocks, Kind, Visits, plan, visits
 from posjax.axes import names_of, narrowed, sizes_of
 from posjax.positions import Range, as_array
@@ -46,8 +46,8 @@ TILE_ELEMENTS = 2**21
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 
 
-def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = None) -> tuple:
-    """The same function as ``dense`` in memory linear in the length, forward and backward.
+def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
+    """The same function as ``dense`` in memory linear in the length.
 
     Where the masks or the positions differ between the rows of a batch, a tile is visited if any of the rows needs it.
     Long rows are therefore taken a few at a time, the longest one by one.
@@ -55,19 +55,36 @@ def blockwise(x: Operands, blocks: Blocks | None = None, given: tuple | None = N
     Args:
         x: the operands.
         blocks: tile sizes; chosen from the shapes when left out.
-        given: see ``dense``.
     """
-    rows = x.q.shape[0]
-    size = _rows_at_once(x) if isinstance(rows, int) and rows and _differ(x) else rows
+    rows, size = x.q.shape[0], _rows_at_once(x)
     if size == rows:
-        return _one_plan(x, blocks, given)
-
-    def some(start):
-        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), given)
-        return _one_plan(narrowed(x, batch=(start, size)), blocks, own)
-
-    found = jax.lax.map(some, jnp.arange(0, rows, size))
+        return _one_plan(x, blocks)
+    found = jax.lax.map(lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks), jnp.arange(0, rows, size))
     return tuple(array.reshape(rows, *array.shape[2:]) for array in found)
+
+
+def blockwise_gradients(x: Operands, known: PerQuery, blocks: Blocks | None = None) -> Operands:
+    """``dense_gradients`` in memory linear in the length."""
+    rows, size = x.q.shape[0], _rows_at_once(x)
+    if size == rows:
+        return _gradients_of_one_plan(x, known, blocks)
+    zeros, rebuild = _inexact_leaves(jax.tree.map(no_gradient, x))
+    named = zip(jax.tree.leaves(x), names_of(x), strict=True)
+    names = [own for leaf, own in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    axes = [own.index("batch") if "batch" in own else None for own in names]
+    axes = [axis if axis is not None and a.shape[axis] == rows else None for a, axis in zip(zeros, axes, strict=True)]
+
+    def some(found, start):
+        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), known)
+        more = _inexact_leaves(_gradients_of_one_plan(narrowed(x, batch=(start, size)), own, blocks))[0]
+        return [_put(a, b, start, axis) for a, b, axis in zip(found, more, axes, strict=True)], None
+
+    return rebuild(jax.lax.scan(some, zeros, jnp.arange(0, rows, size))[0])
+
+
+def _put(whole, part, start, axis: int | None):
+    """``part`` in its place, or added where all rows share an array."""
+    return whole + part if axis is None else jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)
 
 
 def _differ(x: Operands) -> bool:
@@ -78,28 +95,28 @@ def _differ(x: Operands) -> bool:
 
 
 def _rows_at_once(x: Operands) -> int:
-    """How many rows share tiles: the largest divisor of their number that lets a tile be a quarter of a row long.
+    """How many rows share tiles: all, or the largest divisor that lets a tile be a quarter of a row long.
 
     A tile then has between 64 and 512 tokens a side, and ``TILE_ELEMENTS`` logits at most.
     """
     rows, kv_heads, group, queries, _ = x.q.shape
+    if not isinstance(rows, int) or not rows or not _differ(x):
+        return rows
     block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
     most = TILE_ELEMENTS // (kv_heads * group * min(block, queries) * block)
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
 
 
-def _one_plan(x: Operands, blocks: Blocks | None, given: tuple | None) -> tuple:
-    queries = x.q.shape[3]
-    blocks = blocks or _choose_blocks(x)
-    padded = pad(x, blocks.q, blocks.k)
-    if given is None:
-        out, lse = _forward(blocks, padded)
-    else:
-        more = padded.q.shape[3] - queries
-        # Whatever the logits of a query that padding adds are, an infinite log-sum-exp gives them weights of 0.
-        out, lse = lengthen(given[0], more, axis=3), lengthen(given[1], more, axis=3, constant_values=jnp.inf)
-        out, lse = _attend_part(blocks, padded, out, lse)
+def _one_plan(x: Operands, blocks: Blocks | None) -> tuple:
+    queries, blocks = x.q.shape[3], blocks or _choose_blocks(x)
+    out, lse = _forward(blocks, pad(x, blocks.q, blocks.k))
     return out[..., :queries, :], lse[..., :queries]
+
+
+def _gradients_of_one_plan(x: Operands, known: PerQuery, blocks: Blocks | None) -> Operands:
+    blocks = blocks or _choose_blocks(x)
+    padded, transpose = jax.vjp(lambda x: pad(x, blocks.q, blocks.k), x)
+    return transpose(_gradients(blocks, padded, lengthened_rows(known, padded.q.shape[3])))[0]
 
 
 def _choose_blocks(x: Operands) -> Blocks:
@@ -234,7 +251,7 @@ def _forward(blocks: Blocks, x: Operands):
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
 
-class _Gradients(NamedTuple):
+class _Sums(NamedTuple):
     """Gradients of the queries and keys of every pair of features, of the values, and of ``_learned``."""
 
     q: list
@@ -243,11 +260,11 @@ class _Gradients(NamedTuple):
     learned: list
 
 
-def _backward_tile(x: Operands, blocks: Blocks, saved: PerQuery, j, kind: Kind, i, found: _Gradients) -> _Gradients:
+def _backward_tile(x: Operands, blocks: Blocks, known: PerQuery, j, kind: Kind, i, found: _Sums) -> _Sums:
     """Adds what the tile of query block ``i`` and key block ``j`` gives to every gradient."""
     dtype = statistics_dtype(x.q)
     part, factors = _decayed(_tile(x, blocks, i, j))
-    rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in saved))
+    rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in known))
     takes = _takes(part, kind)
     found_logits, transpose = _transpose(part, _tile_scores(part, kind, takes))
     logits = _finish(part, kind, found_logits)
@@ -263,26 +280,18 @@ def _backward_tile(x: Operands, blocks: Blocks, saved: PerQuery, j, kind: Kind, 
             more_q, more_k = decayed(more_q, factors[0]), decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
     d_v = found.v + gather(rows.d_out, weights, dtype)
-    return _Gradients(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
+    return _Sums(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
 
 
-def _attend_backward(blocks: Blocks, residuals, cotangents):
-    x, out, lse = residuals
-    d_out, d_lse = cotangents
+def _gradients(blocks: Blocks, x: Operands, known: PerQuery) -> Operands:
     dtype = statistics_dtype(x.q)
     kinds, (grid,) = plan(x, blocks, together=True)
     tiles = _visits(grid.T, kinds)
-    # A row that sees nothing is constant. Any finite log-sum-exp keeps its weights at exp(-inf) = 0, and what reaches
-    # its own log-sum-exp, perhaps NaN, must not be multiplied by them.
-    blind = jnp.isneginf(lse)
-    lse, d_lse = jnp.where(blind, 0, lse), jnp.where(blind, 0, d_lse)
-    correction = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse
-    saved = PerQuery(d_out, lse, correction)
 
-    def column(j, whole: _Gradients) -> _Gradients:
+    def column(j, whole: _Sums) -> _Sums:
         blank = [like_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
         start = whole._replace(k=blank, v=like_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
-        part = _visit(tiles, kinds, j, partial(_backward_tile, x, blocks, saved, j), start)
+        part = _visit(tiles, kinds, j, partial(_backward_tile, x, blocks, known, j), start)
 
         def store(whole, part):
             part = jnp.swapaxes(part, -1, -2).astype(whole.dtype)
@@ -290,13 +299,13 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
 
         return part._replace(k=[store(*pair) for pair in zip(whole.k, part.k, strict=True)], v=store(whole.v, part.v))
 
-    start = _Gradients(
+    start = _Sums(
         [like_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
         [like_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
         like_zeros(x.v.shape, x.v.dtype, x.q),
         [like_zeros(leaf.shape, at_least_float32(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(_learned(x))[0]],
     )
-    return (_cotangent(x, jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start)),)
+    return _cotangent(x, jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start))
 
 
 def _inexact_leaves(tree):
@@ -347,7 +356,7 @@ def _added(whole, part, first: list):
     return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice(whole, first, part.shape) + part, first)
 
 
-def _cotangent(x: Operands, found: _Gradients) -> Operands:
+def _cotangent(x: Operands, found: _Sums) -> Operands:
     """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
     zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))
@@ -358,20 +367,3 @@ def _cotangent(x: Operands, found: _Gradients) -> Operands:
     )
     softcap = zeros.softcap if softcap is None else softcap
     return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, far=far, softcap=softcap)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_part(blocks: Blocks, x: Operands, out, lse):
-    """``out`` and ``lse`` of whole rows as they are, with the gradients of ``x``, which holds some of their keys."""
-    return out, lse
-
-
-def _attend_part_forward(blocks: Blocks, x: Operands, out, lse):
-    return (out, lse), (x, out, lse)
-
-
-def _attend_part_backward(blocks: Blocks, residuals, cotangents):
-    return *_attend_backward(blocks, residuals, cotangents), *map(no_gradient, residuals[1:])
-
-
-_attend_part.defvjp(_attend_part_forward, _attend_part_backward)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
-from posjax._numbers import at_least_float32, is_array_number, level, positive_number, register_numbers
+from posjax._numbers import at_least_float32, is_array_number, is_number, level, positive_number, register_numbers
 from posjax.axes import WithAxes
 from posjax.bias import Bias
 from posjax.masks import Mask
@@ -93,17 +93,41 @@ class PerQuery(NamedTuple):
 
     Args:
         d_out: the gradient of its output.
-        lse: its log-sum-exp; in a kernel without what the bias adds to all of its logits.
+        lse: its log-sum-exp, and infinity, which gives it weights of 0, where it sees nothing; in a kernel without what
+            the bias adds to all of its logits.
         correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp.
+        d_lse: ``dL``, which is what the gradients of all its logits sum up to; 0 where another part of the row counts
+            it.
     """
 
     d_out: Any
     lse: Any
     correction: Any
+    d_lse: Any
+
+
+def per_query(rows: tuple[Array, Array], cotangents: tuple[Array, Array]) -> PerQuery:
+    """Of output and log-sum-exp and of the cotangents of both.
+
+    A row that sees nothing is constant: what reaches its log-sum-exp, perhaps NaN, must not be multiplied by anything.
+    """
+    (out, lse), (d_out, d_lse) = rows, cotangents
+    blind, dtype = jnp.isneginf(lse), lse.dtype
+    d_lse = jnp.where(blind, 0, d_lse)
+    products = (d_out.astype(dtype) * out.astype(dtype)).sum(-1)
+    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), products - d_lse, d_lse)
+
+
+def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Output and log-sum-exp of both parts of rows; a part that sees nothing has one of minus infinity."""
+    lse = jnp.logaddexp(first[1], second[1])
+    finite = jnp.where(jnp.isneginf(lse), 0, lse)
+    out = sum(part.astype(lse.dtype) * jnp.exp(own - finite)[..., None] for part, own in (first, second))
+    return out, lse
 
 
 def vary_alike(operands):
-    """Inside ``shard_map``: every array varies over all mesh axes that any of them varies over.
+    """Inside ``shard_map``: every array varies over all mesh axes that any of them does; numbers stay as they are.
 
     A parameter that is the same on all devices, such as a slope, then gets its gradient summed over them by the
     transpose of this very step.
@@ -111,7 +135,7 @@ def vary_alike(operands):
     axes = frozenset().union(*map(_varying, jax.tree.leaves(operands)))
 
     def vary(leaf):
-        missing = tuple(axes - _varying(leaf))
+        missing = () if is_number(leaf) else tuple(axes - _varying(leaf))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, operands) if axes else operands

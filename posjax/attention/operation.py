@@ -1,20 +1,22 @@
-"""Attention as one operation: forward, tangents and backward, each computed by a backend of the program's platform."""
+"""Attention as one operation: forward, tangents and backward, each computed by a backend of the program's platform.
+
+Parts of rows, which run in and come back with some keys more, are operations too; see ``posjax.attention.backends``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
-from posjax.attention.lowered import Form, Lowered, run, zero_tangent
-from posjax.attention.operands import Operands, mix, named, scores
+from posjax._numbers import is_number
+from posjax.attention.backends import TPU, Backend
+from posjax.attention.operands import Operands, PerQuery, mix, named, scores
 from posjax.attention.own import has_own
-
-Backend = Callable[..., tuple[Array, Array]]
-"""``backend(operands, scale, given=None)`` gives output and log-sum-exp; see ``posjax.attention.dense.dense``."""
+from posjax.lowered import Form, Lowered, run, zero_tangent
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,62 @@ class Backends:
     """
 
     usual: Backend
-    kernels: tuple[tuple[str, Backend], ...] = ()
+    kernels: tuple[tuple[str, TPU], ...] = ()
 
-    def of(self, platform: str) -> Backend:
+    def of(self, platform: str) -> Backend | TPU:
         """What computes on a platform."""
         return dict(self.kernels).get(platform, self.usual)
 
 
-def attend(backends: Backends, x: Operands, scale: Any, given: tuple | None = None) -> tuple[Array, Array]:
-    """Output and log-sum-exp of a call whose queries are not scaled yet; with ``given`` as in ``dense``."""
+def attend(backends: Backends, x: Operands, scale: Any) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a call whose queries are not scaled yet."""
     form, arrays = Form.of((x, scale), unique=has_own(x))
-    if given is None:
-        return tuple(run(_Forward(backends, form), *arrays))
-    return tuple(run(_OfSomeKeys(backends, form), *arrays, *map(jax.lax.stop_gradient, given)))
+    return tuple(run(_Forward(backends, form), *arrays))
+
+
+def attend_here(backend: Backend | TPU, x: Operands, scale: Any) -> tuple[Array, Array]:
+    """``attend`` by a backend that is traced at once, whatever the platform: one that is interpreted."""
+    number = is_number(scale)
+    return _here((backend, scale if number else None), x, None if number else scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _here(static: tuple, x: Operands, scale: Any) -> tuple[Array, Array]:
+    backend, number = static
+    return backend.forward(x, number if scale is None else scale)
+
+
+def _forward_here(static, x, scale):
+    rows = _here(static, x, scale)
+    return rows, (x, scale, rows)
+
+
+def _backward_here(static, saved, cotangents):
+    (backend, number), (x, scale, rows) = static, saved
+    known = backend.known(rows, cotangents)
+    d_x, d_scale = backend.backward(x, number if scale is None else scale, known, of_bias=True)
+    return d_x, None if scale is None else d_scale
+
+
+_here.defvjp(_forward_here, _backward_here)
+
+
+def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Output and log-sum-exp of the keys so far and of these, in the dtype of the statistics."""
+    form, arrays = Form.of((x, scale), unique=has_own(x))
+    return tuple(run(_Merge(backends, form), *arrays, *so_far))
+
+
+def known(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery:
+    """What the backward pass of a part reads of each query, from output, log-sum-exp and the cotangents of both."""
+    return PerQuery(*run(_Known(backends), *rows, *cotangents))
+
+
+def add(backends: Backends, x: Operands, scale: Any, of_rows: PerQuery, so_far: Operands) -> Operands:
+    """Sums of cotangents, None where they are not wanted, and those of these keys. Queries' are of scaled queries."""
+    form, arrays = Form.of((x, scale), unique=has_own(x))
+    sums, structure = jax.tree.flatten(so_far)
+    return structure.unflatten(run(_Add(backends, form, structure), *arrays, *of_rows, *sums))
 
 
 @dataclass(frozen=True)
@@ -57,36 +102,15 @@ class _Forward(Lowered):
 
     def on(self, platform, *arrays):
         with self.form.as_set():
-            return self.backends.of(platform)(*self.form.filled(arrays))
+            return self.backends.of(platform).forward(*self.form.filled(arrays))
 
     def differentiated(self, primals, tangents):
         rows = named(*run(self, *primals))
-        return rows, _tangents(self, primals, tangents, rows)
-
-
-@dataclass(frozen=True)
-class _OfSomeKeys(Lowered):
-    """Output and log-sum-exp of whole rows as they are, with the tangents of some of their keys."""
-
-    backends: Backends
-    form: Form
-
-    def types(self, *arrays):
-        return arrays[-2:]
-
-    def on(self, platform, *arrays):
-        return arrays[-2:]
-
-    def differentiated(self, primals, tangents):
-        return primals[-2:], _tangents(self, primals[:-2], tangents[:-2], primals[-2:])
-
-
-def _tangents(of: _Forward | _OfSomeKeys, primals: tuple, tangents: tuple, rows: tuple) -> Sequence[Array]:
-    which = tuple(tangent is not None for tangent in tangents)
-    if not any(which):
-        return tuple(map(zero_tangent, rows))
-    moved = [tangent for tangent in tangents if tangent is not None]
-    return run(_Tangents(of.backends, of.form, which), *primals, *rows, *moved)
+        which = tuple(tangent is not None for tangent in tangents)
+        if not any(which):
+            return rows, tuple(map(zero_tangent, rows))
+        moved = [tangent for tangent in tangents if tangent is not None]
+        return rows, run(_Tangents(self.backends, self.form, which), *primals, *rows, *moved)
 
 
 @dataclass(frozen=True)
@@ -111,7 +135,7 @@ class _Tangents(Lowered):
         primals, moved = arrays[: len(self.which)], iter(arrays[len(self.which) + 2 :])
         tangents = [next(moved) if own else zero_tangent(x) for own, x in zip(self.which, primals, strict=True)]
         with self.form.as_set():
-            return jax.jvp(lambda *x: self.backends.usual(*self.form.filled(x)), primals, tuple(tangents))[1]
+            return jax.jvp(lambda *x: self.backends.usual.forward(*self.form.filled(x)), primals, tuple(tangents))[1]
 
     def transposed(self, constants, cotangents):
         return run(_Backward(self.backends, self.form, self.which), *constants, *cotangents)
@@ -130,11 +154,62 @@ class _Backward(Lowered):
 
     def on(self, platform, *arrays):
         primals, rows, cotangents = arrays[:-4], arrays[-4:-2], arrays[-2:]
-
-        def part(*chosen):
-            chosen = iter(chosen)
-            filled = [next(chosen) if own else x for own, x in zip(self.which, primals, strict=True)]
-            return self.backends.of(platform)(*self.form.filled(filled), given=rows)
-
+        backend, (x, scale) = self.backends.of(platform), self.form.filled(primals)
+        wanted, _ = self.form.filled(self.which)
         with self.form.as_set():
-            return jax.vjp(part, *self.types(*primals))[1](tuple(cotangents))
+            of_rows = backend.known(rows, cotangents)
+            found = backend.backward(x, scale, of_rows, of_bias=_of_bias(wanted))
+        return [x for own, x in zip(self.which, self.form.taken(found), strict=True) if own]
+
+
+def _of_bias(wanted: Operands) -> bool:
+    """Whether some array of the bias is wanted; what is known when tracing never is."""
+    return any(leaf is True for leaf in jax.tree.leaves(wanted.bias))
+
+
+@dataclass(frozen=True)
+class _Merge(Lowered):
+    """``Backend.merge`` of the arrays of a call, of output and of log-sum-exp."""
+
+    backends: Backends
+    form: Form
+
+    def types(self, *arrays):
+        return arrays[-2:]
+
+    def on(self, platform, *arrays):
+        with self.form.as_set():
+            return self.backends.of(platform).merge(*self.form.filled(arrays[:-2]), arrays[-2:])
+
+
+@dataclass(frozen=True)
+class _Known(Lowered):
+    """``Backend.known`` of output, log-sum-exp, and the cotangents of both."""
+
+    backends: Backends
+
+    def types(self, out, lse, d_out, d_lse):
+        return d_out, lse, lse, d_lse
+
+    def on(self, platform, *arrays):
+        return tuple(self.backends.of(platform).known(arrays[:2], arrays[2:]))
+
+
+@dataclass(frozen=True)
+class _Add(Lowered):
+    """``Backend.add`` of the arrays of a call, of what is known of each query, and of sums with a structure."""
+
+    backends: Backends
+    form: Form
+    structure: Any
+
+    def types(self, *arrays):
+        return arrays[-self.structure.num_leaves :]
+
+    def on(self, platform, *arrays):
+        sums = self.types(*arrays)
+        *primals, d_out, lse, correction, d_lse = arrays[: -len(sums)]
+        of_rows, so_far = PerQuery(d_out, lse, correction, d_lse), self.structure.unflatten(sums)
+        with self.form.as_set():
+            found = self.backends.of(platform).add(*self.form.filled(primals), of_rows, so_far)
+        return jax.tree.leaves(found)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from posjax.attention.operands import Operands
+from posjax.attention.operands import Operands, PerQuery
 from posjax.axes import Names, each
 from posjax.bias import Bias
 from posjax.masks import Mask, Segments, padding_of
@@ -81,6 +81,13 @@ def lengthened(tree, **sizes: tuple[int, int]):
         return array
 
     return each(tree, longer)
+
+
+def lengthened_rows(known: PerQuery, queries: int) -> PerQuery:
+    """What is known of each query with more of them: whatever their logits are, they have weights of 0."""
+    more = queries - known.lse.shape[3]
+    infinite = lengthen(known.lse, more, axis=3, constant_values=jnp.inf)
+    return PerQuery(*(lengthen(array, more, axis=3) for array in known))._replace(lse=infinite)
 
 
 def _longer(array, axis: int, before: int, more: int, projected: bool):

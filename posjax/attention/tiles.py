@@ -65,6 +65,17 @@ class TilePlan(NamedTuple):
         """The plan whose rows are blocks of keys."""
         return TilePlan(self.kinds, self.grid.swapaxes(-1, -2))
 
+    @property
+    def with_every_query(self) -> "TilePlan":
+        """The plan with a masked tile for every block of queries that sees no key: who writes it has to visit it."""
+        xp = np if isinstance(self.grid, np.ndarray) else jnp
+        alone = xp.concatenate([xp.zeros_like(self.grid[..., 1:], bool), ~(self.grid > 0).any(-1, keepdims=True)], -1)
+        masked = [n for n, kind in enumerate(self.kinds, start=1) if kind.masked]
+        if not masked and isinstance(alone, np.ndarray) and not alone.any():
+            return self
+        kinds = self.kinds if masked else (*self.kinds, Kind((0,), True))
+        return TilePlan(kinds, xp.where(alone, masked[0] if masked else len(kinds), self.grid))
+
 
 def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False) -> TilePlan:
     """The kinds of all tiles.

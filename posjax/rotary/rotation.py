@@ -1,11 +1,15 @@
 """Applying a rotary table, in both pairings, and carrying projection weights from one pairing to the other."""
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_even, check_float, shown
 from posjax._numbers import at_least_float32, level
+from posjax.lowered import Lowered, run, split_by_compiler, zero_tangent
+from posjax.rotary import tpu
 from posjax.rotary.tables import RotaryTable
 
 PAIRINGS = ("half", "interleaved")
@@ -27,17 +31,59 @@ def apply_rotary(
     """
     check_choice("pairing", pairing, PAIRINGS)
     _check_table(x, table)
+    if tpu.takes(x, table.cos) and not split_by_compiler(x):
+        return run(_Rotation(pairing), *(part.astype(jnp.float32) for part in table), x)[0]
+    return _rotated(x, table, pairing)
+
+
+@dataclass(frozen=True)
+class _Rotation(Lowered):
+    """``apply_rotary`` of cosines, sines and features: by a kernel on TPUs. It is linear in the last."""
+
+    pairing: str
+
+    @property
+    def linear(self):
+        return 1
+
+    def types(self, cos, sin, x):
+        return [x]
+
+    def on(self, platform, cos, sin, x):
+        if platform == "tpu":
+            return [tpu.rotated(x, cos, sin, pairing=self.pairing)]
+        return [_rotated(x, RotaryTable(cos, sin), self.pairing)]
+
+    def differentiated(self, primals, tangents):
+        """Bilinear: the features' tangent turned, plus the features by the tangent of the table."""
+        *table, x = primals
+        *d_table, d_x = (zero_tangent(a) if t is None else t for a, t in zip(primals, tangents, strict=True))
+        width = 2 * table[0].shape[-1]
+        by_table = _turned(x[..., :width], RotaryTable(*d_table), self.pairing)
+        of_x = run(self, *table, d_x)[0]
+        return run(self, *primals), [of_x.at[..., :width].add(by_table)]
+
+    def transposed(self, constants, cotangents):
+        """Turned back."""
+        cos, sin = constants
+        return run(self, cos, -sin, *cotangents)
+
+
+def _rotated(x: Array, table: RotaryTable, pairing: str) -> Array:
+    """The features, those beyond the table as they are."""
+    width = 2 * table.cos.shape[-1]
+    return jnp.concatenate([_turned(x[..., :width], table, pairing), x[..., width:]], axis=-1)
+
+
+def _turned(x: Array, table: RotaryTable, pairing: str) -> Array:
+    """Features of which all rotate."""
     dtype = at_least_float32(x.dtype)
     _, cos, sin = level(x, *(_with_heads(part.astype(dtype), x.shape[-2]) for part in table))
-    half = cos.shape[-1]
-    rotary, rest = x[..., : 2 * half].astype(dtype), x[..., 2 * half :]
-    if pairing == "half":
-        a, b = rotary[..., :half], rotary[..., half:]
-        rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    else:
-        a, b = rotary[..., 0::2], rotary[..., 1::2]
-        rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(rotary.shape)
-    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
+    wide, half = x.astype(dtype), cos.shape[-1]
+    a, b = (wide[..., :half], wide[..., half:]) if pairing == "half" else (wide[..., 0::2], wide[..., 1::2])
+    turned = a * cos - b * sin, a * sin + b * cos
+    joined = jnp.concatenate(turned, -1) if pairing == "half" else jnp.stack(turned, -1).reshape(x.shape)
+    return joined.astype(x.dtype)
 
 
 def _with_heads(part: Array, heads: int) -> Array:

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from posjax import linear, masks
 from posjax._checks import check, check_choice, shown
-from posjax.attention.api import BACKENDS, KERNELS
+from posjax.attention.api import IMPLEMENTATIONS
 from posjax.attention.padding import without_padding
 from posjax.linear import LinearState
 from posjax.scheme.calls import NewTokens, Params, Where
@@ -89,4 +89,4 @@ def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False,
     for name, given in (("softcap", softcap), ("sinks", sinks), ("return_residuals", return_residuals or None)):
         check(given is None, f"{name}: linear attention has no logits for it; leave it out")
     if implementation is not None:
-        check_choice("implementation", implementation, (*BACKENDS, *KERNELS))
+        check_choice("implementation", implementation, IMPLEMENTATIONS)

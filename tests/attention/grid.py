@@ -10,11 +10,11 @@ import numpy as np
 from posjax import masks
 from posjax.attention import attention
 from posjax.attention.api import BACKENDS
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.bias import T5, ALiBi, Kerple
 from posjax.far import Branch
 from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
 from posjax.positions import Range, from_segments
+from tests.attention.tiles import of_tiles
 
 BATCH, SIZE, VALUE_SIZE = 2, 8, 6
 RATES = np.linspace(0.01, 0.3, SIZE)
@@ -181,7 +181,7 @@ def call(case: Case, values: dict, implementation: str, **options):
 
 def use_tiles(monkeypatch, case: Case) -> None:
     """Makes the blockwise backend use the tiles of a case."""
-    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(*case.blocks)))
+    monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(*case.blocks))
 
 
 def loss(case: Case, implementation: str, values: dict):

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 import posjax as pj
 from posjax.attention import api
 from posjax.attention.api import BACKENDS
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
 from posjax.far import Branch
 from posjax.layout import Layout
 from posjax.masks import Causal, Segments, Sinks, Window, as_mask, materialise
 from posjax.positions import Range
+from tests.attention.tiles import of_tiles
 
 ROWS, TOKENS, HEADS, SIZE = 2, 20, 4, 8
 ROW, COLUMN = np.mgrid[:TOKENS, :TOKENS]
@@ -56,7 +56,7 @@ def attend(q, k, v, **options):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of which both lengths are no multiple."""
-    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(8, 6)))
+    monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(8, 6))
 
 
 OF_ROWS, OF_HEADS, OF_QUERIES = shown(ROWS, 1, 1, TOKENS), shown(HEADS, TOKENS, TOKENS), shown(ROWS, 1, TOKENS, 1)

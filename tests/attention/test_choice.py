@@ -99,7 +99,7 @@ def test_asked_for_it_is_the_kernel_even_for_a_few_tokens():
 def test_dense_is_the_default_while_all_logits_are_a_tile(monkeypatch, shape, dense):
     """2^21 over rows and heads, and 512 x 512 of a head."""
     taken = []
-    monkeypatch.setitem(api.BACKENDS, "dense", lambda x, given: taken.append(x) or (x.q, x.q[..., 0]))
+    monkeypatch.setitem(api.BACKENDS, "dense", Backend(lambda x: taken.append(x) or (x.q, x.q[..., 0]), None))
     rows, queries, keys, heads = shape
     q, k = (jax.ShapeDtypeStruct((rows, tokens, heads, 4), jnp.float32) for tokens in (queries, keys))
     traced(attention, q, k, k)

@@ -17,9 +17,9 @@ import pytest
 
 import posjax as pj
 from posjax.attention.api import BACKENDS
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.masks import Band, Beyond, Causal, Segments, Window
 from posjax.positions import Range
+from tests.attention.tiles import of_tiles
 
 ROWS, TOKENS, HEADS, SIZE = 2, 52, 4, 8
 AT = np.arange(TOKENS)
@@ -29,7 +29,7 @@ BEHIND = AT[:, None] - AT
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles that cut the rows in several parts, the last of which are not whole."""
-    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(16, 20)))
+    monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(16, 20))
 
 
 class Case(NamedTuple):

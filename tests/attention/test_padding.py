@@ -13,9 +13,9 @@ from decoders import NAMES, preset
 import posjax as pj
 from posjax import bias, masks
 from posjax.attention.api import BACKENDS
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Segments, Window
+from tests.attention.tiles import of_tiles
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 8
 IDS = np.asarray([[0] * 6 + [1] * 6 + [-1] * 4, [-1] * 3 + [0] * 13], np.int32)
@@ -25,7 +25,7 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(4, 8)))
+    monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(4, 8))
 
 
 def normal(seed: int, *shape):

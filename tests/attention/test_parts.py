@@ -1,100 +1,171 @@
-"""Gradients of a part of the keys, given output and log-sum-exp of the whole row: summed up, they are the row's."""
+"""Parts of the keys of rows: output and log-sum-exp run in and come back merged, and sums of gradients with a share more.
+
+In the end they are those of whole rows, by ``dense`` and autodiff.
+"""
 
 import dataclasses
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from posjax.attention.blockwise import blockwise
-from posjax.attention.dense import dense
+from posjax.attention.backends import DENSE, TPU
 from posjax.attention.operands import Operands
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
-from posjax.bias import ALiBi
+from posjax.bias import ALiBi, FoX
 from posjax.masks import Causal, Segments
 from posjax.positions import Range
+from tests.attention.tiles import of_tiles
 
-TOKENS, SIZE, KV_HEADS, GROUP = 200, 64, 1, 2
+TOKENS, KV_HEADS, GROUP = 200, 1, 2
 HALF = TOKENS // 2
+SCALE = 0.3
 
 
-def values() -> dict:
-    """Queries, keys, values, slopes and cotangents."""
-    rng = np.random.default_rng(0)
-    shapes = {
-        "q": (1, KV_HEADS, GROUP, TOKENS, SIZE),
-        "k": (1, KV_HEADS, TOKENS, SIZE),
-        "v": (1, KV_HEADS, TOKENS, SIZE),
-        "d_out": (1, KV_HEADS, GROUP, TOKENS, SIZE),
-        "d_lse": (1, KV_HEADS, GROUP, TOKENS),
-    }
-    made = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    made["q"] *= SIZE**-0.5
-    return made | {"slopes": np.array([0.5, 0.01], np.float32)}
+def on_tpu(chip: str, bounded: bool) -> TPU:
+    """The kernels in interpret mode: memory that nobody wrote holds NaN."""
+    interpret = pltpu.InterpretParams(uninitialized_memory="nan")
+    return TPU(entry.Options(1.0, (Blocks(128, 128, 128),) * 2, bounded, TARGETS[chip], interpret))
 
 
+BACKENDS = {
+    "dense": DENSE,
+    "blockwise": of_tiles(64, 96),
+    "tpu": on_tpu("TPU v5 lite", False),
+    "tpu with a bound": on_tpu("TPU v6 lite", True),
+}
+SIZES = {"heads one after the other": 64, "heads side by side": 128}
 # Two documents and padding, whose rows see nothing.
 IDS = np.where(np.arange(TOKENS) > 190, -1, np.arange(TOKENS) // 110).astype(np.int32)[None]
 
 
-def operands(floats, ids, start) -> Operands:
+def values(size: int, dtype=np.float32) -> dict:
+    """Queries, keys, values, what biases learn, and cotangents."""
+    rng = np.random.default_rng(0)
+    of_queries = (1, KV_HEADS, GROUP, TOKENS)
+    shapes = {"q": (*of_queries, size), "k": (1, KV_HEADS, TOKENS, size), "v": (1, KV_HEADS, TOKENS, size)}
+    shapes |= {"d_out": (*of_queries, size), "d_lse": of_queries}
+    made = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+    gates = np.cumsum(-0.05 * rng.uniform(size=(1, KV_HEADS * GROUP, TOKENS)), -1).astype(np.float32)
+    return made | {"slopes": np.array([0.5, 0.01], np.float32), "q_gates": gates, "kv_gates": gates}
+
+
+LEARNED = {"alibi": ("slopes",), "fox": ("q_gates", "kv_gates")}
+OF_KEYS = ("k", "v", "kv_gates")
+
+
+def operands(floats: dict, ids, start) -> Operands:
     """All queries over the keys from ``start`` on, whose documents are ``ids``."""
-    return Operands(
-        floats["q"],
-        floats["k"],
-        floats["v"],
-        bias=ALiBi(learned=True).bind({"slopes": floats["slopes"]}, num_heads=KV_HEADS * GROUP),
-        mask=Causal() & Segments(IDS, ids),
-        q_positions=Range(0, TOKENS),
-        kv_positions=Range(start, ids.shape[1]),
-    )
+    heads = {"num_heads": KV_HEADS * GROUP}
+    if "slopes" in floats:
+        bias = ALiBi(learned=True).bind({"slopes": floats["slopes"]}, **heads)
+    else:
+        bias = FoX().bind(q_gates=floats["q_gates"], kv_gates=floats["kv_gates"], **heads)
+    at = Range(0, TOKENS), Range(start, ids.shape[1])
+    return Operands(floats["q"], floats["k"], floats["v"], bias, Causal() & Segments(IDS, ids), *at)
 
 
-def on_tpu(x: Operands, given=None):
-    """The kernel, whose queries hold ``log2 e`` too."""
-    x = dataclasses.replace(x, q=x.q * entry.LOG2E)
-    blocks = (Blocks(128, 128, 128),) * 2
-    return entry.tpu(x, blocks, False, TARGETS["TPU v5 lite"], pltpu.InterpretParams(uninitialized_memory="nan"), given)
+def halves(floats: dict) -> list[tuple]:
+    """The arguments of ``operands`` for either half of the keys."""
+    cuts = [slice(start, start + HALF) for start in (0, HALF)]
+    own = [{n: a[:, :, cut] if n in OF_KEYS else a for n, a in floats.items()} for cut in cuts]
+    return [(part, IDS[:, cut], cut.start) for part, cut in zip(own, cuts, strict=True)]
 
 
-BACKENDS = {"dense": dense, "blockwise": partial(blockwise, blocks=Blocks(64, 96)), "tpu": on_tpu}
+def of_whole_rows(made: dict, names: tuple) -> tuple:
+    """Output, log-sum-exp and the gradients of all inputs."""
+
+    def run(floats):
+        return DENSE.forward(operands(floats, IDS, 0), SCALE)
+
+    floats = {name: jnp.asarray(made[name]) for name in ("q", "k", "v", *names)}
+    rows, transpose = jax.vjp(run, floats)
+    return rows, transpose((made["d_out"].astype(rows[0].dtype), finite(made, rows)))[0]
 
 
-def gradients(backend, made, ids, start, given=None):
-    """What the keys from ``start`` on give, of all inputs."""
-    extra = {} if given is None else {"given": given}
-    floats = {name: made[name] for name in ("q", "k", "v", "slopes")}
-    result, transpose = jax.vjp(lambda floats: backend(operands(floats, ids, start), **extra), floats)
-    d_lse = jnp.where(jnp.isneginf(result[1]), 0, made["d_lse"])
-    return result, transpose((made["d_out"], d_lse))[0]
+def finite(made: dict, rows: tuple):
+    """The gradient of every log-sum-exp that is finite."""
+    return jnp.where(jnp.isneginf(rows[1]), 0, made["d_lse"].astype(np.float32))
 
 
-@pytest.fixture(scope="module")
-def whole():
-    """Output and log-sum-exp of whole rows, and all their gradients."""
-    return jax.device_get(jax.jit(partial(gradients, dense))(values(), IDS, 0))
-
-
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, whole):
-    """Each half of the keys has the queries' and slopes' gradients in part, and its own keys' and values' whole."""
-    rows, want = whole
-    made, run = values(), jax.jit(partial(gradients, BACKENDS[name]))
-    parts = []
-    for start in (0, HALF):
-        keys = slice(start, start + HALF)
-        part = made | {name: made[name][:, :, keys] for name in ("k", "v")}
-        result, found = jax.device_get(run(part, IDS[:, keys], start, rows))
-        parts.append(found)
-        for got, given in zip(result, rows, strict=True):
-            np.testing.assert_allclose(got, given, rtol=1e-6)
-    total = {key: parts[0][key] + parts[1][key] for key in ("q", "slopes")}
-    total |= {key: np.concatenate([part[key] for part in parts], axis=2) for key in ("k", "v")}
+def test_parts_are_merged_into_whole_rows(name, size):
+    """Also if the first part sees nothing of some rows."""
+    made = values(size)
+    floats = {name: made[name] for name in ("q", "k", "v", "slopes")}
+
+    def run(floats):
+        shape = floats["q"].shape
+        so_far = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf)
+        for part in reversed(halves(floats)):
+            so_far = BACKENDS[name].merge(operands(*part), SCALE, so_far)
+        return so_far
+
+    got, want = jax.jit(run)(floats), of_whole_rows(made, ("slopes",))[0]
+    chex.assert_equal_shape(got[1:] + want[1:])
+    assert got[0].dtype == jnp.float32
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("bias", LEARNED)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
+    """Keys have the gradients of their own part, and everything else has the sum of both."""
+    made, backend, learned = values(size), BACKENDS[name], LEARNED[bias]
+    rows, want = of_whole_rows(made, learned)
+    floats = {name: jnp.asarray(made[name]) for name in ("q", "k", "v", *learned)}
+
+    def run(floats):
+        known = backend.known(rows, (jnp.asarray(made["d_out"]), finite(made, rows)))
+        found, sums = [], None
+        for n, part in enumerate(halves(floats)):
+            x, transpose = jax.vjp(lambda own, part=part: operands(own, *part[1:]), part[0])
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), wanted(x))
+            zeros = zeros if sums is None else dataclasses.replace(zeros, q=sums.q)
+            sums = backend.add(x, SCALE, known._replace(d_lse=known.d_lse * (n == 0)), zeros)
+            found.append(transpose(cotangent(x, sums))[0])
+        # The sums of the queries ran through both parts, and are of scaled queries.
+        summed = {name: found[0][name] + found[1][name] for name in learned if name not in OF_KEYS}
+        joined = {name: jnp.concatenate([part[name] for part in found], 2) for name in OF_KEYS if name in floats}
+        return joined | summed | {"q": SCALE * found[1]["q"]}
+
+    got = jax.jit(run)(floats)
+    assert sorted(got) == sorted(want)
     for key in want:
         size = np.abs(want[key]).max()
-        np.testing.assert_allclose(total[key], want[key], atol=1e-5 * size, err_msg=key)
+        np.testing.assert_allclose(got[key], want[key], atol=2e-5 * size, err_msg=key)
+
+
+def wanted(x: Operands) -> Operands:
+    """The operands with None for what has no gradient."""
+    return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, x)
+
+
+def cotangent(x: Operands, sums: Operands):
+    """The sums in the form of the operands."""
+
+    def of(leaf, found):
+        return np.zeros(leaf.shape, jax.dtypes.float0) if found is None else found.astype(leaf.dtype)
+
+    return jax.tree.map(of, x, sums, is_leaf=lambda leaf: leaf is None)
+
+
+@pytest.mark.parametrize("name", ["tpu", "tpu with a bound"])
+def test_a_part_that_sees_nothing_leaves_everything_as_it_was(name):
+    """Also where a bound lies so far above what there is that sums under it would vanish."""
+    made, backend = values(128), BACKENDS[name]
+    x = operands({name: made[name] for name in ("q", "k", "v", "slopes")}, IDS, 0)
+    hidden = dataclasses.replace(x, k=1e6 * x.k, mask=Causal(), kv_positions=Range(TOKENS, TOKENS))
+    rows = jnp.asarray(made["d_out"]), jnp.asarray(made["d_lse"]) - 200
+    got = jax.jit(partial(backend.merge, hidden, SCALE))(rows)
+    for one, other in zip(got, rows, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from posjax import masks
 from posjax.attention.api import _group, _ungroup, _with_sinks
+from posjax.attention.backends import TPU
 from posjax.attention.dense import dense
 from posjax.attention.operands import FarPair, Operands, vary_alike
+from posjax.attention.operation import attend_here
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
@@ -341,18 +343,22 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
 
 
 def kernel(case: Case):
-    """The TPU backend on queries without its ``log2 e``, rounded once."""
+    """The TPU backend. It multiplies by ``log2 e`` itself, but for narrow queries, which are rounded once before."""
     interpret = INTERPRET
     if case.cores > 1:
         interpret = dataclasses.replace(INTERPRET, num_cores_or_threads=case.cores, random_seed=4)
+    options = entry.Options(
+        blocks=(case.blocks, case.blocks), bounded=case.bounded, on=TARGETS[case.chip], interpret=interpret
+    )
 
-    def scaled(q):
+    def narrow(q):
         return (q * entry.LOG2E).astype(case.dtype)
 
     def run(x: Operands) -> tuple:
-        far = tuple(dataclasses.replace(branch, q=scaled(branch.q)) for branch in x.far)
-        x = dataclasses.replace(x, q=scaled(x.q), far=far)
-        return entry.tpu(x, (case.blocks, case.blocks), case.bounded, TARGETS[case.chip], interpret)
+        if case.dtype == np.float32:
+            return attend_here(TPU(options), x, 1.0)
+        far = tuple(dataclasses.replace(branch, q=narrow(branch.q)) for branch in x.far)
+        return attend_here(TPU(options), dataclasses.replace(x, q=narrow(x.q), far=far), 1 / entry.LOG2E)
 
     return run
 

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from posjax.attention.backends import TPU
 from posjax.attention.operands import Operands
+from posjax.attention.operation import attend_here
 from posjax.attention.tpu import blocks
-from posjax.attention.tpu.entry import tpu
+from posjax.attention.tpu.entry import Options
 from posjax.bias import T5, ALiBi, ForgetBias, Kerple
 from posjax.far import Branch
 from posjax.masks import Beyond, Causal, ChunksApart, Mask, Segments, Sinks, Window
@@ -67,7 +69,8 @@ def program(
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def run(values, ids):
-        return tpu(Operands(values["q"], values["k"], values["v"], **slots(name, values, ids, heads)), on=on)
+        x = Operands(values["q"], values["k"], values["v"], **slots(name, values, ids, heads))
+        return attend_here(TPU(Options(on=on)), x, size**-0.5)
 
     def gradients(values, ids, d_out):
         return jax.vjp(lambda values: run(values, ids)[0], values)[1](d_out)

@@ -24,10 +24,9 @@ def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias
     """The static call and the shapes of its inputs, as they reach the kernels, which do not run."""
     found = []
 
-    def attend(call, x):
+    def forward(call, x, so_far):
         found.append((call, jax.eval_shape(lambda: x)))
-        heads = x.q.shape[:2]
-        return jnp.zeros((*heads, QUERIES, VALUES)), jnp.zeros((*heads, QUERIES))
+        return jnp.zeros((1, 2, QUERIES, VALUES)), jnp.zeros((1, 2, 1, QUERIES))
 
     def run(q, k, v):
         bound = bias and bias.bind(bias.init(jax.random.key(0), 2), num_heads=2)
@@ -35,9 +34,9 @@ def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias
         x = Operands(
             q, k, v, bound, Causal() if mask is None else mask, Range(0, QUERIES), Range(0, KEYS), far=branches
         )
-        return entry.tpu(x, BLOCKS, on=TARGETS[chip])
+        return entry.attend(x, entry.Options(blocks=BLOCKS, on=TARGETS[chip]))
 
-    monkeypatch.setattr(entry, "attend", attend)
+    monkeypatch.setattr(entry, "forward", forward)
     shapes = (1, 1, 2, QUERIES, size), (1, 1, KEYS, size), (1, 1, KEYS, VALUES)
     jax.eval_shape(run, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
     return found[0]
@@ -95,9 +94,9 @@ def shapes_of(room) -> list:
 def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slots, forward, backward):
     call, x = calls(monkeypatch, **slots)
     numbers = jax.ShapeDtypeStruct((1, 2, 1, QUERIES), jnp.float32)
-    per_query = PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
-    there = jax.eval_shape(lambda x: forward_moves.arrays_of(call, x), x)
-    back = jax.eval_shape(lambda x, y: backward_moves.arrays_of(call, x, y), x, per_query)
+    per_query = PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers, None)
+    there = jax.eval_shape(lambda x: forward_moves.arrays_of(call, x, None), x)
+    back = jax.eval_shape(lambda x, y: backward_moves.arrays_of(call, x, y, None), x, per_query)
     assert shapes_of(forward_moves.scratch(call, there)) == list(chain(*forward))
     assert shapes_of(backward_moves.scratch(call, back, True)) == list(chain(*backward))
 

@@ -11,9 +11,9 @@ import pytest
 import posjax as pj
 from posjax import masks
 from posjax.attention.api import BACKENDS
-from posjax.attention.blockwise import Blocks, blockwise
 from posjax.attention.sharded.choice import Sizes, refusal
 from posjax.masks import Causal, Chunked, Sinks, Window
+from tests.attention.tiles import of_tiles
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 13, 4, 2, 8
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -21,7 +21,7 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 
 @pytest.fixture(autouse=True)
 def _float64_and_small_tiles(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(4, 6)))
+    monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(4, 6))
     with jax.enable_x64(True):
         yield
 
@@ -109,7 +109,7 @@ def test_a_learned_soft_cap_and_its_gradient(bias, backend):
 
 
 def test_a_learned_soft_cap_of_low_precision_adds_up_in_float32(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "blockwise", partial(blockwise, blocks=Blocks(4, 4)))
+    monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(4, 4))
     length = 256
     q, k = (np.full((1, length, 1, SIZE), x, jnp.bfloat16) for x in (0.5, 0.25))
 

@@ -1,10 +1,18 @@
 """Attention in tiles of a chosen size, with its derivatives."""
 
-from posjax.attention.blockwise import Blocks, blockwise
+from functools import partial
+
+from posjax.attention.backends import Backend
+from posjax.attention.blockwise import Blocks, blockwise, blockwise_gradients
 from posjax.attention.operands import Operands
 from posjax.attention.operation import Backends, attend
 
 
+def of_tiles(*blocks: int) -> Backend:
+    """The blockwise backend with such tiles."""
+    return Backend(*(partial(each, blocks=Blocks(*blocks)) for each in (blockwise, blockwise_gradients)))
+
+
 def in_tiles(x: Operands, *blocks: int) -> tuple:
     """``blockwise`` of operands whose queries are scaled already."""
-    return attend(Backends(lambda x, _, given=None: blockwise(x, Blocks(*blocks), given)), x, 1.0)
+    return attend(Backends(of_tiles(*blocks)), x, 1.0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check
+from posjax._numbers import is_number
 from posjax.attention import api
 from posjax.attention.checks import check_ahead, check_sinks
 from posjax.attention.operands import RUN, Operands, statistics_dtype, vary_alike
@@ -18,7 +19,7 @@ from posjax.attention.sharded.exchange import dealt, gathered
 from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
-from posjax.attention.sharded.ring import RingConfig, ring
+from posjax.attention.sharded.ring import ring
 from posjax.axes import names_of
 from posjax.bias import Bias, ContextualBias
 from posjax.far import Branch, branches
@@ -89,7 +90,7 @@ def context_attention(
     sinks = heads.last(sinks)
     check_sinks(sinks, q.shape[2])
     check_ahead(x.bias, x.mask, *row)
-    call = Call(x, jnp.asarray(scale, statistics_dtype(q)))
+    call = Call(x, scale if is_number(scale) else jnp.asarray(scale, statistics_dtype(q)))
     call = call.at(*(p if isinstance(p, Range) else as_array(p) for p in row))
     with_lse = return_residuals or sinks is not None
     out, lse = _spread(across, vary_alike(call), implementation, with_lse)
@@ -173,10 +174,10 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
     if strategy == "neighbour":
         return neighbour(line, call, sizes.window, here)
     if strategy == "ring":
-        return ring(RingConfig(_joined(line, call.x), implementation), call)
+        return ring(_joined(line, call.x), implementation, call)
     width = shards if strategy == "ulysses" else across.ulysses
     line = _joined(Line(across.context, shards // width, width, layout, length), call.x)
-    return dealt(line, call, here if line.shards == 1 else partial(ring, RingConfig(line, implementation)))
+    return dealt(line, call, here if line.shards == 1 else partial(ring, line, implementation))
 
 
 def _joined(line: Line, x: Operands) -> Line:

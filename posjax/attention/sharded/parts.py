@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax.attention.operands import Operands
-from posjax.axes import WithAxes, map_tokens
+from posjax.axes import WithAxes, map_tokens, narrowed
 from posjax.layout import Layout
 from posjax.positions import Positions, Range, as_array
 
@@ -32,6 +32,17 @@ class Call(WithAxes):
     scale: Any
 
     axes: ClassVar = {"scale": ("batch", "kv_heads", "group", "queries", "size")}
+
+    def heads(self, first: int, count: int) -> "Call":
+        """The call of ``count`` key heads from ``first`` on, and of the query heads that use them."""
+        group = self.x.q.shape[2]
+
+        def own(slot):
+            return slot if slot is None else slot.heads(first * group, count * group)
+
+        far = tuple(dataclasses.replace(pair, where=own(pair.where)) for pair in self.x.far)
+        x = dataclasses.replace(self.x, bias=own(self.x.bias), mask=own(self.x.mask), far=far)
+        return narrowed(dataclasses.replace(self, x=x), kv_heads=(first, count))
 
     def at(self, q_positions: Positions, kv_positions: Positions) -> "Call":
         """The call at other positions."""

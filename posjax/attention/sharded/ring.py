@@ -1,94 +1,265 @@
 """Ring attention: keys go round, and every group of devices attends to them part by part (Liu et al., 2310.01889).
 
 With ``n`` groups, in step ``s`` group ``r`` holds the keys of group ``r - s`` modulo ``n``; it sends them on before it
-reads them, so that a compiler can move the next keys while it computes. Parts are merged by their log-sum-exp,
-
-    L = log(e^L_1 + e^L_2),   O = O_1 e^(L_1 - L) + O_2 e^(L_2 - L)
+reads them, so that a compiler can move the next keys while it computes. Output and log-sum-exp of the keys so far run
+into every step and come back with those of its keys merged (see ``posjax.attention.backends``).
 
 The backward pass goes round again. With the weights ``P = exp(S - L)`` and ``D = rowsum(dO * O) - dL`` of the *whole*
-row, which alone are saved beside the device's own tokens, every part gives its share of the gradients by itself,
+row every part gives its share of the gradients by itself,
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ += dS K,   dK = dS^T Q
 
-and those of the keys travel with their keys until they are home. Neither pass holds more than two groups' keys, so
-memory does not grow with the number of groups. A part whose pairs the mask hides is passed over.
+and the sums of those of the keys travel with their keys until they are home. Neither pass holds more than two groups'
+keys, so memory does not grow with the number of groups. A part whose pairs the mask hides is passed over.
+
+Half of the heads go round the other way, so that the links carry in both directions. A half waits for the sums of its
+keys' gradients while the kernel of the other half runs.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from posjax.attention.api import run
-from posjax.attention.operands import like_zeros, named, no_gradient, statistics_dtype, taken_apart
+from posjax._numbers import is_number
+from posjax.attention.api import parts_by
+from posjax.attention.operands import Operands, PerQuery, like_zeros, named, no_gradient, statistics_dtype, taken_apart
+from posjax.attention.operation import Backends, add, known, merge
 from posjax.attention.sharded.parts import Call, Line
-from posjax.axes import map_tokens
+from posjax.attention.tpu.call import apart, beside
+from posjax.attention.tpu.terms import LANES
+from posjax.axes import each, map_tokens
 from posjax.masks import extent
+from posjax.positions import Range
 
 
 class RingConfig(NamedTuple):
-    """What is known when tracing: how the row lies, and the backend."""
+    """What is known when tracing: how the row lies, what computes a part, and the scale of the queries if it is."""
 
     line: Line
-    implementation: str | None
+    backends: Backends
+    scale: float | None
+
+
+def ring(line: Line, implementation: str | None, call: Call) -> tuple:
+    """Output and log-sum-exp of this group's queries over the keys of all groups; every leaf varies alike."""
+    halves = _halves(call) if line.shards > 2 else (call,)
+    static = is_number(call.scale)
+    config = RingConfig(line, parts_by(implementation, halves[0].x), call.scale if static else None)
+    found = _ring(config, tuple(dataclasses.replace(half, scale=None) for half in halves) if static else halves)
+    return tuple(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1) for parts in zip(*found, strict=True))
+
+
+def _halves(call: Call) -> tuple[Call, ...]:
+    """The call of either half of the heads; as it is where the key heads are odd in number."""
+    heads = call.x.k.shape[1]
+    return (call,) if heads % 2 else (call.heads(0, heads // 2), call.heads(heads // 2, heads // 2))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring(config: RingConfig, call: Call) -> tuple:
-    """Output and log-sum-exp of this group's queries over the keys of all groups; every leaf varies alike."""
-    return _forward(config, call)
+def _ring(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
+    """Output and log-sum-exp of every call; they go round in alternating directions."""
+    ways = _ways(config, calls)
+    state = [(way.keys, way.nothing_yet()) for way in ways]
+
+    def body(state, distance):
+        sent = [way.sent_on(keys) for way, (keys, _) in zip(ways, state, strict=True)]
+        merged = [way.merged(distance, *each) for way, each in zip(ways, state, strict=True)]
+        return list(zip(sent, merged, strict=True)), None
+
+    state, _ = jax.lax.scan(body, state, jnp.arange(config.line.shards - 1))
+    last = config.line.shards - 1
+    return tuple(way.output(way.merged(last, *each)) for way, each in zip(ways, state, strict=True))
 
 
-def _forward(config: RingConfig, call: Call) -> tuple:
-    x, dtype = call.x, statistics_dtype(call.x.q)
-    are_keys = [leaf.of_keys for leaf in _sides(call)]
-    rows = x.q.shape[:-1]
-    start = (
-        like_zeros((*rows, x.v.shape[-1]), dtype, x.q),
-        like_zeros(rows, dtype, x.q, -jnp.inf),
-    )
+def _ways(config: RingConfig, calls: tuple[Call, ...]) -> list["_Way"]:
+    return [_Way.of(config, call, 1 - 2 * n) for n, call in enumerate(calls)]
 
-    def step(source, keys, travelling, so_far):
-        moved = _replaced(call, are_keys, keys)
+
+class _Side(NamedTuple):
+    """Whose tokens a leaf of a call has and along which axis, None for what all tokens share.
+
+    ``heads``: the axes of heads of features that a kernel reads side by side. So they also wait and travel: in any
+    other order they would be put in order at every step.
+    """
+
+    of_keys: bool = False
+    axis: int | None = None
+    heads: tuple[int, ...] | None = None
+
+    def closed(self, array):
+        """As it waits and travels."""
+        return array if self.heads is None else beside(array)
+
+    def opened(self, array):
+        """As a backend takes it."""
+        return array if self.heads is None else apart(array, self.heads)
+
+
+def _sides(tree: Any) -> list[_Side]:
+    """For every leaf. What belongs to the keys travels."""
+
+    def side(array, names):
+        tokens = next((name for name in ("keys", "queries") if name in names), None)
+        if tokens is None or isinstance(array, Range):
+            return array
+        whole = "size" in names and array.shape[-1] % LANES == 0
+        return _Side(tokens == "keys", names.index(tokens) - len(names), array.shape[1:-2] if whole else None)
+
+    leaves = jax.tree.leaves(each(tree, side), is_leaf=lambda leaf: isinstance(leaf, _Side))
+    return [leaf if isinstance(leaf, _Side) else _Side() for leaf in leaves]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A call that goes round the ring, and the direction of its keys.
+
+    Args:
+        config: of the ring.
+        step: 1 or -1.
+        sides: of the leaves of the call.
+        structure: of the call.
+        leaves: of the call, closed.
+    """
+
+    config: RingConfig
+    step: int
+    sides: list[_Side]
+    structure: Any
+    leaves: list
+
+    @staticmethod
+    def of(config: RingConfig, call: Call, step: int) -> "_Way":
+        """That of a call."""
+        (leaves, structure), sides = jax.tree.flatten(call), _sides(call)
+        return _Way(config, step, sides, structure, [s.closed(leaf) for s, leaf in zip(sides, leaves, strict=True)])
+
+    @property
+    def line(self) -> Line:
+        """How the row lies."""
+        return self.config.line
+
+    @property
+    def keys(self) -> list:
+        """What travels."""
+        return [leaf for leaf, side in zip(self.leaves, self.sides, strict=True) if side.of_keys]
+
+    def call(self, keys: list) -> Call:
+        """The call with other keys."""
+        keys = iter(keys)
+        chosen = [next(keys) if side.of_keys else leaf for leaf, side in zip(self.leaves, self.sides, strict=True)]
+        opened = [side.opened(leaf) for side, leaf in zip(self.sides, chosen, strict=True)]
+        call = self.structure.unflatten(opened)
+        return call if self.config.scale is None else dataclasses.replace(call, scale=self.config.scale)
+
+    def sent_on(self, arrays: list) -> list:
+        """What the group before this one, on its way, holds."""
+        devices = self.line.shards * self.line.width
+        apart = self.step * self.line.width
+        return jax.lax.ppermute(arrays, self.line.axis, [(n, (n + apart) % devices) for n in range(devices)])
+
+    def source(self, distance):
+        """The group whose keys are here at a step."""
+        return (self.line.shard - self.step * distance) % self.line.shards
+
+    @property
+    def outputs(self) -> _Side:
+        """How outputs and their gradients wait."""
+        x = self.call(self.keys).x
+        return _Side(False, -2, x.q.shape[1:3] if x.v.shape[-1] % LANES == 0 else None)
+
+    def nothing_yet(self) -> tuple:
+        """Output and log-sum-exp of no keys."""
+        x = self.call(self.keys).x
+        dtype, rows = statistics_dtype(x.q), x.q.shape[:-1]
+        out = like_zeros((*rows, x.v.shape[-1]), dtype, x.q)
+        return self.outputs.closed(out), like_zeros(rows, dtype, x.q, -jnp.inf)
+
+    def output(self, so_far: tuple) -> tuple:
+        """Output in the dtype of the values, and log-sum-exp."""
+        out, lse = so_far
+        return self.outputs.opened(out).astype(self.call(self.keys).x.v.dtype), lse
+
+    def merged(self, distance, keys: list, so_far: tuple) -> tuple:
+        """Output and log-sum-exp so far and of the keys of a step."""
+        moved, source, line = self.call(keys), self.source(distance), self.line
 
         def pair(i, j, so_far):
-            part = config.line.part(moved, i, j, source)
-            own = tuple(config.line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
-            merged = _unless_empty(part, lambda: _merged(own, run(config.implementation, *_parts(part), True)), own)
-            return tuple(map(partial(config.line.stored, i), so_far, merged, (-2, -1)))
+            part = line.part(moved, i, j, source)
+            own = tuple(line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
+            found = _unless_empty(part, lambda own: merge(self.config.backends, part.x, part.scale, own), own)
+            return tuple(map(partial(line.stored, i), so_far, found, (-2, -1)))
 
-        return travelling, _over_pairs(config.line, pair, so_far)
+        out, lse = so_far
+        out, lse = _over_pairs(line, pair, (self.outputs.opened(out), lse))
+        return self.outputs.closed(out), lse
 
-    _, (out, lse) = _round(config.line, step, _chosen(call, are_keys), [], start)
-    return out.astype(x.v.dtype), lse
+    def added(self, distance, keys: list, of_rows: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
+        """Sums of gradients of the keys of a step, and of everything else, with the share of this step."""
+        moved, source, line = self.call(keys), self.source(distance), self.line
+        sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
+        d_keys, d_own = iter(d_keys), iter(d_own)
+        sums = [side.opened(next(d_keys if side.of_keys else d_own)) for side in sides]
+        of_rows = of_rows._replace(
+            d_out=self.outputs.opened(of_rows.d_out), d_lse=jnp.where(jnp.equal(distance, 0), of_rows.d_lse, 0)
+        )
+
+        def pair(i, j, sums):
+            # Sums are of pieces: those of whole arrays would be zeros but for a piece, and added as such.
+            pieces = map_tokens(moved, line.cut(i), line.cut(j))
+            own = [_piece(line, side, (i, j), array) for side, array in zip(sides, sums, strict=True)]
+            rows = PerQuery(*(line.cut(i)(array, axis) for array, axis in zip(of_rows, (-2, -1, -1, -1), strict=True)))
+            rows = rows._replace(d_lse=jnp.where(jnp.equal(j, 0), rows.d_lse, 0))
+            part = line.placed(pieces, i, j, source)
+
+            def more(own):
+                so_far = _tree_of(part.x, wanted, own)
+                return jax.tree.leaves(add(self.config.backends, part.x, part.scale, rows, so_far))
+
+            found = _unless_empty(part, more, own)
+            return [_stored(line, side, (i, j), *both) for side, *both in zip(sides, sums, found, strict=True)]
+
+        found = zip(sides, _over_pairs(line, pair, sums), strict=True)
+        closed = [(side.of_keys, side.closed(array)) for side, array in found]
+        return [array for of_keys, array in closed if of_keys], [array for of_keys, array in closed if not of_keys]
+
+    def zeros(self, wanted: list[bool], *, of_keys: bool) -> list:
+        """Sums of gradients of nothing yet."""
+        chosen = zip(self.leaves, self.sides, wanted, strict=True)
+        leaves = [leaf for leaf, side, want in chosen if want and side.of_keys == of_keys]
+        return [like_zeros(leaf.shape, statistics_dtype(leaf), leaf) for leaf in leaves]
 
 
-def _parts(part: Call) -> tuple:
-    return part.x, part.scale
+def _tree_of(x: Operands, wanted: list[bool], sums: list) -> Operands:
+    """Sums in the form of the operands, None where they are not wanted."""
+    sums, structure = iter(sums), jax.tree.structure(x)
+    return structure.unflatten([next(sums) if want else None for want in wanted[: structure.num_leaves]])
 
 
-def _merged(first: tuple, second: tuple) -> tuple:
-    """Both parts of a row as one; a part that sees nothing has an infinite log-sum-exp."""
-    lse = jnp.logaddexp(first[1], second[1])
-    finite = jnp.where(jnp.isneginf(lse), 0, lse)
-    out = sum(part.astype(lse.dtype) * jnp.exp(own - finite)[..., None] for part, own in (first, second))
-    return out, lse
+def _piece(line: Line, side: _Side, at: tuple, array):
+    """The piece of an array that belongs to a pair of pieces; without an axis of tokens it is whole."""
+    return array if side.axis is None else line.cut(at[side.of_keys])(array, side.axis)
 
 
-def _unless_empty(part: Call, compute: Callable, otherwise):
-    """``compute()``, or ``otherwise`` where the extents of positions say that the mask hides every pair."""
+def _stored(line: Line, side: _Side, at: tuple, whole, piece):
+    """The array with another piece in its place."""
+    return piece if side.axis is None else line.stored(at[side.of_keys], whole, piece, side.axis)
+
+
+def _unless_empty(part: Call, compute: Callable, so_far):
+    """``compute(so_far)``, or what there is where the extents of positions say that the mask hides every pair."""
     x = part.x
     if x.mask is None:
-        return compute()
+        return compute(so_far)
     some, _ = x.mask.tiles(extent(x.q_positions, x.q.shape[3]), extent(x.kv_positions, x.k.shape[2]))
     if isinstance(some, np.ndarray):
-        return compute() if some.any() else otherwise
-    return jax.lax.cond(some.any(), compute, lambda: otherwise)
+        return compute(so_far) if some.any() else so_far
+    return jax.lax.cond(some.any(), compute, lambda so_far: so_far, so_far)
 
 
 def _over_pairs(line: Line, function: Callable, carry):
@@ -99,135 +270,112 @@ def _over_pairs(line: Line, function: Callable, carry):
     return jax.lax.scan(lambda carry, pair: (function(*pair, carry), None), carry, pairs)[0]
 
 
-def _round(line: Line, step: Callable, keys: list, travelling: list, carry) -> tuple:
-    """Folds ``step(source, keys, travelling, carry)`` over the keys of all groups, from the own ones backwards.
-
-    ``travelling`` belongs to the keys and goes with them, one step behind, so that neither transfer waits for the step;
-    in the end it is at home again.
-    """
-
-    def body(state, distance):
-        keys, travelling, carry = state
-        following, travelling = _sent_on(line, keys), _sent_on(line, travelling)
-        return (following, *step((line.shard - distance) % line.shards, keys, travelling, carry)), None
-
-    state, _ = jax.lax.scan(body, (keys, travelling, carry), jnp.arange(line.shards - 1))
-    keys, travelling, carry = state
-    travelling, carry = step((line.shard + 1) % line.shards, keys, _sent_on(line, travelling), carry)
-    return _sent_on(line, travelling), carry
-
-
-def _sent_on(line: Line, arrays: list) -> list:
-    """What the group before this one holds."""
-    devices = line.shards * line.width
-    return jax.lax.ppermute(arrays, line.axis, [(n, (n + line.width) % devices) for n in range(devices)])
-
-
-class _Side(NamedTuple):
-    """Whose tokens a leaf of a call has, and along which axis: none for what all tokens share."""
-
-    of_keys: bool = False
-    axis: int | None = None
-
-
-def _sides(call: Call) -> list[_Side]:
-    """For every leaf. What belongs to the keys travels."""
-    marked = map_tokens(call, lambda array, axis: _Side(False, axis), lambda array, axis: _Side(True, axis))
-    leaves = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, _Side))
-    return [leaf if isinstance(leaf, _Side) else _Side() for leaf in leaves]
-
-
-def _chosen(tree, which: list[bool]) -> list:
-    return [leaf for leaf, own in zip(jax.tree.leaves(tree), which, strict=True) if own]
-
-
-def _replaced(tree, which: list[bool], values: list):
-    """The tree with other leaves where ``which`` says so."""
-    leaves, structure = jax.tree.flatten(tree)
-    values = iter(values)
-    return structure.unflatten([next(values) if new else leaf for leaf, new in zip(leaves, which, strict=True)])
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["call", "out", "lse"], meta_fields=["wanted"])
+@partial(jax.tree_util.register_dataclass, data_fields=["calls", "rows"], meta_fields=["wanted"])
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What the backward pass needs, and which leaves anybody wants the gradients of."""
+    """What the backward pass needs, and which leaves of every call anybody wants the gradients of."""
 
-    call: Call
-    out: jax.Array
-    lse: jax.Array
-    wanted: tuple[bool, ...]
+    calls: tuple[Call, ...]
+    rows: tuple
+    wanted: tuple[tuple[bool, ...], ...]
 
 
-def _ring_forward(config: RingConfig, call: Call):
-    call, perturbed = taken_apart(call)
-    leaves = zip(perturbed, jax.tree.leaves(call), strict=True)
-    wanted = tuple(moves and jnp.issubdtype(leaf.dtype, jnp.inexact) for moves, leaf in leaves)
-    out, lse = named(*_forward(config, call))
-    return (out, lse), _Saved(call, out, lse, wanted)
+def _ring_forward(config: RingConfig, calls):
+    taken = [taken_apart(call) for call in calls]
+    calls = tuple(call for call, _ in taken)
+    wanted = tuple(_differentiable(*each) for each in taken)
+    rows = tuple(named(*each) for each in _ring(config, calls))
+    return rows, _Saved(calls, rows, wanted)
+
+
+def _differentiable(call: Call, moved: list[bool]) -> tuple[bool, ...]:
+    leaves = zip(moved, jax.tree.leaves(call), strict=True)
+    return tuple(moves and jnp.issubdtype(leaf.dtype, jnp.inexact) for moves, leaf in leaves)
 
 
 def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
-    call, rows, line = saved.call, (saved.out, saved.lse), config.line
-    d_out, d_lse = (like_zeros(c.shape, c.dtype, saved.out) if isinstance(c, SymbolicZero) else c for c in cotangents)
-    # A row that sees nothing is constant.
-    d_rows = d_out, jnp.where(jnp.isneginf(saved.lse), 0, d_lse)
-    sides = _sides(call)
-    are_keys = [side.of_keys for side in sides]
-    of_keys, of_own = (
-        [want and key is which for want, key in zip(saved.wanted, are_keys, strict=True)] for which in (True, False)
-    )
-    axes = [[side.axis for side, chosen in zip(sides, which, strict=True) if chosen] for which in (of_keys, of_own)]
-
-    def step(source, keys, d_keys, d_own):
-        moved = _replaced(call, are_keys, keys)
-
-        def pair(i, j, so_far):
-            # Gradients are of pieces: those of whole arrays would be zeros but for a piece, and added as such.
-            pieces = map_tokens(moved, line.cut(i), line.cut(j))
-            whole, d_whole = (tuple(map(line.cut(i), pair, (-2, -1))) for pair in (rows, d_rows))
-            own = [_cut(line, n, *lists) for n, *lists in zip((j, i), axes, so_far, strict=True)]
-
-            def attended(values):
-                part = _replaced(_replaced(pieces, of_keys, values[0]), of_own, values[1])
-                return run(config.implementation, *_parts(line.placed(part, i, j, source)), True, whole)
-
-            def added():
-                values = [_chosen(pieces, of_keys), _chosen(pieces, of_own)]
-                found = jax.vjp(attended, values)[1](d_whole)[0]
-                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), own, found)
-
-            found = _unless_empty(line.placed(pieces, i, j, source), added, own)
-            return [_stored(line, n, *lists) for n, *lists in zip((j, i), axes, so_far, found, strict=True)]
-
-        # From zeros, not from what arrives: so the kernels need not wait for it.
-        share, d_own = _over_pairs(line, pair, [nothing[0], d_own])
-        return jax.tree.map(jnp.add, d_keys, share), d_own
-
-    nothing = [list(map(_accumulator, _chosen(call, which))) for which in (of_keys, of_own)]
-    d_keys, d_own = _round(line, step, _chosen(call, are_keys), *nothing)
-    found = _replaced(jax.tree.map(no_gradient, call), of_keys, d_keys)
-    found = _replaced(found, of_own, d_own)
-    return (jax.tree.map(_like, found, call),)
+    ways = _ways(config, saved.calls)
+    of_rows = [_known(config, way, *each) for way, *each in zip(ways, saved.rows, cotangents, strict=True)]
+    # The scale comes last, and its gradient from that of the scaled queries.
+    wanted = [_of_operands(call, want) for call, want in zip(saved.calls, saved.wanted, strict=True)]
+    keys = [way.keys for way in ways]
+    d_keys, d_own = ([w.zeros(want, of_keys=k) for w, want in zip(ways, wanted, strict=True)] for k in (True, False))
+    share = partial(_shares, ways, of_rows, wanted)
+    body = partial(_round, ways, share)
+    state, _ = jax.lax.scan(body, (keys, d_keys, d_own), jnp.arange(config.line.shards - 1))
+    keys, d_keys, d_own = state
+    d_keys, d_own = share(config.line.shards - 1, keys, d_keys, d_own)
+    d_keys[0] = ways[0].sent_on(d_keys[0])
+    found = zip(saved.calls, ways, wanted, d_keys, d_own, strict=True)
+    return (tuple(_cotangent(config, *each) for each in found),)
 
 
-def _cut(line: Line, n, axes: list, arrays: list) -> list:
-    """Piece ``n`` of arrays; without an axis of tokens they are whole."""
-    return [array if axis is None else line.cut(n)(array, axis) for axis, array in zip(axes, arrays, strict=True)]
+def _round(ways: list[_Way], share: Callable, state: tuple, distance) -> tuple:
+    """A step of the backward pass: keys are sent on, and the shares of all calls are added."""
+    keys, d_keys, d_own = state
+    sent = [way.sent_on(each) for way, each in zip(ways, keys, strict=True)]
+    d_keys, d_own = share(distance, keys, d_keys, d_own)
+    return (sent, d_keys, d_own), None
 
 
-def _stored(line: Line, n, axes: list, wholes: list, pieces: list) -> list:
-    """The arrays with others in the place of piece ``n``."""
-    arrays = zip(axes, wholes, pieces, strict=True)
-    return [piece if axis is None else line.stored(n, whole, piece, axis) for axis, whole, piece in arrays]
+def _shares(ways: list[_Way], of_rows: list, wanted: list, distance, keys: list, d_keys: list, d_own: list) -> tuple:
+    """Adds the shares of a step. Sums of the first call arrive meanwhile, and those of the second leave.
+
+    So each of them moves while the kernel of the other call runs. A call that is alone adds its share to what arrives
+    afterwards, so that its kernel need not wait.
+    """
+    first, *others = ways
+    arriving = first.sent_on(d_keys[0])
+    if not others:
+        nothing = first.zeros(wanted[0], of_keys=True)
+        more, own = first.added(distance, keys[0], of_rows[0], wanted[0], nothing, d_own[0])
+        return [jax.tree.map(jnp.add, arriving, more)], [own]
+    there, own = ways[1].added(distance, keys[1], of_rows[1], wanted[1], d_keys[1], d_own[1])
+    here, first_own = first.added(distance, keys[0], of_rows[0], wanted[0], arriving, d_own[0])
+    return [here, ways[1].sent_on(there)], [first_own, own]
 
 
-def _accumulator(leaf):
-    return like_zeros(leaf.shape, statistics_dtype(leaf), leaf)
+def _known(config: RingConfig, way: _Way, rows: tuple, cotangents: tuple) -> PerQuery:
+    """What the backward pass reads of each query, outputs' gradients closed."""
+    zeros = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    found = known(config.backends, rows, tuple(zeros))
+    return found._replace(d_out=way.outputs.closed(found.d_out))
+
+
+def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
+    """Which leaves are summed up: those of the operands that are wanted, and the queries if the scale is."""
+    if call.scale is None:
+        return list(wanted)
+    *of_x, of_scale = wanted
+    none = jax.tree.map(lambda _: False, call.x)
+    queries = dataclasses.replace(none, q=of_scale, far=tuple(dataclasses.replace(p, q=of_scale) for p in none.far))
+    return [*(own or more for own, more in zip(of_x, jax.tree.leaves(queries), strict=True)), False]
+
+
+def _cotangent(config: RingConfig, call: Call, way: _Way, wanted: list[bool], d_keys: list, d_own: list) -> Call:
+    """That of a call, from the sums of gradients."""
+    d_keys, d_own = iter(d_keys), iter(d_own)
+    zeros = jax.tree.leaves(jax.tree.map(no_gradient, call))
+    chosen = zip(zeros, way.sides, wanted, strict=True)
+    leaves = [s.opened(next(d_keys if s.of_keys else d_own)) if want else zero for zero, s, want in chosen]
+    return jax.tree.map(_like, _unscaled(config, call, way.structure.unflatten(leaves)), call)
+
+
+def _unscaled(config: RingConfig, call: Call, found: Call) -> Call:
+    """The gradients with those of the queries, which are of scaled ones, times the scale, and with its own."""
+    scale = config.scale if call.scale is None else call.scale
+
+    def times(own: Operands, d: Operands) -> tuple:
+        return jax.vjp(lambda q, scale: q * scale, own.q.astype(d.q.dtype), jnp.asarray(scale, d.q.dtype))[1](d.q)
+
+    made = [times(*each) for each in zip((call.x, *call.x.far), (found.x, *found.x.far), strict=True)]
+    far = tuple(dataclasses.replace(pair, q=q) for pair, (q, _) in zip(found.x.far, made[1:], strict=True))
+    x = dataclasses.replace(found.x, q=made[0][0], far=far)
+    return dataclasses.replace(found, x=x, scale=None if call.scale is None else sum(d for _, d in made))
 
 
 def _like(gradient, leaf):
     return gradient if gradient.dtype == jax.dtypes.float0 else gradient.astype(leaf.dtype)
 
 
-ring.defvjp(_ring_forward, _ring_backward, symbolic_zeros=True)
+_ring.defvjp(_ring_forward, _ring_backward, symbolic_zeros=True)

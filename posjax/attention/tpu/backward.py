@@ -6,10 +6,12 @@ For a block of keys, over the tiles of its list and the query heads that share t
     dV += P^T dO,   dK += dS^T Q,   dQ += dS K
 
 (Dao et al., arXiv 2205.14135, appendix B). Five matrix products, none of whose factors but ``dS`` is ever transposed.
+The factor of the queries is put into the keys of a row of tiles for ``S``, and into the sums of ``dK`` and ``dQ``.
 
     keys      .  .  .  .       ``dK`` and ``dV`` of a row of tiles stay in fast memory until it ends;
               #  #  m  .       ``dQ`` of a tile is fetched (f), added to while the tile is computed (x),
-              w  x  f  .       and written back (w), in float32 and in place
+              w  x  f  .       and written back (w), in float32 and in place; the first tile of a block of queries
+                               starts at zero instead, and the last one leaves the gradient as it will be read
 
 Each array of the queries has two places, the tile's and the next one's; ``dQ`` has three, so that its fetch never waits
 for a write that has only just begun. Within a row every tile is of another block of ``dQ``, and a row ends when all
@@ -25,13 +27,24 @@ from jax.experimental import pallas as pl
 
 from posjax.attention.operands import PerQuery
 from posjax.attention.tiles import Kind
-from posjax.attention.tpu.backward_moves import KeyRow, arrays_of, scratch, wait_written, write
-from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, product, work
+from posjax.attention.tpu.backward_moves import (
+    PENDING,
+    KeyRow,
+    arrays_of,
+    scratch,
+    start_sums,
+    wait_finished,
+    wait_sums,
+    wait_written,
+    write,
+)
+from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, product, scaled, work
 from posjax.attention.tpu.moves import (
     KernelArrays,
     Tile,
     anywhere,
     block_spec,
+    feature_spec,
     specs,
     start,
     wait,
@@ -41,7 +54,11 @@ from posjax.attention.tpu.schedule import tile_of
 
 
 class KernelGradients(NamedTuple):
-    """In base 2, ``ln 2`` short of the true ones but for ``v``: ``bias`` is what the kernel sums up for its form."""
+    """Gradients of queries, keys and values, and what the kernel sums up for the form of the bias, in base 2.
+
+    The latter are ``ln 2`` short of the true ones. Where sums ran in, ``q``, ``k`` and ``v`` are sums in float32, and
+    ``q`` is ``dS K``, the gradient of scaled queries.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -50,65 +67,92 @@ class KernelGradients(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="of_bias")
-def backward(config: KernelConfig, x: Inputs, per_query: PerQuery, *, of_bias: bool) -> KernelGradients:
-    """All gradients; those of the bias only if wanted."""
-    batch, kv_heads, _, keys, _ = x.k.shape
-    tiling, arrays = config.tilings[1], arrays_of(config, x, per_query)
-    block = tiling.blocks.k
+def backward(
+    config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None = None, *, of_bias: bool
+) -> KernelGradients:
+    """All gradients; those of the bias only if wanted. ``so_far``: float32 sums of those of ``q``, ``k`` and ``v``."""
+    arrays, block = arrays_of(config, x, per_query, so_far), config.tilings[1].blocks.k
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
-    sums = config.bias.outputs(arrays.q.shape[2], keys) if of_bias else []
-    of_sums = [shape((batch, kv_heads, *each.shape), jnp.float32) for each in sums]
+    sums = config.bias.outputs(config.heads // config.kv_heads, x.k.shape[3]) if of_bias else []
+    of_sums = [shape((x.k.shape[0], config.kv_heads, *each.shape), jnp.float32) for each in sums]
+    of_queries, whole = shape(x.q.shape, jnp.float32), arrays.dq is None
+    of_keys = [shape(a.shape, a.dtype if so_far is None else jnp.float32) for a in (x.k, x.v)]
+    sizes = {"k": config.size, "v": config.value_size, "dk": config.size, "dv": config.value_size}
     found = pl.pallas_call(
         partial(_kernel, config, len(sums)),
-        grid=(batch, kv_heads, tiling.rows),
-        in_specs=list(specs(arrays, 1, block, k=-2, v=-2)),
+        grid=(x.k.shape[0], config.kv_heads, config.tilings[1].rows),
+        in_specs=list(specs(arrays, 1, block, **sizes)),
         out_specs=[
             anywhere,
-            *(block_spec(array.shape, -2, block) for array in (x.k, x.v)),
+            feature_spec(of_keys[0].shape, config.size, block),
+            feature_spec(of_keys[1].shape, config.value_size, block),
             *(block_spec(o.shape, -1 if each.of_keys else None, block) for o, each in zip(of_sums, sums, strict=True)),
+            *[anywhere] * whole,
         ],
-        out_shape=[shape(arrays.dq.shape, jnp.float32), *(shape(a.shape, a.dtype) for a in (x.k, x.v)), *of_sums],
+        out_shape=[
+            shape(x.q.shape, x.q.dtype) if whole else of_queries,
+            *of_keys,
+            *of_sums,
+            *[of_queries] * whole,
+        ],
         scratch_shapes=scratch(config, arrays, bool(sums)),
-        input_output_aliases={len(jax.tree.leaves(arrays)) - 1: 0},
+        input_output_aliases=arrays.aliases(dq=0, dk=1, dv=2),
         compiler_params=config.compiler_params,
-        cost_estimate=work(x, 3, 2),
+        cost_estimate=work(config, x, 3, 2),
         interpret=config.interpret,
         name="posjax_attention_backward",
     )(*arrays)
-    return KernelGradients(found[0].reshape(x.q.shape), *found[1:3], tuple(found[3:]))
+    dq = found[0]
+    if so_far is None and not whole:
+        dq = (dq * (LN2 * config.factor)).astype(x.q.dtype)
+    return KernelGradients(dq, *found[1:3], tuple(found[3 : 3 + len(sums)]))
 
 
 def _kernel(config: KernelConfig, sums_of_bias: int, *refs):
     fields = len(KernelArrays._fields)
     x, (dq_ref, dk_ref, dv_ref), refs = KernelArrays(*refs[:fields]), refs[fields : fields + 3], refs[fields + 3 :]
-    d_bias, (buffers, sums, dq, choices, arrived, dq_moved) = refs[:sums_of_bias], refs[sums_of_bias:]
+    d_bias, (*sums_ref, buffers, sums, dq, arrived) = refs[:sums_of_bias], refs[sums_of_bias:]
+    if sums_ref:
+        x, dq = x._replace(dq=sums_ref[0]), dq._replace(result=dq_ref)
+    else:
+        x = x._replace(dq=dq_ref)
     b, h, j = (pl.program_id(n) for n in range(3))
-    x, count = x._replace(dq=dq_ref), x.visits.ends[0, len(config.tilings[1].kinds) - 1]
-    row = KeyRow(config, x, buffers, sums, arrived, b, None, h, j, count, dq, choices, dq_moved, None, d_bias).at_head(
-        0
-    )
+    count = x.visits.ends[0, len(config.tilings[1].kinds) - 1]
+    row = KeyRow(config, x, buffers, sums, arrived, b, None, h, j, count, dq, None, d_bias).at_head(0)
 
     @pl.when(count > 0)
     def _():
         start(row, x.visits.order[0, 0], 0)
+        start_sums(row, x.visits.order[0, 0], 0)
 
     _begin(row)
     jax.lax.fori_loop(0, row.group, lambda g, _: _head(row.at_head(g)), None)
-    steps = row.group * count
+    _end(row)
+    dk, dv = sums.dk[...] * (LN2 * config.factor), sums.dv[...]
+    dk_ref[...] = (dk if x.dk is None else x.dk[...] + dk).astype(dk_ref.dtype)
+    dv_ref[...] = (dv if x.dv is None else x.dv[...] + dv).astype(dv_ref.dtype)
+
+
+def _end(row: KeyRow) -> None:
+    """Waits until everything that the row writes has landed."""
+    steps = row.group * row.count
     for back in (1, 2):
 
         @pl.when(steps >= back)
         def _(back=back):
             wait_written(row, jax.lax.rem(steps - back, 3))
 
-    dk_ref[...] = (sums.dk[...] * LN2).astype(dk_ref.dtype)
-    dv_ref[...] = sums.dv[...].astype(dv_ref.dtype)
+    if row.dq.result is not None:
+        wait_finished(row)
 
 
 def _begin(row: KeyRow) -> None:
     sums = row.sums
     sums.dk[...] = jnp.zeros_like(sums.dk)
     sums.dv[...] = jnp.zeros_like(sums.dv)
+    row.dq.choices[PENDING] = 0
+    if sums.k is not None:
+        sums.k[...] = scaled(row.config, row.x.k[...])
     row.make_columns()
     if row.d_bias:
 
@@ -139,11 +183,14 @@ def _visit(row: KeyRow, kind: Kind, n, _) -> None:
 
     @pl.when(step + 1 < row.group * row.count)
     def _():
-        start(row.at_head(jnp.where(last, row.group_head + 1, row.group_head)), upcoming, step + 1)
+        following = row.at_head(jnp.where(last, row.group_head + 1, row.group_head))
+        start(following, upcoming, step + 1)
+        start_sums(following, upcoming, step + 1)
 
     wait(row, kind, step)
+    wait_sums(row, kind, order[0, n], step)
     tile = Tile(kind, tile_of(order[0, n]), row.place(step))
-    _tile(row, tile, row.dq.at[jax.lax.rem(step, 3)])
+    _tile(row, tile, row.dq.places.at[jax.lax.rem(step, 3)])
     write(row, tile, order[0, n], step)
 
 
@@ -164,7 +211,7 @@ def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
     pairs, queries = tile.kind.pairs, pl.ds(first, row.blocks.part)
     d_out = row.buffers.per_query.d_out[tile.place, queries, :]
     q = [row.buffers.q[tile.place, n, queries, :] for n in range(len(pairs))]
-    scores = [product(row.x.k[pair], q[n], (1, 1)) for n, pair in enumerate(pairs)]
+    scores = [product(row.scaled_keys[pair], q[n], (1, 1)) for n, pair in enumerate(pairs)]
     seen, takes = _pattern(row, tile, first)
     weights, d_scores = _weights(row, tile, first, level, _chosen(scores, takes), seen, d_out)
     row.sums.dv[...] += product(weights.astype(d_out.dtype), d_out, (1, 0))

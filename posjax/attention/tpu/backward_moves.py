@@ -1,22 +1,27 @@
 """What the backward kernel takes, where it puts it, and how queries travel to it and their gradients there and back."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.operands import PerQuery
-from posjax.attention.tpu.call import Inputs, KernelConfig
+from posjax.attention.tiles import Kind
+from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, features_at
 from posjax.attention.tpu.moves import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
-from posjax.attention.tpu.schedule import choice_of
+from posjax.attention.tpu.schedule import choice_of, is_first, is_last, tile_of
 from posjax.attention.tpu.terms import LANES
 
 
 class BackwardSums(NamedTuple):
     """What a row of tiles accumulates, and what is prepared once for it."""
 
+    k: Any
     dk: Any
     dv: Any
     columns: tuple
@@ -24,23 +29,26 @@ class BackwardSums(NamedTuple):
     d_bias: Any
 
 
-def arrays_of(config: KernelConfig, x: Inputs, per_query: PerQuery) -> KernelArrays:
-    """The arguments of the kernel, from those of the call. ``dQ`` starts at zero."""
+def arrays_of(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None) -> KernelArrays:
+    """The arguments of the kernel, from those of the call and from sums of gradients of queries, keys and values."""
 
     def grouped(a):
         # Heads of queries by the head of keys that they share; one for all stays one.
-        return a.reshape(a.shape[0], min(a.shape[1], x.k.shape[1]), -1, *a.shape[2:])
+        return a.reshape(a.shape[0], min(a.shape[1], config.kv_heads), -1, *a.shape[2:])
 
-    bias, q = config.bias.arrays(config, x, 1), grouped(x.q)
+    bias = config.bias.arrays(config, x, 1)
     bias = bias._replace(origins=tuple(map(grouped, bias.origins)), outer=jax.tree.map(grouped, bias.outer))
-    per_query, dq = PerQuery(*map(grouped, per_query)), jnp.zeros_like(q, jnp.float32)
-    return KernelArrays(x.visits[1], x.starts, x.numbers, bias, q, None, x.k, x.v, per_query, dq)
+    arrays = KernelArrays(x.visits[1], x.starts, x.numbers, bias, x.q, None, x.k, x.v, per_query=per_query)
+    if so_far is not None:
+        return arrays._replace(**dict(zip(("dq", "dk", "dv"), so_far, strict=True)))
+    # Rows of tiles know which of them visit a block of queries, but not with which of several pairs of features.
+    return arrays if x.q.shape[2] == 1 else arrays._replace(dq=jnp.zeros_like(x.q, jnp.float32))
 
 
 def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
     """Room for what travels, for the sums of a row, and the semaphores."""
     q, k, _ = config.tilings[1].blocks
-    vmem, (pairs, size, value_size) = pltpu.VMEM, (x.k.shape[2], x.k.shape[-1], x.v.shape[-1])
+    vmem, pairs, size, value_size = pltpu.VMEM, x.k.shape[2], config.size, config.value_size
     moved, added, summed = config.bias.scratch(config, 1)
     buffers = Buffers(
         q=vmem((2, pairs, q, size), x.q.dtype),
@@ -51,6 +59,7 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
         bias=moved,
     )
     sums = BackwardSums(
+        k=None if config.factor == 1 else vmem((pairs, k, size), x.k.dtype),
         dk=vmem((pairs, k, size), jnp.float32),
         dv=vmem((k, value_size), jnp.float32),
         columns=tuple(vmem((k, LANES), row.dtype) for row in x.numbers[1]),
@@ -58,14 +67,54 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
         d_bias=summed if of_bias else None,
     )
     copies = pairs + 3 + len(x.numbers[0]) + (moved is not None)
+    result = (vmem((q, size), x.q.dtype), pltpu.SemaphoreType.DMA) if x.dq is None else (None, None)
     return [
         buffers,
         sums,
-        vmem((3, pairs, q, size), jnp.float32),
-        pltpu.SMEM((3,), jnp.int32),
+        QuerySums(
+            vmem((3, pairs, q, size), jnp.float32),
+            pltpu.SMEM((4,), jnp.int32),
+            pltpu.SemaphoreType.DMA((2, pairs, 3)),
+            None,
+            *result,
+        ),
         pltpu.SemaphoreType.DMA((copies, 2)),
-        pltpu.SemaphoreType.DMA((2, pairs, 3)),
     ]
+
+
+PENDING, NOTHING = 3, -1
+"""The index of ``QuerySums.choices`` that says whether a result is on its way, and what stands for an empty place."""
+
+
+class QuerySums(NamedTuple):
+    """Where ``dQ`` is summed up in float32, in main memory, and where it goes when it is whole.
+
+    Without a ``result`` sums start at what is there and stay float32. With one, the first row of tiles that visits a
+    block of queries starts at zero and the last one leaves the gradient of the queries, scaled and in their dtype.
+
+    Args:
+        places: three, for the tiles under way.
+        choices: which pair of features is in each place, and at ``PENDING`` whether a result is on its way.
+        moved: semaphores of the ways there and back.
+        result: the gradient of the queries in main memory, or None.
+        whole: a block of it.
+        result_moved: its semaphore.
+    """
+
+    places: Any
+    choices: Any
+    moved: Any
+    result: Any = None
+    whole: Any = None
+    result_moved: Any = None
+
+    def fetches(self, entry):
+        """Whether the sums of an entry's tile come from main memory."""
+        return True if self.result is None else ~is_first(entry)
+
+    def finishes(self, entry):
+        """Whether they are whole after it."""
+        return False if self.result is None else is_last(entry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +123,24 @@ class KeyRow(TileRow):
 
     Args:
         group_head: the head of queries within the group.
-        dq: three places for ``dQ``; ``choices`` says what is in each, ``dq_moved`` what has gone there and back.
+        dq: where ``dQ`` is summed up.
         d_bias: sums for the bias, if they are wanted.
     """
 
     side = 1
-    dq: Any
-    choices: Any
-    dq_moved: Any
+    dq: QuerySums
     group_head: Any
     d_bias: tuple
 
     @property
+    def scaled_keys(self):
+        """The keys of the row, times the factor of the queries."""
+        return self.x.k if self.sums.k is None else self.sums.k
+
+    @property
     def group(self) -> int:
         """How many heads share the keys."""
-        return self.x.q.shape[2]
+        return self.config.heads // self.config.kv_heads
 
     def at_head(self, g) -> "KeyRow":
         """The row for another head of the group."""
@@ -99,37 +151,107 @@ class KeyRow(TileRow):
         return ref.at[at(self.group_head, ref.shape[0])]
 
     def own_copies(self, tile, place):
-        where, tokens = (self.batch, self.kv_head, self.group_head), self.tokens(tile)
-        sources = self.x.per_query.d_out.at[*where, tokens], *(x.at[*where, :, tokens] for x in self.x.per_query[1:])
+        (d_out, *rows), tokens = self.x.per_query, self.tokens(tile)
+        plane, columns = features_at(d_out.shape, self.head, self.config.value_size)
+        sources = d_out.at[self.batch, plane, tokens, columns], *(x.at[self.batch, self.head, :, tokens] for x in rows)
         return [(source, target.at[place]) for source, target in zip(sources, self.buffers.per_query, strict=True)]
 
     def features(self, pair, tile, to, step):
         source, place = self.x.q.at[self._queries(pair, tile)], self.place(step)
         arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, place]
-        dq = pltpu.make_async_copy(self.x.dq.at[self._queries(pair, tile)], *self._dq(0, to, jax.lax.rem(step, 3)))
-        return [pltpu.make_async_copy(source, self.buffers.q.at[place, to], arrived), dq]
+        return [pltpu.make_async_copy(source, self.buffers.q.at[place, to], arrived)]
+
+    def fetched(self, pair, tile, to: int, step):
+        """The copy of ``dQ`` from main memory."""
+        return pltpu.make_async_copy(self.x.dq.at[self._queries(pair, tile)], *self._dq(0, to, jax.lax.rem(step, 3)))
 
     def stored(self, pair, tile, to: int, step):
         """The copy of ``dQ`` back."""
         source, moved = self._dq(1, to, jax.lax.rem(step, 3))
         return pltpu.make_async_copy(source, self.x.dq.at[self._queries(pair, tile)], moved)
 
+    def finished(self, tile):
+        """The copy of what a tile's ``dQ`` has become."""
+        return pltpu.make_async_copy(self.dq.whole, self.dq.result.at[self._queries(0, tile)], self.dq.result_moved)
+
     def _queries(self, pair, tile) -> tuple:
         """Where the queries of a tile lie."""
-        return self.batch, self.kv_head, self.group_head, pair, self.tokens(tile)
+        plane, columns = features_at(self.x.q.shape, self.head, self.config.size)
+        return self.batch, plane, pair, self.tokens(tile), columns
 
     def _dq(self, way: int, to: int, place) -> tuple:
         """A place of ``dQ`` and its semaphore, 0 there and 1 back."""
-        return self.dq.at[place, to], self.dq_moved.at[way, to, place]
+        return self.dq.places.at[place, to], self.dq.moved.at[way, to, place]
+
+
+def when(condition, then: Callable[[], None]) -> None:
+    """``pl.when``, of a condition that may be known when tracing."""
+    if condition is True:
+        then()
+    elif condition is not False:
+        pl.when(condition)(then)
+
+
+def start_sums(row: KeyRow, entry, step) -> None:
+    """Begins to fetch ``dQ`` of the tile of an entry, unless it starts at zero."""
+    tile = tile_of(entry)
+    when(
+        row.dq.fetches(entry),
+        lambda: for_pairs(row.pairs, choice_of(entry), lambda n, to: row.fetched(n, tile, to, step).start()),
+    )
+
+
+def wait_sums(row: KeyRow, kind: Kind, entry, step) -> None:
+    """Waits until ``dQ`` of a tile has arrived, or clears its place."""
+
+    def wait():
+        for n in range(len(kind.pairs)):
+            row.fetched(n, 0, n, step).wait()
+
+    def clear():
+        place = row.dq.places.at[jax.lax.rem(step, 3)]
+        place[...] = jnp.zeros_like(place)
+
+    when(row.dq.fetches(entry), wait)
+    if row.dq.result is not None:
+        when(is_first(entry), clear)
 
 
 def write(row: KeyRow, tile: Tile, entry, step) -> None:
-    """Begins to write ``dQ`` of a tile back."""
-    row.choices[jax.lax.rem(step, 3)] = choice_of(entry)
-    for n, pair in enumerate(tile.kind.pairs):
-        row.stored(pair, tile.index, n, step).start()
+    """Begins to write ``dQ`` of a tile back, or what it has become where no other tile adds to it."""
+    third, done = jax.lax.rem(step, 3), row.dq.finishes(entry)
+
+    def store():
+        row.dq.choices[third] = choice_of(entry)
+        for n, pair in enumerate(tile.kind.pairs):
+            row.stored(pair, tile.index, n, step).start()
+
+    def finish():
+        row.dq.choices[third] = NOTHING
+        _finish(row, tile, row.dq.places[third, 0])
+
+    when(done, finish)
+    when(True if done is False else ~done, store)
+
+
+def _finish(row: KeyRow, tile: Tile, sums) -> None:
+    wait_finished(row)
+    row.dq.whole[...] = (sums * (LN2 * row.config.factor)).astype(row.dq.whole.dtype)
+    row.finished(tile.index).start()
+    row.dq.choices[PENDING] = 1
+
+
+def wait_finished(row: KeyRow) -> None:
+    """Waits until what was finished last has landed."""
+
+    @pl.when(row.dq.choices[PENDING] == 1)
+    def _():
+        row.finished(0).wait()
+        row.dq.choices[PENDING] = 0
 
 
 def wait_written(row: KeyRow, third) -> None:
-    """Waits until the ``dQ`` that was in one of the three places has landed."""
-    for_pairs(row.pairs, row.choices[third], lambda _, to: row.stored(0, 0, to, third).wait())
+    """Waits until the ``dQ`` that was in one of the three places has landed, if it was written back."""
+    choice = row.dq.choices[third]
+    wait = partial(for_pairs, row.pairs, choice, lambda _, to: row.stored(0, 0, to, third).wait())
+    when(True if row.dq.result is None else choice != NOTHING, wait)

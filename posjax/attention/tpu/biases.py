@@ -104,6 +104,9 @@ class KernelBias:
 
     # Forward.
 
+    def own(self, row: TileRow):
+        """What it adds to all logits of each query of the row, ``[1, queries]``, where ``most`` is known; or None."""
+
     def begin_tile(self, row: TileRow, tile: Tile) -> None:
         """Before the first part of a tile."""
 
@@ -241,6 +244,11 @@ class LinearInKey(_DifferenceOfTokens):
     def of_queries(self, config, x, side):
         return x.bias["slopes"][None, :, None] * super().of_queries(config, x, side).astype(jnp.float32)
 
+    def own(self, row):
+        if row.config.ranged[0]:
+            return self.times(row, jax.lax.broadcasted_iota(jnp.int32, (1, row.blocks.q), 1))
+        return self.times(row, row.x.numbers[0][0][...] - self.origins(row, 0)[0])
+
     def counted(self, config, x, side, step=1):
         if not config.ranged[side]:
             return x.numbers[side][0][..., ::step]
@@ -254,7 +262,7 @@ class LinearInKey(_DifferenceOfTokens):
         return [BiasSum((group, 1, LANES))]
 
     def gradients(self, x, found, d_lse):
-        return {"slopes": found[0].sum((0, 3, 4)).reshape(x.q.shape[1]) * LN2}
+        return {"slopes": found[0].sum((0, 3, 4)).reshape(-1) * LN2}
 
     def times(self, row, differences):
         return row.x.bias.scalars[row.head] * differences.astype(jnp.float32)
@@ -408,7 +416,7 @@ class ByDistance(KernelBias):
         return [BiasSum((group, self.band[1] - self.band[0], SUBLANES, LANES)), BiasSum((group, 2, LANES))]
 
     def gradients(self, x, found, d_lse):
-        skewed, edges = (a.sum(0).reshape(x.q.shape[1], *a.shape[3:]) * LN2 for a in found)
+        skewed, edges = (a.sum(0).reshape(-1, *a.shape[3:]) * LN2 for a in found)
         values = terms.unskewed(skewed, skewed.shape[1] * LANES)
         before = self.band[0] * LANES
         after = x.bias["values"].shape[1] - before - values.shape[1]

@@ -1,4 +1,9 @@
-"""What both kernels take: the static description of a call and its arrays, queries before keys in every pair."""
+"""What both kernels take: the static description of a call and its arrays, queries before keys in every pair.
+
+The features of all heads of a token lie side by side, ``[batch, 1, ..., tokens, heads x size]``, as a projection makes
+them and the next one reads them, so that nothing around a kernel is transposed; where a head does not fill whole lanes
+the heads lie one after the other, ``[batch, heads, ..., tokens, size]``.
+"""
 
 import dataclasses
 import math
@@ -11,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tiles import Blocks, Kind
 from posjax.attention.tpu.schedule import Lists
-from posjax.attention.tpu.terms import Pattern
+from posjax.attention.tpu.terms import LANES, Pattern
 
 GRID = ("parallel", "parallel", "arbitrary")
 """Batch and heads may go to different cores; the rows of tiles of a head follow each other."""
@@ -33,24 +38,34 @@ class KernelConfig:
     """The static part of a call.
 
     Args:
+        heads: of the queries.
+        kv_heads: of the keys.
+        size: numbers of a query or a key.
+        value_size: numbers of a value.
         tilings: those of the forward kernel, whose rows are blocks of queries, and of the backward kernel, of keys.
         pattern: mask and branches without their arrays.
         ranged: whether the positions of the queries and of the keys are ranges.
         bias: a ``posjax.attention.tpu.biases.KernelBias``.
         softcap: in base 2, or None.
+        factor: of the queries, ``log2 e`` included.
         bounded: whether the forward kernel puts a bound of the logits in place of their running maximum.
         spare: whether the matrix unit takes 128 more features than a head has in the same time. Then what a linear bias
-            adds for each key, and the bound of each query, ride along in the product ``Q K^T``: numbers in three pieces
-            of bfloat16 on one side, ones on the other.
+            adds for each key, and the bound of each query, ride along in the product ``Q K^T``: numbers in pieces of
+            bfloat16 on one side, ones on the other.
         vmem: bytes of fast memory a kernel may use.
         interpret: how to run without a TPU (``pltpu.InterpretParams``), or False.
     """
 
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
     tilings: tuple[Tiling, Tiling]
     pattern: Pattern
     ranged: tuple[bool, bool]
     bias: Any
     softcap: float | None
+    factor: float
     bounded: bool
     spare: bool
     vmem: int
@@ -68,19 +83,19 @@ class KernelConfig:
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call, heads before tokens, tokens padded to whole blocks.
+    """The arrays of a call, tokens padded to whole blocks.
 
     Args:
-        q: ``[batch, heads, pairs, queries, size]``, times the scale and ``log2 e``.
-        k: ``[batch, kv heads, pairs, keys, size]``.
-        v: ``[batch, kv heads, keys, value size]``.
+        q: ``[batch, 1, pairs, queries, heads x size]`` or ``[batch, heads, pairs, queries, size]``: see ``beside``.
+        k: ``[batch, 1, pairs, keys, kv heads x size]`` or alike.
+        v: ``[batch, 1, keys, kv heads x value size]`` or alike.
         starts: int32 ``[2]``, the first position of the queries and of the keys where they are ranges.
         visits: the tiles that the forward and the backward kernel visit.
         numbers: int32 ``[batch or 1, 1, 1, tokens]`` each, of the queries and of the keys: positions, unless they are a
             range, and what masks read.
         bias: numbers of the bias times ``log2 e``: see ``KernelBias.numbers``.
-        bound: ``[batch, heads, 1, queries]``, float32, what no logit of a query exceeds, less what the bias adds to all
-            of them; None if the call is not bounded.
+        bound: ``[batch, heads, 1, pairs + 1]``, float32, the length of the longest key of each pair of features, and
+            the most that the bias adds; None if the call is not bounded.
     """
 
     q: jax.Array
@@ -93,6 +108,37 @@ class Inputs(NamedTuple):
     bound: jax.Array | None
 
 
+def beside(x):
+    """``[batch, *heads, tokens, size]`` as ``[batch, 1, tokens, heads x size]`` if a head fills whole lanes.
+
+    Otherwise as ``[batch, heads, tokens, size]``.
+    """
+    batch, *_, tokens, size = x.shape
+    if size % LANES:
+        return x.reshape(batch, -1, tokens, size)
+    return jnp.moveaxis(x, -2, 1).reshape(batch, 1, tokens, -1)
+
+
+def apart(x, heads: tuple[int, ...]):
+    """The inverse of ``beside``."""
+    batch, several, tokens, _ = x.shape
+    if several == math.prod(heads):
+        return x.reshape(batch, *heads, tokens, -1)
+    return jnp.moveaxis(x.reshape(batch, tokens, *heads, -1), 1, -2)
+
+
+def features_at(shape: tuple[int, ...], head, size: int) -> tuple:
+    """Where the features of a head are in an array of ``beside``: the index on its second axis, and the columns."""
+    if shape[1] > 1 or shape[-1] == size:
+        return head if shape[1] > 1 else 0, slice(None)
+    return 0, pl.ds(pl.multiple_of(head * size, LANES), size)
+
+
+def scaled(config: KernelConfig, x):
+    """Queries or keys times the factor of the queries, rounded once."""
+    return x if config.factor == 1 else (x.astype(jnp.float32) * config.factor).astype(x.dtype)
+
+
 def product(a, b, contract: tuple[int, int]):
     """``a b`` summed over one axis of each, in float32; exactly so for float32 factors."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -100,16 +146,17 @@ def product(a, b, contract: tuple[int, int]):
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def work(x: Inputs, of_q: int, of_v: int) -> pl.CostEstimate:
+def work(config: KernelConfig, x: Inputs, of_q: int, of_v: int) -> pl.CostEstimate:
     """What XLA's scheduler is told of a kernel, behind which it hides transfers: half of all pairs, as if causal.
 
     Args:
+        config: of the call.
         x: the inputs.
         of_q: matrix products over or into features of queries and keys, and ``of_v`` of values.
     """
-    pairs = x.q.shape[0] * x.q.shape[1] * x.q.shape[3] * x.k.shape[3] // 2
+    pairs = x.q.shape[0] * config.heads * x.q.shape[3] * x.k.shape[3] // 2
     return pl.CostEstimate(
-        flops=2 * pairs * (of_q * x.q.shape[4] + of_v * x.v.shape[3]),
+        flops=2 * pairs * (of_q * config.size + of_v * config.value_size),
         transcendentals=pairs,
         bytes_accessed=2 * sum(array.size * array.dtype.itemsize for array in (x.q, x.k, x.v)),
     )

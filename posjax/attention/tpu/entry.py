@@ -1,22 +1,25 @@
 """From the operands of an attention call to the kernels and back."""
 
 import dataclasses
-from functools import partial, reduce
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
-from jax.custom_derivatives import SymbolicZero
 
 from posjax._checks import check
 from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, PerQuery, named, no_gradient, taken_apart
-from posjax.attention.padding import lengthen, pad
+from posjax.attention.operands import Operands, PerQuery, no_gradient
+from posjax.attention.padding import lengthen, lengthened_rows, pad
 from posjax.attention.tiles import Blocks, plan
 from posjax.attention.tpu.backward import backward
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
-from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig, Tiling
+from posjax.attention.tpu.call import LOG2E, Inputs, KernelConfig, Tiling, apart, beside
+from posjax.attention.tpu.correction import correction
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import lists
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal
@@ -24,42 +27,127 @@ from posjax.masks import traced_sizes
 from posjax.positions import Range
 
 
-def tpu(
-    x: Operands,
-    blocks: tuple[Blocks, Blocks] | None = None,
-    bounded: bool | None = None,
-    on: Target | None = None,
-    interpret=False,
-    given: tuple | None = None,
-) -> tuple:
-    """Attention by the kernels; ``x.q`` includes ``log2 e`` beside its scale.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the kernels run.
 
     Args:
-        x: the operands.
+        factor: of the queries, ``log2 e`` included; 1 where they have been multiplied already.
         blocks: the largest blocks of the forward and of the backward kernel; the cheapest on the chip when left out.
         bounded: whether a bound of the logits may take the place of their running maximum; as the chip likes it when
             left out.
         on: the chip; that of this machine when left out.
         interpret: ``pltpu.InterpretParams`` to run without a TPU.
-        given: see ``posjax.attention.dense.dense``.
+    """
+
+    factor: float = 1.0
+    blocks: tuple[Blocks, Blocks] | None = None
+    bounded: bool | None = None
+    on: Target | None = None
+    interpret: Any = False
+
+
+def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
+    """Output and log-sum-exp.
+
+    Args:
+        x: the operands.
+        options: how the kernel runs.
+        so_far: output and log-sum-exp of other keys of the rows, in float32, into which those of these are merged.
 
     Raises:
         ValueError: for what the kernels do not take, saying why.
     """
-    check((why := refusal(x)) is None, f"implementation='tpu': {why}")
-    on = target() if on is None else on
-    queries, padded = x.q.shape[3], _padded(x, blocks, on)
-    config, inputs = _prepared(*padded, on.wide if bounded is None else bounded, on, interpret)
-    if given is None:
-        out, lse = attend(config, inputs)
-    else:
-        more = inputs.q.shape[3] - queries
-        # An infinite log-sum-exp gives the queries that padding adds weights of 0.
-        lse = lengthen(given[1] * LOG2E, more, axis=3, constant_values=jnp.inf)
-        out, lse = _attend_part(config, inputs, _flat(lengthen(given[0], more, axis=3)), _flat(lse))
-    split = (x.k.shape[1], -1)
-    out = out.reshape(out.shape[0], *split, *out.shape[2:])[..., :queries, :]
-    return out, lse.reshape(lse.shape[0], *split, lse.shape[-1])[..., :queries] / LOG2E
+    config, inputs = _prepared(x, options)
+    rows = None if so_far is None else _rows(config, inputs, *so_far)
+    # A copy in a kernel names every index of its source: what ``vmap`` maps over is taken one by one.
+    out, lse = sequential_vmap(partial(forward, config))(inputs, rows)
+    lse = _with_own(config, inputs, lse[:, :, 0], 0, 1) / LOG2E
+    heads, queries = x.q.shape[1:3], x.q.shape[3]
+    return apart(out, heads)[..., :queries, :], lse.reshape(-1, *heads, lse.shape[-1])[..., :queries]
+
+
+def _rows(config: KernelConfig, x: Inputs, out, lse) -> tuple:
+    """Output and log-sum-exp so far as the forward kernel has them."""
+    more = x.q.shape[3] - lse.shape[-1]
+    own = _with_own(config, x, _flat(lengthen(lse, more, axis=3)) * LOG2E, 0, -1)
+    return beside(lengthen(out, more, axis=3)), own[:, :, None]
+
+
+def known(rows: tuple, cotangents: tuple, interpret=False) -> PerQuery:
+    """``posjax.attention.operands.per_query`` by a kernel."""
+    (out, lse), (d_out, d_lse) = rows, cotangents
+    blind, more = jnp.isneginf(lse), -lse.shape[-1] % LANES
+    d_lse = jnp.where(blind, 0, d_lse)
+    arrays = (beside(lengthen(array, more, axis=3)) for array in (d_out, out))
+    found = sequential_vmap(partial(correction, math.prod(lse.shape[1:3]), interpret=interpret))(*arrays)
+    found = found.reshape(*lse.shape[:3], -1)[..., : lse.shape[-1]]
+    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), found - d_lse, d_lse)
+
+
+def gradients(x: Operands, of_rows: PerQuery, options: Options, *, of_bias: bool = True) -> Operands:
+    """Those of the operands; that of the bias only if wanted.
+
+    Args:
+        x: the operands.
+        of_rows: what ``known`` gives.
+        options: how the kernel runs.
+        of_bias: whether the gradient of the bias is wanted; it is 0 if not.
+
+    Raises:
+        ValueError: for what the kernels do not take, saying why.
+    """
+    config, inputs, transpose = _transposable(x, options)
+    found, bias = _gradients(config, inputs, of_rows, None, of_bias)
+    return transpose(bias._replace(q=found.q, k=found.k, v=found.v))
+
+
+def add_gradients(
+    x: Operands, of_rows: PerQuery, options: Options, so_far: tuple, *, of_bias: bool = True
+) -> tuple[tuple, Operands]:
+    """Sums of gradients of scaled queries, of keys and of values, all in float32, with those of these keys added.
+
+    Args:
+        x: the operands, of one pair of features.
+        of_rows: what ``known`` gives.
+        options: how the kernel runs.
+        so_far: the sums.
+        of_bias: see ``gradients``.
+
+    Returns:
+        The sums, and the gradients of everything else, in which those of ``q``, ``k`` and ``v`` are 0.
+    """
+    config, inputs, transpose = _transposable(x, options)
+    q, k, v = (beside(lengthen(a, b.shape[-2] - a.shape[-2], -2)) for a, b in zip(so_far, inputs[:3], strict=True))
+    found, bias = _gradients(config, inputs, of_rows, (q[:, :, None], k[:, :, None], v), of_bias)
+    sums = found.q[:, :, 0], found.k[:, :, 0], found.v
+    sums = (apart(a, b.shape[1:-2])[..., : b.shape[-2], :] for a, b in zip(sums, so_far, strict=True))
+    return tuple(sums), transpose(bias)
+
+
+def _gradients(config: KernelConfig, x: Inputs, of_rows: PerQuery, so_far: tuple | None, of_bias: bool) -> tuple:
+    """What the backward kernel finds, and cotangents of its inputs that are 0 but for those of the bias."""
+    rows = lengthened_rows(of_rows, x.q.shape[3])
+    lse = _with_own(config, x, _flat(rows.lse) * LOG2E, 1, -1)
+    rows = PerQuery(beside(rows.d_out), lse[:, :, None], _flat(rows.correction)[:, :, None], None)
+    found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, rows, so_far)
+    zeros = jax.tree.map(no_gradient, x)
+    d_lse = _flat(lengthened_rows(of_rows, x.q.shape[3]).d_lse) / LOG2E
+    bias = config.bias.gradients(x, found.bias, d_lse) if of_bias else {}
+    return found, zeros._replace(bias=zeros.bias | bias)
+
+
+def _transposable(x: Operands, options: Options) -> tuple[KernelConfig, Inputs, Callable]:
+    """What ``_prepared`` makes, and its transpose: from cotangents of the inputs to those of the operands."""
+    configs = []
+
+    def prepare(x):
+        config, inputs = _prepared(x, options)
+        configs.append(config)
+        return inputs
+
+    inputs, transpose = jax.vjp(prepare, x)
+    return configs[0], inputs, lambda cotangents: transpose(cotangents)[0]
 
 
 def refusal(x: Operands) -> str | None:
@@ -95,20 +183,27 @@ def _padded(x: Operands, blocks: tuple[Blocks, Blocks] | None, on: Target) -> tu
     return x, (of_forward, of_backward)
 
 
-def _prepared(
-    x: Operands, blocks: tuple[Blocks, Blocks], bounded: bool, on: Target, interpret
-) -> tuple[KernelConfig, Inputs]:
+def _prepared(x: Operands, options: Options) -> tuple[KernelConfig, Inputs]:
     """What is static in a call, and its arrays."""
+    check((why := refusal(x)) is None, f"implementation='tpu': {why}")
+    on = target() if options.on is None else options.on
+    x, blocks = _padded(x, options.blocks, on)
     ranged = isinstance(x.q_positions, Range), isinstance(x.kv_positions, Range)
     starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]
     ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
     bias = form_of(x).of(x, spare, blocks[1].q + blocks[1].k)
     of_queries, of_keys = (plan(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks)
+    of_keys = of_keys.with_every_query
     of_bias = bias.numbers(x, ahead)
+    bounded = on.wide if options.bounded is None else options.bounded
     most = bias.most(x, of_bias) if bounded else None
     pattern, numbers = _pattern(x)
     config = KernelConfig(
+        heads=x.q.shape[1] * x.q.shape[2],
+        kv_heads=x.q.shape[1],
+        size=x.q.shape[-1],
+        value_size=x.v.shape[-1],
         tilings=(
             Tiling(blocks[0], of_queries.kinds, x.q.shape[3] // blocks[0].q),
             Tiling(blocks[1], of_keys.kinds, x.k.shape[2] // blocks[1].k),
@@ -117,21 +212,21 @@ def _prepared(
         ranged=ranged,
         bias=bias,
         softcap=None if x.softcap is None else x.softcap * LOG2E,
+        factor=options.factor,
         bounded=most is not None,
         spare=spare,
         vmem=on.vmem,
-        interpret=interpret,
+        interpret=options.interpret,
     )
     inputs = _inputs(x, starts, (lists(of_queries), lists(of_keys.transposed)), numbers, of_bias)
-    return config, inputs if most is None else inputs._replace(bound=_bound(x, config, inputs, most))
+    return config, inputs if most is None else inputs._replace(bound=_bound(x, most))
 
 
 def _inputs(x: Operands, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:
     """The arrays of a call, but for a bound."""
-    q = jnp.stack([_flat(q) for q, _ in x.pairs], axis=2)
-    k = jnp.stack([k for _, k in x.pairs], axis=2)
+    q, k = (_together([beside(array) for array in arrays]) for arrays in zip(*x.pairs, strict=True))
     starts = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
-    return Inputs(q, k, x.v, starts, visits, numbers, of_bias, None)
+    return Inputs(q, k, beside(x.v), starts, visits, numbers, of_bias, None)
 
 
 def _pattern(x: Operands) -> tuple[Pattern, tuple]:
@@ -147,6 +242,11 @@ def _pattern(x: Operands) -> tuple[Pattern, tuple]:
     return Pattern(formula, tuple(formulas)), rows
 
 
+def _together(arrays: list):
+    """Those of all pairs of features, on an axis of their own. One alone only gets the axis: nothing is copied."""
+    return arrays[0][:, :, None] if len(arrays) == 1 else jnp.stack(arrays, axis=2)
+
+
 def _flat(q):
     """Query heads ``[batch, kv heads, group, ...]`` on one axis."""
     return q.reshape(q.shape[0], -1, *q.shape[3:])
@@ -158,91 +258,15 @@ def _row(numbers):
     return numbers.reshape(-1, 1, 1, numbers.shape[-1])
 
 
-def _bound(x: Operands, config: KernelConfig, inputs: Inputs, most):
-    """``|q| max |k|``, by Cauchy-Schwarz, of any pair of features, plus the most that the bias adds, for every query.
-
-    What the bias adds to all logits of a query is left out. In place of a running maximum it saves finding one. It may
-    be so far above the logits that all weights vanish; then the kernel computes the row again.
-    """
-    of_pairs = [_lengths(q) * _lengths(k).max(-1)[:, :, None, None] for q, k in x.pairs]
-    # A little more, for the roundings of either side.
-    scores = _flat(reduce(jnp.maximum, of_pairs) * (1 + 2.0**-10))
-    bound = scores + most[:, None] if x.softcap is None else jnp.full_like(scores, config.softcap)
-    return jax.lax.stop_gradient(_with_own(config, inputs, bound, 0, -1))[:, :, None]
-
-
-def _lengths(x):
-    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(config: KernelConfig, x: Inputs):
-    """Output and base-2 log-sum-exp, ``[batch, heads, queries, value size]`` and ``[batch, heads, queries]``."""
-    # A copy in a kernel names every index of its source: what ``vmap`` maps over is taken one by one.
-    out, lse = sequential_vmap(partial(forward, config))(x)
-    return out, _with_own(config, x, lse[:, :, 0], 0, 1)
+def _bound(x: Operands, most):
+    """Of every head the length of the longest key of each pair of features, and the most that the bias adds."""
+    longest = [jnp.sqrt(jnp.square(k.astype(jnp.float32)).sum(-1).max(-1)) for _, k in x.pairs]
+    of_heads = jnp.repeat(jnp.stack(longest, -1), x.q.shape[2], axis=1)
+    most = jnp.broadcast_to(most[:, None], (*of_heads.shape[:2], 1))
+    return jax.lax.stop_gradient(jnp.concatenate([of_heads, most], -1))[:, :, None]
 
 
 def _with_own(config: KernelConfig, x: Inputs, numbers, side: int, sign: int):
     """Numbers of the queries with, or without, what the bias adds to all logits of each."""
     own = config.bias.of_queries(config, x, side)
     return numbers if own is None else numbers + sign * own
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "out", "lse"], meta_fields=["of_bias"])
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """What the backward pass needs, and whether anybody wants the gradient of the bias."""
-
-    x: Inputs
-    out: jax.Array
-    lse: jax.Array
-    of_bias: bool
-
-
-def _attend_forward(config: KernelConfig, x: Inputs):
-    (x, _), (_, wanted) = taken_apart(x), taken_apart(x.bias)
-    out, lse = named(*attend(config, x))
-    return (out, lse), _Residuals(x, out, lse, any(wanted))
-
-
-def _attend_backward(config: KernelConfig, saved: _Residuals, cotangents):
-    x, out, lse = saved.x, saved.out, saved.lse
-    d_out, d_lse = map(_instantiated, cotangents)
-    # A row that sees nothing is constant: an infinite log-sum-exp gives it weights of 0.
-    blind = jnp.isneginf(lse)
-    d_lse = jnp.where(blind, 0, d_lse)
-    correction = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse * LOG2E
-    lse = jnp.where(blind, jnp.inf, _with_own(config, x, lse, 1, -1))
-    per_query = PerQuery(d_out, lse[:, :, None], correction[:, :, None])
-    found = sequential_vmap(partial(backward, config, of_bias=saved.of_bias))(x, per_query)
-    zeros = jax.tree.map(no_gradient, x)
-    bias = zeros.bias | (config.bias.gradients(x, found.bias, d_lse) if saved.of_bias else {})
-    return (zeros._replace(q=(found.q * LN2).astype(x.q.dtype), k=found.k, v=found.v, bias=bias),)
-
-
-def _instantiated(cotangent):
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
-
-
-attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_part(config: KernelConfig, x: Inputs, out, lse):
-    """``out`` and ``lse`` of whole rows as they are, with the gradients of ``x``, which holds some of their keys."""
-    return out, lse
-
-
-def _attend_part_forward(config: KernelConfig, *arguments):
-    ((x, out, lse), _), (_, wanted) = taken_apart(arguments), taken_apart(arguments[0].bias)
-    return (out, lse), _Residuals(x, out, lse, any(wanted))
-
-
-def _attend_part_backward(config: KernelConfig, saved: _Residuals, cotangents):
-    return *_attend_backward(config, saved, cotangents), *map(no_gradient, (saved.out, saved.lse))
-
-
-_attend_part.defvjp(_attend_part_forward, _attend_part_backward, symbolic_zeros=True)

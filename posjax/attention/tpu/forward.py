@@ -26,52 +26,61 @@ from jax.experimental import pallas as pl
 
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import Inputs, KernelConfig, product, work
+from posjax.attention.tpu.call import Inputs, KernelConfig, product, scaled, work
 from posjax.attention.tpu.forward_moves import ForwardSums, QueryRow, arrays_of, scratch
-from posjax.attention.tpu.moves import KernelArrays, Tile, block_spec, specs, start, wait, wait_for, walk
+from posjax.attention.tpu.moves import KernelArrays, Tile, block_spec, feature_spec, specs, start, wait, wait_for, walk
 from posjax.attention.tpu.schedule import tile_of
-from posjax.attention.tpu.terms import LANES
+from posjax.attention.tpu.terms import LANES, PIECES, SUBLANES
 
 LOWEST = -1e30
 """Where a running maximum starts: below every real logit but finite, so that a row without keys needs no care."""
+
+_UP_BY = 2.0**-7
+_UP = 1 + _UP_BY
+"""Twice the most that rounding to bfloat16 takes away."""
 
 SMALLEST = 2.0**-100
 """Least sum of weights under a bound: what float32 drops of them, below ``2^-126``, is then below ``2^-26`` of it."""
 
 
 @partial(jax.jit, static_argnums=0)
-def forward(config: KernelConfig, x: Inputs):
-    """Output ``[batch, heads, queries, value size]`` and base-2 log-sum-exp, less what the bias adds to all of a row.
+def forward(config: KernelConfig, x: Inputs, so_far: tuple | None = None):
+    """Output, its heads as ``beside`` puts them, and base-2 log-sum-exp, less what the bias adds to all of a row.
 
-    The latter is float32, ``[batch, heads, 1, queries]``.
+    The latter is float32, ``[batch, heads, 1, queries]``. Those of other keys, ``so_far``, of which the output is
+    float32 too, run in and come back merged, in their place.
     """
-    batch, heads, _, queries, _ = x.q.shape
-    tiling, arrays = config.tilings[0], arrays_of(config, x)
+    (batch, _, _, queries, _), heads, size = x.q.shape, config.heads, config.value_size
+    tiling, arrays = config.tilings[0], arrays_of(config, x, so_far)
     block = tiling.blocks.q
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
-    out = shape((batch, heads, queries, x.v.shape[-1]), x.v.dtype)
+    out = shape(
+        (batch, heads, queries, size) if size % LANES else (batch, 1, queries, heads * size),
+        x.v.dtype if so_far is None else jnp.float32,
+    )
     lse = shape((batch, heads, 1, queries), jnp.float32)
     return pl.pallas_call(
-        partial(_kernel, config, heads // x.k.shape[1]),
+        partial(_kernel, config),
         grid=(batch, heads, tiling.rows),
-        in_specs=list(specs(arrays, 0, block, q=-2, bound=-1)),
-        out_specs=[block_spec(out.shape, -2, block), block_spec(lse.shape, -1, block)],
+        in_specs=list(specs(arrays, 0, block, q=config.size, out=size)),
+        out_specs=[feature_spec(out.shape, size, block), block_spec(lse.shape, -1, block)],
         out_shape=[out, lse],
         scratch_shapes=scratch(config, arrays),
+        input_output_aliases=arrays.aliases(out=0, lse=1),
         compiler_params=config.compiler_params,
-        cost_estimate=work(x, 1, 1),
+        cost_estimate=work(config, x, 1, 1),
         interpret=config.interpret,
         name="posjax_attention_forward",
     )(*arrays)
 
 
-def _kernel(config: KernelConfig, group: int, *refs):
+def _kernel(config: KernelConfig, *refs):
     fields = len(KernelArrays._fields)
     x, (out_ref, lse_ref, buffers, sums, state, arrived) = KernelArrays(*refs[:fields]), refs[fields:]
     b, h, i = (pl.program_id(n) for n in range(3))
     kinds = len(config.tilings[0].kinds)
     count, following = (x.visits.ends[0, n] for n in (kinds - 1, kinds))
-    row = QueryRow(config, x, buffers, sums, arrived, b, h, jax.lax.div(h, group), i, count)
+    row = QueryRow(config, x, buffers, sums, arrived, b, h, jax.lax.div(h, config.heads // config.kv_heads), i, count)
     # The place where this row's first tile arrives, and whether it is on its way already.
     place, under_way = (jnp.where(i == 0, 0, state[n]) for n in range(2))
 
@@ -133,6 +142,7 @@ def _check_bound(row: QueryRow, state, following, place) -> None:
             wait_for(row, following, place)
 
         _clear(row.sums)
+        _resume(row, bounded=False)
         _ride_on_queries(row, bounded=False)
         start(row, row.x.visits.order[0, 0], 0)
         _sweep(row, -1, 0, bounded=False)
@@ -142,38 +152,93 @@ def _check_bound(row: QueryRow, state, following, place) -> None:
 
 def _begin(row: QueryRow) -> None:
     """What the rows bring along, as columns. The sums are clear: whoever is done with them leaves them so."""
+    config = row.config
     row.make_columns()
-    if row.config.bounded:
-        row.sums.tops[...] = row.x.bound[...]
-    if row.config.bounded and not row.config.bound_rides:
-        row.sums.highest[...] = terms.column(row.x.bound[...])
-    _ride_on_queries(row, bounded=row.config.bound_rides)
+    if row.sums.q is not None:
+        row.sums.q[:, :, : config.size] = scaled(config, row.x.q[...])
+    if config.bounded:
+        row.sums.tops[...] = _bound(row)
+    _resume(row, bounded=config.bounded)
+    if config.bounded and not config.bound_rides:
+        row.sums.highest[...] = terms.column(row.sums.tops[...])
+    _ride_on_queries(row, bounded=config.bound_rides)
+
+
+def _resume(row: QueryRow, *, bounded: bool) -> None:
+    """The sums of other keys, which ran in as ``O`` and ``L``: with the maximum ``m`` they are ``2^(L - m)`` and ``O``.
+
+    A row without tiles needs no bound, and under one its sums might vanish.
+    """
+    if row.x.lse is None:
+        return
+    sums, lse = row.sums, row.x.lse[...]
+    seen = lse > LOWEST
+    top = jnp.where(seen, lse, LOWEST)
+    if bounded:
+        top = jnp.where(row.count > 0, _rounded_up(jnp.maximum(sums.tops[...], top)), top)
+        sums.tops[...] = top
+    else:
+        sums.highest[...] = terms.column(top)
+    weight = terms.column(jnp.where(seen, jnp.exp2(lse - top), 0.0))
+    lane = jax.lax.broadcasted_iota(jnp.int32, weight.shape, 1)
+    sums.total[...] = jnp.where(lane == 0, weight, 0.0)
+    sums.out[...] = row.x.out[...] * _wide(weight, sums.out.shape[1])
+
+
+def _bound(row: QueryRow):
+    """``|q| max |k|``, by Cauchy-Schwarz, of any pair of features, plus the most that the bias adds, as a row.
+
+    What the bias adds to all logits of a query is left out. In place of a running maximum it saves finding one. It may
+    be so far above the logits that all weights vanish; then the row is computed again. As it may be any number that is
+    large enough, it is rounded up to one of bfloat16.
+    """
+    config, numbers = row.config, row.x.bound
+    if config.softcap is not None:
+        return _rounded_up(jnp.full_like(row.sums.tops, config.softcap))
+    lengths = [jnp.sqrt(_squares(q)) * numbers[0, n] for n, q in enumerate(_queries(row))]
+    bound, own = reduce(jnp.maximum, lengths) * _UP + numbers[0, len(lengths)], config.bias.own(row)
+    return _rounded_up(bound if own is None else bound - own)
+
+
+def _rounded_up(x):
+    return (x + _UP_BY * jnp.abs(x)).astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _squares(q):
+    """``|q|^2`` of every query, as a row: the matrix unit adds the squares up."""
+    ones = jnp.ones((SUBLANES, q.shape[1]), q.dtype)
+    return product(ones, jnp.square(q.astype(jnp.float32)).astype(q.dtype), (1, 1))[:1]
+
+
+def _queries(row: QueryRow) -> list:
+    """The scaled queries of every pair of features."""
+    source = row.x.q if row.sums.q is None else row.sums.q
+    return [source[n, :, : row.config.size] for n in range(source.shape[0])]
 
 
 def _ride_on_queries(row: QueryRow, *, bounded: bool) -> None:
-    """The queries with their bound beside them, and ones for the numbers of the keys."""
-    if row.sums.q is None:
+    """Beside the queries ones for the numbers of the keys, and their bound."""
+    if row.sums.q is None or row.sums.q.shape[-1] == row.config.size:
         return
-    row.sums.q[:, :, :LANES] = row.x.q[...]
-    bound = row.x.bound[...] if bounded else jnp.zeros((1, row.blocks.q), jnp.float32)
-    ones = jnp.ones_like(bound)
-    rows = terms.columns([ones, ones, ones, *terms.pieces(-bound)]).astype(row.sums.q.dtype)
+    bound = row.sums.tops[...] if bounded else jnp.zeros_like(row.sums.tops)
+    rows = terms.columns([jnp.ones_like(bound)] * PIECES + [-bound]).astype(row.sums.q.dtype)
     for n in range(row.sums.q.shape[0]):
-        row.sums.q[n, :, LANES:] = rows
+        row.sums.q[n, :, row.config.size :] = rows
 
 
 def _ride_on_keys(row: QueryRow) -> None:
-    """Beside the keys of either place: the bias of each, the same in every block, and ones."""
-    if row.sums.q is None:
+    """Beside the keys of either place: the bias of each, the same in every block, and a one for the bound."""
+    size = row.config.size
+    if row.buffers.k.shape[-1] == size:
         return
-    ones = jnp.ones((1, row.blocks.k), jnp.float32)
+    one = jnp.ones((1, row.blocks.k), jnp.float32)
     bias = row.config.bias
     # Any tile: it is the same in all.
-    numbers = bias.of_keys(row, Tile(None, 0, 0)) if bias.rides else jnp.zeros_like(ones)
-    rows = terms.columns([*terms.pieces(numbers), ones, ones, ones]).astype(row.sums.q.dtype)
+    numbers = bias.of_keys(row, Tile(None, 0, 0)) if bias.rides else jnp.zeros_like(one)
+    rows = terms.columns([*terms.pieces(numbers), one]).astype(row.buffers.k.dtype)
     for place in range(2):
-        for n in range(row.sums.q.shape[0]):
-            row.buffers.k[place, n, :, LANES:] = rows
+        for n in range(row.buffers.k.shape[1]):
+            row.buffers.k[place, n, :, size:] = rows
 
 
 def _clear(sums: ForwardSums) -> None:

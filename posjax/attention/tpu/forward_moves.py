@@ -25,18 +25,19 @@ class ForwardSums(NamedTuple):
     bias: Any
 
 
-def arrays_of(config: KernelConfig, x: Inputs) -> KernelArrays:
-    """The arguments of the kernel, from those of the call."""
+def arrays_of(config: KernelConfig, x: Inputs, so_far: tuple | None) -> KernelArrays:
+    """The arguments of the kernel, from those of the call and from output and log-sum-exp so far."""
     bias = config.bias.arrays(config, x, 0)
-    return KernelArrays(x.visits[0], x.starts, x.numbers, bias, x.q, x.bound, x.k, x.v)
+    out, lse = so_far or (None, None)
+    return KernelArrays(x.visits[0], x.starts, x.numbers, bias, x.q, x.bound, x.k, x.v, out, lse)
 
 
 def scratch(config: KernelConfig, x: KernelArrays) -> list:
     """Room for what travels, for the sums of a row, and the semaphores."""
     q, k, _ = config.tilings[0].blocks
-    vmem, (pairs, value_size) = pltpu.VMEM, (x.k.shape[2], x.v.shape[-1])
+    vmem, pairs, value_size = pltpu.VMEM, x.k.shape[2], config.value_size
     rides, (moved, added, _) = config.bias.rides or config.bound_rides, config.bias.scratch(config, 0)
-    size = x.k.shape[-1] + rides * LANES
+    size = config.size + rides * LANES
     buffers = Buffers(
         q=None,
         k=vmem((2, pairs, k, size), x.k.dtype),
@@ -51,7 +52,7 @@ def scratch(config: KernelConfig, x: KernelArrays) -> list:
         totals=vmem((1, q), jnp.float32),
         tops=vmem((1, q), jnp.float32),
         out=vmem((q, value_size), jnp.float32),
-        q=vmem((pairs, q, size), x.k.dtype) if rides else None,
+        q=vmem((pairs, q, size), x.q.dtype) if rides or config.factor != 1 else None,
         columns=tuple(vmem((q, LANES), row.dtype) for row in x.numbers[0]),
         bias=added,
     )
@@ -69,12 +70,14 @@ class QueryRow(TileRow):
         return step
 
     def own_copies(self, tile, place):
-        return [(self.x.v.at[self.batch, self.kv_head, self.tokens(tile)], self.buffers.v.at[place])]
+        plane, columns = self.keys_at(self.x.v, self.config.value_size)
+        return [(self.x.v.at[self.batch, plane, self.tokens(tile), columns], self.buffers.v.at[place])]
 
     def features(self, pair, tile, to, step):
         target = self.buffers.k.at[step, to]
-        if self.sums.q is not None:
-            target = target.at[:, pl.ds(0, LANES)]
-        source = self.x.k.at[self.batch, self.kv_head, pair, self.tokens(tile)]
+        if self.buffers.k.shape[-1] > self.config.size:
+            target = target.at[:, pl.ds(0, self.config.size)]
+        plane, columns = self.keys_at(self.x.k, self.config.size)
+        source = self.x.k.at[self.batch, plane, pair, self.tokens(tile), columns]
         arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, step]
         return [pltpu.make_async_copy(source, target, arrived)]

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tiles import Blocks, Kind
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import KernelConfig, Tiling
+from posjax.attention.tpu.call import KernelConfig, Tiling, features_at
 from posjax.attention.tpu.schedule import choice_of, tile_of
 from posjax.attention.tpu.terms import Axis
 
@@ -41,10 +41,7 @@ class BiasArrays(NamedTuple):
 
 
 class KernelArrays(NamedTuple):
-    """Arguments of a kernel: arrays outside, references inside; None for what it does not take.
-
-    The heads of queries are ``[heads]`` forward and ``[kv heads, group]`` backward.
-    """
+    """Arguments of a kernel: arrays outside, references inside; None for what it does not take."""
 
     visits: Any
     starts: Any
@@ -54,8 +51,18 @@ class KernelArrays(NamedTuple):
     bound: Any
     k: Any
     v: Any
+    out: Any = None
+    lse: Any = None
     per_query: Any = None
     dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+    def aliases(self, **outputs: int) -> dict[int, int]:
+        """The numbers of arguments that results take the place of, for those that are there."""
+        before = [len(jax.tree.leaves(self[:n])) for n in range(len(self))]
+        places = {name: before[self._fields.index(name)] for name in outputs if getattr(self, name) is not None}
+        return {place: outputs[name] for name, place in places.items()}
 
 
 class Buffers(NamedTuple):
@@ -92,22 +99,36 @@ def block_spec(shape, axis: int | None = None, size: int | None = None, memory_s
     return pl.BlockSpec((None, None, *inner), index, memory_space=memory_space)
 
 
-def specs(arrays: KernelArrays, side: int, block: int, **outer: int) -> KernelArrays:
+def feature_spec(shape: tuple[int, ...], size: int, block: int) -> pl.BlockSpec:
+    """What a step of the grid sees of the features of all heads: those of its head, ``[..., block, size]``."""
+    several, between = shape[1] > 1, shape[2:-2]
+
+    def index(b, h, i):
+        return b, h if several else 0, *[0] * len(between), i, 0 if several else h
+
+    return pl.BlockSpec((None, None, *between, block, size), index)
+
+
+def _feature_specs(array, size: int, block: int):
+    return jax.tree.map(lambda x: feature_spec(x.shape, size, block), array)
+
+
+def specs(arrays: KernelArrays, side: int, block: int, **sizes: int) -> KernelArrays:
     """Where each argument lives, and which block of it a step of the grid sees.
 
     Args:
         arrays: the arguments.
         side: the outer axis.
         block: its tokens in a row of tiles.
-        outer: the axis of the tokens, from the end, of each argument that belongs to them.
+        sizes: of a head, of each argument that holds features of the outer axis.
     """
 
     def visit_spec(table):
         batched, inner = table.shape[0], table.shape[2:]
         return pl.BlockSpec((None, None, *inner), lambda b, h, i: (at(b, batched), i, 0, 0), memory_space=pltpu.SMEM)
 
-    def outer_spec(array, axis=-1):
-        return block_spec(array.shape, axis, block)
+    def outer_spec(array):
+        return block_spec(array.shape, -1, block)
 
     found = jax.tree.map(lambda _: anywhere, arrays)
     numbers = list(found.numbers)
@@ -121,7 +142,9 @@ def specs(arrays: KernelArrays, side: int, block: int, **outer: int) -> KernelAr
             origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in arrays.bias.origins),
             outer=jax.tree.map(outer_spec, arrays.bias.outer),
         ),
-        **{name: jax.tree.map(partial(outer_spec, axis=axis), getattr(arrays, name)) for name, axis in outer.items()},
+        bound=jax.tree.map(lambda x: block_spec(x.shape, memory_space=pltpu.SMEM), arrays.bound),
+        lse=jax.tree.map(outer_spec, arrays.lse),
+        **{name: _feature_specs(getattr(arrays, name), size, block) for name, size in sizes.items()},
     )
 
 
@@ -157,6 +180,10 @@ class TileRow:
     def sizes(self) -> tuple[int, int]:
         """Tokens of a tile along the outer and along the inner axis."""
         return self.blocks[self.side], self.blocks[1 - self.side]
+
+    def keys_at(self, ref, size: int) -> tuple:
+        """Where the features of the row's head of keys are: see ``features_at``."""
+        return features_at(ref.shape, self.kv_head, size)
 
     @property
     def pairs(self) -> int:

@@ -11,8 +11,11 @@ import numpy as np
 
 from posjax.attention.tiles import Kind, TilePlan, visits
 
-_TILE_BITS = 20
+_TILE_BITS, _PAIR_BITS = 20, 8
 """An entry of a list is ``tile + (pair << _TILE_BITS)``: over a million tiles in a row."""
+
+_FIRST, _LAST = 1 << (_TILE_BITS + _PAIR_BITS), 2 << (_TILE_BITS + _PAIR_BITS)
+"""Added to an entry whose row is the first, or the last, to visit its column."""
 
 
 class Lists(NamedTuple):
@@ -34,12 +37,19 @@ def lists(plan: TilePlan) -> Lists:
     xp = np if isinstance(grid, np.ndarray) else jnp
     order, ends = visits(grid, len(kinds))
     several = np.array([0, *(max(0, _choice(kind)) for kind in kinds)])
-    pair = xp.take_along_axis(xp.asarray(several)[grid], order, axis=-1)
-    entries = order + (pair << _TILE_BITS)
+    said = (xp.asarray(several)[grid] << _TILE_BITS) + _ends_of_columns(grid)
+    entries = order + xp.take_along_axis(said, order, axis=-1)
     first = xp.where(ends[..., -1:] > 0, entries[..., :1], -1)
     following = xp.concatenate([first[:, 1:], xp.full_like(first[:, :1], -1)], 1)
     ends = xp.concatenate([ends, following], -1)
     return Lists(*(jnp.asarray(a[:, :, None], jnp.int32) for a in (entries, ends)))
+
+
+def _ends_of_columns(grid):
+    """``_FIRST`` and ``_LAST`` for every tile."""
+    visited = grid > 0
+    count = visited.cumsum(-2)
+    return visited * ((count == 1) * _FIRST + (count == count[..., -1:, :]) * _LAST)
 
 
 def _choice(kind: Kind) -> int:
@@ -54,4 +64,14 @@ def tile_of(entry):
 
 def choice_of(entry):
     """Which pair of features an entry asks for; the number of pairs where it asks for all."""
-    return entry >> _TILE_BITS
+    return (entry >> _TILE_BITS) & ((1 << _PAIR_BITS) - 1)
+
+
+def is_first(entry):
+    """Whether no row of tiles before this one visits the column of an entry."""
+    return entry & _FIRST != 0
+
+
+def is_last(entry):
+    """Whether no row of tiles after this one visits the column of an entry."""
+    return entry & _LAST != 0

@@ -20,6 +20,9 @@ from posjax.masks import Mask, OfTokens, Pair
 
 LANES, SUBLANES = 128, 8
 
+PIECES = 3
+"""Numbers of bfloat16 whose sum has the precision of float32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OfArrays:
@@ -188,9 +191,9 @@ def columns(rows: list):
 
 
 def pieces(x) -> list:
-    """Three bfloat16 numbers, as float32, whose sum is ``x``."""
+    """``PIECES`` bfloat16 numbers, as float32, whose sum is ``x``."""
     found = []
-    for _ in range(3):
+    for _ in range(PIECES):
         found.append(x.astype(jnp.bfloat16).astype(jnp.float32))
         x = x - found[-1]
     return found

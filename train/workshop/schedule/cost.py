@@ -27,6 +27,7 @@ class Runs:
     name: str
     times: float
     products: tuple[Product, ...] = ()  # of one run
+    inside: tuple[Runs, ...] = ()  # conditionals in a hot part that run less often than it does
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,16 @@ def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Runs]:
             f"{expected}; for {_words(run.name for run in runs)} found {len(cold)} conditionals or loops, "
             f"of {_words(str(kernel.parts[i].bundles) for i in cold)} bundles",
         )
-        largest = sorted(cold, key=lambda i: -kernel.parts[i].bundles)[: len(runs)]
-        named |= dict(zip(sorted(largest), runs, strict=False))
+        named |= _largest(kernel, cold, runs)
+        if hot is not None:
+            named |= _largest(kernel, [i for i, part in enumerate(kernel.parts) if part.parent == index], hot.inside)
     return dict(sorted(named.items()))
+
+
+def _largest(kernel: Kernel, parts: list[int], runs: Sequence[Runs]) -> dict[int, Runs]:
+    """The runs, in program order, of the largest of some parts."""
+    largest = sorted(parts, key=lambda i: -kernel.parts[i].bundles)[: len(runs)]
+    return dict(zip(sorted(largest), runs, strict=False))
 
 
 def _segments(items: Sequence, is_hot) -> list[tuple]:

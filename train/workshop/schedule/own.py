@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posjax.attention.backends import TPU
 from posjax.attention.operands import FarPair, Operands
-from posjax.attention.tiles import Blocks, Kind, plan
+from posjax.attention.operation import attend_here
+from posjax.attention.tiles import Blocks, Kind, TilePlan, plan
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import TARGETS, Target
-from posjax.attention.tpu.entry import tpu
+from posjax.attention.tpu.entry import Options
 from posjax.axes import narrowed
 from posjax.bias import T5, ALiBi, Kerple
 from posjax.masks import Beyond, Causal, Mask, Segments, Sinks, Window, extent
@@ -104,17 +106,28 @@ def arguments(shape: KernelShape) -> list:
 
 def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
     """How many tiles of each kind a head has. Kinds that only other segments would bring are there, without tiles."""
-    *features, _, ids = arguments(shape)
-
-    def planned(ids):
-        x = operands(case, *features, np.zeros(NUMBERS, np.float32), ids)
-        return plan(x, blocks, constant_from=x.bias.constant_from if form_of(x) is ByDistance else None)
-
     kinds: list[Kind] = []
-    jax.eval_shape(lambda ids: kinds.extend(planned(ids).kinds), ids)
-    found = planned(documents(shape))
-    counts = Counter(found.grid[found.grid > 0].tolist())
-    return dict.fromkeys(kinds, 0) | {kind: counts[n] for n, kind in enumerate(found.kinds, start=1)}
+    jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(shape)[-1])
+    found = _planned(case, shape, blocks, documents(shape))
+    return dict.fromkeys(kinds, 0) | _counted(found, found.grid > 0)
+
+
+def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
+    x = operands(case, *arguments(shape)[:3], np.zeros(NUMBERS, np.float32), ids)
+    return plan(x, blocks, constant_from=x.bias.constant_from if form_of(x) is ByDistance else None)
+
+
+def _counted(plan: TilePlan, which) -> dict[Kind, int]:
+    """Of those tiles, how many are of each kind."""
+    counts = Counter(plan.grid[which].tolist())
+    return {kind: counts[n] for n, kind in enumerate(plan.kinds, start=1)}
+
+
+def ends(case: Case, shape: KernelShape, blocks: Blocks) -> tuple[dict[Kind, int], dict[Kind, int]]:
+    """How many tiles of each kind are the first, and the last, of their block of queries in the backward kernel."""
+    found = _planned(case, shape, blocks, documents(shape))
+    visited, count = found.grid > 0, (found.grid > 0).cumsum(-1)
+    return _counted(found, visited & (count == 1)), _counted(found, visited & (count == count[..., -1:]))
 
 
 def documents(shape: KernelShape) -> np.ndarray:
@@ -146,6 +159,8 @@ def forward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: st
     runs = [Runs("head start", shape.heads), *_runs(counts, shape, partial(_forward_products, blocks))]
     if case.is_bounded(chip):
         runs += [Runs(f"{run.name}, again", 0, run.products) for run in runs if run.products]
+        lengths = ((8, shape.head_dim, q),) * (1 + (case.beyond is not None))
+        runs.insert(0, Runs("lengths of queries", rows, lengths))
     moved = _moved(case, shape, blocks, counts, tokens=kv, each=4 * shape.head_dim)
     # A row brings its queries, and leaves outputs and log-sum-exp.
     moved += rows * q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
@@ -158,7 +173,7 @@ def backward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: s
     blocks = Blocks(q, kv, part)
     counts = tiles(case, shape, blocks)
     rows = shape.heads * shape.length // kv
-    runs = _runs(counts, shape, partial(_backward_products, blocks))
+    runs = _with_ends(_runs(counts, shape, partial(_backward_products, blocks)), shape, ends(case, shape, blocks))
     if case.learned:
         runs.insert(0, Runs("head start", shape.heads))  # where sums for the bias begin
     # A tile brings queries, the outputs' gradient and two numbers for each, and takes the queries' gradient there and
@@ -182,6 +197,17 @@ def _runs(
     return [
         Runs(_name(kind), shape.heads * count, tuple(products(shape.head_dim, kind))) for kind, count in counts.items()
     ]
+
+
+def _with_ends(runs: list[Runs], shape: KernelShape, ends: tuple) -> list[Runs]:
+    """In every kind of tile what only the first or the last tile of a block of queries runs."""
+    first, last = ({_name(kind): shape.heads * count for kind, count in counts.items()} for counts in ends)
+
+    def inside(name: str) -> tuple[Runs, Runs]:
+        cleared, finished = (times.get(name, 0) for times in (first, last))
+        return Runs(f"{name}, cleared", cleared), Runs(f"{name}, finished", finished)
+
+    return [replace(run, inside=inside(run.name)) for run in runs]
 
 
 def _name(kind: Kind) -> str:
@@ -212,7 +238,8 @@ def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, in
 
 
 def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids):
-    return tpu(operands(case, q, k, v, numbers, ids), blocks, case.is_bounded(chip), on(chip))[0]
+    options = Options(blocks=blocks, bounded=case.is_bounded(chip), on=on(chip))
+    return attend_here(TPU(options), operands(case, q, k, v, numbers, ids), q.shape[-1] ** -0.5)[0]
 
 
 def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids, d_out):

@@ -22,6 +22,7 @@ import numpy as np
 from jax.custom_derivatives import zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -174,6 +175,19 @@ ad.primitive_jvps[_lowered_p] = _differentiated
 ad.primitive_transposes[_lowered_p] = _transposed
 
 
+def mesh_of(*arrays: Array) -> AbstractMesh:
+    """The mesh that arrays lie on."""
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def split_by_compiler(*arrays: Array) -> list[str]:
+    """The mesh axes of arrays that no ``shard_map`` has entered: a kernel may not stand there."""
+    mesh = mesh_of(*arrays)
+    axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    return axes if mesh.size > 1 or mesh.manual_axes else []
+
+
 def zero_tangent(x: Array) -> Any:
     """The tangent of an array that does not move."""
     if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -226,6 +240,10 @@ class Form:
         """The tree with arrays in the places of those that were taken out."""
         rest = iter(arrays)
         return self.structure.unflatten([next(rest) if known is None else known.leaf for known in self.known])
+
+    def taken(self, tree: Any) -> list[Any]:
+        """The leaves of a tree of the same structure in the places of those that were taken out."""
+        return [leaf for known, leaf in zip(self.known, jax.tree.leaves(tree), strict=True) if known is None]
 
     @contextmanager
     def as_set(self) -> Iterator[None]:

@@ -1,0 +1,136 @@
+"""What a backend does for a call whose queries are not scaled yet: whole rows, and parts added to what is there.
+
+A part of a row is some of its keys. Forward, output and log-sum-exp of other parts run in and come back merged,
+
+    L = log(e^L_1 + e^L_2),   O = O_1 e^(L_1 - L) + O_2 e^(L_2 - L)
+
+and backward so do sums of gradients: with the weights ``P = exp(z - L)`` and ``D = rowsum(dO * O) - dL`` of whole rows,
+every part gives its share by itself. A kernel takes what runs in and gives it back in the same pass over memory.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from posjax._numbers import is_number
+from posjax.attention.blockwise import blockwise, blockwise_gradients
+from posjax.attention.dense import dense, dense_gradients
+from posjax.attention.operands import Operands, PerQuery, merged, per_query, statistics_dtype, vary_alike
+from posjax.attention.tpu import entry
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A backend in plain JAX.
+
+    Args:
+        compute: output and log-sum-exp of operands whose queries are scaled.
+        gradients: those of such operands, from what is known of each query.
+    """
+
+    compute: Callable[[Operands], tuple[Array, Array]]
+    gradients: Callable[[Operands, PerQuery], Operands]
+
+    def forward(self, x: Operands, scale: Any) -> tuple[Array, Array]:
+        """Output and log-sum-exp."""
+        return self.compute(scaled(x, scale))
+
+    def merge(self, x: Operands, scale: Any, so_far: tuple) -> tuple[Array, Array]:
+        """Output and log-sum-exp of the keys so far and of these, in the dtype of the statistics."""
+        return merged(so_far, self.forward(x, scale))
+
+    def known(self, rows: tuple, cotangents: tuple) -> PerQuery:
+        """What the backward pass reads of each query, from output and log-sum-exp and the cotangents of both."""
+        return per_query(rows, cotangents)
+
+    def backward(self, x: Operands, scale: Any, of_rows: PerQuery, *, of_bias: bool) -> tuple[Operands, Any]:
+        """Cotangents of operands and scale; that of the bias may be 0 if it is not wanted."""
+        prepared, transpose = jax.vjp(scaled, x, scale)
+        return transpose(self.gradients(prepared, of_rows))
+
+    def add(self, x: Operands, scale: Any, of_rows: PerQuery, so_far: Operands) -> Operands:
+        """Sums of cotangents so far and those of these keys, where the sums are not None.
+
+        Those of queries are of scaled ones.
+        """
+        return _sum(so_far, self.gradients(scaled(x, scale), of_rows))
+
+
+def _sum(so_far: Operands, found: Operands) -> Operands:
+    def plus(a, b):
+        return None if a is None else a + b.astype(a.dtype)
+
+    return jax.tree.map(plus, so_far, found, is_leaf=lambda leaf: leaf is None)
+
+
+_USUAL = entry.Options()
+
+
+@dataclasses.dataclass(frozen=True)
+class TPU:
+    """The kernels for TPUs. They multiply the queries by a number themselves, and by ``log2 e``."""
+
+    options: entry.Options = _USUAL
+
+    def forward(self, x, scale):
+        return entry.attend(*self._ready(x, scale))
+
+    def merge(self, x, scale, so_far):
+        return entry.attend(*self._ready(x, scale), so_far)
+
+    def known(self, rows, cotangents):
+        return entry.known(rows, cotangents, self.options.interpret)
+
+    def backward(self, x, scale, of_rows, *, of_bias):
+        if is_number(scale):
+            return entry.gradients(x, of_rows, self._ready(x, scale)[1], of_bias=of_bias), jnp.zeros_like(scale)
+        prepared, transpose = jax.vjp(_scaled_in_base_2, x, scale)
+        return transpose(entry.gradients(prepared, of_rows, self.options, of_bias=of_bias))
+
+    def add(self, x, scale, of_rows, so_far):
+        of_bias, sums = bool(jax.tree.leaves(so_far.bias)), (so_far.q, so_far.k, so_far.v)
+        if x.far or any(array is None for array in sums):
+            found = entry.gradients(_scaled_in_base_2(x, scale), of_rows, self.options, of_bias=of_bias)
+            return _sum(so_far, _with_queries(found, lambda q: q * entry.LOG2E))
+        prepared, options = self._ready(x, scale)
+        (q, k, v), found = entry.add_gradients(prepared, of_rows, options, sums, of_bias=of_bias)
+        return dataclasses.replace(_sum(so_far, found), q=q, k=k, v=v)
+
+    def _ready(self, x: Operands, scale) -> tuple[Operands, entry.Options]:
+        """What the kernels take: queries to be multiplied by a number, or multiplied by an array already."""
+        if is_number(scale):
+            return x, dataclasses.replace(self.options, factor=scale * entry.LOG2E)
+        return _scaled_in_base_2(x, scale), self.options
+
+
+def scaled(x: Operands, scale) -> Operands:
+    """The operands with their queries times the scale."""
+
+    def times(q):
+        dtype = statistics_dtype(q)
+        return (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype)
+
+    return _with_queries(x, times)
+
+
+def _scaled_in_base_2(x: Operands, scale) -> Operands:
+    """The queries times ``scale log2 e``, rounded once: in their own precision it would be another temperature."""
+
+    def times(q):
+        dtype = statistics_dtype(q)
+        return (q.astype(dtype) * (jnp.asarray(scale, dtype) * entry.LOG2E)).astype(q.dtype)
+
+    return _with_queries(x, times)
+
+
+def _with_queries(x: Operands, function: Callable) -> Operands:
+    far = tuple(dataclasses.replace(branch, q=function(branch.q)) for branch in x.far)
+    return vary_alike(dataclasses.replace(x, q=function(x.q), far=far))
+
+
+DENSE = Backend(dense, dense_gradients)
+BLOCKWISE = Backend(blockwise, blockwise_gradients)
