@@ -97,13 +97,13 @@ class PerQuery(NamedTuple):
             the bias adds to all of its logits.
         correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp.
         d_lse: ``dL``, which is what the gradients of all its logits sum up to; 0 where another part of the row counts
-            it.
+            it, and None within a kernel.
     """
 
     d_out: Any
     lse: Any
     correction: Any
-    d_lse: Any
+    d_lse: Any = None
 
 
 def per_query(rows: tuple[Array, Array], cotangents: tuple[Array, Array]) -> PerQuery:

@@ -94,7 +94,7 @@ def shapes_of(room) -> list:
 def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slots, forward, backward):
     call, x = calls(monkeypatch, **slots)
     numbers = jax.ShapeDtypeStruct((1, 2, 1, QUERIES), jnp.float32)
-    per_query = PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers, None)
+    per_query = PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
     there = jax.eval_shape(lambda x: forward_moves.arrays_of(call, x, None), x)
     back = jax.eval_shape(lambda x, y: backward_moves.arrays_of(call, x, y, None), x, per_query)
     assert shapes_of(forward_moves.scratch(call, there)) == list(chain(*forward))

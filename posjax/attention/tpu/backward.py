@@ -226,7 +226,7 @@ def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
 def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) -> tuple:
     """The weights of a part of a tile, and the gradient of its scores."""
     softcap, queries = row.config.softcap, pl.ds(first, row.blocks.part)
-    lse, correction = (x[tile.place, :, queries] for x in row.buffers.per_query[1:])
+    lse, correction = (x[tile.place, :, queries] for x in row.buffers.per_query[1:3])
     logits, slope = row.config.bias.add_transposed(row, tile, first, scores), None
     if softcap is not None:
         logits = softcap * jnp.tanh((logits if level is None else logits + level) / softcap)

@@ -67,7 +67,7 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
         d_bias=summed if of_bias else None,
     )
     copies = pairs + 3 + len(x.numbers[0]) + (moved is not None)
-    result = (vmem((q, size), x.q.dtype), pltpu.SemaphoreType.DMA) if x.dq is None else (None, None)
+    result = (vmem((q, size), x.q.dtype), pltpu.SemaphoreType.DMA((1,))) if x.dq is None else (None, None)
     return [
         buffers,
         sums,
@@ -151,10 +151,10 @@ class KeyRow(TileRow):
         return ref.at[at(self.group_head, ref.shape[0])]
 
     def own_copies(self, tile, place):
-        (d_out, *rows), tokens = self.x.per_query, self.tokens(tile)
+        (d_out, *rows, _), tokens = self.x.per_query, self.tokens(tile)
         plane, columns = features_at(d_out.shape, self.head, self.config.value_size)
         sources = d_out.at[self.batch, plane, tokens, columns], *(x.at[self.batch, self.head, :, tokens] for x in rows)
-        return [(source, target.at[place]) for source, target in zip(sources, self.buffers.per_query, strict=True)]
+        return [(source, target.at[place]) for source, target in zip(sources, self.buffers.per_query[:3], strict=True)]
 
     def features(self, pair, tile, to, step):
         source, place = self.x.q.at[self._queries(pair, tile)], self.place(step)
@@ -172,7 +172,7 @@ class KeyRow(TileRow):
 
     def finished(self, tile):
         """The copy of what a tile's ``dQ`` has become."""
-        return pltpu.make_async_copy(self.dq.whole, self.dq.result.at[self._queries(0, tile)], self.dq.result_moved)
+        return pltpu.make_async_copy(self.dq.whole, self.dq.result.at[self._queries(0, tile)], self.dq.result_moved.at[0])
 
     def _queries(self, pair, tile) -> tuple:
         """Where the queries of a tile lie."""

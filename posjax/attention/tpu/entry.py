@@ -129,7 +129,7 @@ def _gradients(config: KernelConfig, x: Inputs, of_rows: PerQuery, so_far: tuple
     """What the backward kernel finds, and cotangents of its inputs that are 0 but for those of the bias."""
     rows = lengthened_rows(of_rows, x.q.shape[3])
     lse = _with_own(config, x, _flat(rows.lse) * LOG2E, 1, -1)
-    rows = PerQuery(beside(rows.d_out), lse[:, :, None], _flat(rows.correction)[:, :, None], None)
+    rows = PerQuery(beside(rows.d_out), lse[:, :, None], _flat(rows.correction)[:, :, None])
     found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, rows, so_far)
     zeros = jax.tree.map(no_gradient, x)
     d_lse = _flat(lengthened_rows(of_rows, x.q.shape[3]).d_lse) / LOG2E
