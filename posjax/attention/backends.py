@@ -53,7 +53,7 @@ class Backend:
         return transpose(self.gradients(prepared, of_rows))
 
     def add(self, x: Operands, scale: Any, of_rows: PerQuery, so_far: Operands) -> Operands:
-        """Sums of cotangents so far and those of these keys, where the sums are not None.
+        """Sums of cotangents so far and those of these keys, where the sums are not None, which they are for positions.
 
         Those of queries are of scaled ones.
         """
@@ -64,6 +64,7 @@ def _sum(so_far: Operands, found: Operands) -> Operands:
     def plus(a, b):
         return None if a is None else a + b.astype(a.dtype)
 
+    found = dataclasses.replace(found, q_positions=None, kv_positions=None)
     return jax.tree.map(plus, so_far, found, is_leaf=lambda leaf: leaf is None)
 
 

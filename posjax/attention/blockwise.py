@@ -56,7 +56,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
         x: the operands.
         blocks: tile sizes; chosen from the shapes when left out.
     """
-    rows, size = x.q.shape[0], _rows_at_once(x)
+    rows, size = x.q.shape[0], _rows_of_a_plan(x)
     if size == rows:
         return _one_plan(x, blocks)
     found = jax.lax.map(lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks), jnp.arange(0, rows, size))
@@ -65,7 +65,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
 
 def blockwise_gradients(x: Operands, known: PerQuery, blocks: Blocks | None = None) -> Operands:
     """``dense_gradients`` in memory linear in the length."""
-    rows, size = x.q.shape[0], _rows_at_once(x)
+    rows, size = x.q.shape[0], _rows_of_a_plan(x)
     if size == rows:
         return _gradients_of_one_plan(x, known, blocks)
     zeros, rebuild = _inexact_leaves(jax.tree.map(no_gradient, x))
@@ -94,14 +94,18 @@ def _differ(x: Operands) -> bool:
     return several or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
 
 
+def _rows_of_a_plan(x: Operands) -> int:
+    """How many rows share a plan of tiles: all of them where they do not differ."""
+    rows = x.q.shape[0]
+    return _rows_at_once(x) if isinstance(rows, int) and rows and _differ(x) else rows
+
+
 def _rows_at_once(x: Operands) -> int:
-    """How many rows share tiles: all, or the largest divisor that lets a tile be a quarter of a row long.
+    """How many rows share tiles: the largest divisor of their number that lets a tile be a quarter of a row long.
 
     A tile then has between 64 and 512 tokens a side, and ``TILE_ELEMENTS`` logits at most.
     """
     rows, kv_heads, group, queries, _ = x.q.shape
-    if not isinstance(rows, int) or not rows or not _differ(x):
-        return rows
     block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
     most = TILE_ELEMENTS // (kv_heads * group * min(block, queries) * block)
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))

@@ -27,8 +27,13 @@ class OfTokens(Mask):
     @property
     def axes(self):
         """Rows and tokens, whatever the two fields are called."""
-        q, k = dataclasses.fields(self)
+        q, k = self._fields
         return {q.name: ("batch", "queries"), k.name: ("batch", "keys")}
+
+    @property
+    def _fields(self) -> tuple[dataclasses.Field, dataclasses.Field]:
+        """Those of the queries' numbers and of the keys'."""
+        return dataclasses.fields(self)[:2]
 
     @staticmethod
     def meet(q, k):
@@ -38,11 +43,11 @@ class OfTokens(Mask):
     @property
     def arrays(self) -> tuple[Array, Array]:
         """The numbers of the queries and of the keys."""
-        q, k = (getattr(self, field.name) for field in dataclasses.fields(self))
+        q, k = (getattr(self, field.name) for field in self._fields)
         return q, k
 
     def __post_init__(self):
-        q, k = dataclasses.fields(self)
+        q, k = self._fields
         if getattr(self, k.name) is None:
             object.__setattr__(self, k.name, getattr(self, q.name))
 
@@ -63,7 +68,7 @@ class OfTokens(Mask):
     def check(self, batch, queries, keys):
         """Raises ValueError unless both arrays have one number of the right kind for each token."""
         kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
-        for field, array in zip(dataclasses.fields(self), self.arrays, strict=True):
+        for field, array in zip(self._fields, self.arrays, strict=True):
             check_array(f"{kind} {field.name}", array)
             fits = jnp.issubdtype(array.dtype, self._dtype)
             check(fits, f"{kind} {field.name} must be {wanted}, found {array.dtype}")
@@ -73,7 +78,7 @@ class OfTokens(Mask):
 _of_tokens = partial(jax.tree_util.register_dataclass, meta_fields=[])
 
 
-@partial(_of_tokens, data_fields=["q_ids", "kv_ids"])
+@partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=["finite"])
 @dataclasses.dataclass(frozen=True)
 class Segments(OfTokens):
     """Query and key belong to one segment, and neither is padding: ``q_ids[i] == kv_ids[j] >= 0``.
@@ -83,10 +88,13 @@ class Segments(OfTokens):
     Args:
         q_ids: int32 ``[batch, q]``, the segment of every query.
         kv_ids: int32 ``[batch, k]``, the segment of every key; that of the queries when left out.
+        finite: whether padding is known to hold finite numbers. Otherwise it may hold anything, and attention first
+            puts zeros there, which takes a pass over queries, keys and values.
     """
 
     q_ids: Int[Array, "batch q"]
     kv_ids: Int[Array, "batch k"] | None = None
+    finite: bool = False
 
     _dtype = jnp.integer
 
@@ -131,12 +139,13 @@ class Globals(OfTokens):
 
 
 def padding_of(mask: Mask | None) -> tuple[Bool[Array, "batch q"], Bool[Array, "batch k"]] | None:
-    """Which queries and which keys are padding: tokens that a mask hides by a negative segment id.
+    """Which queries and which keys are padding that may hold anything: tokens with a negative segment id.
 
-    None where it says nothing of segments. Of masks joined by ``|`` none hides a token by itself.
+    None where a mask says nothing of segments, or that what they hide is finite. Of masks joined by ``|`` none hides a
+    token by itself.
     """
     if isinstance(mask, Segments):
-        return mask.q_ids < 0, mask.kv_ids < 0
+        return None if mask.finite else (mask.q_ids < 0, mask.kv_ids < 0)
     if not isinstance(mask, And):
         return None
     found = [pair for pair in map(padding_of, mask.parts) if pair is not None]

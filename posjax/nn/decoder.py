@@ -256,7 +256,7 @@ class Decoder(nnx.Module):
             counted = jnp.full_like(counted, columns) if ids is None else layout.apply(_segment_sizes(ids))
         return Context(
             positions=where if positions is None else positions,
-            mask=None if segment_ids is None else Segments(segment_ids),
+            mask=None if segment_ids is None else Segments(segment_ids, finite=True),
             visible=counted,
             length=columns if length is None else length,
             shared=self._shared(),

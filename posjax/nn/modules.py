@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -21,7 +20,16 @@ from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.nn.experts import ExpertsMLP
 from posjax.nn.norms import RMSNorm, make_norm
-from posjax.nn.parts import bias_parameter, on_any_mesh, parameter, plain, plus, scheme_parameters
+from posjax.nn.parts import (
+    bias_parameter,
+    from_heads,
+    on_any_mesh,
+    parameter,
+    plain,
+    plus,
+    scheme_parameters,
+    to_heads,
+)
 from posjax.nn.specs import ACTIVATIONS
 from posjax.positions import Positions
 from posjax.scheme import Scheme
@@ -156,14 +164,12 @@ class Attention(nnx.Module):
 
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""
-        q, k, v = (
-            plus(jnp.einsum("bte,ehd->bthd", x, w[...].astype(x.dtype)), bias)
-            for w, bias in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
-        )
+        weights = (self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)
+        q, k, v = (plus(to_heads(x, weight[...]), bias) for weight, bias in weights)
         return [q, k, v] if self.q_norm is None else [self.q_norm(q), self.k_norm(k), v]
 
     def _merge(self, out):
-        return plus(jnp.einsum("bthd,hde->bte", out, self.o[...].astype(out.dtype)), self.o_bias)
+        return plus(from_heads(out, self.o[...]), self.o_bias)
 
     def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
         """``Scheme.attend`` on the rows of one device; a ``length`` that is a Python number stays one."""

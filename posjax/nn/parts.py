@@ -32,6 +32,21 @@ def plus(x: Float[Array, "*b"], bias: nnx.Param | None) -> Float[Array, "*b"]:
     return (wide + bias).astype(x.dtype)
 
 
+def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size"]) -> Float[Array, "*b heads size"]:
+    """``x W``, as one matrix product: its heads lie side by side, as the kernels of attention read them.
+
+    A compiler that saw the heads would put one after the other, which takes a TPU twice as long.
+    """
+    flat = jax.lax.optimization_barrier(weight.astype(x.dtype).reshape(weight.shape[0], -1))
+    return (x @ flat).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def from_heads(x: Float[Array, "*b heads size"], weight: Float[Array, "heads size embed"]) -> Float[Array, "*b embed"]:
+    """``x W`` over all heads, as one matrix product."""
+    flat = jax.lax.optimization_barrier(weight.astype(x.dtype).reshape(-1, weight.shape[-1]))
+    return x.reshape(*x.shape[:-2], -1) @ flat
+
+
 def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
     """A scheme's learned parameters as a module tree; they are small, and their axes have no names."""
 

@@ -43,6 +43,8 @@ class Kernels:
         """
         if line.attribute(r'custom_call_target="([^"]*)"') != "tpu_custom_call":
             return 0.0
+        if _name(line) in _STREAMS:
+            return _moved(line) / (self.pod.chip.streaming * 1e9 / self.pod.network.devices)
         call = _call(line)
         if call is None:
             return None
@@ -77,30 +79,54 @@ class KernelCall(NamedTuple):
     rows: int  # of tiles: blocks of queries or of keys
 
 
+def _name(line: Instruction) -> str:
+    return line.name.partition(".")[0]
+
+
+def _operands(line: Instruction) -> list[Array]:
+    return arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
+
+
+def _moved(line: Instruction) -> float:
+    """Bytes of what a kernel that reads and writes everything once is given and makes."""
+    return sum(array.bytes for array in (*_operands(line), *line.results))
+
+
 def _call(line: Instruction) -> KernelCall | None:
-    """The call of a kernel of ours; None for anything else."""
-    name = line.name.partition(".")[0]
-    operands = arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
-    if name not in _KERNELS or not operands:
+    """The call of an attention kernel of ours; None for anything else."""
+    operands = _operands(line)
+    if _name(line) not in _KERNELS or not operands:
         return None
     _, rows, _, columns = operands[0].shape  # of the order in which tiles are visited
-    return _KERNELS[name](line.results, operands, rows, columns)
+    return _KERNELS[_name(line)]([*operands, *line.results], rows, columns)
 
 
-def _forward(results: list[Array], operands: list[Array], rows: int, columns: int) -> KernelCall:
-    """Of ``[batch, heads, queries, size]``, and keys ``[batch, kv heads, pairs, keys, size]`` behind the queries."""
-    batch, heads, queries, _ = results[0].shape
-    k = [array for array in operands if len(array.shape) == 5 and array.dtype in ("bf16", "f32")][1]
-    return KernelCall(FORWARD, batch * heads, queries, k.shape[3], k.shape[4], rows, columns, rows)
+def _forward(found: list[Array], rows: int, columns: int) -> KernelCall:
+    return KernelCall(FORWARD, *_sizes(found), rows, columns, rows)
 
 
-def _backward(results: list[Array], operands: list[Array], rows: int, columns: int) -> KernelCall:
-    """Of ``dq``, ``[batch, kv heads, group, pairs, queries, size]``, and ``dk``; rows of tiles are blocks of keys."""
-    batch, kv_heads, group, _, queries, size = results[0].shape
-    return KernelCall(BACKWARD, batch * kv_heads * group, queries, results[1].shape[3], size, columns, rows, rows)
+def _backward(found: list[Array], rows: int, columns: int) -> KernelCall:
+    """Rows of tiles are blocks of keys."""
+    return KernelCall(BACKWARD, *_sizes(found), columns, rows, rows)
+
+
+def _sizes(found: list[Array]) -> tuple[int, int, int, int]:
+    """Heads times batch, queries, keys and head size: queries and keys are ``[batch, heads, pairs, tokens, size]``.
+
+    Or ``[batch, 1, pairs, tokens, heads x size]``, from which only arrays of one number for each query, ``[batch,
+    heads, 1, queries]``, tell how many heads there are.
+    """
+    q, k = [array for array in found if len(array.shape) == 5 and array.dtype in ("bf16", "f32")][:2]
+    batch, several, _, queries, columns = q.shape
+    rows = [array.shape for array in found if len(array.shape) == 4 and array.dtype == "f32" and array.shape[2] == 1]
+    heads = max([several, *(shape[1] for shape in rows)])
+    return batch * heads, queries, k.shape[3], several * columns // heads
 
 
 _KERNELS = {"posjax_attention_forward": _forward, "posjax_attention_backward": _backward}
+
+_STREAMS = ("posjax_rotation", "posjax_attention_correction")
+"""Kernels that are bound by memory: they take as long as the compiler expects of a fusion that moves as much."""
 
 
 def _cost(table: dict, queries: int, keys: int) -> tuple[float, float]:

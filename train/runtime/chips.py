@@ -47,6 +47,7 @@ class Chip:
     multiply_adds: int  # of one core in one cycle, bf16
     gigahertz: float  # follows from the published peak: 2 x multiply-adds x cores x clock
     bandwidth: float  # GB/s of HBM
+    streaming: float  # GB/s that its compiler expects of the sum of two float32 arrays (jax 0.10.2, libtpu 0.0.42.1)
     branch_slots: int  # bundles that still run behind a branch
     network: Network | None = None  # None where no pod of it is planned
     clock_is_assumed: bool = False
@@ -80,12 +81,12 @@ class Chip:
 # to be six times as fast as one between chips. The data centre's network has 25 (v5e), 50 (v5p) and 100 Gb/s for each
 # chip by Google Cloud's pages of the chips.
 _ALL = (
-    Chip("v4", 275e12, "v4:2x2x1", 2, 65_536, 1.05, 1228.0, 1),
-    Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 4, Network(16, 45, 3.125, 2)),
-    Chip("v5p", 459e12, "v5p:2x2x1", 2, 65_536, 1.75, 2765.0, 4, Network(95, 90, 6.25, 3)),
-    Chip("v6e", 918e12, "v6e:2x2", 1, 262_144, 1.75, 1640.0, 4, Network(32, 90, 12.5, 2)),
+    Chip("v4", 275e12, "v4:2x2x1", 2, 65_536, 1.05, 1228.0, 417.0, 1),
+    Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 471.0, 4, Network(16, 45, 3.125, 2)),
+    Chip("v5p", 459e12, "v5p:2x2x1", 2, 65_536, 1.75, 2765.0, 1235.0, 4, Network(95, 90, 6.25, 3)),
+    Chip("v6e", 918e12, "v6e:2x2", 1, 262_144, 1.75, 1640.0, 725.0, 4, Network(32, 90, 12.5, 2)),
     Chip(
-        *("7x", 2307e12, "tpu7x:2x2x1", 2, 262_144, 2.2, 7380.0, 6),
+        *("7x", 2307e12, "tpu7x:2x2x1", 2, 262_144, 2.2, 7380.0, 6296.0, 6),
         Network(192, 90, 12.5, 3, devices=2, within=540),
         clock_is_assumed=True,
     ),

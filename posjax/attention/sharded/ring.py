@@ -218,7 +218,7 @@ class _Way:
             part = line.placed(pieces, i, j, source)
 
             def more(own):
-                so_far = _tree_of(part.x, wanted, own)
+                so_far = self.sums(wanted, own, part.x.run)
                 return jax.tree.leaves(add(self.config.backends, part.x, part.scale, rows, so_far))
 
             found = _unless_empty(part, more, own)
@@ -228,17 +228,17 @@ class _Way:
         closed = [(side.of_keys, side.closed(array)) for side, array in found]
         return [array for of_keys, array in closed if of_keys], [array for of_keys, array in closed if not of_keys]
 
+    def sums(self, wanted: list[bool], found: list, run: int | None) -> Operands:
+        """Sums of gradients in the form of the operands of a step, None for positions and where they are not wanted."""
+        found = iter(found)
+        x = self.structure.unflatten([next(found) if want else None for want in wanted]).x
+        return dataclasses.replace(x, q_positions=None, kv_positions=None, run=run)
+
     def zeros(self, wanted: list[bool], *, of_keys: bool) -> list:
         """Sums of gradients of nothing yet."""
         chosen = zip(self.leaves, self.sides, wanted, strict=True)
         leaves = [leaf for leaf, side, want in chosen if want and side.of_keys == of_keys]
         return [like_zeros(leaf.shape, statistics_dtype(leaf), leaf) for leaf in leaves]
-
-
-def _tree_of(x: Operands, wanted: list[bool], sums: list) -> Operands:
-    """Sums in the form of the operands, None where they are not wanted."""
-    sums, structure = iter(sums), jax.tree.structure(x)
-    return structure.unflatten([next(sums) if want else None for want in wanted[: structure.num_leaves]])
 
 
 def _piece(line: Line, side: _Side, at: tuple, array):

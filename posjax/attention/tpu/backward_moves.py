@@ -172,7 +172,9 @@ class KeyRow(TileRow):
 
     def finished(self, tile):
         """The copy of what a tile's ``dQ`` has become."""
-        return pltpu.make_async_copy(self.dq.whole, self.dq.result.at[self._queries(0, tile)], self.dq.result_moved.at[0])
+        return pltpu.make_async_copy(
+            self.dq.whole, self.dq.result.at[self._queries(0, tile)], self.dq.result_moved.at[0]
+        )
 
     def _queries(self, pair, tile) -> tuple:
         """Where the queries of a tile lie."""
