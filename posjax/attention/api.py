@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_heads, shown
+from posjax._numbers import is_number
 from posjax.attention import cudnn
 from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
 from posjax.attention.blockwise import TILE_ELEMENTS
@@ -160,7 +161,9 @@ def needs_ranges(x: Operands) -> bool:
 
 def _grouped_scale(scale, q, kv_heads: int):
     """A number, or factors that broadcast against grouped queries."""
-    scale = q.shape[-1] ** -0.5 if scale is None else widened_leaves(scale)
+    if scale is None or is_number(scale):
+        return q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = widened_leaves(scale)
     if jnp.ndim(scale) == 0:
         return scale
     sizes = zip(reversed(scale.shape), reversed(q.shape[:3]), strict=False)
@@ -262,7 +265,7 @@ def _run_on_tpu(x: Operands, scale) -> tuple:
     x, scale = vary_alike((x, scale))
     try:
         # Interpreted, it has side effects, which must be known when tracing: then it runs as it is.
-        if jax.make_jaxpr(TPU().forward)(x, scale).effects:
+        if jax.make_jaxpr(lambda: TPU().forward(x, scale))().effects:
             return attend_here(TPU(), x, scale)
         return attend(backends, x, scale)
     except (ValueError, NotImplementedError) as error:

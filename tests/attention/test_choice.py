@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import posjax as pj
 from posjax.attention import api, attention, cudnn
+from posjax.attention.backends import Backend
 from posjax.attention.sharded import Placement
 from posjax.attention.tpu import entry
 from posjax.bias import FIRE, T5, ALiBi, CoPE, Kerple, Sandwich
@@ -29,7 +30,8 @@ from posjax.masks import Beyond, Causal, Dilated, Segments, Sinks, Window
 from posjax.positions import Range
 
 BATCH, TOKENS, HEADS, KV_HEADS, SIZE = 8, 520, 4, 2, 16
-FORWARD, BACKWARD = "posjax_attention_forward", "posjax_attention_backward"
+FORWARD = "posjax_attention_forward"
+GRADIENTS = {FORWARD, "posjax_attention_backward", "posjax_attention_correction"}
 CUDNN, CUDNN_BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 
@@ -72,7 +74,7 @@ causal = partial(attention, mask=Causal())
 def test_lowered_for_a_tpu_it_is_the_kernel_and_elsewhere_it_is_not():
     assert kernels(causal, *inputs()) == {FORWARD}
     program = jax.jit(lambda *x: gradient(causal)(*x)).trace(*inputs())
-    for platform, found in {"tpu": {FORWARD, BACKWARD}, "cpu": set(), "cuda": set(), "rocm": set()}.items():
+    for platform, found in {"tpu": GRADIENTS, "cpu": set(), "cuda": set(), "rocm": set()}.items():
         assert named(program.lower(lowering_platforms=(platform,)).as_text()) == found
 
 
@@ -147,7 +149,7 @@ def test_what_the_kernel_takes(settings):
     def run(*values):
         return jax.tree.leaves(attention(*values, **settings))[0]
 
-    assert kernels(gradient(run), *inputs()) == {FORWARD, BACKWARD}
+    assert kernels(gradient(run), *inputs()) == GRADIENTS
 
 
 def refused(name: str) -> tuple:
@@ -198,14 +200,25 @@ def test_a_misspelt_backend():
         traced(partial(attention, implementation="cudn"), *inputs())
 
 
-@pytest.mark.parametrize("pick", [lambda x: x.q, lambda x: x.far[0].q], ids=["near", "far"])
-def test_queries_are_rounded_once_for_the_kernel(monkeypatch, pick):
-    """``q scale log2 e`` to half a unit of the last of bfloat16's 8 digits, far queries too."""
-    monkeypatch.setattr(entry, "tpu", lambda x, given: (pick(x), pick(x)[..., 0].astype(jnp.float32)))
+@pytest.mark.parametrize(("pick", "scale"), [(lambda x: x.q, 0.1), (lambda x: x.far[0].q, 0.2)], ids=["near", "far"])
+def test_queries_are_rounded_once_for_the_kernel(monkeypatch, pick, scale):
+    """``q scale log2 e`` to half a unit of the last of bfloat16's 8 digits, far queries too. By a number it does so."""
+    factors = []
+
+    def attend(x, options):
+        factors.append(options.factor)
+        return pick(x), pick(x)[..., 0].astype(jnp.float32)
+
+    monkeypatch.setattr(entry, "attend", attend)
     q, k, v = inputs(1, 20, jnp.bfloat16)
-    found = attention(q, k, v, scale=0.1, far=Branch(q, k, Beyond(9)), implementation="tpu")
+    run = partial(attention, q, k, v, far=Branch(q, k, Beyond(9)), implementation="tpu")
+    found = run(scale=np.full((20, 1), scale, np.float32))
+    assert set(factors) == {1.0}
+    factors.clear()
+    chex.assert_trees_all_equal(np.asarray(run(scale=scale)), np.asarray(q))
+    np.testing.assert_allclose(factors, scale / np.log(2))
     assert found.dtype == jnp.bfloat16
-    chex.assert_trees_all_close(np.asarray(found, float), np.asarray(q, float) * 0.1 / np.log(2), rtol=2**-8)
+    chex.assert_trees_all_close(np.asarray(found, float), np.asarray(q, float) * scale / np.log(2), rtol=2**-8)
 
 
 def test_the_kernel_computes_what_dense_does():
@@ -241,7 +254,7 @@ def scanned(*values):
     ids=["remat", "scan", "remat but for products"],
 )
 def test_the_kernel_under_transformations(function):
-    assert kernels(gradient(function), *inputs()) == {FORWARD, BACKWARD}
+    assert kernels(gradient(function), *inputs()) == GRADIENTS
 
 
 def test_on_several_cpus_by_pmap():
@@ -292,7 +305,7 @@ def test_inside_shard_map_it_is_the_kernel(bias):
 
     specs = (P("data"),) * 3 + (P(),)
     sharded = jax.shard_map(function, mesh=mesh(), in_specs=specs, out_specs=P("data"))
-    assert kernels(gradient(sharded), *inputs(), learned) == {FORWARD, BACKWARD}
+    assert kernels(gradient(sharded), *inputs(), learned) == GRADIENTS
 
 
 def test_a_step_of_a_decoder_planned_on_a_cpu_holds_the_kernel():
@@ -313,7 +326,7 @@ def test_a_step_of_a_decoder_planned_on_a_cpu_holds_the_kernel():
 
     with jax.set_mesh(mesh()):
         found = kernels(jax.grad(loss), state, tokens)
-    assert found == {FORWARD, BACKWARD}
+    assert found == GRADIENTS
 
 
 @pytest.mark.parametrize("manual", [{"data"}, set()], ids=["over one axis of two", "nowhere"])
@@ -335,9 +348,9 @@ def test_a_mesh_that_the_compiler_divides_is_left_to_blockwise(manual):
 def test_a_mesh_that_types_or_a_partition_divide_runs_the_kernel(implementation):
     rows, function = P("data", None, "model"), partial(causal, implementation=implementation)
     told = jax.device_put(inputs(), NamedSharding(jax.make_mesh((4, 2), ("data", "model")), rows))
-    assert kernels(gradient(function), *told) == {FORWARD, BACKWARD}
+    assert kernels(gradient(function), *told) == GRADIENTS
     asked = jax.device_put(inputs(), NamedSharding(mesh(4, 2, names=("data", "model")), rows))
-    assert kernels(gradient(partial(function, partition=rows)), *asked) == {FORWARD, BACKWARD}
+    assert kernels(gradient(partial(function, partition=rows)), *asked) == GRADIENTS
 
 
 def test_a_kernel_that_is_given_up_for_want_of_a_partition_is_warned_of():

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from posjax.attention import api, attention
+from posjax.attention.backends import Backend
 from posjax.attention.operands import ATTENDED
 from posjax.attention.tpu import entry
 from posjax.bias import ALiBi
@@ -146,7 +147,7 @@ def test_only_the_platform_of_the_program_is_traced(monkeypatch):
     def fails(x, given=None):
         raise RuntimeError("the kernel was traced")
 
-    monkeypatch.setattr(entry, "tpu", fails)
+    monkeypatch.setattr(entry, "attend", fails)
     monkeypatch.setattr(api, "TILE_ELEMENTS", 1)
     q, k, v, *_ = values()
     program = jax.jit(lambda *x: attention(*x, mask=Causal())).trace(q, k, v)

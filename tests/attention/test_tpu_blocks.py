@@ -154,7 +154,8 @@ def test_the_work_of_a_kernel_by_hand():
     """Half of 2 x 4 x 256 x 512 pairs, three products over 64 features and two over 32 values; bytes go both ways."""
     shapes = {"q": (2, 4, 1, 256, 64), "k": (2, 2, 1, 512, 64), "v": (2, 2, 512, 32)}
     x = SimpleNamespace(**{name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()})
-    found, pairs = work(x, 3, 2), 2 * 4 * 256 * 512 // 2
+    call = SimpleNamespace(heads=4, size=64, value_size=32)
+    found, pairs = work(call, x, 3, 2), 2 * 4 * 256 * 512 // 2
     assert found.transcendentals == pairs
     assert found.flops == 2 * pairs * (3 * 64 + 2 * 32)
     assert found.bytes_accessed == 2 * 2 * (2 * 4 * 256 * 64 + 2 * 2 * 512 * 64 + 2 * 2 * 512 * 32)

@@ -48,7 +48,8 @@ def shapes_of(room) -> list:
 
 # Forward: two places for keys, values, rows and window; maximum, sum, both as rows, output, and what rides or is added.
 # Backward: two places for queries, rows, gradients of outputs, two numbers for each and window; dk, dv, columns, the
-# bias, its gradient and matrix; three places for dq and what is in each; semaphores.
+# bias, its gradient and matrix; three places for dq, what is in each and whether a result is on its way, semaphores of
+# both ways, and for one pair of features the result and its semaphore; semaphores.
 @pytest.mark.parametrize(
     ("slots", "forward", "backward"),
     [
@@ -61,7 +62,7 @@ def shapes_of(room) -> list:
             [
                 [(2, 2, 128, 128), (2, 1, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128), (2, 4, 8, 128)],
                 [(2, 384, 128), (384, 32), (384, 128), (384, 128), (384, 128)],
-                [(3, 2, 128, 128), (3,), (7, 2), (2, 2, 3)],
+                [(3, 2, 128, 128), (4,), (2, 2, 3), (7, 2)],
             ],
         ),
         (
@@ -73,7 +74,7 @@ def shapes_of(room) -> list:
             [
                 [(2, 1, 128, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128)],
                 [(1, 384, 128), (384, 32), (384, 128), (384, 128)],
-                [(3, 1, 128, 128), (3,), (4, 2), (2, 1, 3)],
+                [(3, 1, 128, 128), (4,), (2, 1, 3), (128, 128), (1,), (4, 2)],
             ],
         ),
         (
@@ -85,7 +86,7 @@ def shapes_of(room) -> list:
             [
                 [(2, 1, 128, 128), (2, 128, 32), (2, 1, 128), (2, 1, 128)],
                 [(1, 384, 128), (384, 32), (384, 128), (384, 128)],
-                [(3, 1, 128, 128), (3,), (4, 2), (2, 1, 3)],
+                [(3, 1, 128, 128), (4,), (2, 1, 3), (128, 128), (1,), (4, 2)],
             ],
         ),
     ],
