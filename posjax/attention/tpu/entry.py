@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import sequential_vmap
 
 from posjax._checks import check
@@ -219,7 +220,7 @@ def _prepared(x: Operands, options: Options) -> tuple[KernelConfig, Inputs]:
         interpret=options.interpret,
     )
     inputs = _inputs(x, starts, (lists(of_queries), lists(of_keys.transposed)), numbers, of_bias)
-    return config, inputs if most is None else inputs._replace(bound=_bound(x, most))
+    return config, inputs if most is None else inputs._replace(bound=_bound(x, inputs.k, most))
 
 
 def _inputs(x: Operands, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:
@@ -258,10 +259,18 @@ def _row(numbers):
     return numbers.reshape(-1, 1, 1, numbers.shape[-1])
 
 
-def _bound(x: Operands, most):
-    """Of every head the length of the longest key of each pair of features, and the most that the bias adds."""
-    longest = [jnp.sqrt(jnp.square(k.astype(jnp.float32)).sum(-1).max(-1)) for _, k in x.pairs]
-    of_heads = jnp.repeat(jnp.stack(longest, -1), x.q.shape[2], axis=1)
+def _bound(x: Operands, k, most):
+    """Of every head the length of the longest key of each pair of features, and the most that the bias adds.
+
+    ``k`` is that of ``Inputs``. The matrix unit adds the squares up, where they lie.
+    """
+    side_by_side = k.shape[-1] // x.k.shape[-1]
+    sums = np.kron(np.eye(side_by_side), np.ones((x.k.shape[-1], 1)))
+    # Behind a barrier, for XLA would compute them in another layout, and copy.
+    squares = jnp.square(jax.lax.optimization_barrier(k).astype(jnp.float32)).astype(k.dtype)
+    found = jnp.einsum("bhpnc,cm->bhmpn", squares, sums.astype(k.dtype), preferred_element_type=jnp.float32).max(-1)
+    longest = jnp.sqrt(found.reshape(x.k.shape[0], x.k.shape[1], -1))
+    of_heads = jnp.repeat(longest, x.q.shape[2], axis=1)
     most = jnp.broadcast_to(most[:, None], (*of_heads.shape[:2], 1))
     return jax.lax.stop_gradient(jnp.concatenate([of_heads, most], -1))[:, :, None]
 
