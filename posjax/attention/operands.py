@@ -1,6 +1,7 @@
 """What every attention backend takes, in one canonical form."""
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +20,9 @@ from posjax.positions import Positions, difference
 
 ATTENDED = "posjax_attended"
 """Name of what attention computes, for policies of ``jax.checkpoint``: see ``named``."""
+
+LANES = 128
+"""Numbers that a TPU holds side by side: heads of a multiple of them may lie side by side too."""
 
 RUN = 128
 """Tokens of the smallest tile of the kernels; runs of tokens that are put together are multiples of it."""
@@ -124,6 +128,25 @@ def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Arr
     finite = jnp.where(jnp.isneginf(lse), 0, lse)
     out = sum(part.astype(lse.dtype) * jnp.exp(own - finite)[..., None] for part, own in (first, second))
     return out, lse
+
+
+def beside(x):
+    """``[batch, *heads, tokens, size]`` as ``[batch, 1, tokens, heads x size]`` if a head fills whole lanes.
+
+    Otherwise as ``[batch, heads, tokens, size]``.
+    """
+    batch, *_, tokens, size = x.shape
+    if size % LANES:
+        return x.reshape(batch, -1, tokens, size)
+    return jnp.moveaxis(x, -2, 1).reshape(batch, 1, tokens, -1)
+
+
+def apart(x, heads: tuple[int, ...]):
+    """The inverse of ``beside``."""
+    batch, several, tokens, _ = x.shape
+    if several == math.prod(heads):
+        return x.reshape(batch, *heads, tokens, -1)
+    return jnp.moveaxis(x.reshape(batch, tokens, *heads, -1), 1, -2)
 
 
 def vary_alike(operands):

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention.tiles import of_tiles
 
 from posjax import masks
 from posjax.attention import attention
@@ -14,7 +15,6 @@ from posjax.bias import T5, ALiBi, Kerple
 from posjax.far import Branch
 from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
 from posjax.positions import Range, from_segments
-from tests.attention.tiles import of_tiles
 
 BATCH, SIZE, VALUE_SIZE = 2, 8, 6
 RATES = np.linspace(0.01, 0.3, SIZE)

@@ -11,6 +11,7 @@ import meshes
 import numpy as np
 import oracles
 import pytest
+from attention.tiles import of_tiles
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +23,6 @@ from posjax.far import Branch
 from posjax.layout import Layout
 from posjax.masks import Causal, Segments, Sinks, Window, as_mask, materialise
 from posjax.positions import Range
-from tests.attention.tiles import of_tiles
 
 ROWS, TOKENS, HEADS, SIZE = 2, 20, 4, 8
 ROW, COLUMN = np.mgrid[:TOKENS, :TOKENS]

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from attention.tiles import of_tiles
 
 import posjax as pj
 from posjax.attention.api import BACKENDS
 from posjax.masks import Band, Beyond, Causal, Segments, Window
 from posjax.positions import Range
-from tests.attention.tiles import of_tiles
 
 ROWS, TOKENS, HEADS, SIZE = 2, 52, 4, 8
 AT = np.arange(TOKENS)

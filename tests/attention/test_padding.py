@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from attention.tiles import of_tiles
 from decoders import NAMES, preset
 
 import posjax as pj
@@ -15,7 +16,6 @@ from posjax import bias, masks
 from posjax.attention.api import BACKENDS
 from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Segments, Window
-from tests.attention.tiles import of_tiles
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 8
 IDS = np.asarray([[0] * 6 + [1] * 6 + [-1] * 4, [-1] * 3 + [0] * 13], np.int32)
@@ -93,6 +93,24 @@ def test_nothing_of_padding_reaches_an_output_or_a_gradient(name, backend):
 @pytest.mark.parametrize("name", MORE)
 def test_nor_with_other_features_and_biases(name):
     assert_padding_is_nothing(partial(pj.attention, mask=Causal() & Segments(IDS), **MORE[name]), projections())
+
+
+def test_finite_padding_is_hidden_without_a_pass_over_the_tokens():
+    """The same numbers come out, and nothing is put in the place of padding."""
+
+    def run(finite, q, k, v):
+        return pj.attention(q, k, v, mask=Causal() & Segments(IDS, finite=finite), implementation="dense")
+
+    arrays = projections()
+
+    def gradients(finite):
+        return jax.jit(jax.value_and_grad(lambda *x: run(finite, *x).sum(), (0, 1, 2)))(*arrays)
+
+    chex.assert_trees_all_close(gradients(True), gradients(False), rtol=1e-6)
+    found, blanked = (str(jax.make_jaxpr(partial(run, finite))(*arrays)) for finite in (True, False))
+    of_tokens = f"{list(arrays[0].shape)}".replace(" ", "")
+    count = [text.count(f"f32{of_tokens} = select_n") + text.count("name=_where") for text in (found, blanked)]
+    assert count[0] < count[1]
 
 
 def test_what_is_padding():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention.tiles import of_tiles
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.backends import DENSE, TPU
@@ -21,7 +22,6 @@ from posjax.attention.tpu.blocks import TARGETS
 from posjax.bias import ALiBi, FoX
 from posjax.masks import Causal, Segments
 from posjax.positions import Range
-from tests.attention.tiles import of_tiles
 
 TOKENS, KV_HEADS, GROUP = 200, 1, 2
 HALF = TOKENS // 2

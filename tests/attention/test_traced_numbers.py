@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from attention.tiles import of_tiles
 
 import posjax as pj
 from posjax import masks
 from posjax.attention.api import BACKENDS
 from posjax.attention.sharded.choice import Sizes, refusal
 from posjax.masks import Causal, Chunked, Sinks, Window
-from tests.attention.tiles import of_tiles
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 13, 4, 2, 8
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import Operands
-from posjax.axes import WithAxes, map_tokens, narrowed
+from posjax.attention.operands import LANES, Operands, apart, beside
+from posjax.axes import Names, WithAxes, each, map_tokens
 from posjax.layout import Layout
 from posjax.positions import Positions, Range, as_array
 
@@ -33,16 +33,24 @@ class Call(WithAxes):
 
     axes: ClassVar = {"scale": ("batch", "kv_heads", "group", "queries", "size")}
 
-    def heads(self, first: int, count: int) -> "Call":
-        """The call of ``count`` key heads from ``first`` on, and of the query heads that use them."""
-        group = self.x.q.shape[2]
+    def halves(self) -> tuple["Call", "Call"]:
+        """The calls of the first and of the second half of the heads."""
+        heads, group = self.x.q.shape[1] // 2, self.x.q.shape[2]
 
-        def own(slot):
-            return slot if slot is None else slot.heads(first * group, count * group)
+        def half(array, names: Names, n: int):
+            return _half(array, names.index("kv_heads"), n) if "kv_heads" in names else array
 
-        far = tuple(dataclasses.replace(pair, where=own(pair.where)) for pair in self.x.far)
-        x = dataclasses.replace(self.x, bias=own(self.x.bias), mask=own(self.x.mask), far=far)
-        return narrowed(dataclasses.replace(self, x=x), kv_heads=(first, count))
+        def own(slot, n: int):
+            return slot if slot is None else slot.heads(n * heads * group, heads * group)
+
+        def part(n: int) -> "Call":
+            plain = dataclasses.replace(self, x=dataclasses.replace(self.x, bias=None, mask=None))
+            found = each(plain, partial(half, n=n))
+            far = tuple(dataclasses.replace(pair, where=own(pair.where, n)) for pair in found.x.far)
+            x = dataclasses.replace(found.x, bias=own(self.x.bias, n), mask=own(self.x.mask, n), far=far)
+            return dataclasses.replace(found, x=x)
+
+        return part(0), part(1)
 
     def at(self, q_positions: Positions, kv_positions: Positions) -> "Call":
         """The call at other positions."""
@@ -144,6 +152,18 @@ class Line:
 
     def _placed(self, positions: Positions, shard, n) -> Positions:
         return self.positions(positions, shard, n) if isinstance(positions, Range) else positions
+
+
+def _half(array, axis: int, n: int):
+    """A half along an axis, of heads side by side where they are kept so; the transpose puts the halves together."""
+    if array.shape[axis] == 1:
+        return array
+    size = array.shape[axis] // 2
+    if axis != 1 or array.shape[-1] % LANES:
+        return jax.lax.split(array, (size, size), axis)[n]
+    flat, heads = beside(array), (size, *array.shape[2:-2])
+    columns = flat.shape[-1] // 2
+    return apart(jax.lax.split(flat, (columns, columns), flat.ndim - 1)[n], heads)
 
 
 def taken(array, order: np.ndarray, axis: int):

@@ -28,11 +28,20 @@ from jax.custom_derivatives import SymbolicZero
 
 from posjax._numbers import is_number
 from posjax.attention.api import parts_by
-from posjax.attention.operands import Operands, PerQuery, like_zeros, named, no_gradient, statistics_dtype, taken_apart
+from posjax.attention.operands import (
+    LANES,
+    Operands,
+    PerQuery,
+    apart,
+    beside,
+    like_zeros,
+    named,
+    no_gradient,
+    statistics_dtype,
+    taken_apart,
+)
 from posjax.attention.operation import Backends, add, known, merge
 from posjax.attention.sharded.parts import Call, Line
-from posjax.attention.tpu.call import apart, beside
-from posjax.attention.tpu.terms import LANES
 from posjax.axes import each, map_tokens
 from posjax.masks import extent
 from posjax.positions import Range
@@ -48,22 +57,17 @@ class RingConfig(NamedTuple):
 
 def ring(line: Line, implementation: str | None, call: Call) -> tuple:
     """Output and log-sum-exp of this group's queries over the keys of all groups; every leaf varies alike."""
-    halves = _halves(call) if line.shards > 2 else (call,)
+    halves = call.halves() if line.shards > 2 and call.x.k.shape[1] % 2 == 0 else (call,)
     static = is_number(call.scale)
     config = RingConfig(line, parts_by(implementation, halves[0].x), call.scale if static else None)
     found = _ring(config, tuple(dataclasses.replace(half, scale=None) for half in halves) if static else halves)
-    return tuple(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1) for parts in zip(*found, strict=True))
-
-
-def _halves(call: Call) -> tuple[Call, ...]:
-    """The call of either half of the heads; as it is where the key heads are odd in number."""
-    heads = call.x.k.shape[1]
-    return (call,) if heads % 2 else (call.heads(0, heads // 2), call.heads(heads // 2, heads // 2))
+    (out, lse), outputs = zip(*found, strict=True), _outputs(call.x)
+    return outputs.opened(jnp.concatenate(out, 1 if outputs.heads is None else -1)), jnp.concatenate(lse, 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
-    """Output and log-sum-exp of every call; they go round in alternating directions."""
+    """Output, closed, and log-sum-exp of every call; they go round in alternating directions."""
     ways = _ways(config, calls)
     state = [(way.keys, way.nothing_yet()) for way in ways]
 
@@ -99,6 +103,11 @@ class _Side(NamedTuple):
     def opened(self, array):
         """As a backend takes it."""
         return array if self.heads is None else apart(array, self.heads)
+
+
+def _outputs(x: Operands) -> _Side:
+    """How outputs and their gradients wait."""
+    return _Side(False, -2, x.q.shape[1:3] if x.v.shape[-1] % LANES == 0 else None)
 
 
 def _sides(tree: Any) -> list[_Side]:
@@ -169,9 +178,8 @@ class _Way:
 
     @property
     def outputs(self) -> _Side:
-        """How outputs and their gradients wait."""
-        x = self.call(self.keys).x
-        return _Side(False, -2, x.q.shape[1:3] if x.v.shape[-1] % LANES == 0 else None)
+        """See ``_outputs``."""
+        return _outputs(self.call(self.keys).x)
 
     def nothing_yet(self) -> tuple:
         """Output and log-sum-exp of no keys."""
@@ -183,7 +191,7 @@ class _Way:
     def output(self, so_far: tuple) -> tuple:
         """Output in the dtype of the values, and log-sum-exp."""
         out, lse = so_far
-        return self.outputs.opened(out).astype(self.call(self.keys).x.v.dtype), lse
+        return out.astype(self.call(self.keys).x.v.dtype), lse
 
     def merged(self, distance, keys: list, so_far: tuple) -> tuple:
         """Output and log-sum-exp so far and of the keys of a step."""
@@ -337,9 +345,10 @@ def _shares(ways: list[_Way], of_rows: list, wanted: list, distance, keys: list,
 
 def _known(config: RingConfig, way: _Way, rows: tuple, cotangents: tuple) -> PerQuery:
     """What the backward pass reads of each query, outputs' gradients closed."""
-    zeros = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
-    found = known(config.backends, rows, tuple(zeros))
-    return found._replace(d_out=way.outputs.closed(found.d_out))
+    given = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    (out, lse), (d_out, d_lse), outputs = rows, given, way.outputs
+    found = known(config.backends, (outputs.opened(out), lse), (outputs.opened(d_out), d_lse))
+    return found._replace(d_out=d_out)
 
 
 def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:

@@ -108,25 +108,6 @@ class Inputs(NamedTuple):
     bound: jax.Array | None
 
 
-def beside(x):
-    """``[batch, *heads, tokens, size]`` as ``[batch, 1, tokens, heads x size]`` if a head fills whole lanes.
-
-    Otherwise as ``[batch, heads, tokens, size]``.
-    """
-    batch, *_, tokens, size = x.shape
-    if size % LANES:
-        return x.reshape(batch, -1, tokens, size)
-    return jnp.moveaxis(x, -2, 1).reshape(batch, 1, tokens, -1)
-
-
-def apart(x, heads: tuple[int, ...]):
-    """The inverse of ``beside``."""
-    batch, several, tokens, _ = x.shape
-    if several == math.prod(heads):
-        return x.reshape(batch, *heads, tokens, -1)
-    return jnp.moveaxis(x.reshape(batch, tokens, *heads, -1), 1, -2)
-
-
 def features_at(shape: tuple[int, ...], head, size: int) -> tuple:
     """Where the features of a head are in an array of ``beside``: the index on its second axis, and the columns."""
     if shape[1] > 1 or shape[-1] == size:

@@ -13,13 +13,13 @@ from jax.custom_batching import sequential_vmap
 
 from posjax._checks import check
 from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, PerQuery, no_gradient
+from posjax.attention.operands import Operands, PerQuery, apart, beside, no_gradient
 from posjax.attention.padding import lengthen, lengthened_rows, pad
 from posjax.attention.tiles import Blocks, plan
 from posjax.attention.tpu.backward import backward
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
-from posjax.attention.tpu.call import LOG2E, Inputs, KernelConfig, Tiling, apart, beside
+from posjax.attention.tpu.call import LOG2E, Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.correction import correction
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import lists

@@ -16,9 +16,10 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax._slots import OfSomeHeads, is_own
+from posjax.attention.operands import LANES
 from posjax.masks import Mask, OfTokens, Pair
 
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 
 PIECES = 3
 """Numbers of bfloat16 whose sum has the precision of float32."""

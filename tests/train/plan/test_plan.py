@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from posjax.attention.tpu.costs import FORWARD
+from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.masks import Causal, Window
 from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
@@ -33,6 +33,7 @@ from train.plan.published import PUBLISHED
 from train.plan.report import assumptions
 from train.plan.sweep import candidates, rough_seconds, sweep
 from train.plan.timeline import Player, Tally
+from train.runtime.chips import CHIPS
 
 ROWS, COLUMNS, NUMBERS = 2, 4, 64
 NONE = Kernels(pod("v5e:2x4"), lambda queries, keys: 1.0)
@@ -390,6 +391,42 @@ def test_a_kernel_takes_its_visited_tiles_and_rows():
     # Four rows of two tiles, of which the causal mask needs 1, 1, 2 and 2.
     cycles = 2 * 16 * (6 * whole + 4 * row) / 2
     assert Kernels(pod("v5p:2x2x1"), share).seconds(line) == pytest.approx(cycles / 1.75e9)
+
+
+BESIDE = """
+ENTRY %main (x: f32[4]) -> f32[4] {
+  ROOT %posjax_attention_backward.3 = (bf16[2,1,1,4096,2048]{4,3,2,1,0}, bf16[2,1,1,4096,512]{4,3,2,1,0}, \
+bf16[2,1,4096,512]{3,2,1,0}, f32[2,1,1,4096,2048]{4,3,2,1,0}) custom-call(%x), \
+custom_call_target="tpu_custom_call", operand_layout_constraints={s32[2,4,1,2]{3,2,1,0}, s32[2,4,1,3]{3,2,1,0}, \
+s32[2]{0}, bf16[2,1,1,4096,2048]{4,3,2,1,0}, bf16[2,1,1,4096,512]{4,3,2,1,0}, bf16[2,1,4096,512]{3,2,1,0}, \
+bf16[2,1,4096,2048]{3,2,1,0}, f32[2,16,1,4096]{3,2,1,0}, f32[2,16,1,4096]{3,2,1,0}}, frontend_attributes={}
+}
+"""
+
+
+def test_heads_that_lie_side_by_side_are_counted():
+    """Sixteen of queries over four of keys; rows of tiles are four blocks of keys with two of queries."""
+    (line,) = parse(BESIDE).computations["main"]
+    whole, _, row = BACKWARD["v5p"][1024, 1024, 512]
+    cycles = 2 * 16 * (4 * 2 * 2 * whole + 4 * math.sqrt(2) * row) / 2
+    assert Kernels(pod("v5p:2x2x1"), lambda q, k: 1.0).seconds(line) == pytest.approx(cycles / 1.75e9)
+
+
+STREAM = """
+ENTRY %main (x: f32[4]) -> f32[4] {
+  ROOT %posjax_rotation.7 = bf16[2,4096,2048]{2,1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={bf16[2,4096,2048]{2,1,0}, f32[1,4096,128]{2,1,0}}, frontend_attributes={}
+}
+"""
+
+
+@pytest.mark.parametrize(("topology", "devices"), [("v6e:2x2", 1), ("7x:2x2x1", 2)])
+def test_a_kernel_that_is_bound_by_memory_takes_what_it_moves(topology, devices):
+    (line,) = parse(STREAM).computations["main"]
+    on = pod(topology)
+    moved = 2 * 2 * 2 * 4096 * 2048 + 4 * 4096 * 128
+    expected = moved / (CHIPS[on.generation].streaming * 1e9 / devices)
+    assert Kernels(on, lambda q, k: 1.0).seconds(line) == pytest.approx(expected)
 
 
 BRANCHES = """
