@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +18,15 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
-from train.model.build import decoder_config, placement
-from train.model.flops import product_parameters, update_flops
+from train.model.build import placement
+from train.model.flops import update_flops
 from train.model.mesh import mesh_shape
-from train.plan import table
-from train.plan.compiling import DoesNotCompile, Memory, out_of_memory
+from train.plan.compiling import DoesNotCompile, Memory, compiler_flags, out_of_memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
 from train.plan.plan import Plan, check_split, make_plan
 from train.plan.pods import Pod, pod
-from train.plan.published import PUBLISHED
 from train.plan.report import assumptions
 from train.plan.sweep import candidates, rough_seconds, sweep
 from train.plan.timeline import Player, Tally
@@ -639,50 +636,9 @@ def test_a_program_that_does_not_fit_is_told_in_gib(message, told):
     assert out_of_memory("INTERNAL: something else") is None
 
 
-def test_every_entry_of_the_table_can_be_split_over_its_pod():
-    everything = list(table.entries())
-    assert len({entry.key for entry in everything}) == len(everything) == len(PUBLISHED) + 36
-    for entry in everything:
-        check_split(entry.config, entry.pod)
-
-
-def test_the_page_tells_what_was_planned_and_what_was_not():
-    first, second, *_ = [entry for entry in table.entries() if entry.teraflops]
-    ours, another, *_ = [entry for entry in table.entries() if entry.command]
-    made = {
-        "mesh": "fsdp 4",
-        "remat": "full",
-        "attention": 0.25,
-        "hbm": 0.5,
-        "gib": {"parameters": 1.0, "optimizer": 2.0, "total": 8.0},
-        "seconds": 2.0,
-        "tokens": 1000.0,
-        "mfu": 0.4,
-        "teraflops": first.teraflops * 0.9,
-    }
-    results = {
-        first.key: made | {"command": ""},
-        second.key: {"command": "", "problem": "needs 9.0 GiB of HBM"},
-        ours.key: made | {"command": ours.command},
-        another.key: made | {"command": "python -m train plan of something else"},
-    }
-    page = table.page(results)
-    assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | {made['teraflops'] * 4 / 3:.0f} | 50% |" in page
-    assert "needs 9.0 GiB of HBM" in page
-    assert f"| {ours.name} | {ours.pod.name} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
-    assert "3.125 (v5e), 6.25 (v5p), 12.5 (v6e), 12.5 (7x) GB/s of a chip" in page
-    assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
-
-
-def test_the_page_is_that_of_the_results_and_every_entry_is_planned():
-    results = table.read()
-    assert table.PAGE.read_text(encoding="utf-8") == table.page(results)
-    assert [entry.key for entry in table.entries() if table.result(results, entry) is None] == []
-
-
-def test_published_shapes_have_the_parameters_of_their_names():
-    for run in PUBLISHED:
-        decoder = decoder_config(run.config)
-        named = float(re.search(r"-(\d+)B", run.name)[1]) * 1e9
-        embedding = decoder.vocab_size * decoder.model_dim
-        assert product_parameters(decoder) + embedding == pytest.approx(named, rel=0.05)
+def test_flags_travel_to_the_compiler(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
+    assert compiler_flags() == "--first=1"
+    assert compiler_flags("--second=2") == "--first=1 --second=2"
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert compiler_flags("--second=2") == "--second=2"
