@@ -14,6 +14,8 @@ from train.plan.pods import GIB, Pod
 from train.plan.ruler import Launches, Reading, Sent, Spent, totals
 
 _PASSES = PASSES[:3]
+_SHOWN = 1e-3
+"""Parts that take less of a step are left out."""
 
 
 def show(readings: Sequence[Reading], model: Flops, tokens: int, on: Pod, console: Console) -> None:
@@ -37,10 +39,10 @@ def _summary(readings: Sequence[Reading], flops: float, on: Pod) -> Table:
         table.add_row(name, *map(value, readings))
     table.add_section()
     for part in PARTS:
-        if any(totals(reading)[part] >= 5e-4 for reading in readings):
+        if any(totals(reading)[part] >= _SHOWN * reading.tally.seconds for reading in readings):
             table.add_row(part, *(_passes(reading, part) for reading in readings))
     table.add_row("attention kernels", *map(_kernels, readings))
-    table.add_row("waiting for collectives", *(f"{reading.tally.exposed:.3f}" for reading in readings))
+    table.add_row("waiting for collectives", *(f"{reading.tally.exposed:.3g}" for reading in readings))
     table.add_section()
     for key in _keys(reading.collectives for reading in readings):
         table.add_row(" ".join(key), *(_sent(reading.collectives.get(key)) for reading in readings))
@@ -54,9 +56,9 @@ def _heads(flops: float, on: Pod) -> dict:
         "HBM GiB: temporaries": lambda one: f"{one.memory.temp / GIB:.2f}",
         "HBM": lambda one: f"{one.memory.total / on.hbm_bytes:.0%}",
         "tokens of a step and chip": lambda one: f"{one.tokens / on.chips:,.0f}",
-        "model TFLOP of a chip": lambda one: f"{flops * one.tokens / on.chips / 1e12:,.1f}",
-        "TFLOP executed, kernels left out": lambda one: f"{_executed(one, on) / 1e12:,.1f}",
-        "step": lambda one: f"{_least(one)}{one.tally.seconds:.3f}",
+        "model TFLOP of a chip": lambda one: f"{flops * one.tokens / on.chips / 1e12:,.4g}",
+        "TFLOP executed, kernels left out": lambda one: f"{_executed(one, on) / 1e12:,.4g}",
+        "step": lambda one: f"{_least(one)}{one.tally.seconds:.4g}",
         "tokens a second and chip": lambda one: f"{_most(one)}{one.tokens / one.tally.seconds / on.chips:,.0f}",
         "MFU": lambda one: f"{_most(one)}{one.tokens * flops / one.tally.seconds / on.chips / on.peak_flops:.1%}",
     }
@@ -82,7 +84,7 @@ def _passes(reading: Reading, part: str) -> str:
     """``2.005 = .556 / .440 / 1.009``; what belongs to no pass is in the sum alone."""
     each = [reading.parts[part, name].seconds if (part, name) in reading.parts else 0.0 for name in _PASSES]
     whole = totals(reading)[part]
-    return f"{whole:.3f} = " + " / ".join(f"{seconds:.3f}" for seconds in each) if sum(each) else f"{whole:.3f}"
+    return f"{whole:.3g} = " + " / ".join(f"{seconds:.3g}" for seconds in each) if sum(each) else f"{whole:.3g}"
 
 
 def _kernels(reading: Reading) -> str:
@@ -91,7 +93,7 @@ def _kernels(reading: Reading) -> str:
         by_pass[name].append(launches)
     found = [by_pass[name] for name in PASSES if by_pass[name]]
     known = sum(one.seconds or 0.0 for launches in found for one in launches)
-    return f"{_least(reading)}{known:.3f} = " + " / ".join(map(_launches, found)) if found else "none"
+    return f"{_least(reading)}{known:.3g} = " + " / ".join(map(_launches, found)) if found else "none"
 
 
 def _launches(found: list[Launches]) -> str:
@@ -105,17 +107,17 @@ def _keys(found: Iterable[dict]) -> list:
 
 
 def _sent(sent: Sent | None) -> str:
-    return f"{sent.times:g} x, {sent.bytes / 1e9:.2f} GB, {sent.seconds:.3f} s" if sent else ""
+    return f"{sent.times:g} x, {sent.bytes / 1e9:.3g} GB, {sent.seconds:.3g} s" if sent else ""
 
 
 def _details(reading: Reading, on: Pod) -> Table:
     title = f"{reading.name}: what a device executes and moves"
     table = Table("part", "pass", "s", "Mcycles", "TFLOP", "of peak", "GB", "s by HBM", title=title)
     for (part, name), spent in sorted(reading.parts.items(), key=lambda item: -item[1].seconds):
-        if spent.seconds >= 5e-5:
+        if spent.seconds >= _SHOWN / 10 * reading.tally.seconds:
             table.add_row(part, name, *_numbers(spent, on))
     for (kernel, name), launches in reading.kernels.items():
-        seconds = "unknown" if launches.seconds is None else f"{launches.seconds:.4f}"
+        seconds = "unknown" if launches.seconds is None else f"{launches.seconds:.3g}"
         table.add_row(f"{launches.times:g} x {kernel}", name, seconds, *[""] * 5)
     return table
 
@@ -123,12 +125,12 @@ def _details(reading: Reading, on: Pod) -> Table:
 def _numbers(spent: Spent, on: Pod) -> tuple[str, ...]:
     peak = on.peak_flops / on.network.devices
     return (
-        f"{spent.seconds:.4f}",
+        f"{spent.seconds:.3g}",
         f"{spent.seconds / on.seconds_per_cycle / 1e6:,.1f}",
-        f"{spent.flops / 1e12:,.2f}" if spent.flops else "",
+        f"{spent.flops / 1e12:,.3g}" if spent.flops else "",
         f"{spent.flops / spent.seconds / peak:.0%}" if spent.flops else "",
-        f"{spent.moved / 1e9:,.1f}",
-        f"{spent.moved / on.hbm_bandwidth:.4f}",
+        f"{spent.moved / 1e9:,.3g}",
+        f"{spent.moved / on.hbm_bandwidth:.3g}",
     )
 
 

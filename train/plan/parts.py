@@ -61,8 +61,20 @@ class Widths:
         """A size, and what is left of it on a device if it is split; not what another size is whole."""
         others = {self.model, self.hidden, self.vocabulary, self.length, self.head, *self.heads} - {size}
         others |= {heads * self.head for heads in self.heads}
+        return {size} | (self._split(size) - others)
+
+    def features(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape without its tokens: its first size that is the length or a part of it, but never its last one.
+
+        So a vocabulary or hidden width that is as large as the length is told from it.
+        """
+        tokens = {self.length} | self._split(self.length)
+        place = next((n for n, size in enumerate(shape[:-1]) if size in tokens), None)
+        return shape if place is None else shape[:place] + shape[place + 1 :]
+
+    def _split(self, size: int) -> set[int]:
         counts = (n for n in range(1, self.devices + 1) if self.devices % n == 0 and size % n == 0)
-        return {size} | ({size // n for n in counts if size // n >= _SMALLEST_SHARD} - others)
+        return {size // n for n in counts if size // n >= _SMALLEST_SHARD}
 
 
 def pass_of(op_name: str) -> str:
@@ -85,7 +97,8 @@ def part_of(module: Module, computation: str, line: Instruction, widths: Widths)
 
 
 def _of_products(found: list[Product], op_name: str, widths: Widths) -> str:
-    sizes = set().union(*(product.sizes for product in found))
+    shapes = (shape for product in found for shape in (product.left, product.right, product.result))
+    sizes = {size for shape in shapes for size in widths.features(shape)}
     if sizes & widths.shards(widths.vocabulary):
         looked_up = _EMBEDDING_NAME.search(op_name) and not _HEAD_NAME.search(op_name)
         return EMBEDDING if looked_up else LOGITS
@@ -109,7 +122,7 @@ def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:
         return LOGITS
     if _EMBEDDING_NAME.search(name) or (not in_layer and _looks_up(module, line)):
         return EMBEDDING
-    if {size for array in line.results for size in array.shape} & widths.shards(widths.vocabulary):
+    if {size for array in line.results for size in widths.features(array.shape)} & widths.shards(widths.vocabulary):
         return LOGITS
     for pattern, part in ((_NORM_NAME, NORMS), (_MLP_NAME, MLP), (_ATTENTION_NAME, AROUND)):
         if pattern.search(name):
@@ -124,15 +137,16 @@ def _looks_up(module: Module, line: Instruction) -> bool:
 
 def _of_sizes(line: Instruction, widths: Widths) -> str:
     largest = max(line.results, key=lambda array: array.bytes, default=Array("f32", ()))
-    if set(largest.shape) & widths.shards(widths.hidden):
+    sizes = set(widths.features(largest.shape))
+    if sizes & widths.shards(widths.hidden):
         return MLP
-    if _has_heads(largest.shape, widths):
+    if _has_heads(sizes, widths):
         return AROUND
     made = {size for array in line.results for size in array.shape}
     return NORMS if _LAYER_NAME.search(line.op_name) or made & {widths.model, widths.length} else OTHER
 
 
-def _has_heads(shape: tuple[int, ...], widths: Widths) -> bool:
+def _has_heads(sizes: set[int], widths: Widths) -> bool:
     """Whether an array has a dimension of heads or of their features, halves of which are rotated, and none wider."""
     wide = widths.shards(widths.model) | widths.shards(widths.hidden)
-    return bool(set(shape) & {widths.head, widths.head // 2, *widths.heads}) and not set(shape) & wide
+    return bool(sizes & {widths.head, widths.head // 2, *widths.heads}) and not sizes & wide

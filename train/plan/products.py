@@ -30,11 +30,6 @@ class Product:
         """Two for a multiplication and an addition."""
         return 2 * self.multiply_adds
 
-    @property
-    def sizes(self) -> set[int]:
-        """Of all dimensions."""
-        return {*self.left, *self.right, *self.result}
-
 
 def products_of(module: Module, computation: str, line: Instruction) -> Iterator[Product]:
     """The products that an instruction executes, by itself or inside a fusion."""

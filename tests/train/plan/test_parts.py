@@ -60,6 +60,7 @@ ENTRY %main (x: {result}) -> {result} {{
         ("bf16[3,8192,4096]", "bf16[4096,32,128]", "bf16[3,8192,32,128]", PROJECTIONS),
         ("bf16[3,8192,32,128]", "bf16[32,128,2,1024]", "bf16[3,8192,2,1024]", PROJECTIONS),
         ("bf16[3,8192,4096]", "bf16[3,8192,8,128]", "bf16[4096,8,128]", PROJECTIONS),  # the gradient
+        ("bf16[8,8192,4096]", "bf16[4096,8,128]", "bf16[8,8192,8,128]", PROJECTIONS),  # as many rows as heads
         ("bf16[3,32,8192,128]", "bf16[3,32,8192,128]", "f32[3,32,8192,8192]", ATTENTION),
         ("f32[3,32,8192,8192]", "bf16[3,32,8192,128]", "bf16[3,32,8192,128]", ATTENTION),
         ("bf16[3,2048,4096]", "bf16[4096,128256]", "f32[3,2048,128256]", LOGITS),
@@ -147,3 +148,26 @@ def test_a_size_that_is_another_size_is_no_shard():
     widths = Widths(1024, 4096, 32000, (8, 8), 128, 2048, devices=8)
     assert widths.shards(4096) == {4096, 512}  # 2048 is the length, 1024 the width
     assert widths.shards(32000) == {32000, 16000, 8000, 4000}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "expected"),
+    [
+        ("bf16[3,8192,2048]", "bf16[2048,8192]", "bf16[3,8192,8192]", MLP),
+        ("bf16[3,8192,8192]", "bf16[8192,2048]", "bf16[3,8192,2048]", MLP),
+        ("bf16[3,8192,2048]", "bf16[2048,32,64]", "bf16[3,8192,32,64]", PROJECTIONS),
+        ("bf16[3,2048,2048]", "bf16[2048,32768]", "bf16[3,2048,32768]", LOGITS),
+    ],
+)
+def test_a_hidden_width_as_large_as_the_length_is_told_from_it(left, right, result, expected):
+    widths = Widths(2048, 8192, 32768, (32, 8), 64, 8192, devices=256)
+    assert part(product(left, right, result), widths) == expected
+
+
+def test_a_vocabulary_as_large_as_the_length_is_told_from_it():
+    widths = Widths(4096, 14336, 32768, (32, 8), 128, 32768, devices=64)
+    assert part(product("bf16[1,8192,4096]", "bf16[4096,32768]", "f32[1,8192,32768]"), widths) == LOGITS
+    assert part(product("bf16[1,32768,4096]", "bf16[4096,14336]", "bf16[1,32768,14336]"), widths) == MLP
+    assert part(elementwise("bf16[1,32768,4096]", f"{LOOP}/add"), widths) == NORMS
+    assert part(elementwise("bf16[1,32768,32,128]", f"{LOOP}/mul"), widths) == AROUND
+    assert part(elementwise("f32[1,8192,32768]", f"{LOOP}/exp"), widths) == LOGITS
