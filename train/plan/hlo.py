@@ -162,7 +162,7 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, list[Instruction]] = {}
     entry = None
-    for line in text.splitlines():
+    for line in _lines(text):
         head = _HEAD.match(line)
         if head:
             current = computations.setdefault(head[2], [])
@@ -172,6 +172,17 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError("no program found in the compiler's text; its format may have changed")
     return Module(entry, computations)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines of a program. What a kernel says of itself may run over several; they are one."""
+    whole: list[str] = []
+    for line in text.splitlines():
+        if whole and (not line or line == "}" or _NAME.match(line) or _HEAD.match(line)):
+            yield "".join(whole)
+            whole.clear()
+        whole.append(line)
+    yield "".join(whole)
 
 
 def _instruction(line: str) -> Instruction | None:

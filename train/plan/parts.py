@@ -100,8 +100,8 @@ def _of_products(found: list[Product], op_name: str, widths: Widths) -> str:
     shapes = (shape for product in found for shape in (product.left, product.right, product.result))
     sizes = {size for shape in shapes for size in widths.features(shape)}
     if sizes & widths.shards(widths.vocabulary):
-        looked_up = _EMBEDDING_NAME.search(op_name) and not _HEAD_NAME.search(op_name)
-        return EMBEDDING if looked_up else LOGITS
+        named = _EMBEDDING_NAME.search(op_name) and not _HEAD_NAME.search(op_name)
+        return EMBEDDING if named or any(product.looks_up for product in found) else LOGITS
     if sizes & widths.shards(widths.hidden):
         return MLP
     if widths.model not in sizes and any(_is_of_heads(product, widths) for product in found):

@@ -24,6 +24,7 @@ class Product:
     right: tuple[int, ...]
     result: tuple[int, ...]
     multiply_adds: int
+    looks_up: bool = False  # whether a side holds but zeros and ones: rows are picked by a product
 
     @property
     def flops(self) -> int:
@@ -45,7 +46,16 @@ def _product(named: dict[str, Instruction], line: Instruction) -> Product:
     left, right = (_shape(named.get(name)) for name in line.operands[:2])
     result = line.results[0].shape
     count = _of_dot if line.opcode == "dot" else _of_convolution
-    return Product(left, right, result, count(line, left, right, result))
+    looks_up = any(_is_of_ones(named, name) for name in line.operands[:2])
+    return Product(left, right, result, count(line, left, right, result), looks_up)
+
+
+def _is_of_ones(named: dict[str, Instruction], name: str) -> bool:
+    """Whether an operand is a comparison, or one as numbers."""
+    line = named.get(name)
+    while line is not None and line.opcode in ("convert", "bitcast", "reshape") and line.operands:
+        line = named.get(line.operands[0])
+    return line is not None and bool(line.results) and line.results[0].dtype == "pred"
 
 
 def _shape(line: Instruction | None) -> tuple[int, ...]:

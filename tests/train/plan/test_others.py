@@ -17,6 +17,7 @@ ROWS, STEPS, TILES = HEADS * 4, HEADS * 16, HEADS * 10
 START, TILE, FINISH = 20, 3000, 18
 SLOTS = 4
 NAME = "splash_mha_fwd_segmented_residuals"
+OP_NAME = "jit(train_step)/jvp()/while/body/splash_mha_fwd/pallas_call"
 
 
 def listing(trips: int = STEPS + 2, tile: int = TILE) -> str:
@@ -66,7 +67,7 @@ def call(name: str = f"{NAME}.2", metadata: str = "", queries: int = LENGTH) -> 
     text = (
         f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  ROOT %{name} = ({q}, f32[3,2,{queries}]{{2,1,0}}) custom-call(%x), "
         f'custom_call_target="tpu_custom_call", operand_layout_constraints={{s8[1,4,4]{{2,1,0}}, {q}, {k}, {k}}}, '
-        f"frontend_attributes={{kernel_metadata={metadata or '{}'}}}\n}}"
+        f'frontend_attributes={{kernel_metadata={metadata or "{}"}}}, metadata={{op_name="{OP_NAME}"}}\n}}'
     )
     return parse(text).computations["main"][0]
 
@@ -77,8 +78,8 @@ def kernels(**more) -> AnyKernels:
 
 
 def metadata(**sizes: int) -> str:
-    """As it stands in a program: JSON in a string in JSON."""
-    return json.dumps({"xprof_metadata": json.dumps(sizes)})
+    """As it stands in a program: JSON in a string in JSON, on lines of its own."""
+    return "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
 
 
 def test_a_kernel_takes_the_bundles_of_its_tiles_and_rows(tmp_path):
@@ -100,6 +101,7 @@ def test_blocks_are_read_from_the_call():
     assert told_blocks(call(metadata=metadata(**sizes))) == (512, 1024, 256)
     sizes = {"block_q_dkv": 2048, "block_kv_dkv": 512, "block_kv_dkv_compute": None}
     assert told_blocks(call("splash_mha_dkv_segmented_no_residuals.1", metadata(**sizes))) == (2048, 512, 512)
+    assert call(metadata=metadata(**sizes)).op_name == OP_NAME  # which stands behind
     assert told_blocks(call()) is None
     assert others_call(call(), (8, 16, 16)).blocks == (8, 16, 16)
     assert others_call(call(metadata=metadata(block_q=512, block_kv=1024)), (8, 16, 16)).blocks == (512, 1024, 1024)

@@ -84,6 +84,22 @@ def test_a_look_up_by_a_product_is_told_from_the_head_by_its_name(name, expected
     assert part(product("bf16[3,8192,128256]", "bf16[128256,4096]", "bf16[3,8192,4096]", name)) == expected
 
 
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_a_look_up_by_a_product_is_told_from_the_head_by_its_ones(as_numbers):
+    inner = """
+%inner (ids: s32[3,8192], table: bf16[128256,4096]) -> bf16[3,8192,4096] {
+  %ids = s32[3,8192]{1,0} parameter(0)
+  %table = bf16[128256,4096]{1,0} parameter(1)
+  %ones = pred[3,8192,128256]{2,1,0} fusion(%ids), kind=kLoop, calls=%compare
+  %numbers = bf16[3,8192,128256]{2,1,0} convert(%ones)
+  ROOT %rows = bf16[3,8192,4096]{2,1,0} dot(%SIDE, %table), lhs_contracting_dims={2}
+}
+""".replace("SIDE", "numbers" if as_numbers else "ones")
+    outer = elementwise("bf16[3,8192,4096]", "jit(train_step)/jvp()/dot_general").replace("%none", "%inner")
+    assert part(inner + outer) == EMBEDDING
+    assert part(inner.replace("pred[", "f32[") + outer) == LOGITS
+
+
 def test_products_inside_of_a_fusion_decide():
     inner = product("bf16[3,8192,4096]", "bf16[4096,14336]", "bf16[3,8192,14336]").replace("ENTRY %main", "%inner")
     outer = elementwise("bf16[3,8192,4096]", f"{LOOP}/add").replace("calls=%none", "calls=%inner")
