@@ -85,18 +85,19 @@ def _compare(config: Config, on: Pod, steps: Steps, console: Console) -> None:
     (stage,) = config.every_stage
     theirs = [kept.read(folder, on) for folder in steps.against]
     readings = [_reading(stage, on, one, steps.blocks) for one in theirs]
-    if len(theirs) > 1:
-        against.show(readings, update_flops(stage), stage.train.batch_tokens, on, console)
-        return
-    check_split(stage, on)
-    ours = compile_step(stage, on)
-    if steps.keep:
-        kept.keep(steps.keep, ours, stage.train.batch_tokens, compiler_flags())
-    if theirs:
+    if len(theirs) < 2:
+        check_split(stage, on)
+        ours = compile_step(stage, on)
+        if steps.keep:
+            kept.keep(steps.keep, ours, stage.train.batch_tokens, compiler_flags())
+        if not theirs:
+            report.show(plan_of(stage, on, ours), console)
+            return
         readings.insert(0, read_step("ours", stage, on, ours))
-        against.show(readings, update_flops(stage), stage.train.batch_tokens, on, console)
-    else:
-        report.show(plan_of(stage, on, ours), console)
+    against.show(readings, update_flops(stage), stage.train.batch_tokens, on, console)
+    for one in theirs:
+        if one.flags:
+            console.print(f"{one.name} was compiled with {one.flags}", highlight=False)
 
 
 def _reading(config: Config, on: Pod, one: kept.Kept, blocks: Blocks | None) -> Reading:

@@ -146,7 +146,7 @@ def cells(output: str, row: str) -> list[str]:
 def test_two_kept_steps_stand_side_by_side_without_a_compiler(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("train.plan.command.compile_step", None)
     first = folder(tmp_path / "first")
-    second = folder(tmp_path / "second", tokens=None)
+    second = folder(tmp_path / "second", tokens=None, flags="--xla_flag=1")
     (second / kept.PROGRAM).write_text(PROGRAM.replace("1750000", "3500000").replace("tpu_custom_call", "Buffer"))
     arguments = ["--against", str(first), "--against", str(second)]
     assert main(["plan", str(config), "--topology", "v6e:2x2", *arguments]) == 0
@@ -158,6 +158,7 @@ def test_two_kept_steps_stand_side_by_side_without_a_compiler(config, tmp_path, 
     assert cells(output, "all-reduce f32")[0].startswith("1 x, 6.14e-06 GB")
     assert cells(output, "step")[0].startswith("> ")
     assert "Left out, for nothing is known of it: kernel k x 1 of first" in " ".join(output.split())
+    assert "second was compiled with --xla_flag=1" in output
 
 
 def test_a_kept_step_stands_beside_ours(config, tmp_path, capsys, monkeypatch):
