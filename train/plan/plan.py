@@ -34,7 +34,7 @@ class Plan:
     memory: Memory
     flops: Flops
     tally: Tally
-    products: float = 0.0  # seconds of what multiplies matrices outside of kernels
+    reading: Reading | None = None  # by parts and passes
 
     @property
     def seconds(self) -> float:
@@ -92,7 +92,7 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str = "") -> 
 def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
     """The plan of a config whose step is compiled."""
     reading = read_step("this step", config, on, compiled)
-    return Plan(config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading.products)
+    return Plan(config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading)
 
 
 def read_step(

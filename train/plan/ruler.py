@@ -76,6 +76,19 @@ class Reading:
         return sum(spent.products for spent in self.parts.values())
 
 
+def passes(reading: Reading) -> dict[str, dict[str, float]]:
+    """Seconds of each pass: of products, of what else computes, and of kernels of which the time is known."""
+    found: dict[str, dict[str, float]] = {}
+    for (_, name), spent in reading.parts.items():
+        one = found.setdefault(name, {"products": 0.0, "memory": 0.0, "kernels": 0.0})
+        one["products"] += spent.products
+        one["memory"] += spent.seconds - spent.products
+    for (_, name), launches in reading.kernels.items():
+        one = found.setdefault(name, {"products": 0.0, "memory": 0.0, "kernels": 0.0})
+        one["kernels"] += launches.seconds or 0.0
+    return found
+
+
 def measure(name: str, player: Player, memory: Memory, tokens: int, widths: Widths) -> Reading:
     """Plays a program and sums its instructions by part and pass.
 

@@ -23,6 +23,7 @@ from train.plan.plan import Plan, make_plan
 from train.plan.pods import DCN_LATENCY, GIB, KNOWN, LATENCY, Pod, pod
 from train.plan.published import PUBLISHED, Published
 from train.plan.report import mesh_text
+from train.plan.ruler import passes
 from train.runtime.machine import versions
 from train.runtime.paths import ROOT, write_file
 
@@ -116,7 +117,8 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "attention": plan.flops.attention / plan.flops.total,
         "seconds": plan.seconds,
         "compute": tally.compute,
-        "products": plan.products,
+        "products": plan.reading.products,
+        "passes": passes(plan.reading),
         "kernels": tally.kernels,
         "exposed": tally.exposed,
         "gigabytes": {axes: round(size / 1e9, 2) for axes, size in _by_axes(plan).items()},
