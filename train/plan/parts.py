@@ -36,6 +36,7 @@ _HEAD_NAME = re.compile(r"logits|unembed|lm_head|cross_entropy|softmax_loss", re
 _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
 _MLP_NAME = re.compile(r"\bmlp|feed_forward|ffn|moe", re.IGNORECASE)
 _ATTENTION_NAME = re.compile(r"attention|attn|rotary|rope|splash|flash|[qkv]_proj|query|kv_proj", re.IGNORECASE)
+_ATTEND_NAME = re.compile(r"attend|blockwise|dot_product_attention|softmax", re.IGNORECASE)
 _LAYER_NAME = re.compile(r"while/body|closed_call|layer", re.IGNORECASE)
 
 
@@ -104,14 +105,19 @@ def _of_products(found: list[Product], op_name: str, widths: Widths) -> str:
         return EMBEDDING if named or any(product.looks_up for product in found) else LOGITS
     if sizes & widths.shards(widths.hidden):
         return MLP
-    if widths.model not in sizes and any(_is_of_heads(product, widths) for product in found):
+    if widths.model not in sizes and any(_is_of_heads(product, op_name, widths) for product in found):
         return ATTENTION
     return PROJECTIONS if sizes & {widths.head, *widths.shards(widths.model)} else OTHER
 
 
-def _is_of_heads(product: Product, widths: Widths) -> bool:
-    """Whether it is one product for every head: of scores, or of what they weigh. Parameters join or split heads."""
-    return bool(set(widths.heads) & {*product.left} & {*product.right} & {*product.result})
+def _is_of_heads(product: Product, op_name: str, widths: Widths) -> bool:
+    """Whether it is one product for every head: of scores, or of what they weigh.
+
+    All its sides have heads, and tokens, where parameters have none; of tokens in parts the name has to tell.
+    """
+    sides = (set(product.left), set(product.right), set(product.result))
+    has_tokens = all(widths.length in side for side in sides) or bool(_ATTEND_NAME.search(op_name))
+    return has_tokens and any(all(heads in side for side in sides) for heads in widths.heads)
 
 
 def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:

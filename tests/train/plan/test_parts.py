@@ -61,6 +61,7 @@ ENTRY %main (x: {result}) -> {result} {{
         ("bf16[3,8192,32,128]", "bf16[32,128,2,1024]", "bf16[3,8192,2,1024]", PROJECTIONS),
         ("bf16[3,8192,4096]", "bf16[3,8192,8,128]", "bf16[4096,8,128]", PROJECTIONS),  # the gradient
         ("bf16[8,8192,4096]", "bf16[4096,8,128]", "bf16[8,8192,8,128]", PROJECTIONS),  # as many rows as heads
+        ("bf16[8,8192,1024]", "bf16[1024,8,128]", "bf16[8,8192,8,128]", PROJECTIONS),
         ("bf16[3,32,8192,128]", "bf16[3,32,8192,128]", "f32[3,32,8192,8192]", ATTENTION),
         ("f32[3,32,8192,8192]", "bf16[3,32,8192,128]", "bf16[3,32,8192,128]", ATTENTION),
         ("bf16[3,2048,4096]", "bf16[4096,128256]", "f32[3,2048,128256]", LOGITS),
@@ -70,6 +71,11 @@ ENTRY %main (x: {result}) -> {result} {{
 )
 def test_products_by_their_sizes(left, right, result, expected):
     assert part(product(left, right, result)) == expected
+
+
+def test_tiles_of_attention_without_a_kernel_are_told_by_their_name():
+    sides = "bf16[3,8,512,128]", "bf16[3,8,512,128]", "f32[3,8,512,512]"
+    assert part(product(*sides, f"{LOOP}/jit(blockwise)/while/body/dot_general")) == ATTENTION
 
 
 @pytest.mark.parametrize(
