@@ -128,12 +128,12 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
     return 0
 
 
-def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int) -> int:
+def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> int:
     """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
     config = load(path, overrides)
-    from train.plan.command import plan
+    from train.plan.command import Steps, plan
 
-    plan(config, topology, slices, sweep)
+    plan(config, topology, slices, sweep, Steps.of(**steps))
     return 0
 
 
@@ -178,6 +178,17 @@ _ARGUMENTS = {
             "default": 0,
             "metavar": "N",
             "help": "compile N (8) meshes, remat policies and context strategies instead, and rank them",
+        },
+        "--keep": {"metavar": "FOLDER", "help": "keep the compiled step there"},
+        "--against": {
+            "metavar": "FOLDER",
+            "action": "append",
+            "default": [],
+            "help": "lay the step kept there, of any trainer, beside ours; given twice, beside each other",
+        },
+        "--blocks": {
+            "metavar": "Q,K",
+            "help": "tiles of attention kernels in those folders whose calls do not tell, as in 2048,1024",
         },
     },
     "search": {

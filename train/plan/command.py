@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 from rich.console import Console
 
 from posjax._checks import check
 from train.config import Config
-from train.plan.plan import make_plan, stages
+from train.model.flops import update_flops
+from train.plan import against, kept, report
+from train.plan.compiling import compile_step, compiler_flags
+from train.plan.others import Blocks, parse_blocks
+from train.plan.plan import check_split, make_plan, plan_of, read_step, stages
 from train.plan.pods import Pod, pod
-from train.plan.report import show
+from train.plan.ruler import Reading
 from train.plan.sweep import sweep as rank
 
 _WIDTH = 120
 """Of tables where there is no terminal."""
 
 
-def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0) -> None:
+@dataclass(frozen=True)
+class Steps:
+    """Compiled steps in folders: those to lay beside ours, or beside each other, and where to keep ours."""
+
+    against: tuple[Path, ...] = ()
+    keep: Path | None = None
+    blocks: Blocks | None = None  # of kernels whose calls do not tell theirs
+
+    @classmethod
+    def of(cls, against: Sequence[str], keep: str | None, blocks: str | None) -> Steps:
+        """What the command line says."""
+        named = tuple(map(Path, against)), Path(keep) if keep else None
+        check(
+            not keep or len(against) < 2,
+            "--keep: nothing is compiled where --against names several folders, so there is nothing to keep; leave out "
+            "--keep, or all folders but one",
+        )
+        check(not blocks or against, "--blocks: these are of kernels in a folder that --against names, found none")
+        return cls(*named, parse_blocks(blocks) if blocks else None)
+
+
+def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: Steps | None = None) -> None:
     """Plans every stage of a config on slices of a pod, or compiles `sweep` ways to run it there and ranks them.
 
-    Raises ValueError for a pod that does not exist, or a config that does not fit it.
+    With `steps` it keeps the compiled step, or lays kept ones beside it. Raises ValueError for a pod that does not
+    exist, a config that does not fit it, or a folder without a step.
     """
     check(sweep >= 0, f"--sweep: expected how many ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
+    if steps and (steps.against or steps.keep):
+        _check_alone(config, sweep)
+        _compare(config, on, steps, console)
+        return
     for name, stage in stages(config):
         if len(config.stage_names) > 1:
             console.rule(name)
@@ -32,5 +66,39 @@ def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0) -> None
 def _plan_stage(config: Config, on: Pod, sweep: int, console: Console) -> None:
     if sweep:
         rank(config, on, sweep, console)
-    else:
-        show(make_plan(config, on), console)
+        return
+    report.show(make_plan(config, on), console)
+
+
+def _check_alone(config: Config, sweep: int) -> None:
+    check(not sweep, "--sweep: one step is kept or compared, not many; leave out --sweep, or --keep and --against")
+    names = config.stage_names
+    check(
+        len(names) < 2,
+        f"--keep and --against are of one step, but the config has the stages {', '.join(names)}; stages=[] and the "
+        "settings of one of them would work",
+    )
+
+
+def _compare(config: Config, on: Pod, steps: Steps, console: Console) -> None:
+    """Compiles our step, unless several are there to compare, keeps it if asked, and prints all of them."""
+    (stage,) = config.every_stage
+    theirs = [kept.read(folder, on) for folder in steps.against]
+    readings = [_reading(stage, on, one, steps.blocks) for one in theirs]
+    if len(theirs) < 2:
+        check_split(stage, on)
+        ours = compile_step(stage, on)
+        if steps.keep:
+            kept.keep(steps.keep, ours, stage.train.batch_tokens, compiler_flags())
+        if not theirs:
+            report.show(plan_of(stage, on, ours), console)
+            return
+        readings.insert(0, read_step("ours", stage, on, ours))
+    against.show(readings, update_flops(stage), stage.train.batch_tokens, on, console)
+    for one in theirs:
+        if one.flags:
+            console.print(f"{one.name} was compiled with {one.flags}", highlight=False)
+
+
+def _reading(config: Config, on: Pod, one: kept.Kept, blocks: Blocks | None) -> Reading:
+    return read_step(one.name, config, on, one.step, one.tokens, one.schedules, blocks)

@@ -64,23 +64,29 @@ class CompiledStep:
     places: tuple[Place, ...]  # of the devices of its first slice, in order
 
 
-def compile_step(config: Config, on: Pod, timeout: int = 3600) -> CompiledStep:
-    """Compiles the step of a config without stages.
+def compile_step(config: Config, on: Pod, timeout: int = 3600, flags: str = "") -> CompiledStep:
+    """Compiles the step of a config without stages, with `flags` of the compiler beside those of ``LIBTPU_INIT_ARGS``.
 
     Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` for one that the compiler refuses.
     """
     check_compiler()
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
         (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
-        reply = _run(directory, on, timeout)
+        reply = _run(directory, on, timeout, flags)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     places = tuple(map(tuple, reply["places"]))
     return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places)
 
 
-def _run(directory: str, on: Pod, timeout: int) -> dict[str, Any]:
+def compiler_flags(flags: str = "") -> str:
+    """What ``LIBTPU_INIT_ARGS`` holds, and `flags` behind it."""
+    return f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+
+
+def _run(directory: str, on: Pod, timeout: int, flags: str) -> dict[str, Any]:
     environment = {
         **os.environ,
+        "LIBTPU_INIT_ARGS": compiler_flags(flags),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a TPU, so nobody needs a lock

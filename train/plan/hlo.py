@@ -6,18 +6,22 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
 """Of one number; four for types that are not here, one for those of eight bits."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ONE_CALL = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_HOST = 5
+"""The number of the host's memory, which is reached through HBM."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,18 @@ class Array:
 
     dtype: str
     shape: tuple[int, ...]
+    space: int = 0  # the memory it lies in
 
     @property
     def bytes(self) -> int:
         """Without padding."""
         size = BYTES.get(self.dtype, 1 if self.dtype.startswith("f8") else 4)
         return math.prod(self.shape) * size
+
+    @property
+    def in_hbm(self) -> bool:
+        """Whether it does not lie in a memory of the cores."""
+        return self.space in (0, _HOST)
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,16 @@ class Instruction:
         return arrays(self.type)
 
     @property
-    def cycles(self) -> int:
-        """What the compiler expects it to take, on all cores of a device at once."""
+    def op_name(self) -> str:
+        """What it was in the traced function, ``jit(update)/jvp()/while/body/dot_general``; empty for what was none."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def cycles(self) -> int | None:
+        """What the compiler expects it to take, on all cores of a device at once; None where it does not say."""
         found = _CYCLES.search(self.attributes)
-        return int(found[1]) if found else 0
+        return int(found[1]) if found else None
 
     @property
     def calls(self) -> list[str]:
@@ -86,19 +102,25 @@ class Module:
         known = _TRIPS.search(loop.attributes)
         if known:
             return int(known[1])
-        condition = self._named(loop.attribute(r"condition=%?([\w.\-]+)"))
+        condition = self.named.get(loop.attribute(r"condition=%?([\w.\-]+)"), {})
         bound, index = _bound(condition)
         if bound is None:
             return None
         step = self._step(loop.attribute(r"body=%?([\w.\-]+)"), index)
         return max(1, math.ceil(bound / step))
 
-    def _named(self, computation: str) -> dict[str, Instruction]:
-        return {line.name: line for line in self.computations[computation]}
+    @cached_property
+    def named(self) -> dict[str, dict[str, Instruction]]:
+        """The instructions of every computation by name."""
+        return {name: {line.name: line for line in lines} for name, lines in self.computations.items()}
+
+    def called(self, line: Instruction) -> list[str]:
+        """The computations that an instruction runs, as far as the text holds them."""
+        return [name for name in line.calls if name in self.computations]
 
     def _step(self, body: str, index: int | None) -> int:
         """How far the counter at this place of the loop's state moves in a trip: the sum of what is added to it."""
-        lines = self._named(body)
+        lines = self.named[body]
         root = next(line for line in lines.values() if line.is_root)
         if index is None or root.opcode != "tuple":
             return 1
@@ -127,7 +149,10 @@ def _constant(line: Instruction) -> int | None:
 
 def arrays(text: str) -> list[Array]:
     """The types of arrays that stand in a text, in order."""
-    return [Array(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in _ARRAY.findall(text)]
+    return [
+        Array(dtype, tuple(map(int, filter(None, shape.split(",")))), int(space or 0))
+        for dtype, shape, space in _ARRAY.findall(text)
+    ]
 
 
 def parse(text: str) -> Module:
@@ -137,7 +162,7 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, list[Instruction]] = {}
     entry = None
-    for line in text.splitlines():
+    for line in _lines(text):
         head = _HEAD.match(line)
         if head:
             current = computations.setdefault(head[2], [])
@@ -147,6 +172,17 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError("no program found in the compiler's text; its format may have changed")
     return Module(entry, computations)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines of a program. What a kernel says of itself may run over several; they are one."""
+    whole: list[str] = []
+    for line in text.splitlines():
+        if whole and (not line or line == "}" or _NAME.match(line) or _HEAD.match(line)):
+            yield "".join(whole)
+            whole.clear()
+        whole.append(line)
+    yield "".join(whole)
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -178,6 +214,5 @@ def inside(module: Module, computation: str) -> Iterator[Instruction]:
     """All instructions of a computation and of what it calls."""
     for line in module.computations[computation]:
         yield line
-        for name in line.calls:
-            if name in module.computations:
-                yield from inside(module, name)
+        for name in module.called(line):
+            yield from inside(module, name)

@@ -26,7 +26,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -116,6 +116,7 @@ class Traffic:
     bytes: float  # that one device sends
     seconds: float  # for which it keeps its links
     delay: float = 0.0  # until it is there, when they are free again
+    dtype: str = ""  # of what is sent
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,10 @@ class Fabric:
 
     def traffic(self, line: Instruction, kind: str) -> Traffic:
         """What a collective moves and how long it takes by itself."""
+        largest = max(line.results, key=lambda array: array.bytes, default=None)
+        return replace(self._traffic(line, kind), dtype=largest.dtype if largest else "")
+
+    def _traffic(self, line: Instruction, kind: str) -> Traffic:
         groups = groups_of(line, len(self.places))
         moved = _moved(line, kind, len(groups[0]))
         if kind == "collective-permute":

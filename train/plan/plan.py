@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
+from posjax._checks import check
 from train.config import Config
 from train.model.build import decoder_config, placement
 from train.model.flops import Flops, maxtext_flops, update_flops
-from train.model.mesh import check_rows, check_slices, mesh_shape
-from train.plan.compiling import Memory, compile_step
+from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
+from train.plan.compiling import CompiledStep, Memory, compile_step
 from train.plan.hlo import parse
-from train.plan.kernels import Kernels, visited_share
+from train.plan.kernels import visited_share
 from train.plan.network import Fabric
+from train.plan.others import AnyKernels, Blocks
+from train.plan.parts import Widths
 from train.plan.pods import Pod
+from train.plan.ruler import Reading, measure
 from train.plan.timeline import Player, Tally
 
 
@@ -29,6 +34,7 @@ class Plan:
     memory: Memory
     flops: Flops
     tally: Tally
+    reading: Reading | None = None  # by parts and passes
 
     @property
     def seconds(self) -> float:
@@ -77,21 +83,61 @@ def check_split(config: Config, on: Pod) -> None:
         )
 
 
-def make_plan(config: Config, on: Pod, timeout: int = 3600) -> Plan:
+def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str = "") -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
     check_split(config, on)  # by name and at once, also where there is no compiler
-    flops, decoder = update_flops(config), decoder_config(config)
-    compiled = compile_step(config, on, timeout)
-    share = visited_share(decoder.layers, config.train.length, decoder.causal)
-    in_a_slice = {**compiled.axes, "replica": compiled.axes["replica"] // on.slices}
-    fabric = Fabric(on, in_a_slice, compiled.places)
-    spread = _tokens_spread(config, compiled.axes)
-    tally = Player(parse(compiled.text), fabric, Kernels(on, share, spread)).play()
-    return Plan(config, on, compiled.axes, compiled.memory, flops, tally)
+    return plan_of(config, on, compile_step(config, on, timeout, flags))
+
+
+def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
+    """The plan of a config whose step is compiled."""
+    reading = read_step("this step", config, on, compiled)
+    return Plan(config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading)
+
+
+def read_step(
+    name: str,
+    config: Config,
+    on: Pod,
+    compiled: CompiledStep,
+    tokens: int | None = None,
+    schedules: Path | None = None,
+    blocks: Blocks | None = None,
+) -> Reading:
+    """What the ruler says of a compiled step, of any trainer, for the model of a config.
+
+    Args:
+        name: of the step.
+        config: whose model, mask and length it has.
+        on: the pod that it is compiled for.
+        compiled: the step.
+        tokens: of a step, if they are not the config's.
+        schedules: where the compiler dumped what kernels that are not ours cost.
+        blocks: of such kernels, where their calls do not tell.
+    """
+    decoder, train = decoder_config(config), config.train
+    share = visited_share(decoder.layers, train.length, decoder.causal)
+    fabric = Fabric(on, _in_a_slice(compiled.axes, on.slices), compiled.places)
+    kernels = AnyKernels(on, share, _tokens_spread(config, compiled.axes), schedules, blocks)
+    widths = Widths.of(decoder, train.length, on.devices)
+    player = Player(parse(compiled.text), fabric, kernels)
+    return measure(name, player, compiled.memory, tokens or train.batch_tokens, widths)
+
+
+def _in_a_slice(axes: dict[str, int], slices: int) -> dict[str, int]:
+    """The mesh of a slice. Slices lie along `replica`; along the first axis that they divide in a mesh without it."""
+    split = "replica" if "replica" in axes else next((name for name, size in axes.items() if size % slices == 0), None)
+    check(split is not None, f"--slices: expected a mesh that {slices} slices divide, found {axes}")
+    return {**axes, split: axes[split] // slices}
 
 
 def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
-    """Of a row in a group of devices that exchange heads, or on one, where its layout spreads them over the row."""
+    """Of a row in a group of devices that exchange heads, or on one, where its layout spreads them over the row.
+
+    Nothing is known of layouts over a mesh with axes that are not ours.
+    """
+    if set(axes) != set(AXES):
+        return float("inf")
     where = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
     width = where.ulysses if "ring-ulysses" in where.strategies else 1
     return width * config.train.length / where.layout.shards if where.layout.moves else float("inf")

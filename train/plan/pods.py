@@ -81,6 +81,11 @@ class Pod:
         return self.network.hbm_gib * GIB / self.network.devices
 
     @property
+    def hbm_bandwidth(self) -> float:
+        """Of one device, bytes a second."""
+        return 1e9 * self.chip.bandwidth / self.network.devices
+
+    @property
     def peak_flops(self) -> float:
         """Of one chip in bfloat16, a second: 2 x multiply-adds x cores x clock."""
         return 2 * self.chip.multiply_adds * self.chip.cores * self.chip.gigahertz * 1e9

@@ -18,10 +18,12 @@ from typing import Any
 import jinja2
 
 from train.config import Config, load
+from train.plan.fit import Rates, Run, fit, without_own
 from train.plan.plan import Plan, make_plan
 from train.plan.pods import DCN_LATENCY, GIB, KNOWN, LATENCY, Pod, pod
-from train.plan.published import PUBLISHED
+from train.plan.published import PUBLISHED, Published
 from train.plan.report import mesh_text
+from train.plan.ruler import passes
 from train.runtime.machine import versions
 from train.runtime.paths import ROOT, write_file
 
@@ -52,9 +54,8 @@ class Planned:
     topology: str
     config: Config
     slices: int = 1
-    command: str = ""
-    teraflops: float | None = None  # published
-    guessed: str = ""
+    command: str = ""  # of ours; of others what is planned
+    run: Published | None = None
 
     @property
     def pod(self) -> Pod:
@@ -70,9 +71,15 @@ class Planned:
 def entries() -> Iterator[Planned]:
     """Published runs first, then ours."""
     for run in PUBLISHED:
-        yield Planned(run.name, run.topology, run.config, run.slices, teraflops=run.teraflops, guessed=run.guessed)
+        yield Planned(run.name, run.topology, run.config, run.slices, _settings(run), run)
     for size, length, topology in itertools.product(SIZES, LENGTHS, PODS):
         yield _ours(size, length, topology)
+
+
+def _settings(run: Published) -> str:
+    """What decides a plan of a published run, so that one with other settings is planned anew."""
+    parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
+    return f"{run.rows} rows of {run.length}{parts}, {run.strategy}, {run.remat} {run.flags}".strip()
 
 
 def _ours(size: str, length: str, topology: str) -> Planned:
@@ -89,9 +96,13 @@ def _ours(size: str, length: str, topology: str) -> Planned:
 def measure(entry: Planned) -> dict[str, Any]:
     """The numbers of a plan, or why there is none."""
     try:
-        return {"key": entry.key, "command": entry.command, **numbers(make_plan(entry.config, entry.pod))}
+        return {"key": entry.key, "command": entry.command, **numbers(_plan(entry))}
     except ValueError as error:
         return {"key": entry.key, "command": entry.command, "problem": " ".join(str(error).split())[:300]}
+
+
+def _plan(entry: Planned) -> Plan:
+    return make_plan(entry.config, entry.pod, flags=entry.run.flags if entry.run else "")
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
@@ -106,6 +117,8 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "attention": plan.flops.attention / plan.flops.total,
         "seconds": plan.seconds,
         "compute": tally.compute,
+        "products": plan.reading.products,
+        "passes": passes(plan.reading),
         "kernels": tally.kernels,
         "exposed": tally.exposed,
         "gigabytes": {axes: round(size / 1e9, 2) for axes, size in _by_axes(plan).items()},
@@ -147,12 +160,15 @@ def write(results: dict[str, dict[str, Any]]) -> None:
 def page(results: dict[str, dict[str, Any]]) -> str:
     """The whole page, by the template beside this file."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
-    ours = [entry for entry in entries() if entry.command]
+    ours, theirs = ([entry for entry in entries() if (entry.run is None) == own] for own in (True, False))
+    runs = [run for entry in theirs if (run := _run(entry, result(results, entry)))]
+    rates = without_own(runs)
     return environment.get_template("plans.md.jinja").render(
         each=_each,
         latency=LATENCY,
         dcn_latency=DCN_LATENCY,
-        calibration=[_compared(entry, result(results, entry)) for entry in entries() if entry.teraflops],
+        calibration=[_compared(entry, result(results, entry), rates) for entry in theirs],
+        rates=fit(runs) if len(runs) > 1 else None,
         pods=[_planned(entry, result(results, entry)) for entry in ours],
         commands=[entry.command for entry in ours],
     )
@@ -163,16 +179,38 @@ def _each(name: str) -> str:
     return ", ".join(f"{getattr(chip.network, name):g} ({generation})" for generation, chip in KNOWN.items())
 
 
-def _compared(entry: Planned, found: dict[str, Any] | None) -> str:
+def _run(entry: Planned, found: dict[str, Any] | None) -> Run | None:
+    """A published run as the fit takes it; None for one whose plan does not tell products from the rest."""
+    if found is None or "products" not in found:
+        return None
+    memory = found["compute"] - found["products"]
+    rest = (found["kernels"], found["exposed"], entry.run.step_seconds)
+    return Run(entry.pod.generation, found["products"], memory, *rest)
+
+
+def _compared(entry: Planned, found: dict[str, Any] | None, rates: dict[str, Rates]) -> str:
+    published = (f"{entry.run.teraflops:.0f}", entry.run.count, f"{entry.run.comparable:.0f}")
     cells = [entry.name, entry.pod.name]
     if found is None or "problem" in found:
         why = "not planned yet" if found is None else found["problem"]
-        return _row(*cells, "", f"{entry.teraflops:.0f}", why, "", "", "", entry.guessed)
+        return _row(*cells, "", *published, why, *[""] * 5, entry.run.guessed)
     predicted = found["teraflops"]
     done = predicted * (1 + {"full": 1.0, "attention": 1 - found["attention"]}.get(found["remat"], 0.0) / 3)
-    error = f"{predicted / entry.teraflops - 1:+.0%}"
-    shown = (f"{entry.teraflops:.0f}", f"{predicted:.0f}", error, f"{done:.0f}", _share(found))
-    return _row(*cells, f"{found['mesh']}, {found['remat']}", *shown, entry.guessed)
+    shown = (f"{predicted:.0f}", _error(predicted, entry), *_calibrated(entry, found, rates), f"{done:.0f}")
+    return _row(*cells, f"{found['mesh']}, {found['remat']}", *published, *shown, _share(found), entry.run.guessed)
+
+
+def _error(predicted: float, entry: Planned) -> str:
+    return f"{predicted / entry.run.comparable - 1:+.0%}"
+
+
+def _calibrated(entry: Planned, found: dict[str, Any], rates: dict[str, Rates]) -> tuple[str, str]:
+    """The prediction by the rates of the other chips, and its error; nothing where there are none."""
+    run, known = _run(entry, found), rates.get(entry.pod.generation)
+    if run is None or known is None:
+        return "", ""
+    predicted = found["teraflops"] * found["seconds"] / known.seconds(run)
+    return f"{predicted:.0f}", _error(predicted, entry)
 
 
 def _planned(entry: Planned, found: dict[str, Any] | None) -> str:

@@ -1,8 +1,9 @@
 """Predicts the time of a compiled program by playing it through.
 
 The instructions of a computation run in the order in which the compiler scheduled them. A fusion takes the cycles that
-the compiler expects of it, its traffic with HBM included; a kernel what `train.plan.kernels` says; a loop its trips; a
-conditional its longest branch, as often as the mask lets the kernels in it run. A collective that is started and
+the compiler expects of it, its traffic with HBM included; a look-up or a sort, of which it expects nothing, the time of
+the bytes that it moves; a kernel what `train.plan.kernels` says; a loop its trips; a conditional its longest branch, as
+often as the mask lets the kernels in it run. A collective that is started and
 awaited later runs beside what stands between, one inside a fusion beside the fusion, and those over the same axes of
 the mesh queue up; any other stops everything. What hosts send to other slices starts where it is sent or, if the
 compiler defers it, with the next that is not deferred, and runs until what comes back is awaited.
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 from train.plan.hlo import Instruction, Module, inside
 from train.plan.kernels import Kernels
+from train.plan.moved import is_lookup, moved_bytes
 from train.plan.network import Fabric, Traffic, between_slices, kind_of
 
 
@@ -57,12 +59,24 @@ class Player:
         """What a computation takes; the whole program by default."""
         name = computation or self.module.entry
         if name not in self._played:
-            self._played[name] = _Walk(self, Tally()).through(self.module.computations[name])
+            self._played[name] = _Walk(self, name, Tally()).through(self.module.computations[name])
         return self._played[name]
 
-    def seconds(self, line: Instruction) -> float:
-        """What an instruction takes that calls nothing: by cycles."""
-        return line.cycles * self.fabric.pod.seconds_per_cycle
+    def seconds(self, computation: str, line: Instruction) -> float:
+        """What an instruction takes that is neither kernel nor collective,
+
+            cycles / clock                                      as the compiler expects
+            bytes moved / (bandwidth of HBM / devices a chip)   for a look-up or a sort without cycles
+
+        and 0 for others without cycles: scalars, and what only names an array. The second is the least that a look-up
+        can take; rows that are shorter than what HBM hands out at once take longer.
+        """
+        pod = self.fabric.pod
+        if line.cycles is not None:
+            return line.cycles * pod.seconds_per_cycle
+        if not is_lookup(self.module, line):
+            return 0.0
+        return moved_bytes(self.module, computation, line) / pod.hbm_bandwidth
 
     def chance(self, branch: str) -> float:
         """How likely a branch is taken: that of the likeliest kernel in it, or 1."""
@@ -95,6 +109,7 @@ class _Walk:
     """One computation on its way."""
 
     player: Player
+    computation: str
     tally: Tally
     free: Counter = field(default_factory=Counter)  # when the links of some axes are free again
     done: dict[str, float] = field(default_factory=dict)  # when what was started will be there
@@ -156,7 +171,7 @@ class _Walk:
 
     def _compute(self, line: Instruction) -> None:
         ends = [self._fused(line, *found) for found in self._hidden(line)]
-        self.tally.compute += self.player.seconds(line)
+        self.tally.compute += self.player.seconds(self.computation, line)
         self._wait(max(ends, default=0.0))
 
     def _hidden(self, line: Instruction) -> list[tuple[str, Traffic, str]]:

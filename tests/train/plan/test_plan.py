@@ -3,15 +3,13 @@
 import importlib.util
 import itertools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.masks import Causal, Window
@@ -19,20 +17,14 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
-from train.model.build import decoder_config, placement
-from train.model.flops import product_parameters, update_flops
-from train.model.mesh import mesh_shape
-from train.plan import table
-from train.plan.compiling import DoesNotCompile, Memory, out_of_memory
+from train.plan.compiling import compiler_flags, out_of_memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
-from train.plan.plan import Plan, check_split, make_plan
+from train.plan.plan import make_plan
 from train.plan.pods import Pod, pod
-from train.plan.published import PUBLISHED
 from train.plan.report import assumptions
-from train.plan.sweep import candidates, rough_seconds, sweep
-from train.plan.timeline import Player, Tally
+from train.plan.timeline import Player
 from train.runtime.chips import CHIPS
 
 ROWS, COLUMNS, NUMBERS = 2, 4, 64
@@ -563,103 +555,6 @@ def test_what_a_tiny_config_asks_too_much_of_a_pod_is_one_line(topology, overrid
     assert error.count("\n") == 1
 
 
-LONG = """
-model: {num_layers: 4, model_dim: 1024, num_heads: 4, num_kv_heads: 2, vocabulary: 32000, compute_dtype: bfloat16}
-train: {length: 4096, batch_tokens: 16384}
-"""
-
-
-@pytest.fixture
-def long_rows(tmp_path):
-    """A config whose rows, heads and length can be split."""
-    (tmp_path / "long.yaml").write_text(LONG)
-    return load(tmp_path / "long.yaml")
-
-
-def test_layers_without_a_window_take_the_next_strategy(tmp_path):
-    (tmp_path / "long.yaml").write_text(LONG)
-
-    def split(strategy: str) -> str:
-        scheme, mesh = "scheme={name: hwfa, length: 4096, window: 256}", "train.mesh={data: 1, context: 8}"
-        config = load(tmp_path / "long.yaml", [scheme, mesh, f"train.context.strategy={strategy}"])
-        check_split(config, pod("v5e:2x4"))
-        axes = mesh_shape(config.train.mesh, 8)
-        return placement(config, AbstractMesh(tuple(axes.values()), tuple(axes))).layout.kind
-
-    assert split("[neighbour, ring]") == "zigzag"
-    assert split("[neighbour, all-gather]") == "contiguous"
-    with pytest.raises(ValueError, match=r"strategy='neighbour': .*without a window.*; strategy='ulysses'"):
-        split("[neighbour, ulysses]")
-    with pytest.raises(ValueError, match=r"strategy='neighbour'.*without a window"):
-        split("neighbour")
-
-
-def test_a_sweep_tries_what_can_be_split(long_rows):
-    found = list(candidates(long_rows, pod("v5e:2x4")))
-    names = {one.name for one in found}
-    assert len(names) == len(found)
-    meshes = {tuple(one.axes.values()) for one in found}
-    # Four rows, four query heads: eight devices can share neither. Two key heads are repeated for four.
-    powers = [(d, f, c, t) for d, f, c, t in itertools.product((1, 2, 4, 8), repeat=4) if d * f * c * t == 8]
-    assert meshes == {(1, *sizes) for sizes in powers if sizes[0] * sizes[1] <= 4 and sizes[3] <= 4}
-    assert "fsdp 4 x context 2, full, ulysses" in names
-    assert "context 8, full, ulysses" not in names  # four query heads
-
-
-def test_a_sweep_spans_slices_with_replicas(long_rows):
-    found = list(candidates(long_rows, pod("v5e:2x4", 2)))
-    assert {one.axes["replica"] for one in found} == {2}
-    assert {math.prod(one.axes.values()) for one in found} == {16}
-    by_name = {one.name: one for one in candidates(long_rows, pod("v6e:2x4"))}
-    alone, both = by_name["fsdp 2 x context 4, full, ulysses"], candidates(long_rows, pod("v6e:2x4", 2))
-    (both,) = [one for one in both if one.name == "replica 2 x fsdp 2 x context 4, full, ulysses"]
-    assert both.bytes < alone.bytes  # half the tokens
-
-
-def test_the_way_to_other_slices_bounds_a_sweep(long_rows):
-    axes = {"replica": 2, "data": 8, "fsdp": 1, "context": 1, "tensor": 1}
-    parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
-    # Of each of four chips in a slice, a quarter of the gradients in bfloat16, half of them there and half back.
-    assert rough_seconds(long_rows, axes, pod("7x:2x2x1", 2)) == pytest.approx(2 * parameters / 4 / 12.5e9)
-
-
-def test_rough_memory_is_that_of_state_and_activations(long_rows):
-    by_name = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
-    whole, split = by_name["data 4 x tensor 2, full"], by_name["fsdp 4 x tensor 2, full"]
-    parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
-    assert whole.bytes - split.bytes == pytest.approx(16 * parameters / 2 * 3 / 4)
-    kept = by_name["fsdp 4 x tensor 2, dots"].bytes - split.bytes
-    attended = 2 * 4096 * 4 * 1024 / 2
-    assert kept == pytest.approx(2 * 4096 * 4 * (2 * 1024 + 2 * 512 + 3 * 2736) / 2 + attended)
-    assert by_name["fsdp 4 x tensor 2, attention"].bytes - split.bytes == attended
-
-
-def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkeypatch):
-    seconds = iter([3.0, None, 1.0, 2.0])
-
-    def made(config, on):
-        found = next(seconds)
-        if found is None:
-            raise DoesNotCompile("the compiler died")
-        tally, memory = Tally(compute=found), Memory(*[2.0**30] * 7)
-        return Plan(config, on, {}, memory, update_flops(config), tally)
-
-    monkeypatch.setattr("train.plan.sweep.make_plan", made)
-    console = Console(width=120, record=True, quiet=True)
-    found = [plan for _, plan in sweep(long_rows, pod("v5e:2x4"), 4, console)]
-    assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
-    assert found[3] == "the compiler died"
-
-
-def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):
-    (tmp_path / "large.yaml").write_text(LONG.replace("model_dim: 1024", "model_dim: 65536"))
-    status = main(["plan", str(tmp_path / "large.yaml"), "--topology", "v5e:2x4", "--sweep", "2"])
-    assert status == WRONG_INPUT
-    error = capsys.readouterr().err
-    assert "ways to split the work over v5e:2x4 fits into its memory" in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("message", "told"),
     [
@@ -676,50 +571,9 @@ def test_a_program_that_does_not_fit_is_told_in_gib(message, told):
     assert out_of_memory("INTERNAL: something else") is None
 
 
-def test_every_entry_of_the_table_can_be_split_over_its_pod():
-    everything = list(table.entries())
-    assert len({entry.key for entry in everything}) == len(everything) == len(PUBLISHED) + 36
-    for entry in everything:
-        check_split(entry.config, entry.pod)
-
-
-def test_the_page_tells_what_was_planned_and_what_was_not():
-    first, second, *_ = [entry for entry in table.entries() if entry.teraflops]
-    ours, another, *_ = [entry for entry in table.entries() if entry.command]
-    made = {
-        "mesh": "fsdp 4",
-        "remat": "full",
-        "attention": 0.25,
-        "hbm": 0.5,
-        "gib": {"parameters": 1.0, "optimizer": 2.0, "total": 8.0},
-        "seconds": 2.0,
-        "tokens": 1000.0,
-        "mfu": 0.4,
-        "teraflops": first.teraflops * 0.9,
-    }
-    results = {
-        first.key: made | {"command": ""},
-        second.key: {"command": "", "problem": "needs 9.0 GiB of HBM"},
-        ours.key: made | {"command": ours.command},
-        another.key: made | {"command": "python -m train plan of something else"},
-    }
-    page = table.page(results)
-    assert f"| {first.teraflops:.0f} | {made['teraflops']:.0f} | -10% | {made['teraflops'] * 4 / 3:.0f} | 50% |" in page
-    assert "needs 9.0 GiB of HBM" in page
-    assert f"| {ours.name} | {ours.pod.name} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
-    assert "3.125 (v5e), 6.25 (v5p), 12.5 (v6e), 12.5 (7x) GB/s of a chip" in page
-    assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
-
-
-def test_the_page_is_that_of_the_results_and_every_entry_is_planned():
-    results = table.read()
-    assert table.PAGE.read_text(encoding="utf-8") == table.page(results)
-    assert [entry.key for entry in table.entries() if table.result(results, entry) is None] == []
-
-
-def test_published_shapes_have_the_parameters_of_their_names():
-    for run in PUBLISHED:
-        decoder = decoder_config(run.config)
-        named = float(re.search(r"-(\d+)B", run.name)[1]) * 1e9
-        embedding = decoder.vocab_size * decoder.model_dim
-        assert product_parameters(decoder) + embedding == pytest.approx(named, rel=0.05)
+def test_flags_travel_to_the_compiler(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
+    assert compiler_flags() == "--first=1"
+    assert compiler_flags("--second=2") == "--first=1 --second=2"
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert compiler_flags("--second=2") == "--second=2"

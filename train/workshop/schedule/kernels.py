@@ -48,12 +48,15 @@ class Kernel:
         return sum(part.bundles for part in self.parts)
 
 
-def read_kernels(directory: Path, branch_slots: int) -> tuple[Kernel, ...]:
-    """Every kernel whose final schedule was dumped; of a name that was compiled twice, the last."""
+def read_kernels(directory: Path, branch_slots: int, part: str = "") -> tuple[Kernel, ...]:
+    """Every kernel whose final schedule was dumped, or those with `part` in their names.
+
+    Of a name that was compiled twice it is the last.
+    """
     found = {}
     for path in sorted(directory.iterdir()):
         match = _FINAL.match(path.name)
-        if match and match[2] != "TLP" and not match[2].startswith("<"):
+        if match and match[2] != "TLP" and not match[2].startswith("<") and part in match[2]:
             found[match[2]] = _read_kernel(path, match[1], match[2], branch_slots)
     return tuple(found.values())
 

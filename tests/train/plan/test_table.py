@@ -1,0 +1,105 @@
+"""The page of plans: published runs by what their numbers count, predictions beside them, and what is not planned."""
+
+import dataclasses
+import re
+
+import pytest
+
+from train.model.build import decoder_config
+from train.model.flops import product_parameters
+from train.plan import table
+from train.plan.fit import Rates
+from train.plan.plan import check_split
+from train.plan.published import PUBLISHED, count_error
+
+
+def test_every_entry_of_the_table_can_be_split_over_its_pod():
+    everything = list(table.entries())
+    assert len({entry.key for entry in everything}) == len(everything) == len(PUBLISHED) + 36
+    for entry in everything:
+        check_split(entry.config, entry.pod)
+
+
+def test_the_page_tells_what_was_planned_and_what_was_not():
+    first, second, *_ = [entry for entry in table.entries() if entry.run]
+    ours, another, *_ = [entry for entry in table.entries() if not entry.run]
+    made = {
+        "mesh": "fsdp 4",
+        "remat": "full",
+        "attention": 0.25,
+        "hbm": 0.5,
+        "gib": {"parameters": 1.0, "optimizer": 2.0, "total": 8.0},
+        "seconds": 2.0,
+        "tokens": 1000.0,
+        "mfu": 0.4,
+        "teraflops": first.run.comparable * 0.9,
+    }
+    results = {
+        first.key: made | {"command": first.command},
+        second.key: {"command": second.command, "problem": "needs 9.0 GiB of HBM"},
+        ours.key: made | {"command": ours.command},
+        another.key: made | {"command": "python -m train plan of something else"},
+    }
+    page = table.page(results)
+    predicted = f"{made['teraflops']:.0f} | -10% |  |  | {made['teraflops'] * 4 / 3:.0f} | 50% |"
+    assert f"| {first.run.teraflops:.0f} | {first.run.count} | {first.run.comparable:.0f} | {predicted}" in page
+    assert "needs 9.0 GiB of HBM" in page
+    assert f"| {ours.name} | {ours.pod.name} | fsdp 4, full | 1.0, 2.0, 5.0 | 50% | 2 | 1,000 | 40.0% |" in page
+    assert "3.125 (v5e), 6.25 (v5p), 12.5 (v6e), 12.5 (7x) GB/s of a chip" in page
+    assert page.count("not planned yet") == len(PUBLISHED) + 36 - 3
+
+
+def test_the_page_calibrates_by_the_other_chips():
+    true, results = Rates(0.8, 0.5), {}
+    theirs = [entry for entry in table.entries() if entry.run]
+    for number, entry in enumerate(theirs):
+        # Of what is measured, products and memory in changing shares, kernels a tenth, waiting none.
+        share, measured = 0.3 + 0.04 * number, entry.run.step_seconds
+        products, memory = (part * 0.9 * measured for part in (share / 0.8, (1 - share) / 0.5))
+        compute, kernels = products + memory, 0.1 * measured
+        made = {"mesh": "fsdp", "remat": "none", "attention": 0.2, "hbm": 0.5, "products": products, "exposed": 0.0}
+        made |= {"command": entry.command, "compute": compute, "kernels": kernels, "seconds": compute + kernels}
+        made["teraflops"] = entry.run.comparable * measured / made["seconds"]
+        results[entry.key] = made
+    page = table.page(results)
+    assert f"Fitted to all runs they are {true.products:.2f} and {true.memory:.2f}." in page
+    for entry in theirs:
+        line = next(line for line in page.splitlines() if line.startswith(f"| {entry.name} | {entry.pod.name} |"))
+        assert line.split(" | ")[8:10] in ([f"{entry.run.comparable:.0f}", sign + "0%"] for sign in "+-")
+
+
+def test_the_page_is_that_of_the_results_and_every_entry_of_ours_is_planned():
+    results = table.read()
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(results)
+    assert [entry.key for entry in table.entries() if not entry.run and table.result(results, entry) is None] == []
+
+
+def test_published_shapes_have_the_parameters_of_their_names():
+    for run in PUBLISHED:
+        decoder = decoder_config(run.config)
+        named = float(re.search(r"-(\d+)B", run.name)[1]) * 1e9
+        embedding = decoder.vocab_size * decoder.model_dim
+        assert product_parameters(decoder) + embedding == pytest.approx(named, rel=0.05)
+
+
+def test_logged_steps_take_what_their_numbers_count():
+    errors = {run.name: count_error(run) for run in PUBLISHED if run.seconds}
+    assert len(errors) >= 9
+    assert {name: error for name, error in errors.items() if abs(error) > 0.007} == {}
+
+
+def test_another_count_would_not_fit():
+    logged = [run for run in PUBLISHED if run.seconds and run.name.startswith("Llama-3.1")]
+    other = [dataclasses.replace(run, pairs={"half": "all", "all": "half"}[run.pairs]) for run in logged]
+    assert min(abs(count_error(run)) for run in other) > 0.03
+
+
+def test_numbers_that_count_all_pairs_are_brought_to_half_of_them():
+    found = {(run.name, run.topology): run.comparable for run in PUBLISHED}
+    # 6 N + 6 layers x heads x size x length over 6 N + twice that, of 8B at 8,192: 51.47 and 57.91 GFLOP a token.
+    assert found["Llama-3.1-8B 8k", "v6e:16x16"] == pytest.approx(417.397 * 51.47 / 57.91, rel=1e-3)
+    assert found["Llama-3.1-70B 8k", "v6e:16x16"] == pytest.approx(431, abs=0.5)
+    assert found["Llama-2-70B 4k", "v6e:16x16"] == pytest.approx(387.7, abs=0.1)
+    assert found["Llama-3.1-70B 8k", "7x:4x8x8"] == 1199.67
+    # The lookup is 262 million of 33 billion parameters.
+    assert found["MaxText-32B 2k", "v5e:16x16"] == pytest.approx(126 * 0.992, rel=1e-3)

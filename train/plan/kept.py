@@ -1,0 +1,132 @@
+"""A compiled step kept in a folder, of any trainer: so that steps can be laid beside each other without compiling.
+
+    program.txt    the optimised program: ``compiled.as_text()``
+    step.json      {"memory": sizes of ``compiled.memory_analysis()`` in bytes, by its names,
+                    "axes":   ``dict(mesh.shape)``,
+                    "places": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
+    schedules/     what the compiler dumped of its kernels, if that is kept: for those that are not ours
+
+In `step.json` may also stand ``"tokens"`` of a step over all devices, and the ``"flags"`` that it was compiled with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posjax._checks import check
+from train.plan.compiling import CompiledStep, Memory
+from train.plan.pods import Pod
+
+PROGRAM, STEP, SCHEDULES = "program.txt", "step.json", "schedules"
+
+_SIZES = {
+    "arguments": "argument_size_in_bytes",
+    "temp": "temp_size_in_bytes",
+    "program": "generated_code_size_in_bytes",
+    "kept": "output_size_in_bytes",
+}
+"""Names of `Memory` and of ``compiled.memory_analysis()``; what takes an argument's place is taken from ``kept``."""
+
+_ALIAS = "alias_size_in_bytes"
+_OWN = ("parameters", "optimizer", "batch")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a folder holds."""
+
+    name: str
+    step: CompiledStep
+    tokens: int | None = None  # of a step, over all devices
+    flags: str = ""
+    schedules: Path | None = None
+
+
+def keep(folder: Path, step: CompiledStep, tokens: int, flags: str = "") -> None:
+    """Writes a step of ours. Raises OSError for a folder that cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {name: getattr(step.memory, own) for own, name in _SIZES.items()}
+    own = {name: getattr(step.memory, name) for name in _OWN}
+    told = {"memory": {**sizes, **own}, "axes": step.axes, "places": step.places, "tokens": tokens, "flags": flags}
+    (folder / PROGRAM).write_text(step.text, encoding="utf-8")
+    (folder / STEP).write_text(json.dumps(told), encoding="utf-8")
+
+
+def read(folder: Path, on: Pod) -> Kept:
+    """The step that a folder holds, compiled for a pod.
+
+    Raises ValueError for a folder without one, or with one of another pod.
+    """
+    for name in (PROGRAM, STEP):
+        check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")
+    told = _json(folder / STEP)
+    axes, places = _axes(told, folder), _places(told, folder)
+    devices = on.devices // on.slices
+    check(
+        len(places) == devices,
+        f"--against: {folder / STEP}: places: expected those of the {devices} devices of {on.slice_name}, found "
+        f"{len(places)}; --topology must be the pod that the step was compiled for",
+    )
+    step = CompiledStep((folder / PROGRAM).read_text(encoding="utf-8"), _memory(told, folder), axes, places)
+    schedules = folder / SCHEDULES
+    found = schedules if schedules.is_dir() else None
+    return Kept(folder.name, step, _tokens(told, folder), str(told.get("flags", "")), found)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--against: {path}: expected JSON: {error}") from None
+    check(isinstance(told, dict), f"--against: {path}: expected an object, found {type(told).__name__}")
+    return told
+
+
+def _memory(told: dict[str, Any], folder: Path) -> Memory:
+    sizes = told.get("memory")
+    check(
+        isinstance(sizes, dict) and all(_is_number(sizes.get(name)) for name in _SIZES.values()),
+        f"--against: {folder / STEP}: memory: expected the bytes of {', '.join(_SIZES.values())}, found {sizes!r:.200}",
+    )
+    found = {own: sizes[name] for own, name in _SIZES.items()}
+    found["kept"] -= min(found["kept"], sizes.get(_ALIAS, 0))
+    return Memory(**found, **{name: sizes.get(name, 0.0) for name in _OWN})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _axes(told: dict[str, Any], folder: Path) -> dict[str, int]:
+    axes = told.get("axes")
+    check(
+        isinstance(axes, dict) and all(isinstance(size, int) and size > 0 for size in axes.values()),
+        f'--against: {folder / STEP}: axes: expected sizes by name, as in {{"fsdp": 256}}, found {axes!r:.200}',
+    )
+    return axes
+
+
+def _places(told: dict[str, Any], folder: Path) -> tuple[tuple[int, ...], ...]:
+    places, devices = told.get("places"), math.prod(_axes(told, folder).values())
+    is_list = isinstance(places, list) and all(
+        isinstance(place, list) and len(place) == 4 and all(isinstance(at, int) for at in place) for place in places
+    )
+    check(
+        is_list and places and devices % len(places) == 0,
+        f"--against: {folder / STEP}: places: expected [x, y, z, core] of each of the {devices} devices of the mesh, "
+        f"or of those of a slice, found {len(places) if is_list else repr(places)[:200]}",
+    )
+    return tuple(map(tuple, places))
+
+
+def _tokens(told: dict[str, Any], folder: Path) -> int | None:
+    tokens = told.get("tokens")
+    check(
+        tokens is None or (isinstance(tokens, int) and tokens > 0),
+        f"--against: {folder / STEP}: tokens: expected those of a step over all devices, found {tokens!r}",
+    )
+    return tokens

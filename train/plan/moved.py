@@ -1,0 +1,125 @@
+"""Bytes that an instruction of a compiled program moves between HBM and the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from train.plan.hlo import Instruction, Module, inside
+
+LOOKUPS = ("gather", "scatter", "sort")
+"""What the compiler gives no cycles for."""
+
+_PUT = {"dynamic-update-slice": 1, "scatter": 2}
+"""What puts a part into an array, and which of its operands the part is."""
+
+_SAME = ("bitcast", "reshape", "convert", "copy", "transpose")
+"""What passes on all of its operand: whoever slices it then reads a slice."""
+
+
+def is_lookup(module: Module, line: Instruction) -> bool:
+    """Whether an instruction gathers, scatters or sorts, by itself or inside."""
+    return any(part.opcode in LOOKUPS for part in _with_inside(module, line))
+
+
+def moved_bytes(module: Module, computation: str, line: Instruction) -> float:
+    """What an instruction reads from HBM and writes to it,
+
+        sum over operands of what is read of them + sum over results of what is written of them.
+
+    Of an operand that is only sliced or gathered from, what is taken is read; a result that is an operand with a part
+    put in (dynamic-update-slice, scatter) is written for that part, which a scatter reads first. What lies in a memory
+    of the cores, ``S(1)`` in its type, is not moved. Padding is not counted, nor what is kept between steps of a
+    fusion, so it is the least that can be.
+    """
+    named = module.named[computation]
+    read = sum(_read_of(module, line, named.get(name), place) for place, name in enumerate(line.operands))
+    return read + _written(module, named, line)
+
+
+def _with_inside(module: Module, line: Instruction) -> Iterator[Instruction]:
+    yield line
+    for name in module.called(line):
+        yield from inside(module, name)
+
+
+def _size(line: Instruction) -> int:
+    return sum(array.bytes for array in line.results if array.in_hbm)
+
+
+def _read_of(module: Module, line: Instruction, operand: Instruction | None, place: int) -> float:
+    """What is read of one operand, the one at this place."""
+    if operand is None or not _size(operand):
+        return 0
+    taken = _taken(module, line, place)
+    return _size(operand) if taken is None else min(taken, _size(operand))
+
+
+def _taken(module: Module, line: Instruction, place: int) -> float | None:
+    """What an instruction takes of its operand at this place; None for all."""
+    if line.opcode in ("gather", "dynamic-slice", "slice"):
+        return sum(array.bytes for array in line.results) if place == 0 else None
+    if line.opcode == "dynamic-update-slice":
+        return 0 if place == 0 else None
+    if line.opcode == "scatter":
+        return None if place else 0  # what it adds to is counted with what it writes
+    if line.opcode == "fusion" and module.called(line):
+        return _taken_inside(module, module.called(line)[0], place)
+    return None
+
+
+def _taken_inside(module: Module, computation: str, place: int) -> float | None:
+    """What a fusion takes of its parameter of this number."""
+    lines = module.computations[computation]
+    number = str(place)
+    names = {line.name for line in lines if line.opcode == "parameter" and line.arguments == number}
+    total = 0.0
+    for line in lines:  # operands stand before what uses them
+        at = next((n for n, name in enumerate(line.operands) if name in names), None)
+        if at is None:
+            continue
+        if line.opcode in _SAME and not line.is_root:
+            names.add(line.name)
+            continue
+        taken = _taken(module, line, at)
+        if taken is None:
+            return None
+        total += taken
+    return total
+
+
+def _written(module: Module, named: dict[str, Instruction], line: Instruction) -> float:
+    """What is written of the results, and read before by scatters."""
+    written = _size(line)
+    for name, part in _puts(module, line):
+        whole = sum(array.bytes for array in part.results)
+        if whole <= written:
+            written += _put(module.named[name] if name else named, part) - whole
+    return written
+
+
+def _puts(module: Module, line: Instruction) -> Iterator[tuple[str | None, Instruction]]:
+    """What puts a part into an array that is there already: the instruction itself, or those inside by computation."""
+    if line.opcode in _PUT:
+        yield None, line
+    if line.opcode == "fusion":
+        for name in module.called(line):
+            for part in module.computations[name]:
+                if part.opcode in _PUT and _is_given(module.named[name], part.operands[0]):
+                    yield name, part
+                elif part.opcode == "fusion":
+                    yield from ((within or name, found) for within, found in _puts(module, part))
+
+
+def _put(named: dict[str, Instruction], line: Instruction) -> int:
+    """Bytes that go to memory, and before from it, for the part that is put in."""
+    part = named.get(line.operands[_PUT[line.opcode]])
+    size = sum(array.bytes for array in part.results) if part else 0
+    return 2 * size if line.opcode == "scatter" else size
+
+
+def _is_given(named: dict[str, Instruction], name: str) -> bool:
+    """Whether an array of a fusion comes from outside of it, and so lies in memory."""
+    line = named.get(name)
+    while line is not None and line.opcode in _SAME and line.operands:
+        line = named.get(line.operands[0])
+    return line is not None and line.opcode == "parameter"

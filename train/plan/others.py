@@ -1,0 +1,158 @@
+"""How long attention kernels of others take: jax's and tokamax' splash kernels, jax's flash kernel.
+
+What a tile costs is read from the schedules that the compiler dumped when it compiled the step; how many tiles there
+are follows from the call and from the mask. A kernel of which either is not known stays unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from posjax._checks import check
+from train.plan.hlo import Array, Instruction, arrays
+from train.plan.kernels import HEAD, Kernels
+from train.workshop.schedule import contenders
+from train.workshop.schedule.cost import TILE, Cost, cost
+from train.workshop.schedule.kernels import Kernel, read_kernels
+from train.workshop.schedule.program import KernelProgram, KernelShape
+
+Blocks = tuple[int, int, int]
+"""Queries and keys of a tile, and how many of the keys are multiplied at once."""
+
+_NAME = re.compile(r"splash|flash")
+_METADATA = re.compile(r"xprof_metadata\W+(\{[^}]*\})")
+_FLOAT = ("bf16", "f32", "f16")
+
+_Program = Callable[[KernelShape, int, int, int], KernelProgram]
+
+
+class OthersCall(NamedTuple):
+    """What a call of a kernel says of itself."""
+
+    name: str
+    heads: int  # times batch
+    queries: int
+    keys: int
+    head_size: int
+    blocks: Blocks | None
+
+
+@dataclass(frozen=True)
+class AnyKernels(Kernels):
+    """Kernels of a program on one device, ours and others'."""
+
+    schedules: Path | None = None  # what the compiler dumped
+    blocks: Blocks | None = None  # of calls that do not tell theirs
+
+    def seconds(self, line: Instruction) -> float | None:
+        """The time of a custom call; of one that is not ours
+
+            cycles = cycles for 512 x 512 of area  x  heads x queries x keys x share of tiles visited / 512^2 / cores
+
+        by the bundles of its tiles, starts and ends of rows included, no part below what its products need. None for
+        one whose schedule, blocks or parts are not known.
+        """
+        own = super().seconds(line)
+        call = None if own is not None else others_call(line, self.blocks)
+        if call is None or call.blocks is None:
+            return own
+        found = self._cost(call, line)
+        if found is None:
+            return None
+        area = call.heads * call.queries * call.keys * self.share(*call.blocks[:2])
+        return found.bundles * area / TILE**2 / self.pod.cores * self.pod.seconds_per_cycle
+
+    def _cost(self, call: OthersCall, line: Instruction) -> Cost | None:
+        kernel = next((self._dumped[name] for name in (call.name, _base(call.name)) if name in self._dumped), None)
+        heads, rest = divmod(call.heads * call.queries, call.keys)  # of square attention of the same area
+        if kernel is None or rest:
+            return None
+        shape = KernelShape(call.keys, heads, call.head_size)
+        fits = (_attempt(kernel, program(shape, *call.blocks), index, self) for program, index in _programs(line))
+        return next((found for found in fits if found is not None), None)
+
+    @cached_property
+    def _dumped(self) -> dict[str, Kernel]:
+        """Kernels by the names of their calls, and by those without numbers."""
+        if self.schedules is None:
+            return {}
+        slots = self.pod.chip.branch_slots
+        found = [kernel for part in ("splash", "flash") for kernel in read_kernels(self.schedules, slots, part)]
+        custom = {kernel.name: kernel for kernel in found if kernel.is_custom}
+        return {**{_base(name): kernel for name, kernel in custom.items()}, **custom}
+
+
+def _base(name: str) -> str:
+    return re.sub(r"(\.\d+)+$", "", name)
+
+
+def _attempt(kernel: Kernel, program: KernelProgram, index: int, on: Kernels) -> Cost | None:
+    """The cost of a kernel by one way to run it; None if its parts are not those of that way."""
+    try:
+        return cost(kernel, program.launches[index], on.pod.chip)
+    except ValueError:
+        return None
+
+
+def others_call(line: Instruction, blocks: Blocks | None = None) -> OthersCall | None:
+    """The call of an attention kernel of others; None for anything else.
+
+    Queries and keys are ``[..., heads, tokens, size]``. Block sizes stand in the metadata of splash's calls; `blocks`
+    are those of calls without.
+    """
+    operands = arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
+    tokens = [array.shape for array in operands if array.dtype in _FLOAT and len(array.shape) >= 3]
+    if not _NAME.search(line.name) or len(tokens) < 3:
+        return None
+    q, k = tokens[:2]
+    return OthersCall(line.name, math.prod(q[:-2]), q[-2], k[-2], q[-1], told_blocks(line) or blocks)
+
+
+def told_blocks(line: Instruction) -> Blocks | None:
+    """The block sizes in a call's metadata, ``{"block_q": 1024, ...}``; of the backward kernels with their suffix."""
+    found = _METADATA.search(line.attributes.replace("\\", ""))
+    if found is None:
+        return None
+    sizes = json.loads(found[1])
+    suffix = "_dq" if "_dq" in line.name else "_dkv" if "_dkv" in line.name else ""
+    q, kv = sizes.get(f"block_q{suffix}"), sizes.get(f"block_kv{suffix}")
+    return (q, kv, sizes.get(f"block_kv{suffix}_compute") or kv) if q and kv else None
+
+
+def _programs(line: Instruction) -> list[tuple[_Program, int]]:
+    """Ways in which a kernel of that name may run, and which kernel of theirs it is."""
+    if "_dq" in line.name:
+        return [(contenders.splash_two_kernel_backward, 1)]
+    if "_dkv" in line.name:
+        fused = [(contenders.splash_fused_backward, 0), (contenders.tokamax_backward, 0)]
+        return fused if _gives_dq(line.results) else [(contenders.splash_two_kernel_backward, 0)]
+    if "splash" in line.name:
+        return [(contenders.splash_forward, 0), (contenders.tokamax_forward, 0)]
+    return [(contenders.legacy_forward, 0)]
+
+
+def _gives_dq(results: list[Array]) -> bool:
+    """Whether a backward kernel makes three gradients."""
+    return sum(len(array.shape) >= 3 and array.shape[-1] >= HEAD // 2 for array in results) >= 3
+
+
+def parse_blocks(text: str) -> Blocks:
+    """``2048,1024`` or ``2048,1024,512``: queries and keys of a tile, and the keys multiplied at once.
+
+    Raises ValueError for anything else.
+    """
+    sizes = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    check(
+        len(sizes) in (2, 3) and min(sizes) > 0,
+        f"--blocks: expected queries and keys of a tile, and the keys multiplied at once if they are fewer, as in "
+        f"2048,2048,512, found {text!r}",
+    )
+    q, kv, *compute = sizes
+    return q, kv, compute[0] if compute else kv

@@ -1,0 +1,103 @@
+"""Matrix products of a compiled program: their sizes, and the FLOPs that they execute."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from train.plan.hlo import Instruction, Module
+
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_SETTING = re.compile(r"(\w+)=([\d_x\-]+)")
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product; the compiler for TPUs writes most of them as convolutions."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    result: tuple[int, ...]
+    multiply_adds: int
+    looks_up: bool = False  # whether a side holds but zeros and ones: rows are picked by a product
+
+    @property
+    def flops(self) -> int:
+        """Two for a multiplication and an addition."""
+        return 2 * self.multiply_adds
+
+
+def products_of(module: Module, computation: str, line: Instruction) -> Iterator[Product]:
+    """The products that an instruction executes, by itself or inside a fusion."""
+    if line.opcode in ("dot", "convolution"):
+        yield _product(module.named[computation], line)
+    elif line.opcode == "fusion":
+        for name in module.called(line):
+            for part in module.computations[name]:
+                yield from products_of(module, name, part)
+
+
+def _product(named: dict[str, Instruction], line: Instruction) -> Product:
+    left, right = (_shape(named.get(name)) for name in line.operands[:2])
+    result = line.results[0].shape
+    count = _of_dot if line.opcode == "dot" else _of_convolution
+    looks_up = any(_is_of_ones(named, name) for name in line.operands[:2])
+    return Product(left, right, result, count(line, left, right, result), looks_up)
+
+
+def _is_of_ones(named: dict[str, Instruction], name: str) -> bool:
+    """Whether an operand is a comparison, or one as numbers."""
+    line = named.get(name)
+    while line is not None and line.opcode in ("convert", "bitcast", "reshape") and line.operands:
+        line = named.get(line.operands[0])
+    return line is not None and bool(line.results) and line.results[0].dtype == "pred"
+
+
+def _shape(line: Instruction | None) -> tuple[int, ...]:
+    return line.results[0].shape if line and line.results else ()
+
+
+def _of_dot(line: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> int:
+    """Numbers of the result x sizes of what is contracted."""
+    contracted = line.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+    return math.prod(result) * math.prod(left[int(n)] for n in contracted.split(",") if n)
+
+
+def _of_convolution(line: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> int:
+    """Multiply-adds of numbers that are there,
+
+        result's batch x result's features x kernel's inputs x product over window dimensions of  places hit
+
+    where padding and holes of a dilated side are not hit: a product of matrices with a batch is written with them.
+    """
+    labels = _LABELS.search(line.attributes)
+    if labels is None:
+        return 0
+    of_left, of_right, of_result = labels.groups()
+    count = result[of_result.index("b")] * result[of_result.index("f")] * right[of_right.index("i")]
+    window = dict(_SETTING.findall(found[1])) if (found := _WINDOW.search(line.attributes)) else {}
+    for number in range(len(of_result) - 2):
+        digit = str(number)
+        sizes = (left[of_left.index(digit)], right[of_right.index(digit)], result[of_result.index(digit)])
+        count *= _hits(*sizes, {name: values.split("x")[number] for name, values in window.items()})
+    return count
+
+
+def _hits(left: int, window: int, result: int, setting: dict[str, str]) -> int:
+    """How many pairs of a place of the result and one of the window meet a number of the left side.
+
+    Place o and tap t meet  p = o stride + t dilation - padding, which is a number if it is a multiple of the left
+    side's dilation that lies within it.
+    """
+    stride, of_left, of_right = (int(setting.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    padding = int(setting.get("pad", "0_0").split("_")[0])
+    begins = np.arange(window) * of_right - padding
+    if stride == of_left == 1:
+        return int(np.clip(np.minimum(left - begins, result) - np.maximum(-begins, 0), 0, None).sum())
+    places = begins[:, None] + np.arange(result) * stride
+    return int(((places >= 0) & (places % of_left == 0) & (places < left * of_left)).sum())

@@ -1,0 +1,166 @@
+"""Measures a compiled step, of any trainer, by one ruler: where its time goes by parts of a decoder and by passes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from train.plan.compiling import Memory
+from train.plan.hlo import Instruction
+from train.plan.moved import moved_bytes
+from train.plan.network import Traffic, kind_of
+from train.plan.parts import Widths, part_of, pass_of
+from train.plan.products import products_of
+from train.plan.timeline import Player, Tally
+
+
+class Visit(NamedTuple):
+    """An instruction of the program that runs by itself: in the entry, a loop or a branch."""
+
+    computation: str
+    line: Instruction
+    times: float  # by the trips of loops
+    chance: float  # that the branches it stands in are taken
+
+
+@dataclass
+class Spent:
+    """What the instructions of a part take of a device in a step."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0  # bytes between HBM and the cores, at least
+    products: float = 0.0  # seconds of those that multiply matrices
+
+
+@dataclass
+class Launches:
+    """All launches of a kernel."""
+
+    times: float = 0.0
+    seconds: float | None = 0.0  # None where nothing is known of it
+
+
+@dataclass
+class Sent:
+    """All collectives of a kind."""
+
+    times: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0  # on the links, hidden ones too
+
+
+@dataclass
+class Reading:
+    """What the ruler says of a step."""
+
+    name: str
+    memory: Memory
+    tokens: int
+    tally: Tally
+    parts: dict[tuple[str, str], Spent] = field(default_factory=lambda: defaultdict(Spent))
+    kernels: dict[tuple[str, str], Launches] = field(default_factory=lambda: defaultdict(Launches))
+    collectives: dict[tuple[str, str], Sent] = field(default_factory=lambda: defaultdict(Sent))
+
+    @property
+    def flops(self) -> float:
+        """That products execute on a device; what kernels execute is not known."""
+        return sum(spent.flops for spent in self.parts.values())
+
+    @property
+    def products(self) -> float:
+        """Seconds of fusions that multiply matrices."""
+        return sum(spent.products for spent in self.parts.values())
+
+
+def passes(reading: Reading) -> dict[str, dict[str, float]]:
+    """Seconds of each pass: of products, of what else computes, and of kernels of which the time is known."""
+    found: dict[str, dict[str, float]] = {}
+    for (_, name), spent in reading.parts.items():
+        one = found.setdefault(name, {"products": 0.0, "memory": 0.0, "kernels": 0.0})
+        one["products"] += spent.products
+        one["memory"] += spent.seconds - spent.products
+    for (_, name), launches in reading.kernels.items():
+        one = found.setdefault(name, {"products": 0.0, "memory": 0.0, "kernels": 0.0})
+        one["kernels"] += launches.seconds or 0.0
+    return found
+
+
+def measure(name: str, player: Player, memory: Memory, tokens: int, widths: Widths) -> Reading:
+    """Plays a program and sums its instructions by part and pass.
+
+    The seconds of all parts are what the timeline calls compute; kernels, and what is waited for, come on top.
+    """
+    reading = Reading(name, memory, tokens, player.play())
+    for visit in visits(player):
+        if visit.line.opcode == "custom-call":
+            _add_kernel(reading, player, visit)
+        else:
+            _add_part(reading, player, visit, widths)
+    for times, kind, traffic in _collectives(player):
+        sent = reading.collectives[kind, traffic.dtype]
+        sent.times += times
+        sent.bytes += times * traffic.bytes
+        sent.seconds += times * traffic.seconds
+    return reading
+
+
+def _collectives(player: Player) -> Iterator[tuple[float, str, Traffic]]:
+    """How often each collective within a slice is started; one that is spread over fusions counts once."""
+    seen = set()
+    for computation, line, times, _ in visits(player):
+        if kind := kind_of(line):
+            yield times, kind, player.fabric.traffic(line, kind)
+        elif not line.name.startswith("async-collective-done"):
+            for kind, traffic, channel in player.hidden_traffic(line):
+                if (computation, channel) not in seen:
+                    seen.add((computation, channel))
+                    yield times, kind, traffic
+
+
+def visits(player: Player, computation: str | None = None, times: float = 1, chance: float = 1) -> Iterator[Visit]:
+    """Every instruction that runs by itself, with how often: through loops, and the longest branch of conditionals."""
+    module, name = player.module, computation or player.module.entry
+    for line in module.computations[name]:
+        if line.opcode == "while":
+            body = line.attribute(r"body=%?([\w.\-]+)")
+            yield from visits(player, body, times * (module.trips(line) or 1), chance)
+        elif line.opcode in ("call", "conditional"):
+            longest = max(line.calls, key=lambda branch: player.play(branch).seconds)
+            taken = player.chance(longest) if len(line.calls) > 1 else 1.0
+            yield from visits(player, longest, times, chance * taken)
+        else:
+            yield Visit(name, line, times, chance)
+
+
+def _add_kernel(reading: Reading, player: Player, visit: Visit) -> None:
+    seconds = player.kernels.seconds(visit.line)
+    if seconds == 0:  # no kernel: a custom call that names a buffer
+        return
+    launches = reading.kernels[re.sub(r"[.\d]+$", "", visit.line.name), pass_of(visit.line.op_name)]
+    launches.times += visit.times
+    launches.seconds = None if seconds is None or launches.seconds is None else launches.seconds + visit.times * seconds
+
+
+def _add_part(reading: Reading, player: Player, visit: Visit, widths: Widths) -> None:
+    computation, line, times, chance = visit
+    seconds = player.seconds(computation, line)
+    if not seconds:
+        return
+    spent = reading.parts[part_of(player.module, computation, line, widths), pass_of(line.op_name)]
+    flops = sum(product.flops for product in products_of(player.module, computation, line))
+    spent.seconds += times * chance * seconds
+    spent.flops += times * chance * flops
+    spent.products += times * chance * seconds * (flops > 0)
+    spent.moved += times * chance * moved_bytes(player.module, computation, line)
+
+
+def totals(reading: Reading) -> Counter[str]:
+    """Seconds of each part, over all passes."""
+    found: Counter[str] = Counter()
+    for (part, _), spent in reading.parts.items():
+        found[part] += spent.seconds
+    return found
