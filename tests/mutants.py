@@ -139,7 +139,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "the mapping has a name too",
     (
         "posjax/attention/tpu/backward_moves.py",
-        "for_pairs(row.pairs, row.choices[third], lambda _, to: row.stored(0, 0, to, third).wait())",
+        "wait = partial(for_pairs, row.pairs, choice, lambda _, to: row.stored(0, 0, to, third).wait())",
         "1",
     ): "to wait for a copy needs its size alone, whatever its source is",
     (

@@ -78,21 +78,26 @@ class TPU:
     options: entry.Options = _USUAL
 
     def forward(self, x, scale):
+        """See ``Backend.forward``."""
         return entry.attend(*self._ready(x, scale))
 
     def merge(self, x, scale, so_far):
+        """See ``Backend.merge``."""
         return entry.attend(*self._ready(x, scale), so_far)
 
     def known(self, rows, cotangents):
+        """See ``Backend.known``."""
         return entry.known(rows, cotangents, self.options.interpret)
 
     def backward(self, x, scale, of_rows, *, of_bias):
+        """See ``Backend.backward``."""
         if is_number(scale):
             return entry.gradients(x, of_rows, self._ready(x, scale)[1], of_bias=of_bias), jnp.zeros_like(scale)
         prepared, transpose = jax.vjp(_scaled_in_base_2, x, scale)
         return transpose(entry.gradients(prepared, of_rows, self.options, of_bias=of_bias))
 
     def add(self, x, scale, of_rows, so_far):
+        """See ``Backend.add``."""
         of_bias, sums = bool(jax.tree.leaves(so_far.bias)), (so_far.q, so_far.k, so_far.v)
         if x.far or any(array is None for array in sums):
             found = entry.gradients(_scaled_in_base_2(x, scale), of_rows, self.options, of_bias=of_bias)

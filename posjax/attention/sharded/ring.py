@@ -89,12 +89,25 @@ class _Side(NamedTuple):
     """Whose tokens a leaf of a call has and along which axis, None for what all tokens share.
 
     ``heads``: the axes of heads of features that a kernel reads side by side. So they also wait and travel: in any
-    other order they would be put in order at every step.
+    other order they would be put in order at every step. ``gathered``: see ``told``.
     """
 
     of_keys: bool = False
     axis: int | None = None
     heads: tuple[int, ...] | None = None
+    gathered: bool = False
+
+    @property
+    def travels(self) -> bool:
+        """Whether it goes round."""
+        return self.of_keys and not self.gathered
+
+    def told(self, leaf) -> "_Side":
+        """The same of a leaf: one whole number for each key, a position or a segment, is gathered instead of sent on.
+
+        It is small, and there are only so many transfers that a compiler has under way at once.
+        """
+        return self._replace(gathered=self.of_keys and not jnp.issubdtype(leaf.dtype, jnp.inexact))
 
     def closed(self, array):
         """As it waits and travels."""
@@ -133,7 +146,7 @@ class _Way:
         step: 1 or -1.
         sides: of the leaves of the call.
         structure: of the call.
-        leaves: of the call, closed.
+        leaves: of the call, closed; where all groups' are small they are here, ``[devices, ...]``, and do not travel.
     """
 
     config: RingConfig
@@ -146,7 +159,13 @@ class _Way:
     def of(config: RingConfig, call: Call, step: int) -> "_Way":
         """That of a call."""
         (leaves, structure), sides = jax.tree.flatten(call), _sides(call)
-        return _Way(config, step, sides, structure, [s.closed(leaf) for s, leaf in zip(sides, leaves, strict=True)])
+        closed = [side.closed(leaf) for side, leaf in zip(sides, leaves, strict=True)]
+        sides = [side.told(leaf) for side, leaf in zip(sides, leaves, strict=True)]
+        gathered = [
+            jax.lax.all_gather(leaf, config.line.axis) if side.gathered else leaf
+            for side, leaf in zip(sides, closed, strict=True)
+        ]
+        return _Way(config, step, sides, structure, gathered)
 
     @property
     def line(self) -> Line:
@@ -156,14 +175,17 @@ class _Way:
     @property
     def keys(self) -> list:
         """What travels."""
-        return [leaf for leaf, side in zip(self.leaves, self.sides, strict=True) if side.of_keys]
+        return [leaf for leaf, side in zip(self.leaves, self.sides, strict=True) if side.travels]
 
-    def call(self, keys: list) -> Call:
-        """The call with other keys."""
-        keys = iter(keys)
-        chosen = [next(keys) if side.of_keys else leaf for leaf, side in zip(self.leaves, self.sides, strict=True)]
-        opened = [side.opened(leaf) for side, leaf in zip(self.sides, chosen, strict=True)]
-        call = self.structure.unflatten(opened)
+    def call(self, keys: list, source) -> Call:
+        """The call with the keys of a group, of which those that travel are given."""
+        keys, device = iter(keys), source * self.line.width
+
+        def here(side: _Side, leaf):
+            return leaf[device] if side.gathered else next(keys) if side.travels else leaf
+
+        leaves = [side.opened(here(side, leaf)) for side, leaf in zip(self.sides, self.leaves, strict=True)]
+        call = self.structure.unflatten(leaves)
         return call if self.config.scale is None else dataclasses.replace(call, scale=self.config.scale)
 
     def sent_on(self, arrays: list) -> list:
@@ -179,11 +201,16 @@ class _Way:
     @property
     def outputs(self) -> _Side:
         """See ``_outputs``."""
-        return _outputs(self.call(self.keys).x)
+        return _outputs(self.own.x)
+
+    @property
+    def own(self) -> Call:
+        """The call of this group's own keys."""
+        return self.call(self.keys, self.line.shard)
 
     def nothing_yet(self) -> tuple:
         """Output and log-sum-exp of no keys."""
-        x = self.call(self.keys).x
+        x = self.own.x
         dtype, rows = statistics_dtype(x.q), x.q.shape[:-1]
         out = like_zeros((*rows, x.v.shape[-1]), dtype, x.q)
         return self.outputs.closed(out), like_zeros(rows, dtype, x.q, -jnp.inf)
@@ -191,11 +218,12 @@ class _Way:
     def output(self, so_far: tuple) -> tuple:
         """Output in the dtype of the values, and log-sum-exp."""
         out, lse = so_far
-        return out.astype(self.call(self.keys).x.v.dtype), lse
+        return out.astype(self.own.x.v.dtype), lse
 
     def merged(self, distance, keys: list, so_far: tuple) -> tuple:
         """Output and log-sum-exp so far and of the keys of a step."""
-        moved, source, line = self.call(keys), self.source(distance), self.line
+        source, line = self.source(distance), self.line
+        moved = self.call(keys, source)
 
         def pair(i, j, so_far):
             part = line.part(moved, i, j, source)
@@ -209,7 +237,8 @@ class _Way:
 
     def added(self, distance, keys: list, of_rows: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
         """Sums of gradients of the keys of a step, and of everything else, with the share of this step."""
-        moved, source, line = self.call(keys), self.source(distance), self.line
+        source, line = self.source(distance), self.line
+        moved = self.call(keys, source)
         sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
         d_keys, d_own = iter(d_keys), iter(d_own)
         sums = [side.opened(next(d_keys if side.of_keys else d_own)) for side in sides]

@@ -325,14 +325,18 @@ def test_what_is_stated_of_our_own_kernels_is_consistent(name):
     area, work = _area_and_work(launch)
     products = 5 if "backward" in name else 2
     causal = 2 * sum(causal_tiles(4096, 512, 1024)) * 512 * 1024
-    tiles = [run for run in launch.runs if run.products and "again" not in run.name]
+    tiles = [run for run in launch.runs if run.products and "again" not in run.name and "lengths" not in run.name]
     assert sum(run.times for run in tiles) * 512 * 1024 == area
+    # What each block of queries does once in the backward kernel: eight blocks for each of the heads.
+    for n in range(len(tiles[0].inside)):
+        assert sum(run.inside[n].times for run in tiles) == 2 * 8
     assert area <= causal
     assert (area < causal) == ("segments" in name)
     # Tiles with near and far pairs are scored twice.
-    assert work == products * 128 * area + ("ReRoPE" in name) * 128 * 512 * 1024 * sum(
-        run.times for run in tiles if "near and far" in run.name
-    )
+    twice = ("ReRoPE" in name) * 128 * 512 * 1024 * sum(run.times for run in tiles if "near and far" in run.name)
+    # Beside them the lengths of all queries, in eight rows for each pair of features.
+    bounded = any("lengths" in run.name for run in launch.runs)
+    assert work == products * 128 * area + twice + bounded * (1 + ("ReRoPE" in name)) * 2 * 4096 * 128 * 8
     assert launch.needed < area
     assert launch.moved_bytes > 2 * SHAPE.heads * SHAPE.length * 128 * 3
     assert (launch.runs[-1].times == 0) == ("again" in launch.runs[-1].name)
