@@ -108,6 +108,16 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",") if number)
 
 
+WAYS = ("ahead", "back")
+"""Links carry in both directions at once."""
+
+
+def _way(pairs: Sequence[Sequence[int]]) -> str:
+    """The direction in which most pairs of source and target send, in the order of the mesh."""
+    ahead = sum(1 if target > source else -1 for source, target in pairs)
+    return WAYS[0] if ahead >= 0 else WAYS[1]
+
+
 @dataclass(frozen=True)
 class Traffic:
     """One run of a collective."""
@@ -117,6 +127,7 @@ class Traffic:
     seconds: float  # for which it keeps its links
     delay: float = 0.0  # until it is there, when they are free again
     dtype: str = ""  # of what is sent
+    ways: tuple[str, ...] = WAYS  # in which the links carry it
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,8 @@ class Fabric:
         moved = _moved(line, kind, len(groups[0]))
         if kind == "collective-permute":
             pairs = [pair for pair in groups if pair[0] != pair[1]]
-            return Traffic(self.axes_of(groups), moved if pairs else 0.0, self._permute(pairs, moved))
+            sent = moved if pairs else 0.0
+            return Traffic(self.axes_of(groups), sent, self._permute(pairs, moved), ways=(_way(pairs),))
         size = len(groups[0])
         if size == 1:
             return Traffic("none", 0.0, 0.0)

@@ -3,15 +3,15 @@
 The instructions of a computation run in the order in which the compiler scheduled them. A fusion takes the cycles that
 the compiler expects of it, its traffic with HBM included; a look-up or a sort, of which it expects nothing, the time of
 the bytes that it moves; a kernel what `train.plan.kernels` says; a loop its trips; a conditional its longest branch, as
-often as the mask lets the kernels in it run. A collective that is started and
-awaited later runs beside what stands between, one inside a fusion beside the fusion, and those over the same axes of
-the mesh queue up; any other stops everything. What hosts send to other slices starts where it is sent or, if the
+often as the mask lets the kernels in it run. A collective that is started and awaited later runs beside what stands
+between, one inside a fusion beside the fusion, and those over the same axes of the mesh queue up, but for permutations
+in opposite directions; any other stops everything. What hosts send to other slices starts where it is sent or, if the
 compiler defers it, with the next that is not deferred, and runs until what comes back is awaited.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from train.plan.hlo import Instruction, Module, inside
@@ -111,7 +111,7 @@ class _Walk:
     player: Player
     computation: str
     tally: Tally
-    free: Counter = field(default_factory=Counter)  # when the links of some axes are free again
+    free: dict = field(default_factory=lambda: defaultdict(float))  # when links of some axes, one way, are free again
     done: dict[str, float] = field(default_factory=dict)  # when what was started will be there
     halves: dict[str | None, list[Instruction]] = field(default_factory=dict)  # what is sent and received, by exchange
     deferred: list[Instruction] = field(default_factory=list)  # sent with the next that is not
@@ -234,8 +234,10 @@ class _Walk:
         """When it will be done."""
         self.tally.moved[traffic.axes, kind] += traffic.bytes
         self.tally.busy[traffic.axes] += traffic.seconds
-        self.free[traffic.axes] = max(self.tally.seconds, self.free[traffic.axes]) + traffic.seconds
-        return self.free[traffic.axes] + traffic.delay
+        links = [(traffic.axes, way) for way in traffic.ways]
+        end = max(self.tally.seconds, *(self.free[link] for link in links)) + traffic.seconds
+        self.free.update(dict.fromkeys(links, end))
+        return end + traffic.delay
 
     def _wait(self, until: float) -> None:
         self.tally.exposed += max(0.0, until - self.tally.seconds)

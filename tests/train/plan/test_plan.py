@@ -346,6 +346,27 @@ def test_exchanges_at_once_share_the_wait_for_hosts():
     assert tally.seconds == pytest.approx(3 * (2 * 1.5 * 4 * 262144 / 3.125e9 + 1e-4))
 
 
+TWO_WAYS = """
+ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  %a = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}, u32[], u32[]) collective-permute-start(%x), \
+source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %b = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}, u32[], u32[]) collective-permute-start(%x), \
+source_target_pairs=PAIRS
+  %c = bf16[1024,1024]{1,0} collective-permute-done(%a)
+  ROOT %d = bf16[1024,1024]{1,0} collective-permute-done(%b)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("pairs", "times"), [("{{0,1},{1,2},{2,3},{3,0}}", 2), ("{{0,3},{1,0},{2,1},{3,2}}", 1)], ids=["one way", "both"]
+)
+def test_permutations_in_opposite_directions_share_no_links(pairs, times):
+    tally = Player(parse(TWO_WAYS.replace("PAIRS", pairs)), fabric("v5p:1x1x4", ring=4), NONE).play()
+    assert tally.exposed == pytest.approx(times * 2 * 1024**2 / 90e9 + 1e-6 * times)
+
+
 CUT_OUT = """
 %all-reduce-scatter.1 (x: f32[1024]) -> f32[256] {
   %x = f32[1024]{0} parameter(0)
