@@ -62,13 +62,20 @@ def test_the_fast_memory_of_a_tile_by_hand():
     blocks = Blocks(256, 512, 128)
     q, k, v = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 1, 1, 256, 64), (1, 1, 512, 64), (1, 1, 512, 32)))
     x = Operands(q, k, v, None, None, Range(0, 256), Range(0, 512))
-    # Twice: keys and values, and queries and outputs; in float32 the maximum, the sum and the output; 10 for a logit.
-    assert _forward_bytes(x, blocks) == 2 * 2 * (512 * 96 + 256 * 96) + 4 * 256 * (128 + 128 + 32) + 10 * 256 * 128
+    # Twice: keys and values, and queries and outputs; scaled queries; in float32 the maximum, the sum and the output; 10
+    # for a logit.
+    forward = 2 * 2 * (512 * 96 + 256 * 96) + 2 * 256 * 64 + 4 * 256 * (128 + 128 + 32) + 10 * 256 * 128
+    assert _forward_bytes(x, blocks, False) == forward
+    # Two places for what runs in, and float32 where bfloat16 would go out.
+    assert _forward_bytes(x, blocks, True) == forward + 2 * (4 + 2) * 256 * 32
     # Twice: queries and gradients of outputs, keys, values and their gradients; three of dq; dk and dv; 16 for a logit.
     backward = 2 * 2 * (256 * 96 + 2 * 512 * 96) + 3 * 4 * 256 * 64 + 4 * 512 * 96 + 16 * 512 * 128
-    assert _backward_bytes(x, blocks) == backward
+    # Scaled keys, and the gradients of queries that are whole.
+    backward += 2 * (512 + 256) * 64
+    assert _backward_bytes(x, blocks, False) == backward
+    assert _backward_bytes(x, blocks, True) == backward + 2 * (4 + 2) * 512 * 96
     relative = dataclasses.replace(x, bias=SimpleNamespace(by_distance=True))
-    more = [after(relative, blocks) - after(x, blocks) for after in (_forward_bytes, _backward_bytes)]
+    more = [after(relative, blocks, False) - after(x, blocks, False) for after in (_forward_bytes, _backward_bytes)]
     assert more == [512 * (256 + 512), 1024 * (256 + 512)]
 
 
@@ -104,11 +111,11 @@ def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():
 @pytest.mark.parametrize(
     ("name", "vmem", "blocks"),
     [
-        # 1024 x 2048 in parts of 512, for heads of 128, take 9,961,472 bytes, and its half 3,407,872.
-        ("v4", 9_961_472, (1024, 2048, 512)),
-        ("v4", 9_961_471, (512, 1024, 512)),
-        ("v4", 3_407_872, (256, 512, 256)),
-        ("v5e", 9_961_472, (1024, 2048, 512)),
+        # 1024 x 2048 in parts of 512, for heads of 128, take 10,223,616 bytes, and its half 3,538,944.
+        ("v4", 10_223_616, (1024, 2048, 512)),
+        ("v4", 10_223_615, (512, 1024, 512)),
+        ("v4", 3_538_944, (256, 512, 256)),
+        ("v5e", 10_223_616, (1024, 2048, 512)),
         ("v5e", 1, (256, 512, 256)),
     ],
 )

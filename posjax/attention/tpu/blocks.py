@@ -1,6 +1,7 @@
 """What a chip likes: how large its tiles are, by the measured cost of tiles, and which tricks pay."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -48,14 +49,14 @@ def target() -> Target:
     return TARGETS.get(kind, TARGETS[USUAL])
 
 
-def cheapest_forward(on: Target, x: Operands) -> Blocks:
-    """The cheapest blocks of the forward kernel for a call."""
-    return _cheapest(x, FORWARD[on.name], fit, "q", _forward_bytes, on.vmem)
+def cheapest_forward(on: Target, x: Operands, running: bool = False) -> Blocks:
+    """The cheapest blocks of the forward kernel for a call; ``running`` if output and log-sum-exp run in."""
+    return _cheapest(x, FORWARD[on.name], fit, "q", partial(_forward_bytes, running=running), on.vmem)
 
 
-def cheapest_backward(on: Target, x: Operands) -> Blocks:
-    """The cheapest blocks of the backward kernel for a call whose lengths are padded for the forward kernel."""
-    return _cheapest(x, BACKWARD[on.name], divide, "k", _backward_bytes, on.vmem)
+def cheapest_backward(on: Target, x: Operands, running: bool = False) -> Blocks:
+    """The same of the backward kernel, for a call whose lengths are padded for the forward one, and for gradients."""
+    return _cheapest(x, BACKWARD[on.name], divide, "k", partial(_backward_bytes, running=running), on.vmem)
 
 
 def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: int) -> Blocks:
@@ -82,19 +83,21 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: i
     return made(chosen)
 
 
-def _forward_bytes(x: Operands, blocks: Blocks) -> float:
+def _forward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
     """Fast memory of the forward kernel, about: what travels, what is summed, and the logits of a part."""
     (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
     size, value_size = x.q.shape[-1], x.v.shape[-1]
     moves = 2 * narrow * (k * (pairs * size + value_size) + q * (pairs * size + value_size))
+    moves += narrow * q * pairs * size + running * 2 * (8 - narrow) * q * value_size
     return moves + 4 * q * (256 + value_size) + 10 * q * part * pairs + 512 * (q + k) * _is_relative(x)
 
 
-def _backward_bytes(x: Operands, blocks: Blocks) -> float:
+def _backward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
     """The same of the backward kernel."""
     (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
     size, value_size = pairs * x.q.shape[-1], x.v.shape[-1]
     moves = 2 * narrow * (q + 2 * k) * (size + value_size) + 12 * q * size
+    moves += narrow * (k + q) * size + running * 2 * (8 - narrow) * k * (size + value_size)
     return moves + 4 * k * (size + value_size) + 16 * k * part + 1024 * (q + k) * _is_relative(x)
 
 

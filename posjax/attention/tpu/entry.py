@@ -59,7 +59,7 @@ def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
     Raises:
         ValueError: for what the kernels do not take, saying why.
     """
-    config, inputs = _prepared(x, options)
+    config, inputs = _prepared(x, options, so_far is not None)
     rows = None if so_far is None else _rows(config, inputs, *so_far)
     # A copy in a kernel names every index of its source: what ``vmap`` maps over is taken one by one.
     out, lse = sequential_vmap(partial(forward, config))(inputs, rows)
@@ -98,7 +98,7 @@ def gradients(x: Operands, of_rows: PerQuery, options: Options, *, of_bias: bool
     Raises:
         ValueError: for what the kernels do not take, saying why.
     """
-    config, inputs, transpose = _transposable(x, options)
+    config, inputs, transpose = _transposable(x, options, running=False)
     found, bias = _gradients(config, inputs, of_rows, None, of_bias)
     return transpose(bias._replace(q=found.q, k=found.k, v=found.v))
 
@@ -118,7 +118,7 @@ def add_gradients(
     Returns:
         The sums, and the gradients of everything else, in which those of ``q``, ``k`` and ``v`` are 0.
     """
-    config, inputs, transpose = _transposable(x, options)
+    config, inputs, transpose = _transposable(x, options, running=True)
     q, k, v = (beside(lengthen(a, b.shape[-2] - a.shape[-2], -2)) for a, b in zip(so_far, inputs[:3], strict=True))
     found, bias = _gradients(config, inputs, of_rows, (q[:, :, None], k[:, :, None], v), of_bias)
     sums = found.q[:, :, 0], found.k[:, :, 0], found.v
@@ -138,12 +138,12 @@ def _gradients(config: KernelConfig, x: Inputs, of_rows: PerQuery, so_far: tuple
     return found, zeros._replace(bias=zeros.bias | bias)
 
 
-def _transposable(x: Operands, options: Options) -> tuple[KernelConfig, Inputs, Callable]:
+def _transposable(x: Operands, options: Options, running: bool) -> tuple[KernelConfig, Inputs, Callable]:
     """What ``_prepared`` makes, and its transpose: from cotangents of the inputs to those of the operands."""
     configs = []
 
     def prepare(x):
-        config, inputs = _prepared(x, options)
+        config, inputs = _prepared(x, options, running)
         configs.append(config)
         return inputs
 
@@ -176,19 +176,21 @@ def needs_ranges(x: Operands) -> bool:
     return form_of(x) is ByDistance
 
 
-def _padded(x: Operands, blocks: tuple[Blocks, Blocks] | None, on: Target) -> tuple[Operands, tuple[Blocks, Blocks]]:
+def _padded(
+    x: Operands, blocks: tuple[Blocks, Blocks] | None, on: Target, running: bool
+) -> tuple[Operands, tuple[Blocks, Blocks]]:
     """The operands of whole blocks, and the blocks of the forward and of the backward kernel."""
-    of_forward = fit(blocks[0], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_forward(on, x)
+    of_forward = fit(blocks[0], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_forward(on, x, running)
     x = pad(x, of_forward.q, of_forward.k)
-    of_backward = divide(blocks[1], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_backward(on, x)
+    of_backward = divide(blocks[1], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_backward(on, x, running)
     return x, (of_forward, of_backward)
 
 
-def _prepared(x: Operands, options: Options) -> tuple[KernelConfig, Inputs]:
-    """What is static in a call, and its arrays."""
+def _prepared(x: Operands, options: Options, running: bool) -> tuple[KernelConfig, Inputs]:
+    """What is static in a call, and its arrays; ``running`` if parts run in."""
     check((why := refusal(x)) is None, f"implementation='tpu': {why}")
     on = target() if options.on is None else options.on
-    x, blocks = _padded(x, options.blocks, on)
+    x, blocks = _padded(x, options.blocks, on, running)
     ranged = isinstance(x.q_positions, Range), isinstance(x.kv_positions, Range)
     starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]
     ahead = starts[0] - starts[1] if all(ranged) else 0
