@@ -62,8 +62,8 @@ def test_the_fast_memory_of_a_tile_by_hand():
     blocks = Blocks(256, 512, 128)
     q, k, v = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 1, 1, 256, 64), (1, 1, 512, 64), (1, 1, 512, 32)))
     x = Operands(q, k, v, None, None, Range(0, 256), Range(0, 512))
-    # Twice: keys and values, and queries and outputs; scaled queries; in float32 the maximum, the sum and the output; 10
-    # for a logit.
+    # Twice: keys and values, and queries and outputs; scaled queries; in float32 the maximum, the sum and the output;
+    # 10 for a logit.
     forward = 2 * 2 * (512 * 96 + 256 * 96) + 2 * 256 * 64 + 4 * 256 * (128 + 128 + 32) + 10 * 256 * 128
     assert _forward_bytes(x, blocks, False) == forward
     # Two places for what runs in, and float32 where bfloat16 would go out.
