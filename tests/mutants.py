@@ -178,11 +178,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1",
     ): "of a row that sees nothing, neither it nor what follows from it is taken",
     (
-        "posjax/attention/dense.py",
-        "weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])",
-        "1",
-    ): "any finite number keeps the weights of a row that sees nothing at 0",
-    (
         "posjax/rotary/base.py",
         "columns = math.isqrt(stop - start) + 1",
         "2",

@@ -80,12 +80,14 @@ def hidden(body: list[str]) -> int:
 @pytest.mark.parametrize(("topology", "shards"), [("v5e:2x4", 4), ("v5p:2x2x2", 8)])
 @pytest.mark.parametrize(("kind", "bias"), [("zigzag", "alibi"), ("zigzag", "t5"), ("contiguous", "t5")])
 def test_a_ring_runs_the_kernel_while_the_next_keys_travel(topology, shards, kind, bias):
-    """Forward: keys and values. Backward: those, and the gradients of both, all hidden behind the kernel."""
+    """Forward: keys and values of both halves of the heads. Backward: also the sums of the gradients of some of them."""
     found = compiled(__file__, topology, shards, "ring", kind, bias)
-    assert found["text"].count('custom_call_target="tpu_custom_call"') == 4
+    for kernel in ("forward", "backward"):
+        calls = re.findall(rf"posjax_attention_{kernel}\S* = .*tpu_custom_call", found["text"])
+        assert len(calls) == 4, "either half, in the loop and behind it"
     assert not re.search(r" all-gather| all-to-all", found["text"])
     loops = sorted(hidden(body) for body in bodies(found["text"]) if any("-permute-start(" in line for line in body))
-    assert {2, 4} <= set(loops)
+    assert sum(count >= 4 for count in loops) >= 2
 
 
 @pytest.mark.parametrize(
