@@ -80,7 +80,7 @@ def hidden(body: list[str]) -> int:
 @pytest.mark.parametrize(("topology", "shards"), [("v5e:2x4", 4), ("v5p:2x2x2", 8)])
 @pytest.mark.parametrize(("kind", "bias"), [("zigzag", "alibi"), ("zigzag", "t5"), ("contiguous", "t5")])
 def test_a_ring_runs_the_kernel_while_the_next_keys_travel(topology, shards, kind, bias):
-    """Forward: keys and values of both halves of the heads. Backward: also the sums of the gradients of some of them."""
+    """Forward: keys and values of both halves of the heads. Backward: sums of their gradients too."""
     found = compiled(__file__, topology, shards, "ring", kind, bias)
     for kernel in ("forward", "backward"):
         calls = re.findall(rf"posjax_attention_{kernel}\S* = .*tpu_custom_call", found["text"])

@@ -1,0 +1,43 @@
+"""What every step of a ring is told, by a backend that gives back what it is told."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from posjax.attention.api import BACKENDS
+from posjax.attention.backends import Backend
+from posjax.attention.dense import dense, dense_gradients
+from posjax.attention.sharded import Placement, context_attention
+from posjax.layout import Layout
+from posjax.masks import Causal
+
+ROWS, LENGTH, SIZE, SHARDS = 1, 32, 8, 4
+
+
+def telling(x, known):
+    """The gradients, with that of the log-sum-exp in the place of every query's."""
+    return dataclasses.replace(dense_gradients(x, known), q=jnp.broadcast_to(known.d_lse[..., None], x.q.shape))
+
+
+@pytest.mark.parametrize("heads", [2, 3], ids=["both ways", "one way"])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_the_gradient_of_a_log_sum_exp_is_counted_once(monkeypatch, kind, heads):
+    """By the part of the group's own keys, however many parts and pieces there are."""
+    monkeypatch.setitem(BACKENDS, "dense", Backend(dense, telling))
+    mesh = jax.make_mesh((SHARDS,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS])
+    across = Placement((), "context", None, "ring", Layout(kind, SHARDS))
+    q, k, v = np.random.default_rng(0).standard_normal((3, ROWS, LENGTH, heads, SIZE)).astype(np.float32)
+
+    def lse(q, k, v):
+        options = {"mask": Causal(), "scale": 0.5, "implementation": "dense", "return_residuals": True}
+        return context_attention(q, k, v, across=across, **options)[1]
+
+    tokens = P(None, "context")
+    spread = jax.shard_map(lse, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    got = jax.jit(jax.grad(lambda q: spread(q, k, v).sum()))(q)
+    np.testing.assert_allclose(got, np.full_like(q, 0.5), rtol=1e-6)
