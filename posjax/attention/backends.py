@@ -10,6 +10,7 @@ every part gives its share by itself. A kernel takes what runs in and gives it b
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Array
 from posjax._numbers import is_number
 from posjax.attention.blockwise import blockwise, blockwise_gradients
 from posjax.attention.dense import dense, dense_gradients
-from posjax.attention.operands import Operands, PerQuery, merged, per_query, statistics_dtype, vary_alike
+from posjax.attention.operands import Operands, PerQuery, merged, per_query_of, statistics_dtype, vary_alike
 from posjax.attention.tpu import entry
 
 
@@ -43,21 +44,21 @@ class Backend:
         """Output and log-sum-exp of the keys so far and of these, in the dtype of the statistics."""
         return merged(so_far, self.forward(x, scale))
 
-    def known(self, rows: tuple, cotangents: tuple) -> PerQuery:
+    def per_query_of(self, rows: tuple, cotangents: tuple) -> PerQuery:
         """What the backward pass reads of each query, from output and log-sum-exp and the cotangents of both."""
-        return per_query(rows, cotangents)
+        return per_query_of(rows, cotangents)
 
-    def backward(self, x: Operands, scale: Any, of_rows: PerQuery, *, of_bias: bool) -> tuple[Operands, Any]:
+    def backward(self, x: Operands, scale: Any, per_query: PerQuery, *, of_bias: bool) -> tuple[Operands, Any]:
         """Cotangents of operands and scale; that of the bias may be 0 if it is not wanted."""
         prepared, transpose = jax.vjp(scaled, x, scale)
-        return transpose(self.gradients(prepared, of_rows))
+        return transpose(self.gradients(prepared, per_query))
 
-    def add(self, x: Operands, scale: Any, of_rows: PerQuery, so_far: Operands) -> Operands:
+    def add(self, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
         """Sums of cotangents so far and those of these keys, where the sums are not None, which they are for positions.
 
         Those of queries are of scaled ones.
         """
-        return _sum(so_far, self.gradients(scaled(x, scale), of_rows))
+        return _sum(so_far, self.gradients(scaled(x, scale), per_query))
 
 
 def _sum(so_far: Operands, found: Operands) -> Operands:
@@ -85,25 +86,25 @@ class TPU:
         """See ``Backend.merge``."""
         return entry.attend(*self._ready(x, scale), so_far)
 
-    def known(self, rows, cotangents):
-        """See ``Backend.known``."""
-        return entry.known(rows, cotangents, self.options.interpret)
+    def per_query_of(self, rows, cotangents):
+        """See ``Backend.per_query_of``."""
+        return per_query_of(rows, cotangents, partial(entry.row_sums, interpret=self.options.interpret))
 
-    def backward(self, x, scale, of_rows, *, of_bias):
+    def backward(self, x, scale, per_query, *, of_bias):
         """See ``Backend.backward``."""
         if is_number(scale):
-            return entry.gradients(x, of_rows, self._ready(x, scale)[1], of_bias=of_bias), jnp.zeros_like(scale)
+            return entry.gradients(x, per_query, self._ready(x, scale)[1], of_bias=of_bias), jnp.zeros_like(scale)
         prepared, transpose = jax.vjp(_scaled_in_base_2, x, scale)
-        return transpose(entry.gradients(prepared, of_rows, self.options, of_bias=of_bias))
+        return transpose(entry.gradients(prepared, per_query, self.options, of_bias=of_bias))
 
-    def add(self, x, scale, of_rows, so_far):
+    def add(self, x, scale, per_query, so_far):
         """See ``Backend.add``."""
         of_bias, sums = bool(jax.tree.leaves(so_far.bias)), (so_far.q, so_far.k, so_far.v)
         if x.far or any(array is None for array in sums):
-            found = entry.gradients(_scaled_in_base_2(x, scale), of_rows, self.options, of_bias=of_bias)
+            found = entry.gradients(_scaled_in_base_2(x, scale), per_query, self.options, of_bias=of_bias)
             return _sum(so_far, _with_queries(found, lambda q: q * entry.LOG2E))
         prepared, options = self._ready(x, scale)
-        (q, k, v), found = entry.add_gradients(prepared, of_rows, options, sums, of_bias=of_bias)
+        (q, k, v), found = entry.add_gradients(prepared, per_query, options, sums, of_bias=of_bias)
         return dataclasses.replace(_sum(so_far, found), q=q, k=k, v=v)
 
     def _ready(self, x: Operands, scale) -> tuple[Operands, entry.Options]:

@@ -63,11 +63,11 @@ def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     return tuple(array.reshape(rows, *array.shape[2:]) for array in found)
 
 
-def blockwise_gradients(x: Operands, known: PerQuery, blocks: Blocks | None = None) -> Operands:
+def blockwise_gradients(x: Operands, per_query: PerQuery, blocks: Blocks | None = None) -> Operands:
     """``dense_gradients`` in memory linear in the length."""
     rows, size = x.q.shape[0], _rows_of_a_plan(x)
     if size == rows:
-        return _gradients_of_one_plan(x, known, blocks)
+        return _gradients_of_one_plan(x, per_query, blocks)
     zeros, rebuild = _inexact_leaves(jax.tree.map(no_gradient, x))
     named = zip(jax.tree.leaves(x), names_of(x), strict=True)
     names = [own for leaf, own in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -75,7 +75,7 @@ def blockwise_gradients(x: Operands, known: PerQuery, blocks: Blocks | None = No
     axes = [axis if axis is not None and a.shape[axis] == rows else None for a, axis in zip(zeros, axes, strict=True)]
 
     def some(found, start):
-        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), known)
+        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), per_query)
         more = _inexact_leaves(_gradients_of_one_plan(narrowed(x, batch=(start, size)), own, blocks))[0]
         return [_put(a, b, start, axis) for a, b, axis in zip(found, more, axes, strict=True)], None
 
@@ -117,10 +117,10 @@ def _one_plan(x: Operands, blocks: Blocks | None) -> tuple:
     return out[..., :queries, :], lse[..., :queries]
 
 
-def _gradients_of_one_plan(x: Operands, known: PerQuery, blocks: Blocks | None) -> Operands:
+def _gradients_of_one_plan(x: Operands, per_query: PerQuery, blocks: Blocks | None) -> Operands:
     blocks = blocks or _choose_blocks(x)
     padded, transpose = jax.vjp(lambda x: pad(x, blocks.q, blocks.k), x)
-    return transpose(_gradients(blocks, padded, lengthened_rows(known, padded.q.shape[3])))[0]
+    return transpose(_gradients(blocks, padded, lengthened_rows(per_query, padded.q.shape[3])))[0]
 
 
 def _choose_blocks(x: Operands) -> Blocks:
@@ -255,7 +255,7 @@ def _forward(blocks: Blocks, x: Operands):
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
 
-class _Sums(NamedTuple):
+class _Found(NamedTuple):
     """Gradients of the queries and keys of every pair of features, of the values, and of ``_learned``."""
 
     q: list
@@ -264,11 +264,11 @@ class _Sums(NamedTuple):
     learned: list
 
 
-def _backward_tile(x: Operands, blocks: Blocks, known: PerQuery, j, kind: Kind, i, found: _Sums) -> _Sums:
+def _backward_tile(x: Operands, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _Found) -> _Found:
     """Adds what the tile of query block ``i`` and key block ``j`` gives to every gradient."""
     dtype = statistics_dtype(x.q)
     part, factors = _decayed(_tile(x, blocks, i, j))
-    rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in known))
+    rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in per_query))
     takes = _takes(part, kind)
     found_logits, transpose = _transpose(part, _tile_scores(part, kind, takes))
     logits = _finish(part, kind, found_logits)
@@ -284,18 +284,18 @@ def _backward_tile(x: Operands, blocks: Blocks, known: PerQuery, j, kind: Kind, 
             more_q, more_k = decayed(more_q, factors[0]), decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
     d_v = found.v + gather(rows.d_out, weights, dtype)
-    return _Sums(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
+    return _Found(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
 
 
-def _gradients(blocks: Blocks, x: Operands, known: PerQuery) -> Operands:
+def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
     dtype = statistics_dtype(x.q)
     kinds, (grid,) = plan(x, blocks, together=True)
     tiles = _visits(grid.T, kinds)
 
-    def column(j, whole: _Sums) -> _Sums:
+    def column(j, whole: _Found) -> _Found:
         blank = [like_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
         start = whole._replace(k=blank, v=like_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
-        part = _visit(tiles, kinds, j, partial(_backward_tile, x, blocks, known, j), start)
+        part = _visit(tiles, kinds, j, partial(_backward_tile, x, blocks, per_query, j), start)
 
         def store(whole, part):
             part = jnp.swapaxes(part, -1, -2).astype(whole.dtype)
@@ -303,7 +303,7 @@ def _gradients(blocks: Blocks, x: Operands, known: PerQuery) -> Operands:
 
         return part._replace(k=[store(*pair) for pair in zip(whole.k, part.k, strict=True)], v=store(whole.v, part.v))
 
-    start = _Sums(
+    start = _Found(
         [like_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
         [like_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
         like_zeros(x.v.shape, x.v.dtype, x.q),
@@ -360,7 +360,7 @@ def _added(whole, part, first: list):
     return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice(whole, first, part.shape) + part, first)
 
 
-def _cotangent(x: Operands, found: _Sums) -> Operands:
+def _cotangent(x: Operands, found: _Found) -> Operands:
     """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
     zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))

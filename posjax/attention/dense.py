@@ -43,15 +43,15 @@ def dense(x: Operands) -> tuple:
     return out, jnp.where(seen, highest[..., 0] + jnp.log(total), -jnp.inf)
 
 
-def dense_gradients(x: Operands, known: PerQuery) -> Operands:
+def dense_gradients(x: Operands, per_query: PerQuery) -> Operands:
     """Those of all operands: ``P = exp(z - L)``, ``dz = P (dO V^T - D)``, ``dV = P^T dO``.
 
     The keys may be a part of those that the rows see; then so are the gradients.
     """
     logits, transpose = jax.vjp(_logits, x)
-    weights = jnp.exp(logits - known.lse[..., None])
-    found = transpose(weights * (scores(known.d_out, x.v) - known.correction[..., None]))[0]
-    d_v = jnp.swapaxes(gather(known.d_out, weights, logits.dtype), -1, -2)
+    weights = jnp.exp(logits - per_query.lse[..., None])
+    found = transpose(weights * (scores(per_query.d_out, x.v) - per_query.correction[..., None]))[0]
+    d_v = jnp.swapaxes(gather(per_query.d_out, weights, logits.dtype), -1, -2)
     return dataclasses.replace(found, v=d_v.astype(x.v.dtype))
 
 

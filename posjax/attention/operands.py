@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -110,16 +111,27 @@ class PerQuery(NamedTuple):
     d_lse: Any = None
 
 
-def per_query(rows: tuple[Array, Array], cotangents: tuple[Array, Array]) -> PerQuery:
+def row_sums(a: Array, b: Array, dtype) -> Array:
+    """``rowsum(a * b)``."""
+    return (a.astype(dtype) * b.astype(dtype)).sum(-1)
+
+
+def per_query_of(
+    rows: tuple[Array, Array], cotangents: tuple[Array, Array], summed: Callable[..., Array] = row_sums
+) -> PerQuery:
     """Of output and log-sum-exp and of the cotangents of both.
 
     A row that sees nothing is constant: what reaches its log-sum-exp, perhaps NaN, must not be multiplied by anything.
+
+    Args:
+        rows: output and log-sum-exp.
+        cotangents: theirs.
+        summed: what computes ``row_sums``.
     """
     (out, lse), (d_out, d_lse) = rows, cotangents
-    blind, dtype = jnp.isneginf(lse), lse.dtype
+    blind = jnp.isneginf(lse)
     d_lse = jnp.where(blind, 0, d_lse)
-    products = (d_out.astype(dtype) * out.astype(dtype)).sum(-1)
-    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), products - d_lse, d_lse)
+    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), summed(d_out, out, lse.dtype) - d_lse, d_lse)
 
 
 def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -61,8 +61,8 @@ def _forward_here(static, x, scale):
 
 def _backward_here(static, saved, cotangents):
     (backend, number), (x, scale, rows) = static, saved
-    known = backend.known(rows, cotangents)
-    d_x, d_scale = backend.backward(x, number if scale is None else scale, known, of_bias=True)
+    per_query = backend.per_query_of(rows, cotangents)
+    d_x, d_scale = backend.backward(x, number if scale is None else scale, per_query, of_bias=True)
     return d_x, None if scale is None else d_scale
 
 
@@ -75,16 +75,16 @@ def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Arra
     return tuple(run(_Merge(backends, form), *arrays, *so_far))
 
 
-def known(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery:
+def per_query_of(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery:
     """What the backward pass of a part reads of each query, from output, log-sum-exp and the cotangents of both."""
-    return PerQuery(*run(_Known(backends), *rows, *cotangents))
+    return PerQuery(*run(_PerQuery(backends), *rows, *cotangents))
 
 
-def add(backends: Backends, x: Operands, scale: Any, of_rows: PerQuery, so_far: Operands) -> Operands:
+def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
     """Sums of cotangents, None where they are not wanted, and those of these keys. Queries' are of scaled queries."""
     form, arrays = Form.of((x, scale), unique=has_own(x))
     sums, structure = jax.tree.flatten(so_far)
-    return structure.unflatten(run(_Add(backends, form, structure), *arrays, *of_rows, *sums))
+    return structure.unflatten(run(_Add(backends, form, structure), *arrays, *per_query, *sums))
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class _Backward(Lowered):
         backend, (x, scale) = self.backends.of(platform), self.form.filled(primals)
         wanted, _ = self.form.filled(self.which)
         with self.form.as_set():
-            of_rows = backend.known(rows, cotangents)
-            found = backend.backward(x, scale, of_rows, of_bias=_of_bias(wanted))
+            per_query = backend.per_query_of(rows, cotangents)
+            found = backend.backward(x, scale, per_query, of_bias=_of_bias(wanted))
         return [x for own, x in zip(self.which, self.form.taken(found), strict=True) if own]
 
 
@@ -183,8 +183,8 @@ class _Merge(Lowered):
 
 
 @dataclass(frozen=True)
-class _Known(Lowered):
-    """``Backend.known`` of output, log-sum-exp, and the cotangents of both."""
+class _PerQuery(Lowered):
+    """``Backend.per_query_of`` of output, log-sum-exp, and the cotangents of both."""
 
     backends: Backends
 
@@ -192,7 +192,7 @@ class _Known(Lowered):
         return d_out, lse, lse, d_lse
 
     def on(self, platform, *arrays):
-        return tuple(self.backends.of(platform).known(arrays[:2], arrays[2:]))
+        return tuple(self.backends.of(platform).per_query_of(arrays[:2], arrays[2:]))
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _Add(Lowered):
     def on(self, platform, *arrays):
         sums = self.types(*arrays)
         *primals, d_out, lse, correction, d_lse = arrays[: -len(sums)]
-        of_rows, so_far = PerQuery(d_out, lse, correction, d_lse), self.structure.unflatten(sums)
+        per_query, so_far = PerQuery(d_out, lse, correction, d_lse), self.structure.unflatten(sums)
         with self.form.as_set():
-            found = self.backends.of(platform).add(*self.form.filled(primals), of_rows, so_far)
+            found = self.backends.of(platform).add(*self.form.filled(primals), per_query, so_far)
         return jax.tree.leaves(found)

@@ -83,11 +83,11 @@ def lengthened(tree, **sizes: tuple[int, int]):
     return each(tree, longer)
 
 
-def lengthened_rows(known: PerQuery, queries: int) -> PerQuery:
+def lengthened_rows(per_query: PerQuery, queries: int) -> PerQuery:
     """What is known of each query with more of them: whatever their logits are, they have weights of 0."""
-    more = queries - known.lse.shape[3]
-    infinite = lengthen(known.lse, more, axis=3, constant_values=jnp.inf)
-    return PerQuery(*(lengthen(array, more, axis=3) for array in known))._replace(lse=infinite)
+    more = queries - per_query.lse.shape[3]
+    infinite = lengthen(per_query.lse, more, axis=3, constant_values=jnp.inf)
+    return PerQuery(*(lengthen(array, more, axis=3) for array in per_query))._replace(lse=infinite)
 
 
 def _longer(array, axis: int, before: int, more: int, projected: bool):

@@ -1,5 +1,6 @@
 """Parameters with named axes, and how modules live on meshes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from posjax._numbers import level
+from posjax.attention.operands import LANES
 from posjax.attention.sharded import Placement
 from posjax.attention.sharded.automatic import explicit_spec, has_explicit, on_auto_axes
 
@@ -33,18 +35,34 @@ def plus(x: Float[Array, "*b"], bias: nnx.Param | None) -> Float[Array, "*b"]:
 
 
 def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size"]) -> Float[Array, "*b heads size"]:
-    """``x W``, as one matrix product: its heads lie side by side, as the kernels of attention read them.
+    """``x W`` for every head.
 
-    A compiler that saw the heads would put one after the other, which takes a TPU twice as long.
+    Where ``_side_by_side`` it is one matrix product, whose heads lie as the kernels of attention read them: a compiler
+    that saw the heads would put one after the other, which takes a TPU twice as long.
     """
-    flat = jax.lax.optimization_barrier(weight.astype(x.dtype).reshape(weight.shape[0], -1))
+    weight = weight.astype(x.dtype)
+    if not _side_by_side(x.shape[:-1], weight.shape[2], weight.shape[0]):
+        return jnp.einsum("...e,ehd->...hd", x, weight)
+    flat = jax.lax.optimization_barrier(weight.reshape(weight.shape[0], -1))
     return (x @ flat).reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 def from_heads(x: Float[Array, "*b heads size"], weight: Float[Array, "heads size embed"]) -> Float[Array, "*b embed"]:
-    """``x W`` over all heads, as one matrix product."""
-    flat = jax.lax.optimization_barrier(weight.astype(x.dtype).reshape(-1, weight.shape[-1]))
+    """``x W`` summed over all heads, as ``to_heads``."""
+    weight = weight.astype(x.dtype)
+    if not _side_by_side(x.shape[:-2], *weight.shape[1:]):
+        return jnp.einsum("...hd,hde->...e", x, weight)
+    flat = jax.lax.optimization_barrier(weight.reshape(-1, weight.shape[2]))
     return x.reshape(*x.shape[:-2], -1) @ flat
+
+
+def _side_by_side(tokens: tuple[int, ...], size: int, embed: int) -> bool:
+    """Whether heads should lie side by side: of many tokens, and if each of them fills whole lanes of a TPU.
+
+    The weight is put in order for it, which takes longer than the product of a few tokens. A symbolic number is few.
+    """
+    known = all(isinstance(count, int) for count in tokens)
+    return known and size % LANES == 0 and math.prod(tokens) >= embed
 
 
 def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:

@@ -130,13 +130,13 @@ def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
     floats = {name: jnp.asarray(made[name]) for name in ("q", "k", "v", *learned)}
 
     def run(floats):
-        known = backend.known(rows, (jnp.asarray(made["d_out"]), finite(made, rows)))
+        per_query = backend.per_query_of(rows, (jnp.asarray(made["d_out"]), finite(made, rows)))
         found, sums = [], None
         for n, part in enumerate(halves(floats)):
             x, transpose = jax.vjp(lambda own, part=part: operands(own, *part[1:]), part[0])
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), wanted(x))
             zeros = zeros if sums is None else dataclasses.replace(zeros, q=sums.q)
-            sums = backend.add(x, SCALE, known._replace(d_lse=known.d_lse * (n == 0)), zeros)
+            sums = backend.add(x, SCALE, per_query._replace(d_lse=per_query.d_lse * (n == 0)), zeros)
             found.append(transpose(cotangent(x, sums))[0])
         # The sums of the queries ran through both parts, and are of scaled queries.
         summed = {name: found[0][name] + found[1][name] for name in learned if name not in OF_KEYS}

@@ -19,9 +19,9 @@ from posjax.masks import Causal
 ROWS, LENGTH, SIZE, SHARDS = 1, 32, 8, 4
 
 
-def telling(x, known):
+def telling(x, per_query):
     """The gradients, with that of the log-sum-exp in the place of every query's."""
-    return dataclasses.replace(dense_gradients(x, known), q=jnp.broadcast_to(known.d_lse[..., None], x.q.shape))
+    return dataclasses.replace(dense_gradients(x, per_query), q=jnp.broadcast_to(per_query.d_lse[..., None], x.q.shape))
 
 
 @pytest.mark.parametrize("heads", [2, 3], ids=["both ways", "one way"])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Run(NamedTuple):
+class Timed(NamedTuple):
     """A run that was planned and that someone has measured; seconds of a step."""
 
     chip: str
@@ -29,7 +29,7 @@ class Rates(NamedTuple):
     products: float
     memory: float
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Timed) -> float:
         """A step,
 
         products' rate x products + memory's rate x memory + kernels + waiting.
@@ -41,7 +41,7 @@ RAW = Rates(1.0, 1.0)
 """What the compiler expects."""
 
 
-def fit(runs: Sequence[Run]) -> Rates:
+def fit(runs: Sequence[Timed]) -> Rates:
     """The rates a, b >= 0 that are least wrong over all runs, by the sum of squares of relative errors,
 
         minimum over a, b of  sum over runs of ((a products + b memory + kernels + waiting) / measured - 1)^2.
@@ -65,7 +65,7 @@ def _least(sides: np.ndarray, left: np.ndarray, held: tuple[int, ...]) -> np.nda
     return found
 
 
-def without_own(runs: Sequence[Run]) -> dict[str, Rates]:
+def without_own(runs: Sequence[Timed]) -> dict[str, Rates]:
     """For each chip the rates fitted from all runs on other chips; nothing where fewer than two are left."""
     found = {}
     for chip in {run.chip for run in runs}:

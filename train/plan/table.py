@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 
 from train.config import Config, load
-from train.plan.fit import Rates, Run, fit, without_own
+from train.plan.fit import Rates, Timed, fit, without_own
 from train.plan.plan import Plan, make_plan
 from train.plan.pods import DCN_LATENCY, GIB, KNOWN, LATENCY, Pod, pod
 from train.plan.published import PUBLISHED, Published
@@ -179,13 +179,13 @@ def _each(name: str) -> str:
     return ", ".join(f"{getattr(chip.network, name):g} ({generation})" for generation, chip in KNOWN.items())
 
 
-def _run(entry: Planned, found: dict[str, Any] | None) -> Run | None:
+def _run(entry: Planned, found: dict[str, Any] | None) -> Timed | None:
     """A published run as the fit takes it; None for one whose plan does not tell products from the rest."""
     if found is None or "products" not in found:
         return None
     memory = found["compute"] - found["products"]
     rest = (found["kernels"], found["exposed"], entry.run.step_seconds)
-    return Run(entry.pod.generation, found["products"], memory, *rest)
+    return Timed(entry.pod.generation, found["products"], memory, *rest)
 
 
 def _compared(entry: Planned, found: dict[str, Any] | None, rates: dict[str, Rates]) -> str:

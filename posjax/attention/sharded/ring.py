@@ -40,7 +40,7 @@ from posjax.attention.operands import (
     statistics_dtype,
     taken_apart,
 )
-from posjax.attention.operation import Backends, add, known, merge
+from posjax.attention.operation import Backends, add, merge, per_query_of
 from posjax.attention.sharded.parts import Call, Line
 from posjax.axes import each, map_tokens
 from posjax.masks import extent
@@ -89,7 +89,9 @@ class _Side(NamedTuple):
     """Whose tokens a leaf of a call has and along which axis, None for what all tokens share.
 
     ``heads``: the axes of heads of features that a kernel reads side by side. So they also wait and travel: in any
-    other order they would be put in order at every step. ``gathered``: see ``told``.
+    other order they would be put in order at every step. ``gathered``: whether it is gathered instead of sent on, as
+    one whole number for each key is, a position or a segment: it is small, and there are only so many transfers that a
+    compiler has under way at once.
     """
 
     of_keys: bool = False
@@ -101,13 +103,6 @@ class _Side(NamedTuple):
     def travels(self) -> bool:
         """Whether it goes round."""
         return self.of_keys and not self.gathered
-
-    def told(self, leaf) -> "_Side":
-        """The same of a leaf: one whole number for each key, a position or a segment, is gathered instead of sent on.
-
-        It is small, and there are only so many transfers that a compiler has under way at once.
-        """
-        return self._replace(gathered=self.of_keys and not jnp.issubdtype(leaf.dtype, jnp.inexact))
 
     def closed(self, array):
         """As it waits and travels."""
@@ -130,8 +125,9 @@ def _sides(tree: Any) -> list[_Side]:
         tokens = next((name for name in ("keys", "queries") if name in names), None)
         if tokens is None or isinstance(array, Range):
             return array
-        whole = "size" in names and array.shape[-1] % LANES == 0
-        return _Side(tokens == "keys", names.index(tokens) - len(names), array.shape[1:-2] if whole else None)
+        heads = array.shape[1:-2] if "size" in names and array.shape[-1] % LANES == 0 else None
+        of_keys, is_whole = tokens == "keys", not jnp.issubdtype(array.dtype, jnp.inexact)
+        return _Side(of_keys, names.index(tokens) - len(names), heads, of_keys and is_whole)
 
     leaves = jax.tree.leaves(each(tree, side), is_leaf=lambda leaf: isinstance(leaf, _Side))
     return [leaf if isinstance(leaf, _Side) else _Side() for leaf in leaves]
@@ -159,13 +155,11 @@ class _Way:
     def of(config: RingConfig, call: Call, step: int) -> "_Way":
         """That of a call."""
         (leaves, structure), sides = jax.tree.flatten(call), _sides(call)
-        closed = [side.closed(leaf) for side, leaf in zip(sides, leaves, strict=True)]
-        sides = [side.told(leaf) for side, leaf in zip(sides, leaves, strict=True)]
-        gathered = [
-            jax.lax.all_gather(leaf, config.line.axis) if side.gathered else leaf
-            for side, leaf in zip(sides, closed, strict=True)
-        ]
-        return _Way(config, step, sides, structure, gathered)
+
+        def waiting(side: _Side, leaf):
+            return jax.lax.all_gather(leaf, config.line.axis) if side.gathered else side.closed(leaf)
+
+        return _Way(config, step, sides, structure, [waiting(*each) for each in zip(sides, leaves, strict=True)])
 
     @property
     def line(self) -> Line:
@@ -191,8 +185,8 @@ class _Way:
     def sent_on(self, arrays: list) -> list:
         """What the group before this one, on its way, holds."""
         devices = self.line.shards * self.line.width
-        apart = self.step * self.line.width
-        return jax.lax.ppermute(arrays, self.line.axis, [(n, (n + apart) % devices) for n in range(devices)])
+        by = self.step * self.line.width
+        return jax.lax.ppermute(arrays, self.line.axis, [(n, (n + by) % devices) for n in range(devices)])
 
     def source(self, distance):
         """The group whose keys are here at a step."""
@@ -235,28 +229,28 @@ class _Way:
         out, lse = _over_pairs(line, pair, (self.outputs.opened(out), lse))
         return self.outputs.closed(out), lse
 
-    def added(self, distance, keys: list, of_rows: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
+    def added(self, distance, keys: list, per_query: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
         """Sums of gradients of the keys of a step, and of everything else, with the share of this step."""
         source, line = self.source(distance), self.line
         moved = self.call(keys, source)
         sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
         d_keys, d_own = iter(d_keys), iter(d_own)
         sums = [side.opened(next(d_keys if side.of_keys else d_own)) for side in sides]
-        of_rows = of_rows._replace(
-            d_out=self.outputs.opened(of_rows.d_out), d_lse=jnp.where(jnp.equal(distance, 0), of_rows.d_lse, 0)
+        per_query = per_query._replace(
+            d_out=self.outputs.opened(per_query.d_out), d_lse=jnp.where(jnp.equal(distance, 0), per_query.d_lse, 0)
         )
 
         def pair(i, j, sums):
             # Sums are of pieces: those of whole arrays would be zeros but for a piece, and added as such.
             pieces = map_tokens(moved, line.cut(i), line.cut(j))
             own = [_piece(line, side, (i, j), array) for side, array in zip(sides, sums, strict=True)]
-            rows = PerQuery(*(line.cut(i)(array, axis) for array, axis in zip(of_rows, (-2, -1, -1, -1), strict=True)))
-            rows = rows._replace(d_lse=jnp.where(jnp.equal(j, 0), rows.d_lse, 0))
+            rows = [line.cut(i)(array, axis) for array, axis in zip(per_query, (-2, -1, -1, -1), strict=True)]
+            rows[-1] = jnp.where(jnp.equal(j, 0), rows[-1], 0)
             part = line.placed(pieces, i, j, source)
 
             def more(own):
                 so_far = self.sums(wanted, own, part.x.run)
-                return jax.tree.leaves(add(self.config.backends, part.x, part.scale, rows, so_far))
+                return jax.tree.leaves(add(self.config.backends, part.x, part.scale, PerQuery(*rows), so_far))
 
             found = _unless_empty(part, more, own)
             return [_stored(line, side, (i, j), *both) for side, *both in zip(sides, sums, found, strict=True)]
@@ -332,12 +326,12 @@ def _differentiable(call: Call, moved: list[bool]) -> tuple[bool, ...]:
 
 def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
     ways = _ways(config, saved.calls)
-    of_rows = [_known(config, way, *each) for way, *each in zip(ways, saved.rows, cotangents, strict=True)]
+    per_query = [_per_query(config, way, *each) for way, *each in zip(ways, saved.rows, cotangents, strict=True)]
     # The scale comes last, and its gradient from that of the scaled queries.
     wanted = [_of_operands(call, want) for call, want in zip(saved.calls, saved.wanted, strict=True)]
     keys = [way.keys for way in ways]
     d_keys, d_own = ([w.zeros(want, of_keys=k) for w, want in zip(ways, wanted, strict=True)] for k in (True, False))
-    share = partial(_shares, ways, of_rows, wanted)
+    share = partial(_shares, ways, per_query, wanted)
     body = partial(_round, ways, share)
     state, _ = jax.lax.scan(body, (keys, d_keys, d_own), jnp.arange(config.line.shards - 1))
     keys, d_keys, d_own = state
@@ -355,7 +349,7 @@ def _round(ways: list[_Way], share: Callable, state: tuple, distance) -> tuple:
     return (sent, d_keys, d_own), None
 
 
-def _shares(ways: list[_Way], of_rows: list, wanted: list, distance, keys: list, d_keys: list, d_own: list) -> tuple:
+def _shares(ways: list[_Way], per_query: list, wanted: list, distance, keys: list, d_keys: list, d_own: list) -> tuple:
     """Adds the shares of a step. Sums of the first call arrive meanwhile, and those of the second leave.
 
     So each of them moves while the kernel of the other call runs. A call that is alone adds its share to what arrives
@@ -365,18 +359,18 @@ def _shares(ways: list[_Way], of_rows: list, wanted: list, distance, keys: list,
     arriving = first.sent_on(d_keys[0])
     if not others:
         nothing = first.zeros(wanted[0], of_keys=True)
-        more, own = first.added(distance, keys[0], of_rows[0], wanted[0], nothing, d_own[0])
+        more, own = first.added(distance, keys[0], per_query[0], wanted[0], nothing, d_own[0])
         return [jax.tree.map(jnp.add, arriving, more)], [own]
-    there, own = ways[1].added(distance, keys[1], of_rows[1], wanted[1], d_keys[1], d_own[1])
-    here, first_own = first.added(distance, keys[0], of_rows[0], wanted[0], arriving, d_own[0])
+    there, own = ways[1].added(distance, keys[1], per_query[1], wanted[1], d_keys[1], d_own[1])
+    here, first_own = first.added(distance, keys[0], per_query[0], wanted[0], arriving, d_own[0])
     return [here, ways[1].sent_on(there)], [first_own, own]
 
 
-def _known(config: RingConfig, way: _Way, rows: tuple, cotangents: tuple) -> PerQuery:
+def _per_query(config: RingConfig, way: _Way, rows: tuple, cotangents: tuple) -> PerQuery:
     """What the backward pass reads of each query, outputs' gradients closed."""
     given = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
     (out, lse), (d_out, d_lse), outputs = rows, given, way.outputs
-    found = known(config.backends, (outputs.opened(out), lse), (outputs.opened(d_out), d_lse))
+    found = per_query_of(config.backends, (outputs.opened(out), lse), (outputs.opened(d_out), d_lse))
     return found._replace(d_out=d_out)
 
 

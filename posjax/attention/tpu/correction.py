@@ -18,7 +18,7 @@ _LARGEST_BLOCK = 2048
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="interpret")
-def correction(heads: int, d_out: jax.Array, out: jax.Array, *, interpret=False) -> jax.Array:
+def row_sums_of_heads(heads: int, d_out: jax.Array, out: jax.Array, *, interpret=False) -> jax.Array:
     """``D``, float32 ``[batch, heads, 1, queries]``, of two arrays whose heads lie as ``beside`` puts them."""
     batch, several, queries, columns = out.shape
     size = columns * several // heads

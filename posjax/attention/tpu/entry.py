@@ -20,7 +20,7 @@ from posjax.attention.tpu.backward import backward
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.call import LOG2E, Inputs, KernelConfig, Tiling
-from posjax.attention.tpu.correction import correction
+from posjax.attention.tpu.correction import row_sums_of_heads
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.schedule import lists
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal
@@ -75,23 +75,20 @@ def _rows(config: KernelConfig, x: Inputs, out, lse) -> tuple:
     return beside(lengthen(out, more, axis=3)), own[:, :, None]
 
 
-def known(rows: tuple, cotangents: tuple, interpret=False) -> PerQuery:
-    """``posjax.attention.operands.per_query`` by a kernel."""
-    (out, lse), (d_out, d_lse) = rows, cotangents
-    blind, more = jnp.isneginf(lse), -lse.shape[-1] % LANES
-    d_lse = jnp.where(blind, 0, d_lse)
-    arrays = (beside(lengthen(array, more, axis=3)) for array in (d_out, out))
-    found = sequential_vmap(partial(correction, math.prod(lse.shape[1:3]), interpret=interpret))(*arrays)
-    found = found.reshape(*lse.shape[:3], -1)[..., : lse.shape[-1]]
-    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), found - d_lse, d_lse)
+def row_sums(a, b, dtype, interpret=False):
+    """``posjax.attention.operands.row_sums`` by a kernel, of arrays of queries, in float32."""
+    heads, queries = a.shape[1:3], a.shape[3]
+    arrays = (beside(lengthen(array, -queries % LANES, axis=3)) for array in (a, b))
+    found = sequential_vmap(partial(row_sums_of_heads, math.prod(heads), interpret=interpret))(*arrays)
+    return found.reshape(-1, *heads, found.shape[-1])[..., :queries]
 
 
-def gradients(x: Operands, of_rows: PerQuery, options: Options, *, of_bias: bool = True) -> Operands:
+def gradients(x: Operands, per_query: PerQuery, options: Options, *, of_bias: bool = True) -> Operands:
     """Those of the operands; that of the bias only if wanted.
 
     Args:
         x: the operands.
-        of_rows: what ``known`` gives.
+        per_query: what is known of each query.
         options: how the kernel runs.
         of_bias: whether the gradient of the bias is wanted; it is 0 if not.
 
@@ -99,18 +96,18 @@ def gradients(x: Operands, of_rows: PerQuery, options: Options, *, of_bias: bool
         ValueError: for what the kernels do not take, saying why.
     """
     config, inputs, transpose = _transposable(x, options, running=False)
-    found, bias = _gradients(config, inputs, of_rows, None, of_bias)
+    found, bias = _gradients(config, inputs, per_query, None, of_bias)
     return transpose(bias._replace(q=found.q, k=found.k, v=found.v))
 
 
 def add_gradients(
-    x: Operands, of_rows: PerQuery, options: Options, so_far: tuple, *, of_bias: bool = True
+    x: Operands, per_query: PerQuery, options: Options, so_far: tuple, *, of_bias: bool = True
 ) -> tuple[tuple, Operands]:
     """Sums of gradients of scaled queries, of keys and of values, all in float32, with those of these keys added.
 
     Args:
         x: the operands, of one pair of features.
-        of_rows: what ``known`` gives.
+        per_query: what is known of each query.
         options: how the kernel runs.
         so_far: the sums.
         of_bias: see ``gradients``.
@@ -120,21 +117,21 @@ def add_gradients(
     """
     config, inputs, transpose = _transposable(x, options, running=True)
     q, k, v = (beside(lengthen(a, b.shape[-2] - a.shape[-2], -2)) for a, b in zip(so_far, inputs[:3], strict=True))
-    found, bias = _gradients(config, inputs, of_rows, (q[:, :, None], k[:, :, None], v), of_bias)
+    found, bias = _gradients(config, inputs, per_query, (q[:, :, None], k[:, :, None], v), of_bias)
     sums = found.q[:, :, 0], found.k[:, :, 0], found.v
     sums = (apart(a, b.shape[1:-2])[..., : b.shape[-2], :] for a, b in zip(sums, so_far, strict=True))
     return tuple(sums), transpose(bias)
 
 
-def _gradients(config: KernelConfig, x: Inputs, of_rows: PerQuery, so_far: tuple | None, of_bias: bool) -> tuple:
+def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None, of_bias: bool) -> tuple:
     """What the backward kernel finds, and cotangents of its inputs that are 0 but for those of the bias."""
-    rows = lengthened_rows(of_rows, x.q.shape[3])
-    lse = _with_own(config, x, _flat(rows.lse) * LOG2E, 1, -1)
-    rows = PerQuery(beside(rows.d_out), lse[:, :, None], _flat(rows.correction)[:, :, None])
-    found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, rows, so_far)
+    d_out, *rows = lengthened_rows(per_query, x.q.shape[3])
+    lse, correction, d_lse = map(_flat, rows)
+    lse = _with_own(config, x, lse * LOG2E, 1, -1)
+    known = PerQuery(beside(d_out), lse[:, :, None], correction[:, :, None])
+    found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, known, so_far)
     zeros = jax.tree.map(no_gradient, x)
-    d_lse = _flat(lengthened_rows(of_rows, x.q.shape[3]).d_lse) / LOG2E
-    bias = config.bias.gradients(x, found.bias, d_lse) if of_bias else {}
+    bias = config.bias.gradients(x, found.bias, d_lse / LOG2E) if of_bias else {}
     return found, zeros._replace(bias=zeros.bias | bias)
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from train.plan.fit import RAW, Rates, Run, fit, without_own
+from train.plan.fit import RAW, Rates, Timed, fit, without_own
 
 TRUE = Rates(0.8, 0.45)
 MIXES = [
@@ -18,14 +18,14 @@ MIXES = [
 ]
 
 
-def made(rates: Rates, noise: float = 0.0) -> list[Run]:
+def made(rates: Rates, noise: float = 0.0) -> list[Timed]:
     """Runs that take what these rates say, but for some noise."""
-    runs = [Run(*mix, measured=1.0) for mix in MIXES]
+    runs = [Timed(*mix, measured=1.0) for mix in MIXES]
     errors = np.random.default_rng(0).normal(0, noise, len(runs))
     return [run._replace(measured=rates.seconds(run) * (1 + error)) for run, error in zip(runs, errors, strict=True)]
 
 
-def squares(rates: Rates, runs: list[Run]) -> float:
+def squares(rates: Rates, runs: list[Timed]) -> float:
     return sum((rates.seconds(run) / run.measured - 1) ** 2 for run in runs)
 
 
@@ -61,6 +61,6 @@ def test_a_chip_is_predicted_by_the_others():
 
 
 def test_too_few_runs_fix_nothing():
-    runs = [Run("v5e", 10, 4, 0.4, 0.8, 12), Run("v6e", 2, 1, 0.5, 0.2, 3)]
+    runs = [Timed("v5e", 10, 4, 0.4, 0.8, 12), Timed("v6e", 2, 1, 0.5, 0.2, 3)]
     assert without_own(runs) == {}
     assert without_own([]) == {}
