@@ -41,7 +41,7 @@ def attention(
 
     in this order in every backend. A query that may see no key gives exactly 0, with zero gradients. Logits and
     statistics are float32 at least, whatever the inputs are. Tokens with a negative id in ``masks.Segments`` are
-    padding and may hold anything, NaN too: no output and no gradient sees it.
+    padding and may hold anything, NaN too, unless the mask says that it is finite: no output and no gradient sees it.
 
     Args:
         q: queries.
