@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from posjax._numbers import is_number
 from posjax.attention.backends import TPU, Backend
-from posjax.attention.operands import Operands, PerQuery, mix, named, scores
+from posjax.attention.operands import Operands, PerQuery, like_zeros, mix, named, scores, taken_apart
 from posjax.attention.own import has_own
 from posjax.lowered import Form, Lowered, run, zero_tangent
 
@@ -54,19 +55,32 @@ def _here(static: tuple, x: Operands, scale: Any) -> tuple[Array, Array]:
     return backend.forward(x, number if scale is None else scale)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "rows"], meta_fields=["of_bias"])
+@dataclass(frozen=True)
+class _SavedHere:
+    """What the backward pass needs, and whether anybody wants the gradient of the bias."""
+
+    x: Operands
+    scale: Any
+    rows: tuple[Array, Array]
+    of_bias: bool
+
+
 def _forward_here(static, x, scale):
-    rows = _here(static, x, scale)
-    return rows, (x, scale, rows)
+    ((x, scale), _), (_, wanted) = taken_apart((x, scale)), taken_apart(x.bias)
+    rows = named(*_here(static, x, scale))
+    return rows, _SavedHere(x, scale, rows, any(wanted))
 
 
-def _backward_here(static, saved, cotangents):
-    (backend, number), (x, scale, rows) = static, saved
-    per_query = backend.per_query_of(rows, cotangents)
-    d_x, d_scale = backend.backward(x, number if scale is None else scale, per_query, of_bias=True)
+def _backward_here(static, saved: _SavedHere, cotangents):
+    (backend, number), x, scale, rows = static, saved.x, saved.scale, saved.rows
+    given = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    per_query = backend.per_query_of(rows, tuple(given))
+    d_x, d_scale = backend.backward(x, number if scale is None else scale, per_query, of_bias=saved.of_bias)
     return d_x, None if scale is None else d_scale
 
 
-_here.defvjp(_forward_here, _backward_here)
+_here.defvjp(_forward_here, _backward_here, symbolic_zeros=True)
 
 
 def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
