@@ -501,7 +501,8 @@ def test_what_tiles_cost_is_written_as_a_module(tmp_path, monkeypatch, capsys):
         whole, masked = (Hot(f"{kind}, near, near", n, 1, 10 + n, 0.0, 0) for kind, n in (("whole", 9), ("masked", 3)))
         again = Hot("whole, near, near, again", 0, 1, 99, 0.0, 0)
         rows = 4 * 32768 // blocks["kv" if "backward" in name else "q"]
-        return (Cost(name, (whole, masked, again), 0, 9 * 19 + 3 * 13 + rows * 7, 0, 0, 512**2, 1),), 0
+        start = Hot("lengths of queries", rows, 1, 5, 0.0, 0)  # belongs to a row
+        return (Cost(name, (start, whole, masked, again), 0, 9 * 19 + 3 * 13 + rows * 7, 0, 0, 512**2, 1),), 0
 
     monkeypatch.setattr(costs, "schedule_of", fake)
     monkeypatch.setattr(costs, "check_compiler", lambda: None)

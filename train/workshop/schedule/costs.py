@@ -93,10 +93,12 @@ def entry(cost: Cost, rows: int) -> Entry:
 
     A tile costs no less than its matrix products; a row is what remains of the cycles of everything, divided by rows.
     """
-    tiles = {part.name.partition(",")[0]: max(part.cycles, part.floor) for part in cost.hot if part.times}
-    spent = sum(part.times * max(part.cycles, part.floor) for part in cost.hot)
+    kinds = ((part.name.partition(",")[0], part) for part in cost.hot if part.times)
+    tiles = {kind: part for kind, part in kinds if kind in ("whole", "masked")}
+    each = {kind: max(part.cycles, part.floor) for kind, part in tiles.items()}
+    spent = sum(part.times * each[kind] for kind, part in tiles.items())
     rest = (cost.total_with_stalls - spent) / rows
-    return round(tiles["whole"]), round(tiles["masked"]), round(rest)
+    return round(each["whole"]), round(each["masked"]), round(rest)
 
 
 _HEAD = '''\
