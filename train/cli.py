@@ -128,12 +128,14 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
     return 0
 
 
-def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> int:
+def plan(
+    path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, flags: str | None, **steps: Any
+) -> int:
     """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
     config = load(path, overrides)
     from train.plan.command import Steps, plan
 
-    plan(config, topology, slices, sweep, Steps.of(**steps))
+    plan(config, topology, slices, sweep, Steps.of(flags=flags, **steps), flags)
     return 0
 
 
@@ -189,6 +191,11 @@ _ARGUMENTS = {
         "--blocks": {
             "metavar": "Q,K",
             "help": "tiles of attention kernels in those folders whose calls do not tell, as in 2048,1024",
+        },
+        "--flags": {
+            "metavar": "FLAGS",
+            "help": "compile with these, beside LIBTPU_INIT_ARGS, in place of those recommended for the chip; "
+            "--flags= for none",
         },
     },
     "search": {

@@ -27,6 +27,7 @@ from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
 from train.model.state import TrainState
 from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
+from train.runtime import flags
 from train.runtime.distributed import decide, listen, reached_preemption, stop_requested
 from train.runtime.paths import path, write_file
 
@@ -73,7 +74,10 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         return finished
     check_monitor(config)
     enable_compilation_cache(config.monitor.compilation_cache)
-    stages = prepare(config, told=print if progress and jax.process_index() == 0 else lambda _: None)
+    told = print if progress and jax.process_index() == 0 else lambda _: None
+    if advice := flags.advice(jax.devices()[0].device_kind):
+        told(advice)
+    stages = prepare(config, told)
     create_run(config, directory)
     with ExitStack() as stack:
         run = Run(

@@ -12,7 +12,7 @@ from posjax._checks import check
 from train.config import Config
 from train.model.flops import update_flops
 from train.plan import against, kept, report
-from train.plan.compiling import compile_step, compiler_flags
+from train.plan.compiling import compile_step
 from train.plan.others import Blocks, parse_blocks
 from train.plan.plan import check_split, make_plan, plan_of, read_step, stages
 from train.plan.pods import Pod, pod
@@ -32,22 +32,31 @@ class Steps:
     blocks: Blocks | None = None  # of kernels whose calls do not tell theirs
 
     @classmethod
-    def of(cls, against: Sequence[str], keep: str | None, blocks: str | None) -> Steps:
+    def of(cls, against: Sequence[str], keep: str | None, blocks: str | None, flags: str | None = None) -> Steps:
         """What the command line says."""
         named = tuple(map(Path, against)), Path(keep) if keep else None
-        check(
-            not keep or len(against) < 2,
-            "--keep: nothing is compiled where --against names several folders, so there is nothing to keep; leave out "
-            "--keep, or all folders but one",
-        )
+        for option, value, purpose in (("--keep", keep, "keep"), ("--flags", flags, "compile with them")):
+            check(
+                value is None or len(against) < 2,
+                f"{option}: nothing is compiled where --against names several folders, so there is nothing to "
+                f"{purpose}; leave out {option}, or all folders but one",
+            )
         check(not blocks or against, "--blocks: these are of kernels in a folder that --against names, found none")
         return cls(*named, parse_blocks(blocks) if blocks else None)
 
 
-def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: Steps | None = None) -> None:
+def plan(
+    config: Config,
+    topology: str,
+    slices: int = 1,
+    sweep: int = 0,
+    steps: Steps | None = None,
+    flags: str | None = None,
+) -> None:
     """Plans every stage of a config on slices of a pod, or compiles `sweep` ways to run it there and ranks them.
 
-    With `steps` it keeps the compiled step, or lays kept ones beside it. Raises ValueError for a pod that does not
+    With `steps` it keeps the compiled step, or lays kept ones beside it. `flags` of the compiler are those recommended
+    for the chip unless given. Raises ValueError for a pod that does not
     exist, a config that does not fit it, or a folder without a step.
     """
     check(sweep >= 0, f"--sweep: expected how many ways to compile, found {sweep}")
@@ -55,19 +64,19 @@ def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: 
     console = console if console.is_terminal else Console(width=_WIDTH)
     if steps and (steps.against or steps.keep):
         _check_alone(config, sweep)
-        _compare(config, on, steps, console)
+        _compare(config, on, steps, console, flags)
         return
     for name, stage in stages(config):
         if len(config.stage_names) > 1:
             console.rule(name)
-        _plan_stage(stage, on, sweep, console)
+        _plan_stage(stage, on, sweep, console, flags)
 
 
-def _plan_stage(config: Config, on: Pod, sweep: int, console: Console) -> None:
+def _plan_stage(config: Config, on: Pod, sweep: int, console: Console, flags: str | None) -> None:
     if sweep:
-        rank(config, on, sweep, console)
+        rank(config, on, sweep, console, flags)
         return
-    report.show(make_plan(config, on), console)
+    report.show(make_plan(config, on, flags=flags), console)
 
 
 def _check_alone(config: Config, sweep: int) -> None:
@@ -80,24 +89,25 @@ def _check_alone(config: Config, sweep: int) -> None:
     )
 
 
-def _compare(config: Config, on: Pod, steps: Steps, console: Console) -> None:
+def _compare(config: Config, on: Pod, steps: Steps, console: Console, flags: str | None) -> None:
     """Compiles our step, unless several are there to compare, keeps it if asked, and prints all of them."""
     (stage,) = config.every_stage
     theirs = [kept.read(folder, on) for folder in steps.against]
     readings = [_reading(stage, on, one, steps.blocks) for one in theirs]
     if len(theirs) < 2:
         check_split(stage, on)
-        ours = compile_step(stage, on)
+        ours = compile_step(stage, on, flags=flags)
         if steps.keep:
-            kept.keep(steps.keep, ours, stage.train.batch_tokens, compiler_flags())
+            kept.keep(steps.keep, ours, stage.train.batch_tokens)
         if not theirs:
             report.show(plan_of(stage, on, ours), console)
             return
         readings.insert(0, read_step("ours", stage, on, ours))
+        theirs.insert(0, kept.Kept("ours", ours))
     against.show(readings, update_flops(stage), stage.train.batch_tokens, on, console)
     for one in theirs:
-        if one.flags:
-            console.print(f"{one.name} was compiled with {one.flags}", highlight=False)
+        if one.step.flags:
+            console.print(f"{one.name}: {report.compiled_with(one.step.flags)}", highlight=False)
 
 
 def _reading(config: Config, on: Pod, one: kept.Kept, blocks: Blocks | None) -> Reading:

@@ -18,6 +18,7 @@ from typing import Any
 
 from train.config import Config, dump, parse_text
 from train.plan.pods import Place, Pod, pod
+from train.runtime.flags import VARIABLE, missing
 from train.runtime.paths import python_path
 from train.workshop.schedule.compiling import DoesNotCompile, check_compiler
 
@@ -26,6 +27,8 @@ _OUT_OF_MEMORY = (
     re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm"),
 )
 """How the compiler says so: of temporaries alone, or of all."""
+
+_UNKNOWN_FLAG = re.compile(r"Unknown command line flag '([^']*)'")
 
 _UNITS = {"K": 2**-20, "M": 2**-10, "G": 1, "T": 2**10}
 """In GiB."""
@@ -62,31 +65,35 @@ class CompiledStep:
     memory: Memory
     axes: dict[str, int]  # of the mesh
     places: tuple[Place, ...]  # of the devices of its first slice, in order
+    flags: str = ""  # of the compiler
 
 
-def compile_step(config: Config, on: Pod, timeout: int = 3600, flags: str = "") -> CompiledStep:
-    """Compiles the step of a config without stages, with `flags` of the compiler beside those of ``LIBTPU_INIT_ARGS``.
+def compile_step(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> CompiledStep:
+    """Compiles the step of a config without stages, with `flags` beside those of ``LIBTPU_INIT_ARGS``.
 
+    Without `flags` it is compiled with those that are recommended for the chip, as far as the environment leaves them.
     Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` for one that the compiler refuses.
     """
     check_compiler()
+    flags = compiler_flags(on.generation, flags)
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
         (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
         reply = _run(directory, on, timeout, flags)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     places = tuple(map(tuple, reply["places"]))
-    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places)
+    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places, flags)
 
 
-def compiler_flags(flags: str = "") -> str:
-    """What ``LIBTPU_INIT_ARGS`` holds, and `flags` behind it."""
-    return f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+def compiler_flags(chip: str, flags: str | None = None) -> str:
+    """What ``LIBTPU_INIT_ARGS`` holds, and behind it `flags`, or the recommended ones that it does not set."""
+    given = os.environ.get(VARIABLE, "")
+    return f"{given} {missing(chip, given) if flags is None else flags}".strip()
 
 
 def _run(directory: str, on: Pod, timeout: int, flags: str) -> dict[str, Any]:
     environment = {
         **os.environ,
-        "LIBTPU_INIT_ARGS": compiler_flags(flags),
+        VARIABLE: flags,
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a TPU, so nobody needs a lock
@@ -100,6 +107,10 @@ def _run(directory: str, on: Pod, timeout: int, flags: str) -> dict[str, Any]:
         raise DoesNotCompile(f"the compiler took longer than {timeout} s") from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
+        if unknown := _UNKNOWN_FLAG.search(done.stderr):
+            raise ValueError(
+                f"--flags: this libtpu knows no flag --{unknown[1]}; found {flags}; leave it out there or in {VARIABLE}"
+            )
         error = DoesNotCompile(f"the compiler died with exit status {done.returncode}")
         error.details = done.stderr
         raise error

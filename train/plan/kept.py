@@ -42,16 +42,15 @@ class Kept:
     name: str
     step: CompiledStep
     tokens: int | None = None  # of a step, over all devices
-    flags: str = ""
     schedules: Path | None = None
 
 
-def keep(folder: Path, step: CompiledStep, tokens: int, flags: str = "") -> None:
+def keep(folder: Path, step: CompiledStep, tokens: int) -> None:
     """Writes a step of ours. Raises OSError for a folder that cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: getattr(step.memory, own) for own, name in _SIZES.items()}
     own = {name: getattr(step.memory, name) for name in _OWN}
-    told = {"memory": {**sizes, **own}, "axes": step.axes, "places": step.places, "tokens": tokens, "flags": flags}
+    told = {"memory": {**sizes, **own}, "axes": step.axes, "places": step.places, "tokens": tokens, "flags": step.flags}
     (folder / PROGRAM).write_text(step.text, encoding="utf-8")
     (folder / STEP).write_text(json.dumps(told), encoding="utf-8")
 
@@ -71,10 +70,11 @@ def read(folder: Path, on: Pod) -> Kept:
         f"--against: {folder / STEP}: places: expected those of the {devices} devices of {on.slice_name}, found "
         f"{len(places)}; --topology must be the pod that the step was compiled for",
     )
-    step = CompiledStep((folder / PROGRAM).read_text(encoding="utf-8"), _memory(told, folder), axes, places)
+    text, flags = (folder / PROGRAM).read_text(encoding="utf-8"), str(told.get("flags", ""))
+    step = CompiledStep(text, _memory(told, folder), axes, places, flags)
     schedules = folder / SCHEDULES
     found = schedules if schedules.is_dir() else None
-    return Kept(folder.name, step, _tokens(told, folder), str(told.get("flags", "")), found)
+    return Kept(folder.name, step, _tokens(told, folder), found)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Plan:
     flops: Flops
     tally: Tally
     reading: Reading | None = None  # by parts and passes
+    flags: str = ""  # that it was compiled with
 
     @property
     def seconds(self) -> float:
@@ -83,7 +84,7 @@ def check_split(config: Config, on: Pod) -> None:
         )
 
 
-def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str = "") -> Plan:
+def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
     check_split(config, on)  # by name and at once, also where there is no compiler
     return plan_of(config, on, compile_step(config, on, timeout, flags))
@@ -92,7 +93,9 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str = "") -> 
 def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
     """The plan of a config whose step is compiled."""
     reading = read_step("this step", config, on, compiled)
-    return Plan(config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading)
+    return Plan(
+        config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading, compiled.flags
+    )
 
 
 def read_step(

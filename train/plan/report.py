@@ -8,12 +8,21 @@ from rich.table import Table
 from train.plan.network import DCN
 from train.plan.plan import Plan
 from train.plan.pods import DCN_LATENCY, GIB, LATENCY
+from train.runtime.flags import VARIABLE
+
+_NO_FLAGS = "compiled without flags of the compiler"
 
 
 def show(plan: Plan, console: Console) -> None:
     """Prints memory, traffic and the predicted step."""
     console.print(Group(_memory(plan), _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
+    console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
+
+
+def compiled_with(flags: str) -> str:
+    """The flags of the compiler, and how a run gets them."""
+    return f'compiled with these flags, which a run needs too: export {VARIABLE}="{flags}"' if flags else _NO_FLAGS
 
 
 def mesh_text(axes: dict[str, int]) -> str:

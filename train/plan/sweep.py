@@ -20,10 +20,10 @@ from posjax.nn.config import REMAT
 from train.config import Config
 from train.model.build import decoder_config
 from train.model.flops import product_parameters, update_flops
-from train.plan.compiling import DoesNotCompile
+from train.plan.compiling import DoesNotCompile, compiler_flags
 from train.plan.plan import Plan, check_split, make_plan
 from train.plan.pods import GIB, Pod
-from train.plan.report import mesh_text
+from train.plan.report import compiled_with, mesh_text
 
 SWEPT = ("ring", "all-gather", "ulysses")
 
@@ -47,7 +47,9 @@ class Candidate:
         return f"{mesh_text(self.axes)}, {self.config.model.remat}{split}"
 
 
-def sweep(config: Config, on: Pod, count: int, console: Console) -> list[tuple[Candidate, Plan | str]]:
+def sweep(
+    config: Config, on: Pod, count: int, console: Console, flags: str | None = None
+) -> list[tuple[Candidate, Plan | str]]:
     """Compiles `count` candidates and prints them, the fastest first; what does not compile last, with the reason.
 
     Raises ValueError if there is no candidate at all.
@@ -59,16 +61,17 @@ def sweep(config: Config, on: Pod, count: int, console: Console) -> list[tuple[C
             f"--sweep: none of {len(found)} ways to split the work over {on.name} fits into its memory; more chips, "
             "more train.accumulate, or more train.loss_chunks would help"
         )
-    results = [(one, _attempt(one, on, console)) for one in chosen]
+    results = [(one, _attempt(one, on, console, flags)) for one in chosen]
     results.sort(key=lambda pair: pair[1].seconds if isinstance(pair[1], Plan) else float("inf"))
     console.print(_table(results, on, len(found)))
+    console.print(f"All were {compiled_with(compiler_flags(on.generation, flags))}", highlight=False)
     return results
 
 
-def _attempt(one: Candidate, on: Pod, console: Console) -> Plan | str:
+def _attempt(one: Candidate, on: Pod, console: Console, flags: str | None) -> Plan | str:
     console.print(f"[dim]{one.name} ...[/dim]")
     try:
-        return make_plan(one.config, on)
+        return make_plan(one.config, on, flags=flags)
     except (DoesNotCompile, ValueError) as error:
         return " ".join(str(error).split())[:200]
 

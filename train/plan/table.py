@@ -102,7 +102,7 @@ def measure(entry: Planned) -> dict[str, Any]:
 
 
 def _plan(entry: Planned) -> Plan:
-    return make_plan(entry.config, entry.pod, flags=entry.run.flags if entry.run else "")
+    return make_plan(entry.config, entry.pod, flags=entry.run.flags if entry.run else None)
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
@@ -127,6 +127,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "maxtext_mfu": plan.maxtext_mfu,
         "teraflops": plan.maxtext_mfu * plan.pod.peak_flops / 1e12,
         "unknown": dict(tally.unknown),
+        "flags": plan.flags,
         "versions": versions(("jax", "libtpu")),
     }
 

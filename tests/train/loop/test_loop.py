@@ -224,6 +224,14 @@ def test_progress_is_plain_lines_without_a_terminal(config, tmp_path, capsys):
     assert lines[-1].endswith("0:00:00 left")
 
 
+def test_flags_that_a_run_lacks_are_told_once(config, straight, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("train.runtime.flags.advice", lambda kind: f"flags for {kind}")
+    fit(config, tmp_path / "shown", progress="mine")
+    assert capsys.readouterr().out.splitlines()[0] == "flags for cpu"
+    fit(config, straight.directory, progress="finished")
+    assert "flags" not in capsys.readouterr().out
+
+
 def test_another_config_is_refused_and_nothing_changes(config, straight):
     before = contents(straight.directory)
     other = parse({**to_dict(config), "seed": 7, "scheme": "alibi"})

@@ -62,11 +62,11 @@ def test_a_folder_of_another_trainer_is_read(tmp_path):
 
 def test_what_is_kept_is_read_again(tmp_path):
     memory = Memory(parameters=1, optimizer=2, batch=3, arguments=7, temp=11, program=13, kept=17)
-    step = CompiledStep(PROGRAM, memory, {"fsdp": 4}, tuple(map(tuple, PLACES)))
-    kept.keep(tmp_path / "new" / "ours", step, 4096, "--xla_flag=1")
+    step = CompiledStep(PROGRAM, memory, {"fsdp": 4}, tuple(map(tuple, PLACES)), "--xla_flag=1")
+    kept.keep(tmp_path / "new" / "ours", step, 4096)
     found = kept.read(tmp_path / "new" / "ours", pod("v6e:2x2"))
     assert found.step == step
-    assert (found.tokens, found.flags) == (4096, "--xla_flag=1")
+    assert found.tokens == 4096
 
 
 def test_schedules_in_a_folder_are_found(tmp_path):
@@ -119,6 +119,10 @@ def test_a_folder_without_a_step_is_one_line(config, tmp_path, capsys):
             ("--against", "a", "--against", "b", "--keep", "c"),
             "--keep: nothing is compiled where --against names several",
         ),
+        (
+            ("--against", "a", "--against", "b", "--flags="),
+            "--flags: nothing is compiled where --against names several",
+        ),
         (("--blocks", "1024,1024"), "--blocks: these are of kernels in a folder that --against names, found none"),
         (("--against", "a", "--blocks", "many"), "--blocks: expected queries and keys of a tile"),
         (("--against", "a", "--sweep", "2"), "--sweep: one step is kept or compared, not many"),
@@ -158,14 +162,16 @@ def test_two_kept_steps_stand_side_by_side_without_a_compiler(config, tmp_path, 
     assert cells(output, "all-reduce f32")[0].startswith("1 x, 6.14e-06 GB")
     assert cells(output, "step")[0].startswith("> ")
     assert "Left out, for nothing is known of it: kernel k x 1 of first" in " ".join(output.split())
-    assert "second was compiled with --xla_flag=1" in output
+    told = " ".join(output.split())
+    assert 'second: compiled with these flags, which a run needs too: export LIBTPU_INIT_ARGS="--xla_flag=1"' in told
+    assert "first: compiled" not in told  # its folder does not say
 
 
 def test_a_kept_step_stands_beside_ours(config, tmp_path, capsys, monkeypatch):
     memory = Memory(*[float(GIB)] * 7)
     axes = {"replica": 1, "data": 1, "fsdp": 4, "context": 1, "tensor": 1}
     ours = CompiledStep(PROGRAM, memory, axes, tuple(map(tuple, PLACES)))
-    monkeypatch.setattr("train.plan.command.compile_step", lambda config, on: ours)
+    monkeypatch.setattr("train.plan.command.compile_step", lambda config, on, flags: ours)
     theirs, keep = folder(tmp_path / "theirs"), tmp_path / "kept"
     arguments = ["--against", str(theirs), "--keep", str(keep)]
     assert main(["plan", str(config), "--topology", "v6e:2x2", *arguments]) == 0

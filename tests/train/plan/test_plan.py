@@ -17,7 +17,6 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
-from train.plan.compiling import compiler_flags, out_of_memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
@@ -574,27 +573,3 @@ def test_what_a_tiny_config_asks_too_much_of_a_pod_is_one_line(topology, overrid
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (41.87G) "
-            "exceeds available HBM (15.75G).",
-            "does not fit: temporaries alone need 41.9 GiB of HBM, a device has 15.8; ",
-        ),
-        ("XLA:TPU compile permanent error. Used 1.50T of 95.74G hbm.", "does not fit: needs 1,536.0 GiB of HBM, "),
-    ],
-)
-def test_a_program_that_does_not_fit_is_told_in_gib(message, told):
-    assert out_of_memory(message).startswith(told)
-    assert out_of_memory("INTERNAL: something else") is None
-
-
-def test_flags_travel_to_the_compiler(monkeypatch):
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
-    assert compiler_flags() == "--first=1"
-    assert compiler_flags("--second=2") == "--first=1 --second=2"
-    monkeypatch.delenv("LIBTPU_INIT_ARGS")
-    assert compiler_flags("--second=2") == "--second=2"

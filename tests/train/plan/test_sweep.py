@@ -92,7 +92,8 @@ def test_rough_memory_is_that_of_state_and_activations(long_rows):
 def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkeypatch):
     seconds = iter([3.0, None, 1.0, 2.0])
 
-    def made(config, on):
+    def made(config, on, flags):
+        assert flags == "--xla_a=1"
         found = next(seconds)
         if found is None:
             raise DoesNotCompile("the compiler died")
@@ -101,9 +102,10 @@ def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkey
 
     monkeypatch.setattr("train.plan.sweep.make_plan", made)
     console = Console(width=120, record=True, quiet=True)
-    found = [plan for _, plan in sweep(long_rows, pod("v5e:2x4"), 4, console)]
+    found = [plan for _, plan in sweep(long_rows, pod("v5e:2x4"), 4, console, "--xla_a=1")]
     assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
     assert found[3] == "the compiler died"
+    assert 'LIBTPU_INIT_ARGS="--xla_a=1"' in console.export_text()
 
 
 def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):

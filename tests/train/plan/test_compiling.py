@@ -1,0 +1,57 @@
+"""What the compiler is asked and what its answers say, without the compiler."""
+
+import subprocess
+
+import pytest
+
+from train.plan import compiling
+from train.plan.compiling import compiler_flags, out_of_memory
+from train.plan.pods import pod
+from train.plan.report import compiled_with
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (41.87G) "
+            "exceeds available HBM (15.75G).",
+            "does not fit: temporaries alone need 41.9 GiB of HBM, a device has 15.8; ",
+        ),
+        ("XLA:TPU compile permanent error. Used 1.50T of 95.74G hbm.", "does not fit: needs 1,536.0 GiB of HBM, "),
+    ],
+)
+def test_a_program_that_does_not_fit_is_told_in_gib(message, told):
+    assert out_of_memory(message).startswith(told)
+    assert out_of_memory("INTERNAL: something else") is None
+
+
+def test_flags_travel_to_the_compiler(monkeypatch):
+    monkeypatch.setattr("train.runtime.flags.RECOMMENDED", {"v6e": ("--third=3", "--first=2")})
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
+    assert compiler_flags("v6e") == "--first=1 --third=3"
+    assert compiler_flags("v5p") == compiler_flags("v6e", "") == "--first=1"
+    assert compiler_flags("v6e", "--second=2") == "--first=1 --second=2"
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert compiler_flags("v6e", "--second=2") == "--second=2"
+    assert compiler_flags("v6e") == "--third=3 --first=2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--xla_a=1", 'compiled with these flags, which a run needs too: export LIBTPU_INIT_ARGS="--xla_a=1"'),
+        ("", "compiled without flags of the compiler"),
+    ],
+)
+def test_a_plan_tells_its_flags(flags, told):
+    assert compiled_with(flags) == told
+
+
+def test_a_flag_that_the_compiler_does_not_know_is_named(monkeypatch):
+    died = subprocess.CompletedProcess([], 1, stdout="", stderr="\nERROR: Unknown command line flag 'xla_no'\n")
+    monkeypatch.setattr(compiling.subprocess, "run", lambda *_, **__: died)
+    with pytest.raises(
+        ValueError, match=r"^--flags: this libtpu knows no flag --xla_no; found --xla_no=1; leave it out"
+    ):
+        compiling._run("folder", pod("v6e:2x2"), 1, "--xla_no=1")

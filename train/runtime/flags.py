@@ -1,0 +1,44 @@
+"""Flags of the TPU compiler that shorten training steps, by chip.
+
+libtpu reads them from ``LIBTPU_INIT_ARGS`` when a process first asks for its TPUs, so a run must be started with
+them. A process with a flag that libtpu does not know ends at once: those here are known to libtpu 0.0.42.1 (jax 0.10.2)
+and 0.0.50.1 (jax 0.12.0.1).
+"""
+
+import os
+from collections.abc import Mapping
+
+from train.runtime.chips import CHIPS
+
+VARIABLE = "LIBTPU_INIT_ARGS"
+
+_VMEM = "--xla_tpu_scoped_vmem_limit_kib"  # how much fast memory a fusion may use; the more, the fewer reads of HBM
+_PERMUTES = "--xla_max_concurrent_async_collective_permutes=16"  # a step of a ring sends eight arrays; 5 by default
+
+RECOMMENDED: Mapping[str, tuple[str, ...]] = {
+    "v6e": (f"{_VMEM}=98304", _PERMUTES),
+}
+"""By chip. What each one changes is in docs/plans.md."""
+
+
+def missing(chip: str, given: str) -> str:
+    """The recommended flags of a chip that `given` does not set. One that it sets to another value stays as it is."""
+    names = set(map(_name, given.split()))
+    return " ".join(flag for flag in RECOMMENDED.get(chip, ()) if _name(flag) not in names)
+
+
+def advice(kind: str) -> str | None:
+    """What to tell a user whose devices are of this kind; None if no recommended flag is missing in the environment."""
+    chip = next((chip.name for chip in CHIPS.values() if chip.kind == kind), "")
+    given = os.environ.get(VARIABLE, "")
+    wanted = missing(chip, given)
+    if not wanted:
+        return None
+    return (
+        f"{VARIABLE} lacks flags of the compiler that are recommended for {chip}. A step is expected to be shorter in "
+        f'a run that is started with export {VARIABLE}="{f"{given} {wanted}".strip()}"'
+    )
+
+
+def _name(flag: str) -> str:
+    return flag.partition("=")[0].lstrip("-")
