@@ -150,8 +150,9 @@ def _child(directory: Path, on: Pod) -> dict[str, Any]:
     from train.model.mesh import make_mesh
 
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
+    rings = (*on.rings, False)[:3]  # libtpu takes three, and closes none by itself
     try:
-        found = topologies.get_topology_desc(topology_name=on.topology, platform="tpu", num_slices=on.slices)
+        found = topologies.get_topology_desc(on.topology, "tpu", num_slices=on.slices, wrap=rings)
     except Exception as error:
         raise ValueError(f"--topology: the compiler knows no pod {on.name}: {_line(error)}") from None
     mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, list(found.devices))

@@ -183,9 +183,10 @@ class Fabric:
             return
         *chips, (on_chip, _) = sides
         sharing = network.devices // on_chip
-        for (count, apart), size in zip(chips, (*self.pod.chips_along, 1), strict=False):
+        along = zip((*self.pod.chips_along, 1), (*self.pod.rings, False), strict=True)
+        for (count, apart), (size, is_ring) in zip(chips, along, strict=False):
             if count > 1:
-                closed = count * apart == size and network.closes(size)
+                closed = count * apart == size and is_ring
                 yield count, network.link * 1e9 / apart / sharing, closed
         if on_chip > 1 and all(count == 1 for count, _ in chips):
             yield on_chip, network.within * 1e9, False
@@ -215,8 +216,8 @@ class Fabric:
     def _route(self, source: Place, target: Place) -> Iterator[tuple]:
         here, goal = list(source), list(target)
         for axis, size in enumerate(self.pod.chips_along):
-            ahead, closes = goal[axis] - here[axis], self.pod.network.closes(size)
-            if closes and abs(ahead) > size / 2:
+            ahead = goal[axis] - here[axis]
+            if self.pod.rings[axis] and abs(ahead) > size / 2:
                 ahead -= int(math.copysign(size, ahead))
             sign = 1 if ahead > 0 else -1
             for _ in range(abs(ahead)):

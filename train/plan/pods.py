@@ -76,6 +76,11 @@ class Pod:
         return ("tpu" if self.generation == "7x" else "") + self.slice_name
 
     @property
+    def rings(self) -> tuple[bool, ...]:
+        """Along which dimensions of a slice the links close into rings."""
+        return self.network.rings(self.chips_along)
+
+    @property
     def hbm_bytes(self) -> float:
         """Of one device."""
         return self.network.hbm_gib * GIB / self.network.devices

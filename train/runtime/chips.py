@@ -6,7 +6,7 @@ What the kernels ask of a TPU is in ``posjax.attention.tpu.blocks.TARGETS``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from posjax._checks import check_choice
@@ -18,11 +18,7 @@ Product = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a generation; bandwidths in GB/s, one way.
-
-    A torus of three dimensions closes its rings where a dimension is a multiple of 4 chips, for cubes of 4 x 4 x 4 are
-    joined by switches; one of two dimensions where it is a whole pod of 16 chips wide.
-    """
+    """The links of a generation; bandwidths in GB/s, one way."""
 
     hbm_gib: float  # of a chip
     link: float  # between two neighbours
@@ -31,9 +27,15 @@ class Network:
     devices: int = 1  # that a chip shows itself as; they share its links
     within: float = 0.0  # between the devices of a chip
 
-    def closes(self, size: int) -> bool:
-        """Whether `size` chips in a row are a ring."""
-        return size % 4 == 0 if self.dimensions == 3 else size == 16
+    def rings(self, sizes: Sequence[int]) -> tuple[bool, ...]:
+        """Along which dimensions of a slice the links close into rings.
+
+        In three dimensions along all or none: optical switches join whole cubes of 4 x 4 x 4. In two along those that
+        are as wide as a whole pod, 16 chips.
+        """
+        if self.dimensions == 3:
+            return (all(size % 4 == 0 for size in sizes),) * 3
+        return tuple(size == 16 for size in sizes)
 
 
 @dataclass(frozen=True)
