@@ -349,7 +349,7 @@ TWO_WAYS = """
 ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
   %x = bf16[1024,1024]{1,0} parameter(0)
   %a = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}, u32[], u32[]) collective-permute-start(%x), \
-source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+source_target_pairs=AHEAD
   %b = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}, u32[], u32[]) collective-permute-start(%x), \
 source_target_pairs=PAIRS
   %c = bf16[1024,1024]{1,0} collective-permute-done(%a)
@@ -358,12 +358,12 @@ source_target_pairs=PAIRS
 """
 
 
-@pytest.mark.parametrize(
-    ("pairs", "times"), [("{{0,1},{1,2},{2,3},{3,0}}", 2), ("{{0,3},{1,0},{2,1},{3,2}}", 1)], ids=["one way", "both"]
-)
-def test_permutations_in_opposite_directions_share_no_links(pairs, times):
-    tally = Player(parse(TWO_WAYS.replace("PAIRS", pairs)), fabric("v5p:1x1x4", ring=4), NONE).play()
-    assert tally.exposed == pytest.approx(times * 2 * 1024**2 / 90e9 + 1e-6 * times)
+@pytest.mark.parametrize(("way", "times"), [(1, 2), (-1, 1)], ids=["one way", "both"])
+def test_permutations_in_opposite_directions_share_no_links(way, times):
+    ahead, second = ("{" + ",".join(f"{{{n},{(n + step) % 16}}}" for n in range(16)) + "}" for step in (1, way))
+    text = TWO_WAYS.replace("AHEAD", ahead).replace("PAIRS", second)
+    tally = Player(parse(text), fabric("v5e:1x16", ring=16), NONE).play()
+    assert tally.exposed == pytest.approx(times * 2 * 1024**2 / 45e9 + 1e-6 * times)
 
 
 CUT_OUT = """
@@ -488,6 +488,20 @@ def test_pods():
 
 
 @pytest.mark.parametrize(
+    ("name", "rings"),
+    [
+        ("v5p:4x4x8", (True, True, True)),
+        ("v5p:2x4x4", (False, False, False)),
+        ("7x:2x2x1", (False, False, False)),
+        ("v6e:8x16", (False, True)),
+        ("v5e:16x16", (True, True)),
+    ],
+)
+def test_links_close_into_rings_as_published(name, rings):
+    assert pod(name).rings == rings
+
+
+@pytest.mark.parametrize(
     ("topology", "reason"),
     [
         ("v5p", "expected a pod such as v5p:8x8x8, found 'v5p'"),
@@ -535,6 +549,16 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
     for part in ("HBM of a chip: v5e:2x4", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
         assert part in out
     assert "Left out" not in out
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_a_tiny_config_is_planned_on_rings(tmp_path, capsys):
+    """Without them libtpu sums parameters that lie on many devices, most of them zeros, instead of gathering them."""
+    (tmp_path / "run.yaml").write_text(TINY)
+    overrides = "train.mesh={data: 1, fsdp: 64, tensor: 1}", "train.batch_tokens=65536", "model.model_dim=2048"
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5p:4x4x4", *overrides]) == 0
+    assert "all-gather" in capsys.readouterr().out
 
 
 @needs_compiler

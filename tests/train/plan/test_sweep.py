@@ -1,5 +1,6 @@
 """Sweeps: which ways to split a config are tried, by which rough counts, and how they are ranked."""
 
+import io
 import itertools
 import math
 
@@ -101,7 +102,7 @@ def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkey
         return Plan(config, on, {}, memory, update_flops(config), tally)
 
     monkeypatch.setattr("train.plan.sweep.make_plan", made)
-    console = Console(width=120, record=True, quiet=True)
+    console = Console(width=120, record=True, file=io.StringIO())
     found = [plan for _, plan in sweep(long_rows, pod("v5e:2x4"), 4, console, "--xla_a=1")]
     assert [plan.seconds for plan in found[:3]] == [1.0, 2.0, 3.0]
     assert found[3] == "the compiler died"
