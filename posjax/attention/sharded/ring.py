@@ -42,9 +42,13 @@ from posjax.attention.operands import (
 )
 from posjax.attention.operation import Backends, add, merge, per_query_of
 from posjax.attention.sharded.parts import Call, Line
-from posjax.axes import each, map_tokens
+from posjax.axes import each
 from posjax.masks import extent
 from posjax.positions import Range
+
+_UNROLL = 2
+"""Steps in the body of a loop. Keys arrive while those before them are read, so in a buffer of their own: with one step
+they would be copied to where the next one reads them; with two they go to and fro."""
 
 
 class RingConfig(NamedTuple):
@@ -76,7 +80,7 @@ def _ring(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
         merged = [way.merged(distance, *each) for way, each in zip(ways, state, strict=True)]
         return list(zip(sent, merged, strict=True)), None
 
-    state, _ = jax.lax.scan(body, state, jnp.arange(config.line.shards - 1))
+    state, _ = jax.lax.scan(body, state, jnp.arange(config.line.shards - 1), unroll=_UNROLL)
     last = config.line.shards - 1
     return tuple(way.output(way.merged(last, *each)) for way, each in zip(ways, state, strict=True))
 
@@ -171,15 +175,18 @@ class _Way:
         """What travels."""
         return [leaf for leaf, side in zip(self.leaves, self.sides, strict=True) if side.travels]
 
-    def call(self, keys: list, source) -> Call:
-        """The call with the keys of a group, of which those that travel are given."""
+    def with_keys(self, keys: list, source) -> list:
+        """The leaves of the call with the keys of a group, of which those that travel are given; closed."""
         keys, device = iter(keys), source * self.line.width
 
         def here(side: _Side, leaf):
             return leaf[device] if side.gathered else next(keys) if side.travels else leaf
 
-        leaves = [side.opened(here(side, leaf)) for side, leaf in zip(self.sides, self.leaves, strict=True)]
-        call = self.structure.unflatten(leaves)
+        return [here(*each) for each in zip(self.sides, self.leaves, strict=True)]
+
+    def call(self, leaves: list) -> Call:
+        """The call of closed leaves."""
+        call = self.structure.unflatten([side.opened(leaf) for side, leaf in zip(self.sides, leaves, strict=True)])
         return call if self.config.scale is None else dataclasses.replace(call, scale=self.config.scale)
 
     def sent_on(self, arrays: list) -> list:
@@ -200,7 +207,7 @@ class _Way:
     @property
     def own(self) -> Call:
         """The call of this group's own keys."""
-        return self.call(self.keys, self.line.shard)
+        return self.call(self.with_keys(self.keys, self.line.shard))
 
     def nothing_yet(self) -> tuple:
         """Output and log-sum-exp of no keys."""
@@ -216,48 +223,72 @@ class _Way:
 
     def merged(self, distance, keys: list, so_far: tuple) -> tuple:
         """Output and log-sum-exp so far and of the keys of a step."""
-        source, line = self.source(distance), self.line
-        moved = self.call(keys, source)
+        source, line, outputs = self.source(distance), self.line, self.outputs
+        leaves = self.with_keys(keys, source)
 
         def pair(i, j, so_far):
-            part = line.part(moved, i, j, source)
             own = tuple(line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
-            found = _unless_empty(part, lambda own: merge(self.config.backends, part.x, part.scale, own), own)
+
+            def more(part, own):
+                out, lse = merge(self.config.backends, part.x, part.scale, (outputs.opened(own[0]), own[1]))
+                return outputs.closed(out), lse
+
+            found = self.unless_empty(leaves, (i, j), source, more, own)
             return tuple(map(partial(line.stored, i), so_far, found, (-2, -1)))
 
-        out, lse = so_far
-        out, lse = _over_pairs(line, pair, (self.outputs.opened(out), lse))
-        return self.outputs.closed(out), lse
+        return _over_pairs(line, pair, so_far)
 
     def added(self, distance, keys: list, per_query: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
         """Sums of gradients of the keys of a step, and of everything else, with the share of this step."""
         source, line = self.source(distance), self.line
-        moved = self.call(keys, source)
+        leaves = self.with_keys(keys, source)
         sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
         d_keys, d_own = iter(d_keys), iter(d_own)
-        sums = [side.opened(next(d_keys if side.of_keys else d_own)) for side in sides]
-        per_query = per_query._replace(
-            d_out=self.outputs.opened(per_query.d_out), d_lse=jnp.where(jnp.equal(distance, 0), per_query.d_lse, 0)
-        )
+        per_query = per_query._replace(d_lse=jnp.where(jnp.equal(distance, 0), per_query.d_lse, 0))
 
         def pair(i, j, sums):
             # Sums are of pieces: those of whole arrays would be zeros but for a piece, and added as such.
-            pieces = map_tokens(moved, line.cut(i), line.cut(j))
             own = [_piece(line, side, (i, j), array) for side, array in zip(sides, sums, strict=True)]
             rows = [line.cut(i)(array, axis) for array, axis in zip(per_query, (-2, -1, -1, -1), strict=True)]
             rows[-1] = jnp.where(jnp.equal(j, 0), rows[-1], 0)
-            part = line.placed(pieces, i, j, source)
 
-            def more(own):
-                so_far = self.sums(wanted, own, part.x.run)
-                return jax.tree.leaves(add(self.config.backends, part.x, part.scale, PerQuery(*rows), so_far))
+            def more(part, own):
+                so_far = self.sums(
+                    wanted, [side.opened(array) for side, array in zip(sides, own, strict=True)], part.x.run
+                )
+                of_rows = PerQuery(self.outputs.opened(rows[0]), *rows[1:])
+                found = jax.tree.leaves(add(self.config.backends, part.x, part.scale, of_rows, so_far))
+                return [side.closed(array) for side, array in zip(sides, found, strict=True)]
 
-            found = _unless_empty(part, more, own)
+            found = self.unless_empty(leaves, (i, j), source, more, own)
             return [_stored(line, side, (i, j), *both) for side, *both in zip(sides, sums, found, strict=True)]
 
-        found = zip(sides, _over_pairs(line, pair, sums), strict=True)
-        closed = [(side.of_keys, side.closed(array)) for side, array in found]
-        return [array for of_keys, array in closed if of_keys], [array for of_keys, array in closed if not of_keys]
+        found = _over_pairs(line, pair, [next(d_keys if side.of_keys else d_own) for side in sides])
+        told = list(zip(sides, found, strict=True))
+        return [array for side, array in told if side.of_keys], [array for side, array in told if not side.of_keys]
+
+    def unless_empty(self, leaves: list, at: tuple, source, compute: Callable, so_far):
+        """``compute(part, so_far)``, or ``so_far`` where the extents of positions say that the mask hides every pair.
+
+        Args:
+            leaves: of the call, closed. Into a branch they go so, for a compiler would put them in another order there.
+            at: which piece of the queries and of the keys.
+            source: the group of the keys.
+            compute: of the call of these pieces and what there is.
+            so_far: what there is.
+        """
+        pieces = [_piece(self.line, side, at, leaf) for side, leaf in zip(self.sides, leaves, strict=True)]
+
+        def part():
+            return self.line.placed(self.call(pieces), *at, source)
+
+        def computed(so_far):
+            return compute(part(), so_far)
+
+        some = _any_pair(part().x)
+        if isinstance(some, bool):
+            return computed(so_far) if some else so_far
+        return jax.lax.cond(some, computed, lambda so_far: so_far, so_far)
 
     def sums(self, wanted: list[bool], found: list, run: int | None) -> Operands:
         """Sums of gradients in the form of the operands of a step, None for positions and where they are not wanted."""
@@ -282,15 +313,12 @@ def _stored(line: Line, side: _Side, at: tuple, whole, piece):
     return piece if side.axis is None else line.stored(at[side.of_keys], whole, piece, side.axis)
 
 
-def _unless_empty(part: Call, compute: Callable, so_far):
-    """``compute(so_far)``, or what there is where the extents of positions say that the mask hides every pair."""
-    x = part.x
+def _any_pair(x: Operands):
+    """Whether the mask may allow a pair, by the extents of positions; a bool where they are known."""
     if x.mask is None:
-        return compute(so_far)
+        return True
     some, _ = x.mask.tiles(extent(x.q_positions, x.q.shape[3]), extent(x.kv_positions, x.k.shape[2]))
-    if isinstance(some, np.ndarray):
-        return compute(so_far) if some.any() else so_far
-    return jax.lax.cond(some.any(), compute, lambda so_far: so_far, so_far)
+    return bool(some.any()) if isinstance(some, np.ndarray) else some.any()
 
 
 def _over_pairs(line: Line, function: Callable, carry):
@@ -333,7 +361,7 @@ def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
     d_keys, d_own = ([w.zeros(want, of_keys=k) for w, want in zip(ways, wanted, strict=True)] for k in (True, False))
     share = partial(_shares, ways, per_query, wanted)
     body = partial(_round, ways, share)
-    state, _ = jax.lax.scan(body, (keys, d_keys, d_own), jnp.arange(config.line.shards - 1))
+    state, _ = jax.lax.scan(body, (keys, d_keys, d_own), jnp.arange(config.line.shards - 1), unroll=_UNROLL)
     keys, d_keys, d_own = state
     d_keys, d_own = share(config.line.shards - 1, keys, d_keys, d_own)
     d_keys[0] = ways[0].sent_on(d_keys[0])
