@@ -28,15 +28,19 @@ pytestmark = [
 LOCAL, HEADS, KV_HEADS, SIZE = 4096, 8, 2, 128
 
 
-def gradients(mesh: Mesh, strategy: str, kind: str, bias: str):
-    """A loss' gradients, and its abstract arguments, of which every device has ``LOCAL`` tokens of a row."""
-    rows, shards = mesh.shape["batch"], mesh.shape["context"]
+def gradients(mesh: Mesh, strategy: str, kind: str, bias: str, rows: int = 1, many: int = 0):
+    """A loss' gradients, and its abstract arguments, of which every device has ``LOCAL`` tokens of each of its rows.
+
+    ``many``: heads of queries and of keys, if they are not the usual ones.
+    """
+    heads, kv_heads = many or HEADS, many or KV_HEADS
+    rows, shards = rows * mesh.shape["batch"], mesh.shape["context"]
     where = Placement(("batch",), "context", None, strategy, Layout(kind, shards), 2)
     scheme = pj.Scheme(features=pj.rotary.Rotary(), bias={"alibi": pj.bias.ALiBi(), "t5": pj.bias.T5()}[bias])
     on = partial(NamedSharding, mesh)
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=on(P("batch", "context")))
-    projected = [array((rows, LOCAL * shards, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    params = jax.eval_shape(lambda: scheme.init_shared(jax.random.key(0), HEADS, SIZE))
+    projected = [array((rows, LOCAL * shards, heads, SIZE)) for heads in (heads, kv_heads, kv_heads)]
+    params = jax.eval_shape(lambda: scheme.init_shared(jax.random.key(0), heads, SIZE))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(P())), params)
 
     def loss(params, projected):
@@ -48,7 +52,7 @@ def gradients(mesh: Mesh, strategy: str, kind: str, bias: str):
     return jax.grad(loss, argnums=(0, 1)), (params, projected)
 
 
-def compile_here(topology: str, shards: int, *options: str) -> dict:
+def compile_here(topology: str, shards: int, *options: str | int) -> dict:
     """What the compiler makes of it for a whole slice."""
     devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
     mesh = Mesh(np.array(devices).reshape(-1, shards), ("batch", "context"), axis_types=(AxisType.Auto,) * 2)
@@ -88,6 +92,16 @@ def test_a_ring_runs_the_kernel_while_the_next_keys_travel(topology, shards, kin
     assert not re.search(r" all-gather| all-to-all", found["text"])
     loops = sorted(hidden(body) for body in bodies(found["text"]) if any("-permute-start(" in line for line in body))
     assert sum(count >= 4 for count in loops) >= 2
+
+
+def test_a_ring_puts_no_sums_in_another_order():
+    """With heads enough that the compiler would do so at every step, and back. The sum of dQ may be, after the last."""
+    rows, heads = 2, 32
+    found = compiled(__file__, "v5p:2x2x2", 8, "ring", "zigzag", "alibi", rows, heads)
+    half = rows * LOCAL * SIZE * heads // 2
+    steps = [line for body in bodies(found["text"]) if not any("ENTRY" in line for line in body) for line in body]
+    moved = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", "\n".join(steps))
+    assert sum(np.prod([int(size) for size in shape.split(",")]) >= half for shape in moved) <= 4
 
 
 @pytest.mark.parametrize(

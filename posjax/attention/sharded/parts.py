@@ -128,10 +128,6 @@ class Line:
 
         return cut
 
-    def part(self, call: Call, i, j, source) -> Call:
-        """Query piece ``i`` of this group and key piece ``j`` of a call whose keys are those of group ``source``."""
-        return self.placed(map_tokens(call, self.cut(i), self.cut(j)), i, j, source)
-
     def placed(self, pieces: Call, i, j, source) -> Call:
         """Those pieces, cut out already, at their positions."""
         run = None if self.split else self.length // (self.shards * self.groups.chunks)

@@ -46,10 +46,6 @@ from posjax.axes import each
 from posjax.masks import extent
 from posjax.positions import Range
 
-_UNROLL = 2
-"""Steps in the body of a loop. Keys arrive while those before them are read, so in a buffer of their own: with one step
-they would be copied to where the next one reads them; with two they go to and fro."""
-
 
 class RingConfig(NamedTuple):
     """What is known when tracing: how the row lies, what computes a part, and the scale of the queries if it is."""
@@ -80,7 +76,7 @@ def _ring(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
         merged = [way.merged(distance, *each) for way, each in zip(ways, state, strict=True)]
         return list(zip(sent, merged, strict=True)), None
 
-    state, _ = jax.lax.scan(body, state, jnp.arange(config.line.shards - 1), unroll=_UNROLL)
+    state, _ = jax.lax.scan(body, state, jnp.arange(config.line.shards - 1))
     last = config.line.shards - 1
     return tuple(way.output(way.merged(last, *each)) for way, each in zip(ways, state, strict=True))
 
@@ -361,7 +357,7 @@ def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
     d_keys, d_own = ([w.zeros(want, of_keys=k) for w, want in zip(ways, wanted, strict=True)] for k in (True, False))
     share = partial(_shares, ways, per_query, wanted)
     body = partial(_round, ways, share)
-    state, _ = jax.lax.scan(body, (keys, d_keys, d_own), jnp.arange(config.line.shards - 1), unroll=_UNROLL)
+    state, _ = jax.lax.scan(body, (keys, d_keys, d_own), jnp.arange(config.line.shards - 1))
     keys, d_keys, d_own = state
     d_keys, d_own = share(config.line.shards - 1, keys, d_keys, d_own)
     d_keys[0] = ways[0].sent_on(d_keys[0])
