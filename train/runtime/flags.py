@@ -16,9 +16,12 @@ _VMEM = "--xla_tpu_scoped_vmem_limit_kib"  # how much fast memory a fusion may u
 _PERMUTES = "--xla_max_concurrent_async_collective_permutes=16"  # a step of a ring sends eight arrays; 5 by default
 
 RECOMMENDED: Mapping[str, tuple[str, ...]] = {
+    "v5e": (f"{_VMEM}=98304",),
+    "v5p": (f"{_VMEM}=49152", _PERMUTES),
     "v6e": (f"{_VMEM}=98304", _PERMUTES),
+    "7x": (f"{_VMEM}=61440",),
 }
-"""By chip. What each one changes is in docs/plans.md."""
+"""By chip. docs/plans.md says what each one changes; values are those of MaxText's recipes, where it has one."""
 
 
 def missing(chip: str, given: str) -> str:

@@ -17,7 +17,7 @@ from train import cli
 from train.config import load, parse
 from train.runtime.chips import CHIPS, chip
 from train.workshop.schedule import bench as module
-from train.workshop.schedule import contenders, costs, layer, own
+from train.workshop.schedule import compiling, contenders, costs, layer, own
 from train.workshop.schedule.bench import bench_schedules, measure
 from train.workshop.schedule.compiling import DoesNotCompile, compile_for
 from train.workshop.schedule.config import Prediction, ScheduleConfig
@@ -522,3 +522,19 @@ def test_what_tiles_cost_is_written_as_a_module(tmp_path, monkeypatch, capsys):
         costs.write_costs(ScheduleConfig(), "v4", file)
     with pytest.raises(ValueError, match="--costs: unknown value 'v9'"):
         costs.write_costs(ScheduleConfig(), "v9", file)
+
+
+ROTATION = (
+    "  %posjax_rotation.1 = bf16[2,8,256]{2,1,0:T(8,128)(2,1)} custom-call(%x, %c, %s), "
+    'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[2,8,256]{2,1,0}, f32[8,128]{1,0}, '
+    'f32[8,128]{1,0}}, metadata={op_name="f32[99]"}\n'
+)
+
+
+def test_kernels_that_stream_count_by_their_bytes(monkeypatch):
+    others = "  %posjax_attention_forward.2 = bf16[2,8,256]{2,1,0} custom-call(%q)\n  %f = bf16[9] fusion(%x)\n"
+    both = 2 * 2 * 8 * 256 * 2 + 2 * 8 * 128 * 4
+    assert compiling.streamed_bytes(2 * ROTATION + others) == 2 * both
+    reply = {"expected_cycles": 1000, "streamed_bytes": 725_000_000}
+    monkeypatch.setattr(compiling, "_run", lambda *_: reply)
+    assert compiling.expected_cycles("v6e", "module:make") == pytest.approx(1000 + 1.75e6)  # a millisecond on v6e
