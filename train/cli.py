@@ -194,8 +194,8 @@ _ARGUMENTS = {
         },
         "--flags": {
             "metavar": "FLAGS",
-            "help": "compile with these, beside LIBTPU_INIT_ARGS, in place of those recommended for the chip; "
-            "--flags= for none",
+            "help": "compile with these, beside LIBTPU_INIT_ARGS, in place of those recommended for the chip, as in "
+            '--flags="--xla_a=1 --xla_b=2"; --flags= for none',
         },
     },
     "search": {

@@ -1,7 +1,9 @@
 """What every step of a ring is told, by a backend that gives back what it is told."""
 
 import dataclasses
+from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import posjax as pj
 from posjax.attention.api import BACKENDS
 from posjax.attention.backends import Backend
 from posjax.attention.dense import dense, dense_gradients
+from posjax.attention.operands import LANES
 from posjax.attention.sharded import Placement, context_attention
 from posjax.layout import Layout
 from posjax.masks import Causal
@@ -41,3 +45,32 @@ def test_the_gradient_of_a_log_sum_exp_is_counted_once(monkeypatch, kind, heads)
     spread = jax.shard_map(lse, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     got = jax.jit(jax.grad(lambda q: spread(q, k, v).sum()))(q)
     np.testing.assert_allclose(got, np.full_like(q, 0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "all"])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_heads_that_wait_and_travel_side_by_side(kind, mask):
+    """Heads of whole lanes keep their order: values and gradients are those of one device."""
+    mesh = jax.make_mesh((SHARDS,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS])
+    across = Placement((), "context", None, "ring", Layout(kind, SHARDS))
+    drawn = np.random.default_rng(0).standard_normal
+    q, k, v, weights = (drawn((2, LENGTH, heads, LANES)).astype(np.float32) for heads in (8, 4, 4, 8))
+    options = {"mask": mask, "implementation": "dense"}
+
+    def loss(attend, q, k, v, weights):
+        return (attend(q, k, v, **options) * weights).sum()
+
+    def spread(q, k, v, **options):
+        tokens = P(None, "context")
+        part = jax.shard_map(
+            lambda *operands: context_attention(*operands, across=across, **options),
+            mesh=mesh,
+            in_specs=(tokens,) * 3,
+            out_specs=tokens,
+        )
+        return across.layout.restore(part(*(across.layout.apply(x, 1) for x in (q, k, v))), 1)
+
+    got, wanted = (
+        jax.jit(jax.value_and_grad(partial(loss, how), (0, 1, 2)))(q, k, v, weights) for how in (spread, pj.attention)
+    )
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-4)

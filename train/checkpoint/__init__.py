@@ -1,6 +1,6 @@
 """Runs on disk: their directory, their checkpoints, and models restored from them or from a release."""
 
-from train.checkpoint.directory import FOUND, RESULTS, check_run, create_run, read_config
+from train.checkpoint.directory import FOUND, RESULTS, check_run, create_run, is_started, read_config
 from train.checkpoint.manager import Checkpoint, Checkpoints, kept_steps, newest_whole
 from train.checkpoint.restore import restore_model
 
@@ -11,6 +11,7 @@ __all__ = [
     "Checkpoints",
     "check_run",
     "create_run",
+    "is_started",
     "kept_steps",
     "newest_whole",
     "read_config",

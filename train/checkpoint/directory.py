@@ -39,6 +39,11 @@ def _check_run(config: Config, directory: Path) -> None:
             refuse_another(saved, config, str(directory))
 
 
+def is_started(directory: Path) -> bool:
+    """Whether a training has saved anything there, which the next one resumes."""
+    return decide(lambda: _started(directory))
+
+
 def create_run(config: Config, directory: Path) -> None:
     """Makes the run directory, unless a training has started there; call `check_run` first."""
     decide(lambda: _create_run(config, directory))

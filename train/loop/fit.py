@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posjax.layout import Layout
-from train.checkpoint import Checkpoint, Checkpoints, check_run, create_run
+from train.checkpoint import Checkpoint, Checkpoints, check_run, create_run, is_started
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
 from train.data import Batch, batches, held_out_documents, pack, training_rows
@@ -75,7 +75,8 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     check_monitor(config)
     enable_compilation_cache(config.monitor.compilation_cache)
     told = print if progress and jax.process_index() == 0 else lambda _: None
-    if advice := flags.advice(jax.devices()[0].device_kind):
+    # Not to a run that resumes: with other flags than it began with it is no longer the same bit for bit.
+    if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):
         told(advice)
     stages = prepare(config, told)
     create_run(config, directory)

@@ -106,7 +106,7 @@ def _compare(config: Config, on: Pod, steps: Steps, console: Console, flags: str
         theirs.insert(0, kept.Kept("ours", ours))
     against.show(readings, update_flops(stage), stage.train.batch_tokens, on, console)
     for one in theirs:
-        if one.step.flags:
+        if one.step.flags is not None:
             console.print(f"{one.name}: {report.compiled_with(one.step.flags)}", highlight=False)
 
 

@@ -65,7 +65,7 @@ class CompiledStep:
     memory: Memory
     axes: dict[str, int]  # of the mesh
     places: tuple[Place, ...]  # of the devices of its first slice, in order
-    flags: str = ""  # of the compiler
+    flags: str | None = None  # of the compiler; None where nobody says
 
 
 def compile_step(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> CompiledStep:
@@ -109,7 +109,8 @@ def _run(directory: str, on: Pod, timeout: int, flags: str) -> dict[str, Any]:
     if done.returncode or not lines:
         if unknown := _UNKNOWN_FLAG.search(done.stderr):
             raise ValueError(
-                f"--flags: this libtpu knows no flag --{unknown[1]}; found {flags}; leave it out there or in {VARIABLE}"
+                f"--flags: this libtpu knows no flag --{unknown[1]}, found among {flags}; take it out of {VARIABLE}, "
+                'or, if posjax recommends it, give the others by --flags="..."'
             )
         error = DoesNotCompile(f"the compiler died with exit status {done.returncode}")
         error.details = done.stderr
@@ -141,21 +142,27 @@ def out_of_memory(message: str) -> str | None:
     )
 
 
-def _child(directory: Path, on: Pod) -> dict[str, Any]:
-    """Compiles, writes the program, and tells of its memory."""
-    import jax
+def devices_of(on: Pod) -> list:
+    """The devices of a pod as the compiler knows them. Raises ValueError for one that it does not know."""
     from jax.experimental import topologies
 
-    from train.loop.step import build_program
-    from train.model.mesh import make_mesh
-
-    config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
     rings = (*on.rings, False)[:3]  # libtpu takes three, and closes none by itself
     try:
         found = topologies.get_topology_desc(on.topology, "tpu", num_slices=on.slices, wrap=rings)
     except Exception as error:
         raise ValueError(f"--topology: the compiler knows no pod {on.name}: {_line(error)}") from None
-    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, list(found.devices))
+    return list(found.devices)
+
+
+def _child(directory: Path, on: Pod) -> dict[str, Any]:
+    """Compiles, writes the program, and tells of its memory."""
+    import jax
+
+    from train.loop.step import build_program
+    from train.model.mesh import make_mesh
+
+    config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices_of(on))
     program = build_program(config, mesh)  # outside: what it computes on the way would be sent to the mesh
     arguments = program.abstract, abstract_batch(config, mesh)
     with jax.set_mesh(mesh):

@@ -70,8 +70,8 @@ def read(folder: Path, on: Pod) -> Kept:
         f"--against: {folder / STEP}: places: expected those of the {devices} devices of {on.slice_name}, found "
         f"{len(places)}; --topology must be the pod that the step was compiled for",
     )
-    text, flags = (folder / PROGRAM).read_text(encoding="utf-8"), str(told.get("flags", ""))
-    step = CompiledStep(text, _memory(told, folder), axes, places, flags)
+    text = (folder / PROGRAM).read_text(encoding="utf-8")
+    step = CompiledStep(text, _memory(told, folder), axes, places, _flags(told, folder))
     schedules = folder / SCHEDULES
     found = schedules if schedules.is_dir() else None
     return Kept(folder.name, step, _tokens(told, folder), found)
@@ -130,3 +130,12 @@ def _tokens(told: dict[str, Any], folder: Path) -> int | None:
         f"--against: {folder / STEP}: tokens: expected those of a step over all devices, found {tokens!r}",
     )
     return tokens
+
+
+def _flags(told: dict[str, Any], folder: Path) -> str | None:
+    flags = told.get("flags")
+    check(
+        flags is None or isinstance(flags, str),
+        f"--against: {folder / STEP}: flags: expected a text, as in LIBTPU_INIT_ARGS, found {flags!r}",
+    )
+    return flags

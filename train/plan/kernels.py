@@ -17,6 +17,7 @@ from posjax.scheme import Layers
 from train.model.flops import allowed
 from train.plan.hlo import Array, Instruction, arrays
 from train.plan.pods import Pod
+from train.workshop.schedule.compiling import STREAMING
 
 HEAD = 128
 """The head size that the costs were measured with; a wider head takes as many times as long, a narrower one as long."""
@@ -43,8 +44,8 @@ class Kernels:
         """
         if line.attribute(r'custom_call_target="([^"]*)"') != "tpu_custom_call":
             return 0.0
-        if _name(line) in _STREAMS:
-            return _moved(line) / (self.pod.chip.streaming * 1e9 / self.pod.network.devices)
+        if _name(line) in STREAMING:
+            return _moved(line) / (self.pod.chip.device_streaming * 1e9)
         call = _call(line)
         if call is None:
             return None
@@ -124,9 +125,6 @@ def _sizes(found: list[Array]) -> tuple[int, int, int, int]:
 
 
 _KERNELS = {"posjax_attention_forward": _forward, "posjax_attention_backward": _backward}
-
-_STREAMS = ("posjax_rotation", "posjax_attention_correction")
-"""Kernels that are bound by memory: they take as long as the compiler expects of a fusion that moves as much."""
 
 
 def _cost(table: dict, queries: int, keys: int) -> tuple[float, float]:

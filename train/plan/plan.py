@@ -94,7 +94,7 @@ def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
     """The plan of a config whose step is compiled."""
     reading = read_step("this step", config, on, compiled)
     return Plan(
-        config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading, compiled.flags
+        config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading, compiled.flags or ""
     )
 
 

@@ -60,6 +60,11 @@ class Chip:
         return next(kind for kind, target in TARGETS.items() if target.name == self.name)
 
     @property
+    def device_streaming(self) -> float:
+        """`streaming` of one device: of a chip, or of the half of one that jax calls so."""
+        return self.streaming / (self.network.devices if self.network else 1)
+
+    @property
     def array(self) -> int:
         """How wide and how high one systolic array is."""
         return 256 if TARGETS[self.kind].wide else 128

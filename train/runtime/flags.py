@@ -13,7 +13,7 @@ from train.runtime.chips import CHIPS
 VARIABLE = "LIBTPU_INIT_ARGS"
 
 _VMEM = "--xla_tpu_scoped_vmem_limit_kib"  # how much fast memory a fusion may use; the more, the fewer reads of HBM
-_PERMUTES = "--xla_max_concurrent_async_collective_permutes=16"  # a step of a ring sends eight arrays; 5 by default
+_PERMUTES = "--xla_max_concurrent_async_collective_permutes=16"  # 5 by default; rings send eight arrays at once
 
 RECOMMENDED: Mapping[str, tuple[str, ...]] = {
     "v5e": (f"{_VMEM}=98304",),
@@ -21,7 +21,10 @@ RECOMMENDED: Mapping[str, tuple[str, ...]] = {
     "v6e": (f"{_VMEM}=98304", _PERMUTES),
     "7x": (f"{_VMEM}=61440",),
 }
-"""By chip. docs/plans.md says what each one changes; values are those of MaxText's recipes, where it has one."""
+"""By chip; what a chip lacks was not tried there. docs/plans.md says what each one changes.
+
+The limits for v6e and 7x are those of MaxText's recipes.
+"""
 
 
 def missing(chip: str, given: str) -> str:

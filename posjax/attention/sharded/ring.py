@@ -178,7 +178,7 @@ class _Way:
         def here(side: _Side, leaf):
             return leaf[device] if side.gathered else next(keys) if side.travels else leaf
 
-        return [here(*each) for each in zip(self.sides, self.leaves, strict=True)]
+        return [here(side, leaf) for side, leaf in zip(self.sides, self.leaves, strict=True)]
 
     def call(self, leaves: list) -> Call:
         """The call of closed leaves."""
@@ -236,7 +236,7 @@ class _Way:
 
     def added(self, distance, keys: list, per_query: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
         """Sums of gradients of the keys of a step, and of everything else, with the share of this step."""
-        source, line = self.source(distance), self.line
+        source, line, outputs = self.source(distance), self.line, self.outputs
         leaves = self.with_keys(keys, source)
         sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
         d_keys, d_own = iter(d_keys), iter(d_own)
@@ -252,7 +252,7 @@ class _Way:
                 so_far = self.sums(
                     wanted, [side.opened(array) for side, array in zip(sides, own, strict=True)], part.x.run
                 )
-                of_rows = PerQuery(self.outputs.opened(rows[0]), *rows[1:])
+                of_rows = PerQuery(outputs.opened(rows[0]), *rows[1:])
                 found = jax.tree.leaves(add(self.config.backends, part.x, part.scale, of_rows, so_far))
                 return [side.closed(array) for side, array in zip(sides, found, strict=True)]
 
@@ -267,10 +267,11 @@ class _Way:
         """``compute(part, so_far)``, or ``so_far`` where the extents of positions say that the mask hides every pair.
 
         Args:
-            leaves: of the call, closed. Into a branch they go so, for a compiler would put them in another order there.
+            leaves: of the call, closed. They enter a branch so: the compiler would store opened ones in another order,
+                which costs a copy.
             at: which piece of the queries and of the keys.
             source: the group of the keys.
-            compute: of the call of these pieces and what there is.
+            compute: takes the call of these pieces and ``so_far``.
             so_far: what there is.
         """
         pieces = [_piece(self.line, side, at, leaf) for side, leaf in zip(self.sides, leaves, strict=True)]

@@ -229,6 +229,8 @@ def test_flags_that_a_run_lacks_are_told_once(config, straight, tmp_path, capsys
     fit(config, tmp_path / "shown", progress="mine")
     assert capsys.readouterr().out.splitlines()[0] == "flags for cpu"
     fit(config, straight.directory, progress="finished")
+    monkeypatch.setattr("train.loop.fit.read_result", lambda directory: None)
+    fit(config, straight.directory, progress="resumes")
     assert "flags" not in capsys.readouterr().out
 
 

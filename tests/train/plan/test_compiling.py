@@ -1,9 +1,13 @@
-"""What the compiler is asked and what its answers say, without the compiler."""
+"""What the compiler is asked, and what its answers say."""
 
+import importlib.util
+import os
 import subprocess
+import sys
 
 import pytest
 
+from train.cli import _parse
 from train.plan import compiling
 from train.plan.compiling import compiler_flags, out_of_memory
 from train.plan.pods import pod
@@ -52,6 +56,39 @@ def test_a_flag_that_the_compiler_does_not_know_is_named(monkeypatch):
     died = subprocess.CompletedProcess([], 1, stdout="", stderr="\nERROR: Unknown command line flag 'xla_no'\n")
     monkeypatch.setattr(compiling.subprocess, "run", lambda *_, **__: died)
     with pytest.raises(
-        ValueError, match=r"^--flags: this libtpu knows no flag --xla_no; found --xla_no=1; leave it out"
+        ValueError, match=r"^--flags: this libtpu knows no flag --xla_no, found among --xla_no=1; take it out"
     ):
         compiling._run("folder", pod("v6e:2x2"), 1, "--xla_no=1")
+
+
+GATHERED = """
+import sys, jax, jax.numpy as jnp
+from jax.experimental import mesh_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+from train.plan.compiling import devices_of
+from train.plan.pods import pod
+devices = devices_of(pod(sys.argv[1]))
+devices = mesh_utils.create_device_mesh((len(devices),), devices=devices)
+mesh = jax.sharding.Mesh(devices, ("all",), axis_types=(jax.sharding.AxisType.Explicit,))
+x = jax.ShapeDtypeStruct((4096, 11008), jnp.bfloat16, sharding=NamedSharding(mesh, P("all")))
+whole = jax.jit(lambda x: jnp.sin(jax.sharding.reshard(x, NamedSharding(mesh, P()))))
+print(whole.trace(x).lower(lowering_platforms=("tpu",)).compile().as_text())
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed")
+def test_what_lies_on_a_pod_with_rings_is_gathered():
+    """Without rings libtpu sums it, most of it zeros."""
+    known = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment = {**os.environ, **known, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", GATHERED, "v5p:4x4x4"]
+    text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert " all-gather" in text
+    assert " all-reduce" not in text
+
+
+def test_a_single_flag_is_read():
+    """It begins with dashes, as an option does."""
+    assert _parse(["plan", "c.yaml", "--topology", "v6e:2x2", "--flags=--xla_a=1"])["flags"] == "--xla_a=1"
+    assert _parse(["plan", "c.yaml", "--topology", "v6e:2x2", "--flags="])["flags"] == ""

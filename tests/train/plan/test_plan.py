@@ -553,16 +553,6 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
 
 @needs_compiler
 @pytest.mark.compile
-def test_a_tiny_config_is_planned_on_rings(tmp_path, capsys):
-    """Without them libtpu sums parameters that lie on many devices, most of them zeros, instead of gathering them."""
-    (tmp_path / "run.yaml").write_text(TINY)
-    overrides = "train.mesh={data: 1, fsdp: 64, tensor: 1}", "train.batch_tokens=65536", "model.model_dim=2048"
-    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5p:4x4x4", *overrides]) == 0
-    assert "all-gather" in capsys.readouterr().out
-
-
-@needs_compiler
-@pytest.mark.compile
 def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
     (tmp_path / "run.yaml").write_text(TINY)
     config = load(

@@ -538,3 +538,5 @@ def test_kernels_that_stream_count_by_their_bytes(monkeypatch):
     reply = {"expected_cycles": 1000, "streamed_bytes": 725_000_000}
     monkeypatch.setattr(compiling, "_run", lambda *_: reply)
     assert compiling.expected_cycles("v6e", "module:make") == pytest.approx(1000 + 1.75e6)  # a millisecond on v6e
+    of_half_a_chip = 1000 + 2.2e9 * 0.725 / (6296 / 2)
+    assert compiling.expected_cycles("7x", "module:make") == pytest.approx(of_half_a_chip)

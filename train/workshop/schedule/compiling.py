@@ -28,8 +28,8 @@ from train.workshop.schedule.kernels import Kernel, read_kernels
 _LISTINGS = "final_bundles|packed-bundles-post-ra|final_hlo-static"
 """Those that are read, of about seventy."""
 
-_STREAMING = re.compile(r"%posjax_(rotation|attention_correction)\S* = .* custom-call\(")
-"""Calls of kernels that read and write everything once; the shapes of all of it stand before the metadata."""
+STREAMING = ("posjax_rotation", "posjax_attention_correction")
+"""Our kernels that are bound by memory: they take as long as the compiler expects of a fusion that moves as much."""
 
 
 class DoesNotCompile(ValueError):
@@ -77,12 +77,14 @@ def expected_cycles(chip: str, factory: str, arguments: Mapping[str, Any] | None
     expects of its own sum of float32 arrays. Loops are not multiplied by trips.
     """
     reply, found = _run(chip, factory, arguments, "", timeout), find_chip(chip)
-    return reply["expected_cycles"] + reply["streamed_bytes"] / found.streaming * found.gigahertz
+    return reply["expected_cycles"] + reply["streamed_bytes"] / found.device_streaming * found.gigahertz
 
 
 def streamed_bytes(program: str) -> int:
     """Bytes that the kernels of an optimised program read and write that do so once."""
-    lines = [line.partition("metadata=")[0] for line in program.splitlines() if _STREAMING.search(line)]
+    # The shapes of everything that a call is given and makes stand before its metadata.
+    call = re.compile(rf"%({'|'.join(STREAMING)})\S* = .* custom-call\(")
+    lines = [line.partition("metadata=")[0] for line in program.splitlines() if call.search(line)]
     shapes = itertools.chain(*(re.findall(r"\b(\w+?)(\d+)\[([\d,]*)\]", line) for line in lines))
     return sum(int(bits) // 8 * math.prod(map(int, filter(None, sizes.split(",")))) for _, bits, sizes in shapes)
 
