@@ -221,7 +221,8 @@ def _planned(entry: Planned, found: dict[str, Any] | None) -> str:
     rest = gib["total"] - gib["parameters"] - gib["optimizer"]
     memory = f"{gib['parameters']:.1f}, {gib['optimizer']:.1f}, {rest:.1f}"
     speed = (_share(found), f"{found['seconds']:.3g}", f"{found['tokens']:,.0f}", f"{found['mfu']:.1%}")
-    return _row(entry.name, entry.pod.name, f"{found['mesh']}, {found['remat']}", memory, *speed)
+    earlier = "" if "flags" in found else " *"
+    return _row(entry.name + earlier, entry.pod.name, f"{found['mesh']}, {found['remat']}", memory, *speed)
 
 
 def _share(found: dict[str, Any]) -> str:
