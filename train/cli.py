@@ -128,14 +128,12 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
     return 0
 
 
-def plan(
-    path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, flags: str | None, **steps: Any
-) -> int:
+def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> int:
     """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
     config = load(path, overrides)
     from train.plan.command import Steps, plan
 
-    plan(config, topology, slices, sweep, Steps.of(flags=flags, **steps), flags)
+    plan(config, topology, slices, sweep, Steps.of(**steps))
     return 0
 
 

@@ -25,11 +25,12 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class Steps:
-    """Compiled steps in folders: those to lay beside ours, or beside each other, and where to keep ours."""
+    """Compiled steps in folders: those to lay beside ours, or beside each other; and how ours is compiled and kept."""
 
     against: tuple[Path, ...] = ()
     keep: Path | None = None
     blocks: Blocks | None = None  # of kernels whose calls do not tell theirs
+    flags: str | None = None  # of the compiler, for ours; None for those that are recommended for the chip
 
     @classmethod
     def of(cls, against: Sequence[str], keep: str | None, blocks: str | None, flags: str | None = None) -> Steps:
@@ -42,34 +43,27 @@ class Steps:
                 f"{purpose}; leave out {option}, or all folders but one",
             )
         check(not blocks or against, "--blocks: these are of kernels in a folder that --against names, found none")
-        return cls(*named, parse_blocks(blocks) if blocks else None)
+        return cls(*named, parse_blocks(blocks) if blocks else None, flags)
 
 
-def plan(
-    config: Config,
-    topology: str,
-    slices: int = 1,
-    sweep: int = 0,
-    steps: Steps | None = None,
-    flags: str | None = None,
-) -> None:
+def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: Steps | None = None) -> None:
     """Plans every stage of a config on slices of a pod, or compiles `sweep` ways to run it there and ranks them.
 
-    With `steps` it keeps the compiled step, or lays kept ones beside it. `flags` of the compiler are those recommended
-    for the chip unless given. Raises ValueError for a pod that does not
-    exist, a config that does not fit it, or a folder without a step.
+    `steps` says which kept steps are laid beside ours, and how ours is compiled and kept. Raises ValueError for a pod
+    that does not exist, a config that does not fit it, or a folder without a step.
     """
+    steps = steps or Steps()
     check(sweep >= 0, f"--sweep: expected how many ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
-    if steps and (steps.against or steps.keep):
+    if steps.against or steps.keep:
         _check_alone(config, sweep)
-        _compare(config, on, steps, console, flags)
+        _compare(config, on, steps, console)
         return
     for name, stage in stages(config):
         if len(config.stage_names) > 1:
             console.rule(name)
-        _plan_stage(stage, on, sweep, console, flags)
+        _plan_stage(stage, on, sweep, console, steps.flags)
 
 
 def _plan_stage(config: Config, on: Pod, sweep: int, console: Console, flags: str | None) -> None:
@@ -89,14 +83,14 @@ def _check_alone(config: Config, sweep: int) -> None:
     )
 
 
-def _compare(config: Config, on: Pod, steps: Steps, console: Console, flags: str | None) -> None:
+def _compare(config: Config, on: Pod, steps: Steps, console: Console) -> None:
     """Compiles our step, unless several are there to compare, keeps it if asked, and prints all of them."""
     (stage,) = config.every_stage
     theirs = [kept.read(folder, on) for folder in steps.against]
     readings = [_reading(stage, on, one, steps.blocks) for one in theirs]
     if len(theirs) < 2:
         check_split(stage, on)
-        ours = compile_step(stage, on, flags=flags)
+        ours = compile_step(stage, on, flags=steps.flags)
         if steps.keep:
             kept.keep(steps.keep, ours, stage.train.batch_tokens)
         if not theirs:
