@@ -526,7 +526,7 @@ def test_under_vmap():
     def gradient(backend, values):
         return jax.grad(lambda v: loss_of(call(case, backend, v, places(case))))(values)
 
-    # Until then, for an interpreted kernel calls back into JAX, and hangs where this thread runs small programs beside it.
+    # It ends first, for an interpreted kernel calls back into JAX, and hangs where this thread runs programs beside it.
     got = jax.block_until_ready(jax.jit(jax.vmap(partial(gradient, kernel(case))))(many))
     close(got, jax.jit(jax.vmap(partial(gradient, dense)))(many), 2e-5)
 
