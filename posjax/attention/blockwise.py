@@ -255,7 +255,7 @@ def _forward(blocks: Blocks, x: Operands):
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
 
-class _Found(NamedTuple):
+class _TileGradients(NamedTuple):
     """Gradients of the queries and keys of every pair of features, of the values, and of ``_learned``."""
 
     q: list
@@ -264,7 +264,9 @@ class _Found(NamedTuple):
     learned: list
 
 
-def _backward_tile(x: Operands, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _Found) -> _Found:
+def _backward_tile(
+    x: Operands, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _TileGradients
+) -> _TileGradients:
     """Adds what the tile of query block ``i`` and key block ``j`` gives to every gradient."""
     dtype = statistics_dtype(x.q)
     part, factors = _decayed(_tile(x, blocks, i, j))
@@ -284,7 +286,7 @@ def _backward_tile(x: Operands, blocks: Blocks, per_query: PerQuery, j, kind: Ki
             more_q, more_k = decayed(more_q, factors[0]), decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
     d_v = found.v + gather(rows.d_out, weights, dtype)
-    return _Found(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
+    return _TileGradients(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
 
 
 def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
@@ -292,7 +294,7 @@ def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
     kinds, (grid,) = plan(x, blocks, together=True)
     tiles = _visits(grid.T, kinds)
 
-    def column(j, whole: _Found) -> _Found:
+    def column(j, whole: _TileGradients) -> _TileGradients:
         blank = [like_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
         start = whole._replace(k=blank, v=like_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
         part = _visit(tiles, kinds, j, partial(_backward_tile, x, blocks, per_query, j), start)
@@ -303,7 +305,7 @@ def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
 
         return part._replace(k=[store(*pair) for pair in zip(whole.k, part.k, strict=True)], v=store(whole.v, part.v))
 
-    start = _Found(
+    start = _TileGradients(
         [like_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
         [like_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
         like_zeros(x.v.shape, x.v.dtype, x.q),
@@ -360,7 +362,7 @@ def _added(whole, part, first: list):
     return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice(whole, first, part.shape) + part, first)
 
 
-def _cotangent(x: Operands, found: _Found) -> Operands:
+def _cotangent(x: Operands, found: _TileGradients) -> Operands:
     """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
     zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))

@@ -91,7 +91,7 @@ def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Arra
 
 def per_query_of(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery:
     """What the backward pass of a part reads of each query, from output, log-sum-exp and the cotangents of both."""
-    return PerQuery(*run(_PerQuery(backends), *rows, *cotangents))
+    return PerQuery(*run(_Correction(backends), *rows, *cotangents))
 
 
 def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
@@ -197,7 +197,7 @@ class _Merge(Lowered):
 
 
 @dataclass(frozen=True)
-class _PerQuery(Lowered):
+class _Correction(Lowered):
     """``Backend.per_query_of`` of output, log-sum-exp, and the cotangents of both."""
 
     backends: Backends
