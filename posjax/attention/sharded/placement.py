@@ -1,6 +1,7 @@
 """Which axes of a mesh hold the batch, the sequence and the heads."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -53,7 +54,12 @@ class Placement:
     @property
     def axes(self) -> tuple[str, ...]:
         """All axes it names."""
-        return (*self.batch, *_names(self.context), *_names(self.heads))
+        return tuple(itertools.chain(*self.split_axes))
+
+    @property
+    def split_axes(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The axes over which rows, the tokens of a row, and heads are split."""
+        return self.batch, _names(self.context), _names(self.heads)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
