@@ -21,7 +21,7 @@ from train.config.settings.checks import check, check_distinct
 from train.data import Batch, batches, held_out_documents, pack, training_rows
 from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import as_released, check_model, placement
+from train.model.build import as_released, check_model, placement, replicated_parameters
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
@@ -140,6 +140,8 @@ def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
+            if whole := replicated_parameters(stage, built[-1][1]):
+                told(f"warning: {whole}")
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from jax.sharding import AbstractMesh
 from rich.console import Console, Group
 from rich.table import Table
 
+from train.model.build import replicated_parameters
 from train.plan.network import DCN
 from train.plan.plan import Plan
 from train.plan.pods import DCN_LATENCY, GIB, LATENCY
@@ -17,6 +19,8 @@ def show(plan: Plan, console: Console) -> None:
     """Prints memory, traffic and the predicted step."""
     console.print(Group(_memory(plan), _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
+    if whole := replicated_parameters(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))):
+        console.print(f"warning: {whole}", highlight=False)
     console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
 
 
