@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from train.evaluate.mesh import whole
 from train.evaluate.predictor import Predictor, next_nll
 from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, sliding_pieces, whole_windows
 from train.report.numbers import MEASURES
@@ -136,7 +137,7 @@ def _measure_length(
     predictor: Predictor, parameters: Any, windows: dict[str, Windows], length: int, rows: int
 ) -> Perplexity:
     """All measurements at one length, through one compiled function of `rows` windows."""
-    rows = min(rows, max(len(each.tokens) for each in windows.values()))
+    rows = predictor.filled(min(rows, max(len(each.tokens) for each in windows.values())))
     score = _compiled(predictor, parameters, rows, length)
     _warm(score, parameters, rows, length)
     start = time.perf_counter()
@@ -179,7 +180,7 @@ def _compiled(predictor: Predictor, parameters: Any, rows: int, length: int) -> 
 
     def place_nll(parameters, tokens, weights):
         nll = next_nll(predictor, parameters, tokens, length)
-        return jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=0)
+        return whole(jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=0))
 
     tokens = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
     weights = jax.ShapeDtypeStruct((rows, length), jnp.float32)

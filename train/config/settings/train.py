@@ -25,9 +25,9 @@ class MeshConfig:
 
     def __post_init__(self):
         for name, size in vars(self).items():
-            check(size == -1 or size > 0, f"train.mesh.{name} must be positive, or -1 for all, found {size}")
+            check(size == -1 or size > 0, f"mesh.{name} must be positive, or -1 for all, found {size}")
         rest = [name for name, size in vars(self).items() if size == -1]
-        check(len(rest) < 2, f"train.mesh: only one axis can take all that are left, found -1 for {' and '.join(rest)}")
+        check(len(rest) < 2, f"mesh: only one axis can take all that are left, found -1 for {' and '.join(rest)}")
 
 
 @dataclass(frozen=True)
