@@ -55,8 +55,10 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
     """measure a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.evaluate.saved import evaluate
+    from train.runtime.distributed import processes
 
-    evaluate(directory, overrides)
+    with processes():
+        evaluate(directory, overrides)
     return 0
 
 
@@ -72,8 +74,10 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
     """continue a prompt with a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.evaluate.generate import Draws, generate
+    from train.runtime.distributed import processes
 
-    generate(directory, prompt, Draws(**sampling), overrides)
+    with processes():
+        generate(directory, prompt, Draws(**sampling), overrides)
     print()
     return 0
 
@@ -92,8 +96,10 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
     """search LongRoPE's factors for a trained run or a released model with RoPE"""
     directory = _run_of(path, overrides)
     from train.evaluate.search import search
+    from train.runtime.distributed import processes
 
-    search(directory, overrides, length, **sizes)
+    with processes():
+        search(directory, overrides, length, **sizes)
     return 0
 
 
