@@ -78,7 +78,6 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
 
     with processes():
         generate(directory, prompt, Draws(**sampling), overrides)
-    print()
     return 0
 
 
@@ -135,7 +134,7 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
 
 
 def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> int:
-    """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
+    """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and tell memory and speed"""
     config = load(path, overrides)
     from train.plan.command import Steps, plan
 
@@ -184,6 +183,10 @@ _ARGUMENTS = {
             "default": 0,
             "metavar": "N",
             "help": "compile N (8) meshes, remat policies and context strategies instead, and rank them",
+        },
+        "--evaluate": {
+            "action": "store_true",
+            "help": "plan what evaluate computes of a batch at the longest of evaluate.lengths, in place of a step",
         },
         "--keep": {"metavar": "FOLDER", "help": "keep the compiled step there"},
         "--against": {

@@ -112,7 +112,9 @@ def generate(
     overrides: Sequence[str] = (),
     write: Callable[[str], object] | None = None,
 ) -> str:
-    """Continues a prompt with the model saved in `directory`, handing the text to `write`, or printing it, as it comes.
+    """Continues a prompt with the model saved in `directory`, handing the text to `write` as it comes.
+
+    Without `write` the first process prints it, and a line's end.
 
     Special tokens that the prompt spells out are those tokens, so a chat model can be asked in its own form.
     `overrides` may change what training did not depend on: ``scheme.extend``, to run past the training length.
@@ -120,8 +122,7 @@ def generate(
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
     that would need another training, for models that do not predict the next token, and for a prompt without a token.
     """
-    if write is None:
-        write = partial(print, end="", flush=True) if jax.process_index() == 0 else lambda _: None
+    write = write or _print
     config = config_of(directory, overrides)
     check_causal(config)
     check_vocabulary(config)
@@ -135,7 +136,15 @@ def generate(
     model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
     ends = ends_of_text(config.data, tokenizer)
     with on(mesh):
-        return _written(tokens_after(model, tokens, sampling, ends, mesh), tokenizer, write)
+        text = _written(tokens_after(model, tokens, sampling, ends, mesh), tokenizer, write)
+    if write is _print:
+        _print("\n")
+    return text
+
+
+def _print(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, end="", flush=True)
 
 
 def _check_embedded(tokens: Int[np.ndarray, "prompt"], vocabulary: int) -> None:

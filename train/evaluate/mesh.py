@@ -28,23 +28,27 @@ _KEY = "evaluate.mesh"
 
 
 def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | None:
-    """The mesh of ``evaluate.mesh``; None for one device.
+    """The mesh of ``evaluate.mesh``; None for one device. See `sizes_for`.
 
-    When the key is left out it has all devices: batches of ``rows`` rows are split over as many of them as divide it,
+    Raises ValueError as that does, and where a process would have no device.
+    """
+    devices = jax.devices() if devices is None else devices
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    sizes = sizes_for(config, rows, len(devices), slices)
+    return None if len(devices) == 1 or math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, _KEY)
+
+
+def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:
+    """How many devices lie along each axis of ``evaluate.mesh``.
+
+    When the key is left out it has all devices: batches of ``rows`` rows are split over as many of them as they fill,
     and every row over those that are left.
 
     Raises ValueError for axes that the devices cannot fill, and for rows that the scheme cannot split.
     """
-    devices = jax.devices() if devices is None else devices
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    asked = config.evaluate.mesh or _chosen(config, rows, len(devices), slices)
-    sizes = mesh_shape(asked, len(devices), _KEY)
-    used = math.prod(sizes.values())
-    check(used > 1 or jax.process_count() == 1, f"{_KEY} has one device, and there are {jax.process_count()} processes")
-    if used == 1:
-        return None
+    sizes = mesh_shape(config.evaluate.mesh or _chosen(config, rows, devices, slices), devices, _KEY)
     check(sizes["context"] == 1 or not _is_linear(config), f"{_KEY}.context: linear attention cannot split a row")
-    return mesh_of(sizes, devices, _KEY)
+    return sizes
 
 
 def _chosen(config: Config, rows: int, devices: int, slices: int) -> MeshConfig:

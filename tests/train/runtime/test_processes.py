@@ -46,7 +46,16 @@ def folder(tmp_path_factory):
 class Processes:
     """The processes of one run, each with so many devices, started together; what they print is in files."""
 
-    def __init__(self, folder: Path, name: str, count: int, devices: int, *overrides: str, own: dict | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        count: int,
+        devices: int,
+        *overrides: str,
+        own: dict | None = None,
+        command: str = "fit",
+    ):
         self.directory = folder / name
         with socket.create_server(("localhost", 0)) as server:
             address = f"localhost:{server.getsockname()[1]}"
@@ -59,11 +68,11 @@ class Processes:
                 "JAX_PROCESS_ID": str(index),
             }
             env = environment(devices, **(several if count > 1 else {}))
-            command = [sys.executable, "-m", "train", "fit", str(folder / "config.yaml"), f"name={name}", *overrides]
+            order = [sys.executable, "-m", "train", command, str(folder / "config.yaml"), f"name={name}", *overrides]
             with prints.open("wb") as file:
                 self._started.append(
                     subprocess.Popen(
-                        command + (own or {}).get(index, []),
+                        order + (own or {}).get(index, []),
                         cwd=ROOT,
                         env=env,
                         stdout=file,
@@ -222,6 +231,21 @@ def test_two_processes_resume_to_the_end(folder, straight):
     run = Processes(folder, "again", 2, 2)
     run.end(0, 0)
     assert metrics(run.directory) == straight
+
+
+def test_two_processes_measure_a_run_as_one_does(folder, straight):
+    """The first one alone writes and tells."""
+    measured = ["evaluate.lengths=[16, 128]", "evaluate.tokens=512", "evaluate.batch_tokens=256"]
+    results, found = folder / "straight" / "evaluation.jsonl", []
+    for count, devices in ((2, 2), (1, 1)):
+        run = Processes(folder, "straight", count, devices, *measured, command="evaluate")
+        run.end(*(0 for _ in run.all))
+        found.append([json.loads(line) for line in results.read_text().splitlines()])
+        results.unlink()
+        assert ["rope" in run.printed(index) for index in run.all] == [True, False][:count]
+    for several, one in zip(*found, strict=True):
+        assert [several[name] for name in ("length", "window_tokens")] == [one["length"], one["window_tokens"]]
+        assert several["window_nll"] == pytest.approx(one["window_nll"], rel=1e-5)
 
 
 def test_a_mistake_on_one_host_ends_all_of_them(folder):
