@@ -33,13 +33,16 @@ def fit(path: str, overrides: Sequence[str]) -> int:
 
 def _tell(config: Any, result: Any) -> None:
     """What came out of a training, in a line."""
+    from train.monitor.goodput import share
+
     if not result.finished:
         print(f"stopped after {result.steps} of {config.steps} steps; the same command resumes")
         return
     loss = "loss not finite" if result.final_loss is None else f"loss {result.final_loss:.4f}"
     speed = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else "speed not measured"
     memory = f"{result.peak_memory_bytes / 2**20:,.0f} MiB at most"
-    print(f"{result.directory}: {result.steps} steps · {loss} · {speed} · {memory}")
+    goodput = f" · goodput {share(result.seconds):.0%}" if result.seconds else ""
+    print(f"{result.directory}: {result.steps} steps · {loss} · {speed} · {memory}{goodput}")
 
 
 def compare(path: str, overrides: Sequence[str]) -> int:

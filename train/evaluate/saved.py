@@ -115,6 +115,7 @@ def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
     return {
         "train_tokens_per_second": fitted.tokens_per_second if fitted else None,
         "peak_memory_bytes": fitted.peak_memory_bytes if fitted else None,
+        "train_seconds": fitted.seconds if fitted else None,
         "training": None if entry.only_measured else _training(directory),
     }
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,7 @@ class FitResult:
       final_loss: the training loss of the last update that was logged, in nats per token.
       tokens_per_second: training tokens of all devices per second of wall time, of the last process that trained,
         without the first `WARM_STEPS` steps of every stage, checkpoints included.
+      seconds: what its wall-clock time was spent on, in all lives of the run; see `train.monitor.goodput`.
       peak_memory_bytes: the most that process held, as `train.monitor.peak_memory_bytes` says.
     """
 
@@ -55,6 +57,7 @@ class FitResult:
     final_loss: float | None
     tokens_per_second: float | None
     peak_memory_bytes: int
+    seconds: dict[str, float] | None = None
 
 
 def fit(config: Config, directory: str | Path | None = None, *, progress: str | None = None) -> FitResult:
@@ -67,7 +70,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, a mesh,
     a batch or a stage that cannot work, or a directory that belongs to another config.
     """
-    directory = path(directory or config.directory)
+    began, directory = time.time(), path(directory or config.directory)
     check_run(config, directory)
     finished = read_result(directory)
     if finished:
@@ -85,13 +88,14 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
             config,
             stages,
             stack.enter_context(Checkpoints(config, directory, [stage.rows.digest() for stage in stages])),
-            stack.enter_context(Monitor(config, directory, label=progress)),
+            stack.enter_context(Monitor(config, directory, label=progress, began=began)),
             stack.enter_context(stop_requested()),
         )
         step = run.train()
         last, speed = run.monitor.last, run.monitor.tokens_per_second
-    done = step == config.steps
-    result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes())
+        run.monitor.goodput.spend("checkpoint")  # the last one is waited for
+    seconds, done = run.monitor.goodput.seconds, step == config.steps
+    result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes(), seconds)
     if result.finished:
         values = {key: value for key, value in vars(result).items() if key != "directory"}
         decide(lambda: write_file(directory / "fit.json", json.dumps(values) + "\n"))
@@ -208,7 +212,8 @@ class Run:
 
     def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> int:
         """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
-        train = stage.config.train
+        train, goodput = stage.config.train, self.monitor.goodput
+        goodput.spend("start")
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
         evaluate = _Evaluation(stage, self.config.monitor, step) if stage.held_out else None
@@ -229,11 +234,13 @@ class Run:
                 jax.block_until_ready(metrics)
                 self.monitor.begin()
             if step == stage.last_step or (step - stage.first_step) % train.log_every == 0:
-                measured = evaluate.measure(step, state.parameters) if evaluate else {}
+                with goodput.spending("evaluate"):
+                    measured = evaluate.measure(step, state.parameters) if evaluate else {}
                 self._log(stage, step, metrics, batch.segment_ids, measured)
             if last or (step - stage.first_step) % train.checkpoint_every == 0:
                 _refuse_divergence(stage, step, metrics)
-                self.checkpoints.save(step, stage.number, state, stream.get_state())
+                with goodput.spending("checkpoint"):
+                    self.checkpoints.save(step, stage.number, state, stream.get_state())
             if last:
                 break
         return step

@@ -233,6 +233,18 @@ def test_two_processes_resume_to_the_end(folder, straight):
     assert metrics(run.directory) == straight
 
 
+@pytest.mark.wide
+def test_a_process_that_vanishes_is_noticed(folder):
+    """One that answers nothing and closes nothing, as a host without power: by jax's heartbeats, within 100 seconds."""
+    run = Processes(folder, "vanished", 2, 1, "train.steps=100000")
+    run.wait_until(lambda: last_step(run.directory) >= 4)
+    run.send(signal.SIGSTOP, 1)
+    status = run._started[0].wait(timeout=TIMEOUT)
+    run.send(signal.SIGKILL, 1)
+    assert status
+    assert "unhealthy (stopped sending heartbeats)" in run.printed(0)
+
+
 def test_two_processes_measure_a_run_as_one_does(folder, straight):
     """The first one alone writes and tells."""
     measured = ["evaluate.lengths=[16, 128]", "evaluate.tokens=512", "evaluate.batch_tokens=256"]
