@@ -16,15 +16,14 @@ from posjax.attention.cache import Cache
 from posjax.attention.sharded import Placement
 from posjax.layout import Layout
 from posjax.nn.decoder import DecoderCache
-from train.config import Config, MeshConfig
+from train.config import Config
 from train.config.settings.checks import check
+from train.config.settings.evaluate import EvaluateMesh
 from train.loop.optimizer import is_matrix
 from train.model.build import scheme_of
 from train.model.mesh import BATCH_AXES, mesh_of, mesh_shape
 from train.model.sharding import named_sharding
 from train.model.state import is_axis_names
-
-_KEY = "evaluate.mesh"
 
 
 def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | None:
@@ -35,7 +34,7 @@ def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | N
     devices = jax.devices() if devices is None else devices
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     sizes = sizes_for(config, rows, len(devices), slices)
-    return None if len(devices) == 1 or math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, _KEY)
+    return None if len(devices) == 1 or math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, EvaluateMesh.key)
 
 
 def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:
@@ -46,17 +45,20 @@ def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[
 
     Raises ValueError for axes that the devices cannot fill, and for rows that the scheme cannot split.
     """
-    sizes = mesh_shape(config.evaluate.mesh or _chosen(config, rows, devices, slices), devices, _KEY)
-    check(sizes["context"] == 1 or not _is_linear(config), f"{_KEY}.context: linear attention cannot split a row")
+    sizes = mesh_shape(config.evaluate.mesh or _chosen(config, rows, devices, slices), devices)
+    check(
+        sizes["context"] == 1 or not _is_linear(config),
+        f"{EvaluateMesh.key}.context: linear attention cannot split a row",
+    )
     return sizes
 
 
-def _chosen(config: Config, rows: int, devices: int, slices: int) -> MeshConfig:
+def _chosen(config: Config, rows: int, devices: int, slices: int) -> EvaluateMesh:
     each = devices // slices
     if _is_linear(config):
-        return MeshConfig(replica=slices, data=1, fsdp=each)
+        return EvaluateMesh(replica=slices, data=1, fsdp=each)
     fsdp = max(n for n in range(1, each + 1) if each % n == 0 and slices * n <= max(rows, slices))
-    return MeshConfig(replica=slices, data=1, fsdp=fsdp, context=each // fsdp)
+    return EvaluateMesh(replica=slices, data=1, fsdp=fsdp, context=each // fsdp)
 
 
 def _is_linear(config: Config) -> bool:

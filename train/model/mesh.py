@@ -17,8 +17,8 @@ BATCH_AXES = ("replica", "data", "fsdp")
 """The axes over which the rows of a batch are split."""
 
 
-def mesh_shape(config: MeshConfig, devices: int, key: str = "train.mesh") -> dict[str, int]:
-    """How many devices lie along each axis, -1 filled in; ``key`` is the config's, for errors.
+def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
+    """How many devices lie along each axis, -1 filled in.
 
     Raises ValueError for axes that `devices` devices cannot fill or that need more of them.
     """
@@ -29,7 +29,7 @@ def mesh_shape(config: MeshConfig, devices: int, key: str = "train.mesh") -> dic
     if named > devices or (open_axis and devices % named):
         fits = divisor_near(devices, named)
         raise ValueError(
-            f"{key} ({asked}) needs {'a multiple of ' if open_axis else ''}{named} devices, but there are "
+            f"{config.key} ({asked}) needs {'a multiple of ' if open_axis else ''}{named} devices, but there are "
             f"{devices}; sizes whose product is {fits} would work"
         )
     return sizes | ({open_axis: devices // named} if open_axis else {})

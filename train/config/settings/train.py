@@ -17,6 +17,8 @@ class MeshConfig:
     `data`.
     """
 
+    key = "train.mesh"  # in messages
+
     replica: int = 1  # slices of a multi-slice pod, which talk over the data-centre network
     data: int = -1
     fsdp: int = 1
@@ -25,9 +27,10 @@ class MeshConfig:
 
     def __post_init__(self):
         for name, size in vars(self).items():
-            check(size == -1 or size > 0, f"mesh.{name} must be positive, or -1 for all, found {size}")
+            check(size == -1 or size > 0, f"{self.key}.{name} must be positive, or -1 for all, found {size}")
         rest = [name for name, size in vars(self).items() if size == -1]
-        check(len(rest) < 2, f"mesh: only one axis can take all that are left, found -1 for {' and '.join(rest)}")
+        found = " and ".join(rest)
+        check(len(rest) < 2, f"{self.key}: only one axis can take all that are left, found -1 for {found}")
 
 
 @dataclass(frozen=True)
