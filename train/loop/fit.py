@@ -5,7 +5,7 @@ import json
 import math
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from train.checkpoint import Checkpoint, Checkpoints, check_run, create_run, is_
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
 from train.data import Batch, batches, held_out_documents, pack, training_rows
+from train.loop.optimizer import kept_moments
 from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program
 from train.model.build import as_released, check_model, placement
@@ -170,6 +171,8 @@ def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program
     check_model(config)
     mesh = make_mesh(train.mesh, train.rows // train.accumulate)
     program = build_program(config, mesh)
+    if train.keep_moments:
+        _check_moments(None if before is None else build_program(before, mesh), program)
     before = as_released(config) if before is None and config.init.path else before
     if before is not None:
         check_continues(before, config)
@@ -177,6 +180,18 @@ def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program
     with jax.set_mesh(mesh):
         program.update.eval_shape(program.abstract, Batch(*(field for _ in Batch._fields)))
     return config, mesh, program
+
+
+def _check_moments(before: Program | None, program: Program) -> None:
+    """Raises ValueError for a stage that cannot go on with the moments of the one before it."""
+    check(before is not None, "train.keep_moments: the first stage has no moments to keep; set it in a later one")
+    shapes = [jax.tree.map(jax.typeof, each.abstract.optimizer) for each in (before, program)]
+    check(
+        shapes[0] == shapes[1],
+        "train.keep_moments: the moments of the stage before are those of another optimizer, of other parameters or of "
+        "another dtype; leave optimizer, trains, moment_dtype and the scheme's parameters as they were, or set it to "
+        "false",
+    )
 
 
 @dataclass(frozen=True)
@@ -245,11 +260,18 @@ class Run:
         if saved.stage == stage.number:
             stream.set_state(saved.stream)
             return self.checkpoints.restore(saved, stage.program.abstract), saved.step
-        before = self.stages[saved.stage]
-        abstract = build_program(before.config, stage.mesh).abstract.parameters
-        parameters = self.checkpoints.restore_parameters(saved, abstract)
-        turned = partial(convert, before.config, stage.config)
-        return stage.program.begin(jax.jit(turned)(parameters)), saved.step
+        return self._continued(stage, saved), saved.step
+
+    def _continued(self, stage: Stage, saved: Checkpoint) -> TrainState:
+        """The first state of a stage from the last one of the stage before it."""
+        before = self.stages[saved.stage].config
+        abstract = build_program(before, stage.mesh).abstract
+        turned = jax.jit(partial(convert, before, stage.config))
+        if not stage.config.train.keep_moments:
+            return stage.program.begin(turned(self.checkpoints.restore_parameters(saved, abstract.parameters)))
+        last = self.checkpoints.restore(saved, abstract)
+        begun = stage.program.begin(turned(last.parameters))
+        return replace(begun, optimizer=kept_moments(last.optimizer, begun.optimizer))
 
     def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
         _refuse_divergence(stage, step, metrics)
