@@ -18,6 +18,8 @@ _FREE_TRAIN = (
     "train.loss_chunks",
     "train.checkpoint_every",
     "train.keep",
+    "train.local_every",
+    "train.local_folder",
     "train.log_every",
 )
 

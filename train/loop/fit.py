@@ -15,7 +15,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posjax.layout import Layout
-from train.checkpoint import Checkpoint, Checkpoints, check_run, create_run, is_started
+from train.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    LocalCheckpoint,
+    LocalCheckpoints,
+    check_run,
+    create_run,
+    is_started,
+)
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
 from train.data import Batch, batches, held_out_documents, pack, training_rows
@@ -81,11 +89,13 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         told(advice)
     stages = prepare(config, told)
     create_run(config, directory)
+    corpora = [stage.rows.digest() for stage in stages]
     with ExitStack() as stack:
         run = Run(
             config,
             stages,
-            stack.enter_context(Checkpoints(config, directory, [stage.rows.digest() for stage in stages])),
+            stack.enter_context(Checkpoints(config, directory, corpora)),
+            stack.enter_context(LocalCheckpoints(config, directory, corpora)) if _saves_locally(config) else None,
             stack.enter_context(Monitor(config, directory, label=progress)),
             stack.enter_context(stop_requested()),
         )
@@ -96,7 +106,13 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     if result.finished:
         values = {key: value for key, value in vars(result).items() if key != "directory"}
         decide(lambda: write_file(directory / "fit.json", json.dumps(values) + "\n"))
+        if run.local:
+            run.local.forget()
     return result
+
+
+def _saves_locally(config: Config) -> bool:
+    return any(stage.train.local_every for stage in config.every_stage)
 
 
 def read_result(directory: str | Path) -> FitResult | None:
@@ -201,12 +217,13 @@ class Run:
     config: Config
     stages: list[Stage]
     checkpoints: Checkpoints
+    local: LocalCheckpoints | None
     monitor: Monitor
     stop: threading.Event
 
     def train(self) -> int:
         """Trains and returns the number of updates that the saved state has seen."""
-        saved = self.checkpoints.newest()
+        saved = self._newest()
         listen(0 if saved is None else saved.step, self.stop)
         first = 0 if saved is None else saved.stage
         if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):
@@ -218,6 +235,11 @@ class Run:
                 return step
             saved = Checkpoint(step, stage.number, None)
         return step
+
+    def _newest(self) -> Checkpoint | None:
+        lasting = self.checkpoints.newest()
+        states = [stage.program.abstract for stage in self.stages]
+        return (self.local.newest(states, lasting) if self.local else None) or lasting
 
     def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> int:
         """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
@@ -247,6 +269,9 @@ class Run:
             if last or (step - stage.first_step) % train.checkpoint_every == 0:
                 _refuse_divergence(stage, step, metrics)
                 self.checkpoints.save(step, stage.number, state, stream.get_state())
+            elif train.local_every and (step - stage.first_step) % train.local_every == 0:
+                _refuse_divergence(stage, step, metrics)
+                self.local.save(step, stage.number, state, stream.get_state())
             if last:
                 break
         return step
@@ -259,7 +284,8 @@ class Run:
             return stage.program.initialize(), 0
         if saved.stage == stage.number:
             stream.set_state(saved.stream)
-            return self.checkpoints.restore(saved, stage.program.abstract), saved.step
+            source = self.local if isinstance(saved, LocalCheckpoint) else self.checkpoints
+            return source.restore(saved, stage.program.abstract), saved.step
         return self._continued(stage, saved), saved.step
 
     def _continued(self, stage: Stage, saved: Checkpoint) -> TrainState:

@@ -96,6 +96,8 @@ class TrainConfig:
     mask_rate: float = 0.15  # share of the tokens to be predicted when model.causal is false
     checkpoint_every: int = 500
     keep: int = 2  # how many checkpoints stay; the newest ones
+    local_every: int = 0  # steps between checkpoints on a disk of each host; 0 for none
+    local_folder: str = ""  # where, on every host
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
@@ -118,6 +120,12 @@ class TrainConfig:
         check(
             0 <= self.warmup_steps < self.steps or self.steps == 0,
             f"train.warmup_steps must be at least 0 and below train.steps ({self.steps}), found {self.warmup_steps}",
+        )
+        check(self.local_every >= 0, f"train.local_every must not be negative, found {self.local_every}")
+        check(
+            not self.local_every or (bool(self.local_folder) and "://" not in self.local_folder),
+            "train.local_every: name a folder on a disk of each host as train.local_folder, such as /tmp/checkpoints, "
+            f"found {self.local_folder!r}",
         )
         _check_factors(self.learning_rate_factors)
         check(
