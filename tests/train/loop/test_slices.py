@@ -142,4 +142,5 @@ def test_gradients_go_between_four_slices_once_a_step():
         if between_slices(line) and line.opcode == "send":
             sizes[times] += sum(array.bytes for array in line.results)
     assert sizes.keys() == {1}, "nothing in a loop"
+    assert "posjax_attention_forward" in compiled.text, "kernels are taken here too"
     assert compiled.memory.parameters <= sizes[1] <= 1.5 * compiled.memory.parameters
