@@ -46,9 +46,11 @@ def straight(config, tmp_path_factory):
 
 
 def killed(config, directory, after, monkeypatch):
-    """A run that ends like one that is killed once so many updates are saved."""
+    """The first update of a run that ends like one that is killed once so many updates are saved."""
+    steps = []
 
     def before(self, step, state):
+        steps.append(step)
         if step > after:
             raise KeyboardInterrupt
 
@@ -56,6 +58,7 @@ def killed(config, directory, after, monkeypatch):
         patch.setattr(loop.Monitor, "before", before)
         with pytest.raises(KeyboardInterrupt):
             fit(config, directory)
+    return steps[0]
 
 
 def resumed_at(config, directory, monkeypatch):
@@ -73,8 +76,8 @@ def held(folder):
 
 def test_a_run_goes_on_from_the_newest_of_both_bit_for_bit(config, straight, tmp_path, monkeypatch):
     wanted = with_local(config, tmp_path / "disk")
-    for after in (3, 4, 7):
-        killed(wanted, tmp_path / "run", after, monkeypatch)
+    for before, after in ((0, 3), (3, 4), (4, 7)):
+        assert killed(wanted, tmp_path / "run", after, monkeypatch) == before + 1
         assert losses(tmp_path / "run") == straight[:after]
         assert max(held(tmp_path / "disk")) == {3: 3, 4: 3, 7: 7}[after]
     assert len(held(tmp_path / "disk")) <= 2
