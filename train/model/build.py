@@ -163,7 +163,7 @@ def placement(config: Config, mesh: Mesh | None) -> Placement:
         balanced = rings and config.model.causal and shards > 1
         kind = "zigzag" if balanced and config.train.length % (2 * shards) == 0 else "contiguous"
     return Placement(
-        batch=BATCH_AXES,
+        batch=tuple(axis for axis in BATCH_AXES if axis in mesh.shape),
         context="context" if shards > 1 else None,
         heads="tensor" if mesh.shape["tensor"] > 1 else None,
         strategy=context.strategy,

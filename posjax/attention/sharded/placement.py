@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Int
 
 from posjax._checks import check, check_choice, check_count
@@ -65,6 +66,10 @@ class Placement:
     def strategies(self) -> tuple[Strategy, ...]:
         """The names in ``strategy``, the preferred one first."""
         return (self.strategy,) if isinstance(self.strategy, str) else self.strategy
+
+    def is_open(self, mesh: AbstractMesh) -> bool:
+        """Whether it splits something over a mesh, of which no ``shard_map`` has entered an axis that is named here."""
+        return bool(self.axes) and not set(self.axes) & set(mesh.manual_axes)
 
     def layout_over(self, shards: int) -> Layout:
         """The layout over ``shards`` shards.

@@ -260,6 +260,27 @@ def test_two_processes_measure_a_run_as_one_does(folder, straight):
         assert several["window_nll"] == pytest.approx(one["window_nll"], rel=1e-5)
 
 
+def local_steps(disks: Path, index: int) -> set[int]:
+    return {int(place.name) for place in disks.glob(f"{index}/*/{index}-of-2/*") if place.name.isdigit()}
+
+
+def test_two_processes_resume_from_what_both_have_on_disks_of_their_own(folder, straight, tmp_path):
+    """Nothing was saved where both see it; without the log of before, the run tells where it goes on."""
+    disks = {index: [f"train.local_folder={tmp_path}/{index}"] for index in range(2)}
+    often = ("train.local_every=1", "train.checkpoint_every=100")
+    run = Processes(folder, "local", 2, 2, *often, own=disks)
+    run.wait_until(lambda: last_step(run.directory) >= 8)
+    run.send(signal.SIGKILL, 1)
+    run.end(None, -9)
+    assert checkpoints(run.directory) == set()
+    newest = max(local_steps(tmp_path, 0) & local_steps(tmp_path, 1))
+    (run.directory / "metrics.jsonl").unlink()
+    Processes(folder, "local", 2, 2, *often, own=disks).end(0, 0)
+    assert newest >= 6
+    assert metrics(run.directory) == straight[newest:]
+    assert not list(tmp_path.rglob("state.npz"))
+
+
 def test_a_mistake_on_one_host_ends_all_of_them(folder):
     run = Processes(folder, "apart", 2, 1, own={1: [f"data.paths=['{folder}/text/[0-4].txt']"]})
     run.end(None, None)
