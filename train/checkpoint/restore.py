@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
@@ -14,8 +13,9 @@ from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.load import is_gguf, is_released
 from train.checkpoint.directory import read_config
 from train.checkpoint.kept import with_kept_tokenizer, with_moved_tokenizer
-from train.checkpoint.manager import newest_whole
-from train.checkpoint.steps import open_manager, read_run
+from train.checkpoint.manager import whole_steps
+from train.checkpoint.reading import Damaged, read_whole
+from train.checkpoint.steps import read_run, tell_passed
 from train.config import Config, SchemeConfig, differences, load, load_values
 from train.config.settings.checks import check
 from train.model.build import RELEASED, build_model
@@ -93,19 +93,22 @@ def restore_model(directory: str | Path, stage: str = "") -> tuple[Config, nnx.M
     Raises FileNotFoundError when there is no run or no checkpoint, and ValueError for an unknown stage.
     """
     directory = path(directory)
-    config = read_config(directory)
-    step = newest_whole(directory, config.stage_number(stage) if stage else None)
-    if step is None:
-        which = f" of stage {stage!r}" if stage else ""
-        raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
-    config = config.stage(read_run(directory / "checkpoints", step)["stage"])
+    config, folder = read_config(directory), directory / "checkpoints"
+    for step in whole_steps(directory, config.stage_number(stage) if stage else None):
+        trained = config.stage(read_run(folder, step)["stage"])
+        try:
+            return trained, _restored(folder / str(step), trained)
+        except Damaged as damage:
+            tell_passed(folder, step, str(damage))
+    which = f" of stage {stage!r}" if stage else ""
+    raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
+
+
+def _restored(folder: Path, config: Config) -> nnx.Module:
     graph, abstract = nnx.split(nnx.eval_shape(lambda: build_model(config)))
     device = SingleDeviceSharding(jax.devices()[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), nnx.to_pure_dict(abstract))
-    wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(shapes))
-    with open_manager(directory / "checkpoints", create=False) as manager:
-        found = manager.restore(step, args=wanted)
-    return config, nnx.merge(graph, found.parameters)
+    return nnx.merge(graph, read_whole(folder, parameters=shapes)["parameters"])
 
 
 def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:

@@ -191,7 +191,9 @@ class Run:
 
     def train(self) -> int:
         """Trains and returns the number of updates that the saved state has seen."""
-        saved = self.checkpoints.newest()
+        return self.checkpoints.resume(self._train)
+
+    def _train(self, saved: Checkpoint | None) -> int:
         listen(0 if saved is None else saved.step, self.stop)
         first = 0 if saved is None else saved.stage
         if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):

@@ -47,6 +47,16 @@ def is_local(place: Path) -> bool:
     return isinstance(place, Path)
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, sorted; none where there is none, as in an object store where an empty one does not exist.
+
+    What other processes and TensorStore wrote into an object store is among them: its listings are read anew.
+    """
+    if not is_local(folder):
+        folder.fs.invalidate_cache()
+    return sorted(place.name for place in folder.iterdir()) if folder.exists() else []
+
+
 def check_output(output: str) -> None:
     """Raises ValueError for a key `output` that names no place of runs."""
     try:
