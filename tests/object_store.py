@@ -3,6 +3,8 @@
 import json
 import re
 import threading
+from base64 import b64encode
+from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -14,6 +16,7 @@ class Store:
     def __init__(self):
         self.objects: dict[tuple[str, str], tuple[bytes, int]] = {}
         self.lock, self.generation, self.uploads = threading.Lock(), 0, {}
+        self.read, self.written = Counter(), Counter()  # bytes, by name
 
     def put(self, bucket: str, name: str, content: bytes, match: str | None = None) -> dict | None:
         """Writes an object if its generation is the one expected (0 for none); None when it is another."""
@@ -21,6 +24,7 @@ class Store:
             if match is not None and int(match) != self.objects.get((bucket, name), (b"", 0))[1]:
                 return None
             self.generation += 1
+            self.written[name] += len(content)
             self.objects[bucket, name] = content, self.generation
         return self.describe(bucket, name)
 
@@ -29,11 +33,18 @@ class Store:
             return None
         content, generation = self.objects[bucket, name]
         times = dict.fromkeys(("updated", "timeCreated"), "2026-01-01T00:00:00.000Z")
-        version = {"generation": str(generation), "metageneration": "1"}
+        version = {"generation": str(generation), "metageneration": "1", "crc32c": crc32c(content)}
         return {"bucket": bucket, "name": name, "size": str(len(content)), **version, **times}
 
     def names(self, bucket: str) -> list[str]:
         return sorted(name for where, name in self.objects if where == bucket)
+
+
+def crc32c(content: bytes) -> str:
+    """As the store tells it of an object."""
+    import google_crc32c  # which comes with gcsfs
+
+    return b64encode(google_crc32c.Checksum(content).digest()).decode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -160,12 +171,14 @@ class Handler(BaseHTTPRequestHandler):
         head = {"X_Goog_Generation": str(generation), "Content_Type": "application/octet-stream"}
         span = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if not span:
+            self.store.read[name] += len(content)
             return self.answer(200, content, **head)
         first = int(span[1]) if span[1] else len(content) - int(span[2])
         last = int(span[2]) if span[1] and span[2] else len(content) - 1
         part = content[first : last + 1]
         if not part:
             return self.answer(416)
+        self.store.read[name] += len(part)
         return self.answer(206, part, Content_Range=f"bytes {first}-{first + len(part) - 1}/{len(content)}", **head)
 
     def batch(self, content):

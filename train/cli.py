@@ -13,6 +13,7 @@ from train.config import load
 
 INTERRUPTED = 130  # the exit status of a program that was stopped by Ctrl-C
 WRONG_INPUT = 2
+DAMAGED = 1
 
 
 def fit(path: str, overrides: Sequence[str]) -> int:
@@ -97,6 +98,17 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
     return 0
 
 
+def verify(path: str, overrides: Sequence[str]) -> int:
+    """read every checkpoint of a run to its last byte, and tell what is damaged"""
+    directory = _run_of(path, overrides)
+    from train.checkpoint.verify import verify
+    from train.runtime.distributed import processes, told_once
+
+    with processes():
+        whole = verify(directory, told_once())
+    return 0 if whole else DAMAGED
+
+
 def tasks(path: str, overrides: Sequence[str]) -> int:
     """train encoders on formal languages and grids, and test them on longer and larger ones"""
     from train.languages import TasksConfig, run
@@ -144,6 +156,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate,
     "search": search,
     "export": export,
+    "verify": verify,
     "tasks": tasks,
     "bench": bench,
     "plan": plan,
@@ -209,6 +222,8 @@ _ARGUMENTS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0, 2 for a wrong input or a missing package, 130 when interrupted.
 
+    Of `verify`, 1 for a run with a damaged checkpoint.
+
     A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
     """
     options = _parse(arguments)
@@ -247,7 +262,7 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     return vars(options)
 
 
-_CONFIG_HELP = "a YAML file; evaluate, generate, search and export also take a run's folder or a released model"
+_CONFIG_HELP = "a YAML file; evaluate, generate, search, export and verify also take a run's folder or a released model"
 
 
 def _parser() -> _Parser:
