@@ -43,7 +43,7 @@ def test_a_run_in_an_object_store_goes_on_from_the_newest_whole_checkpoint(tmp_p
     config = {
         "output": "gs://bucket/runs",
         "data": {"source": "files", "paths": [f"{tmp_path}/text/*.txt"], "cache": str(tmp_path / "tokens")},
-        "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+        "model": {"num_layers": 1, "model_dim": 64, "num_heads": 2, "mlp_dim": 16},
         "train": {
             "length": 16,
             "batch_tokens": 32,
@@ -65,8 +65,8 @@ def test_a_run_in_an_object_store_goes_on_from_the_newest_whole_checkpoint(tmp_p
             return {name.split("/")[3] for name in names("checkpoints/")}
 
         def values() -> set[str]:
-            """The files with the embedding, of 16,384 bytes, and its moments; those of Orbax's index are smaller."""
-            return {name for name in names("checkpoints/") if "/ocdbt.process_0/d/" in name and size(name) > 15_000}
+            """The files with the embedding, of 65,536 bytes, or a moment of it; those of Orbax's index are smaller."""
+            return {name for name in names("checkpoints/") if "/ocdbt.process_0/d/" in name and size(name) > 40_000}
 
         def size(name: str) -> int:
             return len(store.objects["bucket", name][0])
@@ -81,7 +81,7 @@ def test_a_run_in_an_object_store_goes_on_from_the_newest_whole_checkpoint(tmp_p
         assert checkpoints() == {"2", "4", "6"}
         # Neither to seal them nor for anything else; a piece of Orbax's index may stand in them.
         assert {name.split("/")[3] for name in values()} == {"2", "4", "6"}
-        assert all(store.read[name] < size(name) / 10 for name in values())
+        assert all(store.read[name] < size(name) / 2 for name in values())
         straight = metrics(store.objects["bucket", f"{RUN}/metrics.jsonl"][0])
         assert [step for step, *_ in straight] == [1, 2, 3, 4, 5, 6]
 
