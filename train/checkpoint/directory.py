@@ -18,7 +18,7 @@ RESULTS = "results.jsonl"
 """Where a comparison or a study keeps its rows."""
 
 RUN_FILES = frozenset(
-    ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
+    ("config.yaml", "versions.json", "metrics.jsonl", "metrics", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
 ) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 
