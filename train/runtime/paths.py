@@ -47,13 +47,18 @@ def is_local(place: Path) -> bool:
     return isinstance(place, Path)
 
 
+def look_anew(place: Path) -> None:
+    """Forgets what an object store listed before: gcsfs keeps it, and does not see what others write."""
+    if not is_local(place):
+        place.fs.invalidate_cache()
+
+
 def names_in(folder: Path) -> list[str]:
     """The names in a folder, sorted; none where there is none, as in an object store where an empty one does not exist.
 
-    What other processes and TensorStore wrote into an object store is among them: its listings are read anew.
+    In an object store all that is there now, whoever wrote it.
     """
-    if not is_local(folder):
-        folder.fs.invalidate_cache()
+    look_anew(folder)
     return sorted(place.name for place in folder.iterdir()) if folder.exists() else []
 
 

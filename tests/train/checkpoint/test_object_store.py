@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from flags import environment
-from object_store import serving
+from object_store import of_the_store, serving
 
 pytest.importorskip("gcsfs")
 pytestmark = pytest.mark.slow
@@ -18,15 +18,9 @@ RUN = "runs/mine"
 
 def fit(config: Path, address: str) -> str:
     """Trains in a process of its own, which takes the store for Google's; returns what it told on standard error."""
-    of_the_store = {
-        "STORAGE_EMULATOR_HOST": address,
-        "TENSORSTORE_GCS_HTTP_URL": address,
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-    }
     command = [sys.executable, "-m", "train", "fit", str(config), "name=mine"]
     root = Path(__file__).parents[3]
-    env = environment(**of_the_store)
+    env = environment(**of_the_store(address))
     done = subprocess.run(command, cwd=root, env=env, timeout=150, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
