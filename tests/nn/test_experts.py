@@ -170,7 +170,7 @@ def test_a_mesh_that_is_entered_along_one_axis_is_shared_along_the_others(entere
     with jax.set_mesh(mesh):
         program = str(jax.make_jaxpr(inside)(state, TOKENS))
     assert ("sharding_constraint" in program) == shared
-    assert program.count("shard_map[") == (3 if shared else 1), "that of the test, of attention and of the experts"
+    assert program.count("shard_map[") == (4 if shared else 1), "of the test, the lookup, attention and experts"
 
 
 def test_explicit_axes(parameters, alone):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from train import report
 from train.checkpoint.kept import KEPT, keep_files
+from train.checkpoint.steps import finished_steps
 from train.config import Config, differences, dump, parse_text
 from train.runtime.distributed import decide
 from train.runtime.machine import own_versions
@@ -20,7 +21,7 @@ LOCAL_MARK = "local.txt"
 """A name that tells the local checkpoints of a run from those of one that was in its directory before."""
 
 RUN_FILES = frozenset(
-    ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
+    ("config.yaml", "versions.json", "metrics.jsonl", "metrics", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
 ) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT, LOCAL_MARK}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 
@@ -64,12 +65,7 @@ def _create_run(config: Config, directory: Path) -> None:
 def _started(directory: Path) -> bool:
     """Whether anything was saved; a run that failed in its first moments does not stand in a corrected one's way."""
     metrics = directory / "metrics.jsonl"
-    return _saved(directory) or (metrics.exists() and metrics.stat().st_size > 0)
-
-
-def _saved(directory: Path) -> bool:
-    """Whether there is a whole checkpoint; Orbax names one by its step alone only when it is whole."""
-    return any(path.name.isdigit() for path in directory.glob("checkpoints/*"))
+    return bool(finished_steps(directory / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def read_config(directory: Path) -> Config:

@@ -1,15 +1,21 @@
-"""Whether what was written is still what is read: the size and CRC-32 of every file under a folder.
+"""Whether a checkpoint is still what was saved, by what was noted when it was: its seal.
 
-The processes share the work. Of n processes, number p reads the files whose name's own CRC-32 is p modulo n, so they
-need not agree on anything, and writes ``checksums/p-of-n.json`` into the folder, last of all:
-``{"files": {name: [bytes, CRC-32]}}``. A folder is whole when all n of these are there and every file is as they say.
-Any other number of processes checks it.
+The seal has the name and size of every file, which one listing gives; the CRC-32 of the small files, which say where
+and what the arrays are; for files of arrays the checksum that an object store gives in the same listing, as Google's
+does; and the `digest` of every array, which restoring compares. So neither sealing nor checking reads an array.
+
+The processes share the work. Of n processes, number p seals the files whose name's own CRC-32 is p modulo n, so they
+need not agree on anything, and writes ``checksums/p-of-n.json`` into the folder, last of all: ``{"files": {name:
+[bytes, checksum]}, "arrays": {name: digest}}``. A folder is whole when all n of these are there and everything is as
+they say. Any other number of processes checks it. Earlier versions sealed the CRC-32 of every file, and no digests.
 """
 
 import json
 import zlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import fsspec
 
@@ -20,75 +26,123 @@ _BLOCK = 1 << 24  # bytes read at a time
 _READERS = 8  # files read at a time; zlib's CRC-32 lets other threads run
 
 
-def seal(folder: Path, process: int, processes: int) -> None:
-    """Writes this process's part of the checksums; after all processes have written all else."""
-    names = _share(files(folder), process, processes)
+class File(NamedTuple):
+    """A file in a listing: its bytes, and the checksum that the store keeps of it; None where it keeps none."""
+
+    size: int
+    mark: str | None
+
+
+class Seal(NamedTuple):
+    """What all parts of a seal say: of each file its bytes and checksum, if any; of each array its digest."""
+
+    files: dict[str, tuple[int, int | str | None]]
+    arrays: dict[str, int]
+
+
+def seal(folder: Path, process: int, processes: int, arrays: Mapping[str, int]) -> None:
+    """Writes this process's part of the seal; after all processes have written all else."""
+    found = files(folder)
+    mine = _share(found, process, processes)
+    small = [name for name in mine if not _holds_values(name)]
+    sums = {name: found[name].mark for name in mine} | dict(zip(small, _checksums(folder, small), strict=True))
+    part = {"files": {name: [found[name].size, sums[name]] for name in mine}, "arrays": dict(arrays)}
     (folder / FOLDER).mkdir(exist_ok=True)
-    sums = dict(zip(names, _checksums(folder, names), strict=True))
-    write_file(folder / FOLDER / f"{process}-of-{processes}.json", json.dumps({"files": sums}) + "\n")
+    write_file(folder / FOLDER / f"{process}-of-{processes}.json", json.dumps(part) + "\n")
+
+
+def _holds_values(name: str) -> bool:
+    """Whether it is one of TensorStore's files of values, which hold nearly all bytes of a checkpoint."""
+    return PurePosixPath(name).parent.name == "d"
 
 
 def problem(folder: Path, process: int = 0, processes: int = 1) -> str:
     """What is wrong with this process's share of a folder, in a few words; empty when nothing is.
 
-    Names and sizes are all compared first, which takes one listing; then the bytes of the share.
+    Names and sizes are all compared first, which takes one listing; then the checksums of the share. No array is read
+    of a checkpoint that this version saved.
     """
     try:
-        expected = _expected(folder)
-        found = files(folder)
-        for name, (size, _) in sorted(expected.items()):
-            if name not in found:
-                return f"{name} is missing"
-            if found[name] != size:
-                return f"{name} has {found[name]} bytes of {size}"
-        names = _share(expected, process, processes)
-        for name, found_sums in zip(names, _checksums(folder, names), strict=True):
-            if found_sums != expected[name]:
-                return f"{name} holds other bytes than were written"
+        return next(problems(folder, process, processes), "")
     except (OSError, ValueError) as error:
         return " ".join(str(error).split())
-    return ""
 
 
-def files(folder: Path) -> dict[str, int]:
-    """The size of every file under a folder but the checksums, by its name from there."""
+def problems(folder: Path, process: int = 0, processes: int = 1) -> Iterator[str]:
+    """All that `problem` gives the first of. Raises ValueError for a folder that is not sealed."""
+    expected, found = read_seal(folder).files, files(folder)
+    same = []
+    for name, (size, sealed) in sorted(expected.items()):
+        if name not in found:
+            yield f"{name} is missing"
+        elif found[name].size != size:
+            yield f"{name} has {found[name].size} bytes of {size}"
+        elif isinstance(sealed, str) and found[name].mark not in (None, sealed):
+            yield _changed(name)
+        elif isinstance(sealed, int):
+            same.append(name)
+    mine = _share(same, process, processes)
+    for name, checksum in zip(mine, _checksums(folder, mine), strict=True):
+        if checksum != expected[name][1]:
+            yield _changed(name)
+
+
+def _changed(name: str) -> str:
+    return f"{name} holds other bytes than were written"
+
+
+def differing(folder: Path, arrays: Mapping[str, int]) -> list[str]:
+    """What is wrong with arrays that were read, by their digests."""
+    expected = read_seal(folder).arrays
+    other = [name for name, digest in arrays.items() if expected.get(name, digest) != digest]
+    return [f"the array {name} holds other values than were saved" for name in other]
+
+
+def files(folder: Path) -> dict[str, File]:
+    """Every file under a folder but the seal, by its name from there, from one listing."""
     system, root = fsspec.core.url_to_fs(str(folder))
     system.invalidate_cache()  # other processes write there too
     found = system.find(root, detail=True)
-    sizes = {name[len(root) :].lstrip("/"): entry["size"] for name, entry in found.items()}
-    return {name: size for name, size in sizes.items() if not name.startswith(FOLDER + "/")}
+    names = {name: name[len(root) :].lstrip("/") for name in found}
+    return {
+        names[name]: File(entry["size"], f"crc32c {entry['crc32c']}" if entry.get("crc32c") else None)
+        for name, entry in found.items()
+        if not names[name].startswith(FOLDER + "/")
+    }
 
 
-def _expected(folder: Path) -> dict[str, list[int]]:
-    """Bytes and CRC-32 of every file, by all parts of the checksums. ValueError when one is missing or unreadable."""
+def read_seal(folder: Path) -> Seal:
+    """All parts of the seal together. ValueError when one is missing or unreadable."""
     parts = sorted((folder / FOLDER).glob("*-of-*.json")) if (folder / FOLDER).exists() else []
     if not parts:
         raise ValueError("its writing was not finished")
     count = int(parts[0].stem.partition("-of-")[2])
     if len(parts) != count:
         raise ValueError(f"its writing was not finished: {len(parts)} of {count} parts of its checksums are there")
-    expected = {}
+    whole = Seal({}, {})
     for part in parts:
         try:
-            expected |= json.loads(part.read_bytes())["files"]
-        except (ValueError, KeyError, TypeError):
+            values = json.loads(part.read_bytes())
+            whole.files.update(values["files"])
+            whole.arrays.update(values.get("arrays", {}))
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{FOLDER}/{part.name} is unreadable") from None
-    return expected
+    return whole
 
 
-def _share(names: dict, process: int, processes: int) -> list[str]:
+def _share(names: Mapping | list[str], process: int, processes: int) -> list[str]:
     return sorted(name for name in names if zlib.crc32(name.encode()) % processes == process)
 
 
-def _checksums(folder: Path, names: list[str]) -> list[list[int]]:
-    """Bytes read and CRC-32 of each file."""
+def _checksums(folder: Path, names: list[str]) -> list[int]:
+    """The CRC-32 of each file."""
     with ThreadPoolExecutor(_READERS) as readers:
         return list(readers.map(lambda name: _checksum(folder / name), names))
 
 
-def _checksum(file: Path) -> list[int]:
-    size = checksum = 0
+def _checksum(file: Path) -> int:
+    checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK):
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
-    return [size, checksum]
+            checksum = zlib.crc32(block, checksum)
+    return checksum

@@ -9,7 +9,7 @@ items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays o
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +20,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.checkpoint import integrity
+from train.checkpoint.digest import by_name, digests, names
 from train.checkpoint.directory import refuse_another
+from train.checkpoint.reading import Damaged, read_whole
 from train.checkpoint.steps import (
     check_shared,
     clean,
@@ -30,7 +32,7 @@ from train.checkpoint.steps import (
     remove,
     set_aside,
     stages_of,
-    tell,
+    tell_passed,
 )
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
@@ -53,6 +55,7 @@ class Checkpoints:
     Opening them finds the newest whole one. Newer ones that are not whole, because the run was killed while it saved
     or because the disk lost something, are told on standard error; what Orbax had not finished is removed, anything
     else is kept, as ``STEP.damaged``. So a step that was damaged can be saved again, and nothing whole is in the way.
+    No array is read for that: values that changed are found when they are restored, and the one before is taken then.
 
     Saving is asynchronous. A checkpoint counts once its checksums are written; the ones before are removed only after
     that. ``train.keep`` of them stay, and of each finished stage the last one. The end of a `with` waits for the last.
@@ -85,15 +88,28 @@ class Checkpoints:
             raise ValueError(f"{where} was trained on other text: the corpus has changed since; choose another name")
         return Checkpoint(self._newest, run["stage"], run["stream"])
 
+    def resume(self, begin: Callable[[Checkpoint | None], Any]) -> Any:
+        """What `begin` returns, called with `newest()`; again with the one before each time it restores a damaged one.
+
+        Whether the values of a checkpoint are those that were saved is known when they are read.
+        """
+        while True:
+            try:
+                return begin(self.newest())
+            except Damaged:
+                continue  # it was told and put aside
+
     def restore(self, saved: Checkpoint, abstract: TrainState) -> TrainState:
-        """The saved state, laid out as `abstract` says, whatever mesh and number of processes it was saved from."""
-        items = {name: ocp.args.StandardRestore(item) for name, item in _items(abstract).items()}
-        found = self._restore(saved.step, **items)
-        return dataclasses.replace(abstract, parameters=found.parameters, **found.training)
+        """The saved state, laid out as `abstract` says, whatever mesh and number of processes it was saved from.
+
+        Raises Damaged after putting aside a checkpoint with other values than were saved; then `newest` is another.
+        """
+        found = self._restore(saved.step, **_items(abstract))
+        return dataclasses.replace(abstract, parameters=found["parameters"], **found["training"])
 
     def restore_parameters(self, saved: Checkpoint, abstract: Any) -> Any:
-        """The parameters alone, laid out as `abstract` says: what the next stage starts from."""
-        return self._restore(saved.step, parameters=ocp.args.StandardRestore(abstract)).parameters
+        """The parameters alone, laid out as `abstract` says: what the next stage starts from. Raises as `restore`."""
+        return self._restore(saved.step, parameters=abstract)["parameters"]
 
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
         """Saves the state after `step` updates of the run with the data's place, unless that step is saved already.
@@ -104,16 +120,20 @@ class Checkpoints:
             return
         self._wait()
         run = {"stage": stage, "stream": stream, "config": to_dict(self._config), "corpora": self._corpora}
-        arrays = {name: ocp.args.StandardSave(item) for name, item in _items(state).items()}
+        items = _items(state)
+        found = digests(items)  # before the next update takes the state's memory
+        arrays = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         # Orbax lets no process past this before all have come, so what was sealed before is sealed by all of them.
         self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays), force=True)
         self._stages[step] = stage
-        self._sealing = self._thread.submit(self._seal, step)
+        self._sealing = self._thread.submit(self._seal, step, names(items), found)
 
-    def _seal(self, step: int) -> None:
+    def _seal(self, step: int, arrays: list[str], found: jax.Array) -> None:
         """Waits until all processes have written a checkpoint, adds the checksums, and thins out the earlier ones."""
         self._manager.wait_until_finished()
-        integrity.seal(self._folder / str(step), jax.process_index(), jax.process_count())
+        process = jax.process_index()
+        sums = by_name(arrays, found) if process == 0 else {}
+        integrity.seal(self._folder / str(step), process, jax.process_count(), sums)
         self._thin(saving=step)
 
     def _thin(self, saving: int | None = None) -> None:
@@ -128,9 +148,15 @@ class Checkpoints:
             self._sealing.result()
             self._sealing = None
 
-    def _restore(self, step: int, **items: Any) -> Any:
+    def _restore(self, step: int, **wanted: Any) -> dict[str, Any]:
         self._wait()
-        return self._manager.restore(step, args=ocp.args.Composite(**items))
+        try:
+            return read_whole(self._folder / str(step), **wanted)
+        except Damaged as damage:
+            decide(lambda problem=str(damage): set_aside(self._folder, step, problem))
+            del self._stages[step]
+            self._newest = self._find()
+            raise
 
     def _find(self) -> int | None:
         """The newest whole checkpoint; those that are not are told and put out of the way."""
@@ -174,19 +200,24 @@ def kept_steps(stages: Mapping[int, int], keep: int, saving: int | None = None) 
 
 
 def newest_whole(directory: Path, stage: int | None = None) -> int | None:
-    """The newest whole checkpoint of a run directory, or of one stage of it, all of which is left as it is.
+    """The first of `whole_steps`; None without any."""
+    return next(whole_steps(directory, stage), None)
 
-    Those that are not whole are told.
+
+def whole_steps(directory: Path, stage: int | None = None) -> Iterator[int]:
+    """The whole checkpoints of a run directory, or of one stage of it, the newest first; all is left as it is.
+
+    Those that are not whole are told. Whether the values are those that were saved is known when they are read.
     """
     folder = directory / "checkpoints"
     for step in finished_steps(folder):
         if stage is not None and stages_of(folder).get(step) != stage:
             continue
         problem = integrity.problem(folder / str(step))
-        if not problem:
-            return step
-        tell(f"the checkpoint of step {step} in {folder} is damaged ({problem}); taking the one before")
-    return None
+        if problem:
+            tell_passed(folder, step, problem)
+        else:
+            yield step
 
 
 def _check_alike(config: Config, corpora: list[str]) -> None:

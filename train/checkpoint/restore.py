@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
@@ -16,8 +15,9 @@ from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.load import is_gguf, is_released
 from train.checkpoint.directory import read_config
 from train.checkpoint.kept import with_kept_tokenizer, with_moved_tokenizer
-from train.checkpoint.manager import newest_whole
-from train.checkpoint.steps import open_manager, read_run
+from train.checkpoint.manager import whole_steps
+from train.checkpoint.reading import Damaged, read_whole
+from train.checkpoint.steps import read_run, tell_passed
 from train.config import Config, SchemeConfig, differences, load, load_values
 from train.config.settings.checks import check
 from train.model.build import RELEASED, build_model
@@ -98,21 +98,24 @@ def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = No
     Raises FileNotFoundError when there is no run or no checkpoint, and ValueError for an unknown stage.
     """
     directory = path(directory)
-    config = read_config(directory)
-    step = newest_whole(directory, config.stage_number(stage) if stage else None)
-    if step is None:
-        which = f" of stage {stage!r}" if stage else ""
-        raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
-    config = config.stage(read_run(directory / "checkpoints", step)["stage"])
+    config, folder = read_config(directory), directory / "checkpoints"
+    for step in whole_steps(directory, config.stage_number(stage) if stage else None):
+        trained = config.stage(read_run(folder, step)["stage"])
+        try:
+            return trained, _restored(folder / str(step), trained, mesh)
+        except Damaged as damage:
+            tell_passed(folder, step, str(damage))
+    which = f" of stage {stage!r}" if stage else ""
+    raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
+
+
+def _restored(folder: Path, config: Config, mesh: Mesh | None) -> nnx.Module:
     model = nnx.eval_shape(lambda: build_model(config))
     graph, abstract = nnx.split(model)
     shapes = nnx.to_pure_dict(abstract)
     device = SingleDeviceSharding(jax.devices()[0])
     lies = device if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
-    wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(_with_shardings(shapes, lies)))
-    with open_manager(directory / "checkpoints", create=False) as manager:
-        found = manager.restore(step, args=wanted)
-    return config, nnx.merge(graph, found.parameters)
+    return nnx.merge(graph, read_whole(folder, parameters=_with_shardings(shapes, lies))["parameters"])
 
 
 def _with_shardings(shapes: Any, lies: Any) -> Any:

@@ -16,13 +16,18 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 
 from train.checkpoint import integrity
 from train.runtime.distributed import decide, gather
-from train.runtime.paths import is_local, write_file
+from train.runtime.paths import is_local, names_in, write_file
+
+COMMIT = ocp.path.atomicity.COMMIT_SUCCESS_FILE
+"""The file that Orbax writes last of all, also into a folder that it then renames."""
+
+_TEMPORARY = ".orbax-checkpoint-tmp"
 
 
-def open_manager(folder: Path, create: bool = True) -> ocp.CheckpointManager:
-    """Orbax's manager, which saves and restores; what is kept and what is whole is decided here."""
+def open_manager(folder: Path) -> ocp.CheckpointManager:
+    """Orbax's manager, which saves; what is kept and what is whole is decided here."""
     options = ocp.CheckpointManagerOptions(
-        create=create, preservation_policy=LatestN(), lightweight_initialize=True, save_root_metadata=False
+        preservation_policy=LatestN(), lightweight_initialize=True, save_root_metadata=False
     )
     return ocp.CheckpointManager(epath.Path(folder.absolute() if is_local(folder) else str(folder)), options=options)
 
@@ -33,12 +38,21 @@ def read_run(folder: Path, step: int) -> dict[str, Any]:
 
 def finished_steps(folder: Path) -> list[int]:
     """The steps that Orbax has finished writing, the newest first."""
-    return sorted((int(name) for name in _names(folder) if name.isdigit()), reverse=True)
+    rest = unfinished(folder)
+    return sorted((int(name) for name in names_in(folder) if name.isdigit() and name not in rest), reverse=True)
 
 
-def _names(folder: Path) -> list[str]:
-    """What is in a folder; nothing where there is none, as in an object store where an empty one does not exist."""
-    return sorted(place.name for place in folder.iterdir()) if folder.exists() else []
+def unfinished(folder: Path) -> list[str]:
+    """The checkpoints that Orbax had begun and not finished.
+
+    On a disk it renames one that is finished. An object store renames nothing, so there it writes a file last of all.
+    """
+    begun = [name for name in names_in(folder) if name.isdigit() or _TEMPORARY in name]
+    return [name for name in begun if not _is_committed(folder / name)]
+
+
+def _is_committed(folder: Path) -> bool:
+    return _TEMPORARY not in folder.name and (is_local(folder) or (folder / COMMIT).exists())
 
 
 def stages_of(folder: Path) -> dict[int, int]:
@@ -54,17 +68,16 @@ def stages_of(folder: Path) -> dict[int, int]:
 
 def clean(folder: Path) -> list[int]:
     """The steps to look at, after what Orbax had not finished writing is told and removed."""
-    for name in _names(folder):
-        step, unfinished, _ = name.partition(".orbax-checkpoint-tmp")
-        if unfinished:
-            tell(f"the checkpoint of step {step} in {folder} was not finished when the run ended; removing it")
-            remove(folder / name)
+    for name in unfinished(folder):
+        step = name.partition(_TEMPORARY)[0]
+        tell(f"the checkpoint of step {step} in {folder} was not finished when the run ended; removing it")
+        remove(folder / name)
     return finished_steps(folder)
 
 
 def set_aside(folder: Path, step: int, problem: str) -> None:
     """Keeps a damaged checkpoint under a name that is no step."""
-    taken = _names(folder)
+    taken = names_in(folder)
     names = (f"{step}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, len(taken) + 3))))
     name = next(name for name in names if name not in taken)
     tell(f"the checkpoint of step {step} in {folder} is damaged ({problem}); it is kept as {name}, and skipped")
@@ -80,11 +93,16 @@ def _move(source: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, its checksums first, so that what an interruption leaves is never taken for whole."""
-    for place in (folder / integrity.FOLDER, folder):
-        if is_local(place):
-            shutil.rmtree(place, ignore_errors=True)
-        elif place.exists():
+    """Removes a checkpoint, first what says that it is finished, so that what an interruption leaves is removed next.
+
+    On a disk that is its name, in an object store a file.
+    """
+    if is_local(folder):
+        gone = folder if _TEMPORARY in folder.name else folder.rename(folder.with_name(folder.name + _TEMPORARY))
+        shutil.rmtree(gone, ignore_errors=True)
+        return
+    for place in (folder / COMMIT, folder / integrity.FOLDER, folder):
+        if place.exists():
             system, root = fsspec.core.url_to_fs(str(place))
             system.rm(root, recursive=True)
 
@@ -111,6 +129,11 @@ def _write_token(folder: Path) -> str:
     name = f".shared-{uuid.uuid4().hex}"
     write_file(folder / name, "")
     return name
+
+
+def tell_passed(folder: Path, step: int, problem: str) -> None:
+    """Tells of a damaged checkpoint that is left where it is."""
+    tell(f"the checkpoint of step {step} in {folder} is damaged ({problem}); taking the one before")
 
 
 def tell(message: str) -> None:

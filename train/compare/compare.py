@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from rich.console import Console
@@ -29,7 +31,7 @@ from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.model.build import as_released, check_model, evaluated_scheme
 from train.model.convert import check_continues
-from train.runtime.paths import python_path, write_file
+from train.runtime.paths import is_local, look_anew, python_path, write_file
 
 
 def compare(config: Config, console: Console | None = None) -> Path:
@@ -46,8 +48,6 @@ def compare(config: Config, console: Console | None = None) -> Path:
     console = console or Console(highlight=False)
     if not config.steps:
         return run_study(config, console)
-    if "://" in config.output:
-        raise ValueError(f"output: compare trains on this machine, into a local folder; found {config.output!r}")
     planned = members(config)
     _refuse_other_things(config.directory)
     for member in planned:
@@ -182,9 +182,8 @@ def run_member(member: Config) -> str | None:
     Its progress goes to this process's standard output. Its standard error goes to a file beside its directory, which
     is kept when it failed. An interrupt reaches both processes; this one waits until the member has saved.
     """
-    log = member.directory.with_name(f"{member.name}.log")
     command = [sys.executable, "-m", "train.compare.member"]
-    with log.open("w", encoding="utf-8") as stderr:
+    with _log(member) as (log, stderr):
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=stderr, text=True,
             env={**os.environ, "PYTHONPATH": python_path()},
@@ -194,10 +193,27 @@ def run_member(member: Config) -> str | None:
                 process.communicate(dump(member))
             finally:
                 process.wait()
+    look_anew(member.directory)
     if process.returncode == 0:
-        log.unlink()
+        log.unlink(missing_ok=True)
         return None
     return f"{_cause(log.read_text(encoding='utf-8', errors='replace'))} (status {process.returncode}, see {log})"
+
+
+@contextmanager
+def _log(member: Config) -> Iterator[tuple[Path, IO[str]]]:
+    """A member's log and an open file for it, on this machine; in an object store it is written at the end."""
+    place = member.directory.with_name(f"{member.name}.log")
+    if is_local(place):
+        with place.open("w", encoding="utf-8") as file:
+            yield place, file
+        return
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        try:
+            yield place, file
+        finally:
+            file.seek(0)
+            place.write_text(file.read(), encoding="utf-8")
 
 
 @contextmanager

@@ -16,26 +16,27 @@ import yaml
 from train.config.config import Config
 from train.config.settings.checks import check
 from train.config.typed import plain, section
+from train.runtime.paths import path
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
-    """Reads a YAML file, applies ``key.path=value`` overrides (values are YAML), and checks everything.
+def load(place: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
+    """Reads a YAML file, local or at a URL, applies ``key.path=value`` overrides, and checks everything.
 
-    `kind` is the dataclass to make: a `Config`, or that of another command.
+    `kind` is the dataclass to make: a `Config`, or that of another command. Values of overrides are YAML.
     Raises FileNotFoundError without the file and ValueError for anything wrong inside it, in one line.
     A config without a name takes the file's.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no config file {str(path)!r}")
+    place = path(place)
+    if not place.is_file():
+        raise FileNotFoundError(f"no config file {str(place)!r}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = place.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a text in UTF-8: {error.reason} at byte {error.start}") from None
-    values = _read_yaml(text, str(path))
+        raise ValueError(f"{place}: not a text in UTF-8: {error.reason} at byte {error.start}") from None
+    values = _read_yaml(text, str(place))
     values = {} if values is None else values
-    check(isinstance(values, dict), f"{path}: a config is a mapping of keys to values, found {values!r}")
-    return load_values({"name": path.stem, **values}, overrides, kind)
+    check(isinstance(values, dict), f"{place}: a config is a mapping of keys to values, found {values!r}")
+    return load_values({"name": place.stem, **values}, overrides, kind)
 
 
 def load_values(values: dict[str, Any], overrides: Sequence[str] = (), kind: type = Config) -> Any:

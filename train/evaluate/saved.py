@@ -21,6 +21,7 @@ from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
 from train.model.build import check_vocabulary, evaluated_scheme, own_length
+from train.monitor import read_metrics
 from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file
 
@@ -122,9 +123,7 @@ def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
 
 def _training(place: str | Path) -> dict[str, list] | None:
     """The held-out loss while a run trained, by the tokens it had seen; None where it was not measured."""
-    metrics = path(place) / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    measured = [line for line in lines if line.get("held_out_loss") is not None]
+    measured = [line for line in read_metrics(path(place)) if line.get("held_out_loss") is not None]
     return {key: [line[key] for line in measured] for key in ("tokens", "held_out_loss")} if measured else None
 
 

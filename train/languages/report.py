@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +11,8 @@ from rich.table import Table
 from train.languages.config import TasksConfig
 from train.languages.generators import LANGUAGES
 from train.languages.trainer import check_fit, train_and_test
-from train.runtime.paths import write_file
+from train.report import style
+from train.runtime.paths import path, write_file
 
 
 def run(config: TasksConfig) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{name}: {entry.label}: {error}") from None
     console, rows = Console(), []
-    directory = Path(config.output) / config.name
+    directory = path(config.output) / config.name
     directory.mkdir(parents=True, exist_ok=True)
     for name, entry in members:
         start = time.perf_counter()
@@ -39,7 +39,7 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
         write_file(directory / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     for name in config.tasks:
         console.print(table(name, rows, config))
-    draw(rows, config, directory / "figure.png")
+    (directory / "figure.png").write_bytes(draw(rows, config))
     console.print(f"numbers: {directory / 'results.jsonl'} · figure: {directory / 'figure.png'}")
     return rows
 
@@ -63,8 +63,8 @@ def table(name: str, rows: Sequence[dict[str, Any]], config: TasksConfig) -> Tab
     return grid
 
 
-def draw(rows: Sequence[dict[str, Any]], config: TasksConfig, path: Path) -> None:
-    """One panel a task: accuracy against length; dashed the training length, dotted the level of guessing."""
+def draw(rows: Sequence[dict[str, Any]], config: TasksConfig) -> bytes:
+    """One panel a task, as a PNG: accuracy against length; dashed the training length, dotted the level of guessing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(config.tasks), 4.6), dpi=100, layout="constrained")
@@ -79,4 +79,4 @@ def draw(rows: Sequence[dict[str, Any]], config: TasksConfig, path: Path) -> Non
         panel.set_xticks(lengths)
         panel.legend(fontsize=7)
     figure.supylabel("accuracy")
-    figure.savefig(path)
+    return style.png(figure)

@@ -229,7 +229,10 @@ class Run:
 
     def train(self) -> int:
         """Trains and returns the number of updates that the saved state has seen."""
-        saved = self._newest()
+        return self.checkpoints.resume(self._train)
+
+    def _train(self, lasting: Checkpoint | None) -> int:
+        saved = self._newest(lasting)
         listen(0 if saved is None else saved.step, self.stop)
         first = 0 if saved is None else saved.stage
         if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):
@@ -242,8 +245,7 @@ class Run:
             saved = Checkpoint(step, stage.number, None)
         return step
 
-    def _newest(self) -> Checkpoint | None:
-        lasting = self.checkpoints.newest()
+    def _newest(self, lasting: Checkpoint | None) -> Checkpoint | None:
         states = [stage.program.abstract for stage in self.stages]
         return (self.local.newest(states, lasting) if self.local else None) or lasting
 

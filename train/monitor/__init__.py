@@ -4,7 +4,7 @@ Every value that is written, and how it is counted, is named in `train.monitor.m
 """
 
 from train.monitor.cache import enable_compilation_cache
-from train.monitor.logs import MetricsLog
+from train.monitor.logs import MetricsLog, read_metrics
 from train.monitor.meter import Meter, peak_memory_bytes
 from train.monitor.monitor import Monitor, check_monitor
 from train.monitor.trace import Trace
@@ -19,4 +19,5 @@ __all__ = [
     "check_monitor",
     "enable_compilation_cache",
     "peak_memory_bytes",
+    "read_metrics",
 ]

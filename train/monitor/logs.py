@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import Config, to_dict
-from train.runtime.paths import is_local, path
+from train.runtime.paths import is_local, names_in, path
 
 
 class Log(Protocol):
@@ -25,13 +25,15 @@ class MetricsLog:
     """One JSON object a line, each with a ``step``. Opened again, it continues after its last whole line.
 
     A resumed run repeats the steps since its checkpoint; those that stand there already are not written twice.
+    ``metrics.jsonl`` holds all lines on this machine, and in an object store the first ones, as `read_metrics` says.
     """
 
-    def __init__(self, place: Path):
+    def __init__(self, directory: Path):
+        place = _parts(directory)[-1]
         kept = place.read_bytes() if place.exists() else b""
         whole = kept[: kept.rfind(b"\n") + 1]
         self.last: dict[str, Any] = _last_line(whole, place)
-        self._file = place.open("ab") if is_local(place) else _Object(place, whole)
+        self._file = place.open("ab") if is_local(place) else _Parts(directory, whole)
         if is_local(place):
             self._file.truncate(len(whole))
 
@@ -61,11 +63,53 @@ def _last_line(whole: bytes, place: Path) -> dict[str, Any]:
         raise ValueError(f"{place}: its last line holds no metrics; take the line out to resume the run") from None
 
 
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; none without any. What an interruption left of a last line is left out.
+
+    An object store cannot append to an object. So there a run writes ``metrics.jsonl`` only until it has 64 KiB, and
+    then ``metrics/1.jsonl``, and so on: a log writes the newest part alone.
+    """
+    content = b"".join(place.read_bytes() for place in _parts(directory) if place.exists())
+    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+
+
+_PART = 1 << 16  # bytes from which on a part is left as it is
+
+
+def _parts(directory: Path) -> list[Path]:
+    """The places of all parts there may be lines in, in order; the first, whether it is there or not."""
+    first = directory / "metrics.jsonl"
+    count = 0 if is_local(first) else len(names_in(directory / "metrics"))
+    return [first, *(_part(directory, number) for number in range(1, count + 1))]
+
+
+def _part(directory: Path, number: int) -> Path:
+    return directory / "metrics" / f"{number}.jsonl" if number else directory / "metrics.jsonl"
+
+
+class _Parts:
+    """Lines in an object store; every `flush` writes the newest part, after `content` of it."""
+
+    def __init__(self, directory: Path, content: bytes):
+        self._directory, self._number, self._content = directory, len(_parts(directory)) - 1, bytearray(content)
+
+    def write(self, data: bytes) -> None:
+        if len(self._content) >= _PART:
+            self._number, self._content = self._number + 1, bytearray()
+        self._content += data
+
+    def flush(self) -> None:
+        _part(self._directory, self._number).write_bytes(bytes(self._content))
+
+    def close(self) -> None:
+        """All is written."""
+
+
 class _Object:
     """A file in an object store, where nothing is appended: every `flush` writes the whole of it."""
 
-    def __init__(self, place: Path, content: bytes = b""):
-        self._place, self._content = place, bytearray(content)
+    def __init__(self, place: Path):
+        self._place, self._content = place, bytearray()
 
     def write(self, data: bytes) -> None:
         self._content += data

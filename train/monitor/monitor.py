@@ -144,7 +144,7 @@ class Monitor:
     def _open_logs(self, stack: ExitStack) -> Iterator[Log]:
         """The logs of this run, JSON lines first."""
         monitor = self._config.monitor
-        makers: list[Callable[[], Log]] = [lambda: MetricsLog(self._directory / "metrics.jsonl")]
+        makers: list[Callable[[], Log]] = [lambda: MetricsLog(self._directory)]
         if monitor.tensorboard:
             makers.append(lambda: TensorBoardLog(self._directory / "tensorboard"))
         if monitor.wandb:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,11 @@ def decide(function: Callable[[], Any]) -> Any:
     if kind != "value":
         raise {"OSError": OSError, "FileNotFoundError": FileNotFoundError}.get(kind, ValueError)(value)
     return value
+
+
+def told_once() -> Callable[[str], Any]:
+    """Prints a line, on process 0; nothing on the others."""
+    return partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[str, Any]:

@@ -47,6 +47,21 @@ def is_local(place: Path) -> bool:
     return isinstance(place, Path)
 
 
+def look_anew(place: Path) -> None:
+    """Forgets what an object store listed before: gcsfs keeps it, and does not see what others write."""
+    if not is_local(place):
+        place.fs.invalidate_cache()
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, sorted; none where there is none, as in an object store where an empty one does not exist.
+
+    In an object store all that is there now, whoever wrote it.
+    """
+    look_anew(folder)
+    return sorted(place.name for place in folder.iterdir()) if folder.exists() else []
+
+
 def check_output(output: str) -> None:
     """Raises ValueError for a key `output` that names no place of runs."""
     try:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import threading
+import zlib
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from train.checkpoint import (
     Checkpoints,
     check_run,
     create_run,
+    digest,
     integrity,
     kept_steps,
     newest_whole,
@@ -31,6 +33,8 @@ from train.checkpoint import (
     restore_model,
     steps,
 )
+from train.checkpoint.reading import damages
+from train.cli import main
 from train.config import dump, parse, to_dict
 from train.model.build import build_model
 from train.runtime.paths import path, write_file
@@ -55,13 +59,14 @@ def mesh(rows: int, columns: int) -> Mesh:
 
 
 def state(number: int, on: Mesh | None = None, matrix: Any = ("x", "y")) -> State:
-    """Values that name their place and the `number`, spread over a mesh."""
+    """Values that differ by place and `number`, spread over a mesh."""
     on = on or mesh(2, 4)
 
     def put(values, spec):
         return jax.device_put(values, NamedSharding(on, PartitionSpec(*spec)))
 
-    values = np.arange(8 * 12, dtype=np.float32).reshape(8, 12) / 7 + 1000 * number
+    # Bits that do not compress, and more of them than TensorStore keeps in its index, which it checks itself.
+    values = np.sin(np.arange(8 * 1200)).astype(np.float32).reshape(8, 1200) + np.float32(number)
     weight, gain = put(values, matrix), put(values[0], ())
     mean = {"layers": {0: {"weight": put(-values, matrix)}}, "gain": put(-values[0], ())}
     moments = (Moments(put(np.int32(number), ()), mean), ())
@@ -91,8 +96,7 @@ def names(directory):
 def restored(directory):
     """The newest whole checkpoint and its state."""
     with Checkpoints(config(), directory, TEXT) as checkpoints:
-        saved = checkpoints.newest()
-        return saved, saved and checkpoints.restore(saved, abstract(state(0)))
+        return checkpoints.resume(lambda saved: (saved, saved and checkpoints.restore(saved, abstract(state(0)))))
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +140,15 @@ def test_nothing_is_found_where_nothing_was_saved(tmp_path):
 
 
 def largest(folder):
-    """The largest file of arrays."""
+    """The largest file of values."""
     return max(folder.rglob("d/*"), key=lambda place: place.stat().st_size)
+
+
+def flip(place):
+    """One bit in the middle of a file."""
+    whole = place.read_bytes()
+    middle = len(whole) // 2
+    place.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
 
 
 def truncate(folder):
@@ -151,10 +162,26 @@ def empty(folder):
     return "run/metadata has 0 bytes of"
 
 
+def change_a_weight(folder):
+    flip(largest(folder / "parameters"))
+    return "the array parameters/layers.0.weight holds other values than were saved"
+
+
+def change_a_moment(folder):
+    flip(largest(folder / "training"))
+    return "the array training/optimizer.0.mean.layers.0.weight holds other values than were saved"
+
+
+def garble_the_index(folder):
+    [place] = (folder / "parameters" / "d").iterdir()
+    flip(place)
+    return "parameters: DATA_LOSS"
+
+
 def garble(folder):
-    place = largest(folder)
-    place.write_bytes(bytes(255 - byte for byte in place.read_bytes()))
-    return f"{place.relative_to(folder)} holds other bytes than were written"
+    place = folder / "run" / "metadata"
+    place.write_bytes(place.read_bytes().replace(b'"next":24', b'"next":25').replace(b'"next": 24', b'"next": 25'))
+    return "run/metadata holds other bytes than were written"
 
 
 def lose(folder):
@@ -191,6 +218,9 @@ def leave_nothing(folder):
 DAMAGES = [
     truncate,
     empty,
+    change_a_weight,
+    change_a_moment,
+    garble_the_index,
     garble,
     lose,
     lose_all_arrays,
@@ -217,35 +247,141 @@ def test_a_damaged_newest_checkpoint_is_named_kept_and_skipped_for_the_one_befor
     assert told.count("\n") == 1
 
 
-def test_any_other_byte_in_any_file_is_noticed(copy):
-    folder = copy / "checkpoints" / "6"
-    assert integrity.problem(folder) == ""
+def test_any_other_bit_in_any_file_is_noticed_or_changes_nothing(copy):
+    folder, unread = copy / "checkpoints" / "6", set()
+    assert damages(folder) == []
     for name in integrity.files(folder):
-        place = folder / name
-        whole = place.read_bytes()
-        middle = len(whole) // 2
-        place.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-        assert integrity.problem(folder) == f"{name} holds other bytes than were written"
-        place.write_bytes(whole)
+        whole = (folder / name).read_bytes()
+        flip(folder / name)
+        found = damages(folder)
+        if name == str(largest(folder / "parameters").relative_to(folder)):
+            assert found == ["the array parameters/layers.0.weight holds other values than were saved"]
+        elif "/d/" not in name:
+            assert f"{name} holds other bytes than were written" in found
+        elif not found:
+            unread.add(name)
+            chex.assert_trees_all_equal(restored(copy)[1], state(6))
+        (folder / name).write_bytes(whole)
+    assert damages(folder) == []
+    # Orbax keeps the indices of the processes' parts, and reads the one that it made of them.
+    assert all("/ocdbt.process_0/d/" in name for name in unread)
+
+
+def test_neither_sealing_nor_checking_reads_a_file_of_values(copy, monkeypatch):
+    read, original = [], Path.open
+
+    def opened(place, *rest, **kind):
+        read.append(place)
+        return original(place, *rest, **kind)
+
+    folder = copy / "checkpoints" / "6"
+    arrays = integrity.read_seal(folder).arrays
+    monkeypatch.setattr(Path, "open", opened)
+    integrity.seal(folder, 0, 1, arrays)
     assert integrity.problem(folder) == ""
+    assert folder / "parameters" / "manifest.ocdbt" in read
+    assert not [place for place in read if place.parent.name == "d"]
+
+
+def seal_as_before(folder):
+    """A seal of an earlier version: the CRC-32 of every file, and no digests."""
+    sums = {
+        name: [found.size, zlib.crc32((folder / name).read_bytes())] for name, found in integrity.files(folder).items()
+    }
+    (folder / "checksums" / "0-of-1.json").write_text(json.dumps({"files": sums}))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_and_checked_by_its_checksums(copy, capsys):
+    for step in ("3", "6"):
+        seal_as_before(copy / "checkpoints" / step)
+    saved, found = restored(copy)
+    assert saved.step == 6
+    chex.assert_trees_all_equal(found, state(6))
+    assert damages(copy / "checkpoints" / "6") == []
+    flip(largest(copy / "checkpoints" / "6"))
+    saved, found = restored(copy)
+    chex.assert_trees_all_equal(found, state(3))
+    assert re.search(r"damaged \(.*/d/\w+ holds other bytes than were written\)", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("sealing", "checking"), [(1, 1), (3, 1), (1, 3), (4, 3)])
 def test_any_number_of_processes_seals_and_checks(copy, sealing, checking):
     folder = copy / "checkpoints" / "6"
+    arrays = integrity.read_seal(folder).arrays
     shutil.rmtree(folder / "checksums")
     sealed = {place.name for place in folder.glob("checksums/*")}
     for process in range(sealing):
         assert "not finished" in integrity.problem(folder)
-        integrity.seal(folder, process, sealing)
+        integrity.seal(folder, process, sealing, {} if process else arrays)
     parts = [json.loads(place.read_text())["files"] for place in folder.glob("checksums/*")]
     assert not sealed
     assert sorted(name for part in parts for name in part) == sorted(integrity.files(folder))
     problems = [integrity.problem(folder, process, checking) for process in range(checking)]
     assert problems == [""] * checking
+    assert damages(folder) == []
     garble(folder)
     problems = [integrity.problem(folder, process, checking) for process in range(checking)]
     assert sorted(map(bool, problems)) == [False] * (checking - 1) + [True]
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_the_devices_and_the_files_give_the_same_digests(two, readers):
+    """However the arrays lie on the devices, and however many processes share the reading."""
+    parts = [
+        digest.read_digests(two / "checkpoints" / "6", item, process, readers)
+        for item in ("parameters", "training")
+        for process in range(readers)
+    ]
+    whole = {name: sum(part.get(name, 0) for part in parts) % 2**32 for part in parts for name in part}
+    for on, matrix in ((mesh(2, 4), ("x", "y")), (mesh(1, 1), ()), (mesh(4, 1), (None, "x"))):
+        found = state(6, on, matrix)
+        items = {"parameters": found.parameters, "training": {"step": found.step, "optimizer": found.optimizer}}
+        assert digest.by_name(digest.names(items), digest.digests(items)) == whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "bool", "uint32"])
+def test_a_digest_tells_a_bit_an_exchange_and_a_shape(dtype):
+    draw = np.random.default_rng(0).integers(0, 2, (6, 10))
+
+    def of(values):
+        return int(digest.digests({"x": jax.numpy.asarray(values, dtype)})[0])
+
+    other = draw.copy()
+    other[3, 4] ^= 1
+    exchanged = draw.copy()
+    exchanged[[0, 1]] = draw[[1, 0]]
+    every = [of(each) for each in (draw, other, exchanged, draw[::-1], draw.T, draw.reshape(10, 6), draw[:-1])]
+    assert len(set(every)) == len(every)
+
+
+def test_what_cannot_be_read_for_another_reason_is_no_damage(copy, monkeypatch):
+    """The checkpoint stays where it is, and the error is told."""
+
+    def read(*_):
+        raise OSError("the network is unreachable")
+
+    monkeypatch.setattr("train.checkpoint.reading._read", read)
+    with pytest.raises(OSError, match="the network is unreachable"):
+        restored(copy)
+    assert names(copy) == {"3", "6"}
+
+
+def test_every_damage_of_a_run_is_told(copy, capsys):
+    write_file(copy / "config.yaml", dump(config()))
+    assert main(["verify", str(copy)]) == 0
+    assert capsys.readouterr().out == "step 6: whole\nstep 3: whole\n"
+    before = contents(copy)
+    lines = [f"step 6: {damage(copy / 'checkpoints' / '6')}" for damage in (garble, change_a_moment, change_a_weight)]
+    (copy / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
+    assert main(["verify", str(copy)]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert set(told[:3]) == set(lines)
+    assert told[3:] == [
+        "step 3: whole",
+        "9.orbax-checkpoint-tmp is not finished: a run is saving it, or was killed then",
+    ]
+    assert contents(copy).keys() == before.keys()
+    assert main(["verify", str(copy / "checkpoints")]) == 2
 
 
 def test_a_step_that_was_damaged_is_saved_again_and_again(copy):

@@ -19,7 +19,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from train.config import parse
 from train.model.build import decoder_config
-from train.monitor import Meter, MetricsLog, Monitor, Trace, check_monitor, enable_compilation_cache
+from train.monitor import Meter, MetricsLog, Monitor, Trace, check_monitor, enable_compilation_cache, read_metrics
 from train.monitor import monitor as module
 from train.monitor import progress as bars
 from train.monitor.cache import user_cache
@@ -142,12 +142,12 @@ def place(request, tmp_path):
 
 def test_log_appends_and_never_repeats_a_step(place):
     file = place / "metrics.jsonl"
-    with MetricsLog(file) as log:
+    with MetricsLog(place) as log:
         log.write(5, loss=1.5)
         log.write(10, loss=1.0)
         assert len(file.read_text().splitlines()) == 2
     file.write_bytes(file.read_bytes() + b'{"step": 15, "lo')
-    with MetricsLog(file) as log:
+    with MetricsLog(place) as log:
         assert log.last == {"step": 10, "loss": 1.0}
         log.write(10, loss=9.0)
         log.write(15, loss=0.5)
@@ -158,11 +158,36 @@ def test_log_appends_and_never_repeats_a_step(place):
     ]
 
 
+def test_an_object_store_gets_a_log_in_parts_and_readers_join_them():
+    """However long it is, a line costs no more than a part, and a part that is full stays as it is."""
+    directory = path("memory://parts")
+    for first in (1, 61):
+        with MetricsLog(directory) as log:
+            assert log.last["step"] == first - 1
+            for step in range(first, first + 60):
+                log.write(step, note="x" * 9000)
+                parts = {name: entry["size"] for name, entry in directory.fs.find("/parts", detail=True).items()}
+                assert max(parts.values()) < 2**16 + 9100
+    assert parts.keys() == {"/parts/metrics.jsonl", *(f"/parts/metrics/{number}.jsonl" for number in range(1, 15))}
+    assert [line["step"] for line in read_metrics(directory)] == list(range(1, 121))
+    directory.fs.rm("/parts", recursive=True)
+
+
+def test_a_local_log_is_one_file_and_a_line_that_was_cut_off_is_not_read(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 20):
+            log.write(step, note="x" * 9000)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "no')
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 20))
+    assert [place.name for place in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 @pytest.mark.parametrize("line", ["no JSON", "[1]", '{"loss": 1}', '{"step": null}'])
 def test_a_log_of_something_else_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl: its last line holds no metrics; take the line out"):
-        MetricsLog(tmp_path / "metrics.jsonl")
+        MetricsLog(tmp_path)
 
 
 def scalars(directory):

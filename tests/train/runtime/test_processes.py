@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from flags import environment
-from object_store import serving
+from object_store import of_the_store, serving
 
 ROOT = Path(__file__).parents[3]
 STEPS = 28
@@ -185,10 +185,28 @@ def ask(*asked):
 
 
 def damage_the_newest(directory):
+    """Flips a bit in the values of process 1, which it alone reads; returns the step."""
+    newest = directory / "checkpoints" / str(newest_checkpoint(directory))
+    place = max(newest.glob("parameters/ocdbt.process_1/d/*"), key=lambda place: place.stat().st_size)
+    content = place.read_bytes()
+    place.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    return newest.name
+
+
+def lose_bytes(directory):
+    """Cuts off the newest checkpoint's largest file; returns the step."""
     newest = directory / "checkpoints" / str(newest_checkpoint(directory))
     arrays = max(newest.rglob("d/*"), key=lambda place: place.stat().st_size)
     arrays.write_bytes(arrays.read_bytes()[: -arrays.stat().st_size // 2])
     return newest.name
+
+
+def verify(run):
+    """What both processes together tell of the newest checkpoint, by the first of them."""
+    found = Processes(run.directory.parent, run.directory.name, 2, 2, command="verify")
+    found.end(1, 1)
+    assert "step" not in found.printed(1)
+    return [line for line in found.printed(0).splitlines() if line.startswith("step")]
 
 
 def resume_alone(run, straight):
@@ -209,12 +227,17 @@ def test_two_processes_killed_again_and_again_repeat_the_undisturbed_run_bit_for
         run = Processes(folder, "killed", 2, 2)
         way(run, draw)
     damaged = damage_the_newest(run.directory)
+    told = verify(run)
+    assert told[0].startswith(f"step {damaged}: the array parameters/")
+    assert told[1].endswith(": whole")
     run = Processes(folder, "killed", 2, 2)
     ask(1)(run, draw)
     assert f"the checkpoint of step {damaged} in {run.directory / 'checkpoints'} is damaged" in run.printed(0)
     assert "is damaged" not in run.printed(1)
     assert f"{damaged}.damaged" in checkpoints(run.directory)
+    lost = lose_bytes(run.directory)
     resume_alone(run, straight)
+    assert f"{lost}.damaged" in checkpoints(run.directory)
 
 
 @pytest.mark.wide
@@ -295,10 +318,8 @@ def store(monkeypatch, folder):
     """The store that the processes take for Google's, with the texts of the folder."""
     pytest.importorskip("gcsfs")
     with serving() as (store, address):
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
-        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
-        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        for name, value in of_the_store(address).items():
+            monkeypatch.setenv(name, value)
         for text in (folder / "text").iterdir():
             store.put("bucket", f"text/{text.name}", text.read_bytes())
         yield store

@@ -19,6 +19,7 @@ from train.data import Document, documents, load_tokenizer
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
 from train.model.build import RELEASED, extension_of, own_length
+from train.runtime import paths
 
 TEXT, PASSKEY = "text", "passkey"
 
@@ -192,13 +193,16 @@ def finished_rows(directory: Path) -> list[dict[str, Any]]:
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:
     """Keeps a result. What an interruption left of a line before is removed first."""
-    place = directory / RESULTS
+    place, line = directory / RESULTS, json.dumps(row).encode() + b"\n"
     whole = place.read_bytes() if place.exists() else b""
     end = whole.rfind(b"\n") + 1
+    if not paths.is_local(place):
+        place.write_bytes(whole[:end] + line)
+        return
     with place.open("r+b" if place.exists() else "wb") as file:
         file.truncate(end)
         file.seek(end)
-        file.write(json.dumps(row).encode() + b"\n")
+        file.write(line)
 
 
 def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -40,7 +40,7 @@ from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import check_vocabulary, own_length
 from train.model.extension import completed
 from train.monitor import enable_compilation_cache
-from train.runtime.paths import path, write_file
+from train.runtime.paths import write_file
 
 
 def run_study(config: Config, console: Console | None = None) -> Path:
@@ -53,7 +53,6 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     Raises ValueError, before anything is computed, for what cannot be studied.
     """
     console = console or Console(highlight=False)
-    check("://" not in config.output, f"output: a study is kept in a local folder, found {config.output!r}")
     check_entries(config)
     chosen = chosen_entries(config)
     _check_schemes(config)
@@ -61,7 +60,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     check_tasks(config.evaluate, Vocabulary(load_tokenizer(config.data)))
     texts, model_digest = read_texts(config), digest_of_model(config)
     search = _search(config, model_digest, chosen)
-    directory = path(config.directory)
+    directory = config.directory
     _open_directory(config, directory)
     enable_compilation_cache(config.monitor.compilation_cache)
     mesh = mesh_for(config, rows=1)

@@ -1,0 +1,103 @@
+"""Reading what a checkpoint holds, and finding out whether it is still what was saved.
+
+All processes call these functions together. Each reads its share alone, with no barrier of Orbax's, so that one whose
+share is damaged keeps nobody waiting; then all agree on the outcome.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from train.checkpoint import integrity
+from train.checkpoint.digest import by_name, digests, names, read_digests
+from train.runtime.distributed import decide, gather
+from train.runtime.paths import is_local
+
+_UNREADABLE = (OSError, ValueError, LookupError, AttributeError, TypeError)
+"""What Orbax and TensorStore raise for damaged files, and for much else."""
+
+
+class Damaged(Exception):
+    """Raised on every process for a checkpoint that is not what was saved; says what is wrong, in a few words."""
+
+
+def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
+    """Items of a checkpoint, laid out as `wanted` says; their values are those that were saved.
+
+    Raises Damaged for other ones. What cannot be read for another reason raises that.
+    """
+    found, error = None, None
+    try:
+        found = _read(folder, wanted)
+    except _UNREADABLE as unreadable:
+        error = unreadable
+    told = next(filter(None, gather(_in_a_line(error) if error else "")), "")
+    if not told:
+        arrays = by_name(names(found), digests(found))
+        problems = decide(lambda: integrity.differing(folder, arrays))
+    else:  # because of the files, or of the way to them
+        problems = damages(folder)
+    if problems:
+        raise Damaged(problems[0])
+    if told:
+        raise error or OSError(f"{folder}: another process could not read it: {told}")
+    return found
+
+
+def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(own, {own}, f"process_{own}")
+    place = epath.Path(folder.absolute() if is_local(folder) else str(folder))
+    items = {name: ocp.args.StandardRestore(item) for name, item in wanted.items()}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
+        found = checkpointer.restore(place, args=ocp.args.Composite(**items))
+    return {name: found[name] for name in wanted}
+
+
+def damages(folder: Path) -> list[str]:
+    """Everything that is wrong with a checkpoint, each in a few words, after reading all of it."""
+    found = _together(lambda: [*integrity.problems(folder, jax.process_index(), jax.process_count())])
+    arrays = decide(lambda: [*_sealed_arrays(folder)])
+    for item in sorted({name.partition("/")[0] for name in arrays}):
+        found += _damaged_arrays(folder, item)
+    return found
+
+
+def _sealed_arrays(folder: Path) -> dict[str, int]:
+    try:
+        return integrity.read_seal(folder).arrays
+    except ValueError:
+        return {}
+
+
+def _damaged_arrays(folder: Path, item: str) -> list[str]:
+    parts: dict[str, int] = {}
+
+    def read() -> list[str]:
+        parts.update(read_digests(folder, item, jax.process_index(), jax.process_count()))
+        return []
+
+    errors = _together(read)
+    if errors:
+        return [f"{item}: {error}" for error in errors]
+    shares = [json.loads(text) for text in gather(json.dumps(parts))]
+    whole = {name: sum(share[name] for share in shares) % 2**32 for name in parts}
+    return decide(lambda: integrity.differing(folder, whole))
+
+
+def _together(look: Callable[[], list[str]]) -> list[str]:
+    """The lines that any process has found, or the errors that it met."""
+    try:
+        own = look()
+    except _UNREADABLE as error:
+        own = [_in_a_line(error)]
+    return sorted({line for lines in gather(json.dumps(own)) for line in json.loads(lines)})
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

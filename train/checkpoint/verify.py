@@ -1,0 +1,32 @@
+"""Every checkpoint of a run, read to its last byte: the command `verify`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint.directory import read_config
+from train.checkpoint.reading import damages
+from train.checkpoint.steps import finished_steps, unfinished
+from train.runtime.distributed import decide
+from train.runtime.paths import path
+
+
+def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
+    """Reads all checkpoints of a run and tells everything that is wrong with each; whether nothing is.
+
+    All processes call it together and share the reading. What is there stays as it is: the next ``fit`` removes what
+    is not finished, and puts aside what is damaged and newer than what it resumes from.
+
+    Raises FileNotFoundError without a run.
+    """
+    folder = path(directory) / "checkpoints"
+    decide(lambda: read_config(path(directory)).name)
+    whole = True
+    for step in decide(lambda: finished_steps(folder)):
+        found = damages(folder / str(step))
+        whole = whole and not found
+        for line in found or ["whole"]:
+            told(f"step {step}: {line}")
+    for name in decide(lambda: unfinished(folder)):
+        told(f"{name} is not finished: a run is saving it, or was killed then")
+    return whole
