@@ -24,15 +24,18 @@ hold ``half_width(t)``, half as wide as an ordinary key and free of positions, a
 """
 
 import dataclasses
+from functools import partial
 from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from posjax import coca_tpu as tpu
 from posjax._checks import check, check_choice, check_even, check_rank, shown
 from posjax._numbers import at_least_float32
 from posjax._slots import Features
+from posjax.lowered import Lowered, run, split_by_compiler, zero_tangent
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS, check_table
 from posjax.rotary.rules import check_angles
@@ -86,18 +89,15 @@ def query_feature(
     check_choice("variant", variant, VARIANTS)
     check_choice("pairing", pairing, PAIRINGS)
     check_rank("q", q, 4, "[batch, length, heads, size]")
-    x, y = map(_widen, (q, q) if variant == "tied" else _planes("q", q, pairing))
-    cos, sin = _rotation("q", x, table)
-    first, second = _QUERY[variant](x, y, cos, sin)
-    return jnp.concatenate([first, second], axis=-1).astype(q.dtype)
+    if variant != "tied":
+        check_even("the last axis of q", q.shape[-1])
+    return _made(_Made(_QUERY[variant], None if variant == "tied" else pairing), "q", q, table)
 
 
 def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) -> Float[Array, "batch length heads d"]:
     """``psi = relu(t) (cos, sin)`` of ``features``, the same for every variant, in the dtype of ``t``."""
     check_rank("t", t, 4, "[batch, length, heads, size / 2]")
-    wide = half_width(_widen(t))
-    cos, sin = _rotation("t", wide, table)
-    return jnp.concatenate([wide * cos, wide * sin], axis=-1).astype(t.dtype)
+    return _made(_Made(_key, None), "t", t, table)
 
 
 def half_width(t: Float[Array, "*b half"]) -> Float[Array, "*b half"]:
@@ -128,23 +128,136 @@ def _planes(name: str, a: Array, pairing: str) -> tuple[Array, Array]:
     return tuple(jnp.split(a, 2, axis=-1))
 
 
-def _widen(a: Array) -> Array:
-    return a.astype(at_least_float32(a.dtype))
+def _made(function: "_Made", name: str, x: Array, table: RotaryTable) -> Array:
+    """Features of components ``[batch, length, heads, width]``."""
+    cos, sin = _rotation(name, x, function.planes(x), table)
+    if tpu.takes(x, cos) and not split_by_compiler(x):
+        return run(function, cos.astype(jnp.float32), sin.astype(jnp.float32), x)[0]
+    return function.plain(cos, sin, x)
 
 
-def _rotation(name: str, x: Float[Array, "batch length heads planes"], table: RotaryTable) -> tuple[Array, Array]:
-    """Cosines and sines, with a head axis, in the dtype of ``x``."""
+def _rotation(
+    name: str, x: Float[Array, "batch length heads width"], planes: int, table: RotaryTable
+) -> tuple[Array, Array]:
+    """Cosines and sines ``[batch or 1, length, planes]``."""
     check_table(table)
     *batch, length, width = table.cos.shape
     check(
-        width == x.shape[-1],
-        f"the table rotates {width} planes and {name} has {x.shape[-1]}: CoCA scores rotated planes only, so the table "
+        width == planes,
+        f"the table rotates {width} planes and {name} has {planes}: CoCA scores rotated planes only, so the table "
         "must cover the whole head (no partial rotation); t, and the q of 'tied', are half as wide as a head",
     )
     rows, tokens = x.shape[:2]
     fits = length == tokens and batch in ([], [1], [rows])
     check(fits, f"table of shape {table.cos.shape} does not fit {name}, with {tokens} tokens in {rows} rows")
-    return tuple(part.reshape(-1, length, 1, width).astype(x.dtype) for part in table)
+    return tuple(part.reshape(-1, length, width) for part in table)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made(Lowered):
+    """Features of cosines, sines and components: by a kernel on TPUs.
+
+    Args:
+        formula: of single planes.
+        pairing: of two components; None where there is one.
+    """
+
+    formula: tpu.Formula
+    pairing: str | None
+
+    def planes(self, x: Array) -> int:
+        """How many there are."""
+        return x.shape[-1] // (1 if self.pairing is None else 2)
+
+    def plain(self, cos, sin, x):
+        """As XLA computes them."""
+        wide = x.astype(at_least_float32(x.dtype))
+        parts = (wide,) if self.pairing is None else _planes("q", wide, self.pairing)
+        table = (part[..., None, :].astype(wide.dtype) for part in (cos, sin))
+        return jnp.concatenate(self.formula(*parts, *table), axis=-1).astype(x.dtype)
+
+    def types(self, cos, sin, x):
+        return [self.plain(cos, sin, x)]
+
+    def on(self, platform, cos, sin, x):
+        if platform == "tpu":
+            return [tpu.features(x, cos, sin, formula=self.formula, pairing=self.pairing)]
+        return [self.plain(cos, sin, x)]
+
+    def differentiated(self, primals, tangents):
+        """Those of the table, in which it is linear, by XLA."""
+        cos, sin, x = primals
+        *d_table, d_x = tangents
+        moved = [] if d_x is None else run(_Tangent(self), *primals, d_x)
+        if any(part is not None for part in d_table):
+            d_table = [zero_tangent(part) if d is None else d for part, d in zip((cos, sin), d_table, strict=True)]
+            moved.append(self.plain(*d_table, x))
+        return run(self, *primals), [sum(moved[1:], moved[0])]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangent(Lowered):
+    """The tangent of features, of cosines, sines, components and the tangent of these."""
+
+    function: _Made
+
+    @property
+    def linear(self):
+        return 1
+
+    def types(self, cos, sin, x, d_x):
+        return self.function.types(cos, sin, x)
+
+    def on(self, platform, cos, sin, x, d_x):
+        return [self.plain(cos, sin, x, d_x)]
+
+    def plain(self, cos, sin, x, d_x):
+        """As XLA computes it."""
+        return jax.jvp(partial(self.function.plain, cos, sin), (x,), (d_x,))[1]
+
+    def differentiated(self, primals, tangents):
+        """Of second order: by XLA."""
+        return _by_xla(self.plain, primals, tangents)
+
+    def transposed(self, constants, cotangents):
+        return run(_Cotangent(self.function), *constants, *cotangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cotangent(Lowered):
+    """The cotangent of components, of cosines, sines, components and the cotangent of features: by a kernel on TPUs."""
+
+    function: _Made
+
+    @property
+    def linear(self):
+        return 1
+
+    def types(self, cos, sin, x, g):
+        return [x]
+
+    def on(self, platform, cos, sin, x, g):
+        if platform == "tpu":
+            return [tpu.gradient(x, cos, sin, g, formula=self.function.formula, pairing=self.function.pairing)]
+        return [self.plain(cos, sin, x, g)]
+
+    def plain(self, cos, sin, x, g):
+        """As XLA computes it."""
+        return jax.vjp(partial(self.function.plain, cos, sin), x)[1](g)[0]
+
+    def differentiated(self, primals, tangents):
+        """Of second order: by XLA."""
+        return _by_xla(self.plain, primals, tangents)
+
+    def transposed(self, constants, cotangents):
+        return run(_Tangent(self.function), *constants, *cotangents)
+
+
+def _by_xla(function, primals: tuple, tangents: tuple) -> tuple[list, list]:
+    """A result and its tangent."""
+    filled = tuple(zero_tangent(x) if d is None else d for x, d in zip(primals, tangents, strict=True))
+    found, moved = jax.jvp(function, primals, filled)
+    return [found], [moved]
 
 
 def _strict(x, y, cos, sin):
@@ -161,7 +274,16 @@ def _relative(x, y, cos, sin):
     return uu * cos - uw * sin, uu * sin + uw * cos
 
 
-_QUERY = {"strict": _strict, "tied": _strict, "slack": _slack, "relative": _relative}
+def _tied(x, cos, sin):
+    return _strict(x, x, cos, sin)
+
+
+def _key(t, cos, sin):
+    t = half_width(t)
+    return t * cos, t * sin
+
+
+_QUERY = {"strict": _strict, "tied": _tied, "slack": _slack, "relative": _relative}
 
 
 @dataclasses.dataclass(frozen=True)
