@@ -24,7 +24,7 @@ hold ``half_width(t)``, half as wide as an ordinary key and free of positions, a
 """
 
 import dataclasses
-from functools import partial
+import functools
 from typing import ClassVar, Literal
 
 import jax
@@ -91,13 +91,13 @@ def query_feature(
     check_rank("q", q, 4, "[batch, length, heads, size]")
     if variant != "tied":
         check_even("the last axis of q", q.shape[-1])
-    return _made(_Made(_QUERY[variant], None if variant == "tied" else pairing), "q", q, table)
+    return _feature(_QUERY[variant], None if variant == "tied" else pairing, "q", q, table)
 
 
 def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) -> Float[Array, "batch length heads d"]:
     """``psi = relu(t) (cos, sin)`` of ``features``, the same for every variant, in the dtype of ``t``."""
     check_rank("t", t, 4, "[batch, length, heads, size / 2]")
-    return _made(_Made(_key, None), "t", t, table)
+    return _feature(_key, None, "t", t, table)
 
 
 def half_width(t: Float[Array, "*b half"]) -> Float[Array, "*b half"]:
@@ -128,17 +128,16 @@ def _planes(name: str, a: Array, pairing: str) -> tuple[Array, Array]:
     return tuple(jnp.split(a, 2, axis=-1))
 
 
-def _made(function: "_Made", name: str, x: Array, table: RotaryTable) -> Array:
-    """Features of components ``[batch, length, heads, width]``."""
-    cos, sin = _rotation(name, x, function.planes(x), table)
+def _feature(formula: tpu.Formula, pairing: Pairing | None, name: str, x: Array, table: RotaryTable) -> Array:
+    """Features of components ``[batch, length, heads, width]``; ``pairing`` is None where a plane has one of them."""
+    function = _Feature(formula, pairing)
+    cos, sin = _rotation(name, x, x.shape[-1] // (2 if pairing else 1), table)
     if tpu.takes(x, cos) and not split_by_compiler(x):
         return run(function, cos.astype(jnp.float32), sin.astype(jnp.float32), x)[0]
     return function.plain(cos, sin, x)
 
 
-def _rotation(
-    name: str, x: Float[Array, "batch length heads width"], planes: int, table: RotaryTable
-) -> tuple[Array, Array]:
+def _rotation(name: str, x: Array, planes: int, table: RotaryTable) -> tuple[Array, Array]:
     """Cosines and sines ``[batch or 1, length, planes]``."""
     check_table(table)
     *batch, length, width = table.cos.shape
@@ -154,27 +153,18 @@ def _rotation(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made(Lowered):
-    """Features of cosines, sines and components: by a kernel on TPUs.
-
-    Args:
-        formula: of single planes.
-        pairing: of two components; None where there is one.
-    """
+class _Feature(Lowered):
+    """Features of cosines, sines and components: by a kernel on TPUs."""
 
     formula: tpu.Formula
-    pairing: str | None
-
-    def planes(self, x: Array) -> int:
-        """How many there are."""
-        return x.shape[-1] // (1 if self.pairing is None else 2)
+    pairing: Pairing | None
 
     def plain(self, cos, sin, x):
         """As XLA computes them."""
         wide = x.astype(at_least_float32(x.dtype))
-        parts = (wide,) if self.pairing is None else _planes("q", wide, self.pairing)
-        table = (part[..., None, :].astype(wide.dtype) for part in (cos, sin))
-        return jnp.concatenate(self.formula(*parts, *table), axis=-1).astype(x.dtype)
+        components = _planes("q", wide, self.pairing) if self.pairing else (wide,)
+        table = (part[:, :, None].astype(wide.dtype) for part in (cos, sin))
+        return jnp.concatenate(self.formula(*components, *table), axis=-1).astype(x.dtype)
 
     def types(self, cos, sin, x):
         return [self.plain(cos, sin, x)]
@@ -185,79 +175,65 @@ class _Made(Lowered):
         return [self.plain(cos, sin, x)]
 
     def differentiated(self, primals, tangents):
-        """Those of the table, in which it is linear, by XLA."""
-        cos, sin, x = primals
+        """Linear in the table: XLA computes what its tangent adds."""
+        *table, x = primals
         *d_table, d_x = tangents
         moved = [] if d_x is None else run(_Tangent(self), *primals, d_x)
         if any(part is not None for part in d_table):
-            d_table = [zero_tangent(part) if d is None else d for part, d in zip((cos, sin), d_table, strict=True)]
-            moved.append(self.plain(*d_table, x))
-        return run(self, *primals), [sum(moved[1:], moved[0])]
+            filled = [zero_tangent(a) if d is None else d for a, d in zip(table, d_table, strict=True)]
+            moved = [*moved, self.plain(*filled, x)]
+        return run(self, *primals), [functools.reduce(jnp.add, moved)]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tangent(Lowered):
-    """The tangent of features, of cosines, sines, components and the tangent of these."""
+class _Derivative(Lowered):
+    """A function of cosines, sines and components that is linear in a fourth argument. XLA finds its derivatives."""
 
-    function: _Made
+    of: _Feature
 
     @property
     def linear(self):
         return 1
 
-    def types(self, cos, sin, x, d_x):
-        return self.function.types(cos, sin, x)
+    def plain(self, *arrays):
+        """As XLA computes it."""
+        raise NotImplementedError
 
-    def on(self, platform, cos, sin, x, d_x):
-        return [self.plain(cos, sin, x, d_x)]
+    def types(self, *arrays):
+        return [self.plain(*arrays)]
+
+    def on(self, platform, *arrays):
+        return [self.plain(*arrays)]
+
+    def differentiated(self, primals, tangents):
+        filled = (zero_tangent(x) if d is None else d for x, d in zip(primals, tangents, strict=True))
+        found, moved = jax.jvp(self.plain, primals, tuple(filled))
+        return [found], [moved]
+
+
+class _Tangent(_Derivative):
+    """The tangent of features, of that of components."""
 
     def plain(self, cos, sin, x, d_x):
-        """As XLA computes it."""
-        return jax.jvp(partial(self.function.plain, cos, sin), (x,), (d_x,))[1]
-
-    def differentiated(self, primals, tangents):
-        """Of second order: by XLA."""
-        return _by_xla(self.plain, primals, tangents)
+        return jax.jvp(functools.partial(self.of.plain, cos, sin), (x,), (d_x,))[1]
 
     def transposed(self, constants, cotangents):
-        return run(_Cotangent(self.function), *constants, *cotangents)
+        return run(_Cotangent(self.of), *constants, *cotangents)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cotangent(Lowered):
-    """The cotangent of components, of cosines, sines, components and the cotangent of features: by a kernel on TPUs."""
+class _Cotangent(_Derivative):
+    """The cotangent of components, of that of features: by a kernel on TPUs."""
 
-    function: _Made
+    def plain(self, cos, sin, x, d_features):
+        return jax.vjp(functools.partial(self.of.plain, cos, sin), x)[1](d_features)[0]
 
-    @property
-    def linear(self):
-        return 1
-
-    def types(self, cos, sin, x, g):
-        return [x]
-
-    def on(self, platform, cos, sin, x, g):
+    def on(self, platform, cos, sin, x, d_features):
         if platform == "tpu":
-            return [tpu.gradient(x, cos, sin, g, formula=self.function.formula, pairing=self.function.pairing)]
-        return [self.plain(cos, sin, x, g)]
-
-    def plain(self, cos, sin, x, g):
-        """As XLA computes it."""
-        return jax.vjp(partial(self.function.plain, cos, sin), x)[1](g)[0]
-
-    def differentiated(self, primals, tangents):
-        """Of second order: by XLA."""
-        return _by_xla(self.plain, primals, tangents)
+            return [tpu.gradient(x, cos, sin, d_features, formula=self.of.formula, pairing=self.of.pairing)]
+        return [self.plain(cos, sin, x, d_features)]
 
     def transposed(self, constants, cotangents):
-        return run(_Tangent(self.function), *constants, *cotangents)
-
-
-def _by_xla(function, primals: tuple, tangents: tuple) -> tuple[list, list]:
-    """A result and its tangent."""
-    filled = tuple(zero_tangent(x) if d is None else d for x, d in zip(primals, tangents, strict=True))
-    found, moved = jax.jvp(function, primals, filled)
-    return [found], [moved]
+        return run(_Tangent(self.of), *constants, *cotangents)
 
 
 def _strict(x, y, cos, sin):

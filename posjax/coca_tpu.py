@@ -25,11 +25,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 _LANES = 128
-_TOKENS, _COLUMNS = 512, 1024
+_TOKENS, _COLUMN_BYTES = 512, 2048
 """Of a block of features, at most."""
 
 Formula = Callable[..., tuple[Array, Array]]
-"""The two features of planes, of their components (one or two), cosines and sines."""
+"""Both features of planes, of their components (one or two), cosines and sines."""
 
 
 def takes(x: Array, cos: Array) -> bool:
@@ -37,7 +37,7 @@ def takes(x: Array, cos: Array) -> bool:
     _, length, heads, width = x.shape
     known = all(isinstance(size, int) and size for size in x.shape)
     whole = known and length % _LANES == 0 and 2 * cos.shape[-1] % _LANES == 0 and heads % _together(width) == 0
-    # A gradient is not summed over devices that share the components and not the table.
+    # Otherwise devices would share the components, and what each finds of their gradient would have to be summed.
     alike = jax.typeof(cos).manual_axis_type.varying <= jax.typeof(x).manual_axis_type.varying
     return whole and alike and x.dtype in (jnp.bfloat16, jnp.float32)
 
@@ -49,12 +49,18 @@ def _together(width: int) -> int:
 
 @partial(jax.jit, static_argnames=("formula", "pairing", "interpret"))
 def features(
-    x: Float[Array, "batch length heads width"], cos: Array, sin: Array, *, formula: Formula, pairing: str, interpret=False
+    x: Float[Array, "batch length heads width"],
+    cos: Array,
+    sin: Array,
+    *,
+    formula: Formula,
+    pairing: str | None,
+    interpret=False,
 ) -> Float[Array, "batch length heads size"]:
     """``phi`` of components, by a float32 table ``[length, size/2]`` or ``[batch or 1, length, size/2]``."""
-    widths = width, size = x.shape[-1], 2 * cos.shape[-1]
-    step, matrices = partial(_features, formula, widths), [_spread(width, size, pairing)]
-    return _call("posjax_coca", step, (cos, sin), matrices, [x], size, interpret)
+    widths = x.shape[-1], 2 * cos.shape[-1]
+    step, matrices = partial(_features, formula, widths), [_spread(*widths, pairing)]
+    return _call("posjax_coca", step, (cos, sin), matrices, [x], widths[1], interpret)
 
 
 @partial(jax.jit, static_argnames=("formula", "pairing", "interpret"))
@@ -65,67 +71,73 @@ def gradient(
     cotangent: Float[Array, "batch length heads size"],
     *,
     formula: Formula,
-    pairing: str,
+    pairing: str | None,
     interpret=False,
 ) -> Float[Array, "batch length heads width"]:
     """``dq``: the cotangent of ``features`` carried back to the components."""
     widths = x.shape[-1], 2 * cos.shape[-1]
-    step, matrices = partial(_gradient, formula, widths), [f(*widths, pairing) for f in (_spread, _gathered)]
-    return _call("posjax_coca_gradient", step, (cos, sin), matrices, [x, cotangent], x.shape[-1], interpret)
+    step, matrices = partial(_gradient, formula, widths), [_spread(*widths, pairing), _gathered(*widths, pairing)]
+    return _call("posjax_coca_gradient", step, (cos, sin), matrices, [x, cotangent], widths[0], interpret)
 
 
 def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list, width: int, interpret) -> Array:
-    """What a step gives of each group of heads: ``width`` numbers for each of them."""
+    """What a step gives for each group of heads, ``width`` numbers a head."""
     x, size = arrays[0], 2 * table[0].shape[-1]
-    batch, length, heads, own = x.shape
-    tokens, least = max(n for n in range(_LANES, _TOKENS + 1, _LANES) if length % n == 0), _together(own)
-    block = max(n for n in range(least, heads + 1, least) if heads % n == 0 and (n == least or n * size <= _COLUMNS))
-    wide = [jnp.tile(part, 2).reshape(-1, length, size) for part in table]
-    rows = pl.BlockSpec((None, tokens, size), lambda b, i, h: (b if wide[0].shape[0] > 1 else 0, i, 0))
-    matrices = [jnp.asarray(matrix, x.dtype) for matrix in matrices]
+    (batch, length, heads, _), (tokens, block) = x.shape, _block(x, size)
+    table = [jnp.tile(part, 2).reshape(-1, length, size) for part in table]
+    rows = pl.BlockSpec((None, tokens, size), lambda b, i, h: (b if table[0].shape[0] > 1 else 0, i, 0))
     whole = [pl.BlockSpec(matrix.shape, lambda b, i, h: (0, 0)) for matrix in matrices]
-    widths = [array.shape[-1] for array in arrays] + [width]
+    widths = *(array.shape[-1] for array in arrays), width
     *given, made = (pl.BlockSpec((None, tokens, block * n), lambda b, i, h: (b, i, h)) for n in widths)
-    kind = jax.typeof(x).manual_axis_type
+    shape, kind = (batch, length, heads * width), jax.typeof(x).manual_axis_type
     found = pl.pallas_call(
-        partial(_kernel, step, block // least),
+        partial(_kernel, step, block // _together(x.shape[-1])),
         grid=(batch, length // tokens, heads // block),
         in_specs=[rows, rows, *whole, *given],
         out_specs=made,
-        out_shape=jax.ShapeDtypeStruct((batch, length, heads * width), x.dtype, manual_axis_type=kind),
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=kind),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
         name=name,
-    )(*wide, *matrices, *(array.reshape(batch, length, -1) for array in arrays))
+    )(*table, *(jnp.asarray(a, x.dtype) for a in matrices), *(a.reshape(batch, length, -1) for a in arrays))
     return found.reshape(batch, length, heads, width)
 
 
-def _channels(width: int, size: int, pairing: str) -> np.ndarray:
+def _block(x: Array, size: int) -> tuple[int, int]:
+    """Tokens and heads of a block, whose heads have ``size`` features."""
+    _, length, heads, width = x.shape
+    least = _together(width)
+    tokens = max(n for n in range(_LANES, _TOKENS + 1, _LANES) if length % n == 0)
+    most = max(least, _COLUMN_BYTES // (size * x.dtype.itemsize))
+    return tokens, max(n for n in range(least, most + 1, least) if heads % n == 0)
+
+
+def _channels(width: int, size: int, pairing: str | None) -> np.ndarray:
     """Where components of planes are in a head, ``[components, planes]``."""
-    numbers = np.arange(width)
-    return numbers.reshape(-1, size // 2) if pairing != "interleaved" else numbers.reshape(size // 2, -1).T
+    channels = np.arange(width)
+    return channels.reshape(size // 2, -1).T if pairing == "interleaved" else channels.reshape(-1, size // 2)
 
 
-def _spread(width: int, size: int, pairing: str) -> np.ndarray:
-    """``P``, for as many heads as fill the lanes."""
-    ones = np.eye(width)[:, _channels(width, size, pairing)]
-    several = [np.kron(np.eye(_together(width)), np.tile(component, 2)) for component in ones.swapaxes(0, 1)]
-    return np.concatenate(several, axis=1)
+def _spread(width: int, size: int, pairing: str | None) -> np.ndarray:
+    """``P``, of as many heads as fill the lanes."""
+    components = np.eye(width)[_channels(width, size, pairing)].swapaxes(-1, -2)
+    several = np.eye(_together(width))
+    return np.concatenate([np.kron(several, np.tile(component, 2)) for component in components], axis=1)
 
 
-def _gathered(width: int, size: int, pairing: str) -> np.ndarray:
-    """``R``, for as many heads as fill the lanes. Of one component it takes what stands in the first half."""
-    ones = np.eye(width)[_channels(width, size, pairing).ravel()]
-    return np.kron(np.eye(_together(width)), np.pad(ones, [(0, size - width), (0, 0)]))
+def _gathered(width: int, size: int, pairing: str | None) -> np.ndarray:
+    """``R``, of as many heads as fill the lanes; of one component it takes what stands in first halves."""
+    components = np.eye(width)[_channels(width, size, pairing).ravel()]
+    return np.kron(np.eye(_together(width)), np.pad(components, [(0, size - width), (0, 0)]))
 
 
-def _kernel(step: Callable, groups: int, *refs):
-    """The table, matrices, as many arrays, and what is made of these, all of it for each group of heads."""
-    (*table, made), count = [*refs[:2], refs[-1]], len(refs[2:-1]) // 2
-    matrices, arrays = refs[2 : 2 + count], refs[2 + count : -1]
+def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
+    """``refs``: matrices, as many arrays, and what is made of both: the groups of heads one after the other."""
+    *given, made = refs
+    matrices, arrays = given[: len(given) // 2], given[len(given) // 2 :]
     for n in range(groups):
         own = [ref[:, _columns(ref, n, groups)] for ref in arrays]
-        found = step([ref[...] for ref in table], [ref[...] for ref in matrices], *own)
+        found = step([cos_ref[...], sin_ref[...]], *(ref[...] for ref in matrices), *own)
         made[:, _columns(made, n, groups)] = found.astype(made.dtype)
 
 
@@ -135,32 +147,32 @@ def _columns(ref, n: int, groups: int) -> slice:
     return slice(n * width, (n + 1) * width)
 
 
-def _features(formula: Formula, widths: tuple[int, int], table: list, matrices: list, x):
-    components, table, first = _wide(widths, table, *matrices, x)
+def _features(formula: Formula, widths: tuple[int, int], table: list, spread, x):
+    components, table, first = _wide(widths, table, spread, x)
     return jnp.where(first, *formula(*components, *table))
 
 
-def _gradient(formula: Formula, widths: tuple[int, int], table: list, matrices: list, x, cotangent):
-    (spread, gathered), size, g = matrices, widths[1], cotangent.astype(jnp.float32)
+def _gradient(formula: Formula, widths: tuple[int, int], table: list, spread, gathered, x, cotangent):
     components, table, first = _wide(widths, table, spread, x)
-    heads = [pltpu.roll(g[:, n : n + size], size // 2, 1) for n in range(0, g.shape[1], size)]
-    other = jnp.concatenate(heads, axis=1)
+    size, own = widths[1], cotangent.astype(jnp.float32)
+    heads = [own[:, n : n + size] for n in range(0, own.shape[1], size)]
+    other = jnp.concatenate([pltpu.roll(head, size // 2, 1) for head in heads], axis=1)
     back = jax.vjp(lambda *components: formula(*components, *table), *components)[1]
-    found = back((jnp.where(first, g, other), jnp.where(first, other, g)))
+    found = back((jnp.where(first, own, other), jnp.where(first, other, own)))
     joined = found[0] if len(found) == 1 else jnp.where(first, *found)
     return _product(joined.astype(x.dtype), gathered)
 
 
 def _wide(widths: tuple[int, int], table: list, spread, x) -> tuple[list, list, Array]:
-    """Components and table as wide as the features of a group of heads, and which of these are of first halves."""
+    """Components and table, as wide as features of a group of heads, and which of these are in first halves."""
     (width, size), both = widths, _product(x, spread)
-    heads = spread.shape[0] // width
-    components = jnp.split(both, spread.shape[1] // (heads * size), axis=1)
+    heads = x.shape[1] // width
+    components = jnp.split(both, both.shape[1] // (heads * size), axis=1)
     lanes = jax.lax.broadcasted_iota(jnp.int32, components[0].shape, 1)
     return components, [jnp.concatenate([part] * heads, axis=1) for part in table], lanes % size < size // 2
 
 
 def _product(x, matrix):
-    """Exact: a column of the matrix holds a single one, or none."""
+    """Exact: a column of the matrix has a single one at most."""
     precision = jax.lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
     return jax.lax.dot(x, matrix, precision=precision, preferred_element_type=jnp.float32)
