@@ -1,41 +1,14 @@
-"""Collinear constrained attention, CoCA (Zhu et al., arXiv 2309.08646), as a feature map.
-
-Per head of size ``d``, plane ``j`` of the query is ``(x, y)``, the key is one number ``t_j >= 0`` for each of the
-``d / 2`` planes, and ``theta_j`` is the frequency of the plane. The collinear constraint multiplies the key by the
-query, ``k_{m,n} = q_m * t_n``, so that no angle stands between them at distance zero:
-
-    strict(m, n) = sum_j t_{n,j} (x_{m,j}^2 + y_{m,j}^2) cos((m - n) theta_j)
-
-The paper takes this for a three-way product that costs ``O(n^2 d)`` memory, and its code uses another score for that
-reason. But it is a plain inner product ``phi(q, m) . psi(t, n)`` of ``d`` features, and so are all its relatives: any
-attention kernel runs them at the usual cost. With ``c_p = cos(p theta_j)``, ``s_p = sin(p theta_j)``, in each plane
-
-    psi           t (c_n, s_n)                                     for every variant
-    phi strict    (x^2 + y^2) (c_m, s_m)                           equations 4 to 9, 17: free queries
-    phi tied      2 x^2 (c_m, s_m)                                 the same with y = x: the paper's own constraint
-    phi slack     ((x^2 + y^2) c_m, 2 x y s_m + (y^2 - x^2) c_m)   what the released code computes
-    phi relative  (u^2 c_m - u w s_m, u^2 s_m + u w c_m)           slack without its absolute part
-
-where ``u = (x + y) / sqrt(2)`` and ``w = (y - x) / sqrt(2)``. Strict, tied and relative depend on ``m - n`` alone.
-Slack also carries ``t (w^2 cos((m + n) theta) + u w sin((m + n) theta))``, so shifting all positions changes it.
-
-Features are quadratic in the query: they are built in float32 and cast last; keep them out of float16. A cache should
-hold ``half_width(t)``, half as wide as an ordinary key and free of positions, and rotate on read.
-"""
+"""CoCA's features of queries and keys, and as the feature slot of a scheme."""
 
 import dataclasses
-import functools
 from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax import coca_tpu as tpu
 from posjax._checks import check, check_choice, check_even, check_rank, shown
-from posjax._numbers import at_least_float32
 from posjax._slots import Features
-from posjax.lowered import Lowered, run, split_by_compiler, zero_tangent
+from posjax.coca.planes import QUERY, feature, key, split
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS, check_table
 from posjax.rotary.rules import check_angles
@@ -89,15 +62,17 @@ def query_feature(
     check_choice("variant", variant, VARIANTS)
     check_choice("pairing", pairing, PAIRINGS)
     check_rank("q", q, 4, "[batch, length, heads, size]")
-    if variant != "tied":
+    one = variant == "tied"
+    if not one:
         check_even("the last axis of q", q.shape[-1])
-    return _feature(_QUERY[variant], None if variant == "tied" else pairing, "q", q, table)
+    planes = q.shape[-1] // (1 if one else 2)
+    return feature(QUERY[variant], None if one else pairing, *_rotation("q", q, planes, table), q)
 
 
 def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) -> Float[Array, "batch length heads d"]:
     """``psi = relu(t) (cos, sin)`` of ``features``, the same for every variant, in the dtype of ``t``."""
     check_rank("t", t, 4, "[batch, length, heads, size / 2]")
-    return _feature(_key, None, "t", t, table)
+    return feature(key, None, *_rotation("t", t, t.shape[-1], table), t)
 
 
 def half_width(t: Float[Array, "*b half"]) -> Float[Array, "*b half"]:
@@ -116,25 +91,9 @@ def merge_projection(weights: Float[Array, "*b size"], pairing: Pairing = "half"
         pairing: ``"half"`` for the released checkpoints.
     """
     check_choice("pairing", pairing, PAIRINGS)
-    first, second = _planes("weights", weights, pairing)
+    check_even("the last axis of weights", weights.shape[-1])
+    first, second = split(weights, pairing)
     return (first + second) / 2
-
-
-def _planes(name: str, a: Array, pairing: str) -> tuple[Array, Array]:
-    """The two components of every plane."""
-    check_even(f"the last axis of {name}", a.shape[-1])
-    if pairing == "interleaved":
-        return a[..., 0::2], a[..., 1::2]
-    return tuple(jnp.split(a, 2, axis=-1))
-
-
-def _feature(formula: tpu.Formula, pairing: Pairing | None, name: str, x: Array, table: RotaryTable) -> Array:
-    """Features of components ``[batch, length, heads, width]``; ``pairing`` is None where a plane has one of them."""
-    function = _Feature(formula, pairing)
-    cos, sin = _rotation(name, x, x.shape[-1] // (2 if pairing else 1), table)
-    if tpu.takes(x, cos) and not split_by_compiler(x):
-        return run(function, cos.astype(jnp.float32), sin.astype(jnp.float32), x)[0]
-    return function.plain(cos, sin, x)
 
 
 def _rotation(name: str, x: Array, planes: int, table: RotaryTable) -> tuple[Array, Array]:
@@ -153,121 +112,11 @@ def _rotation(name: str, x: Array, planes: int, table: RotaryTable) -> tuple[Arr
 
 
 @dataclasses.dataclass(frozen=True)
-class _Feature(Lowered):
-    """Features of cosines, sines and components: by a kernel on TPUs."""
-
-    formula: tpu.Formula
-    pairing: Pairing | None
-
-    def plain(self, cos, sin, x):
-        """As XLA computes them."""
-        wide = x.astype(at_least_float32(x.dtype))
-        components = _planes("q", wide, self.pairing) if self.pairing else (wide,)
-        table = (part[:, :, None].astype(wide.dtype) for part in (cos, sin))
-        return jnp.concatenate(self.formula(*components, *table), axis=-1).astype(x.dtype)
-
-    def types(self, cos, sin, x):
-        return [self.plain(cos, sin, x)]
-
-    def on(self, platform, cos, sin, x):
-        if platform == "tpu":
-            return [tpu.features(x, cos, sin, formula=self.formula, pairing=self.pairing)]
-        return [self.plain(cos, sin, x)]
-
-    def differentiated(self, primals, tangents):
-        """Linear in the table: XLA computes what its tangent adds."""
-        *table, x = primals
-        *d_table, d_x = tangents
-        moved = [] if d_x is None else run(_Tangent(self), *primals, d_x)
-        if any(part is not None for part in d_table):
-            filled = [zero_tangent(a) if d is None else d for a, d in zip(table, d_table, strict=True)]
-            moved = [*moved, self.plain(*filled, x)]
-        return run(self, *primals), [functools.reduce(jnp.add, moved)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Derivative(Lowered):
-    """A function of cosines, sines and components that is linear in a fourth argument. XLA finds its derivatives."""
-
-    of: _Feature
-
-    @property
-    def linear(self):
-        return 1
-
-    def plain(self, *arrays):
-        """As XLA computes it."""
-        raise NotImplementedError
-
-    def types(self, *arrays):
-        return [self.plain(*arrays)]
-
-    def on(self, platform, *arrays):
-        return [self.plain(*arrays)]
-
-    def differentiated(self, primals, tangents):
-        filled = (zero_tangent(x) if d is None else d for x, d in zip(primals, tangents, strict=True))
-        found, moved = jax.jvp(self.plain, primals, tuple(filled))
-        return [found], [moved]
-
-
-class _Tangent(_Derivative):
-    """The tangent of features, of that of components."""
-
-    def plain(self, cos, sin, x, d_x):
-        return jax.jvp(functools.partial(self.of.plain, cos, sin), (x,), (d_x,))[1]
-
-    def transposed(self, constants, cotangents):
-        return run(_Cotangent(self.of), *constants, *cotangents)
-
-
-class _Cotangent(_Derivative):
-    """The cotangent of components, of that of features: by a kernel on TPUs."""
-
-    def plain(self, cos, sin, x, d_features):
-        return jax.vjp(functools.partial(self.of.plain, cos, sin), x)[1](d_features)[0]
-
-    def on(self, platform, cos, sin, x, d_features):
-        if platform == "tpu":
-            return [tpu.gradient(x, cos, sin, d_features, formula=self.of.formula, pairing=self.of.pairing)]
-        return [self.plain(cos, sin, x, d_features)]
-
-    def transposed(self, constants, cotangents):
-        return run(_Tangent(self.of), *constants, *cotangents)
-
-
-def _strict(x, y, cos, sin):
-    squared = x * x + y * y
-    return squared * cos, squared * sin
-
-
-def _slack(x, y, cos, sin):
-    return (x * x + y * y) * cos, 2 * x * y * sin + (y - x) * (y + x) * cos
-
-
-def _relative(x, y, cos, sin):
-    uu, uw = (x + y) * (x + y) / 2, (y - x) * (y + x) / 2
-    return uu * cos - uw * sin, uu * sin + uw * cos
-
-
-def _tied(x, cos, sin):
-    return _strict(x, x, cos, sin)
-
-
-def _key(t, cos, sin):
-    t = half_width(t)
-    return t * cos, t * sin
-
-
-_QUERY = {"strict": _strict, "tied": _tied, "slack": _slack, "relative": _relative}
-
-
-@dataclasses.dataclass(frozen=True)
 class Coca(Features):
     """CoCA as the feature slot of a scheme, with the angles of any frequency rule.
 
     Args:
-        variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``; see the table of this module.
+        variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``; see the table of ``posjax.coca``.
         frequencies: the rule. It must rotate the whole head. Its attention factor (YaRN) multiplies both tables, as in
             RoPE; its ``softmax_scale`` is left to whoever scales the logits.
         pairing: which channels of the query form a plane.
