@@ -249,6 +249,18 @@ def test_derivatives_are_those_of_the_formula(name, pairing, made):
         chex.assert_trees_all_close(got[kind], found, rtol=1e-4, atol=2e-6 * float(scale), custom_message=kind)
 
 
+def test_the_gradient_of_queries_has_a_transpose(made):
+    """By what follows the features, as in ``jax.grad`` of a gradient with queries that do not move."""
+    x, angles, cotangent = (jnp.asarray(a, jnp.float32)[:, :128] for a in values("relative"))
+
+    def transpose(function, direction):
+        back = jax.vjp(lambda x: function("relative", "half", x, angles), x)[1]
+        return jax.grad(lambda g: jnp.vdot(back(g)[0], direction))(cotangent)
+
+    got, want = (jax.jit(partial(transpose, function))(jnp.cos(3 * x)) for function in (made, by_formula))
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def gradient_of_slack(function, x, angles):
     return jax.grad(lambda *a: jnp.sin(function("slack", "half", *a)).sum(), (0, 1))(x, angles)
 
