@@ -535,6 +535,8 @@ def test_kernels_that_stream_count_by_their_bytes(monkeypatch):
     others = "  %posjax_attention_forward.2 = bf16[2,8,256]{2,1,0} custom-call(%q)\n  %f = bf16[9] fusion(%x)\n"
     both = 2 * 2 * 8 * 256 * 2 + 2 * 8 * 128 * 4
     assert compiling.streamed_bytes(2 * ROTATION + others) == 2 * both
+    for name in ("posjax_coca", "posjax_coca_gradient", "posjax_attention_correction"):
+        assert compiling.streamed_bytes(ROTATION.replace("posjax_rotation", name)) == both
     reply = {"expected_cycles": 1000, "streamed_bytes": 725_000_000}
     monkeypatch.setattr(compiling, "_run", lambda *_: reply)
     assert compiling.expected_cycles("v6e", "module:make") == pytest.approx(1000 + 1.75e6)  # a millisecond on v6e

@@ -28,7 +28,7 @@ from train.workshop.schedule.kernels import Kernel, read_kernels
 _LISTINGS = "final_bundles|packed-bundles-post-ra|final_hlo-static"
 """Those that are read, of about seventy."""
 
-STREAMING = ("posjax_rotation", "posjax_attention_correction")
+STREAMING = ("posjax_rotation", "posjax_coca", "posjax_coca_gradient", "posjax_attention_correction")
 """Our kernels that are bound by memory: they take as long as the compiler expects of a fusion that moves as much."""
 
 

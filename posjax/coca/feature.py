@@ -1,38 +1,14 @@
-"""Collinear constrained attention, CoCA (Zhu et al., arXiv 2309.08646), as a feature map.
-
-Per head of size ``d``, plane ``j`` of the query is ``(x, y)``, the key is one number ``t_j >= 0`` for each of the
-``d / 2`` planes, and ``theta_j`` is the frequency of the plane. The collinear constraint multiplies the key by the
-query, ``k_{m,n} = q_m * t_n``, so that no angle stands between them at distance zero:
-
-    strict(m, n) = sum_j t_{n,j} (x_{m,j}^2 + y_{m,j}^2) cos((m - n) theta_j)
-
-The paper takes this for a three-way product that costs ``O(n^2 d)`` memory, and its code uses another score for that
-reason. But it is a plain inner product ``phi(q, m) . psi(t, n)`` of ``d`` features, and so are all its relatives: any
-attention kernel runs them at the usual cost. With ``c_p = cos(p theta_j)``, ``s_p = sin(p theta_j)``, in each plane
-
-    psi           t (c_n, s_n)                                     for every variant
-    phi strict    (x^2 + y^2) (c_m, s_m)                           equations 4 to 9, 17: free queries
-    phi tied      2 x^2 (c_m, s_m)                                 the same with y = x: the paper's own constraint
-    phi slack     ((x^2 + y^2) c_m, 2 x y s_m + (y^2 - x^2) c_m)   what the released code computes
-    phi relative  (u^2 c_m - u w s_m, u^2 s_m + u w c_m)           slack without its absolute part
-
-where ``u = (x + y) / sqrt(2)`` and ``w = (y - x) / sqrt(2)``. Strict, tied and relative depend on ``m - n`` alone.
-Slack also carries ``t (w^2 cos((m + n) theta) + u w sin((m + n) theta))``, so shifting all positions changes it.
-
-Features are quadratic in the query: they are built in float32 and cast last; keep them out of float16. A cache should
-hold ``half_width(t)``, half as wide as an ordinary key and free of positions, and rotate on read.
-"""
+"""CoCA's features of queries and keys, and as the feature slot of a scheme."""
 
 import dataclasses
 from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_even, check_rank, shown
-from posjax._numbers import at_least_float32
 from posjax._slots import Features
+from posjax.coca.planes import QUERY, feature, key, split
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
 from posjax.rotary.rotation import PAIRINGS, check_table
 from posjax.rotary.rules import check_angles
@@ -86,18 +62,17 @@ def query_feature(
     check_choice("variant", variant, VARIANTS)
     check_choice("pairing", pairing, PAIRINGS)
     check_rank("q", q, 4, "[batch, length, heads, size]")
-    x, y = map(_widen, (q, q) if variant == "tied" else _planes("q", q, pairing))
-    cos, sin = _rotation("q", x, table)
-    first, second = _QUERY[variant](x, y, cos, sin)
-    return jnp.concatenate([first, second], axis=-1).astype(q.dtype)
+    one = variant == "tied"
+    if not one:
+        check_even("the last axis of q", q.shape[-1])
+    planes = q.shape[-1] // (1 if one else 2)
+    return feature(QUERY[variant], None if one else pairing, *_rotation("q", q, planes, table), q)
 
 
 def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) -> Float[Array, "batch length heads d"]:
     """``psi = relu(t) (cos, sin)`` of ``features``, the same for every variant, in the dtype of ``t``."""
     check_rank("t", t, 4, "[batch, length, heads, size / 2]")
-    wide = half_width(_widen(t))
-    cos, sin = _rotation("t", wide, table)
-    return jnp.concatenate([wide * cos, wide * sin], axis=-1).astype(t.dtype)
+    return feature(key, None, *_rotation("t", t, t.shape[-1], table), t)
 
 
 def half_width(t: Float[Array, "*b half"]) -> Float[Array, "*b half"]:
@@ -116,52 +91,24 @@ def merge_projection(weights: Float[Array, "*b size"], pairing: Pairing = "half"
         pairing: ``"half"`` for the released checkpoints.
     """
     check_choice("pairing", pairing, PAIRINGS)
-    first, second = _planes("weights", weights, pairing)
+    check_even("the last axis of weights", weights.shape[-1])
+    first, second = split(weights, pairing)
     return (first + second) / 2
 
 
-def _planes(name: str, a: Array, pairing: str) -> tuple[Array, Array]:
-    """The two components of every plane."""
-    check_even(f"the last axis of {name}", a.shape[-1])
-    if pairing == "interleaved":
-        return a[..., 0::2], a[..., 1::2]
-    return tuple(jnp.split(a, 2, axis=-1))
-
-
-def _widen(a: Array) -> Array:
-    return a.astype(at_least_float32(a.dtype))
-
-
-def _rotation(name: str, x: Float[Array, "batch length heads planes"], table: RotaryTable) -> tuple[Array, Array]:
-    """Cosines and sines, with a head axis, in the dtype of ``x``."""
+def _rotation(name: str, x: Array, planes: int, table: RotaryTable) -> tuple[Array, Array]:
+    """Cosines and sines ``[batch or 1, length, planes]``."""
     check_table(table)
     *batch, length, width = table.cos.shape
     check(
-        width == x.shape[-1],
-        f"the table rotates {width} planes and {name} has {x.shape[-1]}: CoCA scores rotated planes only, so the table "
+        width == planes,
+        f"the table rotates {width} planes and {name} has {planes}: CoCA scores rotated planes only, so the table "
         "must cover the whole head (no partial rotation); t, and the q of 'tied', are half as wide as a head",
     )
     rows, tokens = x.shape[:2]
     fits = length == tokens and batch in ([], [1], [rows])
     check(fits, f"table of shape {table.cos.shape} does not fit {name}, with {tokens} tokens in {rows} rows")
-    return tuple(part.reshape(-1, length, 1, width).astype(x.dtype) for part in table)
-
-
-def _strict(x, y, cos, sin):
-    squared = x * x + y * y
-    return squared * cos, squared * sin
-
-
-def _slack(x, y, cos, sin):
-    return (x * x + y * y) * cos, 2 * x * y * sin + (y - x) * (y + x) * cos
-
-
-def _relative(x, y, cos, sin):
-    uu, uw = (x + y) * (x + y) / 2, (y - x) * (y + x) / 2
-    return uu * cos - uw * sin, uu * sin + uw * cos
-
-
-_QUERY = {"strict": _strict, "tied": _strict, "slack": _slack, "relative": _relative}
+    return tuple(part.reshape(-1, length, width) for part in table)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +116,7 @@ class Coca(Features):
     """CoCA as the feature slot of a scheme, with the angles of any frequency rule.
 
     Args:
-        variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``; see the table of this module.
+        variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``; see the table of ``posjax.coca``.
         frequencies: the rule. It must rotate the whole head. Its attention factor (YaRN) multiplies both tables, as in
             RoPE; its ``softmax_scale`` is left to whoever scales the logits.
         pairing: which channels of the query form a plane.

@@ -1,0 +1,146 @@
+"""CoCA's features plane by plane: the formulas, and the operation that makes features, by a kernel on TPUs."""
+
+from dataclasses import dataclass
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax._numbers import at_least_float32
+from posjax.coca import tpu
+from posjax.lowered import Lowered, run, split_by_compiler, zero_tangent
+
+
+def strict(x, y, cos, sin):
+    """Of a free query."""
+    squared = x * x + y * y
+    return squared * cos, squared * sin
+
+
+def tied(x, cos, sin):
+    """Of a query with ``y = x``."""
+    return strict(x, x, cos, sin)
+
+
+def slack(x, y, cos, sin):
+    """What the released code computes."""
+    return (x * x + y * y) * cos, 2 * x * y * sin + (y - x) * (y + x) * cos
+
+
+def relative(x, y, cos, sin):
+    """Slack without its absolute part."""
+    uu, uw = (x + y) * (x + y) / 2, (y - x) * (y + x) / 2
+    return uu * cos - uw * sin, uu * sin + uw * cos
+
+
+def key(t, cos, sin):
+    """Of a key."""
+    positive = jax.nn.relu(t)
+    return positive * cos, positive * sin
+
+
+QUERY = {"strict": strict, "tied": tied, "slack": slack, "relative": relative}
+"""Formulas of queries by the variant."""
+
+
+def split(x: Float[Array, "*b width"], pairing: str) -> tuple[Array, Array]:
+    """Both components of all planes."""
+    return (x[..., 0::2], x[..., 1::2]) if pairing == "interleaved" else tuple(jnp.split(x, 2, axis=-1))
+
+
+def feature(
+    formula: tpu.Formula, pairing: str | None, cos: Array, sin: Array, x: Float[Array, "batch length heads width"]
+) -> Float[Array, "batch length heads size"]:
+    """First features of all planes, then second, of a table ``[batch or 1, length, planes]``, in the dtype of ``x``.
+
+    Computed in at least float32. ``pairing`` is None for a formula of one component, which ``x`` then is.
+    """
+    function = _Feature(formula, pairing)
+    if tpu.takes(x, cos) and not split_by_compiler(x):
+        return run(function, cos.astype(jnp.float32), sin.astype(jnp.float32), x)[0]
+    return function.plain(cos, sin, x)
+
+
+@dataclass(frozen=True)
+class _Feature(Lowered):
+    """Features of cosines, sines and components: by a kernel on TPUs."""
+
+    formula: tpu.Formula
+    pairing: str | None
+
+    def plain(self, cos, sin, x):
+        """As XLA computes them."""
+        wide = x.astype(at_least_float32(x.dtype))
+        components = split(wide, self.pairing) if self.pairing else (wide,)
+        table = (part[:, :, None].astype(wide.dtype) for part in (cos, sin))
+        return jnp.concatenate(self.formula(*components, *table), axis=-1).astype(x.dtype)
+
+    def types(self, cos, sin, x):
+        return [self.plain(cos, sin, x)]
+
+    def on(self, platform, cos, sin, x):
+        if platform == "tpu":
+            return [tpu.features(x, cos, sin, formula=self.formula, pairing=self.pairing)]
+        return [self.plain(cos, sin, x)]
+
+    def differentiated(self, primals, tangents):
+        """Linear in the table: XLA computes what its tangent adds."""
+        *table, x = primals
+        *d_table, d_x = tangents
+        moved = [] if d_x is None else run(_Tangent(self), *primals, d_x)
+        if any(part is not None for part in d_table):
+            filled = [zero_tangent(a) if d is None else d for a, d in zip(table, d_table, strict=True)]
+            moved = [*moved, self.plain(*filled, x)]
+        return run(self, *primals), [reduce(jnp.add, moved)]
+
+
+@dataclass(frozen=True)
+class _Derivative(Lowered):
+    """A function of cosines, sines and components that is linear in a fourth argument. XLA finds its derivatives."""
+
+    of: _Feature
+
+    @property
+    def linear(self):
+        return 1
+
+    def plain(self, *arrays):
+        """As XLA computes it."""
+        raise NotImplementedError
+
+    def types(self, *arrays):
+        return [self.plain(*arrays)]
+
+    def on(self, platform, *arrays):
+        return [self.plain(*arrays)]
+
+    def differentiated(self, primals, tangents):
+        filled = (zero_tangent(x) if d is None else d for x, d in zip(primals, tangents, strict=True))
+        found, moved = jax.jvp(self.plain, primals, tuple(filled))
+        return [found], [moved]
+
+
+class _Tangent(_Derivative):
+    """The tangent of features, of that of components."""
+
+    def plain(self, cos, sin, x, d_x):
+        return jax.jvp(partial(self.of.plain, cos, sin), (x,), (d_x,))[1]
+
+    def transposed(self, constants, cotangents):
+        return run(_Cotangent(self.of), *constants, *cotangents)
+
+
+class _Cotangent(_Derivative):
+    """The cotangent of components, of that of features: by a kernel on TPUs."""
+
+    def plain(self, cos, sin, x, d_features):
+        return jax.vjp(partial(self.of.plain, cos, sin), x)[1](d_features)[0]
+
+    def on(self, platform, cos, sin, x, d_features):
+        if platform == "tpu":
+            return [tpu.gradient(x, cos, sin, d_features, formula=self.of.formula, pairing=self.of.pairing)]
+        return [self.plain(cos, sin, x, d_features)]
+
+    def transposed(self, constants, cotangents):
+        return run(_Tangent(self.of), *constants, *cotangents)

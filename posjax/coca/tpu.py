@@ -1,0 +1,178 @@
+"""CoCA's features as kernels for TPUs: one pass over memory, of heads that lie side by side as attention reads them.
+
+XLA cuts a head into its halves, which do not fill the lanes of a TPU, and copies them. Here every component of the
+planes comes out of a product with a matrix of zeros and ones, on the matrix unit, exactly, and lies in both halves of
+its head; so does the table. Then every step fills the lanes, and the halves are told apart last:
+
+    (x | y) = q P               x and y as wide as a head: (x_0, x_1, ..., x_0, x_1, ...), and so y
+    phi     = f_1(x, y, c, s) in the first half of a head, f_2(x, y, c, s) in the second
+    dq      = (dx in the first half, dy in the second) R,    (dx, dy) the gradient of g_1 f_1 + g_2 f_2
+
+for a formula ``f`` of single planes and the halves ``g_1``, ``g_2`` of the cotangent of ``phi``. ``R`` puts components
+where ``q`` has them. One component half as wide as a head, such as ``t``, goes the same way: enough heads are taken
+together that they fill the lanes.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+_LANES = 128
+_TOKENS, _COLUMN_BYTES = 512, 2048
+"""Of a block of features, at most."""
+
+Formula = Callable[..., tuple[Array, Array]]
+"""Both features of planes, of their components (one or two), cosines and sines."""
+
+
+def takes(x: Array, cos: Array) -> bool:
+    """Whether the kernels make features of these components by such a table."""
+    _, length, heads, width = x.shape
+    known = all(isinstance(size, int) and size for size in x.shape)
+    whole = known and length % _LANES == 0 and 2 * cos.shape[-1] % _LANES == 0 and heads % _together(width) == 0
+    # Otherwise devices would share the components, and what each finds of their gradient would have to be summed.
+    alike = jax.typeof(cos).manual_axis_type.varying <= jax.typeof(x).manual_axis_type.varying
+    return whole and alike and x.dtype in (jnp.bfloat16, jnp.float32)
+
+
+def _together(width: int) -> int:
+    """How many heads fill whole lanes."""
+    return math.lcm(width, _LANES) // width
+
+
+@partial(jax.jit, static_argnames=("formula", "pairing", "interpret"))
+def features(
+    x: Float[Array, "batch length heads width"],
+    cos: Array,
+    sin: Array,
+    *,
+    formula: Formula,
+    pairing: str | None,
+    interpret=False,
+) -> Float[Array, "batch length heads size"]:
+    """``phi`` of components, by a float32 table ``[length, size/2]`` or ``[batch or 1, length, size/2]``."""
+    widths = x.shape[-1], 2 * cos.shape[-1]
+    step, matrices = partial(_features, formula, widths), [_spread(*widths, pairing)]
+    return _call("posjax_coca", step, (cos, sin), matrices, [x], widths[1], interpret)
+
+
+@partial(jax.jit, static_argnames=("formula", "pairing", "interpret"))
+def gradient(
+    x: Float[Array, "batch length heads width"],
+    cos: Array,
+    sin: Array,
+    cotangent: Float[Array, "batch length heads size"],
+    *,
+    formula: Formula,
+    pairing: str | None,
+    interpret=False,
+) -> Float[Array, "batch length heads width"]:
+    """``dq``: the cotangent of ``features`` carried back to the components."""
+    widths = x.shape[-1], 2 * cos.shape[-1]
+    step, matrices = partial(_gradient, formula, widths), [_spread(*widths, pairing), _gathered(*widths, pairing)]
+    return _call("posjax_coca_gradient", step, (cos, sin), matrices, [x, cotangent], widths[0], interpret)
+
+
+def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list, width: int, interpret) -> Array:
+    """What a step gives for each group of heads, ``width`` numbers a head."""
+    x, size = arrays[0], 2 * table[0].shape[-1]
+    (batch, length, heads, _), (tokens, block) = x.shape, _block(x, size)
+    table = [jnp.tile(part, 2).reshape(-1, length, size) for part in table]
+    rows = pl.BlockSpec((None, tokens, size), lambda b, i, h: (b if table[0].shape[0] > 1 else 0, i, 0))
+    whole = [pl.BlockSpec(matrix.shape, lambda b, i, h: (0, 0)) for matrix in matrices]
+    widths = *(array.shape[-1] for array in arrays), width
+    *given, made = (pl.BlockSpec((None, tokens, block * n), lambda b, i, h: (b, i, h)) for n in widths)
+    shape, kind = (batch, length, heads * width), jax.typeof(x).manual_axis_type
+    found = pl.pallas_call(
+        partial(_kernel, step, block // _together(x.shape[-1])),
+        grid=(batch, length // tokens, heads // block),
+        in_specs=[rows, rows, *whole, *given],
+        out_specs=made,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=kind),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        interpret=interpret,
+        name=name,
+    )(*table, *(jnp.asarray(a, x.dtype) for a in matrices), *(a.reshape(batch, length, -1) for a in arrays))
+    return found.reshape(batch, length, heads, width)
+
+
+def _block(x: Array, size: int) -> tuple[int, int]:
+    """Tokens and heads of a block, whose heads have ``size`` features."""
+    _, length, heads, width = x.shape
+    least = _together(width)
+    tokens = max(n for n in range(_LANES, _TOKENS + 1, _LANES) if length % n == 0)
+    most = max(least, _COLUMN_BYTES // (size * x.dtype.itemsize))
+    return tokens, max(n for n in range(least, most + 1, least) if heads % n == 0)
+
+
+def _channels(width: int, size: int, pairing: str | None) -> np.ndarray:
+    """Where components of planes are in a head, ``[components, planes]``."""
+    channels = np.arange(width)
+    return channels.reshape(size // 2, -1).T if pairing == "interleaved" else channels.reshape(-1, size // 2)
+
+
+def _spread(width: int, size: int, pairing: str | None) -> np.ndarray:
+    """``P``, of as many heads as fill the lanes."""
+    components = np.eye(width)[_channels(width, size, pairing)].swapaxes(-1, -2)
+    several = np.eye(_together(width))
+    return np.concatenate([np.kron(several, np.tile(component, 2)) for component in components], axis=1)
+
+
+def _gathered(width: int, size: int, pairing: str | None) -> np.ndarray:
+    """``R``, of as many heads as fill the lanes; of one component it takes what stands in first halves."""
+    components = np.eye(width)[_channels(width, size, pairing).ravel()]
+    return np.kron(np.eye(_together(width)), np.pad(components, [(0, size - width), (0, 0)]))
+
+
+def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
+    """``refs``: matrices, as many arrays, and what is made of both: the groups of heads one after the other."""
+    *given, made = refs
+    matrices, arrays = given[: len(given) // 2], given[len(given) // 2 :]
+    for n in range(groups):
+        own = [ref[:, _columns(ref, n, groups)] for ref in arrays]
+        found = step([cos_ref[...], sin_ref[...]], *(ref[...] for ref in matrices), *own)
+        made[:, _columns(made, n, groups)] = found.astype(made.dtype)
+
+
+def _columns(ref, n: int, groups: int) -> slice:
+    """Those of one group of heads."""
+    width = ref.shape[1] // groups
+    return slice(n * width, (n + 1) * width)
+
+
+def _features(formula: Formula, widths: tuple[int, int], table: list, spread, x):
+    components, table, first = _wide(widths, table, spread, x)
+    return jnp.where(first, *formula(*components, *table))
+
+
+def _gradient(formula: Formula, widths: tuple[int, int], table: list, spread, gathered, x, cotangent):
+    components, table, first = _wide(widths, table, spread, x)
+    size, own = widths[1], cotangent.astype(jnp.float32)
+    heads = [own[:, n : n + size] for n in range(0, own.shape[1], size)]
+    other = jnp.concatenate([pltpu.roll(head, size // 2, 1) for head in heads], axis=1)
+    back = jax.vjp(lambda *components: formula(*components, *table), *components)[1]
+    found = back((jnp.where(first, own, other), jnp.where(first, other, own)))
+    joined = found[0] if len(found) == 1 else jnp.where(first, *found)
+    return _product(joined.astype(x.dtype), gathered)
+
+
+def _wide(widths: tuple[int, int], table: list, spread, x) -> tuple[list, list, Array]:
+    """Components and table, as wide as features of a group of heads, and which of these are in first halves."""
+    (width, size), both = widths, _product(x, spread)
+    heads = x.shape[1] // width
+    components = jnp.split(both, both.shape[1] // (heads * size), axis=1)
+    lanes = jax.lax.broadcasted_iota(jnp.int32, components[0].shape, 1)
+    return components, [jnp.concatenate([part] * heads, axis=1) for part in table], lanes % size < size // 2
+
+
+def _product(x, matrix):
+    """Exact: a column of the matrix has a single one at most."""
+    precision = jax.lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
+    return jax.lax.dot(x, matrix, precision=precision, preferred_element_type=jnp.float32)
