@@ -21,7 +21,7 @@ from train.plan.network import COLLECTIVES, between_slices, groups_of, kind_of
 from train.plan.pods import pod
 
 MODEL = {"num_layers": 2, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}
-TRAIN = {"length": 8, "batch_tokens": 128, "accumulate": 2, "warmup_steps": 0}
+TRAIN = {"length": 8, "batch_tokens": 128, "accumulate": 2, "warmup_steps": 0, "clip_norm": 1e9}
 SLICES = {"replica": 2, "data": 1, "fsdp": 4}
 SPLIT = {"replica": 2, "data": 1, "fsdp": 2, "context": 2}
 CLEX = {"name": "clex", "original_length": 8, "max_factor": 4, "steps": 5}
