@@ -32,18 +32,12 @@ def folder(tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_text(f"the {number}th of the texts, not the longest of them. " * 30)
+    train = {"length": 16, "batch_tokens": 32, "steps": 4, "warmup_steps": 1, "log_every": 1, "checkpoint_every": 2}
     config = {
         "output": RUNS,
         "data": {"source": "files", "paths": [f"{tmp_path}/text/*.txt"], "held_out": 0.3, "cache": ""},
         "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
-        "train": {
-            "length": 16,
-            "batch_tokens": 32,
-            "steps": 4,
-            "warmup_steps": 1,
-            "log_every": 1,
-            "checkpoint_every": 2,
-        },
+        "train": train,
         "evaluate": {"lengths": [16, 32], "tokens": 128, "batch_tokens": 64},
         "compare": {"schemes": ["rope", {"name": "rope", "label": "pi", "extend": PI}]},
         "monitor": {"evaluate_every": 2, "compilation_cache": str(tmp_path / "compiled")},

@@ -156,6 +156,7 @@ class Checkpoints:
             decide(lambda problem=str(damage): set_aside(self._folder, step, problem))
             del self._stages[step]
             self._newest = self._find()
+            self._manager.reload()  # it refuses to save a step that it found
             raise
 
     def _find(self) -> int | None:

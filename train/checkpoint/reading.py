@@ -18,9 +18,6 @@ from train.checkpoint.digest import by_name, digests, names, read_digests
 from train.runtime.distributed import decide, gather
 from train.runtime.paths import is_local
 
-_UNREADABLE = (OSError, ValueError, LookupError, AttributeError, TypeError)
-"""What Orbax and TensorStore raise for damaged files, and for much else."""
-
 
 class Damaged(Exception):
     """Raised on every process for a checkpoint that is not what was saved; says what is wrong, in a few words."""
@@ -34,7 +31,9 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     found, error = None, None
     try:
         found = _read(folder, wanted)
-    except _UNREADABLE as unreadable:
+    except jax.errors.JaxRuntimeError:
+        raise  # the devices', which may have too little memory
+    except Exception as unreadable:  # Orbax raises no less for a damaged file
         error = unreadable
     told = next(filter(None, gather(_in_a_line(error) if error else "")), "")
     if not told:
@@ -94,7 +93,7 @@ def _together(look: Callable[[], list[str]]) -> list[str]:
     """The lines that any process has found, or the errors that it met."""
     try:
         own = look()
-    except _UNREADABLE as error:
+    except Exception as error:
         own = [_in_a_line(error)]
     return sorted({line for lines in gather(json.dumps(own)) for line in json.loads(lines)})
 

@@ -105,7 +105,7 @@ def bench_loop(config: Config) -> tuple[Times, Times]:
         Checkpoints(config, Path(directory), [stage.rows.digest()]) as checkpoints,
         Monitor(config, Path(directory)) as monitor,
     ):
-        Run(config, [stage], checkpoints, monitor, threading.Event()).train()
+        Run(config, [stage], checkpoints, None, monitor, threading.Event()).train()
     loop, bare = blocks.medians()
     print(f"{processor()} · medians of {BLOCKS - WARM_BLOCKS} blocks of {size} steps in turn")
     for name, ours, least in zip(("on the wall", "of the processor"), loop, bare, strict=True):

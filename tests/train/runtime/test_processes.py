@@ -4,20 +4,15 @@ import json
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from flags import environment
 from object_store import of_the_store, serving
+from processes import TIMEOUT, Processes
 
-ROOT = Path(__file__).parents[3]
 STEPS = 28
-TIMEOUT = 150  # seconds for a run, on a busy machine; far more than it takes
 LOST = "another process ended or cannot be reached; start all of them again to resume"
 
 pytestmark = pytest.mark.slow
@@ -41,77 +36,6 @@ def folder(tmp_path_factory):
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
-
-
-class Processes:
-    """The processes of one run, each with so many devices, started together; what they print is in files."""
-
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        count: int,
-        devices: int,
-        *overrides: str,
-        own: dict | None = None,
-        command: str = "fit",
-    ):
-        self.directory = folder / name
-        with socket.create_server(("localhost", 0)) as server:
-            address = f"localhost:{server.getsockname()[1]}"
-        self._prints = [folder / f"{name}.{index}.txt" for index in range(count)]
-        self._started = []
-        for index, prints in enumerate(self._prints):
-            several = {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(count),
-                "JAX_PROCESS_ID": str(index),
-            }
-            env = environment(devices, **(several if count > 1 else {}))
-            order = [sys.executable, "-m", "train", command, str(folder / "config.yaml"), f"name={name}", *overrides]
-            with prints.open("wb") as file:
-                self._started.append(
-                    subprocess.Popen(
-                        order + (own or {}).get(index, []),
-                        cwd=ROOT,
-                        env=env,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-
-    @property
-    def all(self) -> range:
-        return range(len(self._started))
-
-    def wait_until(self, condition) -> None:
-        """Returns as soon as `condition()` is true; fails when the run is over before."""
-        while not condition():
-            assert self._started[0].poll() is None, f"the run ended too early:\n{self.printed(0)}"
-            time.sleep(0.002)
-
-    def send(self, number: signal.Signals, *indices: int) -> None:
-        for index in indices:
-            self._started[index].send_signal(number)
-
-    def end(self, *wanted: int | None) -> list[int]:
-        """The exit statuses, which must be as `wanted`, None for any error; all processes must end by themselves."""
-        try:
-            found = [process.wait(timeout=TIMEOUT) for process in self._started]
-        except subprocess.TimeoutExpired:
-            found = [process.poll() for process in self._started]
-            self.send(signal.SIGKILL, *self.all)
-        right = all(a == b or (b is None and bool(a)) for a, b in zip(found, wanted, strict=True))
-        prints = "\n".join(f"--- process {n}:\n{self.printed(n)}" for n in self.all)
-        assert right, f"the processes ended with {found}, not {wanted} (None: still there)\n{prints}"
-        return found
-
-    def printed(self, index: int) -> str:
-        return self._prints[index].read_text(errors="replace")
-
-    def errors(self, index: int) -> list[str]:
-        """The lines of a process that tell an error."""
-        return [line for line in self.printed(index).splitlines() if line.startswith("error:")]
 
 
 def metrics(directory: Path) -> list[dict]:
@@ -185,11 +109,12 @@ def ask(*asked):
 
 
 def damage_the_newest(directory):
-    """Flips a bit in the values of process 1, which it alone reads; returns the step."""
+    """Flips bits all over the values of process 1, which it alone reads; returns the step."""
     newest = directory / "checkpoints" / str(newest_checkpoint(directory))
     place = max(newest.glob("parameters/ocdbt.process_1/d/*"), key=lambda place: place.stat().st_size)
-    content = place.read_bytes()
-    place.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    content = bytearray(place.read_bytes())
+    content[::512] = bytes(byte ^ 1 for byte in content[::512])
+    place.write_bytes(content)
     return newest.name
 
 
@@ -202,7 +127,7 @@ def lose_bytes(directory):
 
 
 def verify(run):
-    """What both processes together tell of the newest checkpoint, by the first of them."""
+    """What two processes together tell of the checkpoints of a run of which one is damaged."""
     found = Processes(run.directory.parent, run.directory.name, 2, 2, command="verify")
     found.end(1, 1)
     assert "step" not in found.printed(1)
