@@ -75,7 +75,7 @@ def build_piece(piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folde
     resumes after the last shard that has both; what it then writes is what it would have written without the stop, and
     what another process writes at the same time. `told` gets a line for every full shard.
     """
-    if not missing(folder, [piece]):
+    if folder.read(_piece_name(piece.number)) is not None:
         return
     build = _Build(piece, text_key, tokenizer, folder, told)
     build.run()
@@ -284,6 +284,8 @@ def _groups(documents: Iterator[Document], done: int) -> Iterator[list[Document]
 
 def _finished(folder: Folder, piece: int, kind: np.dtype) -> tuple[int, _Shard | None]:
     """How many shards at the beginning of a piece are whole, and the last of them."""
+    if folder.read(_shard_name(piece, 0)) is None:  # as most often, and a folder of many files takes long to list
+        return 0, None
     found, count, last = folder.sizes(), 0, None
     while _shard_name(piece, count) in found:
         shard = _Shard.load(folder.read(_shard_name(piece, count)))

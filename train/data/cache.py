@@ -63,9 +63,14 @@ class Place(NamedTuple):
     cache: str
     key: str
 
+    @property
+    def path(self) -> str:
+        """The folder's path or URL."""
+        return _join(self.cache, self.key)
+
     def folder(self) -> Folder:
         """The folder, which is made if it is on disk."""
-        return folder_at(_join(self.cache, self.key))
+        return folder_at(self.path)
 
 
 def cache_of(config: Config) -> str:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from train.data.building import Piece, build_piece, finish, missing, pieces_of
 from train.data.cache import Place, cache_of, is_forgotten, places_of
 from train.data.corpus import INDEX, open_corpus
 from train.data.sources import Told, report_corrupt
-from train.data.storage import is_url
+from train.data.storage import folder_at, is_url
 from train.data.tokenizer import Tokenizer, load_tokenizer, token_type
 
 _THREADS = "RAYON_NUM_THREADS"
@@ -31,13 +32,14 @@ class Job(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A piece to be built."""
+    """A piece to be built, and where."""
 
-    place: Place
+    folder: str
+    text_key: str
     piece: Piece
 
 
-def tokenize(config: Config, told: Told = print, job: Job = Job(), workers: int | None = None) -> None:  # noqa: B008
+def tokenize(config: Config, told: Told = print, job: Job | None = None, workers: int | None = None) -> None:
     """Builds this job's pieces of the cache that `fit` would build, and the index once those of all jobs are there.
 
     A piece is a file, or several small ones. Those that are whole are not built again; of one that was begun, the
@@ -55,11 +57,13 @@ def tokenize(config: Config, told: Told = print, job: Job = Job(), workers: int 
     if is_forgotten(config, places, tokenizer) and not is_url(cache_of(config)):
         told("data: so few bytes are encoded faster than read, and fit keeps them nowhere; set data.cache to keep them")
         return
-    tasks = [_Task(place, piece) for place in places for piece in pieces_of(place.files)]
-    mine = [tasks[index] for index in share([task.piece.size for task in tasks], job)]
-    left = [task for task in mine if missing(task.place.folder(), [task.piece])]
-    told(f"data: {len(left)} of {len(tasks)} pieces are to be tokenised by job {job.number} of {job.count}")
-    _build(config, left, workers or len(os.sched_getaffinity(0)), told)
+    tasks = [_Task(place.path, place.text_key, piece) for place in places for piece in pieces_of(place.files)]
+    absent = {(p.path, piece.number) for p in places for piece in missing(p.folder(), pieces_of(p.files))}
+    mine = [tasks[index] for index in share([task.piece.size for task in tasks], job or Job())]
+    left = [task for task in mine if (task.folder, task.piece.number) in absent]
+    told(f"data: {len(left)} of {len(mine)} pieces of this job, {len(tasks)} in all, are to be tokenised")
+    for done, _ in enumerate(_built(config.data, left, workers or len(os.sched_getaffinity(0))), start=1):
+        told(f"data: {done} of {len(left)} pieces are done")
     for place in places:
         _finish(place, token_type(tokenizer.vocabulary_size), told)
 
@@ -120,22 +124,29 @@ def _job(number: int | str, count: int | str, name: str) -> Job:
     return Job(int(number), int(count))
 
 
-def _build(config: Config, tasks: Sequence[_Task], workers: int, told: Told) -> None:
-    """Builds pieces in processes of their own; the first error ends all of them."""
-    if not tasks:
-        return
+def _built(data: DataConfig, tasks: Sequence[_Task], workers: int) -> Iterator[None]:
+    """Builds pieces in processes of their own, unless one is enough; a step for each that is done.
+
+    The first error ends all of them. Raises OSError when the system ended one, most likely for its memory.
+    """
     count = min(workers, len(tasks))
+    if count < 2:
+        _tokenizers[:] = [load_tokenizer(data)]
+        yield from map(_build_one, tasks)
+        return
     # Not forked: a process with threads cannot be.
     context = multiprocessing.get_context("spawn")
-    with _threads(max(1, workers // count)), ProcessPoolExecutor(count, context, _begin, (config.data,)) as pool:
+    with _threads(workers // count), ProcessPoolExecutor(count, context, _begin, (data,)) as pool:
         futures = [pool.submit(_build_one, task) for task in tasks]
         try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                future.result()
-                told(f"data: {done} of {len(tasks)} pieces are done")
-        except BaseException:
+            yield from (future.result() for future in as_completed(futures))
+        except BrokenProcessPool:
+            raise OSError(
+                f"one of {count} workers was ended from outside, perhaps for want of memory; --workers takes fewer, "
+                "and what is built is kept"
+            ) from None
+        finally:
             pool.shutdown(cancel_futures=True)
-            raise
 
 
 @contextmanager
@@ -165,4 +176,4 @@ def _end_with_parent() -> None:
 
 
 def _build_one(task: _Task) -> None:
-    build_piece(task.piece, task.place.text_key, _tokenizers[0], task.place.folder(), print)
+    build_piece(task.piece, task.text_key, _tokenizers[0], folder_at(task.folder), print)

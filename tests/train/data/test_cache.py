@@ -136,9 +136,7 @@ def test_a_damaged_cache_is_named(texts, tmp_path):
     training_rows(config)
     (shard,) = (tmp_path / "kept").glob("*/shard-000000-000001.tokens")
     shard.write_bytes(shard.read_bytes()[:-4])
-    with pytest.raises(
-        ValueError, match=r"data.cache: .*/shard-000000-000001.tokens is damaged; delete .*/kept/\w+ to build"
-    ):
+    with pytest.raises(ValueError, match=r"data.cache: .*/shard-000000-000001.tokens is damaged; delete .*/kept/\w+ "):
         training_rows(config)
 
 
