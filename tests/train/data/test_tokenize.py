@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import chex
@@ -216,22 +217,34 @@ def test_several_processes_work_at_once(texts, tmp_path):
 
 def test_two_writers_of_one_file_leave_it_whole(tmp_path):
     first, second = LocalFolder(tmp_path), LocalFolder(tmp_path)
+    content = [bytes([number]) * 2**16 for number in (1, 2)]
+    begun, go = threading.Event(), threading.Event()
+
+    def late():
+        begun.set()
+        assert go.wait(60)
+        yield from content
+
+    other = threading.Thread(target=lambda: second.write_chunks("file", late()))
 
     def interrupted():
-        yield b"one "
-        second.write("file", b"one two")
-        assert first.read("file") == b"one two"
-        yield b"two"
+        yield content[0]
+        other.start()
+        assert begun.wait(60)
+        yield content[1]
 
     first.write_chunks("file", interrupted())
-    assert first.read("file") == b"one two"
+    assert first.read("file") == b"".join(content)
+    go.set()
+    other.join(60)
+    assert first.read("file") == b"".join(content)
 
     def swept():
         second.sweep()
-        yield b"one two"
+        yield from content
 
     first.write_chunks("file", swept())  # which is there already
-    assert first.sizes() == {"file": 7}
+    assert first.sizes() == {"file": 2**17}
     with pytest.raises(FileNotFoundError):
         first.write_chunks("other", swept())
 
