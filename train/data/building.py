@@ -14,6 +14,7 @@ from train.data.corpus import (
     HASHES,
     INDEX,
     SIZES,
+    damaged,
     digest_of,
     dump_arrays,
     load_arrays,
@@ -89,7 +90,7 @@ def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
 
     It takes memory for the documents of a few shards; several processes may write it, each the same.
 
-    Raises ValueError when no file is readable, or none has text.
+    Raises ValueError when no file is readable, none has text, or a shard is gone.
     """
     pieces = pieces_of(files)
     told = _read_all(folder, [_piece_name(piece.number) for piece in pieces])
@@ -140,7 +141,11 @@ def _read_all(folder: Folder, names: Sequence[str]) -> Iterator[bytes]:
     """Files, one after the other; some are read at the same time, for one behind a URL takes a while to come."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for first in range(0, len(names), _AT_ONCE):
-            yield from pool.map(folder.read, names[first : first + _AT_ONCE])
+            some = names[first : first + _AT_ONCE]
+            for name, content in zip(some, pool.map(folder.read, some), strict=True):
+                if content is None:
+                    raise damaged(folder, name)
+                yield content
 
 
 def _chunks(values: np.ndarray) -> Iterator[memoryview]:

@@ -117,8 +117,13 @@ def open_corpus(folder: Folder) -> Corpus | None:
     found = folder.sizes()
     for name, size in wanted.items():
         if found.get(name) != size:
-            raise ValueError(f"data.cache: {folder}/{name} is damaged; delete {folder} to build it anew")
+            raise damaged(folder, name)
     return Corpus(folder, kind, names, np.cumsum(sizes) - sizes, read_index(folder), **about)
+
+
+def damaged(folder: Folder, name: str) -> ValueError:
+    """The error for a file that is not as it was written."""
+    return ValueError(f"data.cache: {folder}/{name} is damaged; delete {folder} to build it anew")
 
 
 def read_index(folder: Folder) -> Index:

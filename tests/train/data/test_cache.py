@@ -140,6 +140,26 @@ def test_a_damaged_cache_is_named(texts, tmp_path):
         training_rows(config)
 
 
+@pytest.mark.parametrize("name", ["documents.sizes", "documents.hashes"])
+def test_a_damaged_index_is_named(texts, tmp_path, name):
+    config = config_of(texts, tmp_path / "kept")
+    training_rows(config)
+    (file,) = (tmp_path / "kept").glob(f"*/{name}")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=rf"data.cache: .*/{name} is damaged"):
+        training_rows(config)
+
+
+def test_a_shard_that_vanished_before_there_is_an_index_is_named(texts, tmp_path):
+    config = config_of(texts, tmp_path / "kept")
+    training_rows(config)
+    for name in ("index.npz", "shard-000000-000001.npz"):
+        (file,) = (tmp_path / "kept").glob(f"*/{name}")
+        file.unlink()
+    with pytest.raises(ValueError, match=r"data.cache: .*/shard-000000-000001.npz is damaged"):
+        training_rows(config)
+
+
 def test_damaged_files_are_told_of_at_every_start(texts, tmp_path):
     (texts / "lines.jsonl").write_text((texts / "lines.jsonl").read_text() + "\n{")
     config = config_of(texts, tmp_path / "kept")

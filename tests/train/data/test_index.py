@@ -14,6 +14,7 @@ from train.data.index import Index
 from train.data.packing import pack_corpora
 from train.data.storage import LocalFolder, RemoteFolder
 
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(index, "BLOCK", 3)
@@ -52,9 +53,7 @@ def many(tmp_path_factory):
     folder.write(SIZES, np.full(MANY, EACH, np.int64).tobytes())
     folder.write(HASHES, np.random.default_rng(0).integers(0, 2**48, MANY).astype(np.uint64).tobytes())
     about = {"digest": "x", "corrupt": {}, "files": 1, "kind": "<u2", "documents": MANY}
-    folder.write(
-        INDEX, dump_arrays(shards=np.array([1]), shard_sizes=np.array([EACH * MANY]), about=json.dumps(about))
-    )
+    folder.write(INDEX, dump_arrays(shards=np.array([1]), shard_sizes=np.array([EACH * MANY]), about=json.dumps(about)))
     return folder.path
 
 
@@ -94,7 +93,9 @@ def test_the_index_behind_a_url_is_copied_once_and_mapped(tmp_path, monkeypatch)
     fetched = []
     plain = type(folder._system).get_file
     monkeypatch.setattr(
-        type(folder._system), "get_file", lambda self, *given, **named: fetched.append(1) or plain(self, *given, **named)
+        type(folder._system),
+        "get_file",
+        lambda self, *given, **named: fetched.append(1) or plain(self, *given, **named),
     )
     first = folder.map("sizes", np.dtype(np.int64))
     again = RemoteFolder(f"memory://{tmp_path.name}").map("sizes", np.dtype(np.int64))
