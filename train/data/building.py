@@ -93,19 +93,15 @@ def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
     Raises ValueError when no file is readable, none has text, or a shard is gone.
     """
     pieces = pieces_of(files)
-    told = _read_all(folder, [_piece_name(piece.number) for piece in pieces])
-    built = [_Built.of(content, piece) for content, piece in zip(told, pieces, strict=True)]
+    markers = _read_all(folder, [_piece_name(piece.number) for piece in pieces])
+    built = [_Built.of(content, piece) for content, piece in zip(markers, pieces, strict=True)]
     corrupt = {files[piece.first + file].path: why for piece in built for file, why in piece.corrupt.items()}
     report_corrupt(corrupt, len(files), untold)
     with closing(_Columns()) as columns:
-        owners = [piece for piece in built for _ in range(piece.shards)]
-        names = [_shard_name(piece.number, shard) for piece in built for shard in range(piece.shards)]
-        for content, piece in zip(_read_all(folder, names), owners, strict=True):
-            columns.add(_Shard.load(content), piece)
+        columns.read(folder, built)
         if not columns.readable:
             raise no_text(files)
-        folder.write_chunks(SIZES, _chunks(columns.sizes.mapped()))
-        folder.write_chunks(HASHES, _chunks(columns.hashes.mapped()))
+        columns.write(folder)
     about = {"digest": digest_of(columns.digests, read_index(folder)), "corrupt": corrupt, "files": len(files)}
     about |= {"kind": kind.str, "documents": columns.documents}
     shards = np.array([piece.shards for piece in built], np.int64)
@@ -123,7 +119,17 @@ class _Columns:
         self.digests: list[str] = []
         self.documents = self.readable = 0
 
-    def add(self, shard: "_Shard", piece: "_Built") -> None:
+    def read(self, folder: Folder, built: Sequence["_Built"]) -> None:
+        owners = [piece for piece in built for _ in range(piece.shards)]
+        names = [_shard_name(piece.number, shard) for piece in built for shard in range(piece.shards)]
+        for content, piece in zip(_read_all(folder, names), owners, strict=True):
+            self._add(_Shard.load(content), piece)
+
+    def write(self, folder: Folder) -> None:
+        folder.write_chunks(SIZES, _chunks(self.sizes.mapped()))
+        folder.write_chunks(HASHES, _chunks(self.hashes.mapped()))
+
+    def _add(self, shard: "_Shard", piece: "_Built") -> None:
         gone = np.isin(shard.files, list(piece.corrupt))
         self.sizes.append(shard.sizes)
         self.hashes.append(np.where(gone, GONE, shard.hashes))
