@@ -33,13 +33,16 @@ def fit(path: str, overrides: Sequence[str]) -> int:
 
 def _tell(config: Any, result: Any) -> None:
     """What came out of a training, in a line."""
+    from train.monitor.goodput import share
+
     if not result.finished:
         print(f"stopped after {result.steps} of {config.steps} steps; the same command resumes")
         return
     loss = "loss not finite" if result.final_loss is None else f"loss {result.final_loss:.4f}"
     speed = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else "speed not measured"
     memory = f"{result.peak_memory_bytes / 2**20:,.0f} MiB at most"
-    print(f"{result.directory}: {result.steps} steps · {loss} · {speed} · {memory}")
+    goodput = f" · goodput {share(result.seconds):.0%}" if result.seconds else ""
+    print(f"{result.directory}: {result.steps} steps · {loss} · {speed} · {memory}{goodput}")
 
 
 def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | None, workers: int | None) -> int:
@@ -64,8 +67,10 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
     """measure a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.evaluate.saved import evaluate
+    from train.runtime.distributed import processes
 
-    evaluate(directory, overrides)
+    with processes():
+        evaluate(directory, overrides)
     return 0
 
 
@@ -81,9 +86,10 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
     """continue a prompt with a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.evaluate.generate import Draws, generate
+    from train.runtime.distributed import processes
 
-    generate(directory, prompt, Draws(**sampling), overrides)
-    print()
+    with processes():
+        generate(directory, prompt, Draws(**sampling), overrides)
     return 0
 
 
@@ -101,8 +107,10 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
     """search LongRoPE's factors for a trained run or a released model with RoPE"""
     directory = _run_of(path, overrides)
     from train.evaluate.search import search
+    from train.runtime.distributed import processes
 
-    search(directory, overrides, length, **sizes)
+    with processes():
+        search(directory, overrides, length, **sizes)
     return 0
 
 
@@ -138,7 +146,7 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
 
 
 def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> int:
-    """compile a config's step for a pod of TPUs, without a TPU, and tell its memory and predicted speed"""
+    """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and tell memory and speed"""
     config = load(path, overrides)
     from train.plan.command import Steps, plan
 
@@ -188,6 +196,10 @@ _ARGUMENTS = {
             "default": 0,
             "metavar": "N",
             "help": "compile N (8) meshes, remat policies and context strategies instead, and rank them",
+        },
+        "--evaluate": {
+            "action": "store_true",
+            "help": "plan what evaluate computes of a batch at the longest of evaluate.lengths, in place of a step",
         },
         "--keep": {"metavar": "FOLDER", "help": "keep the compiled step there"},
         "--against": {

@@ -283,7 +283,7 @@ class Decoder(nnx.Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
-        x = lookup(table, tokens)
+        x = lookup(table, tokens, self.config.placement)
         x = x.astype(at_least_float32(x.dtype))  # the scale, and positions, are not those of bfloat16
         x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         spec = self.config.layers.embedding

@@ -48,7 +48,7 @@ class ExpertsMLP(nnx.Module):
         """Every device mixes its own tokens; the hidden units may be split, and their parts are added."""
         placement, mesh = self.config.placement, jax.sharding.get_abstract_mesh()
         graph, state = nnx.split(self)
-        if not placement.axes or mesh.empty or mesh.manual_axes or not self._fits(x, mesh):
+        if mesh.empty or not placement.is_open(mesh) or not self._fits(x, mesh):
             return self._of_tokens(x, None)
         rows, split = PartitionSpec(placement.batch or None, placement.context, None), placement.heads
 
@@ -60,7 +60,8 @@ class ExpertsMLP(nnx.Module):
         def of_device(state, x):
             return nnx.merge(graph, state)._of_tokens(x, split)
 
-        return jax.shard_map(of_device, in_specs=(specs, rows), out_specs=rows)(state, x)
+        open_axes = set(mesh.axis_names) - set(mesh.manual_axes)
+        return jax.shard_map(of_device, in_specs=(specs, rows), out_specs=rows, axis_names=open_axes)(state, x)
 
     def _fits(self, x, mesh) -> bool:
         """Whether the devices can share rows, tokens and hidden units evenly."""

@@ -1,39 +1,110 @@
 """Rows of a table for tokens, with a gradient that does not lose its small parts."""
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from posjax._numbers import at_least_float32
+from posjax.attention.sharded import Placement
 
 
-def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "*b"]) -> Float[Array, "*b embed"]:
+def lookup(
+    table: Float[Array, "vocab embed"], tokens: Int[Array, "rows length"], placement: Placement | None = None
+) -> Float[Array, "rows length embed"]:
     """``table[tokens]``, in the dtype of the table, which may be narrow so that little travels between devices.
 
-    The gradient of row ``v`` is ``sum_i d_i [tokens_i = v]``. It is summed in float32 at least and rounded once: summed
-    in bfloat16, equal parts stop counting at 256 of them.
+    On a mesh every device looks up its own tokens alone, in the whole width of the table. Left to itself the compiler
+    would have every device look up all tokens of the batch where the width of the table is split, as parameters are.
+    Where the vocabulary is split each device finds the rows that it has, and the devices add them up.
+
+    The gradient of row ``v`` is ``sum_i d_i [tokens_i = v]``. It is summed in float32 at least, over the devices too,
+    and rounded once: summed in bfloat16, equal parts stop counting at 256 of them.
+
+    Args:
+        table: a row for every token of the vocabulary.
+        tokens: from 0 to ``vocab - 1``. One beyond the end has the last row; a negative one counts from the end.
+        placement: how ``tokens`` lie over the mesh in use. The vocabulary may be split as heads are.
     """
-    wide = at_least_float32(table.dtype)
-    return _rows(table, tokens) if table.dtype == wide else _narrow_lookup(table, tokens)
+    split = None if placement is None else _split(placement, jax.sharding.get_abstract_mesh(), table, tokens)
+    wide = table.dtype == at_least_float32(table.dtype)
+    return _rows(split, table, tokens) if wide else _narrow_lookup(split, table, tokens)
 
 
-def _rows(table, tokens):
-    return table[tokens]
+class _Split(NamedTuple):
+    """The mesh axes over which rows, their tokens and the vocabulary are split, and all those to enter."""
+
+    rows: tuple[str, ...]
+    length: tuple[str, ...]
+    vocabulary: tuple[str, ...]
+    entered: frozenset[str]
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        return PartitionSpec(self.rows or None, self.length or None)
+
+    @property
+    def table(self) -> PartitionSpec:
+        return PartitionSpec(self.vocabulary or None)
+
+    def map(self, function: Callable, takes: tuple, gives: PartitionSpec) -> Callable:
+        """``function`` on every device."""
+        return jax.shard_map(function, in_specs=takes, out_specs=gives, axis_names=self.entered)
 
 
-@jax.custom_vjp
-def _narrow_lookup(table, tokens):
-    return _rows(table, tokens)
+def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array) -> _Split | None:
+    """None where no mesh is in use, all of it is entered already, or it does not divide the tokens."""
+    left = [tuple(axis for axis in side if axis not in mesh.manual_axes) for side in placement.split_axes]
+    if mesh.empty or not any(left):
+        return None
+
+    def fits(axes: tuple[str, ...], size: int) -> bool:
+        return isinstance(size, int) and size % math.prod(mesh.shape[axis] for axis in axes) == 0
+
+    rows, length, vocabulary = left
+    if not (fits(rows, tokens.shape[0]) and fits(length, tokens.shape[1])):
+        return None
+    entered = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+    return _Split(rows, length, vocabulary if fits(vocabulary, table.shape[0]) else (), entered)
 
 
-def _forward(table, tokens):
-    return _rows(table, tokens), (table, tokens)
+def _rows(split: _Split | None, table, tokens):
+    if split is None:
+        return table[tokens]
+    found = partial(_rows_of_device, split.vocabulary)
+    return split.map(found, (split.table, split.tokens), split.tokens)(table, tokens)
 
 
-def _backward(saved, d_rows):
+def _rows_of_device(axes: tuple[str, ...], table, tokens):
+    """The rows of this device's tokens, of which it has those in its part of the vocabulary."""
+    if not axes:
+        return table[tokens]
+    size = table.shape[0]
+    vocabulary = size * jax.lax.axis_size(axes)
+    tokens = jnp.clip(jnp.where(tokens < 0, tokens + vocabulary, tokens), 0, vocabulary - 1)
+    own = tokens - jax.lax.axis_index(axes) * size
+    here = (own >= 0) & (own < size)
+    return jax.lax.psum(jnp.where(here[..., None], table[own], 0), axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow_lookup(split, table, tokens):
+    return _rows(split, table, tokens)
+
+
+def _forward(split, table, tokens):
+    return _rows(split, table, tokens), (table, tokens)
+
+
+def _backward(split, saved, d_rows):
     table, tokens = saved
     # The values of the table are not read: they only say where the sums go, and how they lie over the devices.
-    _, transpose = jax.vjp(lambda wide: _rows(wide, tokens), table.astype(jnp.float32))
+    _, transpose = jax.vjp(lambda wide: _rows(split, wide, tokens), table.astype(jnp.float32))
     return transpose(d_rows.astype(jnp.float32))[0].astype(table.dtype), None
 
 

@@ -84,7 +84,7 @@ def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
 def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float[Array, "batch length embed"]:
     """``x``, split over the mesh in use as the placement says; as it is where there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not placement.axes or mesh.empty or mesh.manual_axes:
+    if mesh.empty or not placement.is_open(mesh):
         return x
     placement.check_axes(mesh.shape)
     place = jax.sharding.reshard if mesh.explicit_axes else jax.lax.with_sharding_constraint

@@ -155,6 +155,24 @@ def test_an_odd_number_of_tokens_is_shared_by_rows():
     assert "shard_map" in str(program)
 
 
+@pytest.mark.parametrize(("entered", "shared"), [("replica", True), ("data", False)])
+def test_a_mesh_that_is_entered_along_one_axis_is_shared_along_the_others(entered, shared):
+    """Not where that axis is one of the placement's, whose rows are the device's own then."""
+    mesh = jax.make_mesh((2, 2), ("replica", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    config = dataclasses.replace(CONFIG, placement=Placement(batch=("data",)))
+    graph, state = shapes(Decoder, config)
+
+    def hidden(state, tokens):
+        return nnx.merge(graph, state).hidden(tokens)
+
+    rows = jax.P(entered)
+    inside = jax.shard_map(hidden, in_specs=(jax.P(), rows), out_specs=rows, axis_names={entered}, check_vma=False)
+    with jax.set_mesh(mesh):
+        program = str(jax.make_jaxpr(inside)(state, TOKENS))
+    assert ("sharding_constraint" in program) == shared
+    assert program.count("shard_map[") == (3 if shared else 1), "that of the test, of attention and of the experts"
+
+
 def test_explicit_axes(parameters, alone):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     graph, _ = shapes(Decoder)

@@ -1,6 +1,7 @@
 """Runs on disk: their directory, their checkpoints, and models restored from them or from a release."""
 
 from train.checkpoint.directory import FOUND, RESULTS, check_run, create_run, is_started, read_config
+from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
 from train.checkpoint.manager import Checkpoint, Checkpoints, kept_steps, newest_whole
 from train.checkpoint.restore import restore_model
 
@@ -9,6 +10,8 @@ __all__ = [
     "RESULTS",
     "Checkpoint",
     "Checkpoints",
+    "LocalCheckpoint",
+    "LocalCheckpoints",
     "check_run",
     "create_run",
     "is_started",

@@ -16,9 +16,12 @@ FOUND = "longrope.json"
 RESULTS = "results.jsonl"
 """Where a comparison or a study keeps its rows."""
 
+LOCAL_MARK = "local.txt"
+"""A name that tells the local checkpoints of a run from those of one that was in its directory before."""
+
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
-) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT}
+) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT, LOCAL_MARK}
 """What a run directory may hold; one with anything else in it is not ours to write into."""
 
 

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from posjax.nn import from_pretrained
+from posjax.nn import from_pretrained, logical_axes
 from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.load import is_gguf, is_released
 from train.checkpoint.directory import read_config
@@ -19,6 +21,7 @@ from train.checkpoint.steps import open_manager, read_run
 from train.config import Config, SchemeConfig, differences, load, load_values
 from train.config.settings.checks import check
 from train.model.build import RELEASED, build_model
+from train.model.sharding import named_sharding, tree_shardings
 from train.runtime.paths import path, write_file
 
 
@@ -69,24 +72,26 @@ def _whole(place: str | Path) -> str:
     return str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
 
 
-def restore(place: str | Path, config: Config, stage: str = "") -> tuple[Config, nnx.Module]:
+def restore(place: str | Path, config: Config, stage: str = "", mesh: Mesh | None = None) -> tuple[Config, nnx.Module]:
     """The config of a stage, overrides included, and the model as it was trained there; or a released model.
 
     Args:
         place: a run directory, or a released model.
         config: what `config_of` gave for it.
         stage: by name; that of the newest checkpoint when empty.
+        mesh: over which the parameters are split as they are read; the first device has all of them without it.
     """
     if not is_run(place):  # nothing is trained: `remat` says nothing, and parameters can stay as narrow as they are
         how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
-        return config, from_pretrained(place, dtype=None, **how)
+        sharding = None if mesh is None else partial(named_sharding, mesh)
+        return config, from_pretrained(place, dtype=None, sharding=sharding, **how)
     directory = path(place)
-    trained, model = restore_model(directory, stage)
+    trained, model = restore_model(directory, stage, mesh)
     return config.stage(read_config(directory).every_stage.index(trained)), model
 
 
-def restore_model(directory: str | Path, stage: str = "") -> tuple[Config, nnx.Module]:
-    """The config of a stage and the model as it was trained there, from a run directory, on the first device.
+def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = None) -> tuple[Config, nnx.Module]:
+    """The config of a stage and the model as it was trained there, from a run directory; see `restore`.
 
     Without a stage it is that of the newest whole checkpoint.
 
@@ -99,13 +104,21 @@ def restore_model(directory: str | Path, stage: str = "") -> tuple[Config, nnx.M
         which = f" of stage {stage!r}" if stage else ""
         raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
     config = config.stage(read_run(directory / "checkpoints", step)["stage"])
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: build_model(config)))
+    model = nnx.eval_shape(lambda: build_model(config))
+    graph, abstract = nnx.split(model)
+    shapes = nnx.to_pure_dict(abstract)
     device = SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), nnx.to_pure_dict(abstract))
-    wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(shapes))
+    lies = device if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
+    wanted = ocp.args.Composite(parameters=ocp.args.StandardRestore(_with_shardings(shapes, lies)))
     with open_manager(directory / "checkpoints", create=False) as manager:
         found = manager.restore(step, args=wanted)
     return config, nnx.merge(graph, found.parameters)
+
+
+def _with_shardings(shapes: Any, lies: Any) -> Any:
+    """Shapes with the sharding of each, or with one that all have."""
+    lies = jax.tree.map(lambda _: lies, shapes) if isinstance(lies, Sharding) else lies
+    return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, lies)
 
 
 def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from train.config.settings import (
     CompareConfig,
@@ -26,10 +28,11 @@ from train.runtime.paths import check_output, path
 class Config:
     """Everything that decides a run. The run's directory is ``{output}/{name}``.
 
-    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, scheme: ..., extend: {...}}``. What a stage
-    leaves out stays as in the stage before it, the first one's as in the config itself; each starts from the weights of
-    the one before, with an optimizer and a schedule of its own. `scheme` is another scheme, `extend` changes options of
-    the one there is, as in ``extend: {frequencies: {name: yarn, ...}}``. Without stages the run is one.
+    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, data: {...}, scheme: ..., extend: {...}}``. What
+    a stage leaves out stays as in the stage before it, the first one's as in the config itself; each starts from the
+    weights of the one before, with a schedule of its own, and an optimizer of its own unless ``train.keep_moments``.
+    `scheme` is another scheme, `extend` changes options of the one there is, as in ``extend: {frequencies: {name: yarn,
+    ...}}``; text that `data` names stands in place of that before. Without stages the run is one.
 
     `init` is the path of a released model, from which the training starts: shape, scheme and tokenizer are those of the
     model, so that `model` needs none of its keys, and `scheme` is ``released`` unless it names another.
@@ -114,4 +117,15 @@ def _next_stage(before: Config, stage: StageConfig) -> Config:
     found = before.scheme if stage.scheme is None else stage.scheme
     if stage.extend:
         found = scheme({**plain(found), **stage.extend}, "scheme")
-    return dataclasses.replace(before, stages=(), scheme=found, train=changed(before.train, stage.train, "train"))
+    train, data = changed(before.train, stage.train, "train"), _next_data(before.data, stage.data)
+    return dataclasses.replace(before, stages=(), scheme=found, train=train, data=data)
+
+
+def _next_data(before: DataConfig, changes: Mapping[str, Any]) -> DataConfig:
+    """The text of a stage: what it names is read instead of all that was; by the tokenizer that the model has."""
+    others = not changes.keys().isdisjoint(("source", "paths", "mixture"))
+    after = changed(before, ({"paths": [], "mixture": []} if others else {}) | dict(changes), "data")
+    for key in ("tokenizer", "special_tokens"):
+        old, new = getattr(before, key), getattr(after, key)
+        check(old == new, f"data.{key}: the model has that of the stage before, {old!r}, found {new!r}; leave it out")
+    return after

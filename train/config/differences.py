@@ -18,6 +18,8 @@ _FREE_TRAIN = (
     "train.loss_chunks",
     "train.checkpoint_every",
     "train.keep",
+    "train.local_every",
+    "train.local_folder",
     "train.log_every",
 )
 
@@ -38,7 +40,8 @@ def _decisive(config: Config) -> dict[str, Any]:
         values["data.tokenizer"] = "that of the model under init"  # wherever that lies by now
     for number, each in enumerate(config.every_stage if config.stages else ()):
         stage = plain(each)
-        own = _flatten({name: stage[name] for name in ("train", "scheme")})
+        del stage["data"]["tokenizer"]  # that of the config
+        own = _flatten({name: stage[name] for name in ("train", "data", "scheme")})
         values |= {f"stages[{number}].{key}": value for key, value in own.items() if not _is_free(key)}
     return values
 

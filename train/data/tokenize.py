@@ -53,8 +53,8 @@ def tokenize(config: Config, told: Told = print, job: Job | None = None, workers
     """
     check(workers is None or workers > 0, f"--workers must be positive, found {workers}")
     tokenizer = load_tokenizer(config.data)
-    places = places_of(config, tokenizer)
-    if is_forgotten(config, places, tokenizer) and not is_url(cache_of(config)):
+    places = _kept(config, tokenizer)
+    if not places:
         told("data: so few bytes are encoded faster than read, and fit keeps them nowhere; set data.cache to keep them")
         return
     tasks = [_Task(place.path, place.text_key, piece) for place in places for piece in pieces_of(place.files)]
@@ -66,6 +66,16 @@ def tokenize(config: Config, told: Told = print, job: Job | None = None, workers
         told(f"data: {done} of {len(left)} pieces are done")
     for place in places:
         _finish(place, token_type(tokenizer.vocabulary_size), told)
+
+
+def _kept(config: Config, tokenizer: Tokenizer) -> list[Place]:
+    """The places of the text of all stages, each once, that `fit` would keep tokens of."""
+    found = {}
+    for stage in config.every_stage:
+        places = places_of(stage, tokenizer)
+        if is_url(cache_of(stage)) or not is_forgotten(stage, places, tokenizer):
+            found |= {place.path: place for place in places}
+    return list(found.values())
 
 
 def _finish(place: Place, kind: np.dtype, told: Told) -> None:

@@ -1,23 +1,35 @@
 """A decoder as a `Predictor`: in one forward pass, or token after token."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from posjax import nn
 from posjax._checks import check
+from posjax.attention.sharded import Placement
 from posjax.sampling import Drawn
-from train.evaluate.predictor import NOT_FINITE, Predictor, best
+from train.evaluate.mesh import computed, narrowed, placement, split_cache, with_whole_head
+from train.evaluate.predictor import NOT_FINITE, Predictor, Row, best
+from train.model.mesh import BATCH_AXES
+from train.model.sharding import named_sharding
 
-_CHUNK = 64  # tokens of a prompt at a time
+_CHUNK, _CHUNK_ON_MESH = 64, 256  # tokens of a prompt at a time
 
 
-def predictor_of(model: nn.Decoder, seed: int) -> tuple[Predictor, Any]:
-    """The model as pure functions, and its parameters. `seed` is that of positions drawn in use, if its scheme does."""
+def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tuple[Predictor, Any]:
+    """The model as pure functions, and its parameters. `seed` is that of positions drawn in use, if its scheme does.
+
+    On a mesh the functions are called with that in use (`train.evaluate.mesh.on`).
+    """
+    if mesh is not None:
+        return _predictor_on(model, seed, mesh)
     graph, parameters = nnx.split(model)
 
     def hidden(parameters, tokens, length):
@@ -28,12 +40,44 @@ def predictor_of(model: nn.Decoder, seed: int) -> tuple[Predictor, Any]:
     def logits(parameters, hidden):
         return nnx.merge(graph, parameters).logits(hidden)
 
-    def greedy(parameters, prompts, new):
-        total = prompts.shape[1] + new
-        step = decoding(graph, drawn_in_use(model, total, seed, len(prompts)), total)
-        return _greedy(step, parameters, prompts, cache_for(graph, parameters, prompts, total), new)
+    return Predictor(hidden, logits, partial(_greedy, model, seed, None)), parameters
 
-    return Predictor(hidden, logits, greedy), parameters
+
+def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, Any]:
+    """The same on a mesh: rows are split, and each of them too."""
+    parameters = nnx.to_pure_dict(nnx.state(model))
+    narrow = partial(narrowed, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
+
+    def row(length):
+        return Row(length, placement(mesh, length).layout)
+
+    def hidden(parameters, tokens, length):
+        _check_reach(model, length)
+        graph, lies = computed(model, placement=placement(mesh, length)), row(length)
+        where = _placed(lies, _given(drawn_in_use(model, length, seed, len(tokens))))
+        if lies.places > length:
+            where["segment_ids"] = jnp.broadcast_to(lies.apply(jnp.zeros((1, length), jnp.int32), -1), tokens.shape)
+        tokens = jax.lax.with_sharding_constraint(tokens, named_sharding(mesh, ("batch", "length")))
+        return nnx.merge(graph, narrow(parameters)).hidden(tokens, length=length, **where)
+
+    def logits(parameters, hidden):
+        return nnx.merge(computed(model), parameters).logits(hidden)
+
+    ready = partial(with_whole_head, tied=model.config.tied_head, dtype=model.config.dtype, mesh=mesh)
+    rows = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return Predictor(hidden, logits, partial(_greedy, model, seed, mesh), ready, row, rows), parameters
+
+
+def _placed(row: Row, where: dict[str, Array]) -> dict[str, Array]:
+    """What a rule of positions says of a row's tokens, in their places; the last one's for what fills the row up."""
+
+    def put(x, axis):
+        last = jax.lax.slice_in_dim(x, row.length - 1, row.length, axis=axis)
+        filling = jnp.repeat(last, row.places - row.length, axis)
+        return row.layout.apply(jnp.concatenate([x, filling], axis), axis)
+
+    axes = {"positions": -1, "coordinates": -2}
+    return {name: put(x, axes[name] % x.ndim) if name in axes else x for name, x in where.items()}
 
 
 def _check_reach(model: nn.Decoder, length: int) -> None:
@@ -69,18 +113,40 @@ def decoding(graph: nnx.GraphDef, drawn: Drawn, total: int) -> Step:
     return step
 
 
-def cache_for(graph: nnx.GraphDef, parameters: Any, prompts: Int[Array, "rows prompt"], total: int) -> Any:
-    """An empty cache for `total` tokens, of which `read` takes the prompts."""
-    rows, size = prompts.shape
-    return nnx.merge(graph, parameters).init_cache(rows, total, chunk=min(_CHUNK, size))
+def to_decode(model: nn.Decoder, mesh: Mesh | None) -> tuple[nnx.GraphDef, Callable[[Any], Any]]:
+    """The graph of a decoder that decodes, and what makes its parameters of those of `predictor_of`.
+
+    On a mesh the compiler splits attention over the slots of the cache, as it can where it sees all of the logits.
+    """
+    if mesh is None:
+        return nnx.split(model)[0], lambda parameters: parameters
+    narrow = partial(narrowed, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
+    return computed(model, placement=Placement(), implementation="dense"), narrow
+
+
+def cache_for(
+    graph: nnx.GraphDef, parameters: Any, prompts: Int[Array, "rows prompt"], total: int, mesh: Mesh | None = None
+) -> Any:
+    """An empty cache for `total` tokens, of which `read` takes the prompts; on a mesh its slots are split too."""
+    (rows, size), model = prompts.shape, nnx.merge(graph, parameters)
+    if mesh is None:
+        return model.init_cache(rows, total, chunk=_chunk(size, mesh))
+    shards = mesh.shape["context"]
+    cache = model.init_cache(rows, -(-total // shards) * shards, chunk=_chunk(size, mesh))
+    return jax.lax.with_sharding_constraint(cache, split_cache(cache, mesh))
+
+
+def _chunk(size: int, mesh: Mesh | None) -> int:
+    """Tokens of a prompt at a time: more where all devices send each other something for each of them."""
+    return min(_CHUNK if mesh is None else _CHUNK_ON_MESH, size)
 
 
 def read(
-    step: Step, parameters: Any, cache: Any, prompts: Int[Array, "rows prompt"]
+    step: Step, parameters: Any, cache: Any, prompts: Int[Array, "rows prompt"], mesh: Mesh | None = None
 ) -> tuple[Float[Array, "rows vocabulary"], Any]:
     """Reads prompts in chunks into an empty cache: the logits of the token after each, and the cache."""
     rows, size = prompts.shape
-    chunk = min(_CHUNK, size)
+    chunk = _chunk(size, mesh)
     padded = jnp.pad(prompts, ((0, 0), (0, -size % chunk)))
     valid = jnp.broadcast_to(jnp.arange(padded.shape[1]) < size, padded.shape)
     parts = tuple(jnp.moveaxis(x.reshape(rows, -1, chunk), 1, 0) for x in (padded, valid))
@@ -96,9 +162,12 @@ def read(
 
 
 def _greedy(
-    step: Step, parameters: Any, prompts: Int[Array, "rows prompt"], cache: Any, new: int
+    model: nn.Decoder, seed: int, mesh: Mesh | None, parameters: Any, prompts: Int[Array, "rows prompt"], new: int
 ) -> Int[Array, "rows new"]:
     """The likeliest token after the prompts, again and again."""
+    graph, ready = to_decode(model, mesh)
+    total, parameters = prompts.shape[1] + new, ready(parameters)
+    step = decoding(graph, drawn_in_use(model, total, seed, len(prompts)), total)
     everyone = jnp.ones((len(prompts), 1), bool)
 
     def write(carry, _):
@@ -107,7 +176,7 @@ def _greedy(
         following = jnp.where(token == NOT_FINITE, NOT_FINITE, best(logits[:, 0]))
         return (following, cache), token
 
-    logits, cache = read(step, parameters, cache, prompts)
+    logits, cache = read(step, parameters, cache_for(graph, parameters, prompts, total, mesh), prompts, mesh)
     return jax.lax.scan(write, (best(logits), cache), None, length=new)[1].T
 
 

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
 from posjax import nn
 from posjax._checks import check
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.data import Tokenizer, ends_of_text, load_tokenizer
-from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read
+from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
+from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.saved import check_causal
 from train.model.build import check_vocabulary, evaluated_scheme
 
@@ -63,29 +65,44 @@ def choose(
 
 
 def tokens_after(
-    model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Draws, ends: Set[int]
+    model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Draws, ends: Set[int], mesh: Mesh | None = None
 ) -> Iterator[int]:
     """Yields the tokens that follow a prompt, until one of `ends` (see `ends_of_text`) or as many as asked for.
 
-    Schemes that read the current length go by that of prompt and generated tokens together, from the first chunk on.
+    On a mesh, which must be in use, parameters are split over it, and so is what is kept of the tokens seen. Schemes
+    that read the current length go by that of prompt and generated tokens together, from the first chunk on.
 
     Raises ValueError for a model that gives no finite logits there, such as a learned embedding past its table.
     """
-    prompts = jnp.asarray(prompt, jnp.int32)[None]
-    total = len(prompt) + sampling.tokens
-    graph, state = nnx.split(model)
-    step = jax.jit(decoding(graph, drawn_in_use(model, total, sampling.seed, 1), total))
-    draw = jax.jit(partial(choose, temperature=sampling.temperature, top_k=sampling.top_k))
-    last, cache = jax.jit(partial(read, step))(state, cache_for(graph, state, prompts, total), prompts)
+    prompts, total = np.asarray(prompt, np.int32)[None], len(prompt) + sampling.tokens
+    graph, ready = to_decode(model, mesh)
+    parameters = ready(nnx.to_pure_dict(nnx.state(model)))
+    step = decoding(graph, drawn_in_use(model, total, sampling.seed, 1), total)
+
+    @jax.jit
+    def begin(parameters):
+        return read(step, parameters, cache_for(graph, parameters, prompts, total, mesh), prompts, mesh)
+
+    @partial(jax.jit, donate_argnums=1)
+    def follow(parameters, cache, token):
+        logits, cache = step(parameters, cache, token[:, None].astype(jnp.int32), jnp.ones((1, 1), bool))
+        return logits[:, -1], cache
+
+    @jax.jit
+    def draw(n, logits):
+        token = choose(
+            jax.random.fold_in(jax.random.key(sampling.seed), n), logits, sampling.temperature, sampling.top_k
+        )
+        return whole(token), whole(jnp.isfinite(logits).all())
+
+    last, cache = begin(parameters)
     for n in range(sampling.tokens):
-        if not np.isfinite(last).all():
-            raise ValueError(f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
-        token = draw(jax.random.fold_in(jax.random.key(sampling.seed), n), last)
+        token, finite = draw(np.int32(n), last)
+        check(bool(finite), f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
         if int(token[0]) in ends:
             return
         yield int(token[0])
-        logits, cache = step(state, cache, token[:, None].astype(jnp.int32), np.ones((1, 1), bool))
-        last = logits[:, -1]
+        last, cache = follow(parameters, cache, token)
 
 
 def generate(
@@ -95,7 +112,9 @@ def generate(
     overrides: Sequence[str] = (),
     write: Callable[[str], object] | None = None,
 ) -> str:
-    """Continues a prompt with the model saved in `directory`, handing the text to `write`, or printing it, as it comes.
+    """Continues a prompt with the model saved in `directory`, handing the text to `write` as it comes.
+
+    Without `write` the first process prints it, and a line's end.
 
     Special tokens that the prompt spells out are those tokens, so a chat model can be asked in its own form.
     `overrides` may change what training did not depend on: ``scheme.extend``, to run past the training length.
@@ -103,7 +122,7 @@ def generate(
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
     that would need another training, for models that do not predict the next token, and for a prompt without a token.
     """
-    write = write or partial(print, end="", flush=True)
+    write = write or _print
     config = config_of(directory, overrides)
     check_causal(config)
     check_vocabulary(config)
@@ -111,10 +130,21 @@ def generate(
     tokens = tokenizer.prompt(prompt.encode("utf-8"))
     _check_embedded(tokens, config.model.vocabulary or tokenizer.vocabulary_size)
     check(len(tokens) > 0, "--prompt is empty, and this tokenizer puts no BOS before a text; give at least one word")
-    stage, model = restore(directory, config)
+    mesh = mesh_for(config, rows=1)
+    stage, model = restore(directory, config, mesh=mesh)
     entry = entry_in_stage(config.scheme, config, stage)
     model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
-    return _written(tokens_after(model, tokens, sampling, ends_of_text(config.data, tokenizer)), tokenizer, write)
+    ends = ends_of_text(config.data, tokenizer)
+    with on(mesh):
+        text = _written(tokens_after(model, tokens, sampling, ends, mesh), tokenizer, write)
+    if write is _print:
+        _print("\n")
+    return text
+
+
+def _print(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, end="", flush=True)
 
 
 def _check_embedded(tokens: Int[np.ndarray, "prompt"], vocabulary: int) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
+from train.evaluate.mesh import whole
 from train.evaluate.predictor import Predictor, next_nll
 from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, sliding_pieces, whole_windows
 from train.report.numbers import MEASURES
@@ -136,8 +137,9 @@ def _measure_length(
     predictor: Predictor, parameters: Any, windows: dict[str, Windows], length: int, rows: int
 ) -> Perplexity:
     """All measurements at one length, through one compiled function of `rows` windows."""
-    rows = min(rows, max(len(each.tokens) for each in windows.values()))
-    score = _compiled(predictor, parameters, rows, length)
+    rows = predictor.filled(min(rows, max(len(each.tokens) for each in windows.values())))
+    program, shapes = scoring(predictor, rows, length)
+    score = program.lower(parameters, *shapes).compile()
     _warm(score, parameters, rows, length)
     start = time.perf_counter()
     sums = {name: _nll_by_place(score, parameters, each, rows) for name, each in windows.items()}
@@ -174,16 +176,18 @@ def _by_position(sums: Float[np.ndarray, "length"], windows: Windows) -> tuple[t
     return ends, tuple(float(total / count) if count else None for total, count in zip(totals, scored, strict=True))
 
 
-def _compiled(predictor: Predictor, parameters: Any, rows: int, length: int) -> Callable[..., Float[Array, "length"]]:
-    """`(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL at each place`, compiled."""
+def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """A batch's jitted program, and the shapes that it takes behind the parameters.
+
+    `(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL at each place [length]`
+    """
 
     def place_nll(parameters, tokens, weights):
         nll = next_nll(predictor, parameters, tokens, length)
-        return jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=0)
+        return whole(jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=0))
 
     tokens = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
-    weights = jax.ShapeDtypeStruct((rows, length), jnp.float32)
-    return jax.jit(place_nll).lower(parameters, tokens, weights).compile()
+    return jax.jit(place_nll), (tokens, jax.ShapeDtypeStruct((rows, length), jnp.float32))
 
 
 def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:

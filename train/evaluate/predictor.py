@@ -11,53 +11,104 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from posjax.layout import CONTIGUOUS, Layout
 
 NOT_FINITE = -1
 """In place of the likeliest token, where the model gives no finite logits."""
 
-_LOGITS = 2**26  # at a time: 256 MiB of float32
+_LOGITS = 2**26  # of a device at a time: 256 MiB of float32
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the tokens of a row lie over devices: filled up to ``places``, in the order of ``layout``."""
+
+    length: int
+    layout: Layout = CONTIGUOUS
+
+    @property
+    def places(self) -> int:
+        """Tokens and filling."""
+        unit = self.layout.shards * self.layout.chunks
+        return -(-self.length // unit) * unit
+
+    def apply(self, x: Array, fill: int = 0, axis: int = 1) -> Array:
+        """What belongs to the tokens along an axis, in their places."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = 0, self.places - self.length
+        return self.layout.apply(jnp.pad(x, widths, constant_values=fill), axis)
+
+    def restore(self, x: Array) -> Array:
+        """The inverse of `apply`, along the second axis."""
+        return self.layout.restore(x, 1)[:, : self.length]
+
+    def places_of(self, tokens: Int[Array, "rows tokens"]) -> Int[Array, "rows tokens"]:
+        """Where tokens of the row are."""
+        return jnp.asarray(np.argsort(self.layout.order(self.places)))[tokens]
 
 
 @dataclass(frozen=True)
 class Predictor:
     """A language model as pure functions of its parameters. `length` and `new` are Python integers.
 
-    hidden(parameters, tokens [rows, length], length) -> [rows, length, width]. Refuses lengths with ValueError.
+    hidden(parameters, tokens [rows, places], length) -> [rows, places, width], of rows as `row` says they lie. Refuses
+    lengths with ValueError.
     logits(parameters, hidden [rows, places, width]) -> [rows, places, vocabulary] of the tokens that follow.
     greedy(parameters, prompts [rows, prompt], new) -> tokens [rows, new] that follow, the likeliest one each time, and
     `NOT_FINITE` from where on there is none.
+    ready(parameters) -> parameters for many calls of `logits`.
+    row(length) says how rows lie over devices. `rows` devices share the rows of a batch, whose number it divides.
     """
 
-    hidden: Callable[[Any, Int[Array, "rows length"], int], Float[Array, "rows length width"]]
+    hidden: Callable[[Any, Int[Array, "rows places"], int], Float[Array, "rows places width"]]
     logits: Callable[[Any, Float[Array, "rows places width"]], Float[Array, "rows places vocabulary"]]
     greedy: Callable[[Any, Int[Array, "rows prompt"], int], Int[Array, "rows new"]] | None = None
+    ready: Callable[[Any], Any] = lambda parameters: parameters
+    row: Callable[[int], Row] = Row
+    rows: int = 1
+
+    def filled(self, rows: int) -> int:
+        """The least number of rows, at least so many, that the devices share evenly."""
+        return -(-rows // self.rows) * self.rows
 
 
 def next_nll(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length+1"], length: int
 ) -> Float[Array, "rows length"]:
     """What every token but the first costs given those before it: ``logsumexp(logits) - logits[token]``, in nats."""
+    row, ready = predictor.row(length), predictor.ready(parameters)
 
     def nll(hidden, targets):
-        logits = predictor.logits(parameters, hidden).astype(jnp.float32)
+        logits = predictor.logits(ready, hidden).astype(jnp.float32)
         return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 
-    hidden = predictor.hidden(parameters, tokens[:, :-1], length)
-    return _in_parts(nll, _vocabulary(predictor, parameters, hidden), hidden, tokens[:, 1:])
+    hidden = predictor.hidden(parameters, row.apply(tokens[:, :-1]), length)
+    return row.restore(_in_parts(predictor, row, nll, ready, hidden, row.apply(tokens[:, 1:])))
 
 
 def likeliest_next(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows places"], length: int
 ) -> Int[Array, "rows places"]:
     """The likeliest token to follow each of the tokens `at` these places of the rows, given the row up to it."""
+    ready = predictor.ready(parameters)
 
     def likeliest(hidden):
-        return best(predictor.logits(parameters, hidden))
+        return best(predictor.logits(ready, hidden))
 
-    hidden = predictor.hidden(parameters, tokens, length)
-    asked = jnp.take_along_axis(hidden, at[..., None], axis=1)
-    return _in_parts(likeliest, _vocabulary(predictor, parameters, hidden), asked)
+    asked = hidden_at(predictor, parameters, tokens, at, length)
+    return _in_parts(predictor, Row(at.shape[1]), likeliest, ready, asked)
+
+
+def hidden_at(
+    predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
+) -> Float[Array, "rows asked width"]:
+    """What the model makes of the tokens `at` these places of the rows."""
+    row = predictor.row(length)
+    hidden = predictor.hidden(parameters, row.apply(tokens), length)
+    return jnp.take_along_axis(hidden, row.places_of(at)[..., None], axis=1)
 
 
 def best(logits: Float[Array, "*places vocabulary"]) -> Int[Array, "*places"]:
@@ -65,21 +116,27 @@ def best(logits: Float[Array, "*places vocabulary"]) -> Int[Array, "*places"]:
     return jnp.where(jnp.isfinite(logits).all(-1), jnp.argmax(logits, axis=-1), NOT_FINITE)
 
 
-def _vocabulary(predictor: Predictor, parameters: Any, hidden: Float[Array, "rows length width"]) -> int:
-    return jax.eval_shape(predictor.logits, parameters, hidden[:, :1]).shape[-1]
+def _in_parts(
+    predictor: Predictor, row: Row, function: Callable[..., Array], ready: Any, hidden: Array, *more: Array
+) -> Array:
+    """``function(hidden, *more)`` over parts of the second axis, each with so many logits on a device at a time.
 
-
-def _in_parts(function: Callable[..., Array], vocabulary: int, *arrays: Array) -> Array:
-    """``function(*arrays)`` over parts of the second axis, one after the other, of at most `_LOGITS` logits each."""
-    rows, places = arrays[0].shape[:2]
-    size = max(1, _LOGITS // (rows * vocabulary))
-    if places <= size:
-        return function(*arrays)
-    count = math.ceil(places / size)
+    Every device has a share of every part: the places of a shard lie side by side.
+    """
+    (rows, places, _), shards = hidden.shape, row.layout.shards
+    vocabulary = jax.eval_shape(predictor.logits, ready, hidden[:, :1]).shape[-1]
+    own = places // shards
+    size = max(1, _LOGITS // (-(-rows // predictor.rows) * vocabulary))
+    if own <= size:
+        return function(hidden, *more)
+    count = math.ceil(own / size)
 
     def split(x):
-        padded = jnp.pad(x, ((0, 0), (0, count * size - places), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(rows, count, size, *x.shape[2:]), 1, 0)
+        x = x.reshape(rows, shards, own, *x.shape[2:])
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, count * size - own), *((0, 0),) * (x.ndim - 3)))
+        x = jnp.moveaxis(x.reshape(rows, shards, count, size, *x.shape[3:]), 2, 0)
+        return x.reshape(count, rows, shards * size, *x.shape[4:])
 
-    parts = jax.lax.map(lambda part: function(*part), tuple(map(split, arrays)))
-    return jnp.moveaxis(parts, 0, 1).reshape(rows, count * size)[:, :places]
+    parts = jax.lax.map(lambda part: function(*part), tuple(map(split, (hidden, *more))))
+    parts = jnp.moveaxis(parts.reshape(count, rows, shards, size), 0, 2)
+    return parts.reshape(rows, shards, count * size)[:, :, :own].reshape(rows, places)

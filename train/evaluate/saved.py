@@ -15,11 +15,13 @@ from train.config import Config, SchemeConfig
 from train.data import held_out_documents, load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
+from train.evaluate.mesh import mesh_for, on
 from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
 from train.model.build import check_vocabulary, evaluated_scheme, own_length
+from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file
 
 EVALUATION = "evaluation.jsonl"
@@ -41,11 +43,17 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     held_out = held_out_tokens(config)
     target = results_of(directory, config)
     rows = _measure(directory, config, held_out, [config.scheme])
+    decide(lambda: _tell(target, config, held_out, rows, console or Console()))
+    return rows
+
+
+def _tell(
+    target: Path, config: Config, held_out: Sequence[np.ndarray], rows: list[report.Row], console: Console
+) -> None:
     target.mkdir(parents=True, exist_ok=True)
     write_rows(target / EVALUATION, rows)
     report.write(target, rows, about(config, held_out, read_versions(target)))
-    report.show(rows, console or Console())
-    return rows
+    report.show(rows, console)
 
 
 def measure_entries(
@@ -66,25 +74,35 @@ def _measure(
     told: Callable[[str], Any] = lambda _: None,
 ) -> list[report.Row]:
     restored: dict[str, tuple[Config, nnx.Module]] = {}
-    rows = []
+    rows, sizes = [], config.evaluate
+    mesh = mesh_for(config, sizes.batch_tokens // max(sizes.lengths))
     for entry in entries:
         if entry.stage not in restored:
-            restored[entry.stage] = restore(directory, config, entry.stage)
+            restored[entry.stage] = restore(directory, config, entry.stage, mesh)
         stage, model = restored[entry.stage]
-        for row in _rows(directory, config, held_out, entry_in_stage(entry, config, stage), stage, model):
-            rows.append(row)
-            told(_in_words(row))
+        own = entry_in_stage(entry, config, stage)
+        scheme = evaluated_scheme(stage, own)
+        measured = predictor_of(model.with_scheme(scheme), config.seed, mesh)
+        with on(mesh):
+            for row in _rows(directory, config, held_out, own, stage, *measured):
+                rows.append(row)
+                told(_in_words(row))
     return rows
 
 
 def _rows(
-    directory: Path, config: Config, held_out: Sequence[np.ndarray], entry: SchemeConfig, stage: Config, model: Any
+    directory: Path,
+    config: Config,
+    held_out: Sequence[np.ndarray],
+    entry: SchemeConfig,
+    stage: Config,
+    predictor: Predictor,
+    parameters: Any,
 ) -> Iterator[report.Row]:
     """The rows of one entry: of held-out text, then of tasks."""
     base = stage.scheme.label if entry.only_measured else None
     which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": own_length(stage)}
     costs = _costs(directory, entry)
-    predictor, parameters = predictor_of(model.with_scheme(evaluated_scheme(stage, entry)), config.seed)
     for found in measure_held_out(predictor, parameters, config, held_out):
         yield {**which, **costs, **found.as_row()}
     for found in measure_tasks(predictor, parameters, config):
@@ -97,6 +115,7 @@ def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
     return {
         "train_tokens_per_second": fitted.tokens_per_second if fitted else None,
         "peak_memory_bytes": fitted.peak_memory_bytes if fitted else None,
+        "train_seconds": fitted.seconds if fitted else None,
         "training": None if entry.only_measured else _training(directory),
     }
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from posjax import rotary
@@ -21,10 +22,12 @@ from train.checkpoint import FOUND
 from train.checkpoint.restore import config_of, is_run, restore, results_of
 from train.config import Config, EvaluateConfig
 from train.evaluate.decoder import predictor_of
+from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.predictor import next_nll
 from train.evaluate.saved import held_out_tokens, shortest_stage
 from train.evaluate.windows import full_pieces, last_windows
 from train.model.build import own_length, scheme_of
+from train.runtime.distributed import decide
 from train.runtime.paths import write_file
 
 
@@ -70,18 +73,21 @@ def search(
     check(plain, "scheme.extend: a search starts from the model as it is; leave it out")
     scored = min(shortest_stage(config), length)  # before `_at`: of a released model the shortest length of the config
     config = dataclasses.replace(config, evaluate=_at(config, length))
-    stage, model = restore(directory, config)
+    mesh = mesh_for(config, rows=1)
+    stage, model = restore(directory, config, mesh=mesh)
     trained = own_length(stage)
     check(length > trained, f"--length must exceed the model's own, {trained}, found {length}")
     check_searchable(stage)
     folder = results_of(directory, config)
     pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
-    found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored)
-    for number, value in enumerate(found.history):
-        told(f"iteration {number}: {value:.4f} nats per token")
+    with on(mesh):
+        found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored, mesh=mesh)
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}
-    told(f"extend: {json.dumps(extension)}")
-    _keep(folder, {"extend": extension, "fitness": found.fitness})
+    decide(lambda: _keep(folder, {"extend": extension, "fitness": found.fitness}))
+    if jax.process_index() == 0:
+        for number, value in enumerate(found.history):
+            told(f"iteration {number}: {value:.4f} nats per token")
+        told(f"extend: {json.dumps(extension)}")
     return found.rule
 
 
@@ -118,10 +124,12 @@ def search_factors(
     effort: Effort,
     scored: int,
     wrap: Callable[[Callable], Callable] = lambda fitness: fitness,
+    mesh: Mesh | None = None,
 ) -> longrope.Found:
     """The search of `search` for a model and pieces of text, by the loss of the `scored` last tokens of each.
 
-    `wrap` gets the fitness function and returns the one to use, such as one that saves every result.
+    `wrap` gets the fitness function and returns the one to use, such as one that saves every result. A mesh, over which
+    the model is split, must be in use.
     """
     scheme, trained = check_searchable(config), own_length(config)
     rule, population = scheme.features.frequencies, effort.population
@@ -129,7 +137,7 @@ def search_factors(
     initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)
     numbers = {"population": population, "parents": max(2, population // 2)}
     numbers |= {name: max(1, population // 4) for name in ("mutations", "crossovers")}
-    fitness = wrap(_fitness(model, scheme, config, pieces, length, scored))
+    fitness = wrap(_fitness(model, scheme, config, pieces, length, scored, mesh))
     return longrope.search(fitness, initial, seed=effort.seed, iterations=effort.iterations, **numbers)
 
 
@@ -143,12 +151,18 @@ def check_searchable(config: Config) -> Scheme:
 
 
 def _fitness(
-    model: nnx.Module, scheme: Scheme, config: Config, pieces: Sequence[np.ndarray], length: int, scored: int
+    model: nnx.Module,
+    scheme: Scheme,
+    config: Config,
+    pieces: Sequence[np.ndarray],
+    length: int,
+    scored: int,
+    mesh: Mesh | None = None,
 ) -> Callable[[LongRoPE], float]:
     """The mean negative log-likelihood of the last tokens under a rule, from one compiled program."""
     graph, parameters = nnx.split(model)
     windows = last_windows(pieces, length, scored)
-    tokens, weights = jnp.asarray(windows.tokens, jnp.int32), jnp.asarray(windows.weights)
+    tokens, weights = windows.tokens.astype(np.int32), windows.weights
 
     @jax.jit
     def total(parameters, theta, first, factor):
@@ -156,10 +170,11 @@ def _fitness(
         traced = nnx.merge(graph, parameters).with_scheme(scheme.replace(frequencies=rule))
 
         def row(pair):
-            predictor, parameters = predictor_of(traced, config.seed)
-            return (next_nll(predictor, parameters, pair[0][None], length)[0] * pair[1]).sum()
+            predictor, parameters = predictor_of(traced, config.seed, mesh)
+            rows = jnp.broadcast_to(pair[0], (predictor.filled(1), *pair[0].shape))
+            return (next_nll(predictor, parameters, rows, length)[0] * pair[1]).sum()
 
-        return jax.lax.map(row, (tokens, weights)).sum()
+        return whole(jax.lax.map(row, (tokens, weights)).sum())
 
     def fitness(rule: LongRoPE) -> float:
         found, factor = rule.frequencies(head_dim=model.config.head_dim)

@@ -4,8 +4,9 @@ import itertools
 import json
 import math
 import threading
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posjax.layout import Layout
-from train.checkpoint import Checkpoint, Checkpoints, check_run, create_run, is_started
+from train.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    LocalCheckpoint,
+    LocalCheckpoints,
+    check_run,
+    create_run,
+    is_started,
+)
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
 from train.data import Batch, batches, held_out_sample, pack_sample, training_rows
+from train.loop.optimizer import kept_moments
 from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import as_released, check_model, placement
+from train.model.build import as_released, check_model, placement, replicated_parameters
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
@@ -46,6 +56,7 @@ class FitResult:
       final_loss: the training loss of the last update that was logged, in nats per token.
       tokens_per_second: training tokens of all devices per second of wall time, of the last process that trained,
         without the first `WARM_STEPS` steps of every stage, checkpoints included.
+      seconds: what its wall-clock time was spent on, in all lives of the run; see `train.monitor.goodput`.
       peak_memory_bytes: the most that process held, as `train.monitor.peak_memory_bytes` says.
     """
 
@@ -55,6 +66,7 @@ class FitResult:
     final_loss: float | None
     tokens_per_second: float | None
     peak_memory_bytes: int
+    seconds: dict[str, float] | None = None
 
 
 def fit(config: Config, directory: str | Path | None = None, *, progress: str | None = None) -> FitResult:
@@ -67,7 +79,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, a mesh,
     a batch or a stage that cannot work, or a directory that belongs to another config.
     """
-    directory = path(directory or config.directory)
+    began, directory = time.time(), path(directory or config.directory)
     check_run(config, directory)
     finished = read_result(directory)
     if finished:
@@ -80,22 +92,31 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         told(advice)
     stages = prepare(config, told)
     create_run(config, directory)
+    corpora = [stage.rows.digest() for stage in stages]
     with ExitStack() as stack:
         run = Run(
             config,
             stages,
-            stack.enter_context(Checkpoints(config, directory, [stage.rows.digest() for stage in stages])),
-            stack.enter_context(Monitor(config, directory, label=progress)),
+            stack.enter_context(Checkpoints(config, directory, corpora)),
+            stack.enter_context(LocalCheckpoints(config, directory, corpora)) if _saves_locally(config) else None,
+            stack.enter_context(Monitor(config, directory, label=progress, began=began)),
             stack.enter_context(stop_requested()),
         )
         step = run.train()
         last, speed = run.monitor.last, run.monitor.tokens_per_second
-    done = step == config.steps
-    result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes())
+        run.monitor.goodput.spend("checkpoint")  # the last one is waited for
+    seconds, done = run.monitor.goodput.seconds, step == config.steps
+    result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes(), seconds)
     if result.finished:
         values = {key: value for key, value in vars(result).items() if key != "directory"}
         decide(lambda: write_file(directory / "fit.json", json.dumps(values) + "\n"))
+        if run.local:
+            run.local.forget()
     return result
+
+
+def _saves_locally(config: Config) -> bool:
+    return any(stage.train.local_every for stage in config.every_stage)
 
 
 def read_result(directory: str | Path) -> FitResult | None:
@@ -140,6 +161,8 @@ def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
+            if whole := replicated_parameters(stage, built[-1][1]):
+                told(f"warning: {whole}")
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)
@@ -169,6 +192,8 @@ def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program
     check_model(config)
     mesh = make_mesh(train.mesh, train.rows // train.accumulate)
     program = build_program(config, mesh)
+    if train.keep_moments:
+        _check_moments(None if before is None else build_program(before, mesh), program)
     before = as_released(config) if before is None and config.init.path else before
     if before is not None:
         check_continues(before, config)
@@ -178,6 +203,18 @@ def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program
     return config, mesh, program
 
 
+def _check_moments(before: Program | None, program: Program) -> None:
+    """Raises ValueError for a stage that cannot go on with the moments of the one before it."""
+    check(before is not None, "train.keep_moments: the first stage has no moments to keep; set it in a later one")
+    shapes = [jax.tree.map(jax.typeof, each.abstract.optimizer) for each in (before, program)]
+    check(
+        shapes[0] == shapes[1],
+        "train.keep_moments: the moments of the stage before are those of another optimizer, of other parameters or of "
+        "another dtype; leave optimizer, trains, moment_dtype and the scheme's parameters as they were, or set it to "
+        "false",
+    )
+
+
 @dataclass(frozen=True)
 class Run:
     """One process's part in a run: from the newest checkpoint, or the beginning, to the end or a request to stop."""
@@ -185,12 +222,13 @@ class Run:
     config: Config
     stages: list[Stage]
     checkpoints: Checkpoints
+    local: LocalCheckpoints | None
     monitor: Monitor
     stop: threading.Event
 
     def train(self) -> int:
         """Trains and returns the number of updates that the saved state has seen."""
-        saved = self.checkpoints.newest()
+        saved = self._newest()
         listen(0 if saved is None else saved.step, self.stop)
         first = 0 if saved is None else saved.stage
         if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):
@@ -203,9 +241,15 @@ class Run:
             saved = Checkpoint(step, stage.number, None)
         return step
 
+    def _newest(self) -> Checkpoint | None:
+        lasting = self.checkpoints.newest()
+        states = [stage.program.abstract for stage in self.stages]
+        return (self.local.newest(states, lasting) if self.local else None) or lasting
+
     def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> int:
         """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
-        train = stage.config.train
+        train, goodput = stage.config.train, self.monitor.goodput
+        goodput.spend("start")
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
         evaluate = _Evaluation(stage, self.config.monitor, step) if stage.held_out else None
@@ -226,11 +270,17 @@ class Run:
                 jax.block_until_ready(metrics)
                 self.monitor.begin()
             if step == stage.last_step or (step - stage.first_step) % train.log_every == 0:
-                measured = evaluate.measure(step, state.parameters) if evaluate else {}
+                with goodput.spending("evaluate"):
+                    measured = evaluate.measure(step, state.parameters) if evaluate else {}
                 self._log(stage, step, metrics, batch.segment_ids, measured)
             if last or (step - stage.first_step) % train.checkpoint_every == 0:
                 _refuse_divergence(stage, step, metrics)
-                self.checkpoints.save(step, stage.number, state, stream.get_state())
+                with goodput.spending("checkpoint"):
+                    self.checkpoints.save(step, stage.number, state, stream.get_state())
+            elif train.local_every and (step - stage.first_step) % train.local_every == 0:
+                _refuse_divergence(stage, step, metrics)
+                with goodput.spending("checkpoint"):
+                    self.local.save(step, stage.number, state, stream.get_state())
             if last:
                 break
         return step
@@ -243,12 +293,20 @@ class Run:
             return stage.program.initialize(), 0
         if saved.stage == stage.number:
             stream.set_state(saved.stream)
-            return self.checkpoints.restore(saved, stage.program.abstract), saved.step
-        before = self.stages[saved.stage]
-        abstract = build_program(before.config, stage.mesh).abstract.parameters
-        parameters = self.checkpoints.restore_parameters(saved, abstract)
-        turned = partial(convert, before.config, stage.config)
-        return stage.program.begin(jax.jit(turned)(parameters)), saved.step
+            source = self.local if isinstance(saved, LocalCheckpoint) else self.checkpoints
+            return source.restore(saved, stage.program.abstract), saved.step
+        return self._continued(stage, saved), saved.step
+
+    def _continued(self, stage: Stage, saved: Checkpoint) -> TrainState:
+        """The first state of a stage from the last one of the stage before it."""
+        before = self.stages[saved.stage].config
+        abstract = build_program(before, stage.mesh).abstract
+        turned = jax.jit(partial(convert, before, stage.config))
+        if not stage.config.train.keep_moments:
+            return stage.program.begin(turned(self.checkpoints.restore_parameters(saved, abstract.parameters)))
+        last = self.checkpoints.restore(saved, abstract)
+        begun = stage.program.begin(turned(last.parameters))
+        return replace(begun, optimizer=kept_moments(last.optimizer, begun.optimizer))
 
     def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
         _refuse_divergence(stage, step, metrics)

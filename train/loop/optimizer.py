@@ -1,5 +1,7 @@
 """The optimizers, their schedule, and which parameters they move."""
 
+import math
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,32 +16,82 @@ MOVES, STAYS = "moves", "stays"
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """The rate of update number n, from 0: a line up to the peak, reached by update ``warmup_steps``, and half a cosine
-    down to the final share of it, reached by the last update. The first update already moves.
+    """The rate of update number n, from 0: a line up to the peak, reached by update ``warmup_steps``, and then what
+    ``schedule`` says. The first update already moves.
+
+    ``cosine`` is half a cosine, ``linear`` a line, down to the final share of the peak, reached by the last update;
+    ``constant`` stays at the peak.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
+    schedule = _SCHEDULES[config.schedule](config)
+    return lambda count: schedule(count + 1)
+
+
+def _cosine(config: TrainConfig) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(
+        init_value=_first_rate(config),
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=config.steps,
         end_value=config.learning_rate * config.final_learning_rate,
     )
-    return lambda count: schedule(count + 1)
+
+
+def _linear(config: TrainConfig) -> optax.Schedule:
+    last, fall = config.learning_rate * config.final_learning_rate, config.steps - config.warmup_steps
+    parts = _constant(config), optax.linear_schedule(config.learning_rate, last, fall)
+    return optax.join_schedules(parts, [config.warmup_steps])
+
+
+def _constant(config: TrainConfig) -> optax.Schedule:
+    return optax.warmup_constant_schedule(_first_rate(config), config.learning_rate, config.warmup_steps)
+
+
+def _first_rate(config: TrainConfig) -> float:
+    return 0.0 if config.warmup_steps else config.learning_rate
+
+
+_SCHEDULES = {"cosine": _cosine, "linear": _linear, "constant": _constant}
 
 
 def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trains`` names.
 
     `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay (see `is_matrix`): norms,
-    biases, scalars and what a position scheme learns do not.
+    biases, scalars and what a position scheme learns do not. ``train.learning_rate_factors`` multiply whole updates,
+    decay included.
     """
     decays = _map_axes(is_matrix, axes)
     chosen = optax.chain(
         optax.clip_by_global_norm(config.clip_norm), _OPTIMIZERS[config.optimizer](config, axes, decays)
     )
-    if not config.trains:
-        return chosen
-    return optax.partition({MOVES: chosen, STAYS: optax.set_to_zero()}, labels(config, axes))
+    if config.trains:
+        chosen = optax.partition({MOVES: chosen, STAYS: optax.set_to_zero()}, labels(config, axes))
+    return optax.chain(chosen, _scaled(factors(config, axes))) if config.learning_rate_factors else chosen
+
+
+def _scaled(factors: Any) -> optax.GradientTransformation:
+    """Multiplies the update of every parameter by its factor."""
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda factor, update: factor * update, factors, updates))
+
+
+def factors(config: TrainConfig, axes: Any) -> Any:
+    """For every parameter the product of the factors whose patterns name it, as `labels` reads them; 1 without any."""
+    names = _names(axes)
+    _check_patterns("train.learning_rate_factors", config.learning_rate_factors, names)
+    found = [
+        math.prod(factor for pattern, factor in config.learning_rate_factors.items() if fnmatchcase(name, pattern))
+        for name in names
+    ]
+    return jax.tree.unflatten(_structure(axes), found)
+
+
+def kept_moments(before: Any, begun: Any) -> Any:
+    """The state of an optimizer, with its schedule, which is counted, as in the state that another stage has begun."""
+    return jax.tree.map(lambda new, old: new if _is_schedule(new) else old, begun, before, is_leaf=_is_schedule)
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def labels(config: TrainConfig, axes: Any) -> Any:
@@ -49,20 +101,35 @@ def labels(config: TrainConfig, axes: Any) -> Any:
 
     Raises ValueError for a pattern that names none.
     """
-    names = [name for name, _ in named_leaves(axes)]
-    for pattern in config.trains:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"train.trains: {pattern!r} names no parameter; the names are {', '.join(sorted(names))}, and * stands "
-                "for any part of one"
-            )
+    names = _names(axes)
+    _check_patterns("train.trains", config.trains, names)
     moves = [not config.trains or any(fnmatchcase(name, pattern) for pattern in config.trains) for name in names]
     return jax.tree.unflatten(_structure(axes), [MOVES if move else STAYS for move in moves])
 
 
+def _names(axes: Any) -> list[str]:
+    return [name for name, _ in named_leaves(axes)]
+
+
+def _check_patterns(key: str, patterns: Iterable[str], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{key}: {pattern!r} names no parameter; the names are {', '.join(sorted(names))}, and * stands for "
+                "any part of one"
+            )
+
+
 def _adamw(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
-    return optax.adamw(learning_rate(config), config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decays)
+    return optax.adamw(
+        learning_rate(config),
+        config.beta1,
+        config.beta2,
+        mu_dtype=config.moment_dtype,
+        weight_decay=config.weight_decay,
+        mask=decays,
+    )
 
 
 def _muon(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
@@ -74,6 +141,7 @@ def _muon(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransfor
     return muon(
         learning_rate(config),
         beta=config.beta2,
+        mu_dtype=config.moment_dtype,
         weight_decay=config.weight_decay,
         weight_decay_mask=decays,
         adam_b1=config.beta1,

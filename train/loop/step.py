@@ -1,7 +1,7 @@
 """One update: loss, gradients, optimizer; compiled over a mesh."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32, Key
 
 from posjax.layout import Layout
@@ -56,17 +56,20 @@ def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: La
     Drawn ids run through a row, across its documents, which do not see each other; they are put into the places of the
     `layout`, in which the batch is.
     """
+    return {"positions": batch.positions} | _drawn(config, key, batch, layout)
+
+
+def _drawn(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
+    """What the scheme draws for a batch; nothing for a scheme without a rule."""
     rule = scheme_of(config).positions
-    where = {"positions": batch.positions}
-    if rule is not None:
-        drawn = rule.draw(key, *batch.tokens.shape)._asdict()
-        axes = {"positions": -1, "coordinates": -2}
-        where |= {
-            name: layout.apply(value, axes[name]) if name in axes else value
-            for name, value in drawn.items()
-            if value is not None
-        }
-    return where
+    if rule is None:
+        return {}
+    axes = {"positions": -1, "coordinates": -2}
+    return {
+        name: layout.apply(value, axes[name]) if name in axes else value
+        for name, value in rule.draw(key, *batch.tokens.shape)._asdict().items()
+        if value is not None
+    }
 
 
 def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], parameters: Any) -> Any:
@@ -190,24 +193,83 @@ def _gradients(parts: _Parts, key, parameters: Any, batch: Batch) -> tuple[Losse
     batch = _prepared(parts, key, batch)
     predicted = jnp.maximum(jnp.sum(batch.labels >= 0), 1)
 
-    def objective(parameters, part, key):
-        losses = _losses(parts, parameters, part, key)
-        return (losses.nll + parts.config.train.z_loss * losses.z) / predicted, losses
-
-    def one(part, number):
-        found = jax.grad(objective, has_aux=True)(parameters, part, jax.random.fold_in(key, number))
-        return found[1], found[0]
+    def drawn(number, rows: Batch):
+        return _drawn(parts.config, jax.random.fold_in(key, number), rows, parts.layout)
 
     if count == 1:
-        return one(batch, 0)
+        return _of_piece(parts, parameters, predicted, _Piece(batch, drawn(0, batch)))
+    batch = _in_parts(parts, batch)
+    first = jax.tree.map(lambda x: x[0], batch)
+    pieces = _Piece(batch, jax.lax.map(lambda number: drawn(number, first), jnp.arange(count)))
+    add_up = _added_by_replica if _divides_by_replica(parts.mesh) else _added
+    return add_up(parts, parameters, predicted, pieces)
+
+
+class _Piece(NamedTuple):
+    """Rows of a batch, and what the scheme draws for them, by the names of the model's arguments."""
+
+    rows: Batch
+    drawn: dict[str, Array]
+
+
+def _of_piece(parts: _Parts, parameters: Any, predicted, piece: _Piece) -> tuple[Losses, Any]:
+    """The losses of some rows, and the gradient of their sum over all that the batch predicts."""
+
+    def objective(parameters):
+        losses = _losses_at(parts, parameters, piece.rows, {"positions": piece.rows.positions} | piece.drawn)
+        return (losses.nll + parts.config.train.z_loss * losses.z) / predicted, losses
+
+    gradients, losses = jax.grad(objective, has_aux=True)(parameters)
+    return losses, gradients
+
+
+def _added(parts: _Parts, parameters: Any, predicted, pieces: _Piece) -> tuple[Losses, Any]:
+    """`_of_piece`, one part after the other."""
+    one = partial(_of_piece, parts, parameters, predicted)
 
     def add(so_far, part):
-        return jax.tree.map(jnp.add, so_far, one(*part)), None
+        return jax.tree.map(jnp.add, so_far, one(part)), None
 
-    pieces = (_in_parts(parts, batch), jnp.arange(count))
-    shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], pieces))
+    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], pieces))
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.lax.scan(add, start, pieces)[0]
+
+
+def _divides_by_replica(mesh: Mesh) -> bool:
+    """Whether replicas add up their own parts first. XLA's partitioner dies of gathers over `tensor` beside that."""
+    return mesh.shape["replica"] > 1 and mesh.shape["tensor"] == 1
+
+
+def _added_by_replica(parts: _Parts, parameters: Any, predicted, pieces: _Piece) -> tuple[Losses, Any]:
+    """`_added` for the rows of every replica, and then over the replicas.
+
+    So what crosses the network between slices does so once a step, and not once a part.
+    """
+    own, rows = _of_one_replica(parts), pieces.rows.tokens.shape[1:]
+
+    def lies(leaf):
+        return PartitionSpec(None, "replica") if leaf.shape[1:3] == rows else PartitionSpec()
+
+    def of_replica(parameters, predicted, pieces):
+        return jax.lax.psum(_added(own, parameters, predicted, pieces), "replica")
+
+    # Unchecked: a check would have every part's gradient of the parameters, which all replicas share, added up at once.
+    return jax.shard_map(
+        of_replica,
+        mesh=parts.mesh,
+        axis_names={"replica"},
+        in_specs=(PartitionSpec(), PartitionSpec(), jax.tree.map(lies, pieces)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(parameters, predicted, pieces)
+
+
+def _of_one_replica(parts: _Parts) -> _Parts:
+    """The parts of an update for a model over the mesh of one replica."""
+    axes = {axis: size for axis, size in parts.mesh.shape.items() if axis != "replica"}
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    model = nnx.eval_shape(lambda: build_model(parts.config, mesh))
+    return replace(parts, graph=nnx.split(model)[0])
 
 
 def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
@@ -224,16 +286,12 @@ def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
 def _in_parts(parts: _Parts, batch: Batch) -> Batch:
     """The rows dealt out in turn, ``[parts, rows, length]``, so that no device gives up a row of its own."""
     count = parts.config.train.accumulate
-    sharding = named_sharding(parts.mesh, (None, "batch", "length"))
+    sharding = named_sharding(parts.mesh, (None, "batch", "length")).spec
 
     def deal(x):
         return jax.lax.with_sharding_constraint(jnp.swapaxes(x.reshape(-1, count, x.shape[1]), 0, 1), sharding)
 
     return jax.tree.map(deal, batch)
-
-
-def _losses(parts: _Parts, parameters: Any, batch: Batch, key) -> Losses:
-    return _losses_at(parts, parameters, batch, draw_positions(parts.config, key, batch, parts.layout))
 
 
 def _batch_loss(parts: _Parts, parameters: Any, batch: Batch) -> Losses:
@@ -258,6 +316,6 @@ def _cast(parts: _Parts, parameters: Any) -> Any:
         leaf = jax.lax.stop_gradient(leaf) if label == STAYS else leaf
         if dtype == leaf.dtype or not is_matrix(names):
             return leaf
-        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(parts.mesh, names, leaf.shape))
+        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(parts.mesh, names, leaf.shape).spec)
 
     return jax.tree.map(cast, parts.axes, parameters, moves, is_leaf=lambda node: isinstance(node, tuple))

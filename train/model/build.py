@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from posjax import nn
 from posjax._checks import check
@@ -20,6 +20,7 @@ from train.config.settings.checks import check_chunks
 from train.data import load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
+from train.model.sharding import replicated
 
 RELEASED = "released"
 """The name of the scheme of the model under ``init``."""
@@ -162,7 +163,7 @@ def placement(config: Config, mesh: Mesh | None) -> Placement:
         balanced = rings and config.model.causal and shards > 1
         kind = "zigzag" if balanced and config.train.length % (2 * shards) == 0 else "contiguous"
     return Placement(
-        batch=BATCH_AXES,
+        batch=tuple(axis for axis in BATCH_AXES if axis in mesh.shape),
         context="context" if shards > 1 else None,
         heads="tensor" if mesh.shape["tensor"] > 1 else None,
         strategy=context.strategy,
@@ -177,6 +178,12 @@ def build_model(config: Config, mesh: Mesh | None = None) -> nn.Decoder:
     Raises ValueError for what cannot be built.
     """
     return nn.Decoder(decoder_config(config, mesh), rngs=nnx.Rngs(config.seed))
+
+
+def replicated_parameters(config: Config, mesh: Mesh | AbstractMesh) -> str:
+    """A line on the parameters that a mesh does not divide; see `train.model.sharding.replicated`."""
+    model = nnx.eval_shape(lambda: build_model(config))
+    return replicated(mesh, nn.logical_axes(model), nnx.to_pure_dict(nnx.state(model)))
 
 
 def as_released(config: Config) -> Config:

@@ -29,7 +29,7 @@ def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
     if named > devices or (open_axis and devices % named):
         fits = divisor_near(devices, named)
         raise ValueError(
-            f"train.mesh ({asked}) needs {'a multiple of ' if open_axis else ''}{named} devices, but there are "
+            f"{config.key} ({asked}) needs {'a multiple of ' if open_axis else ''}{named} devices, but there are "
             f"{devices}; sizes whose product is {fits} would work"
         )
     return sizes | ({open_axis: devices // named} if open_axis else {})
@@ -44,11 +44,16 @@ def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mes
     devices = jax.devices() if devices is None else devices
     sizes = mesh_shape(config, len(devices))
     check_rows(sizes, rows)
+    return mesh_of(sizes, devices)
+
+
+def mesh_of(sizes: dict[str, int], devices: list, key: str = "train.mesh") -> Mesh:
+    """A mesh of these sizes. Raises ValueError where a process has none of its devices; ``key`` is the config's."""
     used = {device.process_index for device in devices[: math.prod(sizes.values())]}
     idle = sorted({device.process_index for device in devices} - used)
     if idle:
         raise ValueError(
-            f"train.mesh takes {math.prod(sizes.values())} of {len(devices)} devices, none of process {idle[0]}; start "
+            f"{key} takes {math.prod(sizes.values())} of {len(devices)} devices, none of process {idle[0]}; start "
             "fewer processes, or let an axis be -1"
         )
     return Mesh(_arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,5 +1,7 @@
 """How arrays lie over the mesh: logical axis names, and the one table that gives each a mesh axis."""
 
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.model.mesh import BATCH_AXES
+from train.model.state import named_leaves
 
 AXIS_RULES: dict[str, str | tuple[str, ...]] = {
     "batch": BATCH_AXES,
@@ -23,17 +26,61 @@ AXIS_RULES: dict[str, str | tuple[str, ...]] = {
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:
     """The sharding of an array whose axes have these logical names; None and names without a rule are replicated.
 
-    So is an axis of `shape` that its mesh axis does not divide, which costs memory but is always right.
+    An axis of ``shape`` is split over those of its mesh axes that divide it, as many devices as possible. What is left
+    is replicated, which costs memory but is always right; `replicated` tells it.
     """
-    wanted = [AXIS_RULES.get(axis) for axis in axes]
+    rules = [_mesh_axes(axis) for axis in axes]
     if shape is not None:
-        wanted = [rule if _divides(mesh, rule, size) else None for rule, size in zip(wanted, shape, strict=True)]
-    return NamedSharding(mesh, PartitionSpec(*wanted))
+        rules = [_dividing(mesh, rule, size) for rule, size in zip(rules, shape, strict=True)]
+    return NamedSharding(mesh, PartitionSpec(*(rule[0] if len(rule) == 1 else rule or None for rule in rules)))
 
 
-def _divides(mesh: Mesh, rule: str | tuple[str, ...] | None, size: int) -> bool:
-    names = (rule,) if isinstance(rule, str) else rule or ()
-    return size % int(np.prod([mesh.shape[name] for name in names])) == 0
+def _mesh_axes(name: str | None) -> tuple[str, ...]:
+    rule = AXIS_RULES.get(name, ())
+    return (rule,) if isinstance(rule, str) else rule
+
+
+def _dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """Those of the mesh axes that together divide a size, over the most devices; the first ones of several."""
+    choices = (chosen for n in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, n))
+    return max((c for c in choices if size % _devices(mesh, c) == 0), key=lambda c: _devices(mesh, c))
+
+
+def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def replicated(mesh: Mesh, axes: Any, shapes: Any) -> str:
+    """A line on what devices hold of parameters beyond their share, as `named_sharding` leaves it; empty if little.
+
+    Args:
+        mesh: of the devices.
+        axes: logical names of every parameter's axes.
+        shapes: the parameters, or their shapes and dtypes.
+    """
+    extra = [
+        (_beyond_share(mesh, names, leaf), name, leaf.shape)
+        for (name, names), leaf in zip(named_leaves(axes), jax.tree.leaves(shapes), strict=True)
+    ]
+    total, (_, name, shape) = sum(size for size, *_ in extra), max(extra)
+    if total < _LITTLE:
+        return ""
+    return (
+        f"train.mesh does not divide all parameters: every device holds {total / 2**20:,.0f} MiB of them beyond its "
+        f"share, and as much again for each moment of the optimizer; most of {name}, of shape {shape}. Sizes that "
+        "divide the axes of parameters would split them"
+    )
+
+
+def _beyond_share(mesh: Mesh, names: tuple[str | None, ...], leaf: Any) -> int:
+    """The bytes of a parameter that a device holds and would not, if the mesh divided it."""
+    held = math.prod(named_sharding(mesh, names, leaf.shape).shard_shape(leaf.shape))
+    share = leaf.size // math.prod(_devices(mesh, _mesh_axes(name)) for name in names)
+    return (held - share) * leaf.dtype.itemsize
+
+
+_LITTLE = 2**26
+"""Bytes that are not worth a line."""
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:

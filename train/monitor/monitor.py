@@ -1,6 +1,7 @@
 """One value for all that a run tells: the loop calls it, and knows nothing of bars, logs, clocks and threads."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from posjax.nn import DecoderConfig
 from train.config import Config, TrainConfig
 from train.model.build import decoder_config
 from train.model.flops import decoder_flops
+from train.monitor.goodput import Goodput
 from train.monitor.logs import Log, MetricsLog, TensorBoardLog, WandbLog, check_wandb
 from train.monitor.meter import Meter, count_chips, peak_flops, peak_memory_bytes
 from train.monitor.progress import show_progress
@@ -44,12 +46,19 @@ class Monitor:
         monitor.after(step, metrics.loss)
         monitor.write(step, batch.segment_ids, loss=float(metrics.loss), ...)   # at log steps
 
-    and calls `begin` when the first steps of a stage, that compile, are done, and `pause` before they start. Only
-    `begin` and `write` need idle devices; the numbers that `write` is given have waited for them.
+    and calls `begin` when the first steps of a stage, that compile, are done, and `pause` before they start. What else
+    its time is spent on it says by `goodput`. Only `begin` and `write` need idle devices; the numbers that `write` is
+    given have waited for them.
     """
 
     def __init__(
-        self, config: Config, directory: Path, *, label: str | None = None, devices: Sequence[Any] | None = None
+        self,
+        config: Config,
+        directory: Path,
+        *,
+        label: str | None = None,
+        devices: Sequence[Any] | None = None,
+        began: float | None = None,
     ):
         devices = jax.devices() if devices is None else devices
         self._config, self._directory, self._label = config, directory, label
@@ -57,8 +66,10 @@ class Monitor:
         # Made once: a vocabulary may have to be read from a file.
         self._decoders = [decoder_config(stage) for stage in self._stages]
         self._meter = Meter(count_chips(devices), peak_flops(devices))
+        self._compiles = True
         self._process = jax.process_index()
-        self.begin, self.pause = self._meter.begin, self._meter.pause
+        self._began = time.time() if began is None else began
+        self.begin = self._meter.begin
 
     def __enter__(self):
         first = self._process == 0
@@ -66,6 +77,8 @@ class Monitor:
         with ExitStack() as stack:
             self._logs = tuple(self._open_logs(stack)) if first else ()
             self.last: dict[str, Any] = self._logs[0].last if first else {"step": 0}
+            self._known = self.last["step"]
+            self.goodput = Goodput(self._began, self.last)
             self._report = stack.enter_context(show_progress(self._label if first else None, steps))
             self._trace = stack.enter_context(Trace(self._config.monitor.profile, self._directory / "profile"))
             self._watchdog = stack.enter_context(
@@ -77,6 +90,11 @@ class Monitor:
     def __exit__(self, *error):
         return self._stack.__exit__(*error)
 
+    def pause(self) -> None:
+        """A stage is about to start, whose first step compiles."""
+        self._meter.pause()
+        self._compiles = True
+
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of wall time, of all that was measured so far."""
@@ -84,15 +102,19 @@ class Monitor:
 
     def next(self, stream: Iterator[Any]) -> Any:
         """The next batch of a stream; the time it takes is time waited for data."""
-        with self._meter.waiting():
+        with self._meter.waiting(), self.goodput.spending("input"):
             return next(stream)
 
     def before(self, step: int, state: Any) -> None:
         """A step is about to be dispatched, from this state."""
+        self.goodput.spend("compile" if self._compiles else "restart" if step <= self._known else "steps")
         self._trace.before(step, state)
 
     def after(self, step: int, value: Any) -> None:
         """A step was dispatched; `value` is a scalar of its result, on the devices."""
+        if self._compiles:
+            self._compiles = False
+            self.goodput.spend("steps")
         self._meter.step(self._stages[self._stage(step)].train.batch_tokens)
         self._watchdog.beat(step, value)
         self._trace.after(step, value)
@@ -107,7 +129,7 @@ class Monitor:
         named = {"stage": self._config.stage_names[number]} if self._config.stages else {}
         flops = model_flops(self._stages[number].train, self._decoders[number], segment_ids)
         rates = self._meter.read(flops)
-        line = {**named, **values, **rates, "peak_memory_bytes": peak_memory_bytes()}
+        line = {**named, **values, **rates, "peak_memory_bytes": peak_memory_bytes(), **self.goodput.read()}
         if step > self.last["step"]:
             self.last = {"step": step, **line}
             for log in self._logs:

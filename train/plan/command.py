@@ -14,7 +14,7 @@ from train.model.flops import update_flops
 from train.plan import against, kept, report
 from train.plan.compiling import compile_step
 from train.plan.others import Blocks, parse_blocks
-from train.plan.plan import check_split, make_plan, plan_of, read_step, stages
+from train.plan.plan import check_split, make_plan, plan_evaluation, plan_of, read_step, stages
 from train.plan.pods import Pod, pod
 from train.plan.ruler import Reading
 from train.plan.sweep import sweep as rank
@@ -31,10 +31,22 @@ class Steps:
     keep: Path | None = None
     blocks: Blocks | None = None  # of kernels whose calls do not tell theirs
     flags: str | None = None  # of the compiler, for ours; None for those that are recommended for the chip
+    evaluate: bool = False  # ours is what `evaluate` computes
 
     @classmethod
-    def of(cls, against: Sequence[str], keep: str | None, blocks: str | None, flags: str | None = None) -> Steps:
+    def of(
+        cls,
+        against: Sequence[str],
+        keep: str | None,
+        blocks: str | None,
+        flags: str | None = None,
+        evaluate: bool = False,
+    ) -> Steps:
         """What the command line says."""
+        check(
+            not evaluate or not (against or keep),
+            "--evaluate: train steps are kept and compared, not evaluations; leave it out, or --keep and --against",
+        )
         named = tuple(map(Path, against)), Path(keep) if keep else None
         for option, value, purpose in (("--keep", keep, "keep"), ("--flags", flags, "compile with them")):
             check(
@@ -43,7 +55,7 @@ class Steps:
                 f"{purpose}; leave out {option}, or all folders but one",
             )
         check(not blocks or against, "--blocks: these are of kernels in a folder that --against names, found none")
-        return cls(*named, parse_blocks(blocks) if blocks else None, flags)
+        return cls(*named, parse_blocks(blocks) if blocks else None, flags, evaluate)
 
 
 def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: Steps | None = None) -> None:
@@ -56,6 +68,10 @@ def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: 
     check(sweep >= 0, f"--sweep: expected how many ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
+    if steps.evaluate:
+        check(not sweep, "--sweep: ways to train are ranked, not evaluations; leave out --sweep or --evaluate")
+        report.show(plan_evaluation(config, on, flags=steps.flags), console)
+        return
     if steps.against or steps.keep:
         _check_alone(config, sweep)
         _compare(config, on, steps, console)

@@ -1,4 +1,4 @@
-"""Compiles the train step of a config for a pod, in a process of its own.
+"""Compiles the train step of a config, or what measures it, for a pod, in a process of its own.
 
 So a compiler that runs out of memory or time, or dies, is a line in a table and not the end of a sweep.
 """
@@ -68,17 +68,24 @@ class CompiledStep:
     flags: str | None = None  # of the compiler; None where nobody says
 
 
-def compile_step(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> CompiledStep:
+UPDATE, EVALUATION = "update", "evaluation"
+"""What is compiled: a train step, or the loss of a batch at the longest of ``evaluate.lengths``."""
+
+
+def compile_step(
+    config: Config, on: Pod, timeout: int = 3600, flags: str | None = None, kind: str = UPDATE
+) -> CompiledStep:
     """Compiles the step of a config without stages, with `flags` beside those of ``LIBTPU_INIT_ARGS``.
 
-    Without `flags` it is compiled with those that are recommended for the chip, as far as the environment leaves them.
+    `kind` is `UPDATE` or `EVALUATION`. Without `flags` it is compiled with those that are recommended for the chip, as
+    far as the environment leaves them.
     Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` for one that the compiler refuses.
     """
     check_compiler()
     flags = compiler_flags(on.generation, flags)
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
         (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
-        reply = _run(directory, on, timeout, flags)
+        reply = _run(directory, on, timeout, flags, kind)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     places = tuple(map(tuple, reply["places"]))
     return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places, flags)
@@ -90,7 +97,7 @@ def compiler_flags(chip: str, flags: str | None = None) -> str:
     return f"{given} {missing(chip, given) if flags is None else flags}".strip()
 
 
-def _run(directory: str, on: Pod, timeout: int, flags: str) -> dict[str, Any]:
+def _run(directory: str, on: Pod, timeout: int, flags: str, kind: str) -> dict[str, Any]:
     environment = {
         **os.environ,
         VARIABLE: flags,
@@ -100,7 +107,7 @@ def _run(directory: str, on: Pod, timeout: int, flags: str) -> dict[str, Any]:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": python_path(),
     }
-    command = [sys.executable, "-m", "train.plan.compiling", directory, on.slice_name, str(on.slices)]
+    command = [sys.executable, "-m", "train.plan.compiling", directory, on.slice_name, str(on.slices), kind]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -154,25 +161,52 @@ def devices_of(on: Pod) -> list:
     return list(found.devices)
 
 
-def _child(directory: Path, on: Pod) -> dict[str, Any]:
+def _child(directory: Path, on: Pod, kind: str) -> dict[str, Any]:
     """Compiles, writes the program, and tells of its memory."""
     import jax
 
-    from train.loop.step import build_program
-    from train.model.mesh import make_mesh
-
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
-    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices_of(on))
-    program = build_program(config, mesh)  # outside: what it computes on the way would be sent to the mesh
-    arguments = program.abstract, abstract_batch(config, mesh)
+    mesh, program, arguments = {UPDATE: _update, EVALUATION: _evaluation}[kind](config, devices_of(on))
     with jax.set_mesh(mesh):
-        compiled = program.update.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+        compiled = program.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
     (directory / "program.txt").write_text(compiled.as_text(), encoding="utf-8")
     return {
         "memory": vars(_memory(compiled.memory_analysis(), *arguments)),
         "axes": dict(mesh.shape),
         "places": [(*device.coords, device.core_on_chip) for device in mesh.devices.flat[: on.devices // on.slices]],
     }
+
+
+def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
+    """The mesh of a train step, the step, and its arguments."""
+    from train.loop.step import build_program
+    from train.model.mesh import make_mesh
+
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices)
+    program = build_program(config, mesh)  # outside: what it computes on the way would be sent to the mesh
+    return mesh, program.update, (program.abstract, abstract_batch(config, mesh))
+
+
+def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
+    """The same for the loss of a batch: ``train`` says its length, rows and mesh."""
+    import jax
+    from flax import nnx
+
+    from posjax.nn import logical_axes
+    from train.evaluate.decoder import predictor_of
+    from train.evaluate.perplexity import scoring
+    from train.model.build import build_model
+    from train.model.mesh import make_mesh
+    from train.model.sharding import tree_shardings
+
+    train = config.train
+    mesh = make_mesh(train.mesh, train.rows, devices)
+    model = nnx.eval_shape(lambda: build_model(config))
+    predictor, parameters = predictor_of(model, config.seed, mesh)
+    lies = tree_shardings(mesh, logical_axes(model), parameters)
+    given = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, lies)
+    program, shapes = scoring(predictor, train.rows, train.length)
+    return mesh, program, (given, *shapes)
 
 
 def abstract_batch(config: Config, mesh: Any) -> Any:
@@ -190,10 +224,12 @@ def abstract_batch(config: Config, mesh: Any) -> Any:
     return Batch(*(rows for _ in Batch._fields))
 
 
-def _memory(analysis: Any, state: Any, batch: Any) -> Memory:
+def _memory(analysis: Any, state: Any, *batch: Any) -> Memory:
+    """Of a state, or of parameters alone."""
+    parameters = getattr(state, "parameters", state)
     return Memory(
-        parameters=_bytes(state.parameters),
-        optimizer=_bytes(state.optimizer),
+        parameters=_bytes(parameters),
+        optimizer=_bytes(getattr(state, "optimizer", ())),
         batch=_bytes(batch),
         arguments=analysis.argument_size_in_bytes,
         temp=analysis.temp_size_in_bytes,
@@ -203,21 +239,24 @@ def _memory(analysis: Any, state: Any, batch: Any) -> Memory:
 
 
 def _bytes(tree: Any) -> float:
-    """Of one device's shards."""
+    """Of one device's shards; what has no sharding is whole."""
     import math
 
     import jax
 
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    def size(x):
+        return math.prod(x.sharding.shard_shape(x.shape) if x.sharding else x.shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:2000]
 
 
-def _main(directory: str, topology: str, slices: str) -> dict[str, Any]:
+def _main(directory: str, topology: str, slices: str, kind: str) -> dict[str, Any]:
     try:
-        return _child(Path(directory), pod(topology, int(slices)))
+        return _child(Path(directory), pod(topology, int(slices)), kind)
     except Exception as error:
         traceback.print_exc()
         return {"problem": _line(error), "is_mistake": isinstance(error, ValueError)}

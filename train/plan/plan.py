@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
 from posjax._checks import check
-from train.config import Config
+from train.config import Config, MeshConfig
+from train.evaluate.mesh import sizes_for
 from train.model.build import decoder_config, placement
 from train.model.flops import Flops, maxtext_flops, update_flops
-from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
-from train.plan.compiling import CompiledStep, Memory, compile_step
+from train.model.mesh import AXES, BATCH_AXES, check_rows, check_slices, mesh_shape
+from train.plan.compiling import EVALUATION, CompiledStep, Memory, compile_step
 from train.plan.hlo import parse
 from train.plan.kernels import visited_share
 from train.plan.network import Fabric
@@ -36,6 +38,7 @@ class Plan:
     tally: Tally
     reading: Reading | None = None  # by parts and passes
     flags: str = ""  # that it was compiled with
+    share: float = 1.0  # of the FLOPs of an update: a third for a forward pass alone
 
     @property
     def seconds(self) -> float:
@@ -63,7 +66,7 @@ class Plan:
         return self.config.train.batch_tokens / self.seconds / self.pod.chips
 
     def _utilisation(self, flops: Flops) -> float:
-        return flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
+        return self.share * flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
 
 
 def check_split(config: Config, on: Pod) -> None:
@@ -88,6 +91,22 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str | None = 
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
     check_split(config, on)  # by name and at once, also where there is no compiler
     return plan_of(config, on, compile_step(config, on, timeout, flags))
+
+
+def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
+    """Compiles what `evaluate` computes of a batch at the longest of ``evaluate.lengths``, and predicts its time.
+
+    The plan's config has length, rows and mesh of that under ``train``.
+    """
+    length = max(config.evaluate.lengths)
+    rows = max(1, config.evaluate.batch_tokens // length)
+    sizes = sizes_for(config, rows, on.devices, on.slices)
+    shares = math.prod(sizes[axis] for axis in BATCH_AXES)
+    rows = -(-rows // shares) * shares
+    asked = {"length": length, "batch_tokens": rows * length, "mesh": MeshConfig(**sizes), "accumulate": 1}
+    measured = replace(config, train=replace(config.train, **asked))
+    compiled = compile_step(measured, on, timeout, flags, EVALUATION)
+    return replace(plan_of(measured, on, compiled), share=1 / 3)
 
 
 def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:

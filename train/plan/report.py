@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from jax.sharding import AbstractMesh
 from rich.console import Console, Group
 from rich.table import Table
 
+from train.model.build import replicated_parameters
 from train.plan.network import DCN
 from train.plan.plan import Plan
 from train.plan.pods import DCN_LATENCY, GIB, LATENCY
@@ -17,6 +19,8 @@ def show(plan: Plan, console: Console) -> None:
     """Prints memory, traffic and the predicted step."""
     console.print(Group(_memory(plan), _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
+    if whole := replicated_parameters(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))):
+        console.print(f"warning: {whole}", highlight=False)
     console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
 
 
@@ -59,10 +63,10 @@ def _traffic(plan: Plan) -> Table:
 
 
 def _step(plan: Plan) -> Table:
-    table = Table("", "", title="A step, predicted")
+    table = Table("", "", title=f"{_title(plan)}, predicted")
     tally, flops = plan.tally, plan.flops
     rows = {
-        "model FLOPs": f"{flops.total:.4g}, {flops.attention / flops.total:.1%} of them attention",
+        "model FLOPs": f"{plan.share * flops.total:.4g}, {flops.attention / flops.total:.1%} of them attention",
         "compute": f"{tally.compute:.4g} s",
         "attention kernels": f"{tally.kernels:.4g} s",
         "waiting for collectives": f"{tally.exposed:.4g} s of {sum(tally.busy.values()):.4g} s on the links",
@@ -75,6 +79,11 @@ def _step(plan: Plan) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _title(plan: Plan) -> str:
+    train = plan.config.train
+    return "A step" if plan.share == 1 else f"The loss of {train.rows} rows of {train.length:,} tokens"
 
 
 def _between_slices(plan: Plan) -> str:

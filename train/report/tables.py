@@ -44,7 +44,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         curves = {label: curve(perplexities, label, measure) for label in labels(perplexities)}
         title = _TITLES[measure].format(tokens=scored, length=last_length(perplexities))
         found.append(_by_length(title, curves, lengths(perplexities), length, number))
-    return [*found, _costs(perplexities), *(_accuracies(name, mine) for name, mine in tasks(rows).items())]
+    return [
+        *found,
+        _costs(perplexities),
+        *_times(perplexities),
+        *(_accuracies(name, mine) for name, mine in tasks(rows).items()),
+    ]
 
 
 def _accuracies(name: str, rows: Sequence[Row]) -> Table:
@@ -88,6 +93,21 @@ def _costs(rows: Sequence[Row]) -> Table:
         speeds = ([row["tokens_per_second"] for row in mine if row["length"] == n] for n in ends)
         body.append((label, speed, memory, *(_shown(estimate(each), _thousands) for each in speeds)))
     return Table("Cost (each trained scheme in a process of its own)", header, tuple(body))
+
+
+def _times(rows: Sequence[Row]) -> list[Table]:
+    """What the wall-clock time of training was spent on, where it is known."""
+    seconds = {label: [row.get("train_seconds") for row in rows if row["label"] == label] for label in labels(rows)}
+    known = {label: [each for each in found if each] for label, found in seconds.items()}
+    kinds = [kind for found in known.values() for each in found for kind in each]
+    header = tuple(dict.fromkeys(kinds))
+    body = []
+    for label, found in known.items():
+        shares = ([each[kind] / sum(each.values()) for each in found] for kind in header)
+        if found:
+            body.append((label, *(_percent(sum(each) / len(each)) for each in shares)))
+    title = "Time of training in % of the wall-clock: steps are the goodput"
+    return [Table(title, ("scheme", *header), tuple(body))] if body else []
 
 
 def _shown(value: Estimate | None, number: Callable[[float], str]) -> str:

@@ -172,11 +172,9 @@ def processes() -> Iterator[None]:
         yield
         return
     try:
-        with tied(jax.process_index(), _hosts(), _lost, decide, gather) as apart:
+        with tied(jax.process_index(), _hosts(), _lost, _broken, decide, gather) as apart:
             if apart and jax.process_index() == 0:
-                print(
-                    f"warning: processes {apart} do not reach process 0; their loss would be noticed late", flush=True
-                )
+                print(f"warning: processes {apart} do not reach process 0; {_LATE}", flush=True)
             yield
     except BaseException as error:
         _leave(error)
@@ -191,6 +189,14 @@ def _hosts() -> list[str]:
 def _lost(process: int) -> None:
     """Ends this process, from a thread; when process 0 dies, jax does so too, and may be first in its own words."""
     _leave(TimeoutError(f"{LOST_LINE} {process}"))
+
+
+def _broken(process: int) -> None:
+    """Tells that a connection broke; the run goes on."""
+    print(f"warning: the connection to process {process} broke; {_LATE}", file=sys.stderr, flush=True)
+
+
+_LATE = "its loss would be noticed late, by the heartbeats of jax"
 
 
 def _leave(error: BaseException) -> None:

@@ -3,6 +3,9 @@
 A process that waits in a collective for one that died may wait until jax's heartbeats time out, after 100 seconds. The
 system closes the connections of a process that ends, however it ends, so an open connection is a sign of life. A
 process that ends well says goodbye first. When process 0 notices a loss it ends too, and so all others notice.
+
+A connection that breaks without being closed says nothing of the processes: the network may have dropped it, or a host
+has vanished. Then jax's heartbeats decide.
 """
 
 import secrets
@@ -23,13 +26,15 @@ def tied(
     index: int,
     hosts: list[str],
     lost: Callable[[int], None],
+    broken: Callable[[int], None],
     decide: Callable[[Callable[[], Any]], Any],
     gather: Callable[[str], list[str]],
 ) -> Iterator[list[int]]:
-    """For the time of a `with`, calls ``lost(process)`` from a thread when a process has ended without a goodbye.
+    """For the time of a ``with``, calls ``lost(process)`` from a thread when a process has ended without a goodbye.
 
-    Process 0 is reached at one of the `hosts` that it names. Gives the processes that cannot reach it, which go
-    unwatched. `decide` and `gather` are those of `train.runtime.distributed`.
+    Calls ``broken(process)`` when its connection broke, after which it goes unwatched. Process 0 is reached at one of
+    the `hosts` that it names. Gives the processes that cannot reach it, which go unwatched too. `decide` and `gather`
+    are those of `train.runtime.distributed`.
     """
     with ExitStack() as stack:
         server = stack.enter_context(_listen()) if index == 0 else None
@@ -43,7 +48,8 @@ def tied(
         done = threading.Event()
         for process, end in ends.items():
             stack.enter_context(end)
-            threading.Thread(target=_watch, args=(end, process, lost, done), name="tether", daemon=True).start()
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that no network drops it for being idle
+            threading.Thread(target=_watch, args=(end, process, lost, broken, done), name="tether", daemon=True).start()
         yield apart
         done.set()
         for end in ends.values():
@@ -85,11 +91,19 @@ def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.
     return ends
 
 
-def _watch(end: socket.socket, process: int, lost: Callable[[int], None], done: threading.Event) -> None:
-    """Reads until the other side says goodbye or dies, which means nothing once this side is done."""
+def _watch(
+    end: socket.socket,
+    process: int,
+    lost: Callable[[int], None],
+    broken: Callable[[int], None],
+    done: threading.Event,
+) -> None:
+    """Reads until the other side says goodbye, dies or is cut off, which means nothing once this side is done."""
     try:
         said = end.recv(1)
     except OSError:
-        said = b""
+        if not done.is_set():
+            broken(process)
+        return
     if said != _GOODBYE and not done.is_set():
         lost(process)

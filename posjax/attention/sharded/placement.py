@@ -1,12 +1,14 @@
 """Which axes of a mesh hold the batch, the sequence and the heads."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Int
 
 from posjax._checks import check, check_choice, check_count
@@ -53,12 +55,21 @@ class Placement:
     @property
     def axes(self) -> tuple[str, ...]:
         """All axes it names."""
-        return (*self.batch, *_names(self.context), *_names(self.heads))
+        return tuple(itertools.chain(*self.split_axes))
+
+    @property
+    def split_axes(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The axes over which rows, the tokens of a row, and heads are split."""
+        return self.batch, _names(self.context), _names(self.heads)
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
         """The names in ``strategy``, the preferred one first."""
         return (self.strategy,) if isinstance(self.strategy, str) else self.strategy
+
+    def is_open(self, mesh: AbstractMesh) -> bool:
+        """Whether it splits something over a mesh, of which no ``shard_map`` has entered an axis that is named here."""
+        return bool(self.axes) and not set(self.axes) & set(mesh.manual_axes)
 
     def layout_over(self, shards: int) -> Layout:
         """The layout over ``shards`` shards.

@@ -88,7 +88,7 @@ def study(values):
     return directory, console.file.getvalue()
 
 
-def measured(config, model, cell):
+def measured(config, model, cell, mesh):
     """What stands in for measuring a cell where its numbers do not matter."""
     numbers = {"nll": 1.0, "seconds": 1.0, "tokens_per_second": 16.0, "memory_bytes": 1}
     return numbers | {"position_ends": [16], "position_nll": [1.0]}
@@ -174,10 +174,10 @@ def test_the_report_is_of_this_config_alone(values, study):
 
 
 def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, monkeypatch):
-    def exhausted(config, model, cell):
+    def exhausted(config, model, cell, mesh):
         if cell.length == 64:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return measured(config, model, cell)
+        return measured(config, model, cell, mesh)
 
     monkeypatch.setattr(running, "measure", exhausted)
     console = Console(file=io.StringIO(), width=200)
@@ -283,8 +283,9 @@ def test_pass_keys_are_counted_over_all_cases(monkeypatch, values, losses, wante
     """The last two of three keys are found in all their five tokens."""
     answers = iter(zip([np.arange(5) > 0, np.ones(5, bool), np.ones(5, bool)], losses, strict=True))
     monkeypatch.setattr(measuring, "_run", lambda *arguments: (next(answers), {"seconds": 1.0}))
-    monkeypatch.setattr(measuring, "_prompt", lambda *arguments: (None, 5))
-    found = measuring._find(parse(values), None, None, SimpleNamespace(sizes={"cases": 3}))
+    monkeypatch.setattr(measuring, "_prompt", lambda *arguments: (np.zeros((1, 6)), 5))
+    one_device = SimpleNamespace(filled=lambda rows: rows)
+    found = measuring._find(parse(values), one_device, None, SimpleNamespace(sizes={"cases": 3}))
     assert found == {"seconds": 1.0, **wanted}
 
 

@@ -106,6 +106,18 @@ def test_an_empty_file_is_all_defaults(tmp_path, text):
         ({"train": {"beta2": 1.0}}, "train.beta2 must be"),
         ({"train": {"weight_decay": -1}}, "train.weight_decay must not be negative"),
         ({"train": {"final_learning_rate": 2}}, "train.final_learning_rate is a share"),
+        ({"train": {"schedule": "cosin"}}, "train.schedule: unknown value 'cosin'; did you mean 'cosine'"),
+        (
+            {"train": {"learning_rate_factors": {"embed": 0}}},
+            "train.learning_rate_factors: .* found 'embed': 0;",
+        ),
+        ({"train": {"learning_rate_factors": {"embed": "a"}}}, "train.learning_rate_factors: .* found 'embed': 'a';"),
+        ({"train": {"optimizer": "adafactor", "moment_dtype": "bfloat16"}}, "train.moment_dtype is that of first"),
+        (
+            {"stages": [{"data": {"tokenizer": "a.json"}}]},
+            r"stages\[0\]: data.tokenizer: the model has that of the stage",
+        ),
+        ({"stages": [{"data": {"path": ["a"]}}]}, r"stages\[0\]: data: unknown key 'path'; did you mean 'paths'"),
         ({"train": {"mesh": {"data": 0}}}, "train.mesh.data must be positive, or -1"),
         ({"model": {"num_heads": 0}}, "model.num_heads must be positive"),
         ({"seed": -1}, "seed must be at least 0"),
@@ -161,6 +173,29 @@ def test_differences_name_only_what_decides_the_training():
     assert differences(saved, extended) == []
     changed = parse({**FULL, "seed": 4, "scheme": "alibi"})
     assert differences(saved, changed) == ["seed was 3, now 4", "scheme.learned was True, now None"]
+
+
+STAGED = {"data": {"source": "files", "paths": ["a.txt"], "packing": "best-fit"}}
+
+
+def test_a_stage_reads_its_own_text():
+    mixture = [{"paths": ["b.txt"], "weight": 2}, {"paths": ["c.txt"]}]
+    config = parse({**STAGED, "stages": [{}, {"data": {"mixture": mixture}}, {"data": {"source": "stdlib"}}, {}]})
+    assert parse(yaml.safe_load(dump(config))) == config
+    found = [stage.data for stage in config.every_stage]
+    assert [data.paths for data in found] == [("a.txt",), (), (), ()]
+    assert [len(data.mixture) for data in found] == [0, 2, 0, 0]
+    assert [data.source for data in found] == ["files", "files", "stdlib", "stdlib"]
+    assert {data.packing for data in found} == {"best-fit"}
+
+
+def test_text_of_a_stage_decides_its_training_and_the_cache_does_not():
+    saved, other, cached = (
+        parse({**STAGED, "stages": [{}, {"data": data}]})
+        for data in ({"paths": ["b.txt"]}, {"paths": ["c.txt"]}, {"paths": ["b.txt"], "cache": "tokens"})
+    )
+    assert differences(saved, other) == ["stages[1].data.paths was ['b.txt'], now ['c.txt']"]
+    assert differences(saved, cached) == []
 
 
 def test_reading_a_config_does_not_start_jax():

@@ -103,6 +103,23 @@ def test_jobs_build_what_is_theirs_in_any_order_and_the_last_one_writes_the_inde
     assert contents(tmp_path / "kept") == contents(tmp_path / "alone")
 
 
+def test_the_text_of_every_stage_is_tokenised_once(texts, tmp_path):
+    (tmp_path / "long").mkdir()
+    for number in range(3):
+        (tmp_path / "long" / f"{number}.txt").write_text(f"a long text {number} " * 50)
+    stages = [{"name": "short"}, {"name": "more"}, {"name": "long", "data": {"paths": [f"{tmp_path}/long/*.txt"]}}]
+    values = {"source": "files", "paths": [f"{texts}/*.jsonl"], "cache": str(tmp_path / "kept")}
+    config = parse({"data": values, "train": {"length": 16, "batch_tokens": 64}, "stages": stages})
+    lines = []
+    tokenize(config, lines.append, workers=1)
+    assert lines[0] == f"data: {FILES + 3} of {FILES + 3} pieces of this job, {FILES + 3} in all, are to be tokenised"
+    told = []
+    for stage in config.every_stage:
+        training_rows(stage, told.append)
+    assert told == []
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
 def test_what_a_job_never_did_another_command_makes_up_for(texts, tmp_path):
     tokenize(config_of(texts, tmp_path / "kept"), print, Job(1, 2), workers=1)
     before = contents(tmp_path / "kept")

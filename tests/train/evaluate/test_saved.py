@@ -3,6 +3,8 @@
 import io
 import re
 
+import chex
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,9 +13,11 @@ from rich.console import Console
 from train.checkpoint import check_run, restore_model
 from train.checkpoint.restore import config_of
 from train.config import load
+from train.evaluate.mesh import mesh_for
 from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, read_rows, shortest_stage
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
+from train.model.state import named_leaves
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 
@@ -126,3 +130,21 @@ def test_an_earlier_stage_is_measured_with_its_own_weights_and_scheme(run):
     assert found[0]["train_length"] == 16
     with pytest.raises(ValueError, match="unknown stage 'shrt'; did you mean 'short'"):
         evaluate(run.directory, ["scheme.stage=shrt"])
+
+
+def test_numbers_do_not_depend_on_how_many_devices_measure(run, rows):
+    """All eight by default, or one."""
+    alone = evaluate(run.directory, ["evaluate.mesh.data=1"], console=Console(file=io.StringIO()))
+    for one, many in zip(alone, rows, strict=True):
+        for name in ("window_nll", "last_nll", "sliding_nll", "position_nll", "accuracy"):
+            np.testing.assert_allclose(many.get(name, 0), one.get(name, 0), rtol=1e-5)
+
+
+def test_parameters_are_split_as_they_are_restored(run):
+    where = mesh_for(run, rows=2)
+    assert where.shape["fsdp"] * where.shape["context"] == 8
+    model, whole = restore_model(run.directory, mesh=where)[1], restore_model(run.directory)[1]
+    for name, leaf in named_leaves(nnx.to_pure_dict(nnx.state(model))):
+        share = 1 if "learned" in name else 8
+        assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // share}, name
+    chex.assert_trees_all_equal(*(jax.device_get(nnx.to_pure_dict(nnx.state(m))) for m in (model, whole)))

@@ -207,3 +207,79 @@ def test_stages_keep_what_they_do_not_change(config):
     assert (last.train.batch_tokens, config.stage(2).train.batch_tokens) == (256, 512)
     assert last.scheme.options == {"base": 500.0, **CURRICULUM[3]["extend"]}
     assert config.stage_names == ("short", "collinear", "attention", "long")
+
+
+def decaying(config, text):
+    """Short text at a constant rate, then long text while the rate falls, with the moments there are."""
+    values = to_dict(config)
+    values["train"] |= {"schedule": "constant"}
+    train = {"length": 32, "schedule": "linear", "final_learning_rate": 0.0, "warmup_steps": 0, "keep_moments": True}
+    values["stages"] = [{"name": "stable"}, {"name": "decay", "data": {"paths": [text]}, "train": train}]
+    return parse(values)
+
+
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory):
+    text = tmp_path_factory.mktemp("long")
+    for n in range(2):
+        (text / f"{n}.txt").write_text("0123456789 " * 400)
+    return f"{text}/*.txt"
+
+
+@pytest.fixture(scope="module")
+def decayed(config, other_text, tmp_path_factory):
+    return fit(decaying(config, other_text), tmp_path_factory.mktemp("decayed") / "run")
+
+
+def test_a_stage_reads_its_text_and_keeps_the_moments_while_its_rate_falls(config, decayed, other_text):
+    rates = [line["learning_rate"] for line in lines(decayed.directory)]
+    peak = config.train.learning_rate
+    np.testing.assert_allclose(rates, [peak, peak, peak, peak, *(peak * share for share in (0.75, 0.5, 0.25, 0))])
+    stages = loop.prepare(decaying(config, other_text))
+    seen = [set(stage.rows.batch(np.arange(4)).tokens.ravel().tolist()) for stage in stages]
+    digits = set(b"0123456789 ")
+    assert seen[1] & set(range(256)) == digits
+    assert not seen[0] & set(b"0123456789")
+
+
+def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path):
+    """The first update of a new AdamW moves every number by the rate; one that goes on does not."""
+    values = to_dict(decaying(config, other_text))
+    values["stages"][1]["train"]["keep_moments"] = False
+    fresh = fit(parse(values), tmp_path / "run")
+    assert losses(fresh.directory)[:5] == losses(decayed.directory)[:5]
+    assert losses(fresh.directory)[5] != losses(decayed.directory)[5]
+
+
+def test_a_run_with_its_own_text_in_a_stage_goes_on_bit_for_bit(config, decayed, other_text, tmp_path, monkeypatch):
+    wanted = decaying(config, other_text)
+    for killed_after in (2, 4, 7):
+
+        def before(self, step, state, last=killed_after):
+            if step > last:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Monitor, "before", before)
+            with pytest.raises(KeyboardInterrupt):
+                fit(wanted, tmp_path / "run")
+    assert fit(wanted, tmp_path / "run").finished
+    assert losses(tmp_path / "run") == losses(decayed.directory)
+
+
+@pytest.mark.parametrize(
+    ("train", "stage", "message"),
+    [
+        ({"keep_moments": True}, {}, "the first stage has no moments to keep"),
+        ({}, {"keep_moments": True, "optimizer": "muon"}, "are those of another optimizer"),
+        ({}, {"keep_moments": True, "trains": ["embed"]}, "of other parameters"),
+        ({}, {"keep_moments": True, "moment_dtype": "bfloat16"}, "of another dtype"),
+    ],
+)
+def test_moments_that_cannot_be_kept_are_refused_before_any_text_is_read(config, train, stage, message, tmp_path):
+    values = to_dict(config)
+    values["train"] |= train
+    values["stages"] = [{}, {"train": stage}]
+    with pytest.raises(ValueError, match=f"train.keep_moments: .*{message}"):
+        fit(parse(values), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

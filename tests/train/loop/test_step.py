@@ -163,6 +163,25 @@ def test_learning_rate_is_a_line_and_then_half_a_cosine(warmup):
     np.testing.assert_allclose(expected[-1], 0.2)
 
 
+def test_factors_of_one_change_nothing_in_a_step(batch, first, one_device, on_one_device):
+    """Beside a parameter that hardly moves."""
+    factors = {"*/attention/*": 1.0, "embed": 1e-9}
+    program, mesh = build(changed(learning_rate_factors=factors), 1)
+    state, losses = run(program, mesh, batch, begin(program, first))
+    assert losses[0] == on_one_device[1][0]
+    chex.assert_trees_all_close(state.parameters["embed"], first["embed"], atol=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_in_bfloat16_take_half_the_memory_over_a_mesh(batch, first, optimizer):
+    program, mesh = build_split(optimizer, moment_dtype="bfloat16")
+    state, losses = run(program, mesh, batch, begin(program, first), steps=2)
+    assert losses[1] < losses[0]
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract)
+    narrow = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.dtype == jnp.bfloat16]
+    assert sum(leaf.size for leaf in narrow) == sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
+
+
 def test_only_matrices_decay_and_gradients_are_clipped():
     shapes = {"w": (3, 2, 4), "gain": (3, 4), "table": (4, 2), "scalar": (), "bias": (3, 2, 4), "experts": (3, 2, 4)}
     axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "table": (None, None), "scalar": ()}

@@ -7,11 +7,13 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from train.config import MeshConfig, parse
+from train.loop.fit import prepare
 from train.model.build import placement
 from train.model.mesh import AXES, make_mesh, mesh_shape
-from train.model.sharding import named_sharding, rows_of_process
+from train.model.sharding import named_sharding, replicated, rows_of_process
 
 
 def test_one_axis_takes_what_is_left():
@@ -52,10 +54,35 @@ def test_heads_lie_along_an_axis_of_two_or_more(tensor):
     assert (found.heads, found.context) == ("tensor" if tensor == 2 else None, "context")
 
 
-def test_axes_that_do_not_divide_are_whole_everywhere():
-    mesh = make_mesh(MeshConfig(data=2, tensor=4), rows=4)
-    assert named_sharding(mesh, ("vocab", "embed"), (260, 16)).spec == jax.P("tensor", ("fsdp", "context"))
-    assert named_sharding(mesh, ("vocab", "embed"), (263, 16)).spec == jax.P(None, ("fsdp", "context"))
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((260, 48), ("tensor", ("fsdp", "context"))),
+        ((263, 48), (None, ("fsdp", "context"))),
+        ((260, 46), ("tensor", "context")),
+        ((260, 9), ("tensor", "fsdp")),
+        ((260, 7), ("tensor", None)),
+    ],
+)
+def test_an_axis_is_split_over_what_divides_it(shape, spec):
+    """Over the most devices that do: 48 by 6, 46 by 2, 9 by 3."""
+    mesh = AbstractMesh((1, 1, 3, 2, 4), AXES)
+    found = named_sharding(mesh, ("vocab", "embed"), shape)
+    assert found.spec == jax.P(*spec)
+    found.shard_shape(shape)  # refuses a part that is not whole
+
+
+def test_parameters_that_stay_whole_are_told_with_their_bytes():
+    mesh = AbstractMesh((1, 1, 512, 1, 1), AXES)
+    axes = {"embed": ("vocab", "embed"), "norm": ("embed",), "head": ("embed", "vocab")}
+    shapes = {"embed": (32_000, 3_840), "norm": (3_840,), "head": (4_096, 100)}
+    told = replicated(mesh, axes, {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()})
+    extra = (32_000 * 3_840 + 3_840) * 4 * 511 / 512 / 2**20  # all but a 512th of what 512 does not divide
+    assert f" {extra:,.0f} MiB " in told
+    assert "embed, of shape (32000, 3840)" in told
+    shapes |= {"embed": (32_000, 4_096)}
+    told = replicated(mesh, axes, {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()})
+    assert not told
 
 
 def test_a_process_reads_the_rows_that_its_devices_hold(monkeypatch):
@@ -107,3 +134,18 @@ def test_slices_lie_along_replicas(replica):
 def test_a_mesh_spans_all_slices():
     with pytest.raises(ValueError, match=r"train.mesh.replica must be a multiple of the 2 slices, found 1; .*=2 would"):
         make_mesh(MeshConfig(data=-1), rows=16, devices=CHIPS)
+
+
+def test_fit_tells_what_a_mesh_leaves_whole(tmp_path):
+    """A vocabulary of five million, of which a width of 15 over two devices is whole on both."""
+    config = parse(
+        {
+            "model": {"vocabulary": 5_000_000, "model_dim": 15, "num_heads": 1, "num_layers": 1, "tied_head": True},
+            "scheme": "nope",
+            "train": {"length": 32, "batch_tokens": 64, "mesh": {"data": 1, "fsdp": 2}},
+            "output": str(tmp_path),
+        }
+    )
+    lines = []
+    prepare(config, lines.append)
+    assert [line for line in lines if line.startswith("warning: train.mesh does not divide") and "143 MiB" in line]

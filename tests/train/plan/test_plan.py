@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -17,10 +18,11 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
+from train.model.build import build_model
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
-from train.plan.plan import make_plan
+from train.plan.plan import make_plan, plan_evaluation
 from train.plan.pods import Pod, pod
 from train.plan.report import assumptions
 from train.plan.timeline import Player
@@ -549,6 +551,35 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
     for part in ("HBM of a chip: v5e:2x4", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
         assert part in out
     assert "Left out" not in out
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_the_evaluation_of_a_tiny_config_is_planned(tmp_path, capsys):
+    """One row of a text, split over all eight chips, which hold an eighth of the parameters."""
+    (tmp_path / "run.yaml").write_text(TINY)
+    sizes = ["evaluate.lengths=[8192]", "evaluate.tokens=8192", "evaluate.batch_tokens=8192"]
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4", "--evaluate", *sizes]) == 0
+    out = capsys.readouterr().out
+    for part in ("HBM of a chip: v5e:2x4, context 8", "The loss of 1 rows of 8,192 tokens", "all-gather"):
+        assert part in out
+    plan = plan_evaluation(load(tmp_path / "run.yaml", sizes), pod("v5e:2x4"))
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(build_model(plan.config)))))
+    assert plan.memory.parameters == 4 * count / 8
+    assert plan.memory.optimizer == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--keep", "kept"], "--evaluate: train steps are kept and compared, not evaluations"),
+        (["--sweep"], "--sweep: ways to train are ranked, not evaluations"),
+    ],
+)
+def test_evaluations_are_planned_alone(tmp_path, capsys, options, reason):
+    (tmp_path / "run.yaml").write_text(TINY)
+    assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4", "--evaluate", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {reason}")
 
 
 @needs_compiler

@@ -46,7 +46,16 @@ def folder(tmp_path_factory):
 class Processes:
     """The processes of one run, each with so many devices, started together; what they print is in files."""
 
-    def __init__(self, folder: Path, name: str, count: int, devices: int, *overrides: str, own: dict | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        count: int,
+        devices: int,
+        *overrides: str,
+        own: dict | None = None,
+        command: str = "fit",
+    ):
         self.directory = folder / name
         with socket.create_server(("localhost", 0)) as server:
             address = f"localhost:{server.getsockname()[1]}"
@@ -59,11 +68,11 @@ class Processes:
                 "JAX_PROCESS_ID": str(index),
             }
             env = environment(devices, **(several if count > 1 else {}))
-            command = [sys.executable, "-m", "train", "fit", str(folder / "config.yaml"), f"name={name}", *overrides]
+            order = [sys.executable, "-m", "train", command, str(folder / "config.yaml"), f"name={name}", *overrides]
             with prints.open("wb") as file:
                 self._started.append(
                     subprocess.Popen(
-                        command + (own or {}).get(index, []),
+                        order + (own or {}).get(index, []),
                         cwd=ROOT,
                         env=env,
                         stdout=file,
@@ -222,6 +231,54 @@ def test_two_processes_resume_to_the_end(folder, straight):
     run = Processes(folder, "again", 2, 2)
     run.end(0, 0)
     assert metrics(run.directory) == straight
+
+
+@pytest.mark.wide
+def test_a_process_that_vanishes_is_noticed(folder):
+    """One that answers nothing and closes nothing, as a host without power: by jax's heartbeats, within 100 seconds."""
+    run = Processes(folder, "vanished", 2, 1, "train.steps=100000")
+    run.wait_until(lambda: last_step(run.directory) >= 4)
+    run.send(signal.SIGSTOP, 1)
+    status = run._started[0].wait(timeout=TIMEOUT)
+    run.send(signal.SIGKILL, 1)
+    assert status
+    assert "unhealthy (stopped sending heartbeats)" in run.printed(0)
+
+
+def test_two_processes_measure_a_run_as_one_does(folder, straight):
+    """The first one alone writes and tells."""
+    measured = ["evaluate.lengths=[16, 128]", "evaluate.tokens=512", "evaluate.batch_tokens=256"]
+    results, found = folder / "straight" / "evaluation.jsonl", []
+    for count, devices in ((2, 2), (1, 1)):
+        run = Processes(folder, "straight", count, devices, *measured, command="evaluate")
+        run.end(*(0 for _ in run.all))
+        found.append([json.loads(line) for line in results.read_text().splitlines()])
+        results.unlink()
+        assert ["rope" in run.printed(index) for index in run.all] == [True, False][:count]
+    for several, one in zip(*found, strict=True):
+        assert [several[name] for name in ("length", "window_tokens")] == [one["length"], one["window_tokens"]]
+        assert several["window_nll"] == pytest.approx(one["window_nll"], rel=1e-5)
+
+
+def local_steps(disks: Path, index: int) -> set[int]:
+    return {int(place.name) for place in disks.glob(f"{index}/*/{index}-of-2/*") if place.name.isdigit()}
+
+
+def test_two_processes_resume_from_what_both_have_on_disks_of_their_own(folder, straight, tmp_path):
+    """Nothing was saved where both see it; without the log of before, the run tells where it goes on."""
+    disks = {index: [f"train.local_folder={tmp_path}/{index}"] for index in range(2)}
+    often = ("train.local_every=1", "train.checkpoint_every=100")
+    run = Processes(folder, "local", 2, 2, *often, own=disks)
+    run.wait_until(lambda: last_step(run.directory) >= 8)
+    run.send(signal.SIGKILL, 1)
+    run.end(None, -9)
+    assert checkpoints(run.directory) == set()
+    newest = max(local_steps(tmp_path, 0) & local_steps(tmp_path, 1))
+    (run.directory / "metrics.jsonl").unlink()
+    Processes(folder, "local", 2, 2, *often, own=disks).end(0, 0)
+    assert newest >= 6
+    assert metrics(run.directory) == straight[newest:]
+    assert not list(tmp_path.rglob("state.npz"))
 
 
 def test_a_mistake_on_one_host_ends_all_of_them(folder):

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from train.compare.study.cells import TEXT, Cell
 from train.config import Config
 from train.data import load_tokenizer
 from train.evaluate.decoder import predictor_of
+from train.evaluate.mesh import on, whole
 from train.evaluate.perplexity import position_ends
-from train.evaluate.predictor import Predictor, best, next_nll
+from train.evaluate.predictor import Predictor, best, hidden_at, next_nll
 from train.evaluate.tasks import Vocabulary
 from train.evaluate.tasks.passkey import QUESTION, Prompt, passkey
 from train.model.build import scheme_of
@@ -22,14 +24,18 @@ from train.model.build import scheme_of
 _SEED = 7
 
 
-def measure(config: Config, model: nnx.Module, cell: Cell) -> dict[str, Any]:
-    """The numbers of a cell. What the model or the scheme refuses with ValueError is the ``error``."""
+def measure(config: Config, model: nnx.Module, cell: Cell, mesh: Mesh | None = None) -> dict[str, Any]:
+    """The numbers of a cell. What the model or the scheme refuses with ValueError is the ``error``.
+
+    Over the devices of a mesh, if the model is split over one.
+    """
     if cell.refusal:
         return {"error": cell.refusal}
     try:
         scheme = scheme_of(config, cell.entry).extend(**cell.extend)
-        predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed)
-        return (_read if cell.kind == TEXT else _find)(config, predictor, parameters, cell)
+        predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed, mesh)
+        with on(mesh):
+            return (_read if cell.kind == TEXT else _find)(config, predictor, parameters, cell)
     except ValueError as error:
         return {"error": " ".join(str(error).split())}
 
@@ -39,10 +45,10 @@ def _read(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 
     The last tokens are the same at every length.
     """
-    tokens = cell.text.last(cell.length)[None]
+    tokens = np.repeat(cell.text.last(cell.length)[None], predictor.filled(1), axis=0)
 
     def nll(parameters, tokens):
-        return next_nll(predictor, parameters, tokens, cell.length)[0]
+        return whole(next_nll(predictor, parameters, tokens, cell.length)[0])
 
     found, costs = _run(nll, parameters, tokens)
     losses, ends = np.asarray(found, np.float64), position_ends(cell.length)
@@ -68,10 +74,12 @@ def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
     right, losses, costs = [], [], {}
     for case in range(cell.sizes["cases"]):
         tokens, size = _prompt(vocabulary, cell, case)
+        tokens = np.repeat(tokens, predictor.filled(1), axis=0)
 
         def answer(parameters, tokens, size=size):
-            hidden = predictor.hidden(parameters, tokens[:, :-1], cell.length)[:, -size:]
-            logits = predictor.logits(parameters, hidden)[0]
+            at = jnp.broadcast_to(jnp.arange(cell.length - size, cell.length), (len(tokens), size))
+            hidden = hidden_at(predictor, parameters, tokens[:, :-1], at, cell.length)
+            logits = whole(predictor.logits(predictor.ready(parameters), hidden)[0])
             chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[0, -size:, None], axis=-1)
             return best(logits) == tokens[0, -size:], -chosen.mean()
 

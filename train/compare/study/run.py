@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 
 from posjax.rotary import Rotary
@@ -34,6 +35,7 @@ from train.compare.study.search import Search, search_of, with_factors
 from train.config import Config, SchemeConfig, dump
 from train.config.settings.checks import check
 from train.data import load_tokenizer
+from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import check_vocabulary, own_length
 from train.model.extension import completed
@@ -62,7 +64,8 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     directory = path(config.directory)
     _open_directory(config, directory)
     enable_compilation_cache(config.monitor.compilation_cache)
-    study = _Study(config, model_digest, texts, search, directory, console, finished_rows(directory))
+    mesh = mesh_for(config, rows=1)
+    study = _Study(config, model_digest, texts, search, directory, console, finished_rows(directory), mesh)
     try:
         study.run(chosen)
     finally:
@@ -81,10 +84,11 @@ class _Study:
     directory: Path
     console: Console
     rows: list[Mapping[str, Any]]
+    mesh: Mesh | None
 
     def run(self, entries: Sequence[SchemeConfig]) -> None:
         """Measures what is not done yet, cell after cell."""
-        model = restore(self.config.init.path, self.config)[1]
+        model = restore(self.config.init.path, self.config, mesh=self.mesh)[1]
         entries = [self._searched(entry, model) for entry in entries]
         cells = cells_of(self.config, self.model_digest, entries, self.texts)
         for number, cell in enumerate(cells, start=1):
@@ -101,7 +105,7 @@ class _Study:
     def _measure(self, model: nnx.Module, cell: Cell) -> str:
         """The result of a cell in words. It is saved if something was computed; a refusal may not hold next time."""
         try:
-            found = measure(self.config, model, cell)
+            found = measure(self.config, model, cell, self.mesh)
         except jax.errors.JaxRuntimeError as error:
             _check_memory(error)
             found = {"error": _TOO_LARGE}
@@ -120,7 +124,8 @@ class _Study:
             self._told(entry, refusal)
             return entry
         try:
-            return with_factors(entry, self.search.run(model, self.rows, self._keep, partial(self._told, entry)))
+            told = partial(self._told, entry)
+            return with_factors(entry, self.search.run(model, self.rows, self._keep, told, self.mesh))
         except jax.errors.JaxRuntimeError as error:
             _check_memory(error)
             self._told(entry, _TOO_LARGE)

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from posjax.rotary import LongRoPE
 from train.compare.study.cells import all_documents, scored
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data import load_tokenizer
+from train.evaluate.mesh import on
 from train.evaluate.search import Effort, check_searchable, options_of, search_factors
 from train.model.build import extension_of, own_length
 
@@ -71,9 +73,14 @@ class Search:
         return next(found, None)
 
     def run(
-        self, model: nnx.Module, rows: Sequence[Row], keep: Callable[[Row], object], told: Callable[[str], object]
+        self,
+        model: nnx.Module,
+        rows: Sequence[Row],
+        keep: Callable[[Row], object],
+        told: Callable[[str], object],
+        mesh: Mesh | None = None,
     ) -> dict[str, Any]:
-        """Searches, and keeps every rule that is tried, and what is found."""
+        """Searches, on the mesh that the model is split over, and keeps every rule that is tried, and what is found."""
         tried = [row for row in rows if row["kind"] == TRIED and self.key.items() <= row.items()]
         nll = {row["rule"]: row["nll"] for row in tried}
 
@@ -89,7 +96,8 @@ class Search:
             return of
 
         given = (self.config, model, [self.tokens], self.length, self.effort, self.scored)
-        rule = search_factors(*given, remembered).rule
+        with on(mesh):
+            rule = search_factors(*given, remembered, mesh).rule
         options = options_of(rule)
         keep({"kind": CHOSEN, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
         return options

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from train.config.settings.checks import check, check_distinct, check_positive, unknown
+from train.config.settings.train import MeshConfig
 
 SECTIONS = {
     "passkey": "passkey",
@@ -98,12 +99,20 @@ _TASK_SECTIONS = tuple(dict.fromkeys(SECTIONS.values()))
 
 
 @dataclass(frozen=True)
+class EvaluateMesh(MeshConfig):
+    """The mesh that a model is measured on."""
+
+    key = "evaluate.mesh"
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     """Perplexity on the held-out documents, in windows of each length, and tasks whose answers are right or wrong."""
 
     lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
     tokens: int = 131072  # tokens measured at each length
-    batch_tokens: int = 4096  # tokens computed at a time
+    batch_tokens: int = 4096  # tokens computed at a time, by all devices together
+    mesh: EvaluateMesh | None = None  # of all devices when left out: rows over as many as they fill, each over the rest
     stride: int = 0  # tokens that a sliding window moves by, and scores; 0 for no sliding windows
     tasks: tuple[str, ...] = ()
     passkey: PasskeyConfig = field(default_factory=PasskeyConfig)

@@ -1,5 +1,7 @@
 """One stage of training, and the devices it runs on."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +19,8 @@ class MeshConfig:
     `data`.
     """
 
+    key = "train.mesh"  # in messages
+
     replica: int = 1  # slices of a multi-slice pod, which talk over the data-centre network
     data: int = -1
     fsdp: int = 1
@@ -25,9 +29,10 @@ class MeshConfig:
 
     def __post_init__(self):
         for name, size in vars(self).items():
-            check(size == -1 or size > 0, f"train.mesh.{name} must be positive, or -1 for all, found {size}")
+            check(size == -1 or size > 0, f"{self.key}.{name} must be positive, or -1 for all, found {size}")
         rest = [name for name, size in vars(self).items() if size == -1]
-        check(len(rest) < 2, f"train.mesh: only one axis can take all that are left, found -1 for {' and '.join(rest)}")
+        found = " and ".join(rest)
+        check(len(rest) < 2, f"{self.key}: only one axis can take all that are left, found -1 for {found}")
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,12 @@ class TrainConfig:
     steps: int = 700  # 0 measures a released model as it is
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
     learning_rate: float = 3e-3  # the peak, reached after warm-up
-    final_learning_rate: float = 0.1  # the cosine's end, as a share of the peak
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after warm-up
+    final_learning_rate: float = 0.1  # the end of a cosine or a line, as a share of the peak
     warmup_steps: int = 50
+    learning_rate_factors: Mapping = field(default_factory=dict)  # by patterns of the names of parameters
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments
+    keep_moments: bool = False  # whether a stage goes on with the optimizer's moments of the stage before
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1  # on matrices only
@@ -90,6 +99,8 @@ class TrainConfig:
     mask_rate: float = 0.15  # share of the tokens to be predicted when model.causal is false
     checkpoint_every: int = 500
     keep: int = 2  # how many checkpoints stay; the newest ones
+    local_every: int = 0  # steps between checkpoints on a disk of each host; 0 for none
+    local_folder: str = ""  # where, on every host
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
@@ -113,6 +124,17 @@ class TrainConfig:
             0 <= self.warmup_steps < self.steps or self.steps == 0,
             f"train.warmup_steps must be at least 0 and below train.steps ({self.steps}), found {self.warmup_steps}",
         )
+        check(self.local_every >= 0, f"train.local_every must not be negative, found {self.local_every}")
+        check(
+            not self.local_every or (bool(self.local_folder) and "://" not in self.local_folder),
+            "train.local_every: name a folder on a disk of each host as train.local_folder, such as /tmp/checkpoints, "
+            f"found {self.local_folder!r}",
+        )
+        _check_factors(self.learning_rate_factors)
+        check(
+            self.moment_dtype == "float32" or self.optimizer != "adafactor",
+            "train.moment_dtype is that of first moments, of which adafactor has none; leave it out, or use adamw",
+        )
         rows = max(1, round(self.batch_tokens / self.length))
         check(
             self.batch_tokens % self.length == 0,
@@ -129,3 +151,13 @@ class TrainConfig:
     def rows(self) -> int:
         """Rows in a batch, over all devices."""
         return self.batch_tokens // self.length
+
+
+def _check_factors(factors: Mapping) -> None:
+    for pattern, factor in factors.items():
+        right = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
+        check(
+            isinstance(pattern, str) and right,
+            "train.learning_rate_factors: expected patterns of parameters' names with factors above 0, found "
+            f"{pattern!r}: {factor!r}; train.trains says what stays as it is",
+        )

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from train.config.settings.evaluate import TaskConfig
+from train.evaluate.mesh import whole
 from train.evaluate.predictor import NOT_FINITE, Predictor, likeliest_next
 from train.evaluate.tasks.passkey import Prompt
 from train.evaluate.tasks.registry import Cases, cases
@@ -71,13 +72,13 @@ def _forced(
     most = 1 << (max(map(len, places)) - 1).bit_length()
     at = np.stack([np.pad(place, (0, most - len(place)), mode="edge") - 1 for place in places]).astype(np.int32)
     tokens = np.stack([sample.tokens for sample in samples])
-    found = _batched(functools.partial(_likeliest, predictor, parameters), rows, tokens, at)
+    found = _batched(predictor, functools.partial(_likeliest, predictor, parameters), rows, tokens, at)
     return np.array([_share(sample, *pair) for sample, *pair in zip(samples, places, found, strict=True)])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _likeliest(predictor: Predictor, parameters: Any, tokens: Any, at: Any) -> Any:
-    return likeliest_next(predictor, parameters, tokens, at, tokens.shape[1])
+    return whole(likeliest_next(predictor, parameters, tokens, at, tokens.shape[1]))
 
 
 def _share(sample: Sample, places: Int[np.ndarray, "places"], found: Int[np.ndarray, "more"]) -> float:
@@ -100,13 +101,13 @@ def _continued(
     """For every prompt 1 if the answer is anywhere in the text that greedy decoding writes behind it, else 0."""
     tokens = np.stack([prompt.tokens for prompt in prompts])
     write = functools.partial(_greedy, predictor, section.new_tokens, parameters)
-    found = _batched(write, rows, tokens)
+    found = _batched(predictor, write, rows, tokens)
     return np.array([_holds(vocabulary, prompt, text) for prompt, text in zip(prompts, found, strict=True)])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _greedy(predictor: Predictor, new: int, parameters: Any, prompts: Any) -> Any:
-    return predictor.greedy(parameters, prompts, new)
+    return whole(predictor.greedy(parameters, prompts, new))
 
 
 def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"]) -> float:
@@ -117,13 +118,13 @@ def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"])
     return float(prompt.answer in vocabulary.tokenizer.decode(text[: ends[0]] if ends.size else text))
 
 
-def _batched(function: Any, rows: int, *arrays: np.ndarray) -> np.ndarray:
-    """``function(*arrays)`` in batches of at most `rows` rows; the last one is filled up with its last row.
+def _batched(predictor: Predictor, function: Any, rows: int, *arrays: np.ndarray) -> np.ndarray:
+    """``function(*arrays)`` in batches of about `rows` rows; the last one is filled up with its last row.
 
     Raises _Refused for what the model refuses.
     """
     count = len(arrays[0])
-    rows = max(1, min(rows, count))
+    rows = predictor.filled(max(1, min(rows, count)))
     filled = [np.pad(x, ((0, -count % rows), (0, 0)), mode="edge") for x in arrays]
     batches = zip(*(np.split(x, len(x) // rows) for x in filled), strict=True)
     try:

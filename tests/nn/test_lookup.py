@@ -1,0 +1,86 @@
+"""Rows of a table on meshes: every device looks up its own tokens, and sums reach every row in float32."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from posjax.attention.sharded import Placement
+from posjax.nn.lookup import lookup
+
+AXES = ("data", "fsdp", "context", "tensor")
+BATCH = ("data", "fsdp")
+ROWS, LENGTH, VOCABULARY, WIDTH = 8, 16, 64, 32
+SHAPES = [(1, 8, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 1, 1, 8)]
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH))
+# Numbers that bfloat16 holds.
+WEIGHTS = np.random.default_rng(1).integers(-16, 16, (ROWS, LENGTH, WIDTH)).astype(np.float32) / 8
+
+
+def table_of(dtype, vocabulary: int = VOCABULARY):
+    return np.random.default_rng(2).normal(size=(vocabulary, WIDTH)).astype(dtype)
+
+
+def program(shape, dtype, vocabulary: int = VOCABULARY):
+    """Rows and the gradient of a weighted sum of them, compiled for a mesh, with its arguments."""
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
+    placement = Placement(BATCH, "context", "tensor")
+    split = "tensor" if vocabulary % shape[3] == 0 else None
+    table = jax.device_put(table_of(dtype, vocabulary), NamedSharding(mesh, P(split, ("fsdp", "context"))))
+    tokens = jax.device_put(TOKENS, NamedSharding(mesh, P(BATCH, "context")))
+
+    def loss(table, tokens):
+        found = lookup(table, tokens, placement)
+        return (found.astype(jnp.float32) * WEIGHTS).sum(), found
+
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.grad(loss, has_aux=True)).lower(table, tokens).compile(), (table, tokens)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("shape", "vocabulary"), [*((shape, VOCABULARY) for shape in SHAPES), ((1, 2, 2, 2), 63)])
+def test_rows_and_sums_are_those_of_numpy(shape, vocabulary, dtype):
+    compiled, arguments = program(shape, dtype, vocabulary)
+    gradient, found = compiled(*arguments)
+    table = table_of(dtype, vocabulary)
+    tokens = np.minimum(TOKENS, vocabulary - 1)
+    chex.assert_trees_all_equal(np.asarray(found), table[tokens])
+    sums = np.zeros((vocabulary, WIDTH))
+    there = vocabulary > TOKENS  # JAX drops the gradient of tokens beyond the end
+    np.add.at(sums, TOKENS[there], WEIGHTS[there])
+    assert gradient.dtype == dtype
+    chex.assert_trees_all_close(np.float64(gradient), sums, rtol=2e-6 if dtype == jnp.float32 else 4e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_device_looks_up_the_tokens_of_others(shape):
+    """Of a table whose width is split the compiler by itself would gather all tokens on every device."""
+    text = program(shape, jnp.bfloat16)[0].as_text()
+    own = TOKENS.size // np.prod(shape[:3])
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* gather\(", text)
+    assert found
+    for shape in found:
+        assert np.prod([int(size) for size in shape.split(",")]) == own * WIDTH
+
+
+def test_ids_outside_are_not_noticed():
+    """As one device reads them: negative ones count from the end, those beyond it have the last row."""
+    table = table_of(np.float32)
+    tokens = np.tile(np.int32([[-1, -VOCABULARY, VOCABULARY, 1000]]), (ROWS, LENGTH // 4))
+    mesh = jax.make_mesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda table: lookup(table, tokens, Placement(BATCH, "context", "tensor")))(table)
+    chex.assert_trees_all_equal(found, jax.jit(lookup)(table, tokens))
+
+
+def test_rows_that_a_mesh_does_not_divide_are_left_to_the_compiler():
+    mesh = jax.make_mesh((1, 8, 1, 1), AXES, axis_types=(AxisType.Auto,) * 4)
+    table, tokens = table_of(np.float32), TOKENS[:3]
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda table: lookup(table, tokens, Placement(BATCH)))(table)
+    chex.assert_trees_all_equal(np.asarray(found), table[tokens])

@@ -1,0 +1,163 @@
+"""Checkpoints on a disk of each host: resumed from where they are newer, whole, and of this run and mesh."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.checkpoint import local as module
+from train.config import parse, to_dict
+from train.loop import fit as loop
+from train.loop.fit import fit
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text")
+    for n, line in enumerate(("to be or not to be, that is the question; ", "whether it is nobler in the mind ")):
+        (text / f"{n}.txt").write_text(line * 60)
+    train = {"length": 16, "batch_tokens": 128, "steps": 9, "warmup_steps": 1, "log_every": 1, "checkpoint_every": 4}
+    return parse(
+        {
+            "name": "small",
+            "data": {"source": "files", "paths": [f"{text}/*.txt"]},
+            "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+            "train": {**train, "moment_dtype": "bfloat16", "mesh": {"data": 2, "fsdp": 2}},
+            "monitor": {"tensorboard": False, "compilation_cache": str(text / "compiled")},
+        }
+    )
+
+
+def with_local(config, folder, **train):
+    values = to_dict(config)
+    values["train"] |= {"local_every": 1, "local_folder": str(folder), **train}
+    return parse(values)
+
+
+def losses(directory):
+    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(config, tmp_path_factory):
+    return losses(fit(config, tmp_path_factory.mktemp("straight") / "run").directory)
+
+
+def killed(config, directory, after, monkeypatch):
+    """The first update of a run that ends like one that is killed once so many updates are saved."""
+    steps = []
+
+    def before(self, step, state):
+        steps.append(step)
+        if step > after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Monitor, "before", before)
+        with pytest.raises(KeyboardInterrupt):
+            fit(config, directory)
+    return steps[0]
+
+
+def resumed_at(config, directory, monkeypatch):
+    """The first update of a run that goes on to its end."""
+    steps = []
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Monitor, "before", lambda self, step, state: steps.append(step))
+        assert fit(config, directory).finished
+    return steps[0]
+
+
+def held(folder):
+    return sorted(int(place.name) for place in folder.glob("*/0-of-1/*"))
+
+
+def test_a_run_goes_on_from_the_newest_of_both_bit_for_bit(config, straight, tmp_path, monkeypatch):
+    wanted = with_local(config, tmp_path / "disk")
+    for before, after in ((0, 3), (3, 4), (4, 7)):
+        assert killed(wanted, tmp_path / "run", after, monkeypatch) == before + 1
+        assert losses(tmp_path / "run") == straight[:after]
+        assert max(held(tmp_path / "disk")) == {3: 3, 4: 3, 7: 7}[after]
+    assert len(held(tmp_path / "disk")) <= 2
+    assert resumed_at(wanted, tmp_path / "run", monkeypatch) == 8
+    assert losses(tmp_path / "run") == straight
+    assert not list((tmp_path / "disk").iterdir()), "nothing stays of a finished run"
+
+
+@pytest.fixture
+def stopped(config, tmp_path, monkeypatch):
+    """A run with a lasting checkpoint of 4 updates and a local one of 7."""
+    killed(with_local(config, tmp_path / "disk"), tmp_path / "run", 7, monkeypatch)
+    return tmp_path
+
+
+def newest_file(folder):
+    return next((folder / "disk").glob("*/0-of-1/7/state.npz"))
+
+
+def flip(folder):
+    content = bytearray(newest_file(folder).read_bytes())
+    content[len(content) // 2] ^= 1
+    newest_file(folder).write_bytes(content)
+    next((folder / "disk").glob("*/0-of-1/6")).rename(folder / "gone")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (flip, "holds other bytes than were written|Bad CRC|Error"),
+        (lambda folder: shutil.rmtree(folder / "disk"), ""),
+    ],
+    ids=["damaged", "gone"],
+)
+def test_without_a_whole_local_one_the_lasting_one_is_taken(config, straight, stopped, harm, told, monkeypatch, capsys):
+    harm(stopped)
+    wanted = with_local(config, stopped / "disk")
+    assert resumed_at(wanted, stopped / "run", monkeypatch) == 5
+    assert losses(stopped / "run") == straight
+    warned = capsys.readouterr().err
+    assert bool(told) == ("the local checkpoint of step 7" in warned)
+
+
+def test_another_mesh_takes_the_lasting_one(config, stopped, monkeypatch, capsys):
+    wanted = with_local(config, stopped / "disk", mesh={"data": 1, "fsdp": 4})
+    assert resumed_at(wanted, stopped / "run", monkeypatch) == 5
+    assert "its devices hold other parts of the state now: another mesh" in capsys.readouterr().err
+
+
+def test_a_run_that_begins_anew_does_not_find_those_of_the_one_before(config, straight, stopped, monkeypatch):
+    shutil.rmtree(stopped / "run")
+    assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 1
+    assert losses(stopped / "run") == straight
+
+
+def test_a_step_that_one_process_lacks_is_not_taken(config, stopped, monkeypatch):
+    """As told by two processes, of which the other has not written the newest."""
+    monkeypatch.setattr(module, "gather", lambda text: [text, "[5, 6]"] if text.startswith("[") else [text])
+    assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 7
+
+
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_path, monkeypatch, capsys):
+    written = np.savez
+
+    def full(place, **arrays):
+        if isinstance(place, Path):
+            raise OSError("No space left on device")
+        written(place, **arrays)  # the tokens of the text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        assert fit(with_local(config, tmp_path / "disk"), tmp_path / "run").finished
+    assert losses(tmp_path / "run") == straight
+    assert "could not be written to" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_is_refused(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^train.local_folder: process 0 cannot write there: .*file"):
+        fit(with_local(config, tmp_path / "file"), tmp_path / "run")
+    for folder in ("", "gs://bucket/local"):
+        with pytest.raises(ValueError, match=r"^train.local_every: name a folder on a disk of each host"):
+            with_local(config, folder)

@@ -1,0 +1,168 @@
+"""Models measured over many devices: the numbers of one device, and a share of the memory on each."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import posjax as pj
+from posjax import nn
+from train.config import parse
+from train.evaluate.decoder import cache_for, predictor_of, to_decode
+from train.evaluate.mesh import mesh_for, on, split_cache, whole
+from train.evaluate.predictor import likeliest_next, next_nll
+from train.model.mesh import AXES, mesh_of
+from train.model.sharding import tree_shardings
+
+CASES = {
+    "rope": ({}, "all"),
+    "coca-slack": ({}, "sequence"),
+    "fox": ({}, "replicas"),
+    "randomised": ({"max_length": 128}, "sequence"),
+    "learned": ({"max_length": 51}, "all"),
+    "hwfa": ({"num_layers": 2, "length": 32, "window": 6}, "all"),
+}
+MESHES = {"sequence": (1, 1, 1, 8, 1), "all": (1, 1, 2, 2, 2), "replicas": (2, 1, 2, 2, 1)}
+LENGTH, ROWS = 51, 4  # which no mesh divides
+TOKENS = np.random.default_rng(0).integers(0, 64, (ROWS, LENGTH + 1)).astype(np.int32)
+AT = np.tile(np.array([[3, 20, LENGTH - 1]]), (ROWS, 1))
+
+
+def mesh(name: str):
+    return mesh_of(dict(zip(AXES, MESHES[name], strict=True)), jax.devices())
+
+
+def decoder(scheme: pj.Scheme, **changes) -> nn.Decoder:
+    shape = {"vocab_size": 64, "num_layers": 2, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2} | changes
+    return nn.Decoder(nn.DecoderConfig(scheme=scheme, **shape), rngs=nnx.Rngs(0))
+
+
+def answers(model: nn.Decoder, where=None) -> dict:
+    """What tokens cost, which are likeliest, and what follows a prompt."""
+    predictor, parameters = predictor_of(model, 0, where)
+
+    def found(parameters):
+        return {
+            "nll": next_nll(predictor, parameters, TOKENS, LENGTH),
+            "likeliest": likeliest_next(predictor, parameters, TOKENS[:, :LENGTH], AT, LENGTH),
+            "greedy": predictor.greedy(parameters, TOKENS[:, :20], 7),
+        }
+
+    with on(where):
+        return jax.device_get(jax.jit(lambda p: jax.tree.map(whole, found(p)))(parameters))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_one_device(name):
+    options, where = CASES[name]
+    model = decoder(pj.scheme(name, **options))
+    one, many = answers(model), answers(model, mesh(where))
+    chex.assert_trees_all_close(many["nll"], one["nll"], atol=5e-6)
+    chex.assert_trees_all_equal(many["likeliest"], one["likeliest"])
+    chex.assert_trees_all_equal(many["greedy"], one["greedy"])
+
+
+def test_parts_of_logits_are_shared_by_all_devices(monkeypatch):
+    model = decoder(pj.scheme("rope"))
+    want = answers(model)
+    monkeypatch.setattr("train.evaluate.predictor._LOGITS", 64 * 3)
+    chex.assert_trees_all_close(answers(model, mesh("all"))["nll"], want["nll"], atol=5e-6)
+
+
+def test_linear_attention_splits_rows_alone():
+    model = decoder(pj.scheme("linear-elu"))
+    config = parse({"scheme": "linear-elu", "evaluate": {"batch_tokens": 512}})
+    where = mesh_for(config, rows=1)
+    assert (where.shape["fsdp"], where.shape["context"]) == (8, 1)
+    predictor, parameters = predictor_of(model, 0, where)
+    assert predictor.filled(1) == 8
+    tokens = np.repeat(TOKENS, 2, axis=0)
+    with on(where):
+        found = jax.jit(lambda p: whole(next_nll(predictor, p, tokens, LENGTH)))(parameters)
+    want = answers(model)["nll"]
+    chex.assert_trees_all_close(found[::2], want, atol=5e-6)
+    refused = parse({"scheme": "linear-elu", "evaluate": {"mesh": {"data": 1, "context": 8}}})
+    with pytest.raises(ValueError, match=r"evaluate.mesh.context: linear attention cannot split a row"):
+        mesh_for(refused, rows=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "sizes"),
+    [
+        (1, {}, {"fsdp": 1, "context": 8}),
+        (2, {}, {"fsdp": 2, "context": 4}),
+        (7, {}, {"fsdp": 4, "context": 2}),
+        (64, {}, {"fsdp": 8, "context": 1}),
+        (64, {"data": 1, "context": 4, "tensor": 2}, {"data": 1, "context": 4, "tensor": 2}),
+        (64, {"data": 1}, None),
+    ],
+)
+def test_rows_are_split_over_as_many_devices_as_they_fill(rows, asked, sizes):
+    found = mesh_for(parse({"evaluate": {"mesh": asked} if asked else {}}), rows)
+    if sizes is None:
+        assert found is None
+    else:
+        chex.assert_trees_all_equal({name: found.shape[name] for name in sizes}, sizes)
+
+
+def test_a_mesh_that_devices_do_not_fill_is_refused_by_its_key():
+    with pytest.raises(ValueError, match=r"evaluate.mesh \(context=3, tensor=5\) needs 15 devices"):
+        mesh_for(parse({"evaluate": {"mesh": {"data": 1, "context": 3, "tensor": 5}}}), 1)
+
+
+LAYERS = 24
+LARGE = {"num_layers": LAYERS, "model_dim": 128, "mlp_dim": 512, "num_heads": 8, "num_kv_heads": 8}
+
+
+def held(compiled) -> int:
+    """Bytes that a device holds at most while a program runs."""
+    found = compiled.memory_analysis()
+    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+
+
+def shapes_on(model: nn.Decoder, where, parameters):
+    lies = tree_shardings(where, nn.logical_axes(model), parameters)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, lies)
+
+
+def sizes(parameters) -> tuple[int, int, int]:
+    """Bytes of all parameters, of a layer and of the embedding."""
+    count = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))  # noqa: E731
+    return count(parameters), count(parameters["stacks"]) // LAYERS, count(parameters["embed"])
+
+
+def test_a_device_reads_a_text_with_its_share_of_the_model():
+    """And two layers and the embedding at most; the numbers of few tokens are small beside them."""
+    model = nnx.eval_shape(lambda: decoder(pj.scheme("rope"), **LARGE))
+    where = mesh("sequence")
+    predictor, parameters = predictor_of(model, 0, where)
+    tokens = jax.ShapeDtypeStruct((1, 65), jnp.int32)
+    with on(where):
+        nll = jax.jit(lambda p, tokens: whole(next_nll(predictor, p, tokens, 64)))
+        program = nll.lower(shapes_on(model, where, parameters), tokens).compile()
+    everything, layer, embedding = sizes(parameters)
+    assert held(program) < everything / 8 + 2 * layer + embedding
+    assert everything / 8 + 2 * layer + embedding < everything / 3
+
+
+def test_a_device_keeps_its_share_of_the_tokens_seen():
+    """The cache of a long prompt, which is most of what decoding holds."""
+    model = nnx.eval_shape(lambda: decoder(pj.scheme("rope"), **LARGE | {"num_layers": 4}))
+    where = mesh("all")
+    predictor, parameters = predictor_of(model, 0, where)
+    shapes, prompts = shapes_on(model, where, parameters), jax.ShapeDtypeStruct((2, 4000), jnp.int32)
+    graph, _ = to_decode(model, where)
+    cache = jax.eval_shape(lambda p, prompts: cache_for(graph, p, prompts, 4008), parameters, prompts)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    lies = jax.tree.leaves(split_cache(cache, where))
+    shares = [
+        np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in zip(jax.tree.leaves(cache), lies, strict=True)
+    ]
+    assert sum(shares) < kept / 7.9
+    with on(where):
+        greedy = jax.jit(lambda p, prompts: whole(predictor.greedy(p, prompts, 8)))
+        program = greedy.lower(shapes, prompts).compile()
+    logits = 2 * 8 * 256 * 4008 * 4 / 8  # of a part of the prompt: two rows, eight heads
+    assert held(program) < 2.2 * kept / 8 + 2 * logits

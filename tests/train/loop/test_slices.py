@@ -1,0 +1,146 @@
+"""Batches in parts over several replicas: the gradients of one device, and one exchange between replicas a step."""
+
+import collections
+import importlib.util
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from train.config import parse
+from train.data import encode, pack
+from train.loop import step
+from train.loop.step import build_program
+from train.model.build import placement
+from train.model.mesh import make_mesh
+from train.model.sharding import global_batch
+from train.plan.compiling import abstract_batch, compile_step
+from train.plan.hlo import parse as read_program
+from train.plan.network import COLLECTIVES, between_slices, groups_of, kind_of
+from train.plan.pods import pod
+
+MODEL = {"num_layers": 2, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}
+TRAIN = {"length": 8, "batch_tokens": 128, "accumulate": 2, "warmup_steps": 0}
+SLICES = {"replica": 2, "data": 1, "fsdp": 4}
+SPLIT = {"replica": 2, "data": 1, "fsdp": 2, "context": 2}
+CLEX = {"name": "clex", "original_length": 8, "max_factor": 4, "steps": 5}
+
+
+def config_of(scheme="rope", model=None, **train):
+    return parse({"model": MODEL | (model or {}), "scheme": scheme, "train": TRAIN | train})
+
+
+def built(config):
+    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate)
+    return build_program(config, mesh), mesh
+
+
+@pytest.fixture(scope="module")
+def batch():
+    lines = (b"to be, or not to be" * 3, b"that is the question" * 2, b"whether 'tis nobler in the mind to suffer")
+    return pack([encode(line) for line in lines], 8).batch(np.arange(16) % 15)
+
+
+def gradient(config, batch):
+    """The loss of a step, and its gradient, of which the first moments are a tenth."""
+    program, mesh = built(config)
+    random = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        return random.normal(0, 0.2, leaf.shape).astype(leaf.dtype) + ("gain" in jax.tree_util.keystr(path))
+
+    parameters = jax.tree_util.tree_map_with_path(draw, program.abstract.parameters)
+    ordered = jax.tree.map(placement(config, mesh).layout.apply, batch)
+    with jax.set_mesh(mesh):
+        state, metrics = program.update(program.begin(parameters), global_batch(mesh, ordered, 16, slice(0, 16)))
+    return float(metrics.loss), jax.tree.map(np.asarray, optax.tree_utils.tree_get(state.optimizer, "mu"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "model", "train"),
+    [
+        ({"name": "randomised", "max_length": 64}, {}, {"mesh": SLICES}),
+        ("t5", {"remat": "full", "experts": {"count": 4, "per_token": 2}}, {"mesh": SPLIT, "loss_chunks": 2}),
+        pytest.param(CLEX, {}, {"mesh": SPLIT}, marks=pytest.mark.wide),
+        pytest.param(
+            "equal-mean", {"implementation": "dense"}, {"mesh": SLICES, "z_loss": 0.1}, marks=pytest.mark.wide
+        ),
+        pytest.param("fox", {"causal": True}, {"mesh": SPLIT, "context": {"strategy": "ring"}}, marks=pytest.mark.wide),
+        pytest.param("rope", {"causal": False}, {"mesh": {"replica": 8, "data": 1}}, marks=pytest.mark.wide),
+        pytest.param("rope", {}, {"mesh": {"replica": 2, "data": 1, "fsdp": 2, "tensor": 2}}, marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
+def test_replicas_that_add_up_their_own_parts_give_the_gradient_of_one_device(batch, scheme, model, train):
+    alone = {name: value for name, value in train.items() if name not in ("mesh", "context")}
+    loss, wanted = gradient(config_of(scheme, model, mesh={"data": 1}, **alone), batch)
+    found_loss, found = gradient(config_of(scheme, model, **train), batch)
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-6)
+    for (path, leaf), own in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(own, leaf, atol=1e-6 * np.abs(leaf).max(), rtol=0, err_msg=str(path))
+
+
+def runs(module, computation, times=1):
+    """Every instruction of a program with how often it runs."""
+    for line in module.computations[computation]:
+        yield times, line
+        trips = (module.trips(line) or 1) if line.opcode == "while" else 1
+        for name in module.called(line):
+            yield from runs(module, name, times * trips)
+
+
+def exchanged(config):
+    """Bytes of the gradients' sums over `replica` in a step over virtual devices, by how often each runs."""
+    program, mesh = built(config)
+    with jax.set_mesh(mesh):
+        text = program.update.lower(program.abstract, abstract_batch(config, mesh)).compile().as_text()
+    module, sizes = read_program(text), collections.Counter()
+    within = mesh.size // mesh.shape["replica"]
+    for times, line in runs(module, module.entry):
+        if kind_of(line) in COLLECTIVES and any(
+            len({device // within for device in group}) > 1 for group in groups_of(line, mesh.size)
+        ):
+            sizes[times] += sum(array.bytes for array in line.results)
+    return sizes
+
+
+def test_gradients_go_over_the_replicas_once_a_step(monkeypatch):
+    config = config_of(mesh=SLICES, accumulate=4, batch_tokens=256)
+    parameters = built(config)[0].abstract.parameters
+    held = sum(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(parameters))
+    found = exchanged(config)
+    assert held <= found[1] <= 1.2 * held
+    assert found.keys() == {1}, "nothing in a loop"
+    monkeypatch.setattr(step, "_divides_by_replica", lambda mesh: False)
+    before = exchanged(config)
+    assert sum(times * size for times, size in before.items() if times > 1) > 3 * held
+
+
+def test_a_batch_that_is_whole_is_computed_as_on_one_slice(monkeypatch):
+    """Nothing is divided where nothing is added up."""
+
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(step, "_added_by_replica", refuse)
+    config = config_of(mesh=SLICES, accumulate=1)
+    program, mesh = built(config)
+    with jax.set_mesh(mesh):
+        program.update.eval_shape(program.abstract, abstract_batch(config, mesh))
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+def test_gradients_go_between_four_slices_once_a_step():
+    model = {"model_dim": 256, "head_dim": 128, "mlp_dim": 512, "vocabulary": 1024, "compute_dtype": "bfloat16"}
+    mesh = {"replica": 4, "data": 1, "fsdp": 8}
+    config = config_of(model=model | {"remat": "full"}, length=1024, batch_tokens=131072, accumulate=4, mesh=mesh)
+    compiled = compile_step(config, pod("v5e:2x4", 4))
+    module, sizes = read_program(compiled.text), collections.Counter()
+    for times, line in runs(module, module.entry):
+        if between_slices(line) and line.opcode == "send":
+            sizes[times] += sum(array.bytes for array in line.results)
+    assert sizes.keys() == {1}, "nothing in a loop"
+    assert "posjax_attention_forward" in compiled.text, "kernels are taken here too"
+    assert compiled.memory.parameters <= sizes[1] <= 1.5 * compiled.memory.parameters

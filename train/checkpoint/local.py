@@ -1,0 +1,204 @@
+"""Checkpoints on a disk of each host, between those that last: quick to write and to read, and lost with the host.
+
+Every process keeps its own under ``{train.local_folder}/{run}/P-of-N/STEP``: ``state.npz``, the shards of its devices
+as bytes, each with the CRC-32 of the ZIP format, and ``run.json``, as in a checkpoint that lasts. One of them can be
+used where every process has it, whole, and its devices hold the same shards again.
+
+Orbax' emergency manager does not serve here: it wants two replicas at least, and a run may have one.
+"""
+
+import json
+import os
+import shutil
+import uuid
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.checkpoint.directory import LOCAL_MARK
+from train.checkpoint.manager import Checkpoint
+from train.checkpoint.steps import tell
+from train.config import Config, differences, parse, to_dict
+from train.model.state import TrainState
+from train.runtime.distributed import decide, gather
+from train.runtime.paths import write_file
+
+_ARRAYS, _RUN = "state.npz", "run.json"
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint(Checkpoint):
+    """One that every process has on a disk of its own."""
+
+
+class LocalCheckpoints:
+    """The local checkpoints of a run; every process opens them and makes the same calls, in the same order.
+
+    Saving is asynchronous. One is removed once all processes have the next. A disk that fails is told on standard
+    error, and the run goes on.
+
+    Raises ValueError, on every process, if one cannot write into its folder.
+    """
+
+    def __init__(self, config: Config, directory: Path, corpora: Sequence[str]):
+        self._config = config
+        run = f"{config.name.replace('/', '-')}-{zlib.crc32(str(directory.absolute()).encode()):08x}"
+        self._root = Path(config.train.local_folder) / run
+        self._folder = self._root / f"{jax.process_index()}-of-{jax.process_count()}"
+        self._said = {"mark": decide(lambda: _mark(directory)), "corpora": list(corpora), "config": to_dict(config)}
+        if problem := next(filter(None, gather(self._open())), ""):
+            raise ValueError(f"train.local_folder: {problem}; name a folder on a disk of each host")
+        self._thread = ThreadPoolExecutor(1, "local checkpoints")
+        self._writing: Future | None = None
+        self._last: int | None = None  # the step that is used or written
+
+    def newest(self, states: Sequence[TrainState], lasting: Checkpoint | None) -> LocalCheckpoint | None:
+        """The newest that every process can use, if it is newer than the `lasting` one.
+
+        `states` are the shapes and shardings of the states of all stages.
+        """
+        least = 0 if lasting is None else lasting.step
+        held = [set(json.loads(steps)) for steps in gather(json.dumps(self._steps()))]
+        for step in sorted(set.intersection(*held), reverse=True):
+            if step > least and not any(gather(self._problem(step, states))):
+                run, self._last = self._run(step), step
+                return LocalCheckpoint(step, run["stage"], run["stream"])
+        return None
+
+    def restore(self, saved: LocalCheckpoint, abstract: TrainState) -> TrainState:
+        """The saved state, laid out as `abstract` says."""
+        with np.load(self._folder / str(saved.step) / _ARRAYS) as arrays:
+            leaves, structure = jax.tree.flatten(abstract)
+            return structure.unflatten([_read(arrays, number, leaf) for number, leaf in enumerate(leaves)])
+
+    def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
+        """Saves the state after `step` updates of the run, with the data's place."""
+        if not any(gather(self._wait())):
+            self._remove_all_but_last()
+        arrays, self._last = dict(_shards(state)), step
+        run = json.dumps({**self._said, "stage": stage, "stream": stream})
+        self._writing = self._thread.submit(self._write, step, run, arrays)
+
+    def forget(self) -> None:
+        """Removes them all; for a run that is finished."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._root.is_dir() and not any(self._root.iterdir()):
+            self._root.rmdir()
+
+    def _open(self) -> str:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for part in self._folder.glob(".*"):
+                shutil.rmtree(part, ignore_errors=True)
+            write_file(self._folder / ".written", "")
+            (self._folder / ".written").unlink()
+        except OSError as error:
+            return f"process {jax.process_index()} cannot write there: {error}"
+        return ""
+
+    def _steps(self) -> list[int]:
+        return sorted(int(place.name) for place in self._folder.iterdir() if place.name.isdigit())
+
+    def _run(self, step: int) -> dict[str, Any]:
+        return json.loads((self._folder / str(step) / _RUN).read_text(encoding="utf-8"))
+
+    def _problem(self, step: int, states: Sequence[TrainState]) -> str:
+        """Why this process cannot use one; what is not simply another run's is told."""
+        try:
+            run = self._run(step)
+            if any(run[key] != self._said[key] for key in ("mark", "corpora")):
+                return "of another run"
+            if changed := differences(parse(run["config"]), self._config):
+                return changed[0]
+            found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            found = " ".join(str(error).split())
+        if found:
+            tell(f"the local checkpoint of step {step} in {self._folder} is not used ({found})")
+        return found
+
+    def _write(self, step: int, run: str, arrays: dict[str, np.ndarray]) -> str:
+        part = self._folder / f".{step}"
+        try:
+            part.mkdir()
+            np.savez(part / _ARRAYS, **arrays)
+            (part / _RUN).write_text(run, encoding="utf-8")
+            shutil.rmtree(self._folder / str(step), ignore_errors=True)
+            os.replace(part, self._folder / str(step))
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            tell(f"the local checkpoint of step {step} could not be written to {self._folder} ({error})")
+            return str(error)
+        return ""
+
+    def _remove_all_but_last(self) -> None:
+        for step in set(self._steps()) - {self._last}:
+            shutil.rmtree(self._folder / str(step), ignore_errors=True)
+
+    def _wait(self) -> str:
+        """What was wrong with the last one; empty when nothing was."""
+        found = "" if self._writing is None else self._writing.result()
+        self._writing = None
+        return found
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any):
+        self._wait()
+        self._thread.shutdown()
+
+
+def _mark(directory: Path) -> str:
+    """What tells the run from one that was in this directory before."""
+    place = directory / LOCAL_MARK
+    if not place.exists():
+        write_file(place, uuid.uuid4().hex)
+    return place.read_text(encoding="utf-8")
+
+
+def _shards(state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
+    """Copies of what the devices of this process hold, each part once, as bytes by its leaf and its place."""
+    leaves = jax.tree.leaves(state)
+    jax.tree.map(lambda leaf: leaf.copy_to_host_async(), leaves)
+    for number, leaf in enumerate(leaves):
+        found = {_key(number, leaf.shape, shard.index): shard for shard in leaf.addressable_shards}
+        for key, shard in found.items():
+            # A copy: on CPUs an array may be the device's own memory, which the next update takes.
+            yield key, np.array(shard.data, copy=True).reshape(-1).view(np.uint8)
+
+
+def _key(number: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> str:
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    return "_".join([str(number), *(f"{start}-{stop}" for start, stop in bounds)])
+
+
+def _needed(number: int, leaf: Any) -> set[str]:
+    """The parts of a leaf that the devices of this process hold."""
+    parts = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    return {_key(number, leaf.shape, index) for index in parts}
+
+
+def _problem_of_arrays(place: Path, abstract: TrainState) -> str:
+    needed = set.union(*(_needed(number, leaf) for number, leaf in enumerate(jax.tree.leaves(abstract))))
+    with zipfile.ZipFile(place) as file:
+        if damaged := file.testzip():
+            return f"{damaged} holds other bytes than were written"
+        if {f"{key}.npy" for key in needed} != set(file.namelist()):
+            return "its devices hold other parts of the state now: another mesh"
+    return ""
+
+
+def _read(arrays: Any, number: int, leaf: Any) -> jax.Array:
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        return arrays[_key(number, leaf.shape, index)].view(leaf.dtype).reshape(shape)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)

@@ -1,0 +1,137 @@
+"""The devices that a model is measured on, and how rows, parameters and caches lie over them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from posjax import nn
+from posjax.attention.cache import Cache
+from posjax.attention.sharded import Placement
+from posjax.layout import Layout
+from posjax.nn.decoder import DecoderCache
+from train.config import Config
+from train.config.settings.checks import check
+from train.config.settings.evaluate import EvaluateMesh
+from train.loop.optimizer import is_matrix
+from train.model.build import scheme_of
+from train.model.mesh import BATCH_AXES, mesh_of, mesh_shape
+from train.model.sharding import named_sharding
+from train.model.state import is_axis_names
+
+
+def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | None:
+    """The mesh of ``evaluate.mesh``; None for one device. See `sizes_for`.
+
+    Raises ValueError as that does, and where a process would have no device.
+    """
+    devices = jax.devices() if devices is None else devices
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    sizes = sizes_for(config, rows, len(devices), slices)
+    return None if len(devices) == 1 or math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, EvaluateMesh.key)
+
+
+def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:
+    """How many devices lie along each axis of ``evaluate.mesh``.
+
+    When the key is left out it has all devices: batches of ``rows`` rows are split over as many of them as they fill,
+    and every row over those that are left.
+
+    Raises ValueError for axes that the devices cannot fill, and for rows that the scheme cannot split.
+    """
+    sizes = mesh_shape(config.evaluate.mesh or _chosen(config, rows, devices, slices), devices)
+    check(
+        sizes["context"] == 1 or not _is_linear(config),
+        f"{EvaluateMesh.key}.context: linear attention cannot split a row",
+    )
+    return sizes
+
+
+def _chosen(config: Config, rows: int, devices: int, slices: int) -> EvaluateMesh:
+    each = devices // slices
+    if _is_linear(config):
+        return EvaluateMesh(replica=slices, data=1, fsdp=each)
+    fsdp = max(n for n in range(1, each + 1) if each % n == 0 and slices * n <= max(rows, slices))
+    return EvaluateMesh(replica=slices, data=1, fsdp=fsdp, context=each // fsdp)
+
+
+def _is_linear(config: Config) -> bool:
+    scheme = scheme_of(config)
+    return any(each.linear is not None for each in getattr(scheme, "schemes", (scheme,)))
+
+
+@contextmanager
+def on(mesh: Mesh | None) -> Iterator[None]:
+    """What runs inside runs on the mesh; without one, on the first device."""
+    if mesh is None:
+        yield
+        return
+    with jax.set_mesh(mesh):
+        yield
+
+
+def placement(mesh: Mesh, length: int) -> Placement:
+    """How rows of a length lie over the mesh while they are read as a whole.
+
+    In a zigzag where they are split, so that under a causal mask all devices have the same work.
+    """
+    shards = mesh.shape["context"]
+    return Placement(
+        batch=BATCH_AXES,
+        context="context" if shards > 1 else None,
+        heads="tensor" if mesh.shape["tensor"] > 1 else None,
+        layout=Layout("zigzag" if length >= 2 * shards else "contiguous", shards),
+    )
+
+
+def computed(model: nn.Decoder, **changes: Any) -> nnx.GraphDef:
+    """The graph of a decoder over the same parameters, with other fields of the config on how it is computed."""
+    config = dataclasses.replace(model.config, **changes)
+    return nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))[0]
+
+
+def whole(x: Array) -> Array:
+    """The same array, all of it on every device of the mesh in use, so that every process can read it."""
+    in_use = not jax.sharding.get_abstract_mesh().empty
+    return jax.lax.with_sharding_constraint(x, PartitionSpec()) if in_use else x
+
+
+def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
+    """Parameters whose matrices have the dtype that the model computes in before they travel, split as they were."""
+
+    def narrow(names: tuple, leaf: Array) -> Array:
+        if not is_matrix(names):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(mesh, names, leaf.shape))
+
+    return jax.tree.map(narrow, axes, parameters, is_leaf=is_axis_names)
+
+
+def with_whole_head(parameters: Any, tied: bool, dtype: Any, mesh: Mesh) -> Any:
+    """Parameters whose output matrix is gathered but for its vocabulary, once for many products."""
+    name, axes = ("embed", ("vocab", None)) if tied else ("head", (None, "vocab"))
+    lies = named_sharding(mesh, axes, parameters[name].shape)
+    return {**parameters, name: jax.lax.with_sharding_constraint(parameters[name].astype(dtype), lies)}
+
+
+def split_cache(cache: DecoderCache, mesh: Mesh) -> DecoderCache:
+    """A decoder's cache, or its shapes, with the shardings of its arrays: rows, key heads and slots are split."""
+
+    def split(leaf: Any, *axes: str | None) -> NamedSharding | None:
+        return None if leaf is None else named_sharding(mesh, ("layers", "batch", *axes), leaf.shape)
+
+    def of_layer(kept: Any) -> Any:
+        if not isinstance(kept, Cache):
+            return jax.tree.map(lambda leaf: split(leaf, *(None,) * (leaf.ndim - 2)), kept)
+        lies = {"k": ("length", "kv_heads", None), "v": ("length", "kv_heads", None)}
+        lies |= {"positions": ("length",), "ids": ("length",), "gates": ("heads", "length"), "total": ("heads",)}
+        return dataclasses.replace(kept, **{name: split(getattr(kept, name), *axes) for name, axes in lies.items()})
+
+    stacks = jax.tree.map(of_layer, cache.stacks, is_leaf=lambda node: isinstance(node, Cache))
+    return dataclasses.replace(cache, stacks=stacks, used=named_sharding(mesh, ("batch",), cache.used.shape))

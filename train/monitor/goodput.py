@@ -1,0 +1,67 @@
+"""What the wall-clock time of a run was spent on; its goodput is the share of ``steps``.
+
+Every second from the first call of `fit` on is of one kind:
+
+* ``steps``: updates, as the training loop waits for them, and everything that has no other kind.
+* ``input``: waiting for the next batch.
+* ``checkpoint``: waiting for a checkpoint. Most of a save is written while the next steps run.
+* ``evaluate``: the held-out loss.
+* ``compile``: the first update of a stage.
+* ``start``: reading text and models, tracing, and restoring, before the first update of a process or a stage.
+* ``restart``: from the last line of metrics of a process that ended early to the start of the next one, and the updates
+  that the next one repeats.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+KINDS = ("steps", "input", "checkpoint", "evaluate", "compile", "start", "restart")
+_NAME, _TIME = "seconds_{}", "time"
+
+
+class Goodput:
+    """The seconds of every kind since the run began, in all of its processes' lives.
+
+    Args:
+        began: when `fit` was called, in seconds since 1970.
+        last: the last line of metrics of the life before, with what `read` gave for it; without it the run begins.
+        clock: the time.
+    """
+
+    def __init__(self, began: float, last: Mapping[str, Any], clock: Callable[[], float] = time.time):
+        self._clock, self._since, self._kind = clock, began, "start"
+        self._spent = {kind: last.get(_NAME.format(kind)) or 0.0 for kind in KINDS}
+        self._spent["restart"] += max(0.0, began - last.get(_TIME, began))
+
+    def spend(self, kind: str) -> str:
+        """From now on time is of this kind; gives the one before."""
+        now, before = self._clock(), self._kind
+        self._spent[before] += now - self._since
+        self._since, self._kind = now, kind
+        return before
+
+    @contextmanager
+    def spending(self, kind: str) -> Iterator[None]:
+        """The time inside is of this kind."""
+        before = self.spend(kind)
+        try:
+            yield
+        finally:
+            self.spend(before)
+
+    def read(self) -> dict[str, float]:
+        """All seconds so far, as numbers of a line of metrics, and the time."""
+        return {**{_NAME.format(kind): seconds for kind, seconds in self.seconds.items()}, _TIME: self._since}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """All seconds so far, by kind."""
+        self.spend(self._kind)
+        return dict(self._spent)
+
+
+def share(seconds: Mapping[str, float]) -> float:
+    """The goodput."""
+    return seconds["steps"] / sum(seconds.values())
