@@ -62,10 +62,15 @@ def tokenize(config: Config, told: Told = print, job: Job | None = None, workers
     mine = [tasks[index] for index in share([task.piece.size for task in tasks], job or Job())]
     left = [task for task in mine if (task.folder, task.piece.number) in absent]
     told(f"data: {len(left)} of {len(mine)} pieces of this job, {len(tasks)} in all, are to be tokenised")
-    for done, _ in enumerate(_built(config.data, left, workers or len(os.sched_getaffinity(0))), start=1):
+    for done, _ in enumerate(_built(config.data, left, workers or _cores()), start=1):
         told(f"data: {done} of {len(left)} pieces are done")
     for place in places:
         _finish(place, token_type(tokenizer.vocabulary_size), told)
+
+
+def _cores() -> int:
+    """Those that this process may use; some systems know only those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _kept(config: Config, tokenizer: Tokenizer) -> list[Place]:
