@@ -46,6 +46,15 @@ def _tell(config: Any, result: Any) -> None:
     print(f"{result.directory}: {result.steps} steps · {loss} · {speed} · {memory}{goodput}")
 
 
+def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | None, workers: int | None) -> int:
+    """build the cache of tokens that fit reads, over all cores and several hosts or jobs; or go on with it"""
+    config = load(path, overrides)
+    from train.data.tokenize import job_of, named_job, tokenize
+
+    tokenize(config, print, job_of() if job is None and jobs is None else named_job(job, jobs), workers)
+    return 0
+
+
 def compare(path: str, overrides: Sequence[str]) -> int:
     """train and evaluate several schemes over one config, or measure a released model under many extensions"""
     config = load(path, overrides)
@@ -160,6 +169,7 @@ def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep:
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "fit": fit,
+    "tokenize": tokenize,
     "compare": compare,
     "evaluate": evaluate,
     "generate": generate,
@@ -228,6 +238,15 @@ _ARGUMENTS = {
         "--iterations": {"type": int, "default": 40, "help": "generations (40)"},
         "--seed": {"type": int, "default": 0, "help": "of the search (0)"},
     },
+    "tokenize": {
+        "--job": {
+            "type": int,
+            "metavar": "N",
+            "help": "which of the jobs this is, from 0 on (as the environment tells)",
+        },
+        "--jobs": {"type": int, "metavar": "N", "help": "how many jobs share the files (as the environment tells)"},
+        "--workers": {"type": int, "metavar": "N", "help": "processes of this job (one for each core)"},
+    },
 }
 """What a command takes beside a config and overrides."""
 
@@ -254,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-_RESUMABLE = ("fit", "compare")
+_RESUMABLE = ("fit", "tokenize", "compare")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,8 +1,8 @@
 """From text to batches: documents, tokens, packed rows, and a deterministic, resumable stream of batches."""
 
 from train.data.cache import TOKENS
-from train.data.packing import Batch, PackedRows, pack
-from train.data.pipeline import batches, held_out_documents, training_rows
+from train.data.packing import Batch, PackedRows, pack, pack_sample
+from train.data.pipeline import batches, held_out_documents, held_out_sample, training_rows
 from train.data.sources import Document, documents
 from train.data.tokenizer import (
     BOS,
@@ -34,7 +34,9 @@ __all__ = [
     "encode",
     "ends_of_text",
     "held_out_documents",
+    "held_out_sample",
     "load_tokenizer",
     "pack",
+    "pack_sample",
     "training_rows",
 ]

@@ -5,17 +5,18 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from train.config import Config
-from train.data.corpus import Corpus, build_corpus, open_corpus
+from train.data.building import build_piece, finish, missing, pieces_of
+from train.data.corpus import INDEX, Corpus, open_corpus
 from train.data.sources import SourceFile, Told, list_files, report_corrupt, untold
 from train.data.storage import Folder, LocalFolder, MemoryFolder, folder_at, is_url
-from train.data.tokenizer import Tokenizer
+from train.data.tokenizer import Tokenizer, token_type
 
-_FORMAT = 1  # of the shards
+_FORMAT = 2  # of the folders
 _SMALL_BYTES = 2**26  # of files whose bytes are read anew at each start instead of being kept
 TOKENS = "tokens"  # the folder of caches in ``config.output``
 _POLL_SECONDS = 2.0
@@ -31,33 +32,64 @@ def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpu
 
     A cache behind a URL is one for all hosts: process 0 lists and builds, and the others, which need not see the
     files, wait until it is whole. A cache on disk is each host's own: whichever of its processes comes first builds,
-    under a lock that ends with the process.
+    under a lock that ends with the process. `tokenize` builds faster, and beforehand.
 
     Raises FileNotFoundError and ValueError for text that is missing or unreadable.
     """
-    cache = config.data.cache or f"{config.output}/{TOKENS}"
-    shared = is_url(cache) and jax.process_count() > 1
+    import jax
+
+    shared = is_url(cache_of(config)) and jax.process_count() > 1
     if shared and jax.process_index():
         keys = _from_first(["" for _ in config.data.parts])
-        corpora = [_wait(folder_at(_join(cache, key))) for key in keys]
+        corpora = [_wait(folder_at(_join(cache_of(config), key))) for key in keys]
     else:
-        listed = list_files(config.data)
-        keys = [_key(files, part.text_key, tokenizer) for files, part in zip(listed, config.data.parts, strict=True)]
-        keys = _from_first(keys) if shared else keys
-        forgotten = not config.data.cache and not shared and _is_small(listed, tokenizer)
-        folders = [MemoryFolder() if forgotten else folder_at(_join(cache, key)) for key in keys]
+        places = places_of(config, tokenizer)
+        if shared:
+            _from_first([place.key for place in places])
+        forgotten = is_forgotten(config, places, tokenizer) and not shared
         corpora = [
-            _open_or_build(folder, files, part.text_key, tokenizer, told)
-            for folder, files, part in zip(folders, listed, config.data.parts, strict=True)
+            _open_or_build(place, MemoryFolder() if forgotten else place.folder(), tokenizer, told) for place in places
         ]
     for corpus in corpora:
         report_corrupt(corpus.corrupt, corpus.files, told)
     return corpora
 
 
-def _is_small(listed: list[list[SourceFile]], tokenizer: Tokenizer) -> bool:
-    size = sum(file.size for files in listed for file in files)
-    return tokenizer.identity == "bytes" and size <= _SMALL_BYTES
+class Place(NamedTuple):
+    """A part of the mixture, and the folder of its tokens: `key` in `cache`."""
+
+    files: Sequence[SourceFile]
+    text_key: str
+    cache: str
+    key: str
+
+    @property
+    def path(self) -> str:
+        """The folder's path or URL."""
+        return _join(self.cache, self.key)
+
+    def folder(self) -> Folder:
+        """The folder, which is made if it is on disk."""
+        return folder_at(self.path)
+
+
+def cache_of(config: Config) -> str:
+    """The folder or URL of all caches of a config."""
+    return config.data.cache or f"{config.output}/{TOKENS}"
+
+
+def places_of(config: Config, tokenizer: Tokenizer) -> list[Place]:
+    """Where the tokens of every part of the mixture lie, or will lie; the files are listed for that."""
+    return [
+        Place(files, part.text_key, cache_of(config), _key(files, part.text_key, tokenizer))
+        for files, part in zip(list_files(config.data), config.data.parts, strict=True)
+    ]
+
+
+def is_forgotten(config: Config, places: Sequence[Place], tokenizer: Tokenizer) -> bool:
+    """Whether one process alone would rather read the bytes anew than keep them."""
+    size = sum(file.size for place in places for file in place.files)
+    return not config.data.cache and tokenizer.identity == "bytes" and size <= _SMALL_BYTES
 
 
 def _join(cache: str, key: str) -> str:
@@ -83,18 +115,25 @@ def _wait(folder: Folder) -> Corpus:
     return corpus
 
 
-def _open_or_build(
-    folder: Folder, files: Sequence[SourceFile], text_key: str, tokenizer: Tokenizer, told: Told
-) -> Corpus:
+def _open_or_build(place: Place, folder: Folder, tokenizer: Tokenizer, told: Told) -> Corpus:
     corpus = open_corpus(folder)
     if corpus is not None:
         return corpus
     with _lock(folder):
-        if folder.read("index.npz") is None:  # nobody built it while this process waited for the lock
+        if folder.read(INDEX) is None:  # nobody built it while this process waited for the lock
             told = untold if isinstance(folder, MemoryFolder) else told
-            told(f"data: tokenising {len(files)} files into {folder}, once")
-            build_corpus(files, text_key, tokenizer, folder, told)
+            _build(place, folder, tokenizer, told)
         return open_corpus(folder)
+
+
+def _build(place: Place, folder: Folder, tokenizer: Tokenizer, told: Told) -> None:
+    pieces = pieces_of(place.files)
+    left = missing(folder, pieces)
+    if left:
+        told(f"data: tokenising {sum(len(piece.files) for piece in left)} files into {folder}, once")
+    for piece in left:
+        build_piece(piece, place.text_key, tokenizer, folder, told)
+    finish(folder, place.files, token_type(tokenizer.vocabulary_size))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Documents packed into rows of one length, concatenated or best-fit, and any rows of them by number."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -9,8 +9,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt
 
-from train.data.corpus import Corpus, collect
+from train.data.corpus import Corpus, Sample, collect
+from train.data.index import Documents, Index, ranges
+from train.data.storage import Scratch
 from train.data.tokenizer import PADDING
+
+GROUP_PIECES = 2**21
+"""Pieces that are packed together by best fit: what does not fit into memory is packed in groups of about so many."""
 
 
 class Batch(NamedTuple):
@@ -54,30 +59,31 @@ class Concatenated:
     every token but the first of each document is predicted exactly once. There are ceil((tokens - 1) / length) rows.
     """
 
-    starts: Int64[np.ndarray, "documents"]
-    sizes: Int64[np.ndarray, "documents"]
+    index: Index
     length: int
 
-    @cached_property
-    def _ends(self) -> Int64[np.ndarray, "documents"]:
-        """Where in the stream each document ends."""
-        return np.cumsum(self.sizes)
-
     def __len__(self) -> int:
-        return -(-(int(self._ends[-1]) - 1) // self.length)
+        return -(-(self.index.tokens - 1) // self.length)
 
     def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
         """The pieces of the rows of these numbers, one row after the other, and how many each row has."""
         first = numbers * self.length
-        stop = np.minimum(first + self.length, self._ends[-1])
-        documents = np.searchsorted(self._ends, first, side="right")
-        counts = np.searchsorted(self._ends, stop - 1, side="right") + 1 - documents
+        stop = np.minimum(first + self.length, self.index.tokens)
+        starts, sizes, ends = self._around(first, stop)
+        documents = np.searchsorted(ends, first, side="right")
+        counts = np.searchsorted(ends, stop - 1, side="right") + 1 - documents
         document = ranges(documents, counts)
-        first, stop, ends = np.repeat(first, counts), np.repeat(stop, counts), self._ends[document]
-        begins = ends - self.sizes[document]
+        first, stop, ends = np.repeat(first, counts), np.repeat(stop, counts), ends[document]
+        begins = ends - sizes[document]
         inside = np.maximum(first - begins, 0)
         sizes = np.minimum(ends, stop) - begins - inside
-        return Pieces(self.starts[document] + inside, sizes, ends > stop), counts
+        return Pieces(starts[document] + inside, sizes, ends > stop), counts
+
+    def _around(self, first: Int64[np.ndarray, "rows"], stop: Int64[np.ndarray, "rows"]) -> Documents:
+        """All documents that these stretches of the stream touch, and some more."""
+        block = np.searchsorted(self.index.stream, first, side="right") - 1
+        last = np.searchsorted(self.index.stream, stop - 1, side="right") - 1
+        return self.index.load(np.unique(ranges(block, last + 1 - block)))
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class BestFit:
 
     pieces: Pieces
     first: Int64[np.ndarray, "rows+1"]
+    groups: int  # that were packed by themselves
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -94,29 +101,54 @@ class BestFit:
         """The pieces of the rows of these numbers, one row after the other, and how many each row has."""
         counts = self.first[numbers + 1] - self.first[numbers]
         inside = ranges(self.first[numbers], counts)
-        return Pieces(*(part[inside] for part in self.pieces)), counts
+        starts, sizes, more = (part[inside] for part in self.pieces)
+        return Pieces(starts, sizes.astype(np.int64), more), counts
 
 
-def ranges(firsts: Int64[np.ndarray, "n"], counts: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "total"]:
-    """``counts[i]`` whole numbers from ``firsts[i]`` on, for one i after the other."""
-    return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-
-
-def best_fit(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "documents"], length: int) -> BestFit:
+def best_fit(index: Index, length: int) -> BestFit:
     """Documents cut into pieces of at most `length` tokens; pieces, the largest first, each put into the row with the
     least room that holds it, or a new row (Ding et al. 2024, arXiv:2404.10830).
 
     A document of n tokens is cut at multiples of `length`; a last piece of one token is left out, since it predicts
     nothing and the piece before predicts it. Equal pieces keep their order, and of rows with equal room the one that
-    was filled so far last takes the piece.
+    was filled so far last takes the piece. Neighbouring documents of `GROUP_PIECES` pieces or so are packed by
+    themselves, and the rows of all groups lie in a file that is mapped, so that memory is bounded.
     """
-    pieces = _cut(starts, sizes, length)
+    columns = Scratch(np.int64), Scratch(np.int32), Scratch(np.bool_)
+    first, pieces, groups = Scratch(np.int64), 0, 0
+    first.append(np.zeros(1))
+    for group in _groups(index, length):
+        packed, counts = _pack_group(group, length)
+        for column, part in zip(columns, packed, strict=True):
+            column.append(part)
+        first.append(pieces + np.cumsum(counts))
+        pieces, groups = pieces + counts.sum(), groups + 1
+    return BestFit(Pieces(*(column.mapped() for column in columns)), first.mapped(), groups)
+
+
+def _groups(index: Index, length: int) -> Iterator[Pieces]:
+    """The pieces of all documents, in order, in groups."""
+    cut: list[Pieces] = []
+    for run in index.runs():
+        cut.append(_cut(run.starts, run.sizes, length))
+        if sum(len(each.sizes) for each in cut) >= GROUP_PIECES:
+            yield _joined(cut)
+            cut = []
+    if cut:
+        yield _joined(cut)
+
+
+def _joined(cut: Sequence[Pieces]) -> Pieces:
+    return Pieces(*map(np.concatenate, zip(*cut, strict=True)))
+
+
+def _pack_group(pieces: Pieces, length: int) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
+    """The pieces row by row, and how many each row has."""
     order = np.argsort(-pieces.sizes, kind="stable")
     row = np.empty(len(order), np.int64)
     row[order] = _rows_by_best_fit(pieces.sizes[order], length)
     by_row = order[np.argsort(row[order], kind="stable")]
-    counts = np.bincount(row)
-    return BestFit(Pieces(*(part[by_row] for part in pieces)), np.concatenate([[0], np.cumsum(counts)]))
+    return Pieces(*(part[by_row] for part in pieces)), np.bincount(row)
 
 
 def _cut(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "documents"], length: int) -> Pieces:
@@ -181,14 +213,20 @@ class _Rooms:
 class Part:
     """The rows of one part of a mixture, and its share of the training tokens beside the other parts'."""
 
-    corpus: Corpus
+    corpus: Corpus | Sample
     packing: Packing
     weight: float
 
     @property
     def tokens_per_row(self) -> float:
         """Tokens in a row, on average; padding is none."""
-        return int(self.corpus.sizes.sum()) / len(self.packing)
+        return self.corpus.tokens / len(self.packing)
+
+    @property
+    def digest(self) -> str:
+        """That of the corpus; and in how many groups it is packed, if in several, for that decides the rows too."""
+        groups = getattr(self.packing, "groups", 1)
+        return self.corpus.digest + (f"/{groups}" if groups > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -211,7 +249,7 @@ class PackedRows:
     @property
     def tokens(self) -> int:
         """Tokens of the training documents, each counted once."""
-        return sum(int(part.corpus.sizes.sum()) for part in self.parts)
+        return sum(part.corpus.tokens for part in self.parts)
 
     def batch(self, rows: Int[np.ndarray, "rows"]) -> Batch:
         """The named rows. Beyond the arrays returned it takes memory for the tokens of the rows alone."""
@@ -233,8 +271,8 @@ class PackedRows:
     def digest(self) -> str:
         """A short hash of all tokens, document borders and weights, by which a resumed run knows its corpus again."""
         if len(self.parts) == 1:
-            return self.parts[0].corpus.digest
-        return "-".join(f"{part.corpus.digest}:{part.weight:g}" for part in self.parts)
+            return self.parts[0].digest
+        return "-".join(f"{part.digest}:{part.weight:g}" for part in self.parts)
 
 
 def _fill(batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
@@ -254,7 +292,7 @@ def _fill(batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, col
 
 
 def pack_corpora(
-    corpora: Sequence[Corpus], weights: Sequence[float], length: int, packing: str, padding: int
+    corpora: Sequence[Corpus | Sample], weights: Sequence[float], length: int, packing: str, padding: int
 ) -> PackedRows:
     """Rows of `length` of encoded documents, in their order.
 
@@ -262,7 +300,7 @@ def pack_corpora(
     """
     parts = []
     for corpus, weight in zip(corpora, weights, strict=True):
-        total = int(corpus.sizes.sum())
+        total = corpus.tokens
         if total <= length:
             raise ValueError(
                 f"data: {'the corpus' if len(corpora) == 1 else f'part {len(parts)} of the mixture'} has {total} "
@@ -270,8 +308,16 @@ def pack_corpora(
                 "shorter rows"
             )
         make = best_fit if packing == "best-fit" else Concatenated
-        parts.append(Part(corpus, make(corpus.starts, corpus.sizes, length), weight))
+        parts.append(Part(corpus, make(corpus.index, length), weight))
     return PackedRows(tuple(parts), length, padding)
+
+
+def pack_sample(sample: Sample, length: int) -> PackedRows:
+    """Rows of `length` of a few documents as one stream, each read when it is asked for.
+
+    Raises ValueError when they do not fill one row.
+    """
+    return pack_corpora([sample], [1.0], length, "concatenate", PADDING)
 
 
 def pack(documents: Sequence[UInt[np.ndarray, "_"]], length: int, packing: str = "concatenate") -> PackedRows:

@@ -2,17 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
 from jaxtyping import Int64
 
 from train.config import Config
 from train.data.cache import open_corpora
+from train.data.corpus import Corpus, Sample, sample
+from train.data.held_out import HeldOut, check_held_out, hold_out
 from train.data.packing import Batch, PackedRows, pack_corpora
-from train.data.sources import Told, check_held_out, held_out, untold
+from train.data.sources import Told, untold
 from train.data.storage import RemoteFolder
 from train.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    import grain  # brings jax: 150 MB that no worker of `tokenize` needs
 
 _MANY_ROWS = 2**48
 _CYCLE = 2**14
@@ -28,22 +33,29 @@ def training_rows(config: Config, told: Told = untold) -> PackedRows:
     """
     tokenizer = load_tokenizer(config.data)
     corpora = open_corpora(config, tokenizer, told)
-    masks = held_out([corpus.hashes for corpus in corpora], config.data.held_out)
-    trained = [corpus.select(~mask) for corpus, mask in zip(corpora, masks, strict=True)]
+    trained = [corpus.select(out.trained) for corpus, out in zip(corpora, _held_out(config, corpora), strict=True)]
     weights = [part.weight for part in config.data.parts]
     return pack_corpora(trained, weights, config.train.length, config.data.packing, tokenizer.padding)
 
 
-def held_out_documents(config: Config, told: Told = untold) -> list[np.ndarray]:
-    """The held-out documents as tokens, by part of the mixture, file and place in it.
+def held_out_sample(config: Config, told: Told = untold) -> Sample:
+    """The held-out documents, by part of the mixture, file and place in it; none is read before it is asked for.
 
     Errors, and who has to call it, are as for `training_rows`.
     """
     check_held_out(config.data.held_out)
     corpora = open_corpora(config, load_tokenizer(config.data), told)
-    masks = held_out([corpus.hashes for corpus in corpora], config.data.held_out)
-    found = [corpus.select(mask).documents() for corpus, mask in zip(corpora, masks, strict=True)]
-    return [document for part in found for document in part]
+    return sample(corpora, [out.out for out in _held_out(config, corpora)])
+
+
+def held_out_documents(config: Config, told: Told = untold) -> list[np.ndarray]:
+    """The tokens of every document of `held_out_sample`."""
+    return held_out_sample(config, told).documents()
+
+
+def _held_out(config: Config, corpora: Sequence[Corpus]) -> list[HeldOut]:
+    columns = [corpus.index.columns() for corpus in corpora]
+    return hold_out(columns, config.data.held_out, config.data.held_out_tokens)
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ def mix(shares: Sequence[float]) -> Mixture:
     return Mixture(owners[order], ranks[order], counts)
 
 
-def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(None)) -> grain.DatasetIterator[Batch]:
+def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(None)) -> "grain.DatasetIterator[Batch]":
     """An endless iterator over batches of `batch_rows` rows, of which this process gets the rows `part`.
 
     Batch number n holds the same rows in the same order on every process, whatever their number. The rows of each part
@@ -90,6 +102,8 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
     ``get_state()`` and ``set_state(state)`` save and restore the place in the stream: the number of the next batch, so
     that nothing is read again.
     """
+    import grain
+
     mixture = mix([owner.weight / owner.tokens_per_row for owner in rows.parts])
     orders = [_order(len(owner.packing), seed + index * _MANY_PASSES) for index, owner in enumerate(rows.parts)]
     starts = rows.starts.tolist()
@@ -109,7 +123,9 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
     return iter(grain.MapDataset.range(_MANY_ROWS // batch_rows).map(read).to_iter_dataset(ahead))
 
 
-def _order(rows: int, seed: int) -> grain.MapDataset:
+def _order(rows: int, seed: int) -> "grain.MapDataset":
     """Rows in the order of pass after pass; Grain shuffles pass n by the seed plus n."""
+    import grain
+
     # Endless in name: Grain's own endless repetition has a length that no batch of one row can count.
     return grain.MapDataset.range(rows).seed(seed % 2**32).shuffle().repeat(_MANY_ROWS // rows + 1)

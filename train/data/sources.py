@@ -9,13 +9,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, UInt64
 
 from train.config import DataConfig
+from train.data.held_out import check_held_out, hold_out
 from train.data.readers import CorruptFile, is_readable, known_formats, texts
 from train.data.storage import find, is_url, open_url
 
-_HASH_RANGE = 2**48
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 Told = Callable[[str], Any]
@@ -46,7 +45,7 @@ def documents(config: DataConfig, split: Literal["train", "held_out"], told: Tol
     """The documents of one split, by part of the mixture, file and place in it; empty ones are left out.
 
     They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files are told of and
-    left out. Which documents are held out, `held_out` says.
+    left out. Which documents are held out, `hold_out` says, without ``data.held_out_tokens``, since these are texts.
 
     Raises FileNotFoundError for a path that names nothing, and ValueError where no text can be read.
     """
@@ -54,7 +53,10 @@ def documents(config: DataConfig, split: Literal["train", "held_out"], told: Tol
         _readable(files, part.text_key, told) for files, part in zip(list_files(config), config.parts, strict=True)
     ]
     hashes = [np.array([name_hash(document.name) for document in part], np.uint64) for part in parts]
-    masks = held_out(hashes, config.held_out)
+    masks = [
+        held.out(np.arange(len(part)), part)
+        for held, part in zip(hold_out([[(part, part)] for part in hashes], config.held_out), hashes, strict=True)
+    ]
     if split == "held_out":
         check_held_out(config.held_out)
     return [
@@ -103,36 +105,6 @@ def no_text(files: Sequence[SourceFile]) -> ValueError:
     """The error for files that hold no text at all."""
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
     return ValueError(f"data: no text in {files[0].path}{more}; every document is empty")
-
-
-def held_out(hashes: Sequence[UInt64[np.ndarray, "_"]], share: float) -> list[Bool[np.ndarray, "_"]]:
-    """Which documents are held out, for each part of a mixture.
-
-    A document is held out when the hash of its name, read as a number in [0, 1), is below `share`. Of every part at
-    least one document is trained on, that of the highest hash; and at least one of all is held out, that of the lowest
-    among the parts with several, unless the share is 0, which holds out none.
-
-    Raises ValueError when there is no such document.
-    """
-    masks = [part < share * _HASH_RANGE for part in hashes]
-    for part, mask in zip(hashes, masks, strict=True):
-        mask[np.argmax(part)] = False
-    if share and not any(mask.any() for mask in masks):
-        several = [index for index, part in enumerate(hashes) if len(part) > 1]
-        if not several:
-            raise ValueError(
-                "data: the text is a single document, so none can be held out; split it into several files, or set "
-                "data.held_out=0 to train without evaluation"
-            )
-        lowest = min(several, key=lambda index: hashes[index].min())
-        masks[lowest][np.argmin(hashes[lowest])] = True
-    return masks
-
-
-def check_held_out(share: float) -> None:
-    """Raises ValueError unless documents are held out to evaluate on."""
-    if not share:
-        raise ValueError("data.held_out is 0, so there are no held-out documents to evaluate on; 0.05 would work")
 
 
 def name_hash(name: str) -> int:

@@ -2,11 +2,14 @@
 
 import glob
 import os
-from collections.abc import Sequence
+import tempfile
+import uuid
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import fsspec
 import numpy as np
@@ -54,14 +57,27 @@ class Span(NamedTuple):
     stop: int
 
 
+_PART = ".part"
+_copies: WeakValueDictionary[tuple[str, str], np.ndarray] = WeakValueDictionary()
+
+
 class Folder(Protocol):
     """Named files, each written whole or not at all."""
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file."""
 
+    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+        """Writes a file that need not fit into memory."""
+
     def read(self, name: str) -> bytes | None:
         """The content of a file; None when there is none."""
+
+    def map(self, name: str, kind: np.dtype) -> np.ndarray:
+        """The numbers in a file that is there and not empty, in memory only where they are looked at."""
+
+    def sweep(self) -> None:
+        """Removes what killed writers left; whatever is still to be written must be there already."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
@@ -80,9 +96,20 @@ class MemoryFolder:
         """Keeps the content under its name."""
         self._files[name] = content
 
+    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+        """Keeps what the chunks make up."""
+        self.write(name, b"".join(chunks))
+
     def read(self, name: str) -> bytes | None:
         """The content, or None."""
         return self._files.get(name)
+
+    def map(self, name: str, kind: np.dtype) -> np.ndarray:
+        """The numbers in a file."""
+        return np.frombuffer(self._files[name], kind)
+
+    def sweep(self) -> None:
+        """Nothing is left in memory."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
@@ -105,22 +132,44 @@ class LocalFolder:
         return str(self.path)
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes beside the file, to disk, and then puts it in its place: whole or not at all."""
-        part = self.path / f".{name}.part"
+        """Writes a file as `write_chunks` does."""
+        self.write_chunks(name, [content])
+
+    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+        """Writes beside the file, to disk, and then puts it in its place: whole or not at all.
+
+        Under a name of its own, since another host may write the same file; renaming is one step on network disks too.
+        """
+        part = self.path / f".{name}.{uuid.uuid4().hex}{_PART}"
         with part.open("wb") as file:
-            file.write(content)
+            for chunk in chunks:
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, self.path / name)
+        try:
+            os.replace(part, self.path / name)
+        except FileNotFoundError:
+            if not (self.path / name).exists():  # else it was there before, and what this wrote was swept away
+                raise
+
+    def sweep(self) -> None:
+        """Removes what writers left that were killed."""
+        for part in self.path.glob(f".*{_PART}"):
+            part.unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes | None:
         """The content, or None."""
         path = self.path / name
         return path.read_bytes() if path.exists() else None
 
+    def map(self, name: str, kind: np.dtype) -> np.ndarray:
+        """The numbers in a file, mapped."""
+        return np.memmap(self.path / name, kind, "r")
+
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
-        return {entry.name: entry.stat().st_size for entry in os.scandir(self.path)}
+        # What another process is writing may be gone before it is asked for.
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self.path) if entry.name[-5:] != _PART}
 
     def spans(self, wanted: Sequence[Span]) -> list[np.ndarray]:
         """Views of the files, each mapped into memory once."""
@@ -147,12 +196,34 @@ class RemoteFolder:
         self._system.makedirs(self._path, exist_ok=True)
         self._system.pipe_file(f"{self._path}/{name}", content)
 
+    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+        """Puts a file together on this machine's disk and sends it; nothing is sent when a chunk fails."""
+        self._system.makedirs(self._path, exist_ok=True)
+        with tempfile.NamedTemporaryFile() as local:
+            for chunk in chunks:
+                local.write(chunk)
+            local.flush()
+            self._system.put_file(local.name, f"{self._path}/{name}")
+
     def read(self, name: str) -> bytes | None:
         """The content, or None."""
         try:
             return self._system.cat_file(f"{self._path}/{name}")
         except FileNotFoundError:
             return None
+
+    def map(self, name: str, kind: np.dtype) -> np.ndarray:
+        """The numbers in a file: a copy on this machine's disk, mapped; one for all that look at it."""
+        path = f"{self._path}/{name}"
+        found = _copies.get((self.url, name))
+        if found is None:
+            with tempfile.NamedTemporaryFile() as local:
+                self._system.get_file(path, local.name)
+                found = _copies[self.url, name] = np.memmap(local.name, kind, "r")  # and its name may go
+        return found
+
+    def sweep(self) -> None:
+        """Object stores show nothing that is not whole."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file, as the store lists them now."""
@@ -190,3 +261,24 @@ def _runs(wanted: Sequence[Span]) -> list[tuple[Span, list[int]]]:
 def folder_at(path: str) -> Folder:
     """The folder at a path or URL."""
     return RemoteFolder(path) if is_url(path) else LocalFolder(path.removeprefix("file://").removeprefix("local://"))
+
+
+class Scratch:
+    """An array that grows in an unnamed file of the temporary folder (``TMPDIR``), for what memory should not hold."""
+
+    def __init__(self, kind: type):
+        self._kind, self._file = np.dtype(kind), tempfile.TemporaryFile()  # noqa: SIM115
+
+    def append(self, values: np.ndarray) -> None:
+        """Adds values at the end."""
+        self._file.write(np.ascontiguousarray(values, self._kind).data)
+
+    def mapped(self) -> np.ndarray:
+        """All of them, mapped; there is at least one. Nothing can be added any more, and the file ends with the map."""
+        with self._file as file:
+            file.flush()
+            return np.memmap(file, self._kind, "r").view(np.ndarray)
+
+    def close(self) -> None:
+        """Gives up what was not mapped."""
+        self._file.close()

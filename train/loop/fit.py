@@ -27,7 +27,7 @@ from train.checkpoint import (
 )
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
-from train.data import Batch, batches, held_out_documents, pack, training_rows
+from train.data import Batch, batches, held_out_sample, pack_sample, training_rows
 from train.loop.optimizer import kept_moments
 from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program
@@ -176,14 +176,13 @@ def _held_out(config: Config) -> Any:
     """The rows that are measured while a stage trains, if any are; ValueError for too little held-out text."""
     if not config.monitor.evaluate_every:
         return None
-    documents, length = held_out_documents(config), config.train.length
-    found = sum(map(len, documents))
-    if found <= length:
+    sample, length = held_out_sample(config), config.train.length
+    if sample.tokens <= length:
         raise ValueError(
-            f"monitor.evaluate_every: the held-out text has {found} tokens, too few for a row of {length} "
+            f"monitor.evaluate_every: the held-out text has {sample.tokens} tokens, too few for a row of {length} "
             "(train.length); raise data.held_out, or set monitor.evaluate_every=0"
         )
-    return pack(documents, length)
+    return pack_sample(sample, length)
 
 
 def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:

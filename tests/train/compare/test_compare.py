@@ -230,7 +230,7 @@ def test_text_is_encoded_once_for_all_members_and_the_comparison_resumes(values,
     directory = compare(parse(values), silent())
     assert len(os.listdir(directory / TOKENS)) == 1
     assert os.listdir(directory.parent) == [directory.name]
-    monkeypatch.setattr(cache, "build_corpus", None)
+    monkeypatch.setattr(cache, "build_piece", None)
     for member in members(parse(values)):
         held_out_documents(member)
     values["compare"]["schemes"].append("cope")

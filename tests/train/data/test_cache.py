@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from train.config import differences, parse
-from train.data import batches, cache, corpus, held_out_documents, load_tokenizer, readers, training_rows
+from train.data import batches, building, cache, held_out_documents, load_tokenizer, readers, training_rows
 from train.data.storage import LocalFolder, MemoryFolder, RemoteFolder, Span
 from train.data.tokenizer import ByteTokenizer
 
@@ -33,8 +33,8 @@ def texts(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    monkeypatch.setattr(corpus, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(corpus, "_GROUP_BYTES", 64)
+    monkeypatch.setattr(building, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(building, "_GROUP_BYTES", 64)
     monkeypatch.setattr(cache, "_POLL_SECONDS", 0.01)
 
 
@@ -79,21 +79,24 @@ def test_the_place_of_a_cache_decides_nothing_else(texts, tmp_path):
 def stop_at(monkeypatch, kind, count):
     """Ends the build when it is about to write file number `count`."""
     written = []
-    plain = kind.write
+    plain = kind.write_chunks
 
-    def write(self, name, content):
+    def write(self, name, chunks):
         if len(written) == count:
             raise Killed
         written.append(name)
-        plain(self, name, content)
+        plain(self, name, chunks)
 
-    monkeypatch.setattr(kind, "write", write)
+    monkeypatch.setattr(kind, "write_chunks", write)
     return written
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("pieces", ["one", "many"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 6, 9])
-def test_a_killed_build_goes_on_where_it_stopped(texts, tmp_path, monkeypatch, encoded, count, damaged):
+def test_a_killed_build_goes_on_where_it_stopped(texts, tmp_path, monkeypatch, encoded, count, pieces, damaged):
+    if pieces == "many":
+        monkeypatch.setattr(building, "PIECE_BYTES", 70)
     if damaged:  # one found at once, and one after most of its lines are in shards
         (texts / "00.jsonl").write_text('{"text": "first"}\n{')
         (texts / "lines.jsonl").write_text('{"text": "twenty letters or so"}\n' * 41 + "{")
@@ -107,9 +110,10 @@ def test_a_killed_build_goes_on_where_it_stopped(texts, tmp_path, monkeypatch, e
             training_rows(killed)
     assert len(written) == count
     before = len(encoded)
+    left = sum(len(np.load(path)["sizes"]) for path in (tmp_path / "killed").glob("*/shard-*.npz"))
+    assert count < 3 or left
     chex.assert_trees_all_equal(everything(killed), whole)
-    left = [len(np.load(path)["sizes"]) for path in sorted((tmp_path / "killed").glob("*/shard-*.npz"))]
-    assert len(encoded) - before == all_encoded - sum(left[: count // 2])
+    assert len(encoded) - before == all_encoded - left
     (first,), (second,) = ((tmp_path / name).glob("*") for name in ("whole", "killed"))
     assert {path.name: path.read_bytes() for path in first.iterdir()} == {
         path.name: path.read_bytes() for path in second.iterdir()
@@ -122,7 +126,7 @@ def test_a_shard_that_was_cut_off_is_written_again(texts, tmp_path, monkeypatch)
         stop_at(patched, LocalFolder, 6)
         with pytest.raises(Killed):
             training_rows(killed)
-    (shard,) = (tmp_path / "kept").glob("*/shard-000001.tokens")
+    (shard,) = (tmp_path / "kept").glob("*/shard-000000-000001.tokens")
     shard.write_bytes(shard.read_bytes()[:-4])
     chex.assert_trees_all_equal(everything(killed), everything(config_of(texts)))
 
@@ -130,9 +134,29 @@ def test_a_shard_that_was_cut_off_is_written_again(texts, tmp_path, monkeypatch)
 def test_a_damaged_cache_is_named(texts, tmp_path):
     config = config_of(texts, tmp_path / "kept")
     training_rows(config)
-    (shard,) = (tmp_path / "kept").glob("*/shard-000001.tokens")
+    (shard,) = (tmp_path / "kept").glob("*/shard-000000-000001.tokens")
     shard.write_bytes(shard.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"data.cache: .*/shard-000001.tokens is damaged; delete .*/kept/\w+ to build"):
+    with pytest.raises(ValueError, match=r"data.cache: .*/shard-000000-000001.tokens is damaged; delete .*/kept/\w+ "):
+        training_rows(config)
+
+
+@pytest.mark.parametrize("name", ["documents.sizes", "documents.hashes"])
+def test_a_damaged_index_is_named(texts, tmp_path, name):
+    config = config_of(texts, tmp_path / "kept")
+    training_rows(config)
+    (file,) = (tmp_path / "kept").glob(f"*/{name}")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=rf"data.cache: .*/{name} is damaged"):
+        training_rows(config)
+
+
+def test_a_shard_that_vanished_before_there_is_an_index_is_named(texts, tmp_path):
+    config = config_of(texts, tmp_path / "kept")
+    training_rows(config)
+    for name in ("index.npz", "shard-000000-000001.npz"):
+        (file,) = (tmp_path / "kept").glob(f"*/{name}")
+        file.unlink()
+    with pytest.raises(ValueError, match=r"data.cache: .*/shard-000000-000001.npz is damaged"):
         training_rows(config)
 
 
@@ -144,9 +168,9 @@ def test_damaged_files_are_told_of_at_every_start(texts, tmp_path):
     training_rows(config, second.append)
     assert first[0].startswith(f"data: tokenising 7 files into {tmp_path}/kept/")
     shards = len(list((tmp_path / "kept").glob("*/shard-*.tokens")))
-    assert first[1] == "data: 1 shards, in file 4 of 7"
-    assert sum(" shards, in file " in line for line in first) in (shards, shards - 1)  # the last one is not full
-    assert [line for line in first[1:] if " shards, in file " not in line] == second
+    assert first[1] == f"data: 1 shards of piece 0, in {texts}/3.txt"
+    assert sum(" shards of piece 0, in " in line for line in first) in (shards, shards - 1)  # the last one is not full
+    assert [line for line in first[1:] if " shards of piece 0, in " not in line] == second
     assert second[0].startswith(f"data: 1 of 7 files are damaged and left out: {texts}/lines.jsonl (line 26: not valid")
     kept = training_rows(config).tokens + sum(map(len, held_out_documents(config)))
     assert kept == sum(32 + number for number in range(6))  # the lines before the damage are left out too
@@ -175,7 +199,7 @@ def test_only_what_changed_is_built_anew(texts, tmp_path, encoded):
 def test_a_corpus_need_not_fit_into_memory(tmp_path, monkeypatch):
     lines = [json.dumps({"text": chr(97 + number) * 100_000}) + "\n" for number in range(25)]
     (tmp_path / "large.jsonl").write_text("".join(lines))
-    monkeypatch.setattr(corpus, "SHARD_TOKENS", 2**17)
+    monkeypatch.setattr(building, "SHARD_TOKENS", 2**17)
     monkeypatch.setattr(readers, "_CHUNK_BYTES", 2**15)
     config = config_of(tmp_path, tmp_path / "kept", paths=[f"{tmp_path}/large.jsonl"])
     tracemalloc.start()

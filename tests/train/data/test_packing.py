@@ -1,5 +1,6 @@
 """Packing against plain loops: every token predicted once, best-fit as it is defined, mixtures by weight."""
 
+import dataclasses
 import itertools
 import tracemalloc
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import chex
 import numpy as np
 import pytest
 
-from train.data import PADDING, batches, encode, pack
+from train.data import PADDING, batches, encode, index, pack
 from train.data.corpus import collect
 from train.data.packing import pack_corpora
 from train.data.pipeline import mix
@@ -217,3 +218,63 @@ def test_parts_that_cannot_be_mixed():
     corpora = [part_of(300, 4, 16), part_of(301, 1, 8)]
     with pytest.raises(ValueError, match=r"part 1 of the mixture has 8 tokens, too few for one row of train.length=8"):
         pack_corpora(corpora, [1.0, 1.0], 8, "best-fit", PADDING)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of three documents, looked through two at a time."""
+    monkeypatch.setattr(index, "BLOCK", 3)
+    monkeypatch.setattr(index, "_RUN", 2)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+@pytest.mark.parametrize("length", [2, 16, 300])
+def test_blocks_of_the_index_decide_nothing(request, packing, length):
+    whole = pack(documents_of(SIZES["many"]), length, packing)
+    expected, digest = everything(whole), whole.digest()
+    request.getfixturevalue("small_blocks")
+    blocks = pack(documents_of(SIZES["many"]), length, packing)
+    chex.assert_trees_all_equal(everything(blocks), expected)
+    some = np.random.default_rng(0).permutation(len(blocks))[:9]
+    chex.assert_trees_all_equal(blocks.batch(some), type(expected)(*(part[some] for part in expected)))
+    assert blocks.digest() == digest
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_chosen_documents_are_packed_as_if_there_were_no_others(small_blocks, packing):
+    def chosen(numbers, hashes):
+        return (hashes % 3 != 0) & (numbers % 7 != 0) & (hashes != index.GONE)
+
+    documents = documents_of(SIZES["many"])
+    hashes = np.random.default_rng(2).integers(0, 2**48, len(documents)).astype(np.uint64)
+    hashes[100:150] = index.GONE  # whole blocks of documents of a damaged file
+    corpus = collect(documents)
+    corpus = dataclasses.replace(corpus, index=index.Index(corpus.index.sizes, hashes))
+    mask = chosen(np.arange(len(documents)), hashes)
+    alone = pack([document for document, there in zip(documents, mask, strict=True) if there], 16, packing)
+    found = pack_corpora([corpus.select(chosen)], [1.0], 16, packing, PADDING)
+    assert (len(found), found.tokens) == (len(alone), alone.tokens)
+    chex.assert_trees_all_equal(everything(found), everything(alone))
+
+
+def test_large_corpora_are_packed_in_groups(small_blocks, monkeypatch):
+    sizes, length = SIZES["many"], 16
+    together = pack(documents_of(sizes), length, "best-fit")
+    monkeypatch.setattr("train.data.packing.GROUP_PIECES", 100)
+    rows = pack(documents_of(sizes), length, "best-fit")
+    found = [sorted(np.bincount(row[row >= 0]).tolist()) for row in everything(rows).segment_ids]
+    groups, pieces = [[]], 0
+    for first in range(0, len(sizes), 6):
+        if pieces >= 100:
+            groups, pieces = [*groups, []], 0
+        groups[-1] += sizes[first : first + 6]
+        pieces += sum(max(1, -(-(size - 1) // length)) for size in sizes[first : first + 6])
+    assert len(groups) > 2
+    for group in groups:
+        expected = naive_best_fit(group, length)
+        assert sorted(found[: len(expected)]) == expected
+        del found[: len(expected)]
+    assert not found
+    assert pairs(everything(rows)) == pairs(everything(together))
+    assert together.digest() == pack(documents_of(sizes), length).digest()  # as it was before there were groups
+    assert rows.digest() == f"{together.digest()}/{len(groups)}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from train.config.settings.checks import check, check_fraction
+from train.config.settings.checks import check, check_fraction, check_positive
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class DataConfig:
     mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
     text_key: str = "text"  # the key or column of the text
     held_out: float = 0.05  # share of the documents kept from training, for evaluation
+    held_out_tokens: int = 2**26  # at most so many tokens of them are held out, 64 Mi, though at least one document
     tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, a .model of SentencePiece, or a GGUF file
     special_tokens: Literal["added", "own"] = (
         "added"  # ids for those of the four that a tokenizer lacks, or its own alone
@@ -38,6 +39,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_fraction("data.held_out", self.held_out)
+        check_positive("data", self, "held_out_tokens")
         if self.source == "files":
             self._check_files()
         else:

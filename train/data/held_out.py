@@ -1,0 +1,133 @@
+"""Which documents are held out of training: by their names, and no more of them than a number of tokens."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Bool, Int64, UInt64
+
+from train.data.index import GONE
+
+_HASH_RANGE = 2**48
+_NONE = -1
+_MANY = 2**20  # documents that are kept before those too many are forgotten
+
+Columns = Iterable[tuple[UInt64[np.ndarray, "n"], Int64[np.ndarray, "n"]]]
+"""The hashes and sizes of a part's documents, some at a time."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is held out of one part: documents of a hash below `below`, but never number `never`, and always `always`.
+
+    So nothing is kept for each document, however many there are.
+    """
+
+    below: int
+    never: int
+    always: int = _NONE
+
+    def out(self, numbers: Int64[np.ndarray, "n"], hashes: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
+        """Which documents are held out."""
+        return (hashes < np.uint64(self.below)) & (numbers != self.never) | (numbers == self.always)
+
+    def trained(self, numbers: Int64[np.ndarray, "n"], hashes: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
+        """Which documents are trained on: the others, but those of damaged files."""
+        return ~self.out(numbers, hashes) & (hashes != GONE)
+
+
+def hold_out(parts: Sequence[Columns], share: float, tokens: float = math.inf) -> list[HeldOut]:
+    """What is held out of each part of a mixture.
+
+    A document is held out when the hash of its name, read as a number in [0, 1), is below `share`; where those would
+    have more than `tokens` tokens, the documents of all parts with the lowest hashes, as long as they have no more. Of
+    every part at least one document is trained on, that of the highest hash; and at least one of all is held out, that
+    of the lowest among the parts with several, unless the share is 0, which holds out none.
+
+    Raises ValueError when there is no such document.
+    """
+    lowest = _Lowest(math.ceil(share * _HASH_RANGE), tokens)
+    ends = [_look_through(part, lowest) for part in parts]
+    below = lowest.settle()
+    found = [HeldOut(below, part.high) for part in ends]
+    if share and not any(part.count > 1 and part.low_hash < below for part in ends):
+        several = [index for index, part in enumerate(ends) if part.count > 1]
+        if not several:
+            raise ValueError(
+                "data: the text is a single document, so none can be held out; split it into several files, or set "
+                "data.held_out=0 to train without evaluation"
+            )
+        first = min(several, key=lambda index: ends[index].low_hash)
+        found[first] = replace(found[first], always=ends[first].low)
+    return found
+
+
+class _Lowest:
+    """The hash below which documents are held out, as far as documents were seen.
+
+    What turns out to be too many is forgotten every so often, so that memory is bounded.
+    """
+
+    def __init__(self, below: int, tokens: float):
+        self._below, self._tokens = below, tokens
+        self._seen: list[tuple[np.ndarray, np.ndarray]] = []
+        self._new = 0
+
+    def see(self, hashes: UInt64[np.ndarray, "n"], sizes: Int64[np.ndarray, "n"]) -> None:
+        """Takes documents in."""
+        mask = hashes < np.uint64(self._below)
+        if math.isfinite(self._tokens) and mask.any():
+            self._seen.append((hashes[mask], sizes[mask]))
+            self._new += len(self._seen[-1][0])
+        if self._new > _MANY:
+            self.settle()
+
+    def settle(self) -> int:
+        """The hash, from all that was seen; of equal hashes all are below it or none."""
+        if self._seen:
+            hashes, sizes = (np.concatenate(column) for column in zip(*self._seen, strict=True))
+            order = np.argsort(hashes, kind="stable")
+            hashes, sizes = hashes[order], sizes[order]
+            over = np.flatnonzero(np.cumsum(sizes) > self._tokens)[:1]
+            self._below = int(hashes[over[0]]) if over.size else self._below
+            kept = np.searchsorted(hashes, np.uint64(self._below))
+            self._seen, self._new = [(hashes[:kept], sizes[:kept])], 0
+        return self._below
+
+
+@dataclass
+class _Ends:
+    """The documents of a part with the lowest and the highest hash, and how many it has."""
+
+    count: int = 0
+    low: int = _NONE
+    low_hash: int = 2**64
+    high: int = _NONE
+    high_hash: int = -1
+
+    def see(self, numbers: Int64[np.ndarray, "n"], hashes: UInt64[np.ndarray, "n"]) -> None:
+        """Takes documents in; of equal hashes the first counts."""
+        self.count += len(hashes)
+        low, high = int(np.argmin(hashes)), int(np.argmax(hashes))
+        if hashes[low] < self.low_hash:
+            self.low, self.low_hash = int(numbers[low]), int(hashes[low])
+        if hashes[high] > self.high_hash:
+            self.high, self.high_hash = int(numbers[high]), int(hashes[high])
+
+
+def _look_through(part: Columns, lowest: _Lowest) -> _Ends:
+    ends, first = _Ends(), 0
+    for hashes, sizes in part:
+        there = np.flatnonzero(hashes != GONE)
+        if there.size:
+            ends.see(first + there, hashes[there])
+            lowest.see(hashes[there], sizes[there])
+        first += len(hashes)
+    return ends
+
+
+def check_held_out(share: float) -> None:
+    """Raises ValueError unless documents are held out to evaluate on."""
+    if not share:
+        raise ValueError("data.held_out is 0, so there are no held-out documents to evaluate on; 0.05 would work")
