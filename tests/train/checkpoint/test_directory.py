@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from posjax.nn import logical_axes
-from train.checkpoint import check_run, create_run, read_config
+from train.checkpoint import Checkpoints, check_run, create_run, read_config
 from train.config import parse, to_dict
 from train.model.build import build_model
 from train.runtime.paths import path, write_file
@@ -54,3 +54,8 @@ def test_a_run_directory_may_be_in_an_object_store():
     write_file(directory / "thesis.tex", "")
     with pytest.raises(ValueError, match="holds other things than a run"):
         check_run(config(), directory)
+
+
+def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():
+    with pytest.raises(ValueError, match=r"memory://runs/x/checkpoints: checkpoints cannot be written to memory://"):
+        Checkpoints(config(), path("memory://runs/x"), [])
