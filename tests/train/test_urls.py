@@ -108,6 +108,7 @@ def test_every_command_reads_and_writes_in_an_object_store(folder, monkeypatch):
         assert bucket.names("runs/both") >= page | {"results.jsonl", "config.yaml", "rope-seed0/results.jsonl"}
         assert bucket.names("runs/study") == {"index.html", "figure.png", "results.jsonl", "config.yaml"}
         assert bucket.names("runs/tasks") == {"figure.png", "results.jsonl"}
+        assert [row["error"] for row in bucket.rows("runs/study/results.jsonl")] == [None] * 3
         assert bucket.names("exported") == {"config.json", "model.safetensors"}
         evaluated = bucket.rows("runs/mine/evaluation.jsonl")
         assert evaluated[0]["training"]["tokens"] == [64, 128]

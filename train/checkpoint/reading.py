@@ -4,7 +4,10 @@ All processes call these functions together. Each reads its share alone, with no
 share is damaged keeps nobody waiting; then all agree on the outcome.
 """
 
+import gc
 import json
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,13 +31,7 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
 
     Raises Damaged for other ones. What cannot be read for another reason raises that.
     """
-    found, error = None, None
-    try:
-        found = _read(folder, wanted)
-    except jax.errors.JaxRuntimeError:
-        raise  # the devices', which may have too little memory
-    except Exception as unreadable:  # Orbax raises no less for a damaged file
-        error = unreadable
+    found, error = _attempt(lambda: _read(folder, wanted))
     told = next(filter(None, gather(_in_a_line(error) if error else "")), "")
     if not told:
         arrays = by_name(names(found), digests(found))
@@ -46,6 +43,21 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     if told:
         raise error or OSError(f"{folder}: another process could not read it: {told}")
     return found
+
+
+def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a reading gives, or the error that it ends with; those of the devices, as too little memory, are raised."""
+    usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        return read(), None
+    except jax.errors.JaxRuntimeError:
+        raise
+    except Exception as error:  # Orbax raises no less for a damaged file
+        traceback.clear_frames(error.__traceback__)
+        return None, error
+    finally:
+        gc.collect()  # of the other readings, which Orbax leaves when one fails: Python would print each at length
+        sys.unraisablehook = usual
 
 
 def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:

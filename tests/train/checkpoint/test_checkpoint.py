@@ -19,17 +19,13 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from posjax.nn import logical_axes
 from train.checkpoint import (
     Checkpoint,
     Checkpoints,
-    check_run,
-    create_run,
     digest,
     integrity,
     kept_steps,
     newest_whole,
-    read_config,
     restore_model,
     steps,
 )
@@ -350,21 +346,6 @@ def test_the_devices_and_the_files_give_the_same_digests(two, readers):
         assert digest.by_name(digest.names(items), digest.digests(items)) == whole
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "bool", "uint32"])
-def test_a_digest_tells_a_bit_an_exchange_and_a_shape(dtype):
-    draw = np.random.default_rng(0).integers(0, 2, (6, 10))
-
-    def of(values):
-        return int(digest.digests({"x": jax.numpy.asarray(values, dtype)})[0])
-
-    other = draw.copy()
-    other[3, 4] ^= 1
-    exchanged = draw.copy()
-    exchanged[[0, 1]] = draw[[1, 0]]
-    every = [of(each) for each in (draw, other, exchanged, draw[::-1], draw.T, draw.reshape(10, 6), draw[:-1])]
-    assert len(set(every)) == len(every)
-
-
 def test_what_cannot_be_read_for_another_reason_is_no_damage(copy, monkeypatch):
     """The checkpoint stays where it is, and the error is told."""
 
@@ -519,44 +500,30 @@ def test_another_config_or_another_text_is_refused_and_nothing_changes(two):
     assert contents(two) == before
 
 
-def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys):
+def flip_everywhere(folder):
+    """A bit of every 512th byte of the largest file of the parameters' values."""
+    place = largest(folder / "parameters" / "ocdbt.process_0")
+    content = bytearray(place.read_bytes())
+    content[::512] = bytes(byte ^ 1 for byte in content[::512])
+    place.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_everywhere])
+def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys, damage):
     (tmp_path / "config.yaml").write_text(dump(config()))
     parameters = nnx.to_pure_dict(nnx.state(build_model(config())))
     with Checkpoints(config(), tmp_path, TEXT) as checkpoints:
         for step in (3, 6):
             moved = jax.tree.map(lambda x, step=step: x + step, parameters)
             checkpoints.save(step, 0, State(np.int32(step), moved, ()), None)
-    truncate(tmp_path / "checkpoints" / "6")
+    damage(tmp_path / "checkpoints" / "6")
     found, model = restore_model(tmp_path)
     assert found == config()
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model)), jax.tree.map(lambda x: x + 3, parameters))
     assert names(tmp_path) == {"3", "6"}
-    assert "step 6" in capsys.readouterr().err
-
-
-def tree(**values):
-    """The names of a model's parameters, and their axes."""
-    model = nnx.eval_shape(lambda: build_model(parse(values)))
-    leaves = jax.tree_util.tree_leaves_with_path(logical_axes(model), is_leaf=lambda node: isinstance(node, tuple))
-    return {
-        jax.tree_util.keystr(place, simple=True, separator="."): ", ".join(map(str, axes)) for place, axes in leaves
-    }
-
-
-def test_the_names_of_the_parameters_are_those_documented():
-    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    [block] = re.findall(r"```text\n(.*?)```", text, re.S)
-    documented = dict(line.split(maxsplit=1) for line in block.splitlines())
-    assert tree() == documented
-    assert tree(model={"scan_layers": False}) == documented
-    assert tree(model={"tied_head": False}) == {**documented, "head": "embed, vocab"}
-    assert tree(scheme="coca-slack").keys() == documented.keys()
-    assert tree(model={"activation": "gelu"}).keys() == documented.keys() - {"stacks.0.0.mlp.gate"}
-    assert tree(scheme="t5").keys() - documented.keys() == {"shared.0.bias.table"}
-    assert tree(scheme="fox").keys() - documented.keys() == {
-        "stacks.0.0.attention.learned.bias.b",
-        "stacks.0.0.attention.learned.bias.w",
-    }
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: the checkpoint of step 6 in {tmp_path / 'checkpoints'} is damaged (")
+    assert told.count("\n") == 1
 
 
 def test_the_format_is_the_documented_one_and_orbax_reads_it_alone(two):
@@ -594,19 +561,39 @@ def test_an_object_store_is_checked_and_cleaned_alike(two, capsys):
     assert "step 6 in memory://store/checkpoints is damaged (run/metadata has 2 bytes of" in capsys.readouterr().err
 
 
-def test_a_run_directory_may_be_in_an_object_store():
-    directory = path("memory://runs/mine")
-    check_run(config(), directory)
-    create_run(config(), directory)
-    assert read_config(directory) == config()
-    write_file(directory / "metrics.jsonl", '{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"memory://runs/mine belongs to another config: seed was 0, now 3"):
-        check_run(parse({**to_dict(config()), "seed": 3}), directory)
-    write_file(directory / "thesis.tex", "")
-    with pytest.raises(ValueError, match="holds other things than a run"):
-        check_run(config(), directory)
+def test_what_an_object_store_holds_unfinished_is_removed_and_what_was_finished_is_kept(two, capsys):
+    """Orbax renames nothing there: it writes a file last of all."""
+    system, root = fsspec.filesystem("memory"), "/cut/checkpoints"
+    for step in ("3", "6", "9"):
+        system.put(str(two / "checkpoints" / "6"), f"{root}/{step}", recursive=True)
+    system.rm(f"{root}/9/commit_success.txt")
+    folder = path(f"memory:/{root}")
+    assert steps.unfinished(folder) == ["9"]
+    assert newest_whole(path("memory://cut")) == 6
+    assert steps.clean(folder) == [6, 3]
+    assert not system.find(f"{root}/9")
+    assert "step 9 in memory://cut/checkpoints was not finished when the run ended" in capsys.readouterr().err
 
 
-def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():
-    with pytest.raises(ValueError, match=r"memory://runs/x/checkpoints: checkpoints cannot be written to memory://"):
-        Checkpoints(config(), path("memory://runs/x"), TEXT)
+def remove_one_and_stop(system, place, recursive):
+    system.rm_file(system.find(place)[0])
+    raise KeyboardInterrupt
+
+
+def test_a_removal_that_was_cut_off_is_ended(two, tmp_path, monkeypatch, capsys):
+    """On a disk, and in an object store."""
+    folder = shutil.copytree(two, tmp_path / "copy") / "checkpoints"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        steps.remove(folder / "3")
+    assert steps.clean(folder) == [6]
+    system, root = fsspec.filesystem("memory"), "/removed/checkpoints"
+    system.put(str(two / "checkpoints"), root, recursive=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(system), "rm", remove_one_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            steps.remove(path(f"memory:/{root}/3"))
+    assert len(system.find(f"{root}/3")) > 5
+    assert steps.clean(path(f"memory:/{root}")) == [6]
+    assert not system.find(f"{root}/3")
+    assert capsys.readouterr().err.count("step 3 in") == 2

@@ -408,7 +408,6 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
             {"evaluate": {"lengths": [16, 64], "tokens": 128, "batch_tokens": 128, "stride": 4}},
             "evaluate.stride: a study",
         ),
-        ({"output": "gs://bucket/runs"}, "output: a study is kept in a local folder, found 'gs://bucket/runs'"),
         ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocabulary: the tokenizer has 282 tokens"),
         ({"init": "", "scheme": "rope"}, "a released model is measured, named as in init=PATH"),
     ],

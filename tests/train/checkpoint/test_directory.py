@@ -1,0 +1,61 @@
+"""A run's directory, and the names of the parameters in its checkpoints."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from posjax.nn import logical_axes
+from train.checkpoint import Checkpoints, check_run, create_run, read_config
+from train.config import parse, to_dict
+from train.model.build import build_model
+from train.runtime.paths import path, write_file
+
+
+def config(**train):
+    return parse({"model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}, "train": train})
+
+
+def tree(**values):
+    """The names of a model's parameters, and their axes."""
+    model = nnx.eval_shape(lambda: build_model(parse(values)))
+    leaves = jax.tree_util.tree_leaves_with_path(logical_axes(model), is_leaf=lambda node: isinstance(node, tuple))
+    return {
+        jax.tree_util.keystr(place, simple=True, separator="."): ", ".join(map(str, axes)) for place, axes in leaves
+    }
+
+
+def test_the_names_of_the_parameters_are_those_documented():
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```text\n(.*?)```", text, re.S)
+    documented = dict(line.split(maxsplit=1) for line in block.splitlines())
+    assert tree() == documented
+    assert tree(model={"scan_layers": False}) == documented
+    assert tree(model={"tied_head": False}) == {**documented, "head": "embed, vocab"}
+    assert tree(scheme="coca-slack").keys() == documented.keys()
+    assert tree(model={"activation": "gelu"}).keys() == documented.keys() - {"stacks.0.0.mlp.gate"}
+    assert tree(scheme="t5").keys() - documented.keys() == {"shared.0.bias.table"}
+    assert tree(scheme="fox").keys() - documented.keys() == {
+        "stacks.0.0.attention.learned.bias.b",
+        "stacks.0.0.attention.learned.bias.w",
+    }
+
+
+def test_a_run_directory_may_be_in_an_object_store():
+    directory = path("memory://runs/mine")
+    check_run(config(), directory)
+    create_run(config(), directory)
+    assert read_config(directory) == config()
+    write_file(directory / "metrics.jsonl", '{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"memory://runs/mine belongs to another config: seed was 0, now 3"):
+        check_run(parse({**to_dict(config()), "seed": 3}), directory)
+    write_file(directory / "thesis.tex", "")
+    with pytest.raises(ValueError, match="holds other things than a run"):
+        check_run(config(), directory)
+
+
+def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():
+    with pytest.raises(ValueError, match=r"memory://runs/x/checkpoints: checkpoints cannot be written to memory://"):
+        Checkpoints(config(), path("memory://runs/x"), [])
