@@ -38,7 +38,7 @@ class Processes:
                 "JAX_PROCESS_ID": str(index),
             }
             env = environment(devices, **(several if count > 1 else {}))
-            order = [sys.executable, "-m", "train", command, str(folder / "config.yaml"), f"name={name}", *overrides]
+            order = [sys.executable, "-m", "train", command, str(folder / "config.yaml"), *overrides, f"name={name}"]
             with prints.open("wb") as file:
                 self._started.append(
                     subprocess.Popen(

@@ -193,6 +193,7 @@ def test_a_process_that_vanishes_is_noticed(folder):
     assert "unhealthy (stopped sending heartbeats)" in run.printed(0)
 
 
+@pytest.mark.wide
 def test_two_processes_measure_a_run_as_one_does(folder, straight):
     """The first one alone writes and tells."""
     measured = ["evaluate.lengths=[16, 128]", "evaluate.tokens=512", "evaluate.batch_tokens=256"]
@@ -266,6 +267,7 @@ def losses(store):
     return [json.loads(line)["loss"] for line in content.split(b"\n")[:-1]]
 
 
+@pytest.mark.wide
 def test_a_run_of_processes_that_share_no_disk_goes_on_after_one_is_killed(folder, straight, tmp_path, store):
     """And repeats, bit for bit, the run of processes that share one."""
     killed = start(folder, tmp_path)
