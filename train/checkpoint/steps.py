@@ -46,13 +46,16 @@ def unfinished(folder: Path) -> list[str]:
     """The checkpoints that Orbax had begun and not finished.
 
     On a disk it renames one that is finished. An object store renames nothing, so there it writes a file last of all.
+    One that lost this file after it was sealed is not among them: it was whole once.
     """
     begun = [name for name in names_in(folder) if name.isdigit() or _TEMPORARY in name]
     return [name for name in begun if not _is_committed(folder / name)]
 
 
 def _is_committed(folder: Path) -> bool:
-    return _TEMPORARY not in folder.name and (is_local(folder) or (folder / COMMIT).exists())
+    if is_local(folder) or _TEMPORARY in folder.name:
+        return _TEMPORARY not in folder.name
+    return (folder / COMMIT).exists() or (folder / integrity.FOLDER).exists()
 
 
 def stages_of(folder: Path) -> dict[int, int]:
@@ -95,16 +98,17 @@ def _move(source: Path, target: Path) -> None:
 def remove(folder: Path) -> None:
     """Removes a checkpoint, first what says that it is finished, so that what an interruption leaves is removed next.
 
-    On a disk that is its name, in an object store a file.
+    On a disk that is its name, in an object store a few files, which go in one request.
     """
     if is_local(folder):
         gone = folder if _TEMPORARY in folder.name else folder.rename(folder.with_name(folder.name + _TEMPORARY))
         shutil.rmtree(gone, ignore_errors=True)
         return
-    for place in (folder / COMMIT, folder / integrity.FOLDER, folder):
-        if place.exists():
-            system, root = fsspec.core.url_to_fs(str(place))
-            system.rm(root, recursive=True)
+    system, root = fsspec.core.url_to_fs(str(folder))
+    marks = [f"{root}/{name}" for name in (COMMIT, integrity.FOLDER) if (folder / name).exists()]
+    if marks:
+        system.rm(marks, recursive=True)
+    system.rm(root, recursive=True)
 
 
 def check_shared(folder: Path, patience: float = 30.0) -> None:
