@@ -58,10 +58,14 @@ class _Split(NamedTuple):
 
 
 def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array) -> _Split | None:
-    """None where no mesh is in use, all of it is entered already, or it does not divide the tokens."""
+    """None where no mesh is in use, all of it is entered already, or it does not divide the tokens.
+
+    Raises ValueError for an axis that the mesh does not have.
+    """
     left = [tuple(axis for axis in side if axis not in mesh.manual_axes) for side in placement.split_axes]
     if mesh.empty or not any(left):
         return None
+    placement.check_axes(mesh.shape)
 
     def fits(axes: tuple[str, ...], size: int) -> bool:
         return isinstance(size, int) and size % math.prod(mesh.shape[axis] for axis in axes) == 0

@@ -15,7 +15,7 @@ from processes import Processes
 pytest.importorskip("gcsfs")
 pytestmark = pytest.mark.slow
 
-STEPS, HOSTS = 12, 4
+STEPS, HOSTS = 40, 4
 EXTENDED = {"name": "rope", "label": "ntk", "extend": {"frequencies": {"name": "ntk", "factor": 8.0}}}
 
 

@@ -58,7 +58,7 @@ def test_a_flag_that_the_compiler_does_not_know_is_named(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^--flags: this libtpu knows no flag --xla_no, found among --xla_no=1; take it out"
     ):
-        compiling._run("folder", pod("v6e:2x2"), 1, "--xla_no=1")
+        compiling._run("folder", pod("v6e:2x2"), 1, "--xla_no=1", compiling.UPDATE)
 
 
 GATHERED = """

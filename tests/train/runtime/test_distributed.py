@@ -125,7 +125,7 @@ def watched(says: bytes, done: bool = False) -> list[int]:
     with here, there:
         there.sendall(says)
         there.close()
-        tether._watch(here, 3, lost.append, finished)
+        tether._watch(here, 3, lost.append, lambda _: None, finished)
     return lost
 
 
