@@ -96,7 +96,7 @@ class _Feature(Lowered):
 
 
 @dataclass(frozen=True)
-class _Derivative(Lowered):
+class _Linearised(Lowered):
     """A function of cosines, sines and components that is linear in a fourth argument. XLA finds its derivatives."""
 
     of: _Feature
@@ -121,7 +121,7 @@ class _Derivative(Lowered):
         return [found], [moved]
 
 
-class _Tangent(_Derivative):
+class _Tangent(_Linearised):
     """The tangent of features, of that of components."""
 
     def plain(self, cos, sin, x, d_x):
@@ -131,7 +131,7 @@ class _Tangent(_Derivative):
         return run(_Cotangent(self.of), *constants, *cotangents)
 
 
-class _Cotangent(_Derivative):
+class _Cotangent(_Linearised):
     """The cotangent of components, of that of features: by a kernel on TPUs."""
 
     def plain(self, cos, sin, x, d_features):

@@ -36,7 +36,7 @@ def lookup(
     return _rows(split, table, tokens) if wide else _narrow_lookup(split, table, tokens)
 
 
-class _Split(NamedTuple):
+class _MeshAxes(NamedTuple):
     """The mesh axes over which rows, their tokens and the vocabulary are split, and all those to enter."""
 
     rows: tuple[str, ...]
@@ -57,7 +57,7 @@ class _Split(NamedTuple):
         return jax.shard_map(function, in_specs=takes, out_specs=gives, axis_names=self.entered)
 
 
-def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array) -> _Split | None:
+def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array) -> _MeshAxes | None:
     """None where no mesh is in use, all of it is entered already, or it does not divide the tokens.
 
     Raises ValueError for an axis that the mesh does not have.
@@ -74,10 +74,10 @@ def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array
     if not (fits(rows, tokens.shape[0]) and fits(length, tokens.shape[1])):
         return None
     entered = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
-    return _Split(rows, length, vocabulary if fits(vocabulary, table.shape[0]) else (), entered)
+    return _MeshAxes(rows, length, vocabulary if fits(vocabulary, table.shape[0]) else (), entered)
 
 
-def _rows(split: _Split | None, table, tokens):
+def _rows(split: _MeshAxes | None, table, tokens):
     if split is None:
         return table[tokens]
     found = partial(_rows_of_device, split.vocabulary)

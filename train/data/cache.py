@@ -55,7 +55,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpu
     return corpora
 
 
-class Place(NamedTuple):
+class TokensPlace(NamedTuple):
     """A part of the mixture, and the folder of its tokens: `key` in `cache`."""
 
     files: Sequence[SourceFile]
@@ -78,15 +78,15 @@ def cache_of(config: Config) -> str:
     return config.data.cache or f"{config.output}/{TOKENS}"
 
 
-def places_of(config: Config, tokenizer: Tokenizer) -> list[Place]:
+def places_of(config: Config, tokenizer: Tokenizer) -> list[TokensPlace]:
     """Where the tokens of every part of the mixture lie, or will lie; the files are listed for that."""
     return [
-        Place(files, part.text_key, cache_of(config), _key(files, part.text_key, tokenizer))
+        TokensPlace(files, part.text_key, cache_of(config), _key(files, part.text_key, tokenizer))
         for files, part in zip(list_files(config.data), config.data.parts, strict=True)
     ]
 
 
-def is_forgotten(config: Config, places: Sequence[Place], tokenizer: Tokenizer) -> bool:
+def is_forgotten(config: Config, places: Sequence[TokensPlace], tokenizer: Tokenizer) -> bool:
     """Whether one process alone would rather read the bytes anew than keep them."""
     size = sum(file.size for place in places for file in place.files)
     return not config.data.cache and tokenizer.identity == "bytes" and size <= _SMALL_BYTES
@@ -115,7 +115,7 @@ def _wait(folder: Folder) -> Corpus:
     return corpus
 
 
-def _open_or_build(place: Place, folder: Folder, tokenizer: Tokenizer, told: Told) -> Corpus:
+def _open_or_build(place: TokensPlace, folder: Folder, tokenizer: Tokenizer, told: Told) -> Corpus:
     corpus = open_corpus(folder)
     if corpus is not None:
         return corpus
@@ -126,7 +126,7 @@ def _open_or_build(place: Place, folder: Folder, tokenizer: Tokenizer, told: Tol
         return open_corpus(folder)
 
 
-def _build(place: Place, folder: Folder, tokenizer: Tokenizer, told: Told) -> None:
+def _build(place: TokensPlace, folder: Folder, tokenizer: Tokenizer, told: Told) -> None:
     pieces = pieces_of(place.files)
     left = missing(folder, pieces)
     if left:

@@ -54,7 +54,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Sample:
+class HeldOutText:
     """A few documents of several corpora, one after the other, of which only sizes and places are in memory.
 
     It is read as if it were one corpus, whose places count the tokens of these documents alone.
@@ -88,7 +88,7 @@ class Sample:
         return self.read(np.cumsum(sizes) - sizes, sizes)
 
 
-def sample(corpora: Sequence[Corpus], choices: Sequence[Choice]) -> Sample:
+def sample(corpora: Sequence[Corpus], choices: Sequence[Choice]) -> HeldOutText:
     """The chosen documents of each corpus."""
     owners, places, sizes = [], [], []
     for owner, (corpus, choice) in enumerate(zip(corpora, choices, strict=True)):
@@ -97,7 +97,7 @@ def sample(corpora: Sequence[Corpus], choices: Sequence[Choice]) -> Sample:
             places.append(run.starts)
             sizes.append(run.sizes)
     sizes = np.concatenate(sizes)
-    return Sample(
+    return HeldOutText(
         corpora, np.concatenate(owners), np.concatenate(places), Index(sizes, np.zeros(len(sizes), np.uint64))
     )
 

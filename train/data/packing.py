@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt
 
-from train.data.corpus import Corpus, Sample, collect
+from train.data.corpus import Corpus, HeldOutText, collect
 from train.data.index import Documents, Index, ranges
 from train.data.storage import Scratch
 from train.data.tokenizer import PADDING
@@ -213,7 +213,7 @@ class _Rooms:
 class Part:
     """The rows of one part of a mixture, and its share of the training tokens beside the other parts'."""
 
-    corpus: Corpus | Sample
+    corpus: Corpus | HeldOutText
     packing: Packing
     weight: float
 
@@ -292,7 +292,7 @@ def _fill(batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, col
 
 
 def pack_corpora(
-    corpora: Sequence[Corpus | Sample], weights: Sequence[float], length: int, packing: str, padding: int
+    corpora: Sequence[Corpus | HeldOutText], weights: Sequence[float], length: int, packing: str, padding: int
 ) -> PackedRows:
     """Rows of `length` of encoded documents, in their order.
 
@@ -312,7 +312,7 @@ def pack_corpora(
     return PackedRows(tuple(parts), length, padding)
 
 
-def pack_sample(sample: Sample, length: int) -> PackedRows:
+def pack_sample(sample: HeldOutText, length: int) -> PackedRows:
     """Rows of `length` of a few documents as one stream, each read when it is asked for.
 
     Raises ValueError when they do not fill one row.

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 
 from train.config import Config
 from train.data.cache import open_corpora
-from train.data.corpus import Corpus, Sample, sample
+from train.data.corpus import Corpus, HeldOutText, sample
 from train.data.held_out import HeldOut, check_held_out, hold_out
 from train.data.packing import Batch, PackedRows, pack_corpora
 from train.data.sources import Told, untold
@@ -38,7 +38,7 @@ def training_rows(config: Config, told: Told = untold) -> PackedRows:
     return pack_corpora(trained, weights, config.train.length, config.data.packing, tokenizer.padding)
 
 
-def held_out_sample(config: Config, told: Told = untold) -> Sample:
+def held_out_sample(config: Config, told: Told = untold) -> HeldOutText:
     """The held-out documents, by part of the mixture, file and place in it; none is read before it is asked for.
 
     Errors, and who has to call it, are as for `training_rows`.

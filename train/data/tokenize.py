@@ -15,7 +15,7 @@ import numpy as np
 from train.config import Config, DataConfig
 from train.config.settings.checks import check
 from train.data.building import Piece, build_piece, finish, missing, pieces_of
-from train.data.cache import Place, cache_of, is_forgotten, places_of
+from train.data.cache import TokensPlace, cache_of, is_forgotten, places_of
 from train.data.corpus import INDEX, open_corpus
 from train.data.sources import Told, report_corrupt
 from train.data.storage import folder_at, is_url
@@ -31,7 +31,7 @@ class Job(NamedTuple):
     count: int = 1
 
 
-class _Task(NamedTuple):
+class _PieceOrder(NamedTuple):
     """A piece to be built, and where."""
 
     folder: str
@@ -57,7 +57,7 @@ def tokenize(config: Config, told: Told = print, job: Job | None = None, workers
     if not places:
         told("data: so few bytes are encoded faster than read, and fit keeps them nowhere; set data.cache to keep them")
         return
-    tasks = [_Task(place.path, place.text_key, piece) for place in places for piece in pieces_of(place.files)]
+    tasks = [_PieceOrder(place.path, place.text_key, piece) for place in places for piece in pieces_of(place.files)]
     absent = {(p.path, piece.number) for p in places for piece in missing(p.folder(), pieces_of(p.files))}
     mine = [tasks[index] for index in share([task.piece.size for task in tasks], job or Job())]
     left = [task for task in mine if (task.folder, task.piece.number) in absent]
@@ -73,7 +73,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _kept(config: Config, tokenizer: Tokenizer) -> list[Place]:
+def _kept(config: Config, tokenizer: Tokenizer) -> list[TokensPlace]:
     """The places of the text of all stages, each once, that `fit` would keep tokens of."""
     found = {}
     for stage in config.every_stage:
@@ -83,7 +83,7 @@ def _kept(config: Config, tokenizer: Tokenizer) -> list[Place]:
     return list(found.values())
 
 
-def _finish(place: Place, kind: np.dtype, told: Told) -> None:
+def _finish(place: TokensPlace, kind: np.dtype, told: Told) -> None:
     folder, pieces = place.folder(), pieces_of(place.files)
     absent = missing(folder, pieces)
     if absent:
@@ -139,7 +139,7 @@ def _job(number: int | str, count: int | str, name: str) -> Job:
     return Job(int(number), int(count))
 
 
-def _built(data: DataConfig, tasks: Sequence[_Task], workers: int) -> Iterator[None]:
+def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iterator[None]:
     """Builds pieces in processes of their own, unless one is enough; a step for each that is done.
 
     The first error ends all of them. Raises OSError when the system ended one, most likely for its memory.
@@ -190,5 +190,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _build_one(task: _Task) -> None:
+def _build_one(task: _PieceOrder) -> None:
     build_piece(task.piece, task.text_key, _tokenizers[0], folder_at(task.folder), print)

@@ -16,7 +16,7 @@ from posjax._checks import check
 from posjax.attention.sharded import Placement
 from posjax.sampling import Drawn
 from train.evaluate.mesh import computed, narrowed, placement, split_cache, with_whole_head
-from train.evaluate.predictor import NOT_FINITE, Predictor, Row, best
+from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import named_sharding
 
@@ -49,7 +49,7 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
     narrow = partial(narrowed, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
 
     def row(length):
-        return Row(length, placement(mesh, length).layout)
+        return RowLayout(length, placement(mesh, length).layout)
 
     def hidden(parameters, tokens, length):
         _check_reach(model, length)
@@ -68,7 +68,7 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
     return Predictor(hidden, logits, partial(_greedy, model, seed, mesh), ready, row, rows), parameters
 
 
-def _placed(row: Row, where: dict[str, Array]) -> dict[str, Array]:
+def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
     """What a rule of positions says of a row's tokens, in their places; the last one's for what fills the row up."""
 
     def put(x, axis):

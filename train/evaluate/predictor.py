@@ -23,7 +23,7 @@ _LOGITS = 2**26  # of a device at a time: 256 MiB of float32
 
 
 @dataclass(frozen=True)
-class Row:
+class RowLayout:
     """How the tokens of a row lie over devices: filled up to ``places``, in the order of ``layout``."""
 
     length: int
@@ -67,7 +67,7 @@ class Predictor:
     logits: Callable[[Any, Float[Array, "rows places width"]], Float[Array, "rows places vocabulary"]]
     greedy: Callable[[Any, Int[Array, "rows prompt"], int], Int[Array, "rows new"]] | None = None
     ready: Callable[[Any], Any] = lambda parameters: parameters
-    row: Callable[[int], Row] = Row
+    row: Callable[[int], RowLayout] = RowLayout
     rows: int = 1
 
     def filled(self, rows: int) -> int:
@@ -99,7 +99,7 @@ def likeliest_next(
         return best(predictor.logits(ready, hidden))
 
     asked = hidden_at(predictor, parameters, tokens, at, length)
-    return _in_parts(predictor, Row(at.shape[1]), likeliest, ready, asked)
+    return _in_parts(predictor, RowLayout(at.shape[1]), likeliest, ready, asked)
 
 
 def hidden_at(
@@ -117,7 +117,7 @@ def best(logits: Float[Array, "*places vocabulary"]) -> Int[Array, "*places"]:
 
 
 def _in_parts(
-    predictor: Predictor, row: Row, function: Callable[..., Array], ready: Any, hidden: Array, *more: Array
+    predictor: Predictor, row: RowLayout, function: Callable[..., Array], ready: Any, hidden: Array, *more: Array
 ) -> Array:
     """``function(hidden, *more)`` over parts of the second axis, each with so many logits on a device at a time.
 

@@ -197,22 +197,22 @@ def _gradients(parts: _Parts, key, parameters: Any, batch: Batch) -> tuple[Losse
         return _drawn(parts.config, jax.random.fold_in(key, number), rows, parts.layout)
 
     if count == 1:
-        return _of_piece(parts, parameters, predicted, _Piece(batch, drawn(0, batch)))
+        return _of_piece(parts, parameters, predicted, _BatchPart(batch, drawn(0, batch)))
     batch = _in_parts(parts, batch)
     first = jax.tree.map(lambda x: x[0], batch)
-    pieces = _Piece(batch, jax.lax.map(lambda number: drawn(number, first), jnp.arange(count)))
+    pieces = _BatchPart(batch, jax.lax.map(lambda number: drawn(number, first), jnp.arange(count)))
     add_up = _added_by_replica if _divides_by_replica(parts.mesh) else _added
     return add_up(parts, parameters, predicted, pieces)
 
 
-class _Piece(NamedTuple):
+class _BatchPart(NamedTuple):
     """Rows of a batch, and what the scheme draws for them, by the names of the model's arguments."""
 
     rows: Batch
     drawn: dict[str, Array]
 
 
-def _of_piece(parts: _Parts, parameters: Any, predicted, piece: _Piece) -> tuple[Losses, Any]:
+def _of_piece(parts: _Parts, parameters: Any, predicted, piece: _BatchPart) -> tuple[Losses, Any]:
     """The losses of some rows, and the gradient of their sum over all that the batch predicts."""
 
     def objective(parameters):
@@ -223,7 +223,7 @@ def _of_piece(parts: _Parts, parameters: Any, predicted, piece: _Piece) -> tuple
     return losses, gradients
 
 
-def _added(parts: _Parts, parameters: Any, predicted, pieces: _Piece) -> tuple[Losses, Any]:
+def _added(parts: _Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
     """`_of_piece`, one part after the other."""
     one = partial(_of_piece, parts, parameters, predicted)
 
@@ -240,7 +240,7 @@ def _divides_by_replica(mesh: Mesh) -> bool:
     return mesh.shape["replica"] > 1 and mesh.shape["tensor"] == 1
 
 
-def _added_by_replica(parts: _Parts, parameters: Any, predicted, pieces: _Piece) -> tuple[Losses, Any]:
+def _added_by_replica(parts: _Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
     """`_added` for the rows of every replica, and then over the replicas.
 
     So what crosses the network between slices does so once a step, and not once a part.

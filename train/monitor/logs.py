@@ -33,7 +33,7 @@ class MetricsLog:
         kept = place.read_bytes() if place.exists() else b""
         whole = kept[: kept.rfind(b"\n") + 1]
         self.last: dict[str, Any] = _last_line(whole, place)
-        self._file = place.open("ab") if is_local(place) else _Parts(directory, whole)
+        self._file = place.open("ab") if is_local(place) else _ObjectParts(directory, whole)
         if is_local(place):
             self._file.truncate(len(whole))
 
@@ -87,7 +87,7 @@ def _part(directory: Path, number: int) -> Path:
     return directory / "metrics" / f"{number}.jsonl" if number else directory / "metrics.jsonl"
 
 
-class _Parts:
+class _ObjectParts:
     """Lines in an object store; every `flush` writes the newest part, after `content` of it."""
 
     def __init__(self, directory: Path, content: bytes):

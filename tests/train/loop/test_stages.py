@@ -145,17 +145,22 @@ def test_the_middle_step_of_a_conversion_moves_attentions_projections(straight):
     assert moved == {f"stacks/0/0/attention/{name}" for name in "qkv"}
 
 
+def killed(config, directory, after, monkeypatch):
+    """A run that ends after so many steps, in a way that saves nothing more."""
+
+    def before(self, step, state):
+        if step > after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Monitor, "before", before)
+        with pytest.raises(KeyboardInterrupt):
+            fit(config, directory)
+
+
 def test_a_run_killed_in_every_stage_goes_on_bit_for_bit(config, straight, tmp_path, monkeypatch):
     for killed_after in (2, 4, 5, 9, 11):
-
-        def before(self, step, state, last=killed_after):
-            if step > last:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loop.Monitor, "before", before)
-            with pytest.raises(KeyboardInterrupt):
-                fit(config, tmp_path / "run")
+        killed(config, tmp_path / "run", killed_after, monkeypatch)
         assert losses(tmp_path / "run") == losses(straight.directory)[:killed_after]
     assert fit(config, tmp_path / "run").finished
     assert losses(tmp_path / "run") == losses(straight.directory)
@@ -254,15 +259,7 @@ def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path)
 def test_a_run_with_its_own_text_in_a_stage_goes_on_bit_for_bit(config, decayed, other_text, tmp_path, monkeypatch):
     wanted = decaying(config, other_text)
     for killed_after in (2, 4, 7):
-
-        def before(self, step, state, last=killed_after):
-            if step > last:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loop.Monitor, "before", before)
-            with pytest.raises(KeyboardInterrupt):
-                fit(wanted, tmp_path / "run")
+        killed(wanted, tmp_path / "run", killed_after, monkeypatch)
     assert fit(wanted, tmp_path / "run").finished
     assert losses(tmp_path / "run") == losses(decayed.directory)
 

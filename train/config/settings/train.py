@@ -127,7 +127,7 @@ class TrainConfig:
         check(self.local_every >= 0, f"train.local_every must not be negative, found {self.local_every}")
         check(
             not self.local_every or (bool(self.local_folder) and "://" not in self.local_folder),
-            "train.local_every: name a folder on a disk of each host as train.local_folder, such as /tmp/checkpoints, "
+            "train.local_every: name a folder on a disk of each host as train.local_folder, such as /mnt/disk/run, "
             f"found {self.local_folder!r}",
         )
         _check_factors(self.learning_rate_factors)
