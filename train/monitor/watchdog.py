@@ -82,6 +82,7 @@ def thread_stacks() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read()
-    for thread in threading.enumerate():
+    # A thread that is being started has no identifier yet, and no stack.
+    for thread in (thread for thread in threading.enumerate() if thread.ident is not None):
         text = text.replace(f"hread 0x{thread.ident:016x}", f"hread {thread.name}")
     return text

@@ -140,6 +140,12 @@ def test_stacks_are_of_named_threads(loader):
     assert "Current thread MainThread (most recent call first):" in text
 
 
+def test_a_thread_that_is_being_started_has_no_stack_yet(loader, monkeypatch):
+    starting = threading.Thread(name="starting")
+    monkeypatch.setattr(module.threading, "enumerate", lambda: [starting, threading.current_thread()])
+    assert "thread MainThread (most recent call first):" in thread_stacks()
+
+
 def wait_for_text(file, text):
     deadline = time.monotonic() + PATIENCE
     while not file.exists() or text not in file.read_text():
