@@ -27,10 +27,13 @@ def alibi_slopes(num_heads: int) -> Float[Array, "heads"]:
         ValueError: if ``num_heads`` is not positive.
     """
     check_count("num_heads", num_heads)
+    return jnp.asarray(_press_slopes(num_heads), jnp.float32)
+
+
+def _press_slopes(num_heads: int) -> np.ndarray:
     power = 1 << (int(num_heads).bit_length() - 1)
-    slopes = _geometric(power)
     extra = _geometric(2 * power)[::2][: num_heads - power]
-    return jnp.asarray(np.concatenate([slopes, extra]), jnp.float32)
+    return np.concatenate([_geometric(power), extra])
 
 
 def _geometric(num_heads: int) -> np.ndarray:
@@ -104,15 +107,25 @@ class ALiBi(BiasSpec):
             ``"slopes"``: keys ahead have learned slopes of their own, which start equal.
         factor: ``s >= 1`` divides the slopes, which interpolates positions for a context ``s`` times as long
             (Al-Khateeb et al., arXiv 2310.13017).
+        steepest: the largest slope. The others keep their ratios to it. None leaves Press et al.'s, ``2^(-8 / H)`` for a
+            power of two of ``H`` heads: with few heads no head then attends to the nearest tokens alone.
+        ladder: the slopes are those of so many heads, repeated: it divides the number of heads, and as many heads
+            share each slope. None gives every head a slope of its own.
     """
 
     symmetric: bool = False
     learned: bool = False
     direction: str | None = None
     factor: float = 1.0
+    steepest: float | None = None
+    ladder: int | None = None
 
     def __post_init__(self):
         check_positive("factor", self.factor)
+        if self.steepest is not None:
+            check_positive("steepest", self.steepest)
+        if self.ladder is not None:
+            check_count("ladder", self.ladder)
         check(self.factor >= 1, f"factor must be at least 1, found {self.factor!r}")
         if self.direction is not None:
             check_choice("direction", self.direction, ("offset", "slopes"))
@@ -127,7 +140,20 @@ class ALiBi(BiasSpec):
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
         """``{"slopes": [heads]}`` when learned, with ``"ahead"`` if each direction has its own; otherwise nothing."""
-        return {name: alibi_slopes(num_heads) for name in self._learned}
+        return {name: self.slopes(num_heads) for name in self._learned}
+
+    def slopes(self, num_heads: int) -> Float[Array, "heads"]:
+        """The slopes before ``factor`` divides them: ``alibi_slopes(ladder)``, scaled to ``steepest`` and repeated.
+
+        Raises:
+            ValueError: if ``ladder`` does not divide the number of heads.
+        """
+        rungs = self.ladder or num_heads
+        check(num_heads % rungs == 0, f"ladder must divide the number of heads ({num_heads}), found {rungs}")
+        slopes = _press_slopes(rungs)
+        if self.steepest is not None:
+            slopes = slopes * (self.steepest / slopes.max())
+        return jnp.asarray(np.tile(slopes, num_heads // rungs), jnp.float32)
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> LinearBias:
         """The bias with its slopes.
@@ -135,7 +161,7 @@ class ALiBi(BiasSpec):
         Raises:
             ValueError: if the slopes are learned and ``params`` does not hold them.
         """
-        slopes = take(params, self, **dict.fromkeys(self._learned, (num_heads,))) or (alibi_slopes(num_heads),)
+        slopes = take(params, self, **dict.fromkeys(self._learned, (num_heads,))) or (self.slopes(num_heads),)
         slopes, ahead = ([m / self.factor for m in slopes] + [None])[:2]
         return LinearBias(slopes, self.symmetric, ahead, 0.5 if self.direction == "offset" else 0.0)
 

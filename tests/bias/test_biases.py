@@ -110,6 +110,24 @@ def test_alibi_learned_slopes():
         spec.bind(num_heads=4)
 
 
+def test_alibi_with_chosen_slopes():
+    slopes = lambda heads, **options: ALiBi(**options).bind(num_heads=heads).slopes  # noqa: E731
+    np.testing.assert_array_equal(slopes(4, steepest=4.0), [4.0, 1.0, 0.25, 0.0625])
+    np.testing.assert_array_equal(slopes(8, ladder=4), [*alibi_slopes(4), *alibi_slopes(4)])
+    np.testing.assert_array_equal(slopes(4, steepest=4.0, ladder=2, factor=2.0), [2.0, 0.125, 2.0, 0.125])
+    np.testing.assert_array_equal(slopes(6, ladder=6, steepest=0.5), alibi_slopes(6))
+    np.testing.assert_array_equal(ALiBi(learned=True, steepest=1.0).init(None, 2)["slopes"], [1.0, 2.0**-4])
+
+
+def test_alibi_with_chosen_slopes_refuses():
+    with pytest.raises(ValueError, match=r"ladder must divide the number of heads \(4\), found 3"):
+        ALiBi(ladder=3).bind(num_heads=4)
+    with pytest.raises(ValueError, match="steepest"):
+        ALiBi(steepest=0.0)
+    with pytest.raises(ValueError, match="ladder"):
+        ALiBi(ladder=0)
+
+
 @pytest.mark.parametrize("heads", [0, -3, 8.0, True])
 def test_alibi_refuses_no_heads(heads):
     with pytest.raises(ValueError, match="num_heads must be positive"):

@@ -108,8 +108,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     seconds, done = run.monitor.goodput.seconds, step == config.steps
     result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes(), seconds)
     if result.finished:
-        values = {key: value for key, value in vars(result).items() if key != "directory"}
-        decide(lambda: write_file(directory / "fit.json", json.dumps(values) + "\n"))
+        decide(lambda: write_result(result))
         if run.local:
             run.local.forget()
     return result
@@ -117,6 +116,12 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
 
 def _saves_locally(config: Config) -> bool:
     return any(stage.train.local_every for stage in config.every_stage)
+
+
+def write_result(result: FitResult) -> None:
+    """Marks a run as finished."""
+    values = {key: value for key, value in vars(result).items() if key != "directory"}
+    write_file(result.directory / "fit.json", json.dumps(values) + "\n")
 
 
 def read_result(directory: str | Path) -> FitResult | None:

@@ -106,7 +106,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What an update is made of, known when tracing."""
 
     config: Config
@@ -119,13 +119,9 @@ class _Parts:
 
 def build_program(config: Config, mesh: Mesh) -> Program:
     """Compiles nothing yet; raises ValueError for a model, a scheme or a mesh that cannot work."""
-    model = nnx.eval_shape(lambda: build_model(config, mesh))
-    graph, _ = nnx.split(model)
-    axes = logical_axes(model)
-    optimizer = make_optimizer(config.train, axes)
-    parts = _Parts(config, mesh, graph, axes, optimizer, placement(config, mesh).layout)
-    shapes = jax.eval_shape(partial(_initialize, parts))
-    parameters = tree_shardings(mesh, axes, shapes.parameters)
+    parts = parts_of(config, mesh)
+    optimizer, shapes = parts.optimizer, jax.eval_shape(partial(initialize, parts, config.seed))
+    parameters = tree_shardings(mesh, parts.axes, shapes.parameters)
     whole = named_sharding(mesh, ())
     shardings = TrainState(
         whole,
@@ -134,26 +130,38 @@ def build_program(config: Config, mesh: Mesh) -> Program:
         Guard(whole, whole, whole),
     )
     return Program(
-        jax.jit(partial(_initialize, parts), out_shardings=shardings),
+        jax.jit(partial(initialize, parts, config.seed), out_shardings=shardings),
         jax.jit(partial(_begin, parts), out_shardings=shardings),
-        jax.jit(partial(_update, parts), donate_argnums=0, out_shardings=(shardings, None)),
+        jax.jit(partial(update, parts, config.seed), donate_argnums=0, out_shardings=(shardings, None)),
         jax.jit(partial(_batch_loss, parts)),
         jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
     )
 
 
-def _initialize(parts: _Parts) -> TrainState:
-    return _begin(parts, nnx.to_pure_dict(nnx.state(build_model(parts.config))))
+def parts_of(config: Config, mesh: Mesh | AbstractMesh) -> Parts:
+    """The parts of an update; raises as `build_program`."""
+    model = nnx.eval_shape(lambda: build_model(config, mesh))
+    graph, _ = nnx.split(model)
+    axes = logical_axes(model)
+    return Parts(config, mesh, graph, axes, make_optimizer(config.train, axes), placement(config, mesh).layout)
 
 
-def _begin(parts: _Parts, parameters: Any) -> TrainState:
+def initialize(parts: Parts, seed: int | Int32[Array, ""]) -> TrainState:
+    """The first state of a training, whose parameters are drawn from the seed."""
+    return _begin(parts, nnx.to_pure_dict(nnx.state(build_model(parts.config, seed=seed))))
+
+
+def _begin(parts: Parts, parameters: Any) -> TrainState:
     none = jnp.zeros((), jnp.int32)
     guard = Guard(jnp.zeros((), jnp.float32), none, none)
     return TrainState(none, parameters, parts.optimizer.init(parameters), guard)
 
 
-def _update(parts: _Parts, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    key = jax.random.fold_in(jax.random.key(parts.config.seed), state.step)
+def update(
+    parts: Parts, seed: int | Int32[Array, ""], state: TrainState, batch: Batch
+) -> tuple[TrainState, StepMetrics]:
+    """The state after a batch, and what is reported; what is drawn for it follows from the seed and the step."""
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
     for_batch, for_features = jax.random.split(key)
     before = redraw(parts.config, for_features, state.step, state.parameters)
     losses, gradients = _gradients(parts, for_batch, before, batch)
@@ -171,7 +179,7 @@ def _choose(condition, chosen: Any, otherwise: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, otherwise)
 
 
-def _guard(parts: _Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
+def _guard(parts: Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
     """Whether an update is to be made, and what is known after it.
 
     It is left out if a number is not finite, or its norm is more than ``spike_factor`` times the running mean
@@ -187,7 +195,7 @@ def _guard(parts: _Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
     return sound, Guard(jnp.where(sound, mean, before.norm), before.skipped + skipped, in_row)
 
 
-def _gradients(parts: _Parts, key, parameters: Any, batch: Batch) -> tuple[Losses, Any]:
+def _gradients(parts: Parts, key, parameters: Any, batch: Batch) -> tuple[Losses, Any]:
     """The losses of a batch and the gradient of their mean over its tokens, computed in ``accumulate`` parts."""
     count = parts.config.train.accumulate
     batch = _prepared(parts, key, batch)
@@ -212,7 +220,7 @@ class _BatchPart(NamedTuple):
     drawn: dict[str, Array]
 
 
-def _of_piece(parts: _Parts, parameters: Any, predicted, piece: _BatchPart) -> tuple[Losses, Any]:
+def _of_piece(parts: Parts, parameters: Any, predicted, piece: _BatchPart) -> tuple[Losses, Any]:
     """The losses of some rows, and the gradient of their sum over all that the batch predicts."""
 
     def objective(parameters):
@@ -223,7 +231,7 @@ def _of_piece(parts: _Parts, parameters: Any, predicted, piece: _BatchPart) -> t
     return losses, gradients
 
 
-def _added(parts: _Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
+def _added(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
     """`_of_piece`, one part after the other."""
     one = partial(_of_piece, parts, parameters, predicted)
 
@@ -240,7 +248,7 @@ def _divides_by_replica(mesh: Mesh) -> bool:
     return mesh.shape["replica"] > 1 and mesh.shape["tensor"] == 1
 
 
-def _added_by_replica(parts: _Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
+def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
     """`_added` for the rows of every replica, and then over the replicas.
 
     So what crosses the network between slices does so once a step, and not once a part.
@@ -264,7 +272,7 @@ def _added_by_replica(parts: _Parts, parameters: Any, predicted, pieces: _BatchP
     )(parameters, predicted, pieces)
 
 
-def _of_one_replica(parts: _Parts) -> _Parts:
+def _of_one_replica(parts: Parts) -> Parts:
     """The parts of an update for a model over the mesh of one replica."""
     axes = {axis: size for axis, size in parts.mesh.shape.items() if axis != "replica"}
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
@@ -272,7 +280,7 @@ def _of_one_replica(parts: _Parts) -> _Parts:
     return replace(parts, graph=nnx.split(model)[0])
 
 
-def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
+def _prepared(parts: Parts, key, batch: Batch) -> Batch:
     """The batch as the model sees it: with tokens masked, where the model predicts those."""
     if parts.config.model.causal:
         return batch
@@ -283,7 +291,7 @@ def _prepared(parts: _Parts, key, batch: Batch) -> Batch:
     return batch._replace(tokens=tokens, labels=predicted)
 
 
-def _in_parts(parts: _Parts, batch: Batch) -> Batch:
+def _in_parts(parts: Parts, batch: Batch) -> Batch:
     """The rows dealt out in turn, ``[parts, rows, length]``, so that no device gives up a row of its own."""
     count = parts.config.train.accumulate
     sharding = named_sharding(parts.mesh, (None, "batch", "length")).spec
@@ -294,12 +302,12 @@ def _in_parts(parts: _Parts, batch: Batch) -> Batch:
     return jax.tree.map(deal, batch)
 
 
-def _batch_loss(parts: _Parts, parameters: Any, batch: Batch) -> Losses:
+def _batch_loss(parts: Parts, parameters: Any, batch: Batch) -> Losses:
     """The losses of a batch as it is, positions counted in each document."""
     return _losses_at(parts, parameters, batch, {"positions": batch.positions})
 
 
-def _losses_at(parts: _Parts, parameters: Any, batch: Batch, where: dict[str, Array]) -> Losses:
+def _losses_at(parts: Parts, parameters: Any, batch: Batch, where: dict[str, Array]) -> Losses:
     model = nnx.merge(parts.graph, _cast(parts, parameters))
     hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **where)
     head = model.output_matrix.astype(hidden.dtype)
@@ -307,7 +315,7 @@ def _losses_at(parts: _Parts, parameters: Any, batch: Batch, where: dict[str, Ar
     return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish)
 
 
-def _cast(parts: _Parts, parameters: Any) -> Any:
+def _cast(parts: Parts, parameters: Any) -> Any:
     """The parameters as the model computes with them: matrices narrow, before they travel; the frozen ones constant."""
     dtype = jnp.dtype(parts.config.model.compute_dtype)
     moves = labels(parts.config.train, parts.axes)

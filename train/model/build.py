@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Int32
 
 from posjax import nn
 from posjax._checks import check
@@ -172,12 +173,12 @@ def placement(config: Config, mesh: Mesh | None) -> Placement:
     )
 
 
-def build_model(config: Config, mesh: Mesh | None = None) -> nn.Decoder:
-    """The decoder that a config trains, with parameters drawn from its seed.
+def build_model(config: Config, mesh: Mesh | None = None, seed: int | Int32[Array, ""] | None = None) -> nn.Decoder:
+    """The decoder that a config trains, with parameters drawn from a seed, its own unless another one is given.
 
     Raises ValueError for what cannot be built.
     """
-    return nn.Decoder(decoder_config(config, mesh), rngs=nnx.Rngs(config.seed))
+    return nn.Decoder(decoder_config(config, mesh), rngs=nnx.Rngs(jax.random.key(config.seed if seed is None else seed)))
 
 
 def replicated_parameters(config: Config, mesh: Mesh | AbstractMesh) -> str:

@@ -29,7 +29,7 @@ def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, .
     An axis of ``shape`` is split over those of its mesh axes that divide it, as many devices as possible. What is left
     is replicated, which costs memory but is always right; `replicated` tells it.
     """
-    rules = [_mesh_axes(axis) for axis in axes]
+    rules = [tuple(own for own in _mesh_axes(axis) if own in mesh.shape) for axis in axes]
     if shape is not None:
         rules = [_dividing(mesh, rule, size) for rule, size in zip(rules, shape, strict=True)]
     return NamedSharding(mesh, PartitionSpec(*(rule[0] if len(rule) == 1 else rule or None for rule in rules)))

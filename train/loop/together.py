@@ -1,0 +1,198 @@
+"""Several small trainings as one program: their states are stacked, and one update moves all of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from train.checkpoint import Checkpoints, check_run, create_run
+from train.config import Config, differences
+from train.config.settings.checks import check
+from train.data import Batch, batches, training_rows
+from train.data.packing import PackedRows
+from train.loop.fit import FitResult, write_result
+from train.loop.optimizer import factors
+from train.loop.step import Parts, StepMetrics, initialize, parts_of, update
+from train.model.mesh import AXES, mesh_of
+from train.model.state import TrainState
+from train.monitor import MetricsLog, enable_compilation_cache, peak_memory_bytes
+from train.monitor.progress import show_progress
+
+_AXIS = "data"  # of the mesh, over which the trainings are split
+_OWN = ("seed", "train.learning_rate", "train.learning_rate_factors")
+
+
+def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> list[FitResult]:
+    """Trains configs that differ in seed, learning rate and its factors alone, and saves each in its own directory.
+
+    Training k of n has the update of `train.loop.step.update` on its own state, batch and seed, under ``vmap``. Its
+    rate is that of the first config times ``learning_rate_k / learning_rate_1`` and its factors, so that one program
+    trains all. Over several devices the trainings are split, not their rows. What an accelerator gains is larger
+    products; on a CPU that one training fills it gains the compilations alone.
+
+    A training whose loss is not finite is returned with ``finished`` false, and nothing of it is saved. Nothing is
+    saved before the end. `progress` is the label under which the mean loss is shown.
+
+    Raises ValueError, before anything is compiled, for configs that differ in more, that have stages or start from a
+    released model, and for directories that hold another run.
+    """
+    check_together(configs)
+    for config in configs:
+        check_run(config, config.directory)
+    enable_compilation_cache(configs[0].monitor.compilation_cache)
+    rows = training_rows(configs[0])
+    trained = _train(configs, rows, progress)
+    return [_save(config, rows.digest(), each) for config, each in zip(configs, trained, strict=True)]
+
+
+def check_together(configs: Sequence[Config]) -> None:
+    """Raises ValueError for configs that cannot be trained as one program."""
+    first = configs[0]
+    check(not first.stages, "compare.together: trainings of several stages run one by one; set it to 1")
+    check(not first.init.path, "compare.together: trainings of a released model run one by one; set it to 1")
+    check(
+        not first.monitor.evaluate_every,
+        "compare.together: no held-out text is measured while several train; set monitor.evaluate_every=0, or this to 1",
+    )
+    check(jax.process_count() == 1, "compare.together: several trainings as one program run on one process")
+    for other in configs[1:]:
+        changed = [each for each in differences(first, other) if not each.startswith(_OWN)]
+        check(not changed, f"trainings of one program differ in rates and seeds alone; found {'; '.join(changed)}")
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What came of one training: its last state, its place in the data, and what it logged."""
+
+    state: TrainState
+    place: Any
+    lines: list[dict[str, Any]]
+
+
+def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) -> list[_Trained]:
+    train, seeds = configs[0].train, [config.seed for config in configs]
+    program = stacked_program(configs)
+    streams = {seed: batches(rows, train.rows, seed) for seed in seeds}
+    state, logged = program.initialize(), []
+    with show_progress(progress, train.steps) as report:
+        for step in range(1, train.steps + 1):
+            read = {seed: next(stream) for seed, stream in streams.items()}
+            state, metrics = program.update(state, [read[seed] for seed in seeds])
+            if step % train.log_every == 0 or step == train.steps:
+                logged.append(_lines(step, metrics, len(seeds), train.batch_tokens))
+                report(step, {"loss": _mean(logged[-1])}, 0)
+    found, places = jax.device_get(state), {seed: stream.get_state() for seed, stream in streams.items()}
+    return [
+        _Trained(jax.tree.map(lambda leaf, n=n: jnp.asarray(leaf[n]), found), places[seed], [at[n] for at in logged])
+        for n, seed in enumerate(seeds)
+    ]
+
+
+def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
+    """Writes a training as `fit` leaves it: its config, metrics, a last checkpoint and the result."""
+    directory, steps, last = config.directory, config.train.steps, trained.lines[-1]["loss"]
+    result = FitResult(directory, steps, last is not None, last, None, peak_memory_bytes())
+    if not result.finished:
+        return result
+    create_run(config, directory)
+    with MetricsLog(directory) as log, Checkpoints(config, directory, [digest]) as checkpoints:
+        for line in trained.lines:
+            log.write(**line)
+        checkpoints.save(steps, 0, trained.state, trained.place)
+    write_result(result)
+    return result
+
+
+def _lines(step: int, metrics: StepMetrics, count: int, batch_tokens: int) -> list[dict[str, Any]]:
+    """What each training logs of a step."""
+    losses, norms = (np.asarray(values).tolist() for values in (metrics.loss, metrics.gradient_norm))
+    return [
+        {"step": step, "loss": _finite(losses[n]), "gradient_norm": _finite(norms[n]), "tokens": step * batch_tokens}
+        for n in range(count)
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean(lines: Sequence[dict[str, Any]]) -> float | None:
+    found = [line["loss"] for line in lines if line["loss"] is not None]
+    return sum(found) / len(found) if found else None
+
+
+@dataclass(frozen=True)
+class StackedProgram:
+    """``initialize()`` gives the stacked first states; ``update(state, batches)``, a batch each, the next ones."""
+
+    initialize: Callable[[], TrainState]
+    update: Callable[[TrainState, Sequence[Batch]], tuple[TrainState, StepMetrics]]
+
+
+def stacked_program(configs: Sequence[Config], devices: list | None = None) -> StackedProgram:
+    """The program of several trainings that share all but seeds, rates and factors.
+
+    Every array of a state has a leading axis of the trainings, split over as many devices as there are trainings for.
+    Where they do not divide evenly the last one is computed several times.
+    """
+    devices = (jax.devices() if devices is None else devices)[: len(configs)]
+    mesh = mesh_of(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
+    filled = [*configs, *[configs[-1]] * (-len(configs) % len(devices))]
+    shared = replace(configs[0], train=replace(configs[0].train, learning_rate_factors={}))
+    parts = parts_of(shared, _of_one_training(mesh))
+    seeds = jnp.asarray([config.seed for config in filled], jnp.uint32)
+    rates = jax.tree.map(lambda *each: jnp.asarray(each, jnp.float32), *(_rates(parts, each) for each in filled))
+
+    def split(function: Callable, inputs: int) -> Callable:
+        specs = (PartitionSpec(_AXIS),) * inputs
+        return jax.shard_map(
+            jax.vmap(function), mesh=mesh, axis_names={_AXIS}, in_specs=specs, out_specs=PartitionSpec(_AXIS),
+            check_vma=False,
+        )  # fmt: skip
+
+    first = jax.jit(split(partial(initialize, parts), 1))
+    following = jax.jit(split(partial(_update, parts), 4), donate_argnums=2)
+    lies = NamedSharding(mesh, PartitionSpec(_AXIS))
+
+    def step(state: TrainState, read: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
+        read = [*read, *[read[-1]] * (len(filled) - len(read))]
+        stacked = jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *read), lies)
+        with jax.set_mesh(mesh):
+            state, metrics = following(seeds, rates, state, stacked)
+        return state, metrics
+
+    def begin() -> TrainState:
+        with jax.set_mesh(mesh):
+            return first(seeds)
+
+    return StackedProgram(begin, step)
+
+
+def _of_one_training(mesh: Mesh) -> AbstractMesh:
+    """The axes of the mesh that one training sees."""
+    axes = {axis: size for axis, size in mesh.shape.items() if axis != _AXIS}
+    return AbstractMesh(tuple(axes.values()), tuple(axes))
+
+
+def _rates(parts: Parts, config: Config) -> Any:
+    """What the updates of every parameter are multiplied by, beside those of the shared program."""
+    rate = config.train.learning_rate / parts.config.train.learning_rate
+    return jax.tree.map(lambda factor: rate * factor, factors(config.train, parts.axes))
+
+
+def _update(parts: Parts, seed: Any, rates: Any, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    """An update whose changes are multiplied by `rates`."""
+
+    def scaled(*given: Any) -> tuple[Any, Any]:
+        updates, moments = parts.optimizer.update(*given)
+        return jax.tree.map(jnp.multiply, rates, updates), moments
+
+    own = replace(parts, optimizer=optax.GradientTransformation(parts.optimizer.init, scaled))
+    return update(own, seed, state, batch)
