@@ -45,6 +45,10 @@ from train.runtime.paths import path, write_file
 WARM_STEPS = 5
 
 
+class Diverged(ValueError):
+    """A training whose loss or gradients are not finite, or far above those before, for several updates in a row."""
+
+
 @dataclass(frozen=True)
 class FitResult:
     """What came out of `fit`.
@@ -360,12 +364,12 @@ class _Evaluation:
 
 
 def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
-    """Raises ValueError when training diverged, before anything of it is written or saved."""
+    """Raises Diverged before anything of a training that diverged is written or saved."""
     in_row = int(metrics.skipped_in_row)
     never = in_row == step - stage.first_step and step == stage.last_step
     if in_row >= stage.config.train.stop_after_skips or never:
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-        raise ValueError(
+        raise Diverged(
             f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}, and {in_row} "
             "updates in a row were left out. What was saved before is kept; lower train.learning_rate, raise "
             "train.spike_factor if it is set, or look at what the scheme does with these positions"

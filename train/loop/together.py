@@ -37,8 +37,8 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     trains all. Over several devices the trainings are split, not their rows. What an accelerator gains is larger
     products; on a CPU that one training fills it gains the compilations alone.
 
-    A training whose loss is not finite is returned with ``finished`` false, and nothing of it is saved. Nothing is
-    saved before the end. `progress` is the label under which the mean loss is shown.
+    A training that diverges is returned with ``finished`` false, and nothing of it is saved. Nothing is saved before
+    the end. `progress` is the label under which the mean loss is shown.
 
     Raises ValueError, before anything is compiled, for configs that differ in more, that have stages or start from a
     released model, and for directories that hold another run.
@@ -69,11 +69,12 @@ def check_together(configs: Sequence[Config]) -> None:
 
 @dataclass(frozen=True)
 class _Trained:
-    """What came of one training: its last state, its place in the data, and what it logged."""
+    """What came of one training: its last state, its place in the data, what it logged, and whether it diverged."""
 
     state: TrainState
     place: Any
     lines: list[dict[str, Any]]
+    diverged: bool
 
 
 def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) -> list[_Trained]:
@@ -89,8 +90,14 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
                 logged.append(_lines(step, metrics, len(seeds), train.batch_tokens))
                 report(step, {"loss": _mean(logged[-1])}, 0)
     found, places = jax.device_get(state), {seed: stream.get_state() for seed, stream in streams.items()}
+    diverged = found.guard.in_row >= train.stop_after_skips
     return [
-        _Trained(jax.tree.map(lambda leaf, n=n: jnp.asarray(leaf[n]), found), places[seed], [at[n] for at in logged])
+        _Trained(
+            jax.tree.map(lambda leaf, n=n: jnp.asarray(leaf[n]), found),
+            places[seed],
+            [at[n] for at in logged],
+            bool(diverged[n]),
+        )
         for n, seed in enumerate(seeds)
     ]
 
@@ -98,7 +105,7 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
 def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
     """Writes a training as `fit` leaves it: its config, metrics, a last checkpoint and the result."""
     directory, steps, last = config.directory, config.train.steps, trained.lines[-1]["loss"]
-    result = FitResult(directory, steps, last is not None, last, None, peak_memory_bytes())
+    result = FitResult(directory, steps, not trained.diverged, last, None, peak_memory_bytes())
     if not result.finished:
         return result
     create_run(config, directory)

@@ -135,9 +135,9 @@ def _mebibytes(value: float) -> str:
     return f"{value / 2**20:,.0f}"
 
 
-def show(rows: Sequence[Row], console: Any) -> None:
-    """Prints the tables and notes on a `rich.console.Console`."""
-    for table in tables(rows):
+def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
+    """Prints the tables, others behind them, and notes on a `rich.console.Console`."""
+    for table in (*tables(rows), *others):
         show_table(table, console)
     for note in notes(rows):
         console.print(note, markup=False, highlight=False)
