@@ -107,8 +107,8 @@ class ALiBi(BiasSpec):
             ``"slopes"``: keys ahead have learned slopes of their own, which start equal.
         factor: ``s >= 1`` divides the slopes, which interpolates positions for a context ``s`` times as long
             (Al-Khateeb et al., arXiv 2310.13017).
-        steepest: the largest slope. The others keep their ratios to it. None leaves Press et al.'s, ``2^(-8 / H)`` for a
-            power of two of ``H`` heads: with few heads no head then attends to the nearest tokens alone.
+        steepest: the largest slope. The others keep their ratios to it. None leaves Press et al.'s, ``2^(-8 / H)`` for
+            ``H`` heads, a power of two: with few heads none then attends to the nearest tokens alone.
         ladder: the slopes are those of so many heads, repeated: it divides the number of heads, and as many heads
             share each slope. None gives every head a slope of its own.
     """

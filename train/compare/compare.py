@@ -56,6 +56,8 @@ def compare(config: Config, console: Console | None = None) -> Path:
         return run_study(config, console)
     planned = members(config)
     _refuse_other_things(config.directory)
+    if not config.compare.sweep.learning_rate:
+        _refuse_others([member for group in planned for member in group])
     held_out = held_out_tokens(replace(config, output=str(config.directory)))  # members find these tokens encoded
     if config.compare.sweep.learning_rate:
         held_out_tokens(config, trials=True)
@@ -81,30 +83,34 @@ class _Found:
         self.trials: list[report.Row] = []
 
     def add(self, group: Sequence[Config]) -> None:
-        """Trains and measures the members of one scheme, by the rates that its trials choose where there are any."""
-        try:
-            group = self._tuned(group) if group[0].compare.sweep.learning_rate else group
-            for member in group:
-                _refuse_another(member)
-            errors = run_members(group, self._console)
-        except ValueError as error:
-            errors = {member.name: " ".join(str(error).split()) for member in group}
-            self._console.print(f"{group[0].scheme.label}: {error}", style="red", markup=False)
+        """Trains and measures the members of one scheme, with the rates that its trials choose where there are any."""
+        group, why = self._tuned(group)
         self.members += group
-        self.failures |= errors
+        if why:
+            self._console.print(f"{group[0].scheme.label}: {why}", style="red", markup=False)
+            self.failures |= dict.fromkeys((member.name for member in group), why)
+            return
+        _refuse_others(group)
+        self.failures |= run_members(group, self._console)
 
-    def _tuned(self, group: Sequence[Config]) -> list[Config]:
-        choice, trials = sweep(group[0], self._run_trials)
+    def _tuned(self, group: Sequence[Config]) -> tuple[list[Config], str]:
+        """The members with the rates of the best trial, and why there is none."""
+        if not group[0].compare.sweep.learning_rate:
+            return list(group), ""
+        try:
+            choice, trials = sweep(group[0], self._run_trials)
+        except ValueError as error:
+            return list(group), " ".join(str(error).split())
         label, names = group[0].scheme.label, learned_positions(group[0])
         for trial in trials:
             which = {"label": label, **trial.choice._asdict(), "chosen": trial.choice == choice}
             self.trials += [{**row, **which} for row in trial.rows]
-        return [tuned(member, choice, names) for member in group]
+        return [tuned(member, choice, names) for member in group], ""
 
     def _run_trials(self, configs: Sequence[Config]) -> list[list[report.Row]]:
-        errors = run_members(configs, self._console, trials=True)
-        if errors:
-            raise ValueError(f"trial {next(iter(errors))}: {next(iter(errors.values()))}")
+        _refuse_others(configs)
+        for name, error in run_members(configs, self._console, trials=True).items():
+            raise ValueError(f"trial {name}: {error}")
         return [read_rows(config.directory / RESULTS) for config in configs]
 
 
@@ -196,16 +202,16 @@ def _refuse_other_things(directory: Path) -> None:
         raise ValueError(f"{directory} holds a study of a released model; choose another name for the comparison")
 
 
-def _refuse_another(member: Config) -> None:
-    """Raises ValueError if the member's directory holds a training of another config."""
-    if not (member.directory / "config.yaml").exists():
-        return
-    changed = differences(read_config(member.directory), member)
-    if changed:
-        raise ValueError(
-            f"{member.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
-            "another name to keep both"
-        )
+def _refuse_others(members: Sequence[Config]) -> None:
+    """Raises ValueError if the directory of a member holds a training of another config."""
+    for member in members:
+        started = (member.directory / "config.yaml").exists()
+        changed = differences(read_config(member.directory), member) if started else []
+        if changed:
+            raise ValueError(
+                f"{member.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
+                "another name to keep both"
+            )
 
 
 def finished(member: Config) -> bool:
@@ -311,7 +317,9 @@ def _report(config: Config, found: _Found, held_out: Sequence[np.ndarray], conso
     if not done:
         return
     rows = [row for member in done for row in read_rows(member.directory / RESULTS)]
-    rows += [row for member in found.members if member.name in failures for row in _failed(member, failures[member.name])]
+    rows += [
+        row for member in found.members if member.name in failures for row in _failed(member, failures[member.name])
+    ]
     order = [entry.label for entry in config.compare.schemes]
     rows.sort(key=lambda row: (order.index(row["label"]), row["seed"], row["length"]))
     write_file(config.directory / "config.yaml", dump(config))

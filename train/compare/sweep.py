@@ -1,4 +1,4 @@
-"""Trials: which learning rate, and which multiple of it for what a scheme learns of positions, trains each scheme best."""
+"""Trials choose the learning rate of each scheme, and a multiple of it for what the scheme learns of positions."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from train.config import CompareConfig, Config
+from train.config import Config
 from train.config.settings.checks import check
 from train.model.build import learned_positions
-
 
 TRIALS_FOLDER = "trials"
 """In a comparison's directory: a directory for each trial."""
@@ -44,8 +43,8 @@ def sweep(config: Config, run: Run) -> tuple[Choice, list[Trial]]:
     """The best choice for the scheme of a config, and all trials.
 
     All pairs of ``compare.sweep.learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns
-    anything of positions. While the best choice lies at the end of what was tried, the next value beyond it, in the
-    same ratio as the last two, is tried with the best other value: at most ``extensions`` times.
+    anything of positions. Then, at most ``extensions`` times, what lies next to the best choice and was not tried: see
+    `neighbours`.
 
     Raises ValueError when all trials diverged.
     """
@@ -57,27 +56,29 @@ def sweep(config: Config, run: Run) -> tuple[Choice, list[Trial]]:
         rows = run([trial_config(config, choice, names) for choice in asked])
         trials += [Trial(choice, list(each)) for choice, each in zip(asked, rows, strict=True)]
         best = min(trials, key=lambda trial: trial.loss)
-        check(best.loss < math.inf, f"{config.scheme.label}: all trials diverged; try lower compare.sweep.learning_rate")
-        asked = beyond(best.choice, [trial.choice for trial in trials])
+        check(
+            best.loss < math.inf, f"{config.scheme.label}: all trials diverged; try lower compare.sweep.learning_rate"
+        )
+        asked = neighbours(best.choice, [trial.choice for trial in trials])
         if not asked:
             break
     return best.choice, trials
 
 
-def beyond(best: Choice, tried: Sequence[Choice]) -> list[Choice]:
-    """The choices next to the best one beyond the ends of the values tried; none where it lies at no end.
+def neighbours(best: Choice, tried: Sequence[Choice]) -> list[Choice]:
+    """The choices next to the best one in either dimension that were not tried.
 
-    A dimension of a single value has no ends.
+    They lie at the values tried before, or beyond their end in the ratio of the last two. A dimension of a single value
+    has none.
     """
     found = []
     for field in Choice._fields:
         values = sorted({getattr(choice, field) for choice in tried})
-        own = getattr(best, field)
-        if len(values) > 1 and own == values[-1]:
-            found.append(best._replace(**{field: own * values[-1] / values[-2]}))
-        if len(values) > 1 and own == values[0]:
-            found.append(best._replace(**{field: own * values[0] / values[1]}))
-    return found
+        if len(values) > 1:
+            values = [values[0] ** 2 / values[1], *values, values[-1] ** 2 / values[-2]]
+            place = values.index(getattr(best, field))
+            found += [best._replace(**{field: values[near]}) for near in (place - 1, place + 1)]
+    return [choice for choice in found if choice not in tried]
 
 
 def tuned(config: Config, choice: Choice, names: Sequence[str]) -> Config:

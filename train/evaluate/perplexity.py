@@ -159,9 +159,7 @@ def _measure_length(
     return [_measure_model(score, parameters, windows, length, rows) for parameters in models]
 
 
-def _measure_model(
-    score: Callable, parameters: Any, windows: dict[str, Windows], length: int, rows: int
-) -> Perplexity:
+def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows], length: int, rows: int) -> Perplexity:
     _warm(score, parameters, rows, length)
     start = time.perf_counter()
     sums = {name: _nll_by_place(score, parameters, each, rows) for name, each in windows.items()}

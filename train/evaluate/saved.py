@@ -104,7 +104,9 @@ def measure_runs(
     for entry in entries:
         if entry.stage not in restored:
             restored[entry.stage] = [restore(run.directory, run.config, entry.stage, mesh) for run in runs]
-        found = [_Restored(n, run, *each) for n, (run, each) in enumerate(zip(runs, restored[entry.stage], strict=True))]
+        found = [
+            _Restored(n, run, *each) for n, (run, each) in enumerate(zip(runs, restored[entry.stage], strict=True))
+        ]
         with on(mesh):
             for number, row in _rows(found, held_out, entry, mesh):
                 rows[number].append(row)

@@ -179,7 +179,9 @@ def build_model(config: Config, mesh: Mesh | None = None, seed: int | Int32[Arra
 
     Raises ValueError for what cannot be built.
     """
-    return nn.Decoder(decoder_config(config, mesh), rngs=nnx.Rngs(jax.random.key(config.seed if seed is None else seed)))
+    return nn.Decoder(
+        decoder_config(config, mesh), rngs=nnx.Rngs(jax.random.key(config.seed if seed is None else seed))
+    )
 
 
 def learned_positions(config: Config) -> tuple[str, ...]:

@@ -5,4 +5,17 @@ from train.report.page import FILES, About, pictures, render, write
 from train.report.tables import Table, show, tables
 from train.report.trials import chosen_rates
 
-__all__ = ["FILES", "About", "Estimate", "Row", "Table", "chosen_rates", "estimate", "pictures", "render", "show", "tables", "write"]
+__all__ = [
+    "FILES",
+    "About",
+    "Estimate",
+    "Row",
+    "Table",
+    "chosen_rates",
+    "estimate",
+    "pictures",
+    "render",
+    "show",
+    "tables",
+    "write",
+]

@@ -1,6 +1,7 @@
 """What is compared."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from train.config.settings.checks import check, check_distinct, check_positive, check_seed
 from train.config.settings.model import SchemeConfig
@@ -20,13 +21,13 @@ class SweepConfig:
     """Trials that choose the learning rate of every scheme before its seeds train.
 
     Each scheme trains once for every pair of a rate and a factor, with a seed of its own. The pair with the least loss
-    at the training length counts, on held-out documents that nothing is reported on. While it lies at an end of the
-    rates or factors tried, the next value beyond that end is tried with it.
+    at the training length counts, on held-out documents that nothing is reported on. Where that
+    pair lies at an end of the rates or factors tried, the next value beyond is tried with it.
     """
 
     learning_rate: tuple[float, ...] = ()  # none for no trials
     position_factor: tuple[float, ...] = (1.0,)  # times the rate, for what a scheme learns of positions
-    extensions: int = 2  # how often values are added at the ends
+    extensions: int = 2  # rounds of trials beyond the ends
     seed: int = 1000
 
     def __post_init__(self):
@@ -35,7 +36,7 @@ class SweepConfig:
         check(bool(self.position_factor), "compare.sweep.position_factor is empty; [1] would work")
         for name in ("learning_rate", "position_factor"):
             values = getattr(self, name)
-            rising = all(low < high for low, high in zip(values, values[1:], strict=False))
+            rising = all(low < high for low, high in pairwise(values))
             check(
                 rising and all(value > 0 for value in values),
                 f"compare.sweep.{name}: expected rising values above 0, found {list(values)}",
