@@ -8,7 +8,6 @@ rates of every scheme before (`sweep.py`).
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,8 +27,8 @@ from train import report
 from train.checkpoint import RESULTS, read_config
 from train.compare.member import ERROR, MEMBER
 from train.compare.study import run_study
-from train.compare.sweep import TRIALS_FOLDER, sweep, tuned
-from train.config import Config, SchemeConfig, differences, dump, to_dict
+from train.compare.sweep import TRIALS_FOLDER, file_name, own_section, sweep, tuned
+from train.config import CompareConfig, Config, SchemeConfig, differences, dump, to_dict
 from train.data import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
@@ -62,7 +61,7 @@ def compare(config: Config, console: Console | None = None) -> Path:
     if config.compare.sweep.learning_rate:
         held_out_tokens(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)
-    found = _Found(console)
+    found = _Found(config.compare, console)
     for group in planned:
         found.add(group)
     _report(config, found, held_out, console)
@@ -76,8 +75,8 @@ def compare(config: Config, console: Console | None = None) -> Path:
 class _Found:
     """What was trained and measured so far: members, why some failed, and the trials before them."""
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, settings: CompareConfig, console: Console):
+        self._settings, self._console = settings, console
         self.members: list[Config] = []
         self.failures: dict[str, str] = {}
         self.trials: list[report.Row] = []
@@ -91,14 +90,14 @@ class _Found:
             self.failures |= dict.fromkeys((member.name for member in group), why)
             return
         _refuse_others(group)
-        self.failures |= run_members(group, self._console)
+        self.failures |= run_members(group, self._settings.together, self._console)
 
     def _tuned(self, group: Sequence[Config]) -> tuple[list[Config], str]:
         """The members with the rates of the best trial, and why there is none."""
-        if not group[0].compare.sweep.learning_rate:
+        if not self._settings.sweep.learning_rate:
             return list(group), ""
         try:
-            choice, trials = sweep(group[0], self._run_trials)
+            choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
         except ValueError as error:
             return list(group), " ".join(str(error).split())
         label, names = group[0].scheme.label, learned_positions(group[0])
@@ -109,7 +108,7 @@ class _Found:
 
     def _run_trials(self, configs: Sequence[Config]) -> list[list[report.Row]]:
         _refuse_others(configs)
-        for name, error in run_members(configs, self._console, trials=True).items():
+        for name, error in run_members(configs, self._settings.together, self._console, trials=True).items():
             raise ValueError(f"trial {name}: {error}")
         return [read_rows(config.directory / RESULTS) for config in configs]
 
@@ -174,17 +173,12 @@ def _member(config: Config, base: SchemeConfig, seed: int) -> Config:
     extensions = tuple(entry for entry in config.compare.schemes if entry.only_measured and _same_training(entry, base))
     return replace(
         config,
-        name=f"{_file_name(base.label)}-seed{seed}",
+        name=f"{file_name(base.label)}-seed{seed}",
         output=str(config.directory),
         seed=seed,
         scheme=base,
-        compare=replace(config.compare, seeds=(seed,), schemes=(base, *extensions)),
+        compare=own_section(config, seed, (base, *extensions)),
     )
-
-
-def _file_name(label: str) -> str:
-    """A label as the name of a directory."""
-    return re.sub(r"[^\w.=-]+", "-", label).strip("-.") or "scheme"
 
 
 def _refuse_other_things(directory: Path) -> None:
@@ -221,13 +215,12 @@ def finished(member: Config) -> bool:
     return results.is_file() and asked.is_file() and asked.read_text(encoding="utf-8") == dump(member)
 
 
-def run_members(configs: Sequence[Config], console: Console, trials: bool = False) -> dict[str, str]:
-    """Trains and measures those that are not finished, ``compare.together`` in one process; why some failed."""
+def run_members(configs: Sequence[Config], together: int, console: Console, trials: bool = False) -> dict[str, str]:
+    """Trains and measures those that are not finished, so many `together` in one process; why some failed."""
     errors, asked = {}, [config for config in configs if not finished(config)]
     for config in configs:
         if config not in asked:
             console.print(f"{config.name} (finished before)", style="bold", markup=False)
-    together = configs[0].compare.together
     for group in (asked[start : start + together] for start in range(0, len(asked), together)):
         console.print(", ".join(config.name for config in group), style="bold", markup=False)
         error = run_group(group, trials)

@@ -1,13 +1,15 @@
 """Trials choose the learning rate of each scheme, and a multiple of it for what the scheme learns of positions."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from train.config import Config
+from train.config import CompareConfig, Config, SchemeConfig
 from train.config.settings.checks import check
+from train.config.settings.compare import SweepConfig
 from train.model.build import learned_positions
 
 TRIALS_FOLDER = "trials"
@@ -39,16 +41,16 @@ Run = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]
 """Trains configs and gives the rows of each; see `train.compare.compare`."""
 
 
-def sweep(config: Config, run: Run) -> tuple[Choice, list[Trial]]:
+def sweep(config: Config, settings: SweepConfig, run: Run) -> tuple[Choice, list[Trial]]:
     """The best choice for the scheme of a config, and all trials.
 
-    All pairs of ``compare.sweep.learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns
+    All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns
     anything of positions. Then, at most ``extensions`` times, what lies next to the best choice and was not tried: see
     `neighbours`.
 
     Raises ValueError when all trials diverged.
     """
-    settings, names = config.compare.sweep, learned_positions(config)
+    names = learned_positions(config)
     factors = settings.position_factor if names else (1.0,)
     asked = [Choice(*pair) for pair in product(settings.learning_rate, factors)]
     trials: list[Trial] = []
@@ -87,16 +89,34 @@ def tuned(config: Config, choice: Choice, names: Sequence[str]) -> Config:
     if choice.position_factor != 1:
         factors |= {name: factors.get(name, 1.0) * choice.position_factor for name in names}
     train = replace(config.train, learning_rate=choice.learning_rate, learning_rate_factors=factors)
-    return replace(config, train=train)
+    own = replace(config, train=train)
+    return replace(own, compare=own_section(own, own.compare.seeds[0], own.compare.schemes))
+
+
+def own_section(config: Config, seed: int, schemes: Sequence[SchemeConfig]) -> CompareConfig:
+    """The ``compare`` section of one training: its seed, and what is measured with its parameters.
+
+    Of a sweep the training's own rate is left, which says that some of the held-out text is for trials. So more trials,
+    or more of them together, do not make another training of this one.
+    """
+    sweep = config.compare.sweep
+    own = SweepConfig((config.train.learning_rate,), seed=sweep.seed) if sweep.learning_rate else sweep
+    return replace(config.compare, seeds=(seed,), schemes=tuple(schemes), sweep=own, together=1)
+
+
+def file_name(label: str) -> str:
+    """A label as the name of a directory."""
+    return re.sub(r"[^\w.=-]+", "-", label).strip("-.") or "scheme"
 
 
 def trial_config(config: Config, choice: Choice, names: Sequence[str]) -> Config:
     """The training of a trial, in a directory of its own inside the comparison's."""
     rate, factor = (f"{value:.4g}" for value in choice)
-    own = replace(
-        tuned(config, choice, names),
-        name=f"{config.name}-rate{rate}-factor{factor}",
+    own, seed = tuned(config, choice, names), config.compare.sweep.seed
+    return replace(
+        own,
+        name=f"{file_name(config.scheme.label)}-rate{rate}-factor{factor}",
         output=str(config.directory.parent / TRIALS_FOLDER),
-        seed=config.compare.sweep.seed,
+        seed=seed,
+        compare=replace(own.compare, seeds=(seed,), schemes=(config.scheme,)),
     )
-    return replace(own, compare=replace(own.compare, seeds=(own.seed,), schemes=(config.scheme,)))

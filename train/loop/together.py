@@ -59,7 +59,7 @@ def check_together(configs: Sequence[Config]) -> None:
     check(not first.init.path, "compare.together: trainings of a released model run one by one; set it to 1")
     check(
         not first.monitor.evaluate_every,
-        "compare.together: several trainings measure nothing while they train; set monitor.evaluate_every=0, or this to 1",
+        "compare.together: such trainings measure nothing while they train; set monitor.evaluate_every=0, or this to 1",
     )
     check(jax.process_count() == 1, "compare.together: several trainings as one program run on one process")
     for other in configs[1:]:

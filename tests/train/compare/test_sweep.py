@@ -18,6 +18,10 @@ def config(scheme="rope", sweep=None, **values):
     return parse({"scheme": scheme, "compare": {"sweep": sweep or SWEEP}, **values})
 
 
+def swept(settings):
+    return parse({"compare": {"sweep": settings}}).compare.sweep
+
+
 def runner(loss):
     """Trainings whose loss is a formula; what was asked for is kept."""
     asked = []
@@ -40,7 +44,7 @@ def bowl(rate, factor):
 
 def test_an_optimum_at_the_end_of_the_grid_extends_it():
     run, asked = runner(bowl)
-    choice, trials = sweep(config({"name": "t5"}), run)
+    choice, trials = sweep(config({"name": "t5"}), swept(SWEEP), run)
     # (8e-3, 10) and (4e-3, 100) first, of which the latter is better; then (8e-3, 100).
     assert choice == pytest.approx((8e-3, 100.0))
     assert len(trials) == len(asked) == len(set(asked))
@@ -49,23 +53,23 @@ def test_an_optimum_at_the_end_of_the_grid_extends_it():
 
 def test_no_factor_is_tried_for_a_scheme_that_learns_nothing():
     run, asked = runner(bowl)
-    choice, _ = sweep(config("alibi"), run)
+    choice, _ = sweep(config("alibi"), swept(SWEEP), run)
     assert choice == pytest.approx((8e-3, 1.0))
     assert [rate for rate, _ in asked] == pytest.approx([1e-3, 2e-3, 4e-3, 8e-3, 16e-3])
 
 
 def test_an_optimum_inside_the_grid_extends_nothing():
     run, asked = runner(lambda rate, factor: abs(math.log(rate / 2e-3)))
-    assert sweep(config("rope"), run)[0].learning_rate == 2e-3
+    assert sweep(config("rope"), swept(SWEEP), run)[0].learning_rate == 2e-3
     assert len(asked) == 3
 
 
 def test_a_trial_that_diverges_is_never_chosen():
     run, _ = runner(lambda rate, factor: math.inf if rate > 1e-3 else 3.0)
-    assert sweep(config("rope", {**SWEEP, "extensions": 0}), run)[0].learning_rate == 1e-3
+    assert sweep(config("rope"), swept({**SWEEP, "extensions": 0}), run)[0].learning_rate == 1e-3
     run, _ = runner(lambda rate, factor: math.inf)
     with pytest.raises(ValueError, match="rope: all trials diverged; try lower"):
-        sweep(config("rope"), run)
+        sweep(config("rope"), swept(SWEEP), run)
 
 
 def test_what_lies_next_to_a_choice_keeps_the_ratio_of_the_last_two():
@@ -101,7 +105,8 @@ def test_the_config_of_a_trial():
     assert trial.train.learning_rate == 4e-3
     assert trial.train.learning_rate_factors == {"shared/*": 20.0}
     assert trial.seed == 1000
-    assert tuned(base, Choice(3e-3, 1), ("shared/*",)) == base
+    assert trial.compare.sweep.learning_rate == (4e-3,)
+    assert tuned(base, Choice(3e-3, 1), ("shared/*",)).train == base.train
 
 
 @pytest.mark.parametrize(
@@ -171,5 +176,8 @@ def test_a_comparison_with_a_sweep_from_text_to_page(values, monkeypatch):
     assert "Every trial" in page
     assert "factor for positions" in page
     times = {path: path.stat().st_mtime_ns for path in directory.glob("*/*.json*")}
+    values["compare"]["sweep"]["learning_rate"] = [1e-3, 3e-3, 1e-2]
+    values["compare"]["together"] = 2
     compare(parse(values))
-    assert {path: path.stat().st_mtime_ns for path in directory.glob("*/*.json*")} == times
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert len({row["learning_rate"] for row in read_rows(directory / "trials.jsonl")}) == 3
