@@ -74,6 +74,26 @@ def test_a_training_of_several_is_a_finished_run(config):
         fit_together([config("one", steps=21)])
 
 
+def test_each_ends_at_the_loss_that_is_asked_for(config):
+    """As it would by itself, though the others go on."""
+    quick = {"learning_rate": 2e-2, "steps": 60, "log_every": 5, "stop_loss": 2.0}
+    together = [
+        config("quick", **quick),
+        config("slow", **(quick | {"learning_rate": 1e-3})),
+        config("as", seed=3, **quick),
+    ]
+    results = fit_together(together)
+    alone = [dataclasses.replace(each, name=f"{each.name}-alone") for each in together]
+    singles = [fit(each) for each in alone]
+    assert [result.steps for result in results] == [result.steps for result in singles]
+    assert results[0].steps < 60 == results[1].steps
+    assert all(result.finished for result in [*results, *singles])
+    assert read_metrics(together[0].directory)[-1]["loss"] < 2.0 < read_metrics(together[0].directory)[-2]["loss"]
+    for pair in zip(together, alone, strict=True):
+        chex.assert_trees_all_close(*map(parameters, pair), atol=1e-4)
+    assert fit(alone[0]) == singles[0]
+
+
 def test_trainings_lie_on_devices_of_their_own(config):
     """Three trainings on two devices: two each, of which one is computed twice."""
     program = stacked_program([config("a"), config("b", seed=1), config("c", seed=2)], jax.devices()[:2])
