@@ -236,7 +236,11 @@ GOOD = {
         **{name: {"original_length": 8} for name in ("hope", "dynamic-linear", "dynamic-ntk", "dynamic-yarn", "clex")},
         "longrope": {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4, "original_length": 8, "factor": 2.0},
     },
-    "features": {"coca": {"variant": "strict"}, "general": {"generators": (((0.0, -1.0), (1.0, 0.0)),)}},
+    "features": {
+        "coca": {"variant": "strict"},
+        "coca-planes": {"planes": (1, 3)},
+        "general": {"generators": (((0.0, -1.0), (1.0, 0.0)),)},
+    },
     "scale": {
         "constant": {"value": 2.0},
         **{name: {"length": 8} for name in ("log-n", "clipped-log-n", "ministral", "learned-cosine")},
@@ -306,6 +310,7 @@ BAD = {
         "xpos": PLACE | {"gamma": NOT_POSITIVE, "scale_base": NOT_POSITIVE},
         "mixed": {"axes": (1, *NOT_A_COUNT), "base": (1, *BELOW_ONE), "pairing": ("both",)},
         "coca": PLACE | {"variant": ("coca",)},
+        "coca-planes": PLACE | {"planes": ((3, 1), (-1, 2), (1,), (0, 1, 2), (0, 1.5), (False, True), 2, None)},
         "general": {"generators": ((), (((0.0, 1.0), (1.0, 0.0)),))},
         "pope": {"frequencies": (None,), "init_delta": ("ones",), "precision": ("half",)},
     },
