@@ -332,7 +332,7 @@ BAD = {
         "alibi": {"factor": BELOW_ONE, "direction": ("left", "offset", "slopes")},
         "t5": {"num_buckets": (1, *NOT_A_COUNT), "max_distance": (4, *NOT_A_COUNT), "stddev": NEGATIVE},
         "kerple": {"kind": ("linear",)},
-        "sandwich": {"dbar": (7, 0, -2), "variant": ("from_two",)},
+        "sandwich": {"dbar": (7, 0, -2), "variant": ("from_two",), "factor": NOT_POSITIVE},
         "fire": {"width": NOT_A_COUNT, "c": NOT_POSITIVE, "threshold": NOT_POSITIVE},
         "fox": {"decay_times": ((0, 8.0), (8.0, 2.0), (math.nan, 8.0)), "data_dependent": (False,)},
         "cope": {"max_position": (1, *NOT_A_COUNT)},
