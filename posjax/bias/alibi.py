@@ -146,8 +146,9 @@ class ALiBi(BiasSpec):
         """The slopes before ``factor`` divides them: ``alibi_slopes(ladder)``, scaled to ``steepest`` and repeated.
 
         Raises:
-            ValueError: if ``ladder`` does not divide the number of heads.
+            ValueError: if the number of heads is not positive, or ``ladder`` does not divide it.
         """
+        check_count("num_heads", num_heads)
         rungs = self.ladder or num_heads
         check(num_heads % rungs == 0, f"ladder must divide the number of heads ({num_heads}), found {rungs}")
         slopes = _press_slopes(rungs)
