@@ -28,7 +28,9 @@ from train.checkpoint import RESULTS, read_config
 from train.compare.member import ERROR, MEMBER
 from train.compare.study import run_study
 from train.compare.sweep import TRIALS_FOLDER, file_name, own_section, sweep, tuned
-from train.config import CompareConfig, Config, SchemeConfig, differences, dump, to_dict
+from train.config import CompareConfig, Config, SchemeConfig, differences, dump, parse_text, to_dict
+from train.config.settings.checks import check
+from train.config.typed import changed
 from train.data import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
@@ -62,8 +64,8 @@ def compare(config: Config, console: Console | None = None) -> Path:
         held_out_tokens(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)
     found = _Found(config.compare, console)
-    for group in planned:
-        found.add(group)
+    for base, group in zip(_bases(config), planned, strict=True):
+        found.add(group, tune=bool(config.compare.sweep.learning_rate) and "learning_rate" not in base.train)
     _report(config, found, held_out, console)
     if found.failures:
         told = "; ".join(f"{name}: {why}" for name, why in found.failures.items())
@@ -81,9 +83,9 @@ class _Found:
         self.failures: dict[str, str] = {}
         self.trials: list[report.Row] = []
 
-    def add(self, group: Sequence[Config]) -> None:
-        """Trains and measures the members of one scheme, with the rates that its trials choose where there are any."""
-        group, why = self._tuned(group)
+    def add(self, group: Sequence[Config], tune: bool) -> None:
+        """Trains and measures the members of one scheme; to `tune` is to have trials choose its rates first."""
+        group, why = self._tuned(group) if tune else (group, "")
         self.members += group
         if why:
             self._console.print(f"{group[0].scheme.label}: {why}", style="red", markup=False)
@@ -94,8 +96,6 @@ class _Found:
 
     def _tuned(self, group: Sequence[Config]) -> tuple[list[Config], str]:
         """The members with the rates of the best trial, and why there is none."""
-        if not self._settings.sweep.learning_rate:
-            return list(group), ""
         try:
             choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
         except ValueError as error:
@@ -126,14 +126,14 @@ def members(config: Config) -> list[list[Config]]:
     entries = config.compare.schemes
     if not entries:
         raise ValueError("compare.schemes is empty: list the schemes to compare, as in [rope, alibi]")
-    bases = [entry for entry in entries if not entry.only_measured]
+    bases = _bases(config)
     for entry in entries:
         _check_entry(config, entry)
         trained = [base.label for base in bases if _same_training(entry, base)]
         if not trained:
             raise ValueError(
                 f"compare.schemes: {entry.label!r} extends a {entry.name!r} that is not trained here; "
-                f"list {entry.name!r} with the same options, without extend and stage"
+                f"list {entry.name!r} with the same options and train, without extend and stage"
             )
         if len(trained) > 1:
             raise ValueError(f"compare.schemes: {trained[0]!r} and {trained[1]!r} are the same; leave one out")
@@ -143,13 +143,19 @@ def members(config: Config) -> list[list[Config]]:
     return planned
 
 
+def _bases(config: Config) -> list[SchemeConfig]:
+    """The entries that are trained."""
+    return [entry for entry in config.compare.schemes if not entry.only_measured]
+
+
 def _check_entry(config: Config, entry: SchemeConfig) -> None:
     """Raises ValueError, with the entry's label, for a scheme that cannot be built or does not fit the model."""
     try:
+        check("length" not in entry.train, "train.length is the same for all schemes; leave it out of the entry")
         evaluated_scheme(config, entry)
         config.stage_number(entry.stage)
         if not entry.only_measured:
-            _check_stages(replace(config, scheme=entry))
+            _check_stages(replace(_trained_as(config, entry), scheme=replace(entry, train={})))
     except ValueError as error:
         raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
 
@@ -170,15 +176,22 @@ def _same_training(one: SchemeConfig, other: SchemeConfig) -> bool:
 
 
 def _member(config: Config, base: SchemeConfig, seed: int) -> Config:
-    extensions = tuple(entry for entry in config.compare.schemes if entry.only_measured and _same_training(entry, base))
+    config = _trained_as(config, base)
+    extensions = [entry for entry in config.compare.schemes if entry.only_measured and _same_training(entry, base)]
+    entries = tuple(replace(entry, train={}) for entry in (base, *extensions))
     return replace(
         config,
         name=f"{file_name(base.label)}-seed{seed}",
         output=str(config.directory),
         seed=seed,
-        scheme=base,
-        compare=own_section(config, seed, (base, *extensions)),
+        scheme=entries[0],
+        compare=own_section(config, seed, entries),
     )
+
+
+def _trained_as(config: Config, entry: SchemeConfig) -> Config:
+    """The config with what an entry changes of ``train``."""
+    return replace(config, train=changed(config.train, entry.train, "train"))
 
 
 def _refuse_other_things(directory: Path) -> None:
@@ -212,7 +225,9 @@ def finished(member: Config) -> bool:
     """Whether the member's directory holds the results of exactly this config."""
     asked = member.directory / MEMBER
     results = member.directory / RESULTS
-    return results.is_file() and asked.is_file() and asked.read_text(encoding="utf-8") == dump(member)
+    if not (results.is_file() and asked.is_file()):
+        return False
+    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == member
 
 
 def run_members(configs: Sequence[Config], together: int, console: Console, trials: bool = False) -> dict[str, str]:

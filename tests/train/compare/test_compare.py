@@ -18,7 +18,7 @@ from train.checkpoint import RESULTS
 from train.compare import compare as module
 from train.compare.compare import _passing_on, compare, finished, members, run_group
 from train.compare.member import MEMBER
-from train.config import dump, load, parse
+from train.config import dump, load, parse, to_dict
 from train.data import TOKENS, cache, held_out_documents
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
 
@@ -133,9 +133,29 @@ def test_members_differ_from_the_base_config_by_scheme_and_seed_alone(values):
         assert same == config
 
 
+def test_an_entry_may_train_with_a_rate_of_its_own(values, started):
+    """The same scheme twice, and an extension of one of them; a sweep leaves such entries alone."""
+    slow = {"name": "rope", "label": "slow", "train": {"learning_rate": 1e-4, "learning_rate_factors": {"embed": 2.0}}}
+    values["compare"]["schemes"] = ["rope", slow, {**slow, "label": "slow + NTK", "extend": {"frequencies": NTK}}]
+    values["compare"]["sweep"] = {"learning_rate": [1e-3]}
+    plain, slow = members(parse(values))
+    assert (plain[0].train.learning_rate, slow[0].train.learning_rate) == (3e-3, 1e-4)
+    assert slow[0].train.learning_rate_factors == {"embed": 2.0}
+    assert [entry.label for entry in slow[0].compare.schemes] == ["slow", "slow + NTK"]
+    assert slow[0].train.steps == plain[0].train.steps
+    assert parse(to_dict(slow[0])) == slow[0]
+    assert parse(to_dict(parse(values))) == parse(values)
+    with pytest.raises(ValueError, match=r"belongs to entries of compare\.schemes"):
+        parse({"scheme": {"name": "rope", "train": {"learning_rate": 1e-3}}})
+    compare(parse({**values, "compare": {**values["compare"], "schemes": values["compare"]["schemes"][1:]}}), silent())
+    assert started == ["slow-seed0", "slow-seed1"]
+
+
 @pytest.mark.parametrize(
     ("schemes", "message"),
     [
+        ([{"name": "rope", "train": {"length": 16}}], r"train\.length is the same for all schemes"),
+        ([{"name": "rope", "train": {"rate": 16}}], "unknown key"),
         ([], "compare.schemes is empty"),
         (["ropee"], "unknown scheme 'ropee'; did you mean 'rope'"),
         (["rope", {"name": "rope", "label": "x", "extend": {"frequency": NTK}}], "unknown slot 'frequency'"),
