@@ -20,8 +20,9 @@ from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
-from train.model.build import check_vocabulary, evaluated_scheme, own_length
+from train.model.build import check_vocabulary, evaluated_scheme, own_length, scheme_of
 from train.monitor import read_metrics
+from train.report.families import family
 from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file
 
@@ -103,6 +104,7 @@ def _rows(
     """The rows of one entry: of held-out text, then of tasks."""
     base = stage.scheme.label if entry.only_measured else None
     which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": own_length(stage)}
+    which["family"] = family(scheme_of(stage))
     costs = _costs(directory, entry)
     for found in measure_held_out(predictor, parameters, config, held_out):
         yield {**which, **costs, **found.as_row()}
