@@ -36,12 +36,14 @@ def draw_positions(rows: Sequence[Row]) -> bytes:
     points = {label: found for label in labels(held_out(rows)) if (found := _by_position(rows, label))}
     rows = [row for row in held_out(rows) if row["label"] in points]
     longest = max(positions(rows, label)[0][-1] for label in points)
+    ticks, own = _powers(longest), train_length(rows)
     limits = style.limits([point.mean for each in points.values() for point in each.values()])
     figure, drawn = _grid(rows, _by_position, _is_wide, low=1.0)
     for panel in drawn:
-        style.length_axis(panel, _powers(longest), train_length(rows))
+        style.length_axis(panel, ticks, own)
         style.value_axis(panel, *limits)
-    panels.around(figure, drawn, panels.of_lengths("tokens before, in the window", rows), "perplexity per token")
+        panel.set_xlim(0.9 * min(min(each) for each in points.values()), 1.1 * longest)
+    panels.around(figure, drawn, panels.of_lengths("tokens before, in the window", ticks, own), "perplexity per token")
     return style.png(figure)
 
 
@@ -106,12 +108,13 @@ def draw_tasks(rows: Sequence[Row]) -> bytes:
     shown = [(name, mine, group) for name, mine in found.items() for group in groups(mine)]
     figure, drawn = panels.new(len(shown))
     every = [row for mine in found.values() for row in mine]
+    ticks, own = lengths(every), train_length(every)
     for panel, (name, mine, group) in zip(drawn, shown, strict=True):
         panels.draw(panel, mine, group, accuracies, lambda point: (point.spread or 0.0) > _APART_RIGHT)
-        style.length_axis(panel, lengths(every), train_length(every))
+        style.length_axis(panel, ticks, own)
         if mine[0]["chance"]:
             panel.axhline(mine[0]["chance"], color="#888888", linestyle=":", linewidth=1.0, label="_guess")
         panel.set_ylim(-0.03, 1.03)
         panel.set_title(": ".join(filter(None, (spoken(name), group.title))), fontsize=11, loc="left")
-    panels.around(figure, drawn, panels.of_lengths("length in tokens", every), "right answers")
+    panels.around(figure, drawn, panels.of_lengths("length in tokens", ticks, own), "right answers")
     return style.png(figure)

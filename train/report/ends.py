@@ -11,7 +11,7 @@ _LEFT = 1.03  # where names begin, in widths of the panel
 
 def name(panel: Any, label: str, colour: str, xs: Sequence[float], ys: Sequence[float]) -> None:
     """The name of a line to the right of the panel, with a thin connection to its last point."""
-    connection = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.7, "relpos": (0, 0.5)}
+    connection = {"arrowstyle": "-", "linestyle": ":", "color": colour, "linewidth": 1.0, "relpos": (0, 0.5)}
     panel.annotate(
         label, (xs[-1], ys[-1]), xytext=(_LEFT, 0.5), textcoords="axes fraction", va="center", fontsize=_SIZE,
         color=darker(colour), annotation_clip=False, gid=_GID, arrowprops={**connection, "shrinkA": 1, "shrinkB": 3},

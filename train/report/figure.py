@@ -34,16 +34,17 @@ def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
     """Perplexity against length, as a PNG of 1800 pixels' width: measurements side by side, groups below each other."""
     rows = held_out(rows)
     found, limits = shown_measures(rows), _limits(rows)
+    ticks, own = lengths(rows), train_length(rows)
     shown = [(group, measure) for group in groups(rows) for measure in found]
     above, below = textwrap.wrap(text, 165), _below(rows)
     figure, drawn = panels.new(len(shown), len(found), above=0.55 + 0.19 * len(above) + 0.16 * len(below))
     for panel, (group, measure) in zip(drawn, shown, strict=True):
         panels.draw(panel, rows, group, partial(curve, measure=measure), _is_wide, low=1.0)
-        style.length_axis(panel, lengths(rows), train_length(rows))
+        style.length_axis(panel, ticks, own)
         style.value_axis(panel, *limits)
         name = _TITLES[measure].format(length=last_length(rows))
         panel.set_title(f"{group.title}: {name}" if group.title else name.capitalize(), fontsize=11, loc="left")
-    axis = panels.of_lengths("evaluation length in tokens", rows)
+    axis = panels.of_lengths("evaluation length in tokens", ticks, own)
     panels.around(figure, drawn, axis, "perplexity per token", top=title, above=above, below=below)
     return style.png(figure)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from train.report.cells import number, spoken
 from train.report.numbers import (
     FEW,
+    FEW_TOKENS,
     Row,
     curve,
     endings,
@@ -87,7 +88,8 @@ def _on_few_windows(rows: Sequence[Row]) -> list[str]:
     if any(row.get("position_ends") for row in rows) and not any(positions(rows, label)[0] for label in labels(rows)):
         found.append("perplexity by position")
     what = " and ".join(found)
-    return [f"No curve is shown of {what}: it would stand on fewer than {FEW} windows."] if found else []
+    least = f"a curve takes {FEW}, and a point by position {FEW_TOKENS} tokens"
+    return [f"No curve is shown of {what}: too few windows were measured ({least})."] if found else []
 
 
 def _on_guesses(rows: Sequence[Row]) -> list[str]:

@@ -32,8 +32,8 @@ from train.config.settings.evaluate import SECTIONS
 Row = Mapping[str, Any]
 
 MEASURES = ("window", "last", "sliding")
-FEW = 32
-"""A curve of tokens at one place in windows stands on at least so many windows, or is not drawn."""
+FEW, FEW_TOKENS = 32, 256
+"""A curve of tokens at one place in windows stands on at least so many windows, each point of it on so many tokens."""
 _CLEAR = 0.05  # more right answers than a guess has that are worth a figure
 
 
@@ -115,14 +115,17 @@ def curve(rows: Sequence[Row], label: str, measure: str) -> dict[int, Estimate]:
 def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Estimate | None]]:
     """NLL by position for one scheme: where its parts end, and each part's.
 
-    At the longest length that has numbers and at least `FEW` windows; nothing if there is none.
+    At the longest length that has numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
+    number. Nothing where no part has one.
     """
     mine = [row for row in held_out(rows) if row["label"] == label and row.get("position_ends") and windows(row) >= FEW]
     longest = [row for row in mine if row["length"] == max(lengths(mine))]
     if not longest:
         return (), []
-    parts = zip(*(row["position_nll"] for row in longest), strict=True)
-    return tuple(longest[0]["position_ends"]), [estimate(part) for part in parts]
+    ends, parts = longest[0]["position_ends"], zip(*(row["position_nll"] for row in longest), strict=True)
+    tokens = [windows(longest[0]) * (end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    found = [estimate(part) if n >= FEW_TOKENS else None for n, part in zip(tokens, parts, strict=True)]
+    return (tuple(ends), found) if any(found) else ((), [])
 
 
 def trainings(rows: Sequence[Row]) -> dict[str, dict[int, Estimate]]:

@@ -12,6 +12,7 @@ from train.report.findings import findings
 from train.report.groups import MOST, baseline
 from train.report.numbers import (
     FEW,
+    FEW_TOKENS,
     Row,
     depths,
     held_out,
@@ -79,7 +80,7 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     known = [label for label in labels(texts) if positions(texts, label)[0]]
     placed = [row for row in texts if row["label"] in known]
     if placed:
-        caption = _caption(_POSITIONS.format(few=FEW), placed)
+        caption = _caption(_POSITIONS.format(few=FEW, tokens=FEW_TOKENS), placed)
         found.append(Picture("positions.png", curves.draw_positions(rows), _POSITIONS_ALT, caption))
     learned = [row for mine in tasks(rows).values() if is_above_chance(mine) for row in mine]
     if learned:
@@ -116,8 +117,8 @@ _TRAINING = (
 _POSITIONS_ALT = "Perplexity against the number of tokens before, one line for each scheme"
 _POSITIONS = (
     "The tokens of the windows of the longest length that each scheme can be measured at on at least {few} windows, "
-    "by how many tokens of the window stand before them. Where a line turns upwards the model "
-    "begins to fail. The axis ends at 40 times the lowest value."
+    "by how many tokens of the window stand before them, in parts of at least {tokens} tokens. Where a line turns "
+    "upwards the model begins to fail. The axis ends at 40 times the lowest value."
 )
 _TASKS_ALT = "Accuracy against length, one panel for each task and one line for each scheme"
 _TASKS = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from train.report import ends, style
 from train.report.groups import Group
-from train.report.numbers import Estimate, Row, each_seed, lengths, train_length
+from train.report.numbers import Estimate, Row, each_seed
 
 Points = Mapping[float, Estimate]
 
@@ -78,8 +78,7 @@ def around(
     figure.set_layout_engine("constrained", rect=room, w_pad=0.08, h_pad=0.08, hspace=0.02, wspace=0.02)
 
 
-def of_lengths(what: str, rows: Sequence[Row]) -> str:
+def of_lengths(what: str, ticks: Sequence[int], train_length: int | None) -> str:
     """The title of an axis of lengths, which says what stands in brackets and what is dotted."""
-    length = train_length(rows)
-    dotted = ", dotted" if style.is_marked(lengths(rows), length) else ""
-    return f"{what} (times the training length{dotted})" if length else what
+    dotted = ", dotted" if style.is_marked(ticks, train_length) else ""
+    return f"{what}\n(times the training length{dotted})" if train_length else what
