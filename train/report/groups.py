@@ -44,30 +44,30 @@ def baseline(rows: Sequence[Row]) -> str:
     return next((row["label"] for row in rows if row["base"] is None), rows[0]["label"])
 
 
-def _families(rows: Sequence[Row]) -> dict[str, list[list[str]]]:
-    """The trainings of each family, each as the list of its schemes: what was trained first, then its extensions."""
+def _families(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
+    """The trainings of each family by the name of what was trained: itself where it is listed, and its extensions."""
     units: dict[str, list[str]] = {}
     for label, base in {row["label"]: row["base"] for row in rows}.items():
-        unit = units.setdefault(base or label, [])
-        unit.insert(len(unit) if base else 0, label)
+        units.setdefault(base or label, []).append(label)
     known = {row["base"] or row["label"]: row["family"] for row in rows if row.get("family")}
     order = [*FAMILIES, *dict.fromkeys(known.values()), ""]
-    found = {name: [unit for root, unit in units.items() if known.get(root, "") == name] for name in order}
+    found = {name: {root: unit for root, unit in units.items() if known.get(root, "") == name} for name in order}
     return {name: mine for name, mine in found.items() if mine}
 
 
-def _panels(family: str, units: list[list[str]], reference: str) -> Iterator[tuple[str, list[list[str]]]]:
+def _panels(family: str, units: dict[str, list[str]], reference: str) -> Iterator[tuple[str, list[list[str]]]]:
     """The panels of a family without the reference: a title, and the schemes of each panel that has it."""
     title, room = family[:1].upper() + family[1:] or "Schemes", MOST - 1
-    several = sum(map(len, units)) - any(reference in unit for unit in units) > room
-    apart = [unit for unit in units if several and len(unit) >= _OWN]
-    together = [[label for label in unit if label != reference] for unit in units if unit not in apart]
-    if any(together):
-        yield title, _packed([unit for unit in together if unit], room)
-    for first, *others in apart:
-        repeated = [] if first == reference else [first]
-        parts = _packed([[label] for label in others], room - len(repeated))
-        yield f"{first}, extended", [repeated + part for part in parts]
+    units = {root: [label for label in unit if label != reference] for root, unit in units.items()}
+    several = sum(map(len, units.values())) > room
+    apart = {root: unit for root, unit in units.items() if several and len(unit) >= _OWN}
+    together = [unit for root, unit in units.items() if unit and root not in apart]
+    if together:
+        yield title, _packed(together, room)
+    for root, unit in apart.items():
+        others = [[label] for label in unit if label != root]
+        repeated = [root] if root in unit else []
+        yield f"{root}, extended", [repeated + part for part in _packed(others, room - len(repeated))]
 
 
 def _packed(units: Sequence[list[str]], room: int) -> list[list[str]]:

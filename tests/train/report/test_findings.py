@@ -72,16 +72,18 @@ def test_what_stands_on_few_windows_is_named():
 
 
 @pytest.mark.parametrize(
-    ("shares", "chance", "is_told"),
+    ("shares", "chance", "cases", "is_told"),
     [
-        ((0.0, 0.02), 0.01, True),
-        ((0.12, 0.1), 0.1, True),  # a guess of 40 cases errs by 0.05
-        ((0.1, 0.9), 0.1, False),
-        ((0.3, 0.0), None, False),
-        ((None, None), 0.1, False),  # it is named among what was not measured
+        ((0.0, 0.02), 0.01, 40, True),
+        ((0.24, 0.1), 0.1, 40, True),  # the standard error of a guess is 0.0474
+        ((0.25, 0.1), 0.1, 40, False),
+        ((0.04, 0.0), 0.01, 10_000, True),  # no noise, but not worth a figure
+        ((0.07, 0.0), 0.01, 10_000, False),
+        ((0.3, 0.0), None, 40, False),
+        ((None, None), 0.1, 40, False),  # it is named among what was not measured
     ],
 )
-def test_a_task_that_nothing_has_learned_is_named(shares, chance, is_told):
-    rows = text("rope", (5.0, 6.0)) + task("copy", "rope", shares, chance=chance)
+def test_a_task_that_nothing_has_learned_is_named(shares, chance, cases, is_told):
+    rows = text("rope", (5.0, 6.0)) + task("copy", "rope", shares, chance=chance, cases=cases)
     told = ["Copy: no scheme is above a guess by more than noise, so there is no figure."]
     assert findings(rows)[1:] == (told if is_told else [])

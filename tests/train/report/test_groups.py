@@ -68,3 +68,19 @@ def test_rows_of_a_failed_seed_have_the_family_of_the_others():
     rows = zoo(seeds=1)
     failed = [{**row, "seed": 1, "family": None, "error": "no memory"} for row in rows if row["label"] == "t5"]
     assert groups(rows + failed) == groups(rows)
+
+
+def test_what_was_trained_stands_before_its_extensions_wherever_it_is_listed():
+    extensions = [row for n in range(8) for row in text(f"rope + {n}", (5.0,), base="rope")]
+    rows = text("alibi", (5.0,)) + extensions + text("rope", (5.0,))
+    assert [group.labels for group in groups(rows)] == [
+        ("alibi", "rope", *(f"rope + {n}" for n in part)) for part in (range(4), range(4, 8))
+    ]
+    assert [group.title for group in groups(rows)] == ["rope, extended (1 of 2)", "rope, extended (2 of 2)"]
+
+
+def test_extensions_of_what_is_not_listed_have_panels_without_it():
+    extensions = [row for n in range(8) for row in text(f"rope + {n}", (5.0,), base="rope")]
+    found = groups(text("alibi", (5.0,)) + extensions)
+    assert [group.title for group in found] == ["rope, extended (1 of 2)", "rope, extended (2 of 2)"]
+    assert [group.labels[:2] for group in found] == [("alibi", "rope + 0"), ("alibi", "rope + 4")]

@@ -33,6 +33,7 @@ def test_a_hand_made_interval():
     assert interval([1.0, 2.0, 3.0]) == Interval(2.0, pytest.approx(2.0 - half), pytest.approx(2.0 + half))
     assert interval([1.0, 2.0, 3.0]).has_zero
     assert not interval([1.9, 2.0, 2.1]).has_zero
+    assert not interval([-1.9, -2.0, -2.1]).has_zero
     assert interval([0.5, 0.5]) == Interval(0.5, 0.5, 0.5)
 
 

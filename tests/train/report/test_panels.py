@@ -82,6 +82,17 @@ def test_many_schemes_share_axes_and_a_grey_line(drawn):
         assert list(reference.get_xdata()) == list(LENGTHS)
 
 
+def test_trainings_of_different_lengths_share_an_axis(drawn):
+    def training(n):
+        return {"tokens": [1000, 1000 * (n + 2)], "held_out_loss": [3.0, 2.0 - n / 100]}
+
+    curves.draw_training([row for n in range(9) for row in text(f"scheme {n}", (5.0,), training=training(n))])
+    first, second = drawn[0].axes
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_xlim()[1] > 10_000
+    assert first.get_ylim() == second.get_ylim() == pytest.approx((1.87, 3.05))
+
+
 def test_the_page_says_which_line_is_grey_where_one_is(drawn):
     about = report.About("", "", "", "", {})
     captions = [report.pictures(rows, about)[0].caption for rows in (zoo(seeds=1), text("nope", (5.0, 6.0)))]
