@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mrope": {"sections": (8, 12, 12)},
     "general": {"generators": (((0, -1.0, 0, 0), (1.0, 0, 0, 0), (0, 0, 0, -0.1), (0, 0, 0.1, 0)),)},
     "coca": {"variant": "strict"},
+    "coca-planes": {"planes": (8, 24)},
     "t5": {"max_distance": 24},
     "fire": {"threshold": 16.0},
     "inverse-leaky": {"length": TRAINED, "extension": float(EXTENSION)},

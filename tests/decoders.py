@@ -22,6 +22,7 @@ OPTIONS = {
     "hierarchical": {"max_length": 6},
     "mrope": {"sections": (2, 1, 1)},
     "pope": {"init_delta": "uniform"},
+    "coca-planes": {"planes": (1, 3)},
     "t5": {"num_buckets": 8, "max_distance": 12},
     "fire": {"threshold": 6.0},
     "cope": {"max_position": 6},
@@ -59,7 +60,7 @@ OPTIONS = {
 # every layer has another preset, so that each is still run and trained: what one layer does wrong, the decoder does
 # wrong. The wide grid has a decoder for each.
 GROUPS = {
-    "rotations": "nope rope hope xpos vo-rope mixed rope-tie clex pope randomised",
+    "rotations": "nope rope hope xpos vo-rope mixed rope-tie clex pope coca-planes randomised",
     "biases": "alibi t5 kerple-power fox cope scale-invariant",
     "raw and half-width keys": "coca-strict coca-tied rerope leaky-rerope",
     "logits": "learned-sinks ssmax key-norm learned-cosine gpt-oss",

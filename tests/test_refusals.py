@@ -201,11 +201,11 @@ BAD = {
         "the table rotates 4 planes and t has 8",
     ),
     "keys of another width": (attend(ROPE, k=HALF), "k must be 8 wide beside a q that is 8 wide"),
-    "no scheme": (lambda: pj.scheme(None), r"unknown scheme None \(63 are known; posjax.scheme_names\(\)"),
+    "no scheme": (lambda: pj.scheme(None), r"unknown scheme None \(64 are known; posjax.scheme_names\(\)"),
     "an unknown scheme": (
         lambda: pj.scheme("coca"),
         r"unknown scheme 'coca'; did you mean 'coca-\w+'\? "
-        r"\(63 are known, among them (coca-[\w-]+, ){2}coca-[\w-]+; posjax.scheme_names\(\)",
+        r"\(64 are known, among them (coca-[\w-]+, ){2}coca-[\w-]+; posjax.scheme_names\(\)",
     ),
     "attend of Layers": (attend(pj.scheme("smollm3", num_layers=4)), r"attend: .*schemes\[n\].attend"),
     "tokens that are real": (lambda: decoder()(IDS + 0.5), "tokens must be integers, found float32"),

@@ -107,8 +107,8 @@ class ALiBi(BiasSpec):
             ``"slopes"``: keys ahead have learned slopes of their own, which start equal.
         factor: ``s >= 1`` divides the slopes, which interpolates positions for a context ``s`` times as long
             (Al-Khateeb et al., arXiv 2310.13017).
-        steepest: the largest slope. The others keep their ratios to it. None leaves Press et al.'s, ``2^(-8 / H)`` for a
-            power of two of ``H`` heads: with few heads no head then attends to the nearest tokens alone.
+        steepest: the largest slope. The others keep their ratios to it. None leaves Press et al.'s, ``2^(-8 / H)`` for
+            ``H`` heads, a power of two: with few heads none then attends to the nearest tokens alone.
         ladder: the slopes are those of so many heads, repeated: it divides the number of heads, and as many heads
             share each slope. None gives every head a slope of its own.
     """
@@ -146,8 +146,9 @@ class ALiBi(BiasSpec):
         """The slopes before ``factor`` divides them: ``alibi_slopes(ladder)``, scaled to ``steepest`` and repeated.
 
         Raises:
-            ValueError: if ``ladder`` does not divide the number of heads.
+            ValueError: if the number of heads is not positive, or ``ladder`` does not divide it.
         """
+        check_count("num_heads", num_heads)
         rungs = self.ladder or num_heads
         check(num_heads % rungs == 0, f"ladder must divide the number of heads ({num_heads}), found {rungs}")
         slopes = _press_slopes(rungs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check_choice, check_even
+from posjax._checks import check_choice, check_even, check_positive
 from posjax.angles import angles, exact
 from posjax.bias.base import Bias, BiasSpec, heads_first
 
@@ -61,16 +61,24 @@ class Sandwich(BiasSpec):
             size.
         variant: public code disagrees on the sum. ``"from_one"`` is the one above (NeMo). ``"from_zero"`` runs over
             ``t = 0..dbar/2 - 1`` and does not subtract ``dbar / 2`` (Attention Gym, after the paper's appendix E).
+        factor: what multiplies the sum, the same in every head. None leaves the paper's ``H / (8 h)``. With
+            ``"from_zero"``, a head's size ``d`` as ``dbar`` and ``sqrt(2 / (pi d))`` as factor, it is the mean logit by
+            distance that strict CoCA starts from, where queries and ``t`` are standard normal before the ``relu``. Half
+            of that factor gives the fall of slack CoCA's.
     """
 
     dbar: int = 128
     variant: str = "from_one"
+    factor: float | None = None
 
     def __post_init__(self):
         check_even("dbar", self.dbar)
         check_choice("Sandwich variant", self.variant, ("from_one", "from_zero"))
+        if self.factor is not None:
+            check_positive("factor", self.factor)
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> SinusoidBias:
         """The bias for ``num_heads`` heads."""
-        factors = num_heads / (8.0 * np.arange(1, num_heads + 1))
+        own = num_heads / (8.0 * np.arange(1, num_heads + 1))
+        factors = own if self.factor is None else np.full(num_heads, self.factor)
         return SinusoidBias(jnp.asarray(factors, jnp.float32), self.dbar, self.variant)

@@ -34,11 +34,13 @@ from posjax.coca.feature import (
     merge_projection,
     query_feature,
 )
+from posjax.coca.partly import PartlyCollinear
 
 __all__ = [
     "VARIANTS",
     "Coca",
     "Pairing",
+    "PartlyCollinear",
     "Variant",
     "features",
     "half_width",

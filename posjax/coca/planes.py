@@ -49,6 +49,13 @@ def split(x: Float[Array, "*b width"], pairing: str) -> tuple[Array, Array]:
     return (x[..., 0::2], x[..., 1::2]) if pairing == "interleaved" else tuple(jnp.split(x, 2, axis=-1))
 
 
+def join(first: Float[Array, "*b planes"], second: Float[Array, "*b planes"], pairing: str) -> Float[Array, "*b width"]:
+    """The channels whose components ``split`` gives."""
+    if pairing == "interleaved":
+        return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
+    return jnp.concatenate([first, second], axis=-1)
+
+
 def feature(
     formula: tpu.Formula, pairing: str | None, cos: Array, sin: Array, x: Float[Array, "batch length heads width"]
 ) -> Float[Array, "batch length heads size"]:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
-from posjax.coca import Coca
+from posjax.coca import Coca, PartlyCollinear
 from posjax.diagnostics.anomaly import Anomaly, absolute_share, coca_anomaly, rotary_anomaly
 from posjax.diagnostics.rotation import radians
 from posjax.diagnostics.weights import entropy
@@ -89,9 +89,17 @@ def _anomaly(layer: Layer, *, causal: bool, length: int) -> tuple[Anomaly, Float
         found = coca_anomaly(layer.q, layer.k, features, **where)
         return found, radians(features.frequencies, 2 * layer.k.shape[-1], length)
     if isinstance(features, Rotary) and getattr(features, "targets", "qk") != "vo":
-        found = rotary_anomaly(layer.q, layer.k, features.frequencies, pairing=features.pairing, **where)
+        found = rotary_anomaly(*_rotated(layer), features.frequencies, pairing=features.pairing, **where)
         return found, radians(features.frequencies, layer.q.shape[-1], length)
     return None
+
+
+def _rotated(layer: Layer) -> tuple[Array, Array]:
+    """The queries and keys that rotary features rotate."""
+    features, head_dim = layer.scheme.features, layer.q.shape[-1]
+    if isinstance(features, PartlyCollinear):
+        return features.collinear_query(layer.q, head_dim=head_dim), features.collinear_key(layer.k, head_dim=head_dim)
+    return layer.q, layer.k
 
 
 def _entropy(layer: Layer, queries, *, causal: bool, length: int) -> Float[np.ndarray, "heads queries"]:

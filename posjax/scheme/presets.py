@@ -202,6 +202,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "coca-tied": (rotary.Plain, _features(partial(coca.Coca, "tied"))),
     "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
     "coca-relative": (rotary.Plain, _features(partial(coca.Coca, "relative"))),
+    "coca-planes": (coca.PartlyCollinear, _in("features")),
     "rerope": (far.ReRoPE, _in("far", features=_ROPE)),
     "leaky-rerope": (far.LeakyReRoPE, _in("far", features=_ROPE)),
     "inverse-leaky": (far.inverse_leaky, _in("far", features=_ROPE)),

@@ -38,6 +38,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "general": rotary.GeneralRotary,
         "pope": pope.PoPE,
         "coca": coca.Coca,
+        "coca-planes": coca.PartlyCollinear,
     },
     "norm": {
         "key-norm": norms.KeyNorm,

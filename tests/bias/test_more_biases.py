@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from attention.tiles import in_tiles
 
+import posjax as pj
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands
 from posjax.attention.padding import lengthened
@@ -76,6 +77,31 @@ def test_sandwich_numbers_at_the_default_size():
         want = sandwich_numerator(np.asarray(far), 128, 1, 64)
         np.testing.assert_allclose(tile[0, :, 0], want, atol=3e-5)
     np.testing.assert_allclose(values(Sandwich(), 4, Q, Q), np.swapaxes(values(Sandwich(), 4), 1, 2), atol=3e-5)
+
+
+@pytest.mark.parametrize(("variant", "first", "shift"), [("from_one", 1, 16), ("from_zero", 0, 0)])
+def test_sandwich_with_one_factor_for_all_heads(variant, first, shift):
+    want = 0.3 * np.broadcast_to(sandwich_numerator(R, 32, first, shift), (5, *R.shape))
+    np.testing.assert_allclose(values(Sandwich(32, variant, factor=0.3), 5), want, atol=1e-5)
+
+
+def test_sandwich_of_one_factor_is_the_mean_logit_that_strict_coca_starts_from():
+    """The mean over many standard normal queries and keys, by distance. Its standard error is below 0.005."""
+    rng, size, pairs, at = np.random.default_rng(0), 32, 100_000, np.array([40])
+    q = rng.standard_normal((1, 1, pairs, size)).astype(np.float32)
+    t = rng.standard_normal((1, 1, pairs, size // 2)).astype(np.float32)
+    far = at - np.array([0, 1, 3, 10, 32])
+
+    @jax.jit
+    def features(q, t):
+        here, there = (pj.rotary_table(where, pj.rotary.frequencies(size)) for where in (at, far))
+        return pj.coca.features(q, jnp.repeat(t, 5, axis=1), here, kv_table=there, variant="strict")
+
+    phi, psi = (np.asarray(x, np.float64) for x in features(q, t))
+    mean = np.einsum("bmhd,bnhd->n", phi, psi) / pairs / size**0.5
+    bias = values(Sandwich(size, "from_zero", factor=(2 / (np.pi * size)) ** 0.5), 1, at, far)[0, 0]
+    np.testing.assert_allclose(mean, bias, atol=0.015)
+    assert bias[0] - bias[-1] > 0.8
 
 
 def fire(params, i, j):

@@ -91,6 +91,23 @@ def test_coca(slack_and_fox):
     assert found.absolute_share is None
 
 
+def test_coca_in_some_planes_has_no_anomaly_there_and_that_of_rope_elsewhere(rope):
+    slow = {"name": "default", "base": 100.0}
+    some = pj.scheme("coca-planes", planes=(1, 3), pairing="interleaved", frequencies=slow)
+    model = rope.with_scheme(layers(some))
+    found = measure(model, TOKENS)
+    first = next(capture(model, TOKENS))
+    of_rope = rotary_anomaly(first.q, first.k, pj.rotary.Plain(100.0), pairing="interleaved")
+    inside, outside = np.array([1, 2]), np.array([0, 3])
+    for name in ("fraction", "weighted", "in_zone", "in_zone_weighted", "zone"):
+        in_layer = getattr(found.anomaly, name)
+        assert not in_layer[..., inside].any()
+        assert in_layer[..., outside].all()
+        np.testing.assert_allclose(in_layer[0][..., outside], getattr(of_rope, name)[..., outside])
+    assert (found.anomaly.strength > 0).all()
+    np.testing.assert_allclose(found.radians, np.tile(100.0 ** -(np.arange(4) / 4), (2, 1)), rtol=1e-9)
+
+
 def test_gates_of_the_tokens_reach_the_entropy(slack_and_fox):
     _, layer = capture(slack_and_fox, TOKENS)
     c = np.asarray(layer.gates, np.float64)

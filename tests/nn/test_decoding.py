@@ -122,6 +122,7 @@ LENGTH_READERS = {
     "longrope": pj.scheme("rope", frequencies=rotary.LongRoPE((1.0,) * 4, (3.0, 4.0, 5.0, 6.0), 8, factor=2.0)),
     "clex": pj.scheme("rope", frequencies=rotary.CLEX(4)),
     "coca dynamic ntk": pj.scheme("coca-strict", frequencies=rotary.DynamicNTK(4)),
+    "coca in some planes, dynamic ntk": pj.scheme("coca-planes", planes=(1, 3), frequencies=rotary.DynamicNTK(4)),
 }
 
 

@@ -326,7 +326,7 @@ def test_a_place_that_cannot_be_reached_is_one_line(monkeypatch, capsys):
 
 def test_a_comparison_knows_before_it_trains_what_cannot_start_from_the_model(values, tmp_path, monkeypatch):
     """Norms of queries and keys, as Qwen3 has them, have no place in CoCA."""
-    monkeypatch.setattr("train.compare.compare.run_member", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr("train.compare.compare.run_group", lambda *_: pytest.fail("trained"))
     rope = rotary.Rotary(rotary.Plain(500.0))
     write_released(tmp_path, scheme=pj.Scheme(features=rope, norm=pj.norms.QKNorm(eps=1e-5)))
     schemes = [{"name": "released"}, {"name": "coca-strict", "label": "CoCA"}]

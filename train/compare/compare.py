@@ -1,17 +1,19 @@
 """Schemes side by side: one config but for the position scheme and the seed, trained, measured and reported.
 
 Each (scheme, seed) trains in a process of its own (`member.py`), one after the other, so that its speed and its
-peak memory are its own. Entries that extend a scheme without retraining are measured by the process that trained it.
+peak memory are its own; or ``compare.together`` of one scheme in one process, as one program. Entries that extend a
+scheme without retraining are measured by the process that trained it. With ``compare.sweep`` trials choose the learning
+rates of every scheme before (`sweep.py`).
 """
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -25,13 +27,18 @@ from train import report
 from train.checkpoint import RESULTS, read_config
 from train.compare.member import ERROR, MEMBER
 from train.compare.study import run_study
-from train.config import CompareConfig, Config, SchemeConfig, differences, dump
+from train.compare.sweep import TRIALS_FOLDER, file_name, own_section, sweep, tuned
+from train.config import CompareConfig, Config, SchemeConfig, differences, dump, parse_text, to_dict
+from train.config.settings.checks import check
+from train.config.typed import changed
 from train.data import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
-from train.model.build import as_released, check_model, evaluated_scheme
+from train.model.build import as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
 from train.runtime.paths import is_local, look_anew, python_path, write_file
+
+TRIALS = "trials.jsonl"
 
 
 def compare(config: Config, console: Console | None = None) -> Path:
@@ -50,28 +57,64 @@ def compare(config: Config, console: Console | None = None) -> Path:
         return run_study(config, console)
     planned = members(config)
     _refuse_other_things(config.directory)
-    for member in planned:
-        _refuse_another(member)
+    if not config.compare.sweep.learning_rate:
+        _refuse_others([member for group in planned for member in group])
     held_out = held_out_tokens(replace(config, output=str(config.directory)))  # members find these tokens encoded
+    if config.compare.sweep.learning_rate:
+        held_out_tokens(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)
-    failures: dict[str, str] = {}
-    for number, member in enumerate(planned, start=1):
-        done = finished(member)
-        state = " (finished before)" if done else ""
-        console.print(f"[{number}/{len(planned)}] {member.name}{state}", style="bold", markup=False)
-        error = None if done else run_member(member)
-        if error:
-            failures[member.name] = error
-            console.print(error, style="red", markup=False)
-    _report(config, planned, failures, held_out, console)
-    if failures:
-        told = "; ".join(f"{name}: {why}" for name, why in failures.items())
-        raise ValueError(f"{len(failures)} of {len(planned)} trainings failed: {told}")
+    found = _Found(config.compare, console)
+    for base, group in zip(_bases(config), planned, strict=True):
+        found.add(group, tune=bool(config.compare.sweep.learning_rate) and "learning_rate" not in base.train)
+    _report(config, found, held_out, console)
+    if found.failures:
+        told = "; ".join(f"{name}: {why}" for name, why in found.failures.items())
+        count = sum(len(group) for group in planned)
+        raise ValueError(f"{len(found.failures)} of {count} trainings failed: {told}")
     return config.directory
 
 
-def members(config: Config) -> list[Config]:
-    """The config of every training that a comparison needs, scheme by scheme, seed by seed.
+class _Found:
+    """What was trained and measured so far: members, why some failed, and the trials before them."""
+
+    def __init__(self, settings: CompareConfig, console: Console):
+        self._settings, self._console = settings, console
+        self.members: list[Config] = []
+        self.failures: dict[str, str] = {}
+        self.trials: list[report.Row] = []
+
+    def add(self, group: Sequence[Config], tune: bool) -> None:
+        """Trains and measures the members of one scheme; to `tune` is to have trials choose its rates first."""
+        group, why = self._tuned(group) if tune else (group, "")
+        self.members += group
+        if why:
+            self._console.print(f"{group[0].scheme.label}: {why}", style="red", markup=False)
+            self.failures |= dict.fromkeys((member.name for member in group), why)
+            return
+        _refuse_others(group)
+        self.failures |= run_members(group, self._settings.together, self._console)
+
+    def _tuned(self, group: Sequence[Config]) -> tuple[list[Config], str]:
+        """The members with the rates of the best trial, and why there is none."""
+        try:
+            choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
+        except ValueError as error:
+            return list(group), " ".join(str(error).split())
+        label, names = group[0].scheme.label, learned_positions(group[0])
+        for trial in trials:
+            which = {"label": label, **trial.choice._asdict(), "chosen": trial.choice == choice}
+            self.trials += [{**row, **which} for row in trial.rows]
+        return [tuned(member, choice, names) for member in group], ""
+
+    def _run_trials(self, configs: Sequence[Config]) -> list[list[report.Row]]:
+        _refuse_others(configs)
+        for name, error in run_members(configs, self._settings.together, self._console, trials=True).items():
+            raise ValueError(f"trial {name}: {error}")
+        return [read_rows(config.directory / RESULTS) for config in configs]
+
+
+def members(config: Config) -> list[list[Config]]:
+    """The config of every training that a comparison needs: a group for each scheme, of all seeds.
 
     Each has a directory inside the comparison's, and a ``compare`` section of its own seed and of the entries that are
     measured with its parameters: the one trained, first, and its extensions.
@@ -83,30 +126,36 @@ def members(config: Config) -> list[Config]:
     entries = config.compare.schemes
     if not entries:
         raise ValueError("compare.schemes is empty: list the schemes to compare, as in [rope, alibi]")
-    bases = [entry for entry in entries if not entry.only_measured]
+    bases = _bases(config)
     for entry in entries:
         _check_entry(config, entry)
         trained = [base.label for base in bases if _same_training(entry, base)]
         if not trained:
             raise ValueError(
                 f"compare.schemes: {entry.label!r} extends a {entry.name!r} that is not trained here; "
-                f"list {entry.name!r} with the same options, without extend and stage"
+                f"list {entry.name!r} with the same options and train, without extend and stage"
             )
         if len(trained) > 1:
             raise ValueError(f"compare.schemes: {trained[0]!r} and {trained[1]!r} are the same; leave one out")
-    planned = [_member(config, base, seed) for base in bases for seed in config.compare.seeds]
-    if len({member.name for member in planned}) < len(planned):
+    planned = [[_member(config, base, seed) for seed in config.compare.seeds] for base in bases]
+    if len({group[0].name for group in planned}) < len(planned):
         raise ValueError("compare.schemes: labels name directories, so they must differ by more than spaces and signs")
     return planned
+
+
+def _bases(config: Config) -> list[SchemeConfig]:
+    """The entries that are trained."""
+    return [entry for entry in config.compare.schemes if not entry.only_measured]
 
 
 def _check_entry(config: Config, entry: SchemeConfig) -> None:
     """Raises ValueError, with the entry's label, for a scheme that cannot be built or does not fit the model."""
     try:
+        check("length" not in entry.train, "train.length is the same for all schemes; leave it out of the entry")
         evaluated_scheme(config, entry)
         config.stage_number(entry.stage)
         if not entry.only_measured:
-            _check_stages(replace(config, scheme=entry))
+            _check_stages(replace(_trained_as(config, entry), scheme=replace(entry, train={})))
     except ValueError as error:
         raise ValueError(f"compare.schemes: {entry.label}: {error}") from None
 
@@ -127,20 +176,22 @@ def _same_training(one: SchemeConfig, other: SchemeConfig) -> bool:
 
 
 def _member(config: Config, base: SchemeConfig, seed: int) -> Config:
-    extensions = tuple(entry for entry in config.compare.schemes if entry.only_measured and _same_training(entry, base))
+    config = _trained_as(config, base)
+    extensions = [entry for entry in config.compare.schemes if entry.only_measured and _same_training(entry, base)]
+    entries = tuple(replace(entry, train={}) for entry in (base, *extensions))
     return replace(
         config,
-        name=f"{_file_name(base.label)}-seed{seed}",
+        name=f"{file_name(base.label)}-seed{seed}",
         output=str(config.directory),
         seed=seed,
-        scheme=base,
-        compare=CompareConfig(seeds=(seed,), schemes=(base, *extensions)),
+        scheme=entries[0],
+        compare=own_section(config, seed, entries),
     )
 
 
-def _file_name(label: str) -> str:
-    """A label as the name of a directory."""
-    return re.sub(r"[^\w.=-]+", "-", label).strip("-.") or "scheme"
+def _trained_as(config: Config, entry: SchemeConfig) -> Config:
+    """The config with what an entry changes of ``train``."""
+    return replace(config, train=changed(config.train, entry.train, "train"))
 
 
 def _refuse_other_things(directory: Path) -> None:
@@ -148,7 +199,8 @@ def _refuse_other_things(directory: Path) -> None:
     if directory.is_file():
         raise ValueError(f"{directory} is a file; choose another name for the comparison")
     for path in sorted(directory.glob("*")):
-        ours = path.name in ("config.yaml", TOKENS, RESULTS, *report.FILES) or path.suffix == ".log"
+        ours = path.name in ("config.yaml", TOKENS, RESULTS, TRIALS, *report.FILES) or path.suffix == ".log"
+        ours = ours or path.name == TRIALS_FOLDER
         member = path.is_dir() and (path / "config.yaml").exists()
         empty = path.is_dir() and not any(path.iterdir())
         if not (ours or member or empty):
@@ -157,43 +209,62 @@ def _refuse_other_things(directory: Path) -> None:
         raise ValueError(f"{directory} holds a study of a released model; choose another name for the comparison")
 
 
-def _refuse_another(member: Config) -> None:
-    """Raises ValueError if the member's directory holds a training of another config."""
-    if not (member.directory / "config.yaml").exists():
-        return
-    changed = differences(read_config(member.directory), member)
-    if changed:
-        raise ValueError(
-            f"{member.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
-            "another name to keep both"
-        )
+def _refuse_others(members: Sequence[Config]) -> None:
+    """Raises ValueError if the directory of a member holds a training of another config."""
+    for member in members:
+        started = (member.directory / "config.yaml").exists()
+        changed = differences(read_config(member.directory), member) if started else []
+        if changed:
+            raise ValueError(
+                f"{member.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
+                "another name to keep both"
+            )
 
 
 def finished(member: Config) -> bool:
     """Whether the member's directory holds the results of exactly this config."""
     asked = member.directory / MEMBER
     results = member.directory / RESULTS
-    return results.is_file() and asked.is_file() and asked.read_text(encoding="utf-8") == dump(member)
+    if not (results.is_file() and asked.is_file()):
+        return False
+    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == member
 
 
-def run_member(member: Config) -> str | None:
-    """Trains and measures a member in a process of its own; what went wrong, in one line, or None.
+def run_members(configs: Sequence[Config], together: int, console: Console, trials: bool = False) -> dict[str, str]:
+    """Trains and measures those that are not finished, so many `together` in one process; why some failed."""
+    errors, asked = {}, [config for config in configs if not finished(config)]
+    for config in configs:
+        if config not in asked:
+            console.print(f"{config.name} (finished before)", style="bold", markup=False)
+    for group in (asked[start : start + together] for start in range(0, len(asked), together)):
+        console.print(", ".join(config.name for config in group), style="bold", markup=False)
+        error = run_group(group, trials)
+        if error:
+            errors |= {config.name: error for config in group if not finished(config)}
+            console.print(error, style="red", markup=False)
+    return errors
 
-    Its progress goes to this process's standard output. Its standard error goes to a file beside its directory, which
-    is kept when it failed. An interrupt reaches both processes; this one waits until the member has saved.
+
+def run_group(group: Sequence[Config], trials: bool) -> str | None:
+    """Trains and measures configs in a process of their own; what went wrong, in one line, or None.
+
+    Its progress goes to this process's standard output. Its standard error goes to a file beside the first directory,
+    which is kept when it failed. An interrupt reaches both processes; this one waits until the other has saved.
     """
     command = [sys.executable, "-m", "train.compare.member"]
-    with _log(member) as (log, stderr):
+    group[0].directory.parent.mkdir(parents=True, exist_ok=True)
+    with _log(group[0]) as (log, stderr):
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=stderr, text=True,
             env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
         with _passing_on(signal.SIGTERM, process):
             try:
-                process.communicate(dump(member))
+                process.communicate(json.dumps({"trials": trials, "configs": [to_dict(each) for each in group]}))
             finally:
                 process.wait()
-    look_anew(member.directory)
+    for each in group:
+        look_anew(each.directory)
     if process.returncode == 0:
         log.unlink(missing_ok=True)
         return None
@@ -247,25 +318,24 @@ def _cause(stderr: str) -> str:
     return (told or lines or ["no message"])[-1]
 
 
-def _report(
-    config: Config,
-    planned: Sequence[Config],
-    failures: Mapping[str, str],
-    held_out: Sequence[np.ndarray],
-    console: Console,
-) -> None:
+def _report(config: Config, found: _Found, held_out: Sequence[np.ndarray], console: Console) -> None:
     """Writes and shows what the members found, in the order of ``compare.schemes``; nothing if all of them failed."""
-    rows = [row for member in planned if member.name not in failures for row in read_rows(member.directory / RESULTS)]
-    if not rows:
+    failures = found.failures
+    done = [member for member in found.members if member.name not in failures]
+    if not done:
         return
-    rows += [row for member in planned if member.name in failures for row in _failed(member, failures[member.name])]
+    rows = [row for member in done for row in read_rows(member.directory / RESULTS)]
+    rows += [
+        row for member in found.members if member.name in failures for row in _failed(member, failures[member.name])
+    ]
     order = [entry.label for entry in config.compare.schemes]
     rows.sort(key=lambda row: (order.index(row["label"]), row["seed"], row["length"]))
-    done = next(member for member in planned if member.name not in failures)
     write_file(config.directory / "config.yaml", dump(config))
     write_rows(config.directory / RESULTS, rows)
-    report.write(config.directory, rows, about(config, held_out, read_versions(done.directory)))
-    report.show(rows, console)
+    if found.trials:
+        write_rows(config.directory / TRIALS, found.trials)
+    report.write(config.directory, rows, about(config, held_out, read_versions(done[0].directory)), found.trials)
+    report.show(rows, console, [report.chosen_rates(found.trials)] if found.trials else [])
     console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")
 
 

@@ -1,37 +1,82 @@
-"""One training of a comparison, in a process of its own: ``python -m train.compare.member < CONFIG``.
+"""Some trainings of a comparison, in a process of their own: ``python -m train.compare.member < GROUP``.
 
-The config's ``compare`` section holds the schemes to measure with the trained parameters.
+A group is JSON: ``configs``, of one scheme, and whether they are ``trials``. The ``compare`` section of each config
+holds the schemes to measure with its trained parameters.
 """
 
+import json
 import sys
+from collections.abc import Sequence
 
-from train.checkpoint import RESULTS
-from train.config import Config, dump, parse_text
-from train.evaluate.saved import measure_entries, write_rows
-from train.loop.fit import fit
+from train.checkpoint import RESULTS, is_started
+from train.config import Config, dump, parse
+from train.evaluate.saved import Run, held_out_tokens, measure_runs, write_rows
+from train.loop.fit import Diverged, fit
+from train.loop.together import fit_together
 from train.runtime.paths import write_file
 
 MEMBER = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line on standard error that says what went wrong
+DIVERGED = "training diverged"
 
 
-def run(config: Config) -> None:
-    """Trains the config, measures every scheme of ``config.compare``, and writes the rows and their config.
+def run(configs: Sequence[Config], trials: bool) -> None:
+    """Trains the configs, measures every scheme of their ``compare.schemes``, and writes the rows and their config.
 
-    Raises ValueError when the training was interrupted; what it did is saved, and running it again resumes.
+    `trials` are measured on text of their own. One that diverges has a row that says so.
+
+    Raises ValueError when a training was interrupted or diverged; what is done is saved, and running it again resumes.
     """
-    fitted = fit(config, progress=config.scheme.label)
+    failed = _train(configs, trials)
+    done = [config for config in configs if config not in failed]
+    if done:
+        held_out, entries = held_out_tokens(done[0], trials), done[0].compare.schemes
+        runs = [Run(config.directory, config) for config in done]
+        found = measure_runs(runs, held_out, entries, told=lambda line: print(line, flush=True))
+        for config, rows in zip(done, found, strict=True):
+            _write(config, rows)
+    if failed and not trials:
+        raise ValueError(f"{', '.join(config.name for config in failed)}: {DIVERGED}")
+    for config in failed:
+        _write(config, [{"label": config.scheme.label, "seed": config.seed, "error": DIVERGED}])
+
+
+def _train(configs: Sequence[Config], trials: bool) -> list[Config]:
+    """Trains them, as one program where several have not begun; those that diverged."""
+    new = [config for config in configs if not is_started(config.directory)]
+    together = new if len(new) > 1 else []
+    failed = [config for config in configs if config not in together and not _fit(config, trials)]
+    if together:
+        label = f"{together[0].scheme.label}, {len(together)} trainings"
+        fitted = fit_together(together, progress=label)
+        failed += [config for config, each in zip(together, fitted, strict=True) if not each.finished]
+    return failed
+
+
+def _fit(config: Config, trial: bool) -> bool:
+    """Trains a config by itself; whether it did not diverge, which of a trial is told by False."""
+    try:
+        fitted = fit(config, progress=config.scheme.label)
+    except Diverged:
+        if not trial:
+            raise
+        return False
     if not fitted.finished:
         raise ValueError(f"interrupted after {fitted.steps} of {config.steps} steps; run again to resume")
-    rows = measure_entries(config.directory, config, config.compare.schemes, told=lambda line: print(line, flush=True))
+    return True
+
+
+def _write(config: Config, rows: list) -> None:
+    config.directory.mkdir(parents=True, exist_ok=True)
     write_rows(config.directory / RESULTS, rows)
     write_file(config.directory / MEMBER, dump(config))
 
 
 def main() -> int:
-    """Reads a config from standard input and runs it; a bad input is one line on standard error and status 1."""
+    """Reads a group from standard input and runs it; a bad input is one line on standard error and status 1."""
     try:
-        run(parse_text(sys.stdin.read(), "standard input"))
+        group = json.load(sys.stdin)
+        run([parse(values) for values in group["configs"]], group["trials"])
     except (ValueError, OSError) as error:
         print(ERROR + " ".join(str(error).split()), file=sys.stderr)
         return 1

@@ -67,6 +67,7 @@ class Config:
             "train.steps must be positive, found 0; with 0 a released model is measured, named as in init=PATH",
         )
         check_seed("seed", self.seed)
+        check(not self.scheme.train, "scheme.train belongs to entries of compare.schemes; set keys of train here")
         object.__setattr__(self, "_resolved", self._resolve())
 
     def _resolve(self) -> tuple[Config, ...]:

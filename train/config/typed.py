@@ -34,7 +34,7 @@ def changed(values: Section, changes: Mapping[str, Any], path: str) -> Section:
 
 
 def scheme(values: Any, path: str) -> SchemeConfig:
-    """A scheme entry: a name, or a mapping with a name; the keys beyond the three known ones are options."""
+    """A scheme entry: a name, or a mapping with a name; the keys that are none of its fields are options."""
     if isinstance(values, str):
         return SchemeConfig(values)
     check(
@@ -42,11 +42,11 @@ def scheme(values: Any, path: str) -> SchemeConfig:
         f"{path}: expected a scheme's name or {{name: ..., option: value}}, found {values!r}",
     )
     known = {key: _convert(values[key], str, f"{path}.{key}") for key in ("name", "label", "stage") if key in values}
-    extend = _convert(values.get("extend", {}), Mapping, f"{path}.extend")
-    options = {key: value for key, value in values.items() if key not in ("name", "label", "extend", "stage")}
-    for key in (*options, *extend):
+    inner = {key: _convert(values.get(key, {}), Mapping, f"{path}.{key}") for key in ("extend", "train")}
+    options = {key: value for key, value in values.items() if key not in (*known, *inner)}
+    for key in (*options, *inner["extend"], *inner["train"]):
         check(isinstance(key, str), f"{path}: expected the name of an option, found {key!r}")
-    return SchemeConfig(**known, options=options, extend=extend)
+    return SchemeConfig(**known, **inner, options=options)
 
 
 def _convert(value: Any, kind: Any, path: str) -> Any:
@@ -91,6 +91,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, SchemeConfig):
         extend = {"extend": plain(value.extend)} if value.extend else {}
         extend |= {"stage": value.stage} if value.stage else {}
+        extend |= {"train": plain(value.train)} if value.train else {}
         return {"name": value.name, "label": value.label, **extend, **plain(value.options)}
     if isinstance(value, StageConfig):
         return {key: found for key, item in vars(value).items() if (found := plain(item))}

@@ -84,7 +84,23 @@ def measure(
     batch_tokens: int,
     stride: int = 0,
 ) -> Iterator[Perplexity]:
-    """Yields one `Perplexity` for each of `lengths`, in nats per token.
+    """Yields one `Perplexity` for each of `lengths`, in nats per token; see `measure_each`."""
+    given = {"lengths": lengths, "train_length": train_length, "tokens": tokens, "batch_tokens": batch_tokens}
+    return (found for (found,) in measure_each(predictor, [parameters], documents, stride=stride, **given))
+
+
+def measure_each(
+    predictor: Predictor,
+    models: Sequence[Any],
+    documents: Sequence[Tokens],
+    *,
+    lengths: Sequence[int],
+    train_length: int,
+    tokens: int,
+    batch_tokens: int,
+    stride: int = 0,
+) -> Iterator[list[Perplexity]]:
+    """Yields, for each of `lengths`, the `Perplexity` of every one of the parameters `models`, in nats per token.
 
     1. *Whole window*: non-overlapping windows of each length, from about `tokens` tokens of the documents.
     2. *Last tokens*: `train_length` targets at the end of pieces that have full context at every length, in one
@@ -105,17 +121,17 @@ def measure(
     ends, chosen = full_pieces(documents, span, tokens), pieces(documents, span, tokens)
     slid = sliding_pieces(documents, span, stride, tokens) if stride else []
 
-    def at(length: int) -> Perplexity:
+    def at(length: int) -> list[Perplexity]:
         windows = {"window": whole_windows(chosen, length), "last": last_windows(ends, length, train_length)}
         if slid:
             windows["sliding"] = last_windows(slid, length, stride)
         try:
-            found = _measure_length(predictor, parameters, windows, length, max(1, batch_tokens // length))
-            return dataclasses.replace(found, last_length=train_length)
+            found = _measure_length(predictor, models, windows, length, max(1, batch_tokens // length))
+            return [dataclasses.replace(each, last_length=train_length) for each in found]
         except ValueError as error:
             if length == train_length:
                 raise
-            return Perplexity(length, error=_one_line(error))
+            return [Perplexity(length, error=_one_line(error))] * len(models)
 
     return map(at, lengths)
 
@@ -134,12 +150,16 @@ def check_lengths(documents: Sequence[Sized], lengths: Sequence[int], train_leng
 
 
 def _measure_length(
-    predictor: Predictor, parameters: Any, windows: dict[str, Windows], length: int, rows: int
-) -> Perplexity:
+    predictor: Predictor, models: Sequence[Any], windows: dict[str, Windows], length: int, rows: int
+) -> list[Perplexity]:
     """All measurements at one length, through one compiled function of `rows` windows."""
     rows = predictor.filled(min(rows, max(len(each.tokens) for each in windows.values())))
     program, shapes = scoring(predictor, rows, length)
-    score = program.lower(parameters, *shapes).compile()
+    score = program.lower(models[0], *shapes).compile()
+    return [_measure_model(score, parameters, windows, length, rows) for parameters in models]
+
+
+def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows], length: int, rows: int) -> Perplexity:
     _warm(score, parameters, rows, length)
     start = time.perf_counter()
     sums = {name: _nll_by_place(score, parameters, each, rows) for name, each in windows.items()}

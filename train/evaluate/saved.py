@@ -2,21 +2,24 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 
 from train import report
 from train.checkpoint.restore import config_of, entry_in_stage, restore, results_of
 from train.config import Config, SchemeConfig
+from train.config.settings.checks import check
 from train.data import held_out_documents, load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on
-from train.evaluate.perplexity import Perplexity, check_lengths, measure
+from train.evaluate.perplexity import Perplexity, check_lengths, measure_each
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
@@ -75,41 +78,87 @@ def _measure(
     entries: Sequence[SchemeConfig],
     told: Callable[[str], Any] = lambda _: None,
 ) -> list[report.Row]:
-    restored: dict[str, tuple[Config, nnx.Module]] = {}
-    rows, sizes = [], config.evaluate
-    mesh = mesh_for(config, sizes.batch_tokens // max(sizes.lengths))
+    return measure_runs([Run(directory, config)], held_out, entries, told)[0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A saved run, and the config it is measured by."""
+
+    directory: Path
+    config: Config
+
+
+def measure_runs(
+    runs: Sequence[Run],
+    held_out: Sequence[np.ndarray],
+    entries: Sequence[SchemeConfig],
+    told: Callable[[str], Any] = lambda _: None,
+) -> list[list[report.Row]]:
+    """Measures several runs of one model and one scheme under each of `entries`; the rows of every run.
+
+    Each length is compiled once for all of them.
+    """
+    config, restored = runs[0].config, {}
+    rows: list[list[report.Row]] = [[] for _ in runs]
+    mesh = mesh_for(config, config.evaluate.batch_tokens // max(config.evaluate.lengths))
     for entry in entries:
         if entry.stage not in restored:
-            restored[entry.stage] = restore(directory, config, entry.stage, mesh)
-        stage, model = restored[entry.stage]
-        own = entry_in_stage(entry, config, stage)
-        scheme = evaluated_scheme(stage, own)
-        measured = predictor_of(model.with_scheme(scheme), config.seed, mesh)
+            restored[entry.stage] = [restore(run.directory, run.config, entry.stage, mesh) for run in runs]
+        found = [
+            _Restored(n, run, *each) for n, (run, each) in enumerate(zip(runs, restored[entry.stage], strict=True))
+        ]
         with on(mesh):
-            for row in _rows(directory, config, held_out, own, stage, *measured):
-                rows.append(row)
+            for number, row in _rows(found, held_out, entry, mesh):
+                rows[number].append(row)
                 told(_in_words(row))
     return rows
 
 
+@dataclass(frozen=True)
+class _Restored:
+    """Run number `number`, with the config of a stage and the model as it was trained there."""
+
+    number: int
+    run: Run
+    stage: Config
+    model: nnx.Module
+
+
 def _rows(
-    directory: Path,
-    config: Config,
-    held_out: Sequence[np.ndarray],
-    entry: SchemeConfig,
-    stage: Config,
-    predictor: Predictor,
-    parameters: Any,
-) -> Iterator[report.Row]:
-    """The rows of one entry: of held-out text, then of tasks."""
-    base = stage.scheme.label if entry.only_measured else None
-    which = {"label": entry.label, "base": base, "seed": config.seed, "train_length": own_length(stage)}
-    which["family"] = family(scheme_of(stage))
-    costs = _costs(directory, entry)
-    for found in measure_held_out(predictor, parameters, config, held_out):
-        yield {**which, **costs, **found.as_row()}
-    for found in measure_tasks(predictor, parameters, config):
-        yield {**which, **found}
+    found: Sequence[_Restored], held_out: Sequence[np.ndarray], entry: SchemeConfig, mesh: Mesh | None
+) -> Iterator[tuple[int, report.Row]]:
+    """The rows of one entry, each with its run's number."""
+    config, stage = found[0].run.config, found[0].stage
+    own = entry_in_stage(entry, config, stage)
+    scheme = evaluated_scheme(stage, own)
+    # A rule draws positions in use from the run's own seed, so each run then has a program of its own.
+    for part in [found] if scheme.positions is None else [[each] for each in found]:
+        yield from _rows_of_program(part, held_out, own, scheme, mesh)
+
+
+def _rows_of_program(
+    found: Sequence[_Restored], held_out: Sequence[np.ndarray], entry: SchemeConfig, scheme: Any, mesh: Mesh | None
+) -> Iterator[tuple[int, report.Row]]:
+    """The rows of models that one program measures: of held-out text, then of tasks."""
+    config = found[0].run.config
+    predictor, _ = predictor_of(found[0].model.with_scheme(scheme), config.seed, mesh)
+    models = [predictor_of(each.model.with_scheme(scheme), config.seed, mesh)[1] for each in found]
+    about = [{**_which(each, entry), **_costs(each.run.directory, entry)} for each in found]
+    for at_length in measure_held_out(predictor, models, config, held_out):
+        for each, columns, perplexity in zip(found, about, at_length, strict=True):
+            yield each.number, {**columns, **perplexity.as_row()}
+    for each, parameters in zip(found, models, strict=True):
+        for row in measure_tasks(predictor, parameters, config):
+            yield each.number, {**_which(each, entry), **row}
+
+
+def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
+    """The columns of a row that say what was measured."""
+    base = found.stage.scheme.label if entry.only_measured else None
+    seed, length = found.run.config.seed, own_length(found.stage)
+    of = family(scheme_of(found.stage))
+    return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length}
 
 
 def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
@@ -136,8 +185,10 @@ def shortest_stage(config: Config) -> int:
     return min(stage.train.length for stage in config.every_stage)
 
 
-def held_out_tokens(config: Config) -> list[np.ndarray]:
-    """The held-out documents as tokens.
+def held_out_tokens(config: Config, trials: bool = False) -> list[np.ndarray]:
+    """The held-out documents as tokens: those that are reported on, or those that `trials` are chosen by.
+
+    Where ``compare.sweep`` has trials every second document is theirs, and reports are on the others alone.
 
     Raises ValueError when a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
     ``evaluate.tasks``.
@@ -146,6 +197,13 @@ def held_out_tokens(config: Config) -> list[np.ndarray]:
     check_vocabulary(config)
     check_tasks(config.evaluate, _vocabulary(config))
     held_out = held_out_documents(config)
+    if config.compare.sweep.learning_rate:
+        check(
+            len(held_out) > 1,
+            "compare.sweep: the held-out text is a single document, but trials need one that is not reported on; raise "
+            "data.held_out",
+        )
+        held_out = held_out[int(trials) :: 2]
     check_lengths(held_out, config.evaluate.lengths, shortest_stage(config))
     return held_out
 
@@ -161,12 +219,12 @@ def _in_words(row: report.Row) -> str:
 
 
 def measure_held_out(
-    predictor: Predictor, parameters: Any, config: Config, held_out: Sequence[np.ndarray]
-) -> Iterator[Perplexity]:
-    """Perplexity on the held-out documents at every length, as ``config.evaluate`` says."""
-    return measure(
+    predictor: Predictor, models: Sequence[Any], config: Config, held_out: Sequence[np.ndarray]
+) -> Iterator[list[Perplexity]]:
+    """The perplexity of every one of the parameters `models` on the held-out documents, length by length."""
+    return measure_each(
         predictor,
-        parameters,
+        models,
         held_out,
         lengths=config.evaluate.lengths,
         train_length=shortest_stage(config),

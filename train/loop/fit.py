@@ -45,14 +45,19 @@ from train.runtime.paths import path, write_file
 WARM_STEPS = 5
 
 
+class Diverged(ValueError):
+    """A training whose loss or gradients are not finite, or far above those before, for several updates in a row."""
+
+
 @dataclass(frozen=True)
 class FitResult:
     """What came out of `fit`.
 
     Attributes:
       directory: the run directory.
-      steps: updates done, of all stages; fewer than asked for when the run was interrupted.
-      finished: whether all of them are done.
+      steps: updates done, of all stages; fewer than asked for when the run was interrupted or reached its
+        ``train.stop_loss``.
+      finished: whether all of them are done, or the loss was reached.
       final_loss: the training loss of the last update that was logged, in nats per token.
       tokens_per_second: training tokens of all devices per second of wall time, of the last process that trained,
         without the first `WARM_STEPS` steps of every stage, checkpoints included.
@@ -102,10 +107,10 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
             stack.enter_context(Monitor(config, directory, label=progress, began=began)),
             stack.enter_context(stop_requested()),
         )
-        step = run.train()
+        step, done = run.train()
         last, speed = run.monitor.last, run.monitor.tokens_per_second
         run.monitor.goodput.spend("checkpoint")  # the last one is waited for
-    seconds, done = run.monitor.goodput.seconds, step == config.steps
+    seconds = run.monitor.goodput.seconds
     result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes(), seconds)
     if result.finished:
         decide(lambda: write_result(result))
@@ -231,11 +236,11 @@ class Run:
     monitor: Monitor
     stop: threading.Event
 
-    def train(self) -> int:
-        """Trains and returns the number of updates that the saved state has seen."""
+    def train(self) -> tuple[int, bool]:
+        """Trains; the number of updates that the saved state has seen, and whether that is the end of the run."""
         return self.checkpoints.resume(self._train)
 
-    def _train(self, lasting: Checkpoint | None) -> int:
+    def _train(self, lasting: Checkpoint | None) -> tuple[int, bool]:
         saved = self._newest(lasting)
         listen(0 if saved is None else saved.step, self.stop)
         first = 0 if saved is None else saved.stage
@@ -243,24 +248,27 @@ class Run:
             first += 1
         for stage in self.stages[first:]:
             with jax.set_mesh(stage.mesh):
-                step = self._train_stage(stage, saved)
+                step, learned = self._train_stage(stage, saved)
             if self.stop.is_set():
-                return step
+                return step, learned or step == self.config.steps
             saved = Checkpoint(step, stage.number, None)
-        return step
+        return step, True
 
     def _newest(self, lasting: Checkpoint | None) -> Checkpoint | None:
         states = [stage.program.abstract for stage in self.stages]
         return (self.local.newest(states, lasting) if self.local else None) or lasting
 
-    def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> int:
-        """Trains one stage from what is saved; returns the number of updates of the run after it, or at a stop."""
+    def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> tuple[int, bool]:
+        """Trains one stage from what is saved.
+
+        Returns the number of updates of the run after it, or at a stop, and whether ``train.stop_loss`` was reached.
+        """
         train, goodput = stage.config.train, self.monitor.goodput
         goodput.spend("start")
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
         evaluate = _Evaluation(stage, self.config.monitor, step) if stage.held_out else None
-        warm = step + min(WARM_STEPS, stage.last_step - step - 1)
+        warm, learned = step + min(WARM_STEPS, stage.last_step - step - 1), False
         self.monitor.pause()
         if warm == step:
             self.monitor.begin()
@@ -280,6 +288,8 @@ class Run:
                 with goodput.spending("evaluate"):
                     measured = evaluate.measure(step, state.parameters) if evaluate else {}
                 self._log(stage, step, metrics, batch.segment_ids, measured)
+                learned = float(metrics.loss) < train.stop_loss
+            last = last or learned
             if last or (step - stage.first_step) % train.checkpoint_every == 0:
                 _refuse_divergence(stage, step, metrics)
                 with goodput.spending("checkpoint"):
@@ -290,7 +300,7 @@ class Run:
                     self.local.save(step, stage.number, state, stream.get_state())
             if last:
                 break
-        return step
+        return step, learned
 
     def _first_state(self, stage: Stage, saved: Checkpoint | None, stream: Any) -> tuple[TrainState, int]:
         """The state to start from: the saved one, that of the saved parameters of the stage before, or a new one."""
@@ -360,12 +370,12 @@ class _Evaluation:
 
 
 def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
-    """Raises ValueError when training diverged, before anything of it is written or saved."""
+    """Raises Diverged before anything of a training that diverged is written or saved."""
     in_row = int(metrics.skipped_in_row)
     never = in_row == step - stage.first_step and step == stage.last_step
     if in_row >= stage.config.train.stop_after_skips or never:
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-        raise ValueError(
+        raise Diverged(
             f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}, and {in_row} "
             "updates in a row were left out. What was saved before is kept; lower train.learning_rate, raise "
             "train.spike_factor if it is set, or look at what the scheme does with these positions"

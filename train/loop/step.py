@@ -120,7 +120,7 @@ class Parts:
 def build_program(config: Config, mesh: Mesh) -> Program:
     """Compiles nothing yet; raises ValueError for a model, a scheme or a mesh that cannot work."""
     parts = parts_of(config, mesh)
-    optimizer, shapes = parts.optimizer, jax.eval_shape(partial(initialize, parts, config.seed))
+    shapes = jax.eval_shape(partial(initialize, parts, config.seed))
     parameters = tree_shardings(mesh, parts.axes, shapes.parameters)
     whole = named_sharding(mesh, ())
     shardings = TrainState(

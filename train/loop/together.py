@@ -37,8 +37,8 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     trains all. Over several devices the trainings are split, not their rows. What an accelerator gains is larger
     products; on a CPU that one training fills it gains the compilations alone.
 
-    A training whose loss is not finite is returned with ``finished`` false, and nothing of it is saved. Nothing is
-    saved before the end. `progress` is the label under which the mean loss is shown.
+    A training that diverges is returned with ``finished`` false, and nothing of it is saved. Nothing is saved before
+    the end. `progress` is the label under which the mean loss is shown.
 
     Raises ValueError, before anything is compiled, for configs that differ in more, that have stages or start from a
     released model, and for directories that hold another run.
@@ -59,7 +59,7 @@ def check_together(configs: Sequence[Config]) -> None:
     check(not first.init.path, "compare.together: trainings of a released model run one by one; set it to 1")
     check(
         not first.monitor.evaluate_every,
-        "compare.together: no held-out text is measured while several train; set monitor.evaluate_every=0, or this to 1",
+        "compare.together: such trainings measure nothing while they train; set monitor.evaluate_every=0, or this to 1",
     )
     check(jax.process_count() == 1, "compare.together: several trainings as one program run on one process")
     for other in configs[1:]:
@@ -80,25 +80,34 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
     train, seeds = configs[0].train, [config.seed for config in configs]
     program = stacked_program(configs)
     streams = {seed: batches(rows, train.rows, seed) for seed in seeds}
-    state, logged = program.initialize(), []
+    state, logged, found = program.initialize(), [], {}
     with show_progress(progress, train.steps) as report:
         for step in range(1, train.steps + 1):
             read = {seed: next(stream) for seed, stream in streams.items()}
             state, metrics = program.update(state, [read[seed] for seed in seeds])
-            if step % train.log_every == 0 or step == train.steps:
-                logged.append(_lines(step, metrics, len(seeds), train.batch_tokens))
-                report(step, {"loss": _mean(logged[-1])}, 0)
-    found, places = jax.device_get(state), {seed: stream.get_state() for seed, stream in streams.items()}
-    return [
-        _Trained(jax.tree.map(lambda leaf, n=n: jnp.asarray(leaf[n]), found), places[seed], [at[n] for at in logged])
-        for n, seed in enumerate(seeds)
-    ]
+            if step % train.log_every and step < train.steps:
+                continue
+            logged.append(_lines(step, metrics, len(seeds), train.batch_tokens))
+            report(step, {"loss": _mean(logged[-1])}, 0)
+            for n, line in enumerate(logged[-1]):
+                if n not in found and (step == train.steps or (line["loss"] or math.inf) < train.stop_loss):
+                    found[n] = _taken(n, state, streams[seeds[n]].get_state(), [lines[n] for lines in logged])
+            if len(found) == len(seeds):
+                break
+    return [found[n] for n in range(len(seeds))]
+
+
+def _taken(number: int, states: TrainState, place: Any, lines: list[dict[str, Any]]) -> _Trained:
+    """One training as it is now; the others go on."""
+    own = jax.device_get(jax.tree.map(lambda leaf: leaf[number], states))
+    return _Trained(jax.tree.map(jnp.asarray, own), place, lines)
 
 
 def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
     """Writes a training as `fit` leaves it: its config, metrics, a last checkpoint and the result."""
-    directory, steps, last = config.directory, config.train.steps, trained.lines[-1]["loss"]
-    result = FitResult(directory, steps, last is not None, last, None, peak_memory_bytes())
+    directory, steps, last = config.directory, trained.lines[-1]["step"], trained.lines[-1]["loss"]
+    diverged = int(trained.state.guard.in_row) >= config.train.stop_after_skips
+    result = FitResult(directory, steps, not diverged, last, None, peak_memory_bytes())
     if not result.finished:
         return result
     create_run(config, directory)

@@ -22,6 +22,7 @@ from train.data import load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import replicated
+from train.model.state import named_leaves
 
 RELEASED = "released"
 """The name of the scheme of the model under ``init``."""
@@ -178,7 +179,21 @@ def build_model(config: Config, mesh: Mesh | None = None, seed: int | Int32[Arra
 
     Raises ValueError for what cannot be built.
     """
-    return nn.Decoder(decoder_config(config, mesh), rngs=nnx.Rngs(jax.random.key(config.seed if seed is None else seed)))
+    return nn.Decoder(
+        decoder_config(config, mesh), rngs=nnx.Rngs(jax.random.key(config.seed if seed is None else seed))
+    )
+
+
+def learned_positions(config: Config) -> tuple[str, ...]:
+    """Patterns of the names of what a config's scheme learns, as ``train.learning_rate_factors`` takes them.
+
+    Nothing for schemes that learn nothing; what linear attention projects with tells no position.
+    """
+    names = [name.split("/") for name, _ in named_leaves(nn.logical_axes(nnx.eval_shape(lambda: build_model(config))))]
+    inside = [parts[parts.index("learned") + 1] for parts in names if "learned" in parts]
+    around = [parts[0] for parts in names if parts[0] in ("shared", "embedding")]
+    found = [f"{part}/*" for part in around] + [f"*/learned/{slot}/*" for slot in inside if slot != "linear"]
+    return tuple(dict.fromkeys(found))
 
 
 def replicated_parameters(config: Config, mesh: Mesh | AbstractMesh) -> str:

@@ -3,5 +3,19 @@
 from train.report.numbers import Estimate, Row, estimate
 from train.report.page import FILES, About, pictures, render, write
 from train.report.tables import Table, show, tables
+from train.report.trials import chosen_rates
 
-__all__ = ["FILES", "About", "Estimate", "Row", "Table", "estimate", "pictures", "render", "show", "tables", "write"]
+__all__ = [
+    "FILES",
+    "About",
+    "Estimate",
+    "Row",
+    "Table",
+    "chosen_rates",
+    "estimate",
+    "pictures",
+    "render",
+    "show",
+    "tables",
+    "write",
+]

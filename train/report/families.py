@@ -25,7 +25,7 @@ def family(scheme: Scheme | Layers) -> str:
         LINEAR: filled("linear"),
         BIASES: filled("bias"),
         WINDOWS: filled("mask", "far"),
-        COCA: any(isinstance(layer.features, coca.Coca) for layer in layers),
+        COCA: any(isinstance(layer.features, coca.Coca | coca.PartlyCollinear) for layer in layers),
         OTHER: filled("scale", "norm", "sinks", "positions"),
         ROTATIONS: filled("features"),
     }

@@ -25,6 +25,7 @@ from train.report.numbers import (
     trainings,
 )
 from train.report.tables import Table, details, tables
+from train.report.trials import tables_of_trials
 
 INDEX, FIGURE = "index.html", "figure.png"
 FIGURES = (FIGURE, "training.png", "positions.png", "tasks.png", "depths.png")
@@ -58,14 +59,17 @@ class Picture:
         return base64.b64encode(self.png).decode("ascii")
 
 
-def write(directory: Path, rows: Sequence[Row], about: About) -> None:
-    """Writes ``index.html``, which needs no other file, and its figures into `directory`; older ones go."""
+def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[Row] = ()) -> None:
+    """Writes ``index.html``, which needs no other file, and its figures into `directory`; older ones go.
+
+    `trials` are those that chose the learning rates, if there were any.
+    """
     drawn = pictures(rows, about)
     for picture in drawn:
         (directory / picture.name).write_bytes(picture.png)
     for name in set(FIGURES) - {picture.name for picture in drawn}:
         (directory / name).unlink(missing_ok=True)
-    (directory / INDEX).write_text(render(rows, drawn, about), encoding="utf-8")
+    (directory / INDEX).write_text(render(rows, drawn, about, trials), encoding="utf-8")
 
 
 def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
@@ -130,14 +134,14 @@ _DEPTHS_ALT = "Accuracy by depth and length, one map for each task and scheme"
 _DEPTHS = "The share of right answers by where in the text they stand: 0 is its front, 1 its end. Mean over seeds."
 
 
-def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About) -> str:
+def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trials: Sequence[Row] = ()) -> str:
     """The HTML page: findings, figures, tables, notes, config and versions in one file without outside resources."""
     seeds = len({row["seed"] for row in rows})
     spread = f"Mean ± standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
     return page(
         about,
         pictures,
-        tables(rows),
+        [*tables(rows), *tables_of_trials(trials)],
         findings=findings(rows),
         notes=notes(rows),
         remark=spread,

@@ -177,11 +177,11 @@ def _times(rows: Sequence[Row]) -> list[Table]:
     return [Table(title, ("scheme", *header), tuple(body))] if body else []
 
 
-def show(rows: Sequence[Row], console: Any) -> None:
-    """Prints the findings, tables and notes on a `rich.console.Console`."""
+def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
+    """Prints the findings, the tables, others behind them, and notes on a `rich.console.Console`."""
     for sentence in findings(rows):
         console.print(sentence, markup=False, highlight=False)
-    for table in tables(rows):
+    for table in (*tables(rows), *others):
         show_table(table, console)
     for note in notes(rows):
         console.print(note, markup=False, highlight=False)

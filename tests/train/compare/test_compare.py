@@ -16,9 +16,9 @@ from rich.console import Console
 
 from train.checkpoint import RESULTS
 from train.compare import compare as module
-from train.compare.compare import _passing_on, compare, finished, members, run_member
+from train.compare.compare import _passing_on, compare, finished, members, run_group
 from train.compare.member import MEMBER
-from train.config import dump, load, parse
+from train.config import dump, load, parse, to_dict
 from train.data import TOKENS, cache, held_out_documents
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
 
@@ -94,12 +94,17 @@ def started(monkeypatch):
     """Names of the members that were started; none of them trains."""
     names = []
 
-    def run(member):
-        names.append(member.name)
-        fake(member)
+    def run(group, trials):
+        names.extend(member.name for member in group)
+        for member in group:
+            fake(member)
 
-    monkeypatch.setattr(module, "run_member", run)
+    monkeypatch.setattr(module, "run_group", run)
     return names
+
+
+def every_member(values):
+    return [member for group in members(parse(values)) for member in group]
 
 
 def silent():
@@ -107,7 +112,7 @@ def silent():
 
 
 def test_every_scheme_trains_once_per_seed_and_extensions_do_not(values):
-    planned = members(parse(values))
+    planned = every_member(values)
     assert [member.name for member in planned] == [
         "rope-seed0", "rope-seed1", "linear-bias-seed0", "linear-bias-seed1",
     ]  # fmt: skip
@@ -120,7 +125,7 @@ def test_every_scheme_trains_once_per_seed_and_extensions_do_not(values):
 
 def test_members_differ_from_the_base_config_by_scheme_and_seed_alone(values):
     config = parse(values)
-    for member in members(config):
+    for member in every_member(values):
         same = dataclasses.replace(
             member, name=config.name, output=config.output, seed=config.seed, scheme=config.scheme,
             compare=config.compare,
@@ -128,9 +133,29 @@ def test_members_differ_from_the_base_config_by_scheme_and_seed_alone(values):
         assert same == config
 
 
+def test_an_entry_may_train_with_a_rate_of_its_own(values, started):
+    """The same scheme twice, and an extension of one of them; a sweep leaves such entries alone."""
+    slow = {"name": "rope", "label": "slow", "train": {"learning_rate": 1e-4, "learning_rate_factors": {"embed": 2.0}}}
+    values["compare"]["schemes"] = ["rope", slow, {**slow, "label": "slow + NTK", "extend": {"frequencies": NTK}}]
+    values["compare"]["sweep"] = {"learning_rate": [1e-3]}
+    plain, slow = members(parse(values))
+    assert (plain[0].train.learning_rate, slow[0].train.learning_rate) == (3e-3, 1e-4)
+    assert slow[0].train.learning_rate_factors == {"embed": 2.0}
+    assert [entry.label for entry in slow[0].compare.schemes] == ["slow", "slow + NTK"]
+    assert slow[0].train.steps == plain[0].train.steps
+    assert parse(to_dict(slow[0])) == slow[0]
+    assert parse(to_dict(parse(values))) == parse(values)
+    with pytest.raises(ValueError, match=r"belongs to entries of compare\.schemes"):
+        parse({"scheme": {"name": "rope", "train": {"learning_rate": 1e-3}}})
+    compare(parse({**values, "compare": {**values["compare"], "schemes": values["compare"]["schemes"][1:]}}), silent())
+    assert started == ["slow-seed0", "slow-seed1"]
+
+
 @pytest.mark.parametrize(
     ("schemes", "message"),
     [
+        ([{"name": "rope", "train": {"length": 16}}], r"train\.length is the same for all schemes"),
+        ([{"name": "rope", "train": {"rate": 16}}], "unknown key"),
         ([], "compare.schemes is empty"),
         (["ropee"], "unknown scheme 'ropee'; did you mean 'rope'"),
         (["rope", {"name": "rope", "label": "x", "extend": {"frequency": NTK}}], "unknown slot 'frequency'"),
@@ -205,7 +230,7 @@ def test_a_new_extension_or_length_runs_only_what_it_concerns(values, started):
 
 
 def test_half_a_result_is_not_finished(values):
-    member = members(parse(values))[0]
+    member = every_member(values)[0]
     assert not finished(member)
     fake(member)
     assert finished(member)
@@ -231,7 +256,7 @@ def test_text_is_encoded_once_for_all_members_and_the_comparison_resumes(values,
     assert len(os.listdir(directory / TOKENS)) == 1
     assert os.listdir(directory.parent) == [directory.name]
     monkeypatch.setattr(cache, "build_piece", None)
-    for member in members(parse(values)):
+    for member in every_member(values):
         held_out_documents(member)
     values["compare"]["schemes"].append("cope")
     compare(parse(values), silent())
@@ -254,13 +279,13 @@ def test_directories_of_other_things_are_left_alone(values, started, tmp_path):
 
 @pytest.mark.usefixtures("unpainted")
 def test_one_failure_is_told_in_one_line_and_the_others_are_reported(values, monkeypatch):
-    def run(member):
-        if member.name == "rope-seed1":
+    def run(group, trials):
+        if group[0].name == "rope-seed1":
             return "no memory"
-        fake(member)
+        fake(group[0])
         return None
 
-    monkeypatch.setattr(module, "run_member", run)
+    monkeypatch.setattr(module, "run_group", run)
     config = parse(values)
     with pytest.raises(ValueError, match=r"^1 of 4 trainings failed: rope-seed1: no memory$"):
         compare(config, silent())
@@ -271,7 +296,7 @@ def test_one_failure_is_told_in_one_line_and_the_others_are_reported(values, mon
 
 
 def test_nothing_is_reported_when_all_fail(values, monkeypatch):
-    monkeypatch.setattr(module, "run_member", lambda member: "no memory")
+    monkeypatch.setattr(module, "run_group", lambda group, trials: "no memory")
     config = parse(values)
     with pytest.raises(ValueError, match="4 of 4 trainings failed"):
         compare(config, silent())
@@ -280,19 +305,19 @@ def test_nothing_is_reported_when_all_fail(values, monkeypatch):
 
 def test_a_member_that_cannot_start_says_why_in_one_line(values, capfd):
     values["train"]["length"] = values["train"]["batch_tokens"] = 64000
-    member = members(parse(values))[0]
+    member = every_member(values)[0]
     member.directory.parent.mkdir(parents=True)
-    error = run_member(member)
+    error = run_group([member], trials=False)
     assert "train.length=64000" in error
     assert "\n" not in error
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_crash_of_a_member_is_one_line_and_its_log_is_kept(values, monkeypatch):
-    member = members(parse(values))[0]
+    member = every_member(values)[0]
     member.directory.parent.mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    error = run_member(member)
+    error = run_group([member], trials=False)
     assert error.startswith("no message (status 1")
     assert Path(f"{member.directory}.log").exists()
 

@@ -16,7 +16,7 @@ KNOWN = {
         ("hwfa", {"num_layers": 4, "length": 32}),
         ("rnope-swa", {"num_layers": 4, "window": 8}),
     ],
-    families.COCA: ["coca-strict", "coca-slack"],
+    families.COCA: ["coca-strict", "coca-slack", ("coca-planes", {"planes": (0, 4)})],
     families.LINEAR: ["linear-elu", "performer"],
     families.OTHER: ["key-norm", "ssmax", "learned-sinks", ("randomised", {"max_length": 64})],
 }

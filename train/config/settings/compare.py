@@ -1,6 +1,7 @@
 """What is compared."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from train.config.settings.checks import check, check_distinct, check_positive, check_seed
 from train.config.settings.model import SchemeConfig
@@ -16,6 +17,33 @@ class SearchConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    """Trials that choose the learning rate of every scheme before its seeds train.
+
+    Each scheme trains once for every pair of a rate and a factor, with a seed of its own. The pair with the least loss
+    at the training length counts, on held-out documents that nothing is reported on. Where that
+    pair lies at an end of the rates or factors tried, the next value beyond is tried with it.
+    """
+
+    learning_rate: tuple[float, ...] = ()  # none for no trials
+    position_factor: tuple[float, ...] = (1.0,)  # times the rate, for what a scheme learns of positions
+    extensions: int = 2  # rounds of trials beyond the ends
+    seed: int = 1000
+
+    def __post_init__(self):
+        check_seed("compare.sweep.seed", self.seed)
+        check(self.extensions >= 0, f"compare.sweep.extensions must not be negative, found {self.extensions}")
+        check(bool(self.position_factor), "compare.sweep.position_factor is empty; [1] would work")
+        for name in ("learning_rate", "position_factor"):
+            values = getattr(self, name)
+            rising = all(low < high for low, high in pairwise(values))
+            check(
+                rising and all(value > 0 for value in values),
+                f"compare.sweep.{name}: expected rising values above 0, found {list(values)}",
+            )
+
+
+@dataclass(frozen=True)
 class CompareConfig:
     """The schemes and seeds that ``compare`` trains over the one base config.
 
@@ -28,9 +56,11 @@ class CompareConfig:
     texts: int = 3  # that are read, of a study
     scored: int = 0  # tokens at the end of each text whose loss is measured; a quarter of the model's length when 0
     search: SearchConfig = field(default_factory=SearchConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    together: int = 1  # trainings of one scheme that run as one program; see `train.loop.together`
 
     def __post_init__(self):
-        check_positive("compare", self, "texts")
+        check_positive("compare", self, "texts", "together")
         for name, found in (("scored", self.scored), ("search.length", self.search.length)):
             check(found >= 0, f"compare.{name} must not be negative, found {found}")
         check_positive("compare.search", self.search, "population", "iterations")

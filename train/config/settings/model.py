@@ -85,7 +85,8 @@ class SchemeConfig:
     """A position scheme: ``rope``, or ``{name: rope, label: ..., extend: {...}, stage: ..., option: value, ...}``.
 
     `options` go to ``posjax.scheme(name, **options)``. `extend` goes to ``Scheme.extend`` after training, without
-    retraining: the run is trained as ``trained()`` and evaluated extended.
+    retraining: the run is trained as ``trained()`` and evaluated extended. `train` has keys of ``train`` that an entry
+    of a comparison trains with in place of the config's: a learning rate that suits this scheme.
     """
 
     name: str = "rope"
@@ -93,6 +94,7 @@ class SchemeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     extend: Mapping[str, Any] = field(default_factory=dict)
     stage: str = ""  # of a curriculum, whose weights are measured; those of the last one unless given
+    train: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "label", self.label or self.name)
@@ -104,4 +106,4 @@ class SchemeConfig:
 
     def trained(self) -> SchemeConfig:
         """What is trained: no label, extension or stage. Entries that agree here share one training."""
-        return SchemeConfig(self.name, options=self.options)
+        return SchemeConfig(self.name, options=self.options, train=self.train)

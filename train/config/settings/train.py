@@ -78,6 +78,7 @@ class TrainConfig:
     batch_tokens: int = 2048  # over all devices
     accumulate: int = 1  # parts that a batch is computed in, one after the other
     steps: int = 700  # 0 measures a released model as it is
+    stop_loss: float = 0.0  # ends the run at the first logged loss below it, in nats per token; 0 trains all steps
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
     learning_rate: float = 3e-3  # the peak, reached after warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after warm-up
@@ -110,7 +111,7 @@ class TrainConfig:
         check(self.steps >= 0, f"train.steps must be positive, found {self.steps}")
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
-        for name in ("z_loss", "spike_factor"):
+        for name in ("z_loss", "spike_factor", "stop_loss"):
             check(getattr(self, name) >= 0, f"train.{name} must not be negative, found {getattr(self, name)}")
         for name in ("beta1", "beta2", "mask_rate"):
             check_fraction(f"train.{name}", getattr(self, name))

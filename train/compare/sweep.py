@@ -1,0 +1,122 @@
+"""Trials choose the learning rate of each scheme, and a multiple of it for what the scheme learns of positions."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from train.config import CompareConfig, Config, SchemeConfig
+from train.config.settings.checks import check
+from train.config.settings.compare import SweepConfig
+from train.model.build import learned_positions
+
+TRIALS_FOLDER = "trials"
+"""In a comparison's directory: a directory for each trial."""
+
+
+class Choice(NamedTuple):
+    """A learning rate, and the factor of it for what a scheme learns of positions."""
+
+    learning_rate: float
+    position_factor: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A choice with the rows of its training: perplexity at each length, on the text of the trials."""
+
+    choice: Choice
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def loss(self) -> float:
+        """Nats per token at the training length; infinite where the training diverged."""
+        first = self.rows[0]
+        return math.inf if first["error"] else first["window_nll"]
+
+
+Run = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]
+"""Trains configs and gives the rows of each; see `train.compare.compare`."""
+
+
+def sweep(config: Config, settings: SweepConfig, run: Run) -> tuple[Choice, list[Trial]]:
+    """The best choice for the scheme of a config, and all trials.
+
+    All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns
+    anything of positions. Then, at most ``extensions`` times, what lies next to the best choice and was not tried: see
+    `neighbours`.
+
+    Raises ValueError when all trials diverged.
+    """
+    names = learned_positions(config)
+    factors = settings.position_factor if names else (1.0,)
+    asked = [Choice(*pair) for pair in product(settings.learning_rate, factors)]
+    trials: list[Trial] = []
+    for _ in range(1 + settings.extensions):
+        rows = run([trial_config(config, choice, names) for choice in asked])
+        trials += [Trial(choice, list(each)) for choice, each in zip(asked, rows, strict=True)]
+        best = min(trials, key=lambda trial: trial.loss)
+        check(
+            best.loss < math.inf, f"{config.scheme.label}: all trials diverged; try lower compare.sweep.learning_rate"
+        )
+        asked = neighbours(best.choice, [trial.choice for trial in trials])
+        if not asked:
+            break
+    return best.choice, trials
+
+
+def neighbours(best: Choice, tried: Sequence[Choice]) -> list[Choice]:
+    """The choices next to the best one in either dimension that were not tried.
+
+    They lie at the values tried before, or beyond their end in the ratio of the last two. A dimension of a single value
+    has none.
+    """
+    found = []
+    for field in Choice._fields:
+        values = sorted({getattr(choice, field) for choice in tried})
+        if len(values) > 1:
+            values = [values[0] ** 2 / values[1], *values, values[-1] ** 2 / values[-2]]
+            place = values.index(getattr(best, field))
+            found += [best._replace(**{field: values[near]}) for near in (place - 1, place + 1)]
+    return [choice for choice in found if choice not in tried]
+
+
+def tuned(config: Config, choice: Choice, names: Sequence[str]) -> Config:
+    """The config with a choice's rates; `names` are patterns of what its scheme learns of positions."""
+    factors = dict(config.train.learning_rate_factors)
+    if choice.position_factor != 1:
+        factors |= {name: factors.get(name, 1.0) * choice.position_factor for name in names}
+    train = replace(config.train, learning_rate=choice.learning_rate, learning_rate_factors=factors)
+    own = replace(config, train=train)
+    return replace(own, compare=own_section(own, own.compare.seeds[0], own.compare.schemes))
+
+
+def own_section(config: Config, seed: int, schemes: Sequence[SchemeConfig]) -> CompareConfig:
+    """The ``compare`` section of one training: its seed, and what is measured with its parameters.
+
+    Of a sweep the training's own rate is left, which says that some of the held-out text is for trials. So more trials,
+    or more of them together, do not make another training of this one.
+    """
+    sweep = config.compare.sweep
+    own = SweepConfig((config.train.learning_rate,), seed=sweep.seed) if sweep.learning_rate else sweep
+    return replace(config.compare, seeds=(seed,), schemes=tuple(schemes), sweep=own, together=1)
+
+
+def file_name(label: str) -> str:
+    """A label as the name of a directory."""
+    return re.sub(r"[^\w.=-]+", "-", label).strip("-.") or "scheme"
+
+
+def trial_config(config: Config, choice: Choice, names: Sequence[str]) -> Config:
+    """The training of a trial, in a directory of its own inside the comparison's."""
+    rate, factor = (f"{value:.4g}" for value in choice)
+    own, seed = tuned(config, choice, names), config.compare.sweep.seed
+    return replace(
+        own,
+        name=f"{file_name(config.scheme.label)}-rate{rate}-factor{factor}",
+        output=str(config.directory.parent / TRIALS_FOLDER),
+        seed=seed,
+        compare=replace(own.compare, seeds=(seed,), schemes=(config.scheme,)),
+    )
