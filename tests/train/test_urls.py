@@ -101,7 +101,7 @@ def test_every_command_reads_and_writes_in_an_object_store(folder, monkeypatch):
             ["tasks", "tasks.yaml"],
         )
         bucket = Bucket(monkeypatch, address)
-        page = {"index.html", "figure.png", "positions.png"}
+        page = {"index.html", "figure.png"}
         results = {"evaluation.jsonl", "longrope.json", "metrics.jsonl", "training.png"}
         assert bucket.names("runs/mine") >= page | results
         assert bucket.names("runs/released") == page | {"evaluation.jsonl", "model.txt"}

@@ -21,8 +21,10 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
     stages = [stage.train for stage in config.every_stage]
     trained = ", then ".join(f"{each.steps:,} steps of {each.batch_tokens:,} tokens" for each in stages)
     trained = f"trained for {trained}" if config.steps else f"as released in {Path(config.init.path).name}"
+    own, longest = own_length(config), config.evaluate.lengths[-1]
+    reach = f"beyond the training length of {own} tokens" if longest > own else f"up to {longest} tokens"
     return About(
-        title=f"{config.name}: perplexity beyond the training length of {own_length(config)} tokens",
+        title=f"{config.name}: perplexity {reach}",
         text=f"Text: {source}, {tokens}; {len(held_out):,} documents of {size:,} tokens held out",
         model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, {trained}",
         config=dump(config),

@@ -23,8 +23,9 @@ from train.evaluate.perplexity import Perplexity, check_lengths, measure_each
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
-from train.model.build import check_vocabulary, evaluated_scheme, own_length
+from train.model.build import check_vocabulary, evaluated_scheme, own_length, scheme_of
 from train.monitor import read_metrics
+from train.report.families import family
 from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file
 
@@ -156,7 +157,8 @@ def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
     """The columns of a row that say what was measured."""
     base = found.stage.scheme.label if entry.only_measured else None
     seed, length = found.run.config.seed, own_length(found.stage)
-    return {"label": entry.label, "base": base, "seed": seed, "train_length": length}
+    of = family(scheme_of(found.stage))
+    return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length}
 
 
 def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:

@@ -1,53 +1,86 @@
-"""Figures of lines: perplexity against position, accuracy on tasks against length."""
+"""Figures of lines: perplexity against position, loss while training, accuracy on tasks against length."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from train.report import style
-from train.report.numbers import Estimate, Row, accuracies, held_out, labels, lengths, positions, tasks, trainings
-from train.report.tables import spoken
+from train.report import panels, style
+from train.report.cells import spoken
+from train.report.groups import groups
+from train.report.numbers import (
+    Estimate,
+    Row,
+    accuracies,
+    held_out,
+    is_above_chance,
+    labels,
+    lengths,
+    positions,
+    tasks,
+    train_length,
+    trainings,
+)
 
-_COLUMNS = 3
 _LARGEST_NLL = 700.0  # exp of more is no float64
+_TICKS = 10  # of the axis of positions
+_ROOM = 1.5  # nats that the figure of training shows
+# Standard deviations from which on a band would hide what single seeds do: over the mean, and of accuracy.
+_APART, _APART_RIGHT = 0.25, 0.1
 
 
 def draw_positions(rows: Sequence[Row]) -> bytes:
-    """Perplexity of tokens against how many stand before them in the window, as a PNG of 1800 x 825 pixels or higher.
+    """Perplexity of tokens against how many stand before them in the window, as a PNG of 1800 pixels' width.
 
     A part of several positions is drawn at the middle of its range, on the logarithmic axis.
     """
-    rows = held_out(rows)
-    figure = style.new_figure(12, max(5.5, 0.9 + 0.17 * len(labels(rows))))
-    panel = figure.subplots()
-    points = {label: _by_position(rows, label) for label in labels(rows)}
-    for label, line in style.lines(rows).items():
-        style.plot(panel, label, line, points[label], low=1.0)
-    style.length_axis(panel, _powers(lengths(rows)[-1]), rows[0]["train_length"])
-    style.value_axis(panel, *style.limits([point.mean for each in points.values() for point in each.values()]))
-    panel.set_title("By position in windows of the longest length", fontsize=11)
-    panel.set_xlabel("tokens before, in the window (times the training length)")
-    panel.set_ylabel("perplexity per token on held-out text")
-    style.legend(figure, panel, any(row["base"] for row in rows))
-    style.lay_out(figure)
+    points = {label: found for label in labels(held_out(rows)) if (found := _by_position(rows, label))}
+    rows = [row for row in held_out(rows) if row["label"] in points]
+    longest = max(positions(rows, label)[0][-1] for label in points)
+    ticks, own = _powers(longest), train_length(rows)
+    limits = style.limits([point.mean for each in points.values() for point in each.values()])
+    figure, drawn = _grid(rows, _by_position, _is_wide, low=1.0)
+    for panel in drawn:
+        style.length_axis(panel, ticks, own)
+        style.value_axis(panel, *limits)
+        panel.set_xlim(0.9 * min(min(each) for each in points.values()), 1.1 * longest)
+    panels.around(figure, drawn, panels.of_lengths("tokens before, in the window", ticks, own), "perplexity per token")
     return style.png(figure)
 
 
 def draw_training(rows: Sequence[Row]) -> bytes:
-    """The held-out loss while the schemes trained, against the tokens that they had seen."""
-    figure = style.new_figure(10, 5.5)
-    panel = figure.subplots()
-    looks = style.lines(held_out(rows))
-    for label, points in trainings(rows).items():
-        style.plot(panel, label, looks[label], points)
-    panel.set_xlabel("training tokens")
-    panel.set_ylabel("held-out loss, nats per token")
-    panel.set_title("While they trained", fontsize=11)
-    panel.grid(True, color="#dddddd", linewidth=0.7)
-    panel.set_axisbelow(True)
-    style.legend(figure, panel, False)
-    style.lay_out(figure)
+    """The held-out loss while the schemes trained, against the tokens that they had seen, from the lowest up to 1.5."""
+    from matplotlib.ticker import EngFormatter
+
+    points = trainings(rows)
+    losses = [point.mean for each in points.values() for point in each.values()]
+    rows = [row for row in held_out(rows) if row["label"] in points]
+    figure, drawn = _grid(rows, lambda mine, label: trainings(mine).get(label, {}), _is_wide)
+    for panel in drawn:
+        panel.grid(True, color="#dddddd", linewidth=0.7)
+        panel.set_axisbelow(True)
+        panel.set_ylim(min(losses) - 0.05, min(max(losses) + 0.05, min(losses) + _ROOM))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panels.around(figure, drawn, "training tokens", "held-out loss, nats per token")
     return style.png(figure)
+
+
+def _is_wide(point: Estimate) -> bool:
+    return (point.spread or 0.0) > _APART * point.mean
+
+
+def _grid(
+    rows: Sequence[Row],
+    curve: Callable[[Sequence[Row], str], panels.Points],
+    differ: Callable[[Estimate], bool],
+    low: float = -math.inf,
+) -> tuple[Any, list[Any]]:
+    """A panel for each group of schemes."""
+    found = groups(rows)
+    figure, drawn = panels.new(len(found))
+    for panel, group in zip(drawn, found, strict=True):
+        panels.draw(panel, rows, group, curve, differ, low)
+        panel.set_title(group.title, fontsize=11, loc="left")
+    return figure, drawn
 
 
 def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
@@ -64,32 +97,24 @@ def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
 
 
 def _powers(longest: int) -> list[int]:
-    return [2**n for n in range(longest.bit_length())]
+    """Powers of two up to a length, each, every second or every third, so that they can be read."""
+    count = longest.bit_length()
+    return [2**n for n in range(0, count, -(-count // _TICKS))]
 
 
 def draw_tasks(rows: Sequence[Row]) -> bytes:
-    """Accuracy against length, one panel for each task, three in a row."""
-    found = tasks(rows)
-    columns, high = min(_COLUMNS, len(found)), math.ceil(len(found) / _COLUMNS)
-    figure = style.new_figure(2.6 + 4.2 * columns, max(0.5 + 3.6 * high, 0.9 + 0.17 * len(labels(rows))))
-    panels = figure.subplots(high, columns, squeeze=False).ravel()
-    lines = style.lines(rows)
-    for number, (panel, (name, mine)) in enumerate(zip(panels, found.items(), strict=False)):
-        _draw_task(panel, name, mine, lines)
-        panel.set_ylabel("" if number % columns else "right answers")
-    for panel in panels[len(found) :]:
-        panel.set_axis_off()
-    style.legend(figure, panels[0], any(row["base"] for row in rows))
-    style.lay_out(figure)
+    """Accuracy against length: a panel for each task that some scheme has learned and each group of schemes."""
+    found = {name: mine for name, mine in tasks(rows).items() if is_above_chance(mine)}
+    shown = [(name, mine, group) for name, mine in found.items() for group in groups(mine)]
+    figure, drawn = panels.new(len(shown))
+    every = [row for mine in found.values() for row in mine]
+    ticks, own = lengths(every), train_length(every)
+    for panel, (name, mine, group) in zip(drawn, shown, strict=True):
+        panels.draw(panel, mine, group, accuracies, lambda point: (point.spread or 0.0) > _APART_RIGHT)
+        style.length_axis(panel, ticks, own)
+        if mine[0]["chance"]:
+            panel.axhline(mine[0]["chance"], color="#888888", linestyle=":", linewidth=1.0, label="_guess")
+        panel.set_ylim(-0.03, 1.03)
+        panel.set_title(": ".join(filter(None, (spoken(name), group.title))), fontsize=11, loc="left")
+    panels.around(figure, drawn, panels.of_lengths("length in tokens", ticks, own), "right answers")
     return style.png(figure)
-
-
-def _draw_task(panel: Any, name: str, rows: Sequence[Row], lines: dict[str, style.Look]) -> None:
-    for label in labels(rows):
-        style.plot(panel, label, lines[label], accuracies(rows, label))
-    style.length_axis(panel, lengths(rows), rows[0]["train_length"])
-    if rows[0]["chance"]:
-        panel.axhline(rows[0]["chance"], color="#888888", linestyle=":", linewidth=1.0, label="_guess")
-    panel.set_ylim(-0.03, 1.03)
-    panel.set_title(spoken(name), fontsize=11)
-    panel.set_xlabel("length in tokens (times the training length)")

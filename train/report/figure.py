@@ -2,41 +2,65 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
-from train.report import style
-from train.report.numbers import Row, curve, held_out, labels, last_length, lengths, measures, notes
-from train.report.tables import number
+from train.report import panels, style
+from train.report.cells import number
+from train.report.groups import groups
+from train.report.numbers import (
+    FEW,
+    Estimate,
+    Row,
+    curve,
+    endings,
+    held_out,
+    labels,
+    last_length,
+    lengths,
+    measures,
+    notes,
+    train_length,
+)
 
 _TITLES = {
-    "window": "Whole window",
-    "last": "Last {length} tokens only, context growing",
-    "sliding": "Sliding window",
+    "window": "whole window",
+    "last": "last {length} tokens only, context growing",
+    "sliding": "sliding window",
 }
+_APART = 0.25  # standard deviation over mean from which on a band would hide what single seeds do
 
 
 def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
-    """Perplexity against length, as a PNG of 1800 x 900 pixels, wider with sliding windows, higher for many schemes."""
+    """Perplexity against length, as a PNG of 1800 pixels' width: measurements side by side, groups below each other."""
     rows = held_out(rows)
-    found, length = measures(rows), rows[0]["train_length"]
-    figure = style.new_figure(12 + 4 * (len(found) - 2), max(6, 0.9 + 0.17 * len(labels(rows))))
-    panels = figure.subplots(1, len(found), sharey=True)
-    low, top = _limits(rows)
-    for panel, measure in zip(panels, found, strict=True):
-        for label, line in style.lines(rows).items():
-            style.plot(panel, label, line, curve(rows, label, measure), low=1.0)
-        style.length_axis(panel, lengths(rows), length)
-        style.value_axis(panel, low, top)
-        panel.set_title(_TITLES[measure].format(length=last_length(rows)), fontsize=11)
-        panel.set_xlabel("evaluation length in tokens (times the training length)")
-    panels[0].set_ylabel("perplexity per token on held-out text")
-    _around(figure, panels, rows, title, text)
+    found, limits = shown_measures(rows), _limits(rows)
+    ticks, own = lengths(rows), train_length(rows)
+    shown = [(group, measure) for group in groups(rows) for measure in found]
+    above, below = textwrap.wrap(text, 165), _below(rows)
+    figure, drawn = panels.new(len(shown), len(found), above=0.55 + 0.19 * len(above) + 0.16 * len(below))
+    for panel, (group, measure) in zip(drawn, shown, strict=True):
+        panels.draw(panel, rows, group, partial(curve, measure=measure), _is_wide, low=1.0)
+        style.length_axis(panel, ticks, own)
+        style.value_axis(panel, *limits)
+        name = _TITLES[measure].format(length=last_length(rows))
+        panel.set_title(f"{group.title}: {name}" if group.title else name.capitalize(), fontsize=11, loc="left")
+    axis = panels.of_lengths("evaluation length in tokens", ticks, own)
+    panels.around(figure, drawn, axis, "perplexity per token", top=title, above=above, below=below)
     return style.png(figure)
+
+
+def _is_wide(point: Estimate) -> bool:
+    return (point.spread or 0.0) > _APART * point.mean
+
+
+def shown_measures(rows: Sequence[Row]) -> list[str]:
+    """What was measured on enough windows to draw it."""
+    return [name for name in measures(rows) if name != "last" or endings(held_out(rows)) >= FEW]
 
 
 def _means(rows: Sequence[Row]) -> list[tuple[float, str, int, str]]:
     """(perplexity, scheme, length, measure) of every point of the figure."""
-    every = [(label, measure) for label in labels(rows) for measure in measures(rows)]
+    every = [(label, measure) for label in labels(rows) for measure in shown_measures(rows)]
     return [
         (point.mean, label, length, measure)
         for label, measure in every
@@ -48,16 +72,9 @@ def _limits(rows: Sequence[Row]) -> tuple[float, float]:
     return style.limits([mean for mean, *_ in _means(rows)])
 
 
-def _around(figure: Any, panels: Sequence[Any], rows: Sequence[Row], title: str, text: str) -> None:
-    """Title above, legend beside, notes below; the panels take what room is left."""
-    above = textwrap.wrap(text, 165)
-    below = [line for note in _clipped(rows) + notes(rows) for line in textwrap.wrap(note, 185)]
-    figure.text(0.01, 0.985, title, fontsize=13, fontweight="bold", va="top")
-    figure.text(0.01, 0.935, "\n".join(above), fontsize=9, color="#444444", va="top")
-    figure.text(0.01, 0.015, "\n".join(below), fontsize=8, color="#444444", va="bottom")
-    style.legend(figure, panels[0], any(row["base"] for row in rows))
-    top, bottom = 0.915 - 0.03 * len(above), 0.02 + 0.026 * len(below)
-    figure.set_layout_engine("constrained", rect=(0.006, bottom, 0.99, top - bottom), wspace=0.04)
+def _below(rows: Sequence[Row]) -> list[str]:
+    """The lines of the notes below the panels."""
+    return [line for note in _clipped(rows) + notes(rows) for line in textwrap.wrap(note, 185)]
 
 
 def _clipped(rows: Sequence[Row]) -> list[str]:

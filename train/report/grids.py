@@ -5,24 +5,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from train.report import style
-from train.report.numbers import Row, at_depth, depths, labels, lengths, tasks
-from train.report.tables import spoken
+from train.report.cells import spoken
+from train.report.numbers import Row, at_depth, depths, is_above_chance, labels, lengths, tasks
 
 _COLUMNS, _MOST = 4, 5
+_WIDE = 3.2  # inches of a map, where there are few
 _LIGHT = 0.55  # from this accuracy on a cell is dark, and its number light
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """Maps of every task that has depths: length to the right, depth downwards as one reads; a task has its own row of
-    maps where there are few schemes.
+    """Maps of every task that has depths and that some scheme has learned: length to the right, depth downwards as one
+    reads; a task has its own row of maps where there are few schemes.
 
     A cell is the darker the more answers are right, with the share in % in it; without a number it is left white.
     """
-    maps = [(name, mine, label) for name, mine in tasks(rows).items() if depths(mine) for label in labels(mine)]
+    found = {name: mine for name, mine in tasks(rows).items() if depths(mine) and is_above_chance(mine)}
+    maps = [(name, mine, label) for name, mine in found.items() for label in labels(mine)]
     schemes = len({label for *_, label in maps})
     columns = schemes if 1 < schemes <= _MOST else min(_COLUMNS, len(maps))
     high = math.ceil(len(maps) / columns)
-    figure = style.new_figure(0.8 + 3.2 * columns, 0.3 + 2.9 * high)
+    figure = style.new_figure(min(style.WIDTH, 0.8 + _WIDE * columns), 0.3 + 2.7 * high)
     panels = figure.subplots(high, columns, squeeze=False).ravel()
     for panel, (name, mine, label) in zip(panels, maps, strict=False):
         _draw_map(panel, mine, label)

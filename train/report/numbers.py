@@ -2,11 +2,12 @@
 
 Everything in a report is made from rows of plain numbers, as ``results.jsonl`` and ``evaluation.jsonl`` keep them. All
 have the `label` of the scheme; `base`, for one extended without retraining the label of the scheme that was trained;
-the `seed`; `length`, the evaluation length in tokens; `train_length`; and `error`, why there are no numbers.
+the `seed`; `length`, the evaluation length in tokens; `train_length`; `error`, why there are no numbers; and `family`,
+see `train.report.families`, which older rows lack.
 
 Rows of perplexity, one for each (scheme, seed, length):
 
-    window_perplexity   over whole windows;  window_tokens: how many tokens were scored
+    window_perplexity   over whole windows;  window_tokens: how many tokens were scored;  window_nll: nats per token
     last_perplexity     of the last `last_length` tokens, with all context before them;  last_tokens
     sliding_perplexity  of the tokens that a sliding window uncovers, if asked for;  sliding_tokens
     position_ends, position_nll   the tokens of `window` by where they stand, see `train.evaluate.perplexity`
@@ -20,6 +21,7 @@ Rows of tasks, one for each (scheme, seed, task, length, depth):
     accuracy, chance    the share of right answers, and that of a guess or None;  cases
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ from train.config.settings.evaluate import SECTIONS
 Row = Mapping[str, Any]
 
 MEASURES = ("window", "last", "sliding")
+FEW, FEW_TOKENS = 32, 256
+"""A curve of tokens at one place in windows stands on at least so many windows, each point of it on so many tokens."""
+_CLEAR = 0.05  # more right answers than a guess has that are worth a figure
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,27 @@ def last_length(rows: Sequence[Row]) -> int:
     return next((row["last_length"] for row in rows if row.get("last_length")), rows[0]["train_length"])
 
 
+def train_length(rows: Sequence[Row]) -> int | None:
+    """The training length, if it is one for all rows that have numbers."""
+    found = {row["train_length"] for row in rows if not row["error"]} or {row["train_length"] for row in rows}
+    return found.pop() if len(found) == 1 else None
+
+
+def windows(row: Row) -> int:
+    """How many windows a row of perplexity was measured on."""
+    return (row.get("window_tokens") or 0) // row["length"]
+
+
+def endings(rows: Sequence[Row]) -> int:
+    """How many windows the last tokens were measured on, at most."""
+    return max(row.get("last_tokens") or 0 for row in rows) // last_length(rows)
+
+
+def each_seed(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of every seed."""
+    return [[row for row in rows if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in rows)]
+
+
 def labels(rows: Sequence[Row]) -> list[str]:
     """The schemes, in the order of the rows."""
     return list(dict.fromkeys(row["label"] for row in rows))
@@ -87,13 +113,19 @@ def curve(rows: Sequence[Row], label: str, measure: str) -> dict[int, Estimate]:
 
 
 def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Estimate | None]]:
-    """NLL by position for one scheme at the longest length that has numbers: where its parts end, and each part's."""
-    mine = [row for row in held_out(rows) if row["label"] == label and row.get("position_ends")]
+    """NLL by position for one scheme: where its parts end, and each part's.
+
+    At the longest length that has numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
+    number. Nothing where no part has one.
+    """
+    mine = [row for row in held_out(rows) if row["label"] == label and row.get("position_ends") and windows(row) >= FEW]
     longest = [row for row in mine if row["length"] == max(lengths(mine))]
     if not longest:
         return (), []
-    parts = zip(*(row["position_nll"] for row in longest), strict=True)
-    return tuple(longest[0]["position_ends"]), [estimate(part) for part in parts]
+    ends, parts = longest[0]["position_ends"], zip(*(row["position_nll"] for row in longest), strict=True)
+    tokens = [windows(longest[0]) * (end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    found = [estimate(part) if n >= FEW_TOKENS else None for n, part in zip(tokens, parts, strict=True)]
+    return (tuple(ends), found) if any(found) else ((), [])
 
 
 def trainings(rows: Sequence[Row]) -> dict[str, dict[int, Estimate]]:
@@ -122,6 +154,24 @@ def _over_depths(rows: Sequence[Row]) -> list[float | None]:
     for row in rows:
         by_seed.setdefault(row["seed"], []).append(row["accuracy"])
     return [None if None in values else statistics.fmean(values) for values in by_seed.values()]
+
+
+def is_above_chance(rows: Sequence[Row]) -> bool:
+    """Whether some scheme at some length has more right answers on a task than a guess: by a twentieth of all, and by
+    three standard errors of so many cases.
+    """
+    points: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row["accuracy"] is not None:
+            points.setdefault((row["label"], row["length"]), []).append(row)
+    return any(map(_beats_guess, points.values()))
+
+
+def _beats_guess(rows: Sequence[Row]) -> bool:
+    cases, guess = sum(row["cases"] for row in rows), rows[0]["chance"] or 0.0
+    share = max(guess, 1 / cases)
+    right = sum(row["accuracy"] * row["cases"] for row in rows) / cases
+    return right > guess + max(_CLEAR, 3 * math.sqrt(share * (1 - share) / cases))
 
 
 def depths(rows: Sequence[Row]) -> list[float]:

@@ -8,8 +8,23 @@ from pathlib import Path
 import jinja2
 
 from train.report import curves, figure, grids
-from train.report.numbers import Row, held_out, last_length, notes, tasks, trainings
-from train.report.tables import Table, tables
+from train.report.findings import findings
+from train.report.groups import MOST, baseline
+from train.report.numbers import (
+    FEW,
+    FEW_TOKENS,
+    Row,
+    depths,
+    held_out,
+    is_above_chance,
+    labels,
+    last_length,
+    notes,
+    positions,
+    tasks,
+    trainings,
+)
+from train.report.tables import Table, details, tables
 from train.report.trials import tables_of_trials
 
 INDEX, FIGURE = "index.html", "figure.png"
@@ -58,21 +73,38 @@ def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[R
 
 
 def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
-    """The figures that the rows have numbers for."""
-    length = last_length(held_out(rows))
+    """The figures that the rows have enough numbers for."""
+    texts = held_out(rows)
     by_length = figure.draw(rows, about.title, f"{about.model}. {about.text}.")
-    found = [Picture("figure.png", by_length, _ALT, _CAPTION.format(length=length))]
-    if trainings(rows):
-        found.append(Picture("training.png", curves.draw_training(rows), _TRAINING_ALT, _TRAINING))
-    if any(row.get("position_ends") for row in rows):
-        found.append(Picture("positions.png", curves.draw_positions(rows), _POSITIONS_ALT, _POSITIONS))
-    if tasks(rows):
-        found.append(Picture("tasks.png", curves.draw_tasks(rows), _TASKS_ALT, _TASKS))
-    if any(row.get("depth") is not None for row in rows):
+    found = [Picture("figure.png", by_length, _ALT, _caption(_CAPTION.format(length=last_length(texts)), texts))]
+    measured = trainings(rows)
+    trained = [row for row in texts if row["label"] in measured]
+    if trained:
+        found.append(Picture("training.png", curves.draw_training(rows), _TRAINING_ALT, _caption(_TRAINING, trained)))
+    known = [label for label in labels(texts) if positions(texts, label)[0]]
+    placed = [row for row in texts if row["label"] in known]
+    if placed:
+        caption = _caption(_POSITIONS.format(few=FEW, tokens=FEW_TOKENS), placed)
+        found.append(Picture("positions.png", curves.draw_positions(rows), _POSITIONS_ALT, caption))
+    learned = [row for mine in tasks(rows).values() if is_above_chance(mine) for row in mine]
+    if learned:
+        found.append(Picture("tasks.png", curves.draw_tasks(rows), _TASKS_ALT, _caption(_TASKS, learned)))
+    if depths(learned):
         found.append(Picture("depths.png", grids.draw(rows), _DEPTHS_ALT, _DEPTHS))
     return found
 
 
+def _caption(text: str, rows: Sequence[Row]) -> str:
+    """The text, and what is seen in every figure of lines of these rows."""
+    said = {
+        "Dashed: not retrained.": any(row["base"] for row in rows),
+        f"Grey, in every panel: {baseline(rows)}. All panels have the same axes.": len(labels(rows)) > MOST,
+        _SEEDS: len({row["seed"] for row in rows}) > 1,
+    }
+    return " ".join([text, *(sentence for sentence, is_so in said.items() if is_so)])
+
+
+_SEEDS = "Bands are one standard deviation over seeds; where seeds differ widely each is a thin line beside the mean."
 _ALT = "Perplexity against evaluation length, one line for each scheme"
 _CAPTION = (
     "Whole window: every token of non-overlapping windows counts, so short windows suffer from their first tokens "
@@ -83,30 +115,38 @@ _CAPTION = (
 )
 _TRAINING_ALT = "Held-out loss against training tokens, one line for each trained scheme"
 _TRAINING = (
-    "The loss of held-out rows at the training length while the schemes trained, from the same weights or seeds on."
+    "The loss of held-out rows at the training length while the schemes trained, from the same weights or seeds on. "
+    "The axis ends 1.5 nats above the lowest value."
 )
 _POSITIONS_ALT = "Perplexity against the number of tokens before, one line for each scheme"
 _POSITIONS = (
-    "The tokens of the windows of the longest length that each scheme can be measured at, by how many tokens of the "
-    "window stand before them. Where a line turns upwards the model begins to fail. The axis ends at 40 times the "
-    "lowest value."
+    "The tokens of the windows of the longest length that each scheme can be measured at on at least {few} windows, "
+    "by how many tokens of the window stand before them, in parts of at least {tokens} tokens. Where a line turns "
+    "upwards the model begins to fail. The axis ends at 40 times the lowest value."
 )
 _TASKS_ALT = "Accuracy against length, one panel for each task and one line for each scheme"
 _TASKS = (
-    "The share of answers that are right, over all depths of tasks that have some. Dotted: the training length, and "
-    "what a guess would get where that is worth a line. The pass key in a text counts if it is anywhere in what the "
-    "model writes; any other answer if all its tokens are the likeliest ones, each given the true text before it."
+    "The share of answers that are right, over all depths of tasks that have some. Dotted, across: what a guess would "
+    "get where that is worth a line. The pass key in a text counts if it is anywhere in what the model writes; any "
+    "other answer if all its tokens are the likeliest ones, each given the true text before it."
 )
 _DEPTHS_ALT = "Accuracy by depth and length, one map for each task and scheme"
 _DEPTHS = "The share of right answers by where in the text they stand: 0 is its front, 1 its end. Mean over seeds."
 
 
 def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trials: Sequence[Row] = ()) -> str:
-    """The HTML page: figures, tables, notes, config and versions in one file without outside resources."""
+    """The HTML page: findings, figures, tables, notes, config and versions in one file without outside resources."""
     seeds = len({row["seed"] for row in rows})
     spread = f"Mean ± standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
-    every = [*tables(rows), *tables_of_trials(trials)]
-    return page(about, pictures, every, notes=notes(rows), remark=spread)
+    return page(
+        about,
+        pictures,
+        [*tables(rows), *tables_of_trials(trials)],
+        findings=findings(rows),
+        notes=notes(rows),
+        remark=spread,
+        details=details(rows),
+    )
 
 
 def page(
@@ -117,14 +157,16 @@ def page(
     findings: Sequence[str] = (),
     notes: Sequence[str] = (),
     remark: str = "",
+    details: Sequence[Table] = (),
 ) -> str:
     """The page of these parts, by the template beside this file.
 
     Args:
         about: title, config and versions; `remark` follows its text.
         pictures, tables: in their order.
-        findings: sentences above the tables.
+        findings: sentences above the figures.
         notes: what is not measured, and why.
+        details: tables that are folded up.
     """
     versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -135,5 +177,6 @@ def page(
         findings=findings,
         notes=notes,
         remark=remark,
+        details=details,
         versions=versions,
     )

@@ -2,44 +2,57 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from train.report import ends
 from train.report.numbers import Estimate, Row
 
-# Okabe and Ito's palette, tellable apart with any colour vision; without its yellow, too pale for lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+WIDTH = 12.0  # inches, of every figure of lines: that of a page, so that letters are read at their own size
+# Okabe and Ito's palette, tellable apart with any colour vision; a dark red for its yellow, too pale for lines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#882255")
+_REFERENCE = "#8c8c8c"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 DASHES = ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
 # Perplexities more than this many times the lowest one leave the figure at the top; the note below says which.
 _CLIP = 40.0
+_MARKED = 12  # points up to which each has a marker
 _FEW = 20  # lines that a legend names at its ease
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one scheme is drawn: a colour for each trained model, a dash for each way of extending it."""
+    """How one scheme is drawn: a colour, and a dash for a way of extending what was trained."""
 
     colour: str
     marker: str
     dashes: tuple[float, ...] | None
 
 
-def lines(rows: Sequence[Row]) -> dict[str, Look]:
-    """How each scheme of the rows is drawn, by its label."""
+def lines(rows: Sequence[Row], labels: Sequence[str] = (), reference: str | None = None) -> dict[str, Look]:
+    """How each scheme of a panel is drawn, by its label; all of the rows unless `labels` names them.
+
+    Extensions have the colour of what was trained as long as there are dashes to tell them apart, else their own. The
+    reference of all panels is grey.
+    """
     base = {row["label"]: row["base"] for row in rows}
-    trained = [label for label in base if base[label] is None]
-    trained += sorted({name for name in base.values() if name is not None and name not in trained})
-    styles: dict[str, Look] = {}
-    for label in base:
-        root = base[label] or label
-        siblings = [name for name in base if base[name] == root]
-        dashes = DASHES[siblings.index(label) % len(DASHES)] if label in siblings else None
-        styles[label] = Look(
-            COLOURS[trained.index(root) % len(COLOURS)], MARKERS[trained.index(root) % len(MARKERS)], dashes
-        )
-    return styles
+    names = list(labels or base)
+    siblings = {name: [other for other in names if base[other] == base[name]] for name in names if base[name]}
+
+    def leader(name: str) -> str:
+        root = base[name]
+        follows = root in names and root not in (name, reference) and len(siblings[name]) <= len(DASHES)
+        return root if follows else name
+
+    leaders = list(dict.fromkeys(leader(name) for name in names if name != reference))
+    looks: dict[str, Look] = {}
+    for name in names:
+        place = leaders.index(leader(name)) if name != reference else 0
+        colour = _REFERENCE if name == reference else COLOURS[place % len(COLOURS)]
+        dashes = DASHES[siblings[name].index(name) % len(DASHES)] if name in siblings else None
+        looks[name] = Look(colour, MARKERS[place % len(MARKERS)], dashes)
+    return looks
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -58,35 +71,49 @@ def lay_out(figure: Any) -> None:
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a file."""
+    """The figure as a file, with the names at the ends of lines where they do not meet."""
+    ends.place(figure)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
 
 
-def plot(panel: Any, label: str, style: Look, points: dict[float, Estimate], low: float = -math.inf) -> None:
-    """One scheme's line, with a band of one standard deviation, not below `low`, when there are several seeds."""
+def plot(
+    panel: Any,
+    label: str,
+    style: Look,
+    points: Mapping[float, Estimate],
+    low: float = -math.inf,
+    threads: Sequence[Mapping[float, Estimate]] = (),
+) -> None:
+    """One scheme's line, with a band of one standard deviation, not below `low`, when there are several seeds.
+
+    Where each seed's own line is given, in `threads`, those stand in place of the band.
+    """
     xs, means = list(points), [point.mean for point in points.values()]
     spreads = [point.spread or 0.0 for point in points.values()]
     extended = style.dashes is not None
     (line,) = panel.plot(
-        xs, means, color=style.colour, marker=style.marker, label=label, linewidth=1.8, markersize=6,
-        markerfacecolor="white" if extended else style.colour, markeredgewidth=1.4, zorder=3 - extended,
+        xs, means, color=style.colour, marker=style.marker if len(xs) <= _MARKED else None, label=label, linewidth=1.8,
+        markersize=5, markerfacecolor="white" if extended else style.colour, markeredgewidth=1.4, zorder=3 - extended,
     )  # fmt: skip
     if extended:
         line.set_dashes(style.dashes)
-    if any(spreads):
+    for thread in threads:
+        seed = [point.mean for point in thread.values()]
+        panel.plot(list(thread), seed, color=style.colour, linewidth=0.7, alpha=0.55, label="_seed", zorder=2)
+    if any(spreads) and not threads:
         below = [max(mean - spread, low) for mean, spread in zip(means, spreads, strict=True)]
         above = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
         panel.fill_between(xs, below, above, color=style.colour, alpha=0.15, linewidth=0)
 
 
-def length_axis(panel: Any, lengths: Sequence[int], train_length: int) -> None:
-    """A logarithmic axis with ticks at the lengths, and the training length marked."""
+def length_axis(panel: Any, lengths: Sequence[int], train_length: int | None) -> None:
+    """A logarithmic axis with ticks at the lengths; a dotted line at the training length if it lies among them."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     def written(length: float, _: int) -> str:
-        times = f"\n({length / train_length:.3g}x)" if length >= train_length else ""
+        times = f"\n({length / train_length:.3g}x)" if train_length and length >= train_length else ""
         return f"{length:.0f}{times}"
 
     panel.set_xscale("log", base=2)
@@ -95,11 +122,13 @@ def length_axis(panel: Any, lengths: Sequence[int], train_length: int) -> None:
     panel.xaxis.set_minor_locator(NullLocator())
     panel.grid(True, which="major", color="#dddddd", linewidth=0.7)
     panel.set_axisbelow(True)
-    panel.axvline(train_length, color="#555555", linestyle=":", linewidth=1.3, zorder=1)
-    panel.annotate(
-        f"training length {train_length}", (train_length, 0.98), xycoords=("data", "axes fraction"),
-        xytext=(4, 0), textcoords="offset points", rotation=90, va="top", fontsize=8, color="#555555",
-    )  # fmt: skip
+    if is_marked(lengths, train_length):
+        panel.axvline(train_length, color="#555555", linestyle=":", linewidth=1.3, zorder=1, label="_training length")
+
+
+def is_marked(lengths: Sequence[int], train_length: int | None) -> bool:
+    """Whether there is one training length, and it lies on an axis of these lengths."""
+    return train_length is not None and min(lengths) <= train_length <= max(lengths)
 
 
 def value_axis(panel: Any, low: float, top: float) -> None:

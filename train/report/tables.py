@@ -1,9 +1,13 @@
 """The tables of a report, for the terminal and for the page."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from train.report.cells import headings, mebibytes, number, percent, shown, spoken, thousands
+from train.report.findings import findings
+from train.report.groups import baseline
 from train.report.numbers import (
     Estimate,
     Row,
@@ -17,7 +21,9 @@ from train.report.numbers import (
     measures,
     notes,
     tasks,
+    train_length,
 )
+from train.report.pairs import Interval, difference
 
 _TITLES = {
     "window": "Perplexity over the whole window ({tokens:,} tokens scored at each length)",
@@ -36,20 +42,55 @@ class Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Perplexity at each length, by every measurement, what training and evaluation cost, and accuracy on tasks."""
+    """Perplexity at each length, by every measurement, differences, what training cost, and accuracy on tasks."""
     perplexities = held_out(rows)
-    length, found = perplexities[0]["train_length"], []
+    found = []
     for measure in measures(perplexities):
         scored = max(row.get(f"{measure}_tokens", 0) for row in perplexities)
         curves = {label: curve(perplexities, label, measure) for label in labels(perplexities)}
         title = _TITLES[measure].format(tokens=scored, length=last_length(perplexities))
-        found.append(_by_length(title, curves, lengths(perplexities), length, number))
+        found.append(_by_length(title, curves, lengths(perplexities), train_length(perplexities), number))
     return [
         *found,
-        _costs(perplexities),
+        *_differences(perplexities),
+        *_costs(perplexities),
         *_times(perplexities),
         *(_accuracies(name, mine) for name, mine in tasks(rows).items()),
     ]
+
+
+def details(rows: Sequence[Row]) -> list[Table]:
+    """What is known but says little of a method: how fast it was measured."""
+    perplexities = held_out(rows)
+    columns = {
+        f"at {n}": {label: _measured(perplexities, label, "tokens_per_second", n) for label in labels(perplexities)}
+        for n in sorted({lengths(perplexities)[0], lengths(perplexities)[-1]})
+    }
+    title = "Speed of evaluation in tokens/s, which changes with what else the machine does"
+    return [_by_scheme(title, columns, thousands)] if any(map(any, map(dict.values, columns.values()))) else []
+
+
+def _differences(rows: Sequence[Row]) -> list[Table]:
+    """How far every scheme is from the first one, by the same seeds."""
+    first, seeds = baseline(rows), len({row["seed"] for row in rows})
+    own = train_length(rows)
+    at = sorted({own if own in lengths(rows) else lengths(rows)[0], *lengths(rows)[-2:]})
+    others = [label for label in labels(rows) if label != first]
+    found = {label: [difference(rows, label, first, n) for n in at] for label in others}
+    if not any(any(each) for each in found.values()):
+        return []
+    title = (
+        f"Paired differences from {first} in nats per token over the whole window, by {seeds} seeds: mean [95 % "
+        "interval by Student's t]; ≈ is within noise, as the interval includes 0"
+    )
+    body = tuple((label, *map(_written, each)) for label, each in found.items())
+    return [Table(title, ("scheme", *headings(at, own)), body)]
+
+
+def _written(found: Interval | None) -> str:
+    if found is None:
+        return "-"
+    return f"{'≈ ' if found.has_zero else ''}{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
 
 
 def _accuracies(name: str, rows: Sequence[Row]) -> Table:
@@ -58,41 +99,67 @@ def _accuracies(name: str, rows: Sequence[Row]) -> Table:
     over = (
         f"{cases} cases at each length" if depths == 1 else f"{cases} cases at each of {depths} depths of each length"
     )
-    chance = f"; a guess has {_percent(rows[0]['chance'])}" if rows[0]["chance"] else ""
+    chance = f"; a guess has {percent(rows[0]['chance'])}" if rows[0]["chance"] else ""
     curves = {label: accuracies(rows, label) for label in labels(rows)}
     title = f"{spoken(name)}: right answers in % ({over}{chance})"
-    return _by_length(title, curves, lengths(rows), rows[0]["train_length"], _percent)
-
-
-def spoken(task: str) -> str:
-    """The name of a task in words."""
-    return "MQAR" if task == "mqar" else task.replace("_", " ").capitalize()
+    return _by_length(title, curves, lengths(rows), train_length(rows), percent)
 
 
 def _by_length(
     title: str,
     curves: dict[str, dict[int, Estimate]],
     lengths: Sequence[int],
-    train_length: int,
+    train_length: int | None,
     written: Callable[[float], str],
 ) -> Table:
-    header = ("scheme", *(f"{n} ({n / train_length:.3g}x)" for n in lengths))
-    body = tuple((label, *(_shown(found.get(n), written) for n in lengths)) for label, found in curves.items())
+    header = ("scheme", *headings(lengths, train_length))
+    body = tuple((label, *(shown(found.get(n), written) for n in lengths)) for label, found in curves.items())
     return Table(title, header, body)
 
 
-def _costs(rows: Sequence[Row]) -> Table:
-    ends = sorted({lengths(rows)[0], lengths(rows)[-1]})
-    header = ("scheme", "training tokens/s", "training peak MiB", *(f"eval tokens/s at {n}" for n in ends))
-    body = []
-    for label in labels(rows):
-        mine = [row for row in rows if row["label"] == label]
-        first = [row for row in mine if row["length"] == ends[0]]
-        speed = _shown(estimate(row["train_tokens_per_second"] for row in first), _thousands)
-        memory = _shown(estimate(row["peak_memory_bytes"] for row in first), _mebibytes)
-        speeds = ([row["tokens_per_second"] for row in mine if row["length"] == n] for n in ends)
-        body.append((label, speed, memory, *(_shown(estimate(each), _thousands) for each in speeds)))
-    return Table("Cost (each trained scheme in a process of its own)", header, tuple(body))
+def _costs(rows: Sequence[Row]) -> list[Table]:
+    """Speed and memory of the trainings that had a process of their own; nothing if there are none.
+
+    Those that trained together as one program have no speed, and the memory of their process is that of all.
+    """
+    alone = [row for row in rows if row.get("train_tokens_per_second")]
+    if not alone:
+        return []
+    shortest, names = lengths(alone)[0], labels(alone)
+    speed = {label: _measured(alone, label, "train_tokens_per_second", shortest) for label in names}
+    memory = {label: _measured(alone, label, "peak_memory_bytes", shortest) for label in names}
+    columns = {"training tokens/s": _alike(speed, max, thousands), "training peak MiB": _alike(memory, min, mebibytes)}
+    known = {name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}}
+    body = tuple((label, *(cells[label] for cells in known.values())) for label in names)
+    meaning = _ALIKE if len({row["seed"] for row in alone}) > 1 else _SINGLE
+    return [Table(f"Cost of training, each in a process of its own ({meaning})", ("scheme", *known), body)]
+
+
+_ALIKE = "≈ is as good as the best, within the spreads of the two"
+_SINGLE = "single runs, which vary by some ten percent where a machine has other work too"
+
+
+def _measured(rows: Sequence[Row], label: str, column: str, length: int) -> Estimate | None:
+    return estimate(row.get(column) for row in rows if (row["label"], row["length"]) == (label, length))
+
+
+def _alike(values: dict[str, Estimate | None], best: Callable, written: Callable[[float], str]) -> dict[str, str]:
+    """Every value in words, with a sign where it is as good as the best."""
+    top = best((value for value in values.values() if value is not None), key=lambda value: value.mean, default=None)
+    return {label: _mark(value, top) + shown(value, written) for label, value in values.items()}
+
+
+def _mark(value: Estimate | None, best: Estimate | None) -> str:
+    """A sign for what differs from the best by less than the standard deviation of such differences."""
+    if value is None or value is best or value.spread is None or best.spread is None:
+        return ""
+    return "≈ " if abs(value.mean - best.mean) <= math.hypot(value.spread, best.spread) else ""
+
+
+def _by_scheme(title: str, columns: dict[str, dict[str, Estimate | None]], written: Callable[[float], str]) -> Table:
+    names = next(iter(columns.values()))
+    body = tuple((name, *(shown(column[name], written) for column in columns.values())) for name in names)
+    return Table(title, ("scheme", *columns), body)
 
 
 def _times(rows: Sequence[Row]) -> list[Table]:
@@ -105,38 +172,15 @@ def _times(rows: Sequence[Row]) -> list[Table]:
     for label, found in known.items():
         shares = ([each[kind] / sum(each.values()) for each in found] for kind in header)
         if found:
-            body.append((label, *(_percent(sum(each) / len(each)) for each in shares)))
+            body.append((label, *(percent(sum(each) / len(each)) for each in shares)))
     title = "Time of training in % of the wall-clock: steps are the goodput"
     return [Table(title, ("scheme", *header), tuple(body))] if body else []
 
 
-def _shown(value: Estimate | None, number: Callable[[float], str]) -> str:
-    if value is None:
-        return "-"
-    return number(value.mean) + (f" ±{number(value.spread)}" if value.spread is not None else "")
-
-
-def number(value: float) -> str:
-    """Three or four digits: 5.87, 31.4, 178, 2.1e+06."""
-    if value >= 1e5:
-        return f"{value:.1e}"
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"
-
-
-def _thousands(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _mebibytes(value: float) -> str:
-    return f"{value / 2**20:,.0f}"
-
-
 def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
-    """Prints the tables, others behind them, and notes on a `rich.console.Console`."""
+    """Prints the findings, the tables, others behind them, and notes on a `rich.console.Console`."""
+    for sentence in findings(rows):
+        console.print(sentence, markup=False, highlight=False)
     for table in (*tables(rows), *others):
         show_table(table, console)
     for note in notes(rows):

@@ -272,7 +272,7 @@ def _draw_lengths(panel: Any, config: Config, rows: Sequence[Row], looks: Mappin
     style.length_axis(panel, lengths(rows), own_length(config))
     _axis(panel, drawn)
     panel.set_ylabel("nats per token")
-    panel.set_xlabel("context in tokens (times the model's own length)")
+    panel.set_xlabel("context in tokens (times the model's own length, dotted)")
 
 
 def _draw_positions(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Look]) -> None:

@@ -1,0 +1,32 @@
+"""The family of a method, by which figures of many schemes are taken apart."""
+
+from posjax import Layers, Scheme, coca
+
+ABSOLUTE, ROTATIONS, BIASES = "absolute embeddings and none", "rotations", "biases"
+WINDOWS, COCA, LINEAR = "windows and distances", "CoCA", "linear attention"
+OTHER = "scales, norms, drawn positions"
+FAMILIES = (ABSOLUTE, ROTATIONS, BIASES, WINDOWS, COCA, LINEAR, OTHER)
+"""In the order in which figures show them."""
+
+
+def family(scheme: Scheme | Layers) -> str:
+    """One of `FAMILIES`, by the slots that the scheme fills.
+
+    A scheme that fills several belongs to the first of: linear attention, biases, windows and far branches, CoCA, the
+    rest beside rotations (scales, norms, sinks, drawn positions), rotations, embeddings. Layers that differ count
+    together.
+    """
+    layers = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
+
+    def filled(*slots: str) -> bool:
+        return any(getattr(layer, slot) is not None for layer in layers for slot in slots)
+
+    found = {
+        LINEAR: filled("linear"),
+        BIASES: filled("bias"),
+        WINDOWS: filled("mask", "far"),
+        COCA: any(isinstance(layer.features, coca.Coca | coca.PartlyCollinear) for layer in layers),
+        OTHER: filled("scale", "norm", "sinks", "positions"),
+        ROTATIONS: filled("features"),
+    }
+    return next((name for name, is_so in found.items() if is_so), ABSOLUTE)
