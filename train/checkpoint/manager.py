@@ -36,7 +36,7 @@ from train.checkpoint.steps import (
 )
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
-from train.runtime.distributed import decide, gather, is_loss
+from train.runtime.distributed import collect, decide, gather, is_loss
 from train.runtime.paths import check_checkpoints
 
 
@@ -163,12 +163,16 @@ class Checkpoints:
         """The newest whole checkpoint; those that are not are told and put out of the way."""
         steps = decide(lambda: clean(self._folder))
         for step in steps:
-            shares = gather(integrity.problem(self._folder / str(step), jax.process_index(), jax.process_count()))
-            problem = next(filter(None, shares), "")
+            problem = self._problem(step)
             if not problem:
                 return step
             decide(lambda step=step, problem=problem: set_aside(self._folder, step, problem))
         return None
+
+    def _problem(self, step: int) -> str:
+        """What any process finds wrong with its share of a checkpoint; empty when none does."""
+        folder, process, processes = self._folder / str(step), jax.process_index(), jax.process_count()
+        return next(filter(None, collect(lambda: integrity.problem(folder, process, processes))), "")
 
     def __enter__(self):
         return self

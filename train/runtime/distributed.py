@@ -99,10 +99,17 @@ def decide(function: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return function()
-    kind, value = json.loads(gather(json.dumps(_outcome(function)) if jax.process_index() == 0 else "")[0])
-    if kind != "value":
-        raise {"OSError": OSError, "FileNotFoundError": FileNotFoundError}.get(kind, ValueError)(value)
-    return value
+    return _value(gather(json.dumps(_outcome(function)) if jax.process_index() == 0 else "")[0])
+
+
+def collect(function: Callable[[], Any]) -> list[Any]:
+    """What `function` returns on every process, by process, on each of them; values that JSON holds.
+
+    A ValueError or OSError of any of them is raised on all, so that none waits for another.
+    """
+    if jax.process_count() == 1:
+        return [function()]
+    return [_value(outcome) for outcome in gather(json.dumps(_outcome(function)))]
 
 
 def told_once() -> Callable[[str], Any]:
@@ -110,11 +117,24 @@ def told_once() -> Callable[[str], Any]:
     return partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
 
 
-def _outcome(function: Callable[[], Any]) -> tuple[str, Any]:
+_SHARED_ERRORS = (FileNotFoundError, OSError, ValueError)
+"""Kinds of errors that are raised on all processes, each before those that it is one of."""
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[int | None, Any]:
+    """What a function returns, or the number of the kind of its error and what that says."""
     try:
-        return "value", function()
-    except (ValueError, OSError) as error:
-        return type(error).__name__, str(error)
+        return None, function()
+    except _SHARED_ERRORS as error:
+        return next(n for n, kind in enumerate(_SHARED_ERRORS) if isinstance(error, kind)), str(error)
+
+
+def _value(outcome: str) -> Any:
+    """The value of an `_outcome` in JSON; its error is raised."""
+    kind, value = json.loads(outcome)
+    if kind is not None:
+        raise _SHARED_ERRORS[kind](value)
+    return value
 
 
 @contextmanager

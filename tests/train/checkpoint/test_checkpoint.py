@@ -358,6 +358,42 @@ def test_what_cannot_be_read_for_another_reason_is_no_damage(copy, monkeypatch):
     assert names(copy) == {"3", "6"}
 
 
+def unreadable(*_, **__):
+    raise OSError(24, "Too many open files")
+
+
+@pytest.mark.parametrize("broken", ["train.checkpoint.integrity._checksum", "os.scandir"])
+def test_checkpoints_that_cannot_be_read_when_a_run_starts_stay_as_they_are(copy, monkeypatch, broken):
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, unreadable)
+        with pytest.raises(OSError, match="Too many open files"):
+            restored(copy)
+    assert names(copy) == {"3", "6"}
+    assert restored(copy)[0].step == 6
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_missing(copy, monkeypatch):
+    original = integrity._checksums
+
+    def checksums(folder, found):
+        (folder / "run" / "metadata").unlink()
+        return original(folder, found)
+
+    monkeypatch.setattr(integrity, "_checksums", checksums)
+    assert integrity.problem(copy / "checkpoints" / "6").endswith("run/metadata is missing")
+
+
+def test_arrays_that_cannot_be_read_are_no_damage(copy, monkeypatch):
+    """TensorStore's words for it come as a ValueError, as those for damage do."""
+
+    def unavailable(*_):
+        raise ValueError("UNAVAILABLE: Error reading the database")
+
+    monkeypatch.setattr(digest, "_read_digest", unavailable)
+    with pytest.raises(OSError, match=r"^UNAVAILABLE"):
+        damages(copy / "checkpoints" / "6")
+
+
 def test_every_damage_of_a_run_is_told(copy, capsys):
     write_file(copy / "config.yaml", dump(config()))
     assert main(["verify", str(copy)]) == 0
