@@ -240,11 +240,20 @@ def test_a_stage_reads_its_text_and_keeps_the_moments_while_its_rate_falls(confi
     rates = [line["learning_rate"] for line in lines(decayed.directory)]
     peak = config.train.learning_rate
     np.testing.assert_allclose(rates, [peak, peak, peak, peak, *(peak * share for share in (0.75, 0.5, 0.25, 0))])
-    stages = loop.prepare(decaying(config, other_text))
+    told = []
+    stages = loop.prepare(decaying(config, other_text), told.append)
+    assert told == []
     seen = [set(stage.rows.batch(np.arange(4)).tokens.ravel().tolist()) for stage in stages]
     digits = set(b"0123456789 ")
     assert seen[1] & set(range(256)) == digits
     assert not seen[0] & set(b"0123456789")
+
+
+def test_a_stage_that_may_train_on_what_is_measured_is_told(config):
+    values, told = to_dict(config), []
+    values["stages"] = [{"name": "stable"}, {"name": "decay", "data": {"held_out": 0.5}}]
+    loop.prepare(parse(values), told.append)
+    assert told[0].startswith("warning: stage 'decay' reads 2 files of data as part of another text")
 
 
 def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path):
