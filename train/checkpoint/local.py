@@ -41,8 +41,8 @@ class LocalCheckpoint(Checkpoint):
 class LocalCheckpoints:
     """The local checkpoints of a run; every process opens them and makes the same calls, in the same order.
 
-    Saving is asynchronous. One is removed once all processes have the next. A disk that fails is told on standard
-    error, and the run goes on.
+    Saving is asynchronous. Two stay at most: the newest that all processes have, and the one that is being written. A
+    disk that fails is told on standard error, and the run goes on.
 
     Raises ValueError, on every process, if one cannot write into its folder.
     """
@@ -58,6 +58,7 @@ class LocalCheckpoints:
         self._thread = ThreadPoolExecutor(1, "local checkpoints")
         self._writing: Future | None = None
         self._last: int | None = None  # the step that is used or written
+        self._common: int | None = None  # the newest that all processes are known to have
 
     def newest(self, states: Sequence[TrainState], lasting: Checkpoint | None) -> LocalCheckpoint | None:
         """The newest that every process can use, if it is newer than the `lasting` one.
@@ -68,7 +69,7 @@ class LocalCheckpoints:
         held = [set(json.loads(steps)) for steps in gather(json.dumps(self._steps()))]
         for step in sorted(set.intersection(*held), reverse=True):
             if step > least and not any(gather(self._problem(step, states))):
-                run, self._last = self._run(step), step
+                run, self._last, self._common = self._run(step), step, step
                 return LocalCheckpoint(step, run["stage"], run["stream"])
         return None
 
@@ -81,7 +82,8 @@ class LocalCheckpoints:
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
         """Saves the state after `step` updates of the run, with the data's place."""
         if not any(gather(self._wait())):
-            self._remove_all_but_last()
+            self._common = self._last
+        self._remove_all_but(self._common)
         arrays, self._last = dict(_shards(state)), step
         run = json.dumps({**self._said, "stage": stage, "stream": stream})
         self._writing = self._thread.submit(self._write, step, run, arrays)
@@ -138,8 +140,8 @@ class LocalCheckpoints:
             return str(error)
         return ""
 
-    def _remove_all_but_last(self) -> None:
-        for step in set(self._steps()) - {self._last}:
+    def _remove_all_but(self, kept: int | None) -> None:
+        for step in set(self._steps()) - {kept}:
             shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
     def _wait(self) -> str:

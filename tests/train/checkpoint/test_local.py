@@ -139,6 +139,20 @@ def test_a_step_that_one_process_lacks_is_not_taken(config, stopped, monkeypatch
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 7
 
 
+def test_where_another_process_fails_to_write_two_stay_at_most(config, tmp_path, monkeypatch):
+    """As told by two processes, of which the other writes none but the first; that of 4 updates is a lasting one."""
+    original = module.LocalCheckpoints.save
+
+    def save(self, step, *rest):
+        if step > 2:
+            monkeypatch.setattr(module, "gather", lambda text: [text, "No space left on device"])
+        original(self, step, *rest)
+
+    monkeypatch.setattr(module.LocalCheckpoints, "save", save)
+    killed(with_local(config, tmp_path / "disk"), tmp_path / "run", 7, monkeypatch)
+    assert held(tmp_path / "disk") == [1, 7]
+
+
 def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_path, monkeypatch, capsys):
     written = np.savez
 
