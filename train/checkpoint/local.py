@@ -50,7 +50,7 @@ class LocalCheckpoints:
     def __init__(self, config: Config, directory: Path, corpora: Sequence[str]):
         self._config = config
         run = f"{config.name.replace('/', '-')}-{zlib.crc32(str(directory.absolute()).encode()):08x}"
-        self._root = Path(config.train.local_folder) / run
+        self._root = Path(config.local_folder) / run
         self._folder = self._root / f"{jax.process_index()}-of-{jax.process_count()}"
         self._said = {"mark": decide(lambda: _mark(directory)), "corpora": list(corpora), "config": to_dict(config)}
         if problem := next(filter(None, gather(self._open())), ""):

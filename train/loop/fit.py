@@ -98,7 +98,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
             config,
             stages,
             stack.enter_context(Checkpoints(config, directory, corpora)),
-            stack.enter_context(LocalCheckpoints(config, directory, corpora)) if _saves_locally(config) else None,
+            stack.enter_context(LocalCheckpoints(config, directory, corpora)) if config.local_folder else None,
             stack.enter_context(Monitor(config, directory, label=progress, began=began)),
             stack.enter_context(stop_requested()),
         )
@@ -112,10 +112,6 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         if run.local:
             run.local.forget()
     return result
-
-
-def _saves_locally(config: Config) -> bool:
-    return any(stage.train.local_every for stage in config.every_stage)
 
 
 def write_result(result: FitResult) -> None:

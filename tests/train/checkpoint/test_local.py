@@ -168,6 +168,24 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_p
     assert "could not be written to" in capsys.readouterr().err
 
 
+def test_a_folder_that_a_stage_names_is_taken(config, tmp_path, monkeypatch):
+    values, named = to_dict(config), {"local_every": 1, "local_folder": str(tmp_path / "disk")}
+    values["stages"] = [{"name": "first", "train": {"steps": 2}}, {"name": "second", "train": named}]
+    wanted = parse(values)
+    assert (wanted.local_folder, config.local_folder) == (named["local_folder"], "")
+    killed(wanted, tmp_path / "run", 3, monkeypatch)
+    assert held(tmp_path / "disk") == [3]
+
+
+def test_a_folder_of_its_own_for_a_stage_is_refused(config, tmp_path):
+    values = to_dict(with_local(config, tmp_path / "disk"))
+    values["stages"] = [{"name": "first"}, {"name": "second", "train": {"local_folder": str(tmp_path / "other")}}]
+    with pytest.raises(ValueError, match=r"^train.local_folder: one folder .* found .*/disk and .*/other; name one"):
+        parse(values)
+    values["stages"][1]["train"]["local_every"] = 0
+    assert parse(values).local_folder == str(tmp_path / "disk")
+
+
 def test_a_folder_that_is_none_is_refused(config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^train.local_folder: process 0 cannot write there: .*file"):
