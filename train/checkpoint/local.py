@@ -1,8 +1,8 @@
 """Checkpoints on a disk of each host, between those that last: quick to write and to read, and lost with the host.
 
 Every process keeps its own under ``{train.local_folder}/{run}/P-of-N/STEP``: ``state.npz``, the shards of its devices
-as bytes, each with the CRC-32 of the ZIP format, and ``run.json``, as in a checkpoint that lasts. One of them can be
-used where every process has it, whole, and its devices hold the same shards again.
+as bytes and ``run``, the JSON that a checkpoint that lasts has, each with the CRC-32 of the ZIP format. One of them can
+be used where every process has it, whole, from the same place in the data, and its devices hold the same shards again.
 
 Orbax' emergency manager does not serve here: it wants two replicas at least, and a run may have one.
 """
@@ -30,7 +30,7 @@ from train.model.state import TrainState
 from train.runtime.distributed import decide, gather
 from train.runtime.paths import write_file
 
-_ARRAYS, _RUN = "state.npz", "run.json"
+_ARRAYS, _RUN = "state.npz", "run"
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,19 @@ class LocalCheckpoints:
         least = 0 if lasting is None else lasting.step
         held = [set(json.loads(steps)) for steps in gather(json.dumps(self._steps()))]
         for step in sorted(set.intersection(*held), reverse=True):
-            if step > least and not any(gather(self._problem(step, states))):
+            if step > least and self._is_usable(step, states):
                 run, self._last, self._common = self._run(step), step, step
                 return LocalCheckpoint(step, run["stage"], run["stream"])
         return None
+
+    def _is_usable(self, step: int, states: Sequence[TrainState]) -> bool:
+        """Whether every process can use one, and all saved it at the same place."""
+        if any(gather(self._problem(step, states))):
+            return False
+        places = gather(json.dumps({key: self._run(step)[key] for key in ("stage", "stream")}))
+        if len(set(places)) > 1:
+            self._tell_unused(step, f"the processes saved it at {len(set(places))} places in the data")
+        return len(set(places)) == 1
 
     def restore(self, saved: LocalCheckpoint, abstract: TrainState) -> TrainState:
         """The saved state, laid out as `abstract` says."""
@@ -84,9 +93,9 @@ class LocalCheckpoints:
         if not any(gather(self._wait())):
             self._common = self._last
         self._remove_all_but(self._common)
-        arrays, self._last = dict(_shards(state)), step
         run = json.dumps({**self._said, "stage": stage, "stream": stream})
-        self._writing = self._thread.submit(self._write, step, run, arrays)
+        arrays, self._last = {**dict(_shards(state)), _RUN: np.frombuffer(run.encode(), np.uint8)}, step
+        self._writing = self._thread.submit(self._write, step, arrays)
 
     def forget(self) -> None:
         """Removes them all; for a run that is finished."""
@@ -109,7 +118,8 @@ class LocalCheckpoints:
         return sorted(int(place.name) for place in self._folder.iterdir() if place.name.isdigit())
 
     def _run(self, step: int) -> dict[str, Any]:
-        return json.loads((self._folder / str(step) / _RUN).read_text(encoding="utf-8"))
+        with np.load(self._folder / str(step) / _ARRAYS) as arrays:
+            return json.loads(arrays[_RUN].tobytes())
 
     def _problem(self, step: int, states: Sequence[TrainState]) -> str:
         """Why this process cannot use one; what is not simply another run's is told."""
@@ -123,15 +133,17 @@ class LocalCheckpoints:
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             found = " ".join(str(error).split())
         if found:
-            tell(f"the local checkpoint of step {step} in {self._folder} is not used ({found})")
+            self._tell_unused(step, found)
         return found
 
-    def _write(self, step: int, run: str, arrays: dict[str, np.ndarray]) -> str:
+    def _tell_unused(self, step: int, why: str) -> None:
+        tell(f"the local checkpoint of step {step} in {self._folder} is not used ({why})")
+
+    def _write(self, step: int, arrays: dict[str, np.ndarray]) -> str:
         part = self._folder / f".{step}"
         try:
             part.mkdir()
             np.savez(part / _ARRAYS, **arrays)
-            (part / _RUN).write_text(run, encoding="utf-8")
             shutil.rmtree(self._folder / str(step), ignore_errors=True)
             os.replace(part, self._folder / str(step))
         except OSError as error:
@@ -193,7 +205,7 @@ def _problem_of_arrays(place: Path, abstract: TrainState) -> str:
     with zipfile.ZipFile(place) as file:
         if damaged := file.testzip():
             return f"{damaged} holds other bytes than were written"
-        if {f"{key}.npy" for key in needed} != set(file.namelist()):
+        if {f"{key}.npy" for key in needed | {_RUN}} != set(file.namelist()):
             return "its devices hold other parts of the state now: another mesh"
     return ""
 

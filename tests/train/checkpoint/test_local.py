@@ -1,6 +1,7 @@
 """Checkpoints on a disk of each host: resumed from where they are newer, whole, and of this run and mesh."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -104,13 +105,23 @@ def flip(folder):
     next((folder / "disk").glob("*/0-of-1/6")).rename(folder / "gone")
 
 
+def change_the_place(folder):
+    """Another batch would come next, as a bit that flips in the JSON has it."""
+    content = newest_file(folder).read_bytes()
+    for found in re.findall(rb'"next_index": \d', content):
+        content = content.replace(found, found[:-1] + b"9")
+    newest_file(folder).write_bytes(content)
+    next((folder / "disk").glob("*/0-of-1/6")).rename(folder / "gone")
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
         (flip, "holds other bytes than were written|Bad CRC|Error"),
+        (change_the_place, "Bad CRC"),
         (lambda folder: shutil.rmtree(folder / "disk"), ""),
     ],
-    ids=["damaged", "gone"],
+    ids=["damaged", "other place", "gone"],
 )
 def test_without_a_whole_local_one_the_lasting_one_is_taken(config, straight, stopped, harm, told, monkeypatch, capsys):
     harm(stopped)
@@ -119,6 +130,7 @@ def test_without_a_whole_local_one_the_lasting_one_is_taken(config, straight, st
     assert losses(stopped / "run") == straight
     warned = capsys.readouterr().err
     assert bool(told) == ("the local checkpoint of step 7" in warned)
+    assert re.search(told, warned)
 
 
 def test_another_mesh_takes_the_lasting_one(config, stopped, monkeypatch, capsys):
@@ -137,6 +149,13 @@ def test_a_step_that_one_process_lacks_is_not_taken(config, stopped, monkeypatch
     """As told by two processes, of which the other has not written the newest."""
     monkeypatch.setattr(module, "gather", lambda text: [text, "[5, 6]"] if text.startswith("[") else [text])
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 7
+
+
+def test_a_step_that_processes_saved_at_other_places_is_not_taken(config, stopped, monkeypatch, capsys):
+    """As told by two processes, of which the other has another batch next; no local one is the same for both."""
+    monkeypatch.setattr(module, "gather", lambda text: [text, "[0, {}]"] if '"next_index"' in text else [text])
+    assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 5
+    assert "is not used (the processes saved it at 2 places in the data)" in capsys.readouterr().err
 
 
 def test_where_another_process_fails_to_write_two_stay_at_most(config, tmp_path, monkeypatch):
