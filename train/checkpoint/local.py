@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class LocalCheckpoints:
     def forget(self) -> None:
         """Removes them all; for a run that is finished."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._root.is_dir() and not any(self._root.iterdir()):
+        with suppress(OSError):  # where other processes of the host have theirs, or have removed it
             self._root.rmdir()
 
     def _open(self) -> str:

@@ -172,6 +172,27 @@ def test_where_another_process_fails_to_write_two_stay_at_most(config, tmp_path,
     assert held(tmp_path / "disk") == [1, 7]
 
 
+def test_the_last_process_of_a_host_takes_the_folder_with_it(config, tmp_path, monkeypatch):
+    """Each as fast as it can: another may have removed the folder, or still have something in it."""
+    wanted = with_local(config, tmp_path / "disk")
+    (tmp_path / "run").mkdir()
+    every = []
+    for index in range(2):
+        monkeypatch.setattr(module.jax, "process_index", lambda index=index: index)
+        every.append(module.LocalCheckpoints(wanted, tmp_path / "run", []))
+    every[0].forget()
+    assert list((tmp_path / "disk").glob("*/*"))
+    original = Path.rmdir
+
+    def rmdir(place):
+        original(place)  # by the other process, in between
+        original(place)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    every[1].forget()
+    assert not list((tmp_path / "disk").iterdir())
+
+
 def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_path, monkeypatch, capsys):
     written = np.savez
 
