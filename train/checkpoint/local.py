@@ -119,7 +119,8 @@ class LocalCheckpoints:
         return sorted(int(place.name) for place in self._folder.iterdir() if place.name.isdigit())
 
     def _run(self, step: int) -> dict[str, Any]:
-        with np.load(self._folder / str(step) / _ARRAYS) as arrays:
+        # NumPy would leave a damaged file open that it has opened itself.
+        with (self._folder / str(step) / _ARRAYS).open("rb") as file, np.load(file) as arrays:
             return json.loads(arrays[_RUN].tobytes())
 
     def _problem(self, step: int, states: Sequence[TrainState]) -> str:
@@ -131,8 +132,8 @@ class LocalCheckpoints:
             if changed := differences(parse(run["config"]), self._config):
                 return changed[0]
             found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            found = " ".join(str(error).split())
+        except Exception as error:  # zipfile and NumPy raise no less for a damaged file
+            found = " ".join(str(error).split()) or type(error).__name__
         if found:
             self._tell_unused(step, found)
         return found

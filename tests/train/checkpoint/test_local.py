@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -131,6 +132,25 @@ def test_without_a_whole_local_one_the_lasting_one_is_taken(config, straight, st
     warned = capsys.readouterr().err
     assert bool(told) == ("the local checkpoint of step 7" in warned)
     assert re.search(told, warned)
+
+
+def test_a_byte_that_changes_anywhere_in_the_directory_of_a_file_is_noticed_or_changes_nothing(config, tmp_path):
+    state = {"x": jax.numpy.arange(3.0)}
+    (tmp_path / "run").mkdir()
+    with module.LocalCheckpoints(with_local(config, tmp_path / "disk"), tmp_path / "run", []) as checkpoints:
+        checkpoints.save(7, 0, state, {"next_index": 7})
+    [file] = (tmp_path / "disk").glob("*/0-of-1/7/state.npz")
+    whole = file.read_bytes()
+    for place in range(whole.index(b"PK\x01\x02"), len(whole)):
+        content = bytearray(whole)
+        content[place] ^= 0xFF
+        file.write_bytes(content)
+        saved = checkpoints.newest([state], None)
+        assert saved in (None, module.LocalCheckpoint(7, 0, {"next_index": 7}))
+        if saved:
+            np.testing.assert_array_equal(checkpoints.restore(saved, state)["x"], state["x"])
+    file.write_bytes(whole)
+    assert checkpoints.newest([state], None).step == 7
 
 
 def test_another_mesh_takes_the_lasting_one(config, stopped, monkeypatch, capsys):
