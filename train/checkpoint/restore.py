@@ -28,7 +28,7 @@ from train.runtime.paths import path, write_file
 def is_run(place: str | Path) -> bool:
     """Whether a run is there."""
     with reaching(place):
-        return (path(place) / "config.yaml").is_file()
+        return (path(place) / "config.yaml").exists()  # is_file answers no at gs:// where it may not look
 
 
 def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from train.runtime.paths import is_store_error
 from train.runtime.tether import tied
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -234,7 +235,7 @@ def _leave(error: BaseException) -> None:
     elif is_loss(error):
         detail = str(error).splitlines()[0][:200]
         message, status = f"error: {where}: {LOST}; start all of them again to resume ({detail})", _FAILED
-    elif isinstance(error, ValueError | OSError):
+    elif isinstance(error, ValueError | OSError) or is_store_error(error):
         message, status = f"error: {where}: {' '.join(str(error).split())}", _WRONG_INPUT
     else:
         message, status = f"error: {where} failed\n{''.join(traceback.format_exception(error))}", _FAILED

@@ -47,6 +47,11 @@ def is_local(place: Path) -> bool:
     return isinstance(place, Path)
 
 
+def is_store_error(error: BaseException) -> bool:
+    """Whether it is an error that packages of Google's store have of their own, which is no OSError: no access, say."""
+    return type(error).__module__.partition(".")[0] in ("gcsfs", "google", "aiohttp")
+
+
 def look_anew(place: Path) -> None:
     """Forgets what an object store listed before: gcsfs keeps it, and does not see what others write."""
     if not is_local(place):

@@ -154,6 +154,18 @@ def test_who_ends_without_a_goodbye_is_lost():
     assert watched(b"", done=True) == []
 
 
+@pytest.mark.parametrize(("module", "status"), [("google.auth.exceptions", 2), ("gcsfs.retry", 2), ("train.loop", 1)])
+def test_a_process_without_access_to_a_store_leaves_with_one_line(monkeypatch, capsys, module, status):
+    left = []
+    monkeypatch.setattr(distributed, "_leaving", threading.Lock())
+    monkeypatch.setattr(distributed, "_GRACE", 0.0)
+    monkeypatch.setattr(os, "_exit", left.append)
+    distributed._leave(type("NoAccess", (Exception,), {"__module__": module})("no credentials"))
+    told = capsys.readouterr().err
+    assert left == [status]
+    assert (told == "error: process 0 of 1: no credentials\n") == (status == 2)
+
+
 def test_strangers_are_turned_away_and_members_are_known():
     secret = "ab" * 16
     with tether._listen() as server:
