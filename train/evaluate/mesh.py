@@ -34,7 +34,8 @@ def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | N
     devices = jax.devices() if devices is None else devices
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     sizes = sizes_for(config, rows, len(devices), slices)
-    return None if len(devices) == 1 or math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, EvaluateMesh.key)
+    alone = len({device.process_index for device in devices}) == 1
+    return None if alone and math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, EvaluateMesh.key)
 
 
 def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:
