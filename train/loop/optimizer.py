@@ -66,12 +66,17 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
     )
     if config.trains:
         chosen = optax.partition({MOVES: chosen, STAYS: optax.set_to_zero()}, labels(config, axes))
-    return optax.chain(chosen, _scaled(factors(config, axes))) if config.learning_rate_factors else chosen
+    return _scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
 
 
-def _scaled(factors: Any) -> optax.GradientTransformation:
-    """Multiplies the update of every parameter by its factor."""
-    return optax.stateless(lambda updates, _: jax.tree.map(lambda factor, update: factor * update, factors, updates))
+def _scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
+    """Multiplies every update of an optimizer by the factor of its parameter; the state is that of the optimizer."""
+
+    def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(gradients, state, parameters)
+        return jax.tree.map(lambda factor, own: factor * own, factors, updates), state
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def factors(config: TrainConfig, axes: Any) -> Any:

@@ -274,6 +274,17 @@ def test_a_run_with_its_own_text_in_a_stage_goes_on_bit_for_bit(config, decayed,
 
 
 @pytest.mark.parametrize(
+    ("first", "second"), [({"embed": 0.5}, {}), ({}, {"embed": 0.5}), ({"*": 2.0}, {"embed": 2.0})]
+)
+def test_a_stage_with_other_factors_keeps_the_moments(config, first, second):
+    values = to_dict(config)
+    values["train"]["learning_rate_factors"] = first
+    values["stages"] = [{}, {"train": {"keep_moments": True, "learning_rate_factors": second}}]
+    before, after = (stage.program.abstract.optimizer for stage in loop.prepare(parse(values)))
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+
+
+@pytest.mark.parametrize(
     ("train", "stage", "message"),
     [
         ({"keep_moments": True}, {}, "the first stage has no moments to keep"),
