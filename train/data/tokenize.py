@@ -123,6 +123,11 @@ def job_of(environment: Mapping[str, str] = os.environ) -> Job:
     if "SLURM_STEP_NODELIST" in environment:  # else it is the script, of which there is one
         tasks = int(environment.get("SLURM_NTASKS", 1))
         number, count = number * tasks + int(environment.get("SLURM_PROCID", 0)), count * tasks
+    check(
+        number < count,
+        f"the job array has gaps: this is task {number + 1} of {count}, counted from the lowest number on; number them "
+        "without gaps, as in --array=0-15, or name the job by --job and --jobs",
+    )
     return Job(number, count)
 
 

@@ -316,6 +316,13 @@ def test_the_environment_tells_which_job_this_is(variables, job):
     assert job_of(variables) == job
 
 
+def test_an_array_with_gaps_is_refused():
+    """Else a task beyond the number of tasks would get nothing, and nobody what would be its share."""
+    variables = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "1"}
+    with pytest.raises(ValueError, match=r"^the job array has gaps: this is task 5 of 2, .* by --job and --jobs$"):
+        job_of(variables)
+
+
 def test_the_command_takes_jobs(texts, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(dump(config_of(texts, tmp_path / "kept")))
     command = ["tokenize", str(tmp_path / "config.yaml")]
