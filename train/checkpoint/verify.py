@@ -8,7 +8,7 @@ from train.checkpoint.directory import read_config
 from train.checkpoint.reading import damages
 from train.checkpoint.steps import finished_steps, unfinished
 from train.runtime.distributed import decide
-from train.runtime.paths import path
+from train.runtime.paths import check_checkpoints, path
 
 
 def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
@@ -17,9 +17,10 @@ def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
     All processes call it together and share the reading. What is there stays as it is: the next ``fit`` removes what
     is not finished, and puts aside what is damaged and newer than what it resumes from.
 
-    Raises FileNotFoundError without a run.
+    Raises FileNotFoundError without a run, and ValueError where no checkpoint can be.
     """
     folder = path(directory) / "checkpoints"
+    check_checkpoints(folder)
     decide(lambda: read_config(path(directory)).name)
     whole = True
     for step in decide(lambda: finished_steps(folder)):

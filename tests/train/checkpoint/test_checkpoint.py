@@ -412,6 +412,16 @@ def test_every_damage_of_a_run_is_told(copy, capsys):
     assert main(["verify", str(copy / "checkpoints")]) == 2
 
 
+def test_a_run_where_no_checkpoint_can_be_is_refused_and_not_called_damaged(two, capsys):
+    """TensorStore does not read there."""
+    system = fsspec.filesystem("memory")
+    system.put(str(two / "checkpoints"), "/elsewhere/checkpoints", recursive=True)
+    system.pipe("/elsewhere/config.yaml", dump(config()).encode())
+    for command in (["verify"], ["generate", "--tokens", "1"]):
+        assert main([command[0], "memory://elsewhere", *command[1:]]) == 2
+        assert capsys.readouterr().err.startswith("error: memory://elsewhere/checkpoints: checkpoints cannot be")
+
+
 def test_a_step_that_was_damaged_is_saved_again_and_again(copy):
     truncate(copy / "checkpoints" / "6")
     save(copy, 6)
