@@ -41,6 +41,10 @@ class Seal(NamedTuple):
     arrays: dict[str, int]
 
 
+class Unfinished(ValueError):
+    """Raised for a checkpoint that not all processes have sealed."""
+
+
 def seal(folder: Path, process: int, processes: int, arrays: Mapping[str, int]) -> None:
     """Writes this process's part of the seal; after all processes have written all else."""
     found = files(folder)
@@ -122,13 +126,13 @@ def files(folder: Path) -> dict[str, File]:
 
 
 def read_seal(folder: Path) -> Seal:
-    """All parts of the seal together. ValueError when one is missing or unreadable."""
+    """All parts of the seal together. Raises Unfinished when one is missing, and ValueError when one is unreadable."""
     parts = [folder / FOLDER / name for name in names_in(folder / FOLDER) if fnmatchcase(name, "*-of-*.json")]
     if not parts:
-        raise ValueError("its writing was not finished")
+        raise Unfinished("its writing was not finished")
     count = int(parts[0].stem.partition("-of-")[2])
     if len(parts) != count:
-        raise ValueError(f"its writing was not finished: {len(parts)} of {count} parts of its checksums are there")
+        raise Unfinished(f"its writing was not finished: {len(parts)} of {count} parts of its checksums are there")
     whole = Seal({}, {})
     for part in parts:
         try:

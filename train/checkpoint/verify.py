@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from train.checkpoint import integrity
 from train.checkpoint.directory import read_config
 from train.checkpoint.reading import damages
 from train.checkpoint.steps import finished_steps, unfinished
@@ -22,12 +23,30 @@ def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
     folder = path(directory) / "checkpoints"
     check_checkpoints(folder)
     decide(lambda: read_config(path(directory)).name)
-    whole = True
-    for step in decide(lambda: finished_steps(folder)):
+    whole, steps = True, decide(lambda: finished_steps(folder))
+    for step in steps:
+        if step == steps[0] and decide(lambda: not _is_sealed(folder / str(steps[0]))):
+            told(f"step {step}: not finished: {_BEGUN}")
+            continue
         found = damages(folder / str(step))
         whole = whole and not found
         for line in found or ["whole"]:
             told(f"step {step}: {line}")
-    for name in decide(lambda: unfinished(folder)):
-        told(f"{name} is not finished: a run is saving it, or was killed then")
+    begun = decide(lambda: unfinished(folder))
+    for name in begun:
+        told(f"{name} is not finished: {_BEGUN}")
+    if not steps and not begun:
+        told(f"{folder} holds no checkpoint")
     return whole
+
+
+_BEGUN = "a run is saving it, or was killed then"
+
+
+def _is_sealed(folder: Path) -> bool:
+    """Whether all processes have sealed a checkpoint, readably or not."""
+    try:
+        integrity.read_seal(folder)
+    except ValueError as error:
+        return not isinstance(error, integrity.Unfinished)
+    return True

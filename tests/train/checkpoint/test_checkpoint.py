@@ -412,6 +412,23 @@ def test_every_damage_of_a_run_is_told(copy, capsys):
     assert main(["verify", str(copy / "checkpoints")]) == 2
 
 
+@pytest.mark.parametrize("leave", [leave_unsealed, leave_half_sealed])
+def test_the_newest_checkpoint_may_be_in_the_middle_of_a_save(copy, capsys, leave):
+    write_file(copy / "config.yaml", dump(config()))
+    leave(copy / "checkpoints" / "6")
+    assert main(["verify", str(copy)]) == 0
+    assert capsys.readouterr().out == ("step 6: not finished: a run is saving it, or was killed then\nstep 3: whole\n")
+    leave(copy / "checkpoints" / "3")
+    assert main(["verify", str(copy)]) == 1
+    assert "step 3: its writing was not finished" in capsys.readouterr().out
+
+
+def test_a_run_without_checkpoints_is_told(tmp_path, capsys):
+    write_file(tmp_path / "config.yaml", dump(config()))
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'checkpoints'} holds no checkpoint\n"
+
+
 def test_a_run_where_no_checkpoint_can_be_is_refused_and_not_called_damaged(two, capsys):
     """TensorStore does not read there."""
     system = fsspec.filesystem("memory")
