@@ -22,6 +22,7 @@ from train.config import Config, SchemeConfig, differences, load, load_values
 from train.config.settings.checks import check
 from train.model.build import RELEASED, build_model
 from train.model.sharding import named_sharding, tree_shardings
+from train.runtime.distributed import decide
 from train.runtime.paths import check_checkpoints, path, write_file
 
 
@@ -102,7 +103,7 @@ def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = No
     config, folder = read_config(directory), directory / "checkpoints"
     check_checkpoints(folder)
     for step in whole_steps(directory, config.stage_number(stage) if stage else None):
-        trained = config.stage(read_run(folder, step)["stage"])
+        trained = config.stage(decide(lambda step=step: read_run(folder, step)["stage"]))
         try:
             return trained, _restored(folder / str(step), trained, mesh)
         except Damaged as damage:

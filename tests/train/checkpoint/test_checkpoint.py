@@ -25,10 +25,11 @@ from train.checkpoint import (
     digest,
     integrity,
     kept_steps,
-    newest_whole,
     restore_model,
     steps,
 )
+from train.checkpoint import manager as managing
+from train.checkpoint.manager import whole_steps
 from train.checkpoint.reading import damages
 from train.cli import main
 from train.config import dump, parse, to_dict
@@ -526,14 +527,14 @@ def test_saving_does_not_wait_and_the_one_before_stays_until_the_new_one_is_whol
 
     def seal(folder, *rest):
         allowed.wait(60)
-        whole.append((int(folder.name), newest_whole(tmp_path), names(tmp_path)))
+        whole.append((int(folder.name), next(whole_steps(tmp_path)), names(tmp_path)))
         original(folder, *rest)
 
     save(tmp_path, 3, keep=1)
     monkeypatch.setattr(integrity, "seal", seal)
     with Checkpoints(config(keep=1), tmp_path, TEXT) as checkpoints:
         checkpoints.save(6, 0, state(6), None)
-        assert newest_whole(tmp_path) == 3
+        assert next(whole_steps(tmp_path)) == 3
         allowed.set()
         checkpoints.save(9, 0, state(9), None)
     # Other processes may be slower to seal 6, so 3 stays until all have come to the next save.
@@ -589,6 +590,22 @@ def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys, 
     assert told.count("\n") == 1
 
 
+def test_all_processes_go_through_the_same_checkpoints(copy, monkeypatch):
+    """As on process 1, whose view of the disk lags behind that of process 0."""
+    answers = []
+
+    def on_the_first(function):
+        answers.append(function())
+        return answers[-1]
+
+    monkeypatch.setattr(managing, "decide", on_the_first)
+    assert list(whole_steps(copy)) == [6, 3]
+    truncate(copy / "checkpoints" / "3")
+    shutil.rmtree(copy / "checkpoints" / "6")
+    monkeypatch.setattr(managing, "decide", lambda function: answers.pop(0))
+    assert list(whole_steps(copy)) == [6, 3]
+
+
 def test_the_format_is_the_documented_one_and_orbax_reads_it_alone(two):
     folder = two / "checkpoints" / "6"
     assert {place.name for place in folder.iterdir() if place.is_dir()} == {
@@ -613,7 +630,7 @@ def test_an_object_store_is_checked_and_cleaned_alike(two, capsys):
         )
     system.pipe(f"{root}/6/run/metadata", b"{}")
     folder = path(f"memory:/{root}")
-    assert newest_whole(path("memory://store")) == 3
+    assert next(whole_steps(path("memory://store"))) == 3
     with pytest.raises(ValueError, match="cannot be written to memory://"):
         Checkpoints(config(), path("memory://store"), TEXT)
     assert steps.clean(folder) == [6, 3]
@@ -632,7 +649,7 @@ def test_what_an_object_store_holds_unfinished_is_removed_and_what_was_finished_
     system.rm([f"{root}/9/commit_success.txt", f"{root}/9/checksums", f"{root}/7/commit_success.txt"], recursive=True)
     folder = path(f"memory:/{root}")
     assert steps.unfinished(folder) == ["9"]
-    assert newest_whole(path("memory://cut")) == 6
+    assert next(whole_steps(path("memory://cut"))) == 6
     assert steps.clean(folder) == [7, 6, 3]
     assert integrity.problem(folder / "7") == "commit_success.txt is missing"  # so it was whole once
     assert not system.find(f"{root}/9")
