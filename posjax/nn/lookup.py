@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax._numbers import at_least_float32
 from posjax.attention.sharded import Placement
+from posjax.attention.sharded.automatic import explicit_part
 
 
 def lookup(
@@ -82,7 +83,14 @@ def _rows(split: _MeshAxes | None, table, tokens):
     if split is None:
         return table[tokens]
     found = partial(_rows_of_device, split.vocabulary)
-    return split.map(found, (split.table, split.tokens), split.tokens)(table, tokens)
+    arrays = _laid(table, split.table), _laid(tokens, split.tokens)
+    return split.map(found, (split.table, split.tokens), split.tokens)(*arrays)
+
+
+def _laid(x: Array, spec: PartitionSpec) -> Array:
+    """``x``, split as the spec says over Explicit axes of the mesh; over Auto ones the compiler does it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.sharding.reshard(x, explicit_part(spec, mesh)) if mesh.explicit_axes else x
 
 
 def _rows_of_device(axes: tuple[str, ...], table, tokens):
