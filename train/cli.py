@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import load
+from train.runtime.lines import in_a_line
 from train.runtime.paths import is_store_error
 
 INTERRUPTED = 130  # the exit status of a program that was stopped by Ctrl-C
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback or not (isinstance(error, ValueError | OSError | ImportError) or is_store_error(error)):
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", in_a_line(error), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         print("stopped" + ("; the same command resumes" if name in _RESUMABLE else ""), file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import fsspec
 
+from train.runtime.lines import in_a_line
 from train.runtime.paths import names_in, write_file
 
 FOLDER = "checksums"
@@ -79,7 +80,7 @@ def problems(folder: Path, process: int = 0, processes: int = 1) -> Iterator[str
     except FileNotFoundError as error:
         yield f"{error.filename or error} is missing"
     except ValueError as error:
-        yield " ".join(str(error).split())
+        yield in_a_line(error)
 
 
 def _problems(folder: Path, process: int, processes: int) -> Iterator[str]:

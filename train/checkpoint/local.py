@@ -29,6 +29,7 @@ from train.checkpoint.steps import tell
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
 from train.runtime.distributed import decide, gather
+from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
 _ARRAYS, _RUN = "state.npz", "run"
@@ -133,7 +134,7 @@ class LocalCheckpoints:
                 return changed[0]
             found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
         except Exception as error:  # zipfile and NumPy raise no less for a damaged file
-            found = " ".join(str(error).split()) or type(error).__name__
+            found = in_a_line(error)
         if found:
             self._tell_unused(step, found)
         return found

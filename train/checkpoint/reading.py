@@ -18,6 +18,7 @@ from etils import epath
 from train.checkpoint import integrity
 from train.checkpoint.digest import by_name, digests, names, read_digests
 from train.runtime.distributed import collect, decide, gather
+from train.runtime.lines import in_a_line
 from train.runtime.paths import is_local
 
 
@@ -31,7 +32,7 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     Raises Damaged for other ones. What cannot be read for another reason raises that.
     """
     found, error = _attempt(lambda: _read(folder, wanted))
-    told = next(filter(None, gather(_in_a_line(error) if error else "")), "")
+    told = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
     if not told:
         arrays = by_name(names(found), digests(found))
         problems = decide(lambda: integrity.differing(folder, arrays))
@@ -94,7 +95,7 @@ def _damaged_arrays(folder: Path, item: str) -> list[str]:
         try:
             return "", read_digests(folder, item, jax.process_index(), jax.process_count())
         except ValueError as error:
-            return _in_a_line(error), {}
+            return in_a_line(error, 300), {}
 
     shares = collect(read)
     errors = sorted({f"{item}: {error}" for error, _ in shares if error})
@@ -102,7 +103,3 @@ def _damaged_arrays(folder: Path, item: str) -> list[str]:
         return errors
     whole = {name: sum(share[name] for _, share in shares) % 2**32 for name in shares[0][1]}
     return decide(lambda: integrity.differing(folder, whole))
-
-
-def _in_a_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -9,6 +9,7 @@ from train.checkpoint import RESULTS
 from train.config import Config, dump, parse_text
 from train.evaluate.saved import measure_entries, write_rows
 from train.loop.fit import fit
+from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
 MEMBER = "member.yaml"  # the config that the results belong to
@@ -33,7 +34,7 @@ def main() -> int:
     try:
         run(parse_text(sys.stdin.read(), "standard input"))
     except (ValueError, OSError) as error:
-        print(ERROR + " ".join(str(error).split()), file=sys.stderr)
+        print(ERROR + in_a_line(error), file=sys.stderr)
         return 1
     return 0
 

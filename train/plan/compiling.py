@@ -20,6 +20,7 @@ from typing import Any
 from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
 from train.plan.pods import Place, Pod, pod
 from train.runtime.flags import VARIABLE, missing
+from train.runtime.lines import in_a_line
 from train.runtime.paths import python_path
 from train.workshop.schedule.compiling import DoesNotCompile, check_compiler
 
@@ -158,7 +159,7 @@ def devices_of(on: Pod) -> list:
     try:
         found = topologies.get_topology_desc(on.topology, "tpu", num_slices=on.slices, wrap=rings)
     except Exception as error:
-        raise ValueError(f"--topology: the compiler knows no pod {on.name}: {_line(error)}") from None
+        raise ValueError(f"--topology: the compiler knows no pod {on.name}: {in_a_line(error, 2000)}") from None
     return list(found.devices)
 
 
@@ -262,16 +263,12 @@ def _bytes(tree: Any) -> float:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:2000]
-
-
 def _main(directory: str, topology: str, slices: str, kind: str) -> dict[str, Any]:
     try:
         return _child(Path(directory), pod(topology, int(slices)), kind)
     except Exception as error:
         traceback.print_exc()
-        return {"problem": _line(error), "is_mistake": isinstance(error, ValueError)}
+        return {"problem": in_a_line(error, 2000), "is_mistake": isinstance(error, ValueError)}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from train.runtime.lines import in_a_line
 from train.runtime.paths import is_store_error
 from train.runtime.tether import tied
 
@@ -236,7 +237,7 @@ def _leave(error: BaseException) -> None:
         detail = str(error).splitlines()[0][:200]
         message, status = f"error: {where}: {LOST}; start all of them again to resume ({detail})", _FAILED
     elif isinstance(error, ValueError | OSError) or is_store_error(error):
-        message, status = f"error: {where}: {' '.join(str(error).split())}", _WRONG_INPUT
+        message, status = f"error: {where}: {in_a_line(error)}", _WRONG_INPUT
     else:
         message, status = f"error: {where} failed\n{''.join(traceback.format_exception(error))}", _FAILED
     print(message, file=sys.stderr, flush=True)
