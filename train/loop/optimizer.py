@@ -10,7 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from train.config import TrainConfig
-from train.model.state import is_axis_names, named_leaves
+from train.model.state import is_axis_names, is_matrix, named_leaves
 
 MOVES, STAYS = "moves", "stays"
 
@@ -191,14 +191,6 @@ def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
     into = _INTO[own]
     out = tuple(axis for axis in range(len(own)) if axis not in into)
     return MuonDimensionNumbers(tuple(axis + 1 for axis in into), tuple(axis + 1 for axis in out))
-
-
-def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream.
-
-    The router of a mixture of experts counts as none.
-    """
-    return "embed" in names and len(set(names) - {None, "layers", "experts"}) > 1
 
 
 def _map_axes(function: Any, axes: Any) -> Any:
