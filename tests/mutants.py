@@ -213,8 +213,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(1)",
     ): "there are two axes",
     (
-        "train/loop/step.py",
-        'axes = {"positions": -1, "coordinates": -2}',
+        "train/model/sharding.py",
+        'LENGTH_AXES = {"positions": -1, "coordinates": -2}',
         "(1)",
     ): "positions have two axes",
     (

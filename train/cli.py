@@ -4,12 +4,15 @@ A command imports what it needs when it runs, so that help and mistakes in a con
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from train.config import load
+from train.runtime.lines import in_a_line
+from train.runtime.paths import is_store_error
 
 INTERRUPTED = 130  # the exit status of a program that was stopped by Ctrl-C
 WRONG_INPUT = 2
@@ -261,12 +264,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     name, traceback = options.pop("command"), options.pop("traceback")
     command = COMMANDS[name]
+    if not traceback:
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of what it raises
     try:
         return command(options.pop("config"), options.pop("overrides"), **options)
-    except (ValueError, OSError, ImportError) as error:
-        if traceback:
+    except Exception as error:
+        if traceback or not (isinstance(error, ValueError | OSError | ImportError) or is_store_error(error)):
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", in_a_line(error), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         print("stopped" + ("; the same command resumes" if name in _RESUMABLE else ""), file=sys.stderr)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax._numbers import at_least_float32
 from posjax.attention.sharded import Placement
+from posjax.attention.sharded.automatic import explicit_part
 
 
 def lookup(
@@ -28,7 +29,8 @@ def lookup(
 
     Args:
         table: a row for every token of the vocabulary.
-        tokens: from 0 to ``vocab - 1``. One beyond the end has the last row; a negative one counts from the end.
+        tokens: from 0 to ``vocab - 1``. A negative one counts from the end; one outside even so has the nearest row,
+            which gets no gradient of it.
         placement: how ``tokens`` lie over the mesh in use. The vocabulary may be split as heads are.
     """
     split = None if placement is None else _split(placement, jax.sharding.get_abstract_mesh(), table, tokens)
@@ -81,7 +83,14 @@ def _rows(split: _MeshAxes | None, table, tokens):
     if split is None:
         return table[tokens]
     found = partial(_rows_of_device, split.vocabulary)
-    return split.map(found, (split.table, split.tokens), split.tokens)(table, tokens)
+    arrays = _laid(table, split.table), _laid(tokens, split.tokens)
+    return split.map(found, (split.table, split.tokens), split.tokens)(*arrays)
+
+
+def _laid(x: Array, spec: PartitionSpec) -> Array:
+    """``x``, split as the spec says over Explicit axes of the mesh; over Auto ones the compiler does it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.sharding.reshard(x, explicit_part(spec, mesh)) if mesh.explicit_axes else x
 
 
 def _rows_of_device(axes: tuple[str, ...], table, tokens):
@@ -90,10 +99,13 @@ def _rows_of_device(axes: tuple[str, ...], table, tokens):
         return table[tokens]
     size = table.shape[0]
     vocabulary = size * jax.lax.axis_size(axes)
-    tokens = jnp.clip(jnp.where(tokens < 0, tokens + vocabulary, tokens), 0, vocabulary - 1)
-    own = tokens - jax.lax.axis_index(axes) * size
-    here = (own >= 0) & (own < size)
-    return jax.lax.psum(jnp.where(here[..., None], table[own], 0), axes)
+    tokens, first = jnp.where(tokens < 0, tokens + vocabulary, tokens), jax.lax.axis_index(axes) * size
+    nearest, own = jnp.clip(tokens, 0, vocabulary - 1) - first, tokens - first
+    here = (nearest >= 0) & (nearest < size)
+    # JAX, too, reads the nearest row for an index outside, and adds nothing to it. Those below 0 it would first count
+    # from the end.
+    found = table[jnp.where(own < 0, own - size, own)]
+    return jax.lax.psum(jnp.where(here[..., None], found, 0), axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

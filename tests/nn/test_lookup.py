@@ -1,6 +1,7 @@
 """Rows of a table on meshes: every device looks up its own tokens, and sums reach every row in float32."""
 
 import re
+from functools import partial
 
 import chex
 import jax
@@ -68,14 +69,40 @@ def test_no_device_looks_up_the_tokens_of_others(shape):
         assert np.prod([int(size) for size in shape.split(",")]) == own * WIDTH
 
 
-def test_ids_outside_are_not_noticed():
-    """As one device reads them: negative ones count from the end, those beyond it have the last row."""
-    table = table_of(np.float32)
-    tokens = np.tile(np.int32([[-1, -VOCABULARY, VOCABULARY, 1000]]), (ROWS, LENGTH // 4))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_ids_outside_are_not_noticed(dtype):
+    """As one device reads them: negative ones count from the end, those outside have the nearest row, not its sum."""
+    table = jnp.asarray(table_of(dtype))
+    outside = [-1, -VOCABULARY, VOCABULARY, 1000, -VOCABULARY - 1, -VOCABULARY - 40, -1000, 3]
+    tokens = jnp.tile(jnp.array([outside]), (ROWS, LENGTH // 8))
     mesh = jax.make_mesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
+
+    def looked_up(placement=None):
+        rows, transpose = jax.vjp(lambda table: lookup(table, tokens, placement), table)
+        return rows, transpose(WEIGHTS.astype(dtype))
+
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda table: lookup(table, tokens, Placement(BATCH, "context", "tensor")))(table)
-    chex.assert_trees_all_equal(found, jax.jit(lookup)(table, tokens))
+        found = jax.jit(lambda: looked_up(Placement(BATCH, "context", "tensor")))()
+    chex.assert_trees_all_equal(found, jax.jit(looked_up)())
+    nearest = [-1, 0, -1, -1, 0, 0, 0, 3] * (LENGTH // 8)
+    chex.assert_trees_all_equal(np.asarray(found[0]), np.stack([np.asarray(table)[nearest]] * ROWS))
+
+
+@pytest.mark.parametrize("types", [(AxisType.Explicit,) * 4, (AxisType.Auto,) * 2 + (AxisType.Explicit,) * 2])
+@pytest.mark.parametrize("lies", [(P(), P()), (P("tensor"), P(None, "context")), (P(None, "tensor"), P("context"))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_and_sums_on_explicit_axes_are_those_of_one_device(types, lies, dtype):
+    """However table and tokens lie before."""
+    mesh = jax.make_mesh((1, 2, 2, 2), AXES, axis_types=types)
+
+    def looked_up(table, tokens, placement=None):
+        rows, transpose = jax.vjp(lambda table: lookup(table, tokens, placement), table)
+        return rows, transpose(rows)
+
+    with jax.set_mesh(mesh):
+        given = jax.device_put((table_of(dtype), TOKENS), tuple(NamedSharding(mesh, spec) for spec in lies))
+        found = jax.jit(partial(looked_up, placement=Placement(BATCH, "context", "tensor")))(*given)
+    chex.assert_trees_all_close(found, jax.jit(looked_up)(table_of(dtype), TOKENS), rtol=4e-3)
 
 
 def test_rows_that_a_mesh_does_not_divide_are_left_to_the_compiler():

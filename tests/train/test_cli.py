@@ -1,13 +1,17 @@
 """The command line: mistakes are one line and status 2, an interrupt is saved, the same command goes on."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from flags import environment
+from object_store import of_the_store
 
 from train import cli
 
@@ -68,6 +72,36 @@ def test_mistakes_found_later_are_one_line_too(config, capsys, arguments, messag
 def test_traceback_on_request(config):
     with pytest.raises(ValueError, match="stepz"):
         cli.main(["fit", "mine.yaml", "train.stepz=3", "--traceback"])
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A store that lets nobody in."""
+
+    def do_GET(self):
+        message = "Anonymous caller does not have storage.objects.get access"
+        content = json.dumps({"error": {"code": 401, "message": message}}).encode()
+        self.send_response(401)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("command", [["verify"], ["evaluate"], ["export", "out"], ["fit"]])
+def test_a_store_that_lets_nobody_in_is_one_line(config, command):
+    pytest.importorskip("gcsfs")
+    with ThreadingHTTPServer(("localhost", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = [str(config), "output=gs://bucket/runs"] if command == ["fit"] else ["gs://bucket/runs/mine"]
+        arguments = [command[0], *where, *command[1:]]
+        env = environment(**of_the_store(f"http://localhost:{server.server_port}")) | {"PYTHONPATH": str(CHECKOUT)}
+        started = [sys.executable, "-m", "train", *arguments]
+        done = subprocess.run(started, env=env, cwd=config.parent, capture_output=True, text=True, check=False)
+        server.shutdown()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match("error: .*Anonymous caller does not have storage.objects.get access, 401\n$", done.stderr)
 
 
 def test_unknown_commands_are_named(capsys):

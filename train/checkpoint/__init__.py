@@ -2,7 +2,7 @@
 
 from train.checkpoint.directory import FOUND, RESULTS, check_run, create_run, is_started, read_config
 from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
-from train.checkpoint.manager import Checkpoint, Checkpoints, kept_steps, newest_whole
+from train.checkpoint.manager import Checkpoint, Checkpoints, kept_steps
 from train.checkpoint.restore import restore_model
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "create_run",
     "is_started",
     "kept_steps",
-    "newest_whole",
     "read_config",
     "restore_model",
 ]

@@ -31,6 +31,11 @@ from train.runtime.paths import is_local
 _AXIS = 0x9E3779B1  # odd, so that neighbours along any axis get words that have nothing to do with each other
 _MIX = (0x85EBCA6B, 0xC2B2AE35)  # MurmurHash3's last step, which maps words to words one to one
 _READERS = 8  # blocks read at a time
+# How TensorStore's errors begin that say nothing of the files; all that it raises is a ValueError.
+_UNREAD = (
+    *("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"),
+    *("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE"),
+)
 
 
 def names(items: Mapping[str, Any]) -> list[str]:
@@ -79,8 +84,17 @@ def read_digests(folder: Path, item: str, process: int = 0, processes: int = 1) 
     """This process's part of the digests of an item's arrays, from its files; the parts of all add up to them.
 
     An array is read block by block, as its devices wrote it, so none has to fit into memory. Raises ValueError for
-    files that TensorStore finds damaged.
+    files that TensorStore finds damaged, and OSError for those that it cannot read.
     """
+    try:
+        return _read_digests(folder, item, process, processes)
+    except ValueError as error:
+        if str(error).startswith(_UNREAD):
+            raise OSError(str(error)) from error
+        raise
+
+
+def _read_digests(folder: Path, item: str, process: int, processes: int) -> dict[str, int]:
     context = tensorstore.Context()
     with ThreadPoolExecutor(_READERS) as readers:
         found = {}

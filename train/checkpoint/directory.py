@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from posjax.nn.huggingface.files import reaching
 from train import report
 from train.checkpoint.kept import KEPT, keep_files
 from train.checkpoint.steps import finished_steps
@@ -71,7 +72,9 @@ def _started(directory: Path) -> bool:
 def read_config(directory: Path) -> Config:
     """The config a run directory was made with."""
     path = directory / "config.yaml"
-    if not path.is_file():
+    with reaching(directory):
+        found = path.exists()  # is_file answers no at gs:// where it may not look
+    if not found:
         raise FileNotFoundError(f"{directory} is no run directory: it has no config.yaml")
     return parse_text(path.read_text(encoding="utf-8"), str(path))
 

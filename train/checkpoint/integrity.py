@@ -14,12 +14,14 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import fsspec
 
-from train.runtime.paths import write_file
+from train.runtime.lines import in_a_line
+from train.runtime.paths import names_in, write_file
 
 FOLDER = "checksums"
 _BLOCK = 1 << 24  # bytes read at a time
@@ -38,6 +40,10 @@ class Seal(NamedTuple):
 
     files: dict[str, tuple[int, int | str | None]]
     arrays: dict[str, int]
+
+
+class Unfinished(ValueError):
+    """Raised for a checkpoint that not all processes have sealed."""
 
 
 def seal(folder: Path, process: int, processes: int, arrays: Mapping[str, int]) -> None:
@@ -61,15 +67,23 @@ def problem(folder: Path, process: int = 0, processes: int = 1) -> str:
 
     Names and sizes are all compared first, which takes one listing; then the checksums of the share. No array is read
     of a checkpoint that this version saved.
+
+    Raises OSError for what cannot be read, as when the network is down: that is no damage.
     """
-    try:
-        return next(problems(folder, process, processes), "")
-    except (OSError, ValueError) as error:
-        return " ".join(str(error).split())
+    return next(problems(folder, process, processes), "")
 
 
 def problems(folder: Path, process: int = 0, processes: int = 1) -> Iterator[str]:
-    """All that `problem` gives the first of. Raises ValueError for a folder that is not sealed."""
+    """All that `problem` gives the first of."""
+    try:
+        yield from _problems(folder, process, processes)
+    except FileNotFoundError as error:
+        yield f"{error.filename or error} is missing"
+    except ValueError as error:
+        yield in_a_line(error)
+
+
+def _problems(folder: Path, process: int, processes: int) -> Iterator[str]:
     expected, found = read_seal(folder).files, files(folder)
     same = []
     for name, (size, sealed) in sorted(expected.items()):
@@ -102,7 +116,8 @@ def files(folder: Path) -> dict[str, File]:
     """Every file under a folder but the seal, by its name from there, from one listing."""
     system, root = fsspec.core.url_to_fs(str(folder))
     system.invalidate_cache()  # other processes write there too
-    found = system.find(root, detail=True)
+    # Else a folder that cannot be read would pass for an empty one.
+    found = system.find(root, detail=True, on_error="raise")
     names = {name: name[len(root) :].lstrip("/") for name in found}
     return {
         names[name]: File(entry["size"], f"crc32c {entry['crc32c']}" if entry.get("crc32c") else None)
@@ -112,13 +127,13 @@ def files(folder: Path) -> dict[str, File]:
 
 
 def read_seal(folder: Path) -> Seal:
-    """All parts of the seal together. ValueError when one is missing or unreadable."""
-    parts = sorted((folder / FOLDER).glob("*-of-*.json")) if (folder / FOLDER).exists() else []
+    """All parts of the seal together. Raises Unfinished when one is missing, and ValueError when one is unreadable."""
+    parts = [folder / FOLDER / name for name in names_in(folder / FOLDER) if fnmatchcase(name, "*-of-*.json")]
     if not parts:
-        raise ValueError("its writing was not finished")
+        raise Unfinished("its writing was not finished")
     count = int(parts[0].stem.partition("-of-")[2])
     if len(parts) != count:
-        raise ValueError(f"its writing was not finished: {len(parts)} of {count} parts of its checksums are there")
+        raise Unfinished(f"its writing was not finished: {len(parts)} of {count} parts of its checksums are there")
     whole = Seal({}, {})
     for part in parts:
         try:

@@ -1,8 +1,8 @@
 """Checkpoints on a disk of each host, between those that last: quick to write and to read, and lost with the host.
 
 Every process keeps its own under ``{train.local_folder}/{run}/P-of-N/STEP``: ``state.npz``, the shards of its devices
-as bytes, each with the CRC-32 of the ZIP format, and ``run.json``, as in a checkpoint that lasts. One of them can be
-used where every process has it, whole, and its devices hold the same shards again.
+as bytes and ``run``, the JSON that a checkpoint that lasts has, each with the CRC-32 of the ZIP format. One of them can
+be used where every process has it, whole, from the same place in the data, and its devices hold the same shards again.
 
 Orbax' emergency manager does not serve here: it wants two replicas at least, and a run may have one.
 """
@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from train.checkpoint.steps import tell
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
 from train.runtime.distributed import decide, gather
+from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
-_ARRAYS, _RUN = "state.npz", "run.json"
+_ARRAYS, _RUN = "state.npz", "run"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class LocalCheckpoint(Checkpoint):
 class LocalCheckpoints:
     """The local checkpoints of a run; every process opens them and makes the same calls, in the same order.
 
-    Saving is asynchronous. One is removed once all processes have the next. A disk that fails is told on standard
-    error, and the run goes on.
+    Saving is asynchronous. Two stay at most: the newest that all processes have, and the one that is being written. A
+    disk that fails is told on standard error, and the run goes on.
 
     Raises ValueError, on every process, if one cannot write into its folder.
     """
@@ -50,7 +52,7 @@ class LocalCheckpoints:
     def __init__(self, config: Config, directory: Path, corpora: Sequence[str]):
         self._config = config
         run = f"{config.name.replace('/', '-')}-{zlib.crc32(str(directory.absolute()).encode()):08x}"
-        self._root = Path(config.train.local_folder) / run
+        self._root = Path(config.local_folder) / run
         self._folder = self._root / f"{jax.process_index()}-of-{jax.process_count()}"
         self._said = {"mark": decide(lambda: _mark(directory)), "corpora": list(corpora), "config": to_dict(config)}
         if problem := next(filter(None, gather(self._open())), ""):
@@ -58,6 +60,7 @@ class LocalCheckpoints:
         self._thread = ThreadPoolExecutor(1, "local checkpoints")
         self._writing: Future | None = None
         self._last: int | None = None  # the step that is used or written
+        self._common: int | None = None  # the newest that all processes are known to have
 
     def newest(self, states: Sequence[TrainState], lasting: Checkpoint | None) -> LocalCheckpoint | None:
         """The newest that every process can use, if it is newer than the `lasting` one.
@@ -67,10 +70,19 @@ class LocalCheckpoints:
         least = 0 if lasting is None else lasting.step
         held = [set(json.loads(steps)) for steps in gather(json.dumps(self._steps()))]
         for step in sorted(set.intersection(*held), reverse=True):
-            if step > least and not any(gather(self._problem(step, states))):
-                run, self._last = self._run(step), step
+            if step > least and self._is_usable(step, states):
+                run, self._last, self._common = self._run(step), step, step
                 return LocalCheckpoint(step, run["stage"], run["stream"])
         return None
+
+    def _is_usable(self, step: int, states: Sequence[TrainState]) -> bool:
+        """Whether every process can use one, and all saved it at the same place."""
+        if any(gather(self._problem(step, states))):
+            return False
+        places = gather(json.dumps({key: self._run(step)[key] for key in ("stage", "stream")}))
+        if len(set(places)) > 1:
+            self._tell_unused(step, f"the processes saved it at {len(set(places))} places in the data")
+        return len(set(places)) == 1
 
     def restore(self, saved: LocalCheckpoint, abstract: TrainState) -> TrainState:
         """The saved state, laid out as `abstract` says."""
@@ -81,15 +93,16 @@ class LocalCheckpoints:
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
         """Saves the state after `step` updates of the run, with the data's place."""
         if not any(gather(self._wait())):
-            self._remove_all_but_last()
-        arrays, self._last = dict(_shards(state)), step
+            self._common = self._last
+        self._remove_all_but(self._common)
         run = json.dumps({**self._said, "stage": stage, "stream": stream})
-        self._writing = self._thread.submit(self._write, step, run, arrays)
+        arrays, self._last = {**dict(_shards(state)), _RUN: np.frombuffer(run.encode(), np.uint8)}, step
+        self._writing = self._thread.submit(self._write, step, arrays)
 
     def forget(self) -> None:
         """Removes them all; for a run that is finished."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._root.is_dir() and not any(self._root.iterdir()):
+        with suppress(OSError):  # where other processes of the host have theirs, or have removed it
             self._root.rmdir()
 
     def _open(self) -> str:
@@ -107,7 +120,9 @@ class LocalCheckpoints:
         return sorted(int(place.name) for place in self._folder.iterdir() if place.name.isdigit())
 
     def _run(self, step: int) -> dict[str, Any]:
-        return json.loads((self._folder / str(step) / _RUN).read_text(encoding="utf-8"))
+        # NumPy would leave a damaged file open that it has opened itself.
+        with (self._folder / str(step) / _ARRAYS).open("rb") as file, np.load(file) as arrays:
+            return json.loads(arrays[_RUN].tobytes())
 
     def _problem(self, step: int, states: Sequence[TrainState]) -> str:
         """Why this process cannot use one; what is not simply another run's is told."""
@@ -118,18 +133,20 @@ class LocalCheckpoints:
             if changed := differences(parse(run["config"]), self._config):
                 return changed[0]
             found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            found = " ".join(str(error).split())
+        except Exception as error:  # zipfile and NumPy raise no less for a damaged file
+            found = in_a_line(error)
         if found:
-            tell(f"the local checkpoint of step {step} in {self._folder} is not used ({found})")
+            self._tell_unused(step, found)
         return found
 
-    def _write(self, step: int, run: str, arrays: dict[str, np.ndarray]) -> str:
+    def _tell_unused(self, step: int, why: str) -> None:
+        tell(f"the local checkpoint of step {step} in {self._folder} is not used ({why})")
+
+    def _write(self, step: int, arrays: dict[str, np.ndarray]) -> str:
         part = self._folder / f".{step}"
         try:
             part.mkdir()
             np.savez(part / _ARRAYS, **arrays)
-            (part / _RUN).write_text(run, encoding="utf-8")
             shutil.rmtree(self._folder / str(step), ignore_errors=True)
             os.replace(part, self._folder / str(step))
         except OSError as error:
@@ -138,8 +155,8 @@ class LocalCheckpoints:
             return str(error)
         return ""
 
-    def _remove_all_but_last(self) -> None:
-        for step in set(self._steps()) - {self._last}:
+    def _remove_all_but(self, kept: int | None) -> None:
+        for step in set(self._steps()) - {kept}:
             shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
     def _wait(self) -> str:
@@ -191,7 +208,7 @@ def _problem_of_arrays(place: Path, abstract: TrainState) -> str:
     with zipfile.ZipFile(place) as file:
         if damaged := file.testzip():
             return f"{damaged} holds other bytes than were written"
-        if {f"{key}.npy" for key in needed} != set(file.namelist()):
+        if {f"{key}.npy" for key in needed | {_RUN}} != set(file.namelist()):
             return "its devices hold other parts of the state now: another mesh"
     return ""
 

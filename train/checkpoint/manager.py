@@ -36,7 +36,7 @@ from train.checkpoint.steps import (
 )
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
-from train.runtime.distributed import decide, gather, is_loss
+from train.runtime.distributed import collect, decide, gather, is_loss
 from train.runtime.paths import check_checkpoints
 
 
@@ -163,12 +163,16 @@ class Checkpoints:
         """The newest whole checkpoint; those that are not are told and put out of the way."""
         steps = decide(lambda: clean(self._folder))
         for step in steps:
-            shares = gather(integrity.problem(self._folder / str(step), jax.process_index(), jax.process_count()))
-            problem = next(filter(None, shares), "")
+            problem = self._problem(step)
             if not problem:
                 return step
             decide(lambda step=step, problem=problem: set_aside(self._folder, step, problem))
         return None
+
+    def _problem(self, step: int) -> str:
+        """What any process finds wrong with its share of a checkpoint; empty when none does."""
+        folder, process, processes = self._folder / str(step), jax.process_index(), jax.process_count()
+        return next(filter(None, collect(lambda: integrity.problem(folder, process, processes))), "")
 
     def __enter__(self):
         return self
@@ -200,25 +204,31 @@ def kept_steps(stages: Mapping[int, int], keep: int, saving: int | None = None) 
     return last | set([step for step in steps if step != saving][-keep:]) | ({saving} & set(steps))
 
 
-def newest_whole(directory: Path, stage: int | None = None) -> int | None:
-    """The first of `whole_steps`; None without any."""
-    return next(whole_steps(directory, stage), None)
-
-
 def whole_steps(directory: Path, stage: int | None = None) -> Iterator[int]:
     """The whole checkpoints of a run directory, or of one stage of it, the newest first; all is left as it is.
 
-    Those that are not whole are told. Whether the values are those that were saved is known when they are read.
+    Those that are not whole are told. Whether the values are those that were saved is known when they are read. All
+    processes go through them together, and have the same ones.
     """
     folder = directory / "checkpoints"
-    for step in finished_steps(folder):
-        if stage is not None and stages_of(folder).get(step) != stage:
-            continue
-        problem = integrity.problem(folder / str(step))
-        if problem:
-            tell_passed(folder, step, problem)
-        else:
+    for step in decide(lambda: _steps_of(folder, stage)):
+        if decide(lambda step=step: _passes(folder, step)):
             yield step
+
+
+def _steps_of(folder: Path, stage: int | None) -> list[int]:
+    """The finished steps, or those of one stage, the newest first."""
+    if stage is None:
+        return finished_steps(folder)
+    return sorted((step for step, own in stages_of(folder).items() if own == stage), reverse=True)
+
+
+def _passes(folder: Path, step: int) -> bool:
+    """Whether a checkpoint is whole as far as its files say; one that is not is told."""
+    problem = integrity.problem(folder / str(step))
+    if problem:
+        tell_passed(folder, step, problem)
+    return not problem
 
 
 def _check_alike(config: Config, corpora: list[str]) -> None:

@@ -5,7 +5,6 @@ share is damaged keeps nobody waiting; then all agree on the outcome.
 """
 
 import gc
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from etils import epath
 
 from train.checkpoint import integrity
 from train.checkpoint.digest import by_name, digests, names, read_digests
-from train.runtime.distributed import decide, gather
+from train.runtime.distributed import collect, decide, gather
+from train.runtime.lines import in_a_line
 from train.runtime.paths import is_local
 
 
@@ -32,7 +32,7 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     Raises Damaged for other ones. What cannot be read for another reason raises that.
     """
     found, error = _attempt(lambda: _read(folder, wanted))
-    told = next(filter(None, gather(_in_a_line(error) if error else "")), "")
+    told = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
     if not told:
         arrays = by_name(names(found), digests(found))
         problems = decide(lambda: integrity.differing(folder, arrays))
@@ -71,8 +71,12 @@ def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def damages(folder: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, each in a few words, after reading all of it."""
-    found = _together(lambda: [*integrity.problems(folder, jax.process_index(), jax.process_count())])
+    """Everything that is wrong with a checkpoint, each in a few words, after reading all of it.
+
+    Raises OSError, on every process, for what one of them cannot read.
+    """
+    shares = collect(lambda: [*integrity.problems(folder, jax.process_index(), jax.process_count())])
+    found = sorted({line for share in shares for line in share})
     arrays = decide(lambda: [*_sealed_arrays(folder)])
     for item in sorted({name.partition("/")[0] for name in arrays}):
         found += _damaged_arrays(folder, item)
@@ -87,28 +91,15 @@ def _sealed_arrays(folder: Path) -> dict[str, int]:
 
 
 def _damaged_arrays(folder: Path, item: str) -> list[str]:
-    parts: dict[str, int] = {}
+    def read() -> tuple[str, dict[str, int]]:
+        try:
+            return "", read_digests(folder, item, jax.process_index(), jax.process_count())
+        except ValueError as error:
+            return in_a_line(error, 300), {}
 
-    def read() -> list[str]:
-        parts.update(read_digests(folder, item, jax.process_index(), jax.process_count()))
-        return []
-
-    errors = _together(read)
+    shares = collect(read)
+    errors = sorted({f"{item}: {error}" for error, _ in shares if error})
     if errors:
-        return [f"{item}: {error}" for error in errors]
-    shares = [json.loads(text) for text in gather(json.dumps(parts))]
-    whole = {name: sum(share[name] for share in shares) % 2**32 for name in parts}
+        return errors
+    whole = {name: sum(share[name] for _, share in shares) % 2**32 for name in shares[0][1]}
     return decide(lambda: integrity.differing(folder, whole))
-
-
-def _together(look: Callable[[], list[str]]) -> list[str]:
-    """The lines that any process has found, or the errors that it met."""
-    try:
-        own = look()
-    except Exception as error:
-        own = [_in_a_line(error)]
-    return sorted({line for lines in gather(json.dumps(own)) for line in json.loads(lines)})
-
-
-def _in_a_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -22,13 +22,14 @@ from train.config import Config, SchemeConfig, differences, load, load_values
 from train.config.settings.checks import check
 from train.model.build import RELEASED, build_model
 from train.model.sharding import named_sharding, tree_shardings
-from train.runtime.paths import path, write_file
+from train.runtime.distributed import decide
+from train.runtime.paths import check_checkpoints, path, write_file
 
 
 def is_run(place: str | Path) -> bool:
     """Whether a run is there."""
     with reaching(place):
-        return (path(place) / "config.yaml").is_file()
+        return (path(place) / "config.yaml").exists()  # is_file answers no at gs:// where it may not look
 
 
 def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -95,12 +96,14 @@ def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = No
 
     Without a stage it is that of the newest whole checkpoint.
 
-    Raises FileNotFoundError when there is no run or no checkpoint, and ValueError for an unknown stage.
+    Raises FileNotFoundError when there is no run or no checkpoint, and ValueError for an unknown stage, or an address
+    where no checkpoint can be.
     """
     directory = path(directory)
     config, folder = read_config(directory), directory / "checkpoints"
+    check_checkpoints(folder)
     for step in whole_steps(directory, config.stage_number(stage) if stage else None):
-        trained = config.stage(read_run(folder, step)["stage"])
+        trained = config.stage(decide(lambda step=step: read_run(folder, step)["stage"]))
         try:
             return trained, _restored(folder / str(step), trained, mesh)
         except Damaged as damage:

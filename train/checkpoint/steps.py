@@ -64,7 +64,7 @@ def stages_of(folder: Path) -> dict[int, int]:
     for step in finished_steps(folder):
         try:
             stages[step] = read_run(folder, step)["stage"]
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             continue
     return stages
 

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from train.checkpoint import integrity
 from train.checkpoint.directory import read_config
 from train.checkpoint.reading import damages
 from train.checkpoint.steps import finished_steps, unfinished
 from train.runtime.distributed import decide
-from train.runtime.paths import path
+from train.runtime.paths import check_checkpoints, path
 
 
 def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
@@ -17,16 +18,35 @@ def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
     All processes call it together and share the reading. What is there stays as it is: the next ``fit`` removes what
     is not finished, and puts aside what is damaged and newer than what it resumes from.
 
-    Raises FileNotFoundError without a run.
+    Raises FileNotFoundError without a run, and ValueError where no checkpoint can be.
     """
     folder = path(directory) / "checkpoints"
+    check_checkpoints(folder)
     decide(lambda: read_config(path(directory)).name)
-    whole = True
-    for step in decide(lambda: finished_steps(folder)):
+    whole, steps = True, decide(lambda: finished_steps(folder))
+    for step in steps:
+        if step == steps[0] and decide(lambda: not _is_sealed(folder / str(steps[0]))):
+            told(f"step {step}: not finished: {_BEGUN}")
+            continue
         found = damages(folder / str(step))
         whole = whole and not found
         for line in found or ["whole"]:
             told(f"step {step}: {line}")
-    for name in decide(lambda: unfinished(folder)):
-        told(f"{name} is not finished: a run is saving it, or was killed then")
+    begun = decide(lambda: unfinished(folder))
+    for name in begun:
+        told(f"{name} is not finished: {_BEGUN}")
+    if not steps and not begun:
+        told(f"{folder} holds no checkpoint")
     return whole
+
+
+_BEGUN = "a run is saving it, or was killed then"
+
+
+def _is_sealed(folder: Path) -> bool:
+    """Whether all processes have sealed a checkpoint, readably or not."""
+    try:
+        integrity.read_seal(folder)
+    except ValueError as error:
+        return not isinstance(error, integrity.Unfinished)
+    return True

@@ -36,6 +36,7 @@ from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.model.build import as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
+from train.runtime.lines import in_a_line
 from train.runtime.paths import is_local, look_anew, python_path, write_file
 
 TRIALS = "trials.jsonl"
@@ -99,7 +100,7 @@ class _Found:
         try:
             choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
         except ValueError as error:
-            return list(group), " ".join(str(error).split())
+            return list(group), in_a_line(error)
         label, names = group[0].scheme.label, learned_positions(group[0])
         for trial in trials:
             which = {"label": label, **trial.choice._asdict(), "chosen": trial.choice == choice}

@@ -13,6 +13,7 @@ from train.config import Config, dump, parse
 from train.evaluate.saved import Run, held_out_tokens, measure_runs, write_rows
 from train.loop.fit import Diverged, fit
 from train.loop.together import fit_together
+from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
 MEMBER = "member.yaml"  # the config that the results belong to
@@ -78,7 +79,7 @@ def main() -> int:
         group = json.load(sys.stdin)
         run([parse(values) for values in group["configs"]], group["trials"])
     except (ValueError, OSError) as error:
-        print(ERROR + " ".join(str(error).split()), file=sys.stderr)
+        print(ERROR + in_a_line(error), file=sys.stderr)
         return 1
     return 0
 

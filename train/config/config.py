@@ -69,6 +69,12 @@ class Config:
         check_seed("seed", self.seed)
         check(not self.scheme.train, "scheme.train belongs to entries of compare.schemes; set keys of train here")
         object.__setattr__(self, "_resolved", self._resolve())
+        folders = self._local_folders()
+        check(
+            len(folders) < 2,
+            f"train.local_folder: one folder has the local checkpoints of all stages, found {' and '.join(folders)}; "
+            "name one in train, and leave it out of stages",
+        )
 
     def _resolve(self) -> tuple[Config, ...]:
         """The config of every stage, without stages; none where it has none."""
@@ -79,6 +85,15 @@ class Config:
             except ValueError as error:
                 raise ValueError(f"stages[{number}]: {error}") from None
         return tuple(resolved[1:])
+
+    def _local_folders(self) -> list[str]:
+        """Those of the stages that save checkpoints there, each once."""
+        return list(dict.fromkeys(stage.train.local_folder for stage in self.every_stage if stage.train.local_every))
+
+    @property
+    def local_folder(self) -> str:
+        """Where local checkpoints lie on every host; empty where no stage saves any."""
+        return next(iter(self._local_folders()), "")
 
     @property
     def stage_names(self) -> tuple[str, ...]:

@@ -2,7 +2,13 @@
 
 from train.data.cache import TOKENS
 from train.data.packing import Batch, PackedRows, pack, pack_sample
-from train.data.pipeline import batches, held_out_documents, held_out_sample, training_rows
+from train.data.pipeline import (
+    batches,
+    held_out_documents,
+    held_out_sample,
+    training_rows,
+    warnings_of_shared_text,
+)
 from train.data.sources import Document, documents
 from train.data.tokenizer import (
     BOS,
@@ -39,4 +45,5 @@ __all__ = [
     "pack",
     "pack_sample",
     "training_rows",
+    "warnings_of_shared_text",
 ]

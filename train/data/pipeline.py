@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int64
 
-from train.config import Config
+from train.config import Config, DataConfig
 from train.data.cache import open_corpora
 from train.data.corpus import Corpus, HeldOutText, sample
 from train.data.held_out import HeldOut, check_held_out, hold_out
 from train.data.packing import Batch, PackedRows, pack_corpora
-from train.data.sources import Told, untold
+from train.data.sources import Told, list_files, resolved, untold
 from train.data.storage import RemoteFolder
 from train.data.tokenizer import load_tokenizer
 
@@ -56,6 +56,38 @@ def held_out_documents(config: Config, told: Told = untold) -> list[np.ndarray]:
 def _held_out(config: Config, corpora: Sequence[Corpus]) -> list[HeldOut]:
     columns = [corpus.index.columns() for corpus in corpora]
     return hold_out(columns, config.data.held_out, config.data.held_out_tokens)
+
+
+def warnings_of_shared_text(config: Config) -> list[str]:
+    """A line for every stage that may train on documents that `evaluate` measures, which ``config.data`` holds out.
+
+    A stage that reads some of the same files as another text holds out others of their documents. Errors are as for
+    `training_rows`.
+    """
+    found = []
+    for name, stage in zip(config.stage_names, config.every_stage, strict=True):
+        if config.data.held_out and stage.data != config.data:
+            ours, measured = _documents_of(stage.data), _documents_of(config.data)
+            shared = sorted(_places(ours) & _places(measured))
+            found += [_shared_text(name, shared)] if shared and ours != measured else []
+    return found
+
+
+def _documents_of(data: DataConfig) -> tuple:
+    """What decides which documents are held out: the files of every part, by name and place, and how many."""
+    parts = [[(file.name, resolved(file.path)) for file in part] for part in list_files(data)]
+    return parts, data.held_out, data.held_out_tokens
+
+
+def _places(documents: tuple) -> set[str]:
+    return {place for part in documents[0] for _, place in part}
+
+
+def _shared_text(stage: str, shared: Sequence[str]) -> str:
+    return (
+        f"stage {stage!r} reads {len(shared)} files of data as part of another text, as {shared[0]}, and may train on "
+        "documents in them that evaluate measures; let evaluate have files of its own, under data, which no stage reads"
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, BinaryIO, NamedTuple
 
 from train.data.storage import is_url, open_url, optional
+from train.runtime.lines import in_a_line
 
 _CHUNK_BYTES = 2**20
 _RECORDS = 1024  # read at a time, where a format has records
@@ -167,7 +168,7 @@ def _damage(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise CorruptFile(_one_line(error)) from None
+        raise CorruptFile(in_a_line(error, 300)) from None
 
 
 @contextmanager
@@ -180,11 +181,7 @@ def _arrow_damage() -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise CorruptFile(_one_line(error)) from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise CorruptFile(in_a_line(error, 300)) from None
 
 
 _READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[NamedText]]] = {

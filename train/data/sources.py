@@ -150,7 +150,7 @@ def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
     seen: set[str] = set()
     for pattern in patterns:
         for file in _matches(pattern):
-            place = _resolved(file.path)
+            place = resolved(file.path)
             if place in seen:  # under another name it could be trained on and held out too
                 continue
             seen.add(place)
@@ -162,7 +162,8 @@ def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
     return sorted(files.values())
 
 
-def _resolved(path: str) -> str:
+def resolved(path: str) -> str:
+    """The path or URL by which a file is known, whatever links lead there."""
     return path if is_url(path) else str(Path(path).resolve())
 
 

@@ -15,6 +15,8 @@ import fsspec
 import numpy as np
 from fsspec.core import url_to_fs
 
+from train.runtime.paths import path as place_at
+
 
 def is_url(path: str) -> bool:
     """Whether a path lies elsewhere than on this machine's disks: every host then sees the same file under it."""
@@ -24,7 +26,7 @@ def is_url(path: str) -> bool:
 def open_url(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a path or URL, and the path within it; `key` names the setting in errors."""
     try:
-        return url_to_fs(path)
+        return url_to_fs(path if is_url(path) else str(place_at(path)))
     except ImportError as error:
         raise ValueError(f"{key}: {path!r} needs a package that is not installed ({error})") from None
     except ValueError as error:
@@ -260,7 +262,7 @@ def _runs(wanted: Sequence[Span]) -> list[tuple[Span, list[int]]]:
 
 def folder_at(path: str) -> Folder:
     """The folder at a path or URL."""
-    return RemoteFolder(path) if is_url(path) else LocalFolder(path.removeprefix("file://").removeprefix("local://"))
+    return RemoteFolder(path) if is_url(path) else LocalFolder(place_at(path))
 
 
 class Scratch:

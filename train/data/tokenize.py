@@ -3,6 +3,7 @@
 import heapq
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -123,6 +124,11 @@ def job_of(environment: Mapping[str, str] = os.environ) -> Job:
     if "SLURM_STEP_NODELIST" in environment:  # else it is the script, of which there is one
         tasks = int(environment.get("SLURM_NTASKS", 1))
         number, count = number * tasks + int(environment.get("SLURM_PROCID", 0)), count * tasks
+    check(
+        number < count,
+        f"the job array has gaps: this is task {number + 1} of {count}, counted from the lowest number on; number them "
+        "without gaps, as in --array=0-15, or name the job by --job and --jobs",
+    )
     return Job(number, count)
 
 
@@ -142,7 +148,8 @@ def _job(number: int | str, count: int | str, name: str) -> Job:
 def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iterator[None]:
     """Builds pieces in processes of their own, unless one is enough; a step for each that is done.
 
-    The first error ends all of them. Raises OSError when the system ended one, most likely for its memory.
+    The first error ends all of them, an interrupt at once. Raises OSError when the system ended one, most likely for
+    its memory.
     """
     count = min(workers, len(tasks))
     if count < 2:
@@ -152,9 +159,14 @@ def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iter
     # Not forked: a process with threads cannot be.
     context = multiprocessing.get_context("spawn")
     with _threads(workers // count), ProcessPoolExecutor(count, context, _begin, (data,)) as pool:
-        futures = [pool.submit(_build_one, task) for task in tasks]
         try:
+            with _without_interrupts():
+                futures = [pool.submit(_build_one, task) for task in tasks]
             yield from (future.result() for future in as_completed(futures))
+        except (KeyboardInterrupt, GeneratorExit):
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
         except BrokenProcessPool:
             raise OSError(
                 f"one of {count} workers was ended from outside, perhaps for want of memory; --workers takes fewer, "
@@ -162,6 +174,16 @@ def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iter
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C comes at the end, and never to processes that are started in between: whoever started them ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from jaxtyping import UInt, UInt16
 
 from train.config import DataConfig
 from train.data.storage import open_url, optional
+from train.runtime.lines import in_a_line
 
 BOS = 256  # before each document
 EOS = 257  # after each document
@@ -240,7 +241,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
-            reason = " ".join(str(error).split())
+            reason = in_a_line(error)
             raise ValueError(f"data.tokenizer: {path} is not a tokenizer.json of Hugging Face: {reason}") from None
         # A row's length is not the tokenizer's business, and "<s>" in a text is text.
         self._tokenizer.no_truncation()

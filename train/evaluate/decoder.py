@@ -15,10 +15,10 @@ from posjax import nn
 from posjax._checks import check
 from posjax.attention.sharded import Placement
 from posjax.sampling import Drawn
-from train.evaluate.mesh import computed, narrowed, placement, split_cache, with_whole_head
+from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
 from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
 from train.model.mesh import BATCH_AXES
-from train.model.sharding import named_sharding
+from train.model.sharding import LENGTH_AXES, named_sharding, narrowed
 
 _CHUNK, _CHUNK_ON_MESH = 64, 256  # tokens of a prompt at a time
 
@@ -76,8 +76,7 @@ def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
         filling = jnp.repeat(last, row.places - row.length, axis)
         return row.layout.apply(jnp.concatenate([x, filling], axis), axis)
 
-    axes = {"positions": -1, "coordinates": -2}
-    return {name: put(x, axes[name] % x.ndim) if name in axes else x for name, x in where.items()}
+    return {name: put(x, LENGTH_AXES[name] % x.ndim) if name in LENGTH_AXES else x for name, x in where.items()}
 
 
 def _check_reach(model: nn.Decoder, length: int) -> None:

@@ -19,11 +19,9 @@ from posjax.nn.decoder import DecoderCache
 from train.config import Config
 from train.config.settings.checks import check
 from train.config.settings.evaluate import EvaluateMesh
-from train.loop.optimizer import is_matrix
 from train.model.build import scheme_of
 from train.model.mesh import BATCH_AXES, mesh_of, mesh_shape
 from train.model.sharding import named_sharding
-from train.model.state import is_axis_names
 
 
 def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | None:
@@ -34,7 +32,8 @@ def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | N
     devices = jax.devices() if devices is None else devices
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     sizes = sizes_for(config, rows, len(devices), slices)
-    return None if len(devices) == 1 or math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, EvaluateMesh.key)
+    alone = len({device.process_index for device in devices}) == 1
+    return None if alone and math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, EvaluateMesh.key)
 
 
 def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:
@@ -100,17 +99,6 @@ def whole(x: Array) -> Array:
     """The same array, all of it on every device of the mesh in use, so that every process can read it."""
     in_use = not jax.sharding.get_abstract_mesh().empty
     return jax.lax.with_sharding_constraint(x, PartitionSpec()) if in_use else x
-
-
-def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
-    """Parameters whose matrices have the dtype that the model computes in before they travel, split as they were."""
-
-    def narrow(names: tuple, leaf: Array) -> Array:
-        if not is_matrix(names):
-            return leaf
-        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(mesh, names, leaf.shape))
-
-    return jax.tree.map(narrow, axes, parameters, is_leaf=is_axis_names)
 
 
 def with_whole_head(parameters: Any, tied: bool, dtype: Any, mesh: Mesh) -> Any:

@@ -18,6 +18,7 @@ from train.evaluate.mesh import whole
 from train.evaluate.predictor import Predictor, next_nll
 from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, sliding_pieces, whole_windows
 from train.report.numbers import MEASURES
+from train.runtime.lines import in_a_line
 
 _LARGEST_NLL = 700.0  # exp of more is no float64
 
@@ -131,7 +132,7 @@ def measure_each(
         except ValueError as error:
             if length == train_length:
                 raise
-            return [Perplexity(length, error=_one_line(error))] * len(models)
+            return [Perplexity(length, error=in_a_line(error))] * len(models)
 
     return map(at, lengths)
 
@@ -227,7 +228,3 @@ def _nll_by_place(score: Callable, parameters: Any, windows: Windows, rows: int)
 
 def _batches(windows: Windows, rows: int) -> int:
     return -(-len(windows.tokens) // rows)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

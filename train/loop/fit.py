@@ -27,7 +27,7 @@ from train.checkpoint import (
 )
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
-from train.data import Batch, batches, held_out_sample, pack_sample, training_rows
+from train.data import Batch, batches, held_out_sample, pack_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
 from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program
@@ -103,7 +103,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
             config,
             stages,
             stack.enter_context(Checkpoints(config, directory, corpora)),
-            stack.enter_context(LocalCheckpoints(config, directory, corpora)) if _saves_locally(config) else None,
+            stack.enter_context(LocalCheckpoints(config, directory, corpora)) if config.local_folder else None,
             stack.enter_context(Monitor(config, directory, label=progress, began=began)),
             stack.enter_context(stop_requested()),
         )
@@ -117,10 +117,6 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         if run.local:
             run.local.forget()
     return result
-
-
-def _saves_locally(config: Config) -> bool:
-    return any(stage.train.local_every for stage in config.every_stage)
 
 
 def write_result(result: FitResult) -> None:
@@ -175,6 +171,8 @@ def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
                 told(f"warning: {whole}")
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
+    for line in decide(lambda: warnings_of_shared_text(config)):
+        told(f"warning: {line}")
     firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)
     return [
         Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, told), _held_out(own))

@@ -10,7 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from train.config import TrainConfig
-from train.model.state import is_axis_names, named_leaves
+from train.model.state import is_axis_names, is_matrix, named_leaves
 
 MOVES, STAYS = "moves", "stays"
 
@@ -66,12 +66,17 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
     )
     if config.trains:
         chosen = optax.partition({MOVES: chosen, STAYS: optax.set_to_zero()}, labels(config, axes))
-    return optax.chain(chosen, _scaled(factors(config, axes))) if config.learning_rate_factors else chosen
+    return _scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
 
 
-def _scaled(factors: Any) -> optax.GradientTransformation:
-    """Multiplies the update of every parameter by its factor."""
-    return optax.stateless(lambda updates, _: jax.tree.map(lambda factor, update: factor * update, factors, updates))
+def _scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
+    """Multiplies every update of an optimizer by the factor of its parameter; the state is that of the optimizer."""
+
+    def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(gradients, state, parameters)
+        return jax.tree.map(lambda factor, own: factor * own, factors, updates), state
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def factors(config: TrainConfig, axes: Any) -> Any:
@@ -186,14 +191,6 @@ def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
     into = _INTO[own]
     out = tuple(axis for axis in range(len(own)) if axis not in into)
     return MuonDimensionNumbers(tuple(axis + 1 for axis in into), tuple(axis + 1 for axis in out))
-
-
-def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream.
-
-    The router of a mixture of experts counts as none.
-    """
-    return "embed" in names and len(set(names) - {None, "layers", "experts"}) > 1
 
 
 def _map_axes(function: Any, axes: Any) -> Any:

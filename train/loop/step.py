@@ -17,9 +17,15 @@ from posjax.nn import logical_axes
 from train.config import Config
 from train.data import Batch, Tokenizer, load_tokenizer
 from train.loop.loss import Losses, token_losses
-from train.loop.optimizer import STAYS, is_matrix, labels, learning_rate, make_optimizer
+from train.loop.optimizer import STAYS, labels, learning_rate, make_optimizer
 from train.model.build import build_model, placement, scheme_of
-from train.model.sharding import named_sharding, optimizer_shardings, tree_shardings
+from train.model.sharding import (
+    LENGTH_AXES,
+    named_sharding,
+    narrowed,
+    optimizer_shardings,
+    tree_shardings,
+)
 from train.model.state import Guard, TrainState
 
 
@@ -64,9 +70,8 @@ def _drawn(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) ->
     rule = scheme_of(config).positions
     if rule is None:
         return {}
-    axes = {"positions": -1, "coordinates": -2}
     return {
-        name: layout.apply(value, axes[name]) if name in axes else value
+        name: layout.apply(value, LENGTH_AXES[name]) if name in LENGTH_AXES else value
         for name, value in rule.draw(key, *batch.tokens.shape)._asdict().items()
         if value is not None
     }
@@ -317,13 +322,6 @@ def _losses_at(parts: Parts, parameters: Any, batch: Batch, where: dict[str, Arr
 
 def _cast(parts: Parts, parameters: Any) -> Any:
     """The parameters as the model computes with them: matrices narrow, before they travel; the frozen ones constant."""
-    dtype = jnp.dtype(parts.config.model.compute_dtype)
     moves = labels(parts.config.train, parts.axes)
-
-    def cast(names, leaf, label):
-        leaf = jax.lax.stop_gradient(leaf) if label == STAYS else leaf
-        if dtype == leaf.dtype or not is_matrix(names):
-            return leaf
-        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(parts.mesh, names, leaf.shape).spec)
-
-    return jax.tree.map(cast, parts.axes, parameters, moves, is_leaf=lambda node: isinstance(node, tuple))
+    held = jax.tree.map(lambda leaf, label: jax.lax.stop_gradient(leaf) if label == STAYS else leaf, parameters, moves)
+    return narrowed(held, parts.axes, jnp.dtype(parts.config.model.compute_dtype), parts.mesh)

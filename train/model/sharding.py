@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from train.model.mesh import BATCH_AXES
-from train.model.state import named_leaves
+from train.model.state import is_axis_names, is_matrix, named_leaves
 
 AXIS_RULES: dict[str, str | tuple[str, ...]] = {
     "batch": BATCH_AXES,
@@ -79,6 +80,9 @@ def _beyond_share(mesh: Mesh, names: tuple[str | None, ...], leaf: Any) -> int:
     return (held - share) * leaf.dtype.itemsize
 
 
+LENGTH_AXES = {"positions": -1, "coordinates": -2}
+"""Which axis of what a scheme draws for a batch goes along the tokens, of what has one."""
+
 _LITTLE = 2**26
 """Bytes that are not worth a line."""
 
@@ -89,8 +93,22 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
         lambda names, leaf: named_sharding(mesh, names, leaf.shape),
         axes,
         shapes,
-        is_leaf=lambda node: isinstance(node, tuple),
+        is_leaf=is_axis_names,
     )
+
+
+def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
+    """Parameters whose matrices have the dtype that the model computes in before they travel, split as they were.
+
+    In a program over the mesh.
+    """
+
+    def narrow(names: tuple, leaf: Array) -> Array:
+        if leaf.dtype == dtype or not is_matrix(names):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(mesh, names, leaf.shape).spec)
+
+    return jax.tree.map(narrow, axes, parameters, is_leaf=is_axis_names)
 
 
 def optimizer_shardings(mesh: Mesh, state: Any, parameters: Any, shardings: Any) -> Any:

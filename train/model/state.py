@@ -46,3 +46,11 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def is_axis_names(node: Any) -> bool:
     """Whether a node of a tree of axis names is a leaf: the names of one parameter's axes."""
     return isinstance(node, tuple)
+
+
+def is_matrix(names: tuple[str | None, ...]) -> bool:
+    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream.
+
+    The router of a mixture of experts counts as none.
+    """
+    return "embed" in names and len(set(names) - {None, "layers", "experts"}) > 1

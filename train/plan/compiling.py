@@ -6,19 +6,21 @@ So a compiler that runs out of memory or time, or dies, is a line in a table and
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from train.config import Config, dump, parse_text
+from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
 from train.plan.pods import Place, Pod, pod
 from train.runtime.flags import VARIABLE, missing
+from train.runtime.lines import in_a_line
 from train.runtime.paths import python_path
 from train.workshop.schedule.compiling import DoesNotCompile, check_compiler
 
@@ -157,7 +159,7 @@ def devices_of(on: Pod) -> list:
     try:
         found = topologies.get_topology_desc(on.topology, "tpu", num_slices=on.slices, wrap=rings)
     except Exception as error:
-        raise ValueError(f"--topology: the compiler knows no pod {on.name}: {_line(error)}") from None
+        raise ValueError(f"--topology: the compiler knows no pod {on.name}: {in_a_line(error, 2000)}") from None
     return list(found.devices)
 
 
@@ -187,21 +189,34 @@ def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     return mesh, program.update, (program.abstract, abstract_batch(config, mesh))
 
 
+def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfig:
+    """``train`` of a config with length, rows and mesh of a batch at the longest of ``evaluate.lengths``."""
+    from train.evaluate.mesh import sizes_for
+    from train.model.mesh import BATCH_AXES
+
+    length = max(config.evaluate.lengths)
+    rows = max(1, config.evaluate.batch_tokens // length)
+    sizes = sizes_for(config, rows, devices, slices)
+    shares = math.prod(sizes[axis] for axis in BATCH_AXES)
+    tokens = -(-rows // shares) * shares * length
+    return replace(config.train, length=length, batch_tokens=tokens, mesh=MeshConfig(**sizes), accumulate=1)
+
+
 def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
-    """The same for the loss of a batch: ``train`` says its length, rows and mesh."""
+    """The same for the loss of a batch, under the extension of the config's scheme."""
     import jax
     from flax import nnx
 
     from posjax.nn import logical_axes
     from train.evaluate.decoder import predictor_of
     from train.evaluate.perplexity import scoring
-    from train.model.build import build_model
+    from train.model.build import build_model, evaluated_scheme
     from train.model.mesh import make_mesh
     from train.model.sharding import tree_shardings
 
-    train = config.train
+    train = batch_of_evaluation(config, len(devices), len({getattr(each, "slice_index", 0) for each in devices}))
     mesh = make_mesh(train.mesh, train.rows, devices)
-    model = nnx.eval_shape(lambda: build_model(config))
+    model = nnx.eval_shape(lambda: build_model(config)).with_scheme(evaluated_scheme(config))
     predictor, parameters = predictor_of(model, config.seed, mesh)
     lies = tree_shardings(mesh, logical_axes(model), parameters)
     given = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, lies)
@@ -240,8 +255,6 @@ def _memory(analysis: Any, state: Any, *batch: Any) -> Memory:
 
 def _bytes(tree: Any) -> float:
     """Of one device's shards; what has no sharding is whole."""
-    import math
-
     import jax
 
     def size(x):
@@ -250,16 +263,12 @@ def _bytes(tree: Any) -> float:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:2000]
-
-
 def _main(directory: str, topology: str, slices: str, kind: str) -> dict[str, Any]:
     try:
         return _child(Path(directory), pod(topology, int(slices)), kind)
     except Exception as error:
         traceback.print_exc()
-        return {"problem": _line(error), "is_mistake": isinstance(error, ValueError)}
+        return {"problem": in_a_line(error, 2000), "is_mistake": isinstance(error, ValueError)}
 
 
 if __name__ == "__main__":

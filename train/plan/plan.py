@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 from jax.sharding import AbstractMesh
 
 from posjax._checks import check
-from train.config import Config, MeshConfig
-from train.evaluate.mesh import sizes_for
+from train.checkpoint.restore import entry_in_stage
+from train.config import Config
 from train.model.build import decoder_config, placement
 from train.model.flops import Flops, maxtext_flops, update_flops
-from train.model.mesh import AXES, BATCH_AXES, check_rows, check_slices, mesh_shape
-from train.plan.compiling import EVALUATION, CompiledStep, Memory, compile_step
+from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
+from train.plan.compiling import EVALUATION, CompiledStep, Memory, batch_of_evaluation, compile_step
 from train.plan.hlo import parse
 from train.plan.kernels import visited_share
 from train.plan.network import Fabric
@@ -96,16 +95,13 @@ def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str | None = 
 def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles what `evaluate` computes of a batch at the longest of ``evaluate.lengths``, and predicts its time.
 
-    The plan's config has length, rows and mesh of that under ``train``.
+    It measures the last stage, under the config's extension. The plan's config has length, rows and mesh of that under
+    ``train``.
     """
-    length = max(config.evaluate.lengths)
-    rows = max(1, config.evaluate.batch_tokens // length)
-    sizes = sizes_for(config, rows, on.devices, on.slices)
-    shares = math.prod(sizes[axis] for axis in BATCH_AXES)
-    rows = -(-rows // shares) * shares
-    asked = {"length": length, "batch_tokens": rows * length, "mesh": MeshConfig(**sizes), "accumulate": 1}
-    measured = replace(config, train=replace(config.train, **asked))
-    compiled = compile_step(measured, on, timeout, flags, EVALUATION)
+    last = config.every_stage[-1]
+    last = replace(last, scheme=entry_in_stage(config.scheme, config, last))
+    compiled = compile_step(last, on, timeout, flags, EVALUATION)
+    measured = replace(last, train=batch_of_evaluation(last, on.devices, on.slices))
     return replace(plan_of(measured, on, compiled), share=1 / 3)
 
 

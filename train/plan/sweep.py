@@ -24,6 +24,7 @@ from train.plan.compiling import DoesNotCompile, compiler_flags
 from train.plan.plan import Plan, check_split, make_plan
 from train.plan.pods import GIB, Pod
 from train.plan.report import compiled_with, mesh_text
+from train.runtime.lines import in_a_line
 
 SWEPT = ("ring", "all-gather", "ulysses")
 
@@ -73,7 +74,7 @@ def _attempt(one: Candidate, on: Pod, console: Console, flags: str | None) -> Pl
     try:
         return make_plan(one.config, on, flags=flags)
     except (DoesNotCompile, ValueError) as error:
-        return " ".join(str(error).split())[:200]
+        return in_a_line(error, 200)
 
 
 def candidates(config: Config, on: Pod) -> Iterator[Candidate]:

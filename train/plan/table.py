@@ -24,6 +24,7 @@ from train.plan.pods import DCN_LATENCY, GIB, KNOWN, LATENCY, Pod, pod
 from train.plan.published import PUBLISHED, Published
 from train.plan.report import mesh_text
 from train.plan.ruler import passes
+from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
 from train.runtime.paths import ROOT, write_file
 
@@ -98,7 +99,7 @@ def measure(entry: Planned) -> dict[str, Any]:
     try:
         return {"key": entry.key, "command": entry.command, **numbers(_plan(entry))}
     except ValueError as error:
-        return {"key": entry.key, "command": entry.command, "problem": " ".join(str(error).split())[:300]}
+        return {"key": entry.key, "command": entry.command, "problem": in_a_line(error, 300)}
 
 
 def _plan(entry: Planned) -> Plan:

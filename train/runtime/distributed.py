@@ -21,6 +21,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from train.runtime.lines import in_a_line
+from train.runtime.paths import is_store_error
 from train.runtime.tether import tied
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -99,10 +101,17 @@ def decide(function: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return function()
-    kind, value = json.loads(gather(json.dumps(_outcome(function)) if jax.process_index() == 0 else "")[0])
-    if kind != "value":
-        raise {"OSError": OSError, "FileNotFoundError": FileNotFoundError}.get(kind, ValueError)(value)
-    return value
+    return _value(gather(json.dumps(_outcome(function)) if jax.process_index() == 0 else "")[0])
+
+
+def collect(function: Callable[[], Any]) -> list[Any]:
+    """What `function` returns on every process, by process, on each of them; values that JSON holds.
+
+    A ValueError or OSError of any of them is raised on all, so that none waits for another.
+    """
+    if jax.process_count() == 1:
+        return [function()]
+    return [_value(outcome) for outcome in gather(json.dumps(_outcome(function)))]
 
 
 def told_once() -> Callable[[str], Any]:
@@ -110,11 +119,24 @@ def told_once() -> Callable[[str], Any]:
     return partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
 
 
-def _outcome(function: Callable[[], Any]) -> tuple[str, Any]:
+_SHARED_ERRORS = (FileNotFoundError, OSError, ValueError)
+"""Kinds of errors that are raised on all processes, each before those that it is one of."""
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[int | None, Any]:
+    """What a function returns, or the number of the kind of its error and what that says."""
     try:
-        return "value", function()
-    except (ValueError, OSError) as error:
-        return type(error).__name__, str(error)
+        return None, function()
+    except _SHARED_ERRORS as error:
+        return next(n for n, kind in enumerate(_SHARED_ERRORS) if isinstance(error, kind)), str(error)
+
+
+def _value(outcome: str) -> Any:
+    """The value of an `_outcome` in JSON; its error is raised."""
+    kind, value = json.loads(outcome)
+    if kind is not None:
+        raise _SHARED_ERRORS[kind](value)
+    return value
 
 
 @contextmanager
@@ -214,8 +236,8 @@ def _leave(error: BaseException) -> None:
     elif is_loss(error):
         detail = str(error).splitlines()[0][:200]
         message, status = f"error: {where}: {LOST}; start all of them again to resume ({detail})", _FAILED
-    elif isinstance(error, ValueError | OSError):
-        message, status = f"error: {where}: {' '.join(str(error).split())}", _WRONG_INPUT
+    elif isinstance(error, ValueError | OSError) or is_store_error(error):
+        message, status = f"error: {where}: {in_a_line(error)}", _WRONG_INPUT
     else:
         message, status = f"error: {where} failed\n{''.join(traceback.format_exception(error))}", _FAILED
     print(message, file=sys.stderr, flush=True)

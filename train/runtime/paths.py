@@ -20,7 +20,7 @@ def python_path() -> str:
 
 
 def path(text: str | os.PathLike) -> Path:
-    """The folder or file at `text`: a `Path` for what is on this machine, also as ``file://``, else a `UPath`.
+    """The folder or file at `text`: a `Path` on this machine, also of ``file://`` or ``local://``, else a `UPath`.
 
     A `UPath` has the methods of a `Path`. Raises ValueError for a kind of address that is unknown, or whose package is
     not installed.
@@ -28,7 +28,7 @@ def path(text: str | os.PathLike) -> Path:
     scheme, separator, rest = str(text).partition("://")
     if not separator:
         return Path(text)
-    if scheme == "file":
+    if scheme in ("file", "local"):
         return Path(unquote(rest))
     import fsspec  # a local run needs neither of them, and a mistake in a config is told at once
     from upath import UPath
@@ -45,6 +45,11 @@ def path(text: str | os.PathLike) -> Path:
 def is_local(place: Path) -> bool:
     """Whether a path is on this machine, or on a disk that it sees as its own."""
     return isinstance(place, Path)
+
+
+def is_store_error(error: BaseException) -> bool:
+    """Whether it is an error that packages of Google's store have of their own, which is no OSError: no access, say."""
+    return type(error).__module__.partition(".")[0] in ("gcsfs", "google", "aiohttp")
 
 
 def look_anew(place: Path) -> None:

@@ -33,18 +33,22 @@ def tied(
     """For the time of a ``with``, calls ``lost(process)`` from a thread when a process has ended without a goodbye.
 
     Calls ``broken(process)`` when its connection broke, after which it goes unwatched. Process 0 is reached at one of
-    the `hosts` that it names. Gives the processes that cannot reach it, which go unwatched too. `decide` and `gather`
-    are those of `train.runtime.distributed`.
+    the `hosts` that it names. Gives the processes that cannot reach it in `_PATIENCE`, which go unwatched too. `decide`
+    and `gather` are those of `train.runtime.distributed`.
     """
     with ExitStack() as stack:
         server = stack.enter_context(_listen()) if index == 0 else None
         place = decide(lambda: [hosts, server.getsockname()[1], secrets.token_hex(_SECRET)])
         own = None if index == 0 else _connect(*place, index)
         answers = gather("" if own is None else "tied")
-        apart = [process for process, answer in enumerate(answers) if process and not answer]
         ends = {0: own} if own else {}
         if server is not None:
-            ends = _accept(server, place[2], len(answers) - 1 - len(apart))
+            ends = _accept(server, place[2], sum(map(bool, answers)))
+        known = decide(lambda: sorted(ends))
+        apart = [process for process in range(1, len(answers)) if process not in known]
+        if own and index in apart:
+            own.close()
+            ends = {}
         done = threading.Event()
         for process, end in ends.items():
             stack.enter_context(end)
@@ -76,19 +80,29 @@ def _connect(hosts: list[str], port: int, secret: str, index: int) -> socket.soc
 
 
 def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
-    """Process 0's ends of `count` lines, which wait already, by process; strangers are turned away."""
+    """Process 0's ends of `count` lines, by process, or of fewer that come in time; strangers are turned away."""
     ends: dict[int, socket.socket] = {}
-    while len(ends) < count:
-        end, _ = server.accept()
-        end.settimeout(_PATIENCE)
-        with suppress(OSError):
-            card = end.recv(_SECRET + _NUMBER, socket.MSG_WAITALL)
-            if secrets.compare_digest(card[:_SECRET], bytes.fromhex(secret)):
-                end.settimeout(None)
-                ends[int.from_bytes(card[_SECRET:])] = end
-                continue
-        end.close()
+    server.settimeout(_PATIENCE)
+    with suppress(TimeoutError):
+        while len(ends) < count:
+            end, _ = server.accept()
+            end.settimeout(_PATIENCE)
+            with suppress(OSError):
+                card = _read_card(end)
+                if secrets.compare_digest(card[:_SECRET], bytes.fromhex(secret)):
+                    end.settimeout(None)
+                    ends[int.from_bytes(card[_SECRET:])] = end
+                    continue
+            end.close()
     return ends
+
+
+def _read_card(end: socket.socket) -> bytes:
+    """What a process says of itself, in as many pieces as it comes; less where the line ends before."""
+    card = b""
+    while len(card) < _SECRET + _NUMBER and (piece := end.recv(_SECRET + _NUMBER - len(card))):
+        card += piece
+    return card
 
 
 def _watch(

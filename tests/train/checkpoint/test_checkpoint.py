@@ -25,10 +25,11 @@ from train.checkpoint import (
     digest,
     integrity,
     kept_steps,
-    newest_whole,
     restore_model,
     steps,
 )
+from train.checkpoint import manager as managing
+from train.checkpoint.manager import whole_steps
 from train.checkpoint.reading import damages
 from train.cli import main
 from train.config import dump, parse, to_dict
@@ -358,6 +359,42 @@ def test_what_cannot_be_read_for_another_reason_is_no_damage(copy, monkeypatch):
     assert names(copy) == {"3", "6"}
 
 
+def unreadable(*_, **__):
+    raise OSError(24, "Too many open files")
+
+
+@pytest.mark.parametrize("broken", ["train.checkpoint.integrity._checksum", "os.scandir"])
+def test_checkpoints_that_cannot_be_read_when_a_run_starts_stay_as_they_are(copy, monkeypatch, broken):
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, unreadable)
+        with pytest.raises(OSError, match="Too many open files"):
+            restored(copy)
+    assert names(copy) == {"3", "6"}
+    assert restored(copy)[0].step == 6
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_missing(copy, monkeypatch):
+    original = integrity._checksums
+
+    def checksums(folder, found):
+        (folder / "run" / "metadata").unlink()
+        return original(folder, found)
+
+    monkeypatch.setattr(integrity, "_checksums", checksums)
+    assert integrity.problem(copy / "checkpoints" / "6").endswith("run/metadata is missing")
+
+
+def test_arrays_that_cannot_be_read_are_no_damage(copy, monkeypatch):
+    """TensorStore's words for it come as a ValueError, as those for damage do."""
+
+    def unavailable(*_):
+        raise ValueError("UNAVAILABLE: Error reading the database")
+
+    monkeypatch.setattr(digest, "_read_digest", unavailable)
+    with pytest.raises(OSError, match=r"^UNAVAILABLE"):
+        damages(copy / "checkpoints" / "6")
+
+
 def test_every_damage_of_a_run_is_told(copy, capsys):
     write_file(copy / "config.yaml", dump(config()))
     assert main(["verify", str(copy)]) == 0
@@ -374,6 +411,33 @@ def test_every_damage_of_a_run_is_told(copy, capsys):
     ]
     assert contents(copy).keys() == before.keys()
     assert main(["verify", str(copy / "checkpoints")]) == 2
+
+
+@pytest.mark.parametrize("leave", [leave_unsealed, leave_half_sealed])
+def test_the_newest_checkpoint_may_be_in_the_middle_of_a_save(copy, capsys, leave):
+    write_file(copy / "config.yaml", dump(config()))
+    leave(copy / "checkpoints" / "6")
+    assert main(["verify", str(copy)]) == 0
+    assert capsys.readouterr().out == ("step 6: not finished: a run is saving it, or was killed then\nstep 3: whole\n")
+    leave(copy / "checkpoints" / "3")
+    assert main(["verify", str(copy)]) == 1
+    assert "step 3: its writing was not finished" in capsys.readouterr().out
+
+
+def test_a_run_without_checkpoints_is_told(tmp_path, capsys):
+    write_file(tmp_path / "config.yaml", dump(config()))
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'checkpoints'} holds no checkpoint\n"
+
+
+def test_a_run_where_no_checkpoint_can_be_is_refused_and_not_called_damaged(two, capsys):
+    """TensorStore does not read there."""
+    system = fsspec.filesystem("memory")
+    system.put(str(two / "checkpoints"), "/elsewhere/checkpoints", recursive=True)
+    system.pipe("/elsewhere/config.yaml", dump(config()).encode())
+    for command in (["verify"], ["generate", "--tokens", "1"]):
+        assert main([command[0], "memory://elsewhere", *command[1:]]) == 2
+        assert capsys.readouterr().err.startswith("error: memory://elsewhere/checkpoints: checkpoints cannot be")
 
 
 def test_a_step_that_was_damaged_is_saved_again_and_again(copy):
@@ -463,14 +527,14 @@ def test_saving_does_not_wait_and_the_one_before_stays_until_the_new_one_is_whol
 
     def seal(folder, *rest):
         allowed.wait(60)
-        whole.append((int(folder.name), newest_whole(tmp_path), names(tmp_path)))
+        whole.append((int(folder.name), next(whole_steps(tmp_path)), names(tmp_path)))
         original(folder, *rest)
 
     save(tmp_path, 3, keep=1)
     monkeypatch.setattr(integrity, "seal", seal)
     with Checkpoints(config(keep=1), tmp_path, TEXT) as checkpoints:
         checkpoints.save(6, 0, state(6), None)
-        assert newest_whole(tmp_path) == 3
+        assert next(whole_steps(tmp_path)) == 3
         allowed.set()
         checkpoints.save(9, 0, state(9), None)
     # Other processes may be slower to seal 6, so 3 stays until all have come to the next save.
@@ -526,6 +590,22 @@ def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys, 
     assert told.count("\n") == 1
 
 
+def test_all_processes_go_through_the_same_checkpoints(copy, monkeypatch):
+    """As on process 1, whose view of the disk lags behind that of process 0."""
+    answers = []
+
+    def on_the_first(function):
+        answers.append(function())
+        return answers[-1]
+
+    monkeypatch.setattr(managing, "decide", on_the_first)
+    assert list(whole_steps(copy)) == [6, 3]
+    truncate(copy / "checkpoints" / "3")
+    shutil.rmtree(copy / "checkpoints" / "6")
+    monkeypatch.setattr(managing, "decide", lambda function: answers.pop(0))
+    assert list(whole_steps(copy)) == [6, 3]
+
+
 def test_the_format_is_the_documented_one_and_orbax_reads_it_alone(two):
     folder = two / "checkpoints" / "6"
     assert {place.name for place in folder.iterdir() if place.is_dir()} == {
@@ -550,7 +630,7 @@ def test_an_object_store_is_checked_and_cleaned_alike(two, capsys):
         )
     system.pipe(f"{root}/6/run/metadata", b"{}")
     folder = path(f"memory:/{root}")
-    assert newest_whole(path("memory://store")) == 3
+    assert next(whole_steps(path("memory://store"))) == 3
     with pytest.raises(ValueError, match="cannot be written to memory://"):
         Checkpoints(config(), path("memory://store"), TEXT)
     assert steps.clean(folder) == [6, 3]
@@ -569,7 +649,7 @@ def test_what_an_object_store_holds_unfinished_is_removed_and_what_was_finished_
     system.rm([f"{root}/9/commit_success.txt", f"{root}/9/checksums", f"{root}/7/commit_success.txt"], recursive=True)
     folder = path(f"memory:/{root}")
     assert steps.unfinished(folder) == ["9"]
-    assert newest_whole(path("memory://cut")) == 6
+    assert next(whole_steps(path("memory://cut"))) == 6
     assert steps.clean(folder) == [7, 6, 3]
     assert integrity.problem(folder / "7") == "commit_success.txt is missing"  # so it was whole once
     assert not system.find(f"{root}/9")

@@ -11,6 +11,7 @@ from posjax.nn import logical_axes
 from train.checkpoint import Checkpoints, check_run, create_run, read_config
 from train.config import parse, to_dict
 from train.model.build import build_model
+from train.model.state import is_axis_names
 from train.runtime.paths import path, write_file
 
 
@@ -21,7 +22,7 @@ def config(**train):
 def tree(**values):
     """The names of a model's parameters, and their axes."""
     model = nnx.eval_shape(lambda: build_model(parse(values)))
-    leaves = jax.tree_util.tree_leaves_with_path(logical_axes(model), is_leaf=lambda node: isinstance(node, tuple))
+    leaves = jax.tree_util.tree_leaves_with_path(logical_axes(model), is_leaf=is_axis_names)
     return {
         jax.tree_util.keystr(place, simple=True, separator="."): ", ".join(map(str, axes)) for place, axes in leaves
     }

@@ -1,9 +1,11 @@
 """Checkpoints on a disk of each host: resumed from where they are newer, whole, and of this run and mesh."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -104,13 +106,23 @@ def flip(folder):
     next((folder / "disk").glob("*/0-of-1/6")).rename(folder / "gone")
 
 
+def change_the_place(folder):
+    """Another batch would come next, as a bit that flips in the JSON has it."""
+    content = newest_file(folder).read_bytes()
+    for found in re.findall(rb'"next_index": \d', content):
+        content = content.replace(found, found[:-1] + b"9")
+    newest_file(folder).write_bytes(content)
+    next((folder / "disk").glob("*/0-of-1/6")).rename(folder / "gone")
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
         (flip, "holds other bytes than were written|Bad CRC|Error"),
+        (change_the_place, "Bad CRC"),
         (lambda folder: shutil.rmtree(folder / "disk"), ""),
     ],
-    ids=["damaged", "gone"],
+    ids=["damaged", "other place", "gone"],
 )
 def test_without_a_whole_local_one_the_lasting_one_is_taken(config, straight, stopped, harm, told, monkeypatch, capsys):
     harm(stopped)
@@ -119,6 +131,26 @@ def test_without_a_whole_local_one_the_lasting_one_is_taken(config, straight, st
     assert losses(stopped / "run") == straight
     warned = capsys.readouterr().err
     assert bool(told) == ("the local checkpoint of step 7" in warned)
+    assert re.search(told, warned)
+
+
+def test_a_byte_that_changes_anywhere_in_the_directory_of_a_file_is_noticed_or_changes_nothing(config, tmp_path):
+    state = {"x": jax.numpy.arange(3.0)}
+    (tmp_path / "run").mkdir()
+    with module.LocalCheckpoints(with_local(config, tmp_path / "disk"), tmp_path / "run", []) as checkpoints:
+        checkpoints.save(7, 0, state, {"next_index": 7})
+    [file] = (tmp_path / "disk").glob("*/0-of-1/7/state.npz")
+    whole = file.read_bytes()
+    for place in range(whole.index(b"PK\x01\x02"), len(whole)):
+        content = bytearray(whole)
+        content[place] ^= 0xFF
+        file.write_bytes(content)
+        saved = checkpoints.newest([state], None)
+        assert saved in (None, module.LocalCheckpoint(7, 0, {"next_index": 7}))
+        if saved:
+            np.testing.assert_array_equal(checkpoints.restore(saved, state)["x"], state["x"])
+    file.write_bytes(whole)
+    assert checkpoints.newest([state], None).step == 7
 
 
 def test_another_mesh_takes_the_lasting_one(config, stopped, monkeypatch, capsys):
@@ -139,6 +171,48 @@ def test_a_step_that_one_process_lacks_is_not_taken(config, stopped, monkeypatch
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 7
 
 
+def test_a_step_that_processes_saved_at_other_places_is_not_taken(config, stopped, monkeypatch, capsys):
+    """As told by two processes, of which the other has another batch next; no local one is the same for both."""
+    monkeypatch.setattr(module, "gather", lambda text: [text, "[0, {}]"] if '"next_index"' in text else [text])
+    assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 5
+    assert "is not used (the processes saved it at 2 places in the data)" in capsys.readouterr().err
+
+
+def test_where_another_process_fails_to_write_two_stay_at_most(config, tmp_path, monkeypatch):
+    """As told by two processes, of which the other writes none but the first; that of 4 updates is a lasting one."""
+    original = module.LocalCheckpoints.save
+
+    def save(self, step, *rest):
+        if step > 2:
+            monkeypatch.setattr(module, "gather", lambda text: [text, "No space left on device"])
+        original(self, step, *rest)
+
+    monkeypatch.setattr(module.LocalCheckpoints, "save", save)
+    killed(with_local(config, tmp_path / "disk"), tmp_path / "run", 7, monkeypatch)
+    assert held(tmp_path / "disk") == [1, 7]
+
+
+def test_the_last_process_of_a_host_takes_the_folder_with_it(config, tmp_path, monkeypatch):
+    """Each as fast as it can: another may have removed the folder, or still have something in it."""
+    wanted = with_local(config, tmp_path / "disk")
+    (tmp_path / "run").mkdir()
+    every = []
+    for index in range(2):
+        monkeypatch.setattr(module.jax, "process_index", lambda index=index: index)
+        every.append(module.LocalCheckpoints(wanted, tmp_path / "run", []))
+    every[0].forget()
+    assert list((tmp_path / "disk").glob("*/*"))
+    original = Path.rmdir
+
+    def rmdir(place):
+        original(place)  # by the other process, in between
+        original(place)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    every[1].forget()
+    assert not list((tmp_path / "disk").iterdir())
+
+
 def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_path, monkeypatch, capsys):
     written = np.savez
 
@@ -152,6 +226,24 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_p
         assert fit(with_local(config, tmp_path / "disk"), tmp_path / "run").finished
     assert losses(tmp_path / "run") == straight
     assert "could not be written to" in capsys.readouterr().err
+
+
+def test_a_folder_that_a_stage_names_is_taken(config, tmp_path, monkeypatch):
+    values, named = to_dict(config), {"local_every": 1, "local_folder": str(tmp_path / "disk")}
+    values["stages"] = [{"name": "first", "train": {"steps": 2}}, {"name": "second", "train": named}]
+    wanted = parse(values)
+    assert (wanted.local_folder, config.local_folder) == (named["local_folder"], "")
+    killed(wanted, tmp_path / "run", 3, monkeypatch)
+    assert held(tmp_path / "disk") == [3]
+
+
+def test_a_folder_of_its_own_for_a_stage_is_refused(config, tmp_path):
+    values = to_dict(with_local(config, tmp_path / "disk"))
+    values["stages"] = [{"name": "first"}, {"name": "second", "train": {"local_folder": str(tmp_path / "other")}}]
+    with pytest.raises(ValueError, match=r"^train.local_folder: one folder .* found .*/disk and .*/other; name one"):
+        parse(values)
+    values["stages"][1]["train"]["local_every"] = 0
+    assert parse(values).local_folder == str(tmp_path / "disk")
 
 
 def test_a_folder_that_is_none_is_refused(config, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 
 from train.config import differences, parse
 from train.data import batches, building, cache, held_out_documents, load_tokenizer, readers, training_rows
-from train.data.storage import LocalFolder, MemoryFolder, RemoteFolder, Span
+from train.data.storage import LocalFolder, MemoryFolder, RemoteFolder, Span, find, folder_at, open_url
 from train.data.tokenizer import ByteTokenizer
+from train.runtime.paths import path
 
 
 class Killed(BaseException):
@@ -329,3 +330,15 @@ def test_neighbouring_spans_are_one_request(tmp_path, monkeypatch):
 def test_urls_that_no_cache_can_have(texts):
     with pytest.raises(ValueError, match=r"data.cache: cannot open 'nowhere://a/\w+': Protocol not known: nowhere"):
         training_rows(config_of(texts, "nowhere://a"))
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_an_address_on_this_machine_is_the_folder_that_outputs_have_there(tmp_path, scheme):
+    """With what stands in it for a space."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "text.txt").write_text("some text")
+    address = f"{scheme}://{tmp_path}/a%20folder"
+    assert folder_at(address).path == path(address) == folder
+    assert list(find(f"{address}/*.txt", "data.paths")) == [str(folder / "text.txt")]
+    assert open_url(f"{address}/text.txt", "data.tokenizer")[1] == str(folder / "text.txt")

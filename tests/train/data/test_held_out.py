@@ -2,13 +2,23 @@
 
 import hashlib
 import json
+import re
 
 import chex
 import numpy as np
 import pytest
 
-from train.config import differences, parse
-from train.data import documents, held_out, held_out_documents, held_out_sample, pack, pack_sample, training_rows
+from train.config import differences, parse, to_dict
+from train.data import (
+    documents,
+    held_out,
+    held_out_documents,
+    held_out_sample,
+    pack,
+    pack_sample,
+    training_rows,
+    warnings_of_shared_text,
+)
 from train.data.held_out import hold_out
 from train.data.index import GONE
 from train.data.storage import LocalFolder, RemoteFolder
@@ -114,6 +124,32 @@ def test_what_is_not_held_out_for_the_bound_is_trained_on(texts):
     assert training_rows(bounded).tokens + sum(map(len, fewer)) == trained + sum(map(len, held))
     assert len(held) == len(documents(every.data, "held_out"))
     assert differences(every, bounded) == ["data.held_out_tokens was 67108864, now 400"]
+
+
+def in_stages(texts, *stages, **data):
+    values = to_dict(config_of(texts, **data))
+    values["stages"] = [{"name": "first"}, *({"name": f"later {n}", "data": own} for n, own in enumerate(stages))]
+    return parse(values)
+
+
+@pytest.mark.parametrize("changes", [{"paths": ["{above}/*/*.jsonl"]}, {"held_out_tokens": 400}, {"paths": ["{link}"]}])
+def test_a_stage_that_may_train_on_what_is_measured_is_told(texts, changes):
+    (texts.parent / "link.jsonl").symlink_to(texts / "b.jsonl")
+    names = {"above": texts.parent, "link": texts.parent / "link.jsonl"}
+    changes = {key: [text.format(**names) for text in own] if key == "paths" else own for key, own in changes.items()}
+    config = in_stages(texts, changes)
+    measured = {document.tobytes() for document in held_out_documents(config)}
+    assert measured - {document.tobytes() for document in held_out_documents(config.stage(1))}
+    [line] = warnings_of_shared_text(config)
+    assert re.match(r"stage 'later 0' reads \d files of data as part of another text, as .*/[ab].jsonl, and may", line)
+
+
+def test_stages_of_the_same_text_or_of_other_text_are_not_told(texts):
+    (texts.parent / "other.jsonl").write_text((texts / "a.jsonl").read_text())
+    same = {"mixture": [{"paths": [f"{texts}/{name}.jsonl"], "weight": 1.0 + (name == "b")} for name in "ab"]}
+    same["mixture"][0]["paths"] = [f"{texts}/[a].jsonl"]
+    assert warnings_of_shared_text(in_stages(texts, same, {"paths": [f"{texts.parent}/other.jsonl"]})) == []
+    assert warnings_of_shared_text(in_stages(texts, {"paths": [f"{texts}/*.jsonl"]}, held_out=0.0)) == []
 
 
 @pytest.mark.parametrize("where", ["disk", "url"])

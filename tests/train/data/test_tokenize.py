@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import chex
 import numpy as np
@@ -142,6 +143,26 @@ def test_a_worker_that_is_killed_is_told_of_in_one_line(texts, tmp_path):
     assert err.splitlines()[-1].startswith("error: one of 2 workers was ended from outside, perhaps for want of memory")
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_interrupt_ends_the_command_and_its_workers_at_once_with_one_line(texts, tmp_path, begun):
+    """While one worker is in a piece and one has none left, and while they start; a terminal tells all of them."""
+    process = start(tmp_path, config_of(texts, tmp_path / "kept"), HANG)
+    if begun:
+        wait_for(lambda: list((tmp_path / "marks").glob("hangs-*")) and len(built(tmp_path / "kept")) == FILES - 1)
+    else:
+        wait_for(lambda: len(children_of(process.pid)) > 2)  # that of multiprocessing itself, and workers
+        time.sleep(0.3)
+    started = children_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "stopped; the same command resumes\n")
+    wait_for(lambda: not any(os.path.exists(f"/proc/{child}") for child in started))
+
+
+def children_of(process):
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
 DRIVER = """
 import os, sys, time
 from pathlib import Path
@@ -194,7 +215,13 @@ def start(tmp_path, config, patch):
     (tmp_path / "config.yaml").write_text(dump(config))
     command = [sys.executable, "driver.py", "config.yaml", "marks"]
     return subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -314,6 +341,13 @@ def test_every_piece_is_one_jobs_and_jobs_have_alike_much_to_do(count):
 )
 def test_the_environment_tells_which_job_this_is(variables, job):
     assert job_of(variables) == job
+
+
+def test_an_array_with_gaps_is_refused():
+    """Else a task beyond the number of tasks would get nothing, and nobody what would be its share."""
+    variables = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "1"}
+    with pytest.raises(ValueError, match=r"^the job array has gaps: this is task 5 of 2, .* by --job and --jobs$"):
+        job_of(variables)
 
 
 def test_the_command_takes_jobs(texts, tmp_path, capsys):

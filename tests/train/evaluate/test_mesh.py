@@ -1,5 +1,7 @@
 """Models measured over many devices: the numbers of one device, and a share of the memory on each."""
 
+from types import SimpleNamespace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -110,6 +112,14 @@ def test_rows_are_split_over_as_many_devices_as_they_fill(rows, asked, sizes):
 def test_a_mesh_that_devices_do_not_fill_is_refused_by_its_key():
     with pytest.raises(ValueError, match=r"evaluate.mesh \(context=3, tensor=5\) needs 15 devices"):
         mesh_for(parse({"evaluate": {"mesh": {"data": 1, "context": 3, "tensor": 5}}}), 1)
+
+
+def test_a_mesh_of_one_device_is_refused_where_it_leaves_a_process_without_any():
+    devices = [SimpleNamespace(process_index=number // 2) for number in range(4)]
+    config = parse({"evaluate": {"mesh": {"data": 1}}})
+    with pytest.raises(ValueError, match=r"^evaluate.mesh takes 1 of 4 devices, none of process 1; start fewer"):
+        mesh_for(config, 64, devices)
+    assert mesh_for(config, 64, devices[:2]) is None
 
 
 LAYERS = 24

@@ -240,11 +240,20 @@ def test_a_stage_reads_its_text_and_keeps_the_moments_while_its_rate_falls(confi
     rates = [line["learning_rate"] for line in lines(decayed.directory)]
     peak = config.train.learning_rate
     np.testing.assert_allclose(rates, [peak, peak, peak, peak, *(peak * share for share in (0.75, 0.5, 0.25, 0))])
-    stages = loop.prepare(decaying(config, other_text))
+    told = []
+    stages = loop.prepare(decaying(config, other_text), told.append)
+    assert told == []
     seen = [set(stage.rows.batch(np.arange(4)).tokens.ravel().tolist()) for stage in stages]
     digits = set(b"0123456789 ")
     assert seen[1] & set(range(256)) == digits
     assert not seen[0] & set(b"0123456789")
+
+
+def test_a_stage_that_may_train_on_what_is_measured_is_told(config):
+    values, told = to_dict(config), []
+    values["stages"] = [{"name": "stable"}, {"name": "decay", "data": {"held_out": 0.5}}]
+    loop.prepare(parse(values), told.append)
+    assert told[0].startswith("warning: stage 'decay' reads 2 files of data as part of another text")
 
 
 def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path):
@@ -262,6 +271,17 @@ def test_a_run_with_its_own_text_in_a_stage_goes_on_bit_for_bit(config, decayed,
         killed(wanted, tmp_path / "run", killed_after, monkeypatch)
     assert fit(wanted, tmp_path / "run").finished
     assert losses(tmp_path / "run") == losses(decayed.directory)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [({"embed": 0.5}, {}), ({}, {"embed": 0.5}), ({"*": 2.0}, {"embed": 2.0})]
+)
+def test_a_stage_with_other_factors_keeps_the_moments(config, first, second):
+    values = to_dict(config)
+    values["train"]["learning_rate_factors"] = first
+    values["stages"] = [{}, {"train": {"keep_moments": True, "learning_rate_factors": second}}]
+    before, after = (stage.program.abstract.optimizer for stage in loop.prepare(parse(values)))
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
 
 
 @pytest.mark.parametrize(

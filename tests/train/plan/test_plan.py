@@ -18,11 +18,16 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.cli import WRONG_INPUT, main
 from train.config import load
+from train.config import parse as parse_config
+from train.evaluate.decoder import predictor_of
+from train.evaluate.perplexity import scoring
 from train.model.build import build_model
+from train.plan import plan as plans
+from train.plan.compiling import _evaluation
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
-from train.plan.plan import make_plan, plan_evaluation
+from train.plan.plan import Plan, make_plan, plan_evaluation
 from train.plan.pods import Pod, pod
 from train.plan.report import assumptions
 from train.plan.timeline import Player
@@ -567,6 +572,40 @@ def test_the_evaluation_of_a_tiny_config_is_planned(tmp_path, capsys):
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(build_model(plan.config)))))
     assert plan.memory.parameters == 4 * count / 8
     assert plan.memory.optimizer == 0
+
+
+STAGES = {
+    "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+    "scheme": {"name": "rope", "extend": {"frequencies": {"name": "linear"}}},
+    "train": {"length": 16, "batch_tokens": 64},
+    "evaluate": {"lengths": [32, 64], "tokens": 64, "batch_tokens": 128},
+    "stages": [{"name": "short"}, {"name": "long", "train": {"length": 32}}],
+}
+
+
+def test_the_evaluation_of_the_last_stage_is_planned_under_its_extension(monkeypatch):
+    """Under linear scaling by the factor from the last stage's length to the longest one that is measured."""
+    config, asked = parse_config(STAGES), []
+    monkeypatch.setattr(plans, "compile_step", lambda config, *_: asked.append(config))
+    monkeypatch.setattr(plans, "plan_of", lambda config, *_: Plan(config, *(None,) * 5))
+    planned = plan_evaluation(config, pod("v5e:2x4")).config
+    [compiled] = asked
+    assert (compiled.train.length, compiled.stages, compiled.scheme.extend) == (32, (), config.scheme.extend)
+    assert (planned.train.length, planned.train.rows, planned.train.mesh.context) == (64, 2, 4)
+    mesh, program, (_, tokens, weights) = _evaluation(compiled, jax.devices())
+    assert tokens.shape == (2, 65)
+    model = build_model(compiled)
+    parameters = nnx.to_pure_dict(nnx.state(model))
+    given = np.random.default_rng(0).integers(0, 64, tokens.shape).astype(np.int32), np.ones(weights.shape, np.float32)
+    by_scheme = {}
+    for factor in (1.0, 2.0):
+        extended = scheme("rope").extend(frequencies={"name": "linear", "factor": factor})
+        predictor, own = predictor_of(model.with_scheme(extended), 0, None)
+        by_scheme[factor] = scoring(predictor, *weights.shape)[0](own, *given)
+    with jax.set_mesh(mesh):
+        found = program(parameters, *given)
+    np.testing.assert_allclose(found, by_scheme[2.0], rtol=1e-5)
+    assert np.abs(found - by_scheme[1.0]).max() > 1e-3
 
 
 @pytest.mark.parametrize(

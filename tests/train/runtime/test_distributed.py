@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from train.runtime import distributed, tether
-from train.runtime.distributed import decide, gather, is_loss, reached_preemption, start, stop_requested
+from train.runtime.distributed import collect, decide, gather, is_loss, reached_preemption, start, stop_requested
 from train.runtime.paths import check_checkpoints, path, write_file
 
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "first:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
@@ -77,6 +77,7 @@ def test_half_a_name_is_refused(joined, changes, message):
 def test_one_process_agrees_with_itself():
     assert gather("mine") == ["mine"]
     assert decide(lambda: {"a": [1]}) == {"a": [1]}
+    assert collect(lambda: {"a": [1]}) == [{"a": [1]}]
 
 
 def test_what_process_0_finds_wrong_is_wrong_for_all(monkeypatch):
@@ -92,6 +93,24 @@ def test_what_process_0_finds_wrong_is_wrong_for_all(monkeypatch):
         with pytest.raises(FileNotFoundError, match="no such text"):
             decide(fails)
     assert told[1] == ""
+
+
+@pytest.mark.parametrize(("kind", "raised"), [(ValueError, ValueError), (PermissionError, OSError)])
+def test_what_any_process_finds_wrong_is_wrong_for_all(monkeypatch, kind, raised):
+    """As two processes tell, each of which runs here in its turn; the second one fails."""
+    told = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "gather", lambda text: told.append(text) or [told[0], text])
+
+    def fails():
+        raise kind("its disk")
+
+    assert collect(lambda: [1]) == [[1], [1]]
+    with pytest.raises(raised, match="its disk"):
+        collect(fails)
+    monkeypatch.setattr(distributed, "gather", lambda text: [text, told[1]])
+    with pytest.raises(raised, match="its disk"):
+        collect(lambda: [1])
 
 
 def test_a_signal_asks_one_process_to_stop():
@@ -133,6 +152,18 @@ def test_who_ends_without_a_goodbye_is_lost():
     assert watched(b"") == [3]
     assert watched(b".") == []
     assert watched(b"", done=True) == []
+
+
+@pytest.mark.parametrize(("module", "status"), [("google.auth.exceptions", 2), ("gcsfs.retry", 2), ("train.loop", 1)])
+def test_a_process_without_access_to_a_store_leaves_with_one_line(monkeypatch, capsys, module, status):
+    left = []
+    monkeypatch.setattr(distributed, "_leaving", threading.Lock())
+    monkeypatch.setattr(distributed, "_GRACE", 0.0)
+    monkeypatch.setattr(os, "_exit", left.append)
+    distributed._leave(type("NoAccess", (Exception,), {"__module__": module})("no credentials"))
+    told = capsys.readouterr().err
+    assert left == [status]
+    assert (told == "error: process 0 of 1: no credentials\n") == (status == 2)
 
 
 def test_strangers_are_turned_away_and_members_are_known():

@@ -1,12 +1,16 @@
 """The line between processes: what ends a run, and what does not."""
 
+import json
 import socket
 import struct
 import threading
 
 import pytest
 
-from train.runtime.tether import _GOODBYE, _watch
+from train.runtime import tether
+from train.runtime.tether import _GOODBYE, _accept, _connect, _listen, _watch, tied
+
+SECRET = "ab" * 16
 
 
 def say_goodbye(end):
@@ -41,3 +45,63 @@ def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(
         watching.join(timeout=10)
         assert not watching.is_alive()
     assert found == ([] if is_done else told)
+
+
+def test_a_card_may_come_in_pieces():
+    with _listen() as server, socket.create_connection(("localhost", server.getsockname()[1])) as member:
+        member.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        card = bytes.fromhex(SECRET) + (5).to_bytes(4)
+        member.sendall(card[:7])
+        threading.Timer(0.3, member.sendall, (card[7:],)).start()
+        [(number, end)] = _accept(server, SECRET, 1).items()
+        end.close()
+        assert number == 5
+
+
+def test_who_does_not_come_in_time_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(tether, "_PATIENCE", 0.3)
+    with _listen() as server, _connect(["localhost"], server.getsockname()[1], SECRET, 2):
+        ends = _accept(server, SECRET, 2)
+        assert list(ends) == [2]
+        ends[2].close()
+
+
+def test_all_agree_on_who_is_apart(monkeypatch):
+    """Of three processes the second never says who it is, though it is connected; none takes another for lost."""
+    monkeypatch.setattr(tether, "_PATIENCE", 0.5)
+    monkeypatch.setattr(tether.socket.socket, "sendall", _unless_it_is_a_card_of(1, socket.socket.sendall))
+    meet, said, found, lost = threading.Barrier(3), {}, {}, []
+
+    def agreeing(index):
+        def gather(text):
+            said[index] = text
+            meet.wait(10)
+            answers = [said[each] for each in range(3)]
+            meet.wait(10)
+            return answers
+
+        def decide(function):
+            return json.loads(gather(json.dumps(function()) if index == 0 else "")[0])
+
+        return decide, gather
+
+    def take_part(index):
+        with tied(index, ["localhost"], lost.append, lost.append, *agreeing(index)) as apart:
+            found[index] = apart
+            meet.wait(10)
+
+    threads = [threading.Thread(target=take_part, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == {index: [1] for index in range(3)}
+    assert lost == []
+
+
+def _unless_it_is_a_card_of(number, sendall):
+    def send(end, content):
+        if content[-4:] != number.to_bytes(4):
+            sendall(end, content)
+
+    return send

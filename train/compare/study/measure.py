@@ -20,6 +20,7 @@ from train.evaluate.predictor import Predictor, best, hidden_at, next_nll
 from train.evaluate.tasks import Vocabulary
 from train.evaluate.tasks.passkey import QUESTION, Prompt, passkey
 from train.model.build import scheme_of
+from train.runtime.lines import in_a_line
 
 _SEED = 7
 
@@ -37,7 +38,7 @@ def measure(config: Config, model: nnx.Module, cell: Cell, mesh: Mesh | None = N
         with on(mesh):
             return (_read if cell.kind == TEXT else _find)(config, predictor, parameters, cell)
     except ValueError as error:
-        return {"error": " ".join(str(error).split())}
+        return {"error": in_a_line(error)}
 
 
 def _read(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from train.evaluate.tasks.passkey import Prompt
 from train.evaluate.tasks.registry import Cases, cases
 from train.evaluate.tasks.sample import Sample
 from train.evaluate.tasks.vocabulary import Vocabulary
+from train.runtime.lines import in_a_line
 
 
 class _Refused(Exception):
@@ -130,4 +131,4 @@ def _batched(predictor: Predictor, function: Any, rows: int, *arrays: np.ndarray
     try:
         return np.concatenate([np.asarray(function(*batch)) for batch in batches])[:count]
     except ValueError as error:
-        raise _Refused(" ".join(str(error).split())) from None
+        raise _Refused(in_a_line(error)) from None

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from posjax._checks import check_choice
 from train.runtime.chips import CHIPS
+from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
 from train.runtime.paths import write_file
 from train.workshop.schedule import layer, own
@@ -78,4 +79,4 @@ def measure(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeout: i
     try:
         return Prediction(chip, name, shape, blocks, *schedule_of(name, chip, shape, blocks, timeout))
     except ValueError as error:
-        return Prediction(chip, name, shape, blocks, problem=" ".join(str(error).split()))
+        return Prediction(chip, name, shape, blocks, problem=in_a_line(error))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from train.runtime.chips import chip as find_chip
+from train.runtime.lines import in_a_line
 from train.runtime.paths import python_path
 from train.workshop.schedule.kernels import Kernel, read_kernels
 
@@ -140,7 +141,7 @@ def _main(order: Mapping[str, Any]) -> dict[str, Any]:
         return _child(order)
     except Exception as error:
         traceback.print_exc()
-        return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"problem": f"{type(error).__name__}: {in_a_line(error, 300)}"}
 
 
 def _load(factory: str) -> Any:
