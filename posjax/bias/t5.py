@@ -123,13 +123,13 @@ class BucketBias(Bias):
 class T5(BiasSpec):
     """Spec of T5's bias (Raffel et al., arXiv 1910.10683): ``b_h(i, j) = table[bucket(i - j), h]``.
 
-    One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale; that is the business of
-    ``attention(scale=1.0)``, or of ``scales.Constant`` in a scheme, not of the bias.
+    One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale: use ``attention(scale=1.0)``, or
+    ``scales.Constant`` in a scheme.
 
     Args:
         num_buckets: size of the table, both sides together when bidirectional.
-        max_distance: from there on all distances share one bucket. Keep it below the training length: a bucket that
-            no training pair reaches stays at its initial value, and every longer context runs into it.
+        max_distance: longer distances share one bucket. Keep it below the training length: a bucket that no training
+            pair reaches stays at its initial value, and every longer context uses it.
         bidirectional: half of the buckets for the keys ahead.
         stddev: standard deviation of the normal initialisation.
     """
@@ -146,7 +146,7 @@ class T5(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
-        """``bidirectional=True``; None where it is given."""
+        """``"bidirectional=True"``, or None if it is set."""
         return None if self.bidirectional else "bidirectional=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
