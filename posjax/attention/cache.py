@@ -104,7 +104,7 @@ def empty(
     size: int,
     value_size: int,
     gates: int = 0,
-    retained: tuple[int, int] | None = None,
+    kept_keys: tuple[int, int] | None = None,
     chunk: int = 1,
     dtype=jnp.float32,
 ) -> Cache:
@@ -117,17 +117,17 @@ def empty(
         size: width of a stored key.
         value_size: width of a value.
         gates: query heads that have gates, 0 for none.
-        retained: ``(first, recent)``: the only tokens that a query can see; None if it can see all. Then a ring of
+        kept_keys: ``(first, recent)``: the only tokens that a query can see; None if it can see all. Then a ring of
             ``recent + chunk - 1`` slots follows the ``first``, for the first query of a chunk looks back from there.
         chunk: the most tokens that are written at once.
         dtype: of keys and values.
     """
     first, slots = None, capacity
-    if retained is not None:
+    if kept_keys is not None:
         # A mask that retains nothing recent (sinks alone) still needs a ring for what is being written.
-        needed = retained[0] + max(retained[1], 1) + chunk - 1
+        needed = kept_keys[0] + max(kept_keys[1], 1) + chunk - 1
         if needed < capacity:
-            first, slots = retained[0], needed
+            first, slots = kept_keys[0], needed
     return Cache(
         jnp.zeros((batch, slots, kv_heads, size), dtype),
         jnp.zeros((batch, slots, kv_heads, value_size), dtype),

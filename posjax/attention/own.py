@@ -102,7 +102,7 @@ def _check_axes(part: OverPairs) -> None:
 
 
 # What describes the values or pairs of a class, and must be redefined where those are.
-_SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "retained")}
+_SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "kept_keys")}
 
 
 def _check_derived(kind: type[OverPairs]) -> None:

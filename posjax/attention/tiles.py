@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax.attention.operands import Operands
-from posjax.masks import Extent, Mask, extent
+from posjax.masks import BlockBounds, Mask, block_bounds
 
 NEAR, BEHIND, AHEAD = "near", "behind", "ahead"
 """What a bias by distance is within a tile: different numbers, or one number for all keys far behind or far ahead."""
@@ -87,7 +87,7 @@ def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead
         ahead: distance of the first query from the first key, for a bias by distance.
         together: whether the rows of the batch visit the same tiles, those that any of them needs.
     """
-    extents = extent(x.q_positions, blocks.q), extent(x.kv_positions, blocks.k)
+    extents = block_bounds(x.q_positions, blocks.q), block_bounds(x.kv_positions, blocks.k)
     some, every = _bounds(x.mask, *extents, together)
     reach = np.zeros((), int) if constant_from is None else _reach(x, blocks, constant_from, ahead)
     reaches = (NEAR,) if constant_from is None else (NEAR, BEHIND, AHEAD)
@@ -106,7 +106,7 @@ def _compact(kinds: tuple[Kind, ...], grid) -> TilePlan:
     return TilePlan(tuple(kinds[n - 1] for n in found[1:]), index[-grid.size :].reshape(grid.shape).astype(np.int32))
 
 
-def _bounds(mask: Mask | None, q: Extent, k: Extent, together: bool):
+def _bounds(mask: Mask | None, q: BlockBounds, k: BlockBounds, together: bool):
     """Whether something and whether everything is allowed, ``[batch or 1, q blocks, k blocks]``, over all heads."""
     grid = q.low.shape[-1], k.low.shape[-1]
     if mask is None:
@@ -122,7 +122,7 @@ def _with_rows(x, grid):
     return xp.broadcast_to(x, (*x.shape[:2], *grid))
 
 
-def _pairs(x: Operands, q: Extent, k: Extent, together: bool):
+def _pairs(x: Operands, q: BlockBounds, k: BlockBounds, together: bool):
     """Index of the pair of features that scores a tile; the number of pairs where it takes all of them."""
     pair, whole = 0, True
     for n, far in enumerate(x.far, start=1):

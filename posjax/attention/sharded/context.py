@@ -163,7 +163,7 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
     if shards == 1:
         # One device may still hold a row that was laid out for several.
         line = Line(None, 1, 1, across.layout, length)
-        return dealt(line, call, here) if across.layout.moves else here(call)
+        return dealt(line, call, here) if across.layout.reorders else here(call)
     layout = across.layout_over(shards)
     layout.check(length)
     sizes = _sizes(call, across, length)
@@ -192,7 +192,7 @@ def _joined(line: Line, x: Operands) -> Line:
 def _sizes(call: Call, across: Placement, length: int) -> Sizes:
     """What the choice of a strategy depends on, of a call."""
     x = call.x
-    bounds = None if x.mask is None else x.mask.retained
+    bounds = None if x.mask is None else x.mask.kept_keys
     return Sizes(
         batch=x.q.shape[0],
         length=length,

@@ -207,7 +207,7 @@ class Placement:
         whole = self.whole(tokens)
         check(row.length == whole, f"positions must cover the whole row of {whole} tokens, found {row}")
         if self.shards == 1:
-            return row.start + self.layout.positions(whole) if self.layout.moves else row
+            return row.start + self.layout.positions(whole) if self.layout.reorders else row
         shard = jax.lax.axis_index(self.context)
         pieces = self.layout_over(self.shards).local(whole, shard)
         if len(pieces) == 1 and isinstance(pieces[0], Range):
@@ -245,7 +245,7 @@ def _size(axis: str | tuple[str, ...] | None) -> int:
 
 
 def _with_scheme(sizes: Sizes, scheme) -> Sizes:
-    bounds = scheme.retained
+    bounds = scheme.kept_keys
     recent = bounds is not None and bounds[0] == 0
     counts = scheme.bias is not None and scheme.bias.contextual
     return sizes._replace(window=bounds[1] if sizes.window is None and recent else sizes.window, counts=counts)

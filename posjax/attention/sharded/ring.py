@@ -43,7 +43,7 @@ from posjax.attention.operands import (
 from posjax.attention.operation import Backends, add, merge, per_query_of
 from posjax.attention.sharded.parts import Call, Line
 from posjax.axes import each
-from posjax.masks import extent
+from posjax.masks import block_bounds
 from posjax.positions import Range
 
 
@@ -314,7 +314,7 @@ def _any_pair(x: Operands):
     """Whether the mask may allow a pair, by the extents of positions; a bool where they are known."""
     if x.mask is None:
         return True
-    some, _ = x.mask.tiles(extent(x.q_positions, x.q.shape[3]), extent(x.kv_positions, x.k.shape[2]))
+    some, _ = x.mask.tiles(block_bounds(x.q_positions, x.q.shape[3]), block_bounds(x.kv_positions, x.k.shape[2]))
     return bool(some.any()) if isinstance(some, np.ndarray) else some.any()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from posjax.attention.operands import Operands
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.masks import extent
+from posjax.masks import block_bounds
 from posjax.positions import Range
 
 
@@ -112,8 +112,8 @@ def _tiles(x: Operands, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[f
         return q_blocks * k_blocks, q_blocks * k_blocks
     if not known or jax.tree.leaves(x.mask):
         return (q_blocks * k_blocks + q_blocks) / 2, (q_blocks * k_blocks - q_blocks) / 2
-    q = extent(Range(x.q_positions.start, q_blocks * blocks.q), blocks.q)
-    k = extent(Range(x.kv_positions.start, k_blocks * blocks.k), blocks.k)
+    q = block_bounds(Range(x.q_positions.start, q_blocks * blocks.q), blocks.q)
+    k = block_bounds(Range(x.kv_positions.start, k_blocks * blocks.k), blocks.k)
     some, every = (np.broadcast_to(a, (q_blocks, k_blocks)) for a in x.mask.tiles(q, k))
     return some.sum(), (some & every).sum()
 
