@@ -188,6 +188,17 @@ def split_by_compiler(*arrays: Array) -> list[str]:
     return axes if mesh.size > 1 or mesh.manual_axes else []
 
 
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which an array varies inside ``shard_map``."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x: Array, axes: frozenset[str]) -> Array:
+    """The array, varying over ``axes`` too, as the carry of a loop must inside ``shard_map``."""
+    missing = tuple(axes - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def zero_tangent(x: Array) -> Any:
     """The zero tangent of an array."""
     if jnp.issubdtype(jnp.result_type(x), jnp.inexact):

@@ -22,8 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Key
 
 from posjax._checks import check, check_choice, check_count, check_positive
-
-_INT32_MAX = np.iinfo(np.int32).max
+from posjax._numbers import LARGEST
 
 
 class Drawn(NamedTuple):
@@ -89,7 +88,7 @@ class Randomised:
 
     def __post_init__(self):
         check_count("max_length", self.max_length)
-        check(self.max_length <= _INT32_MAX, f"max_length must fit in int32, found {self.max_length}")
+        check(self.max_length <= LARGEST, f"max_length must fit in int32, found {self.max_length}")
         check_choice("test", self.test, ("even", "random"))
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
@@ -185,7 +184,7 @@ class ClexPositions:
         check_count("original_length", self.original_length)
         check_count("max_factor", self.max_factor)
         reach = self.original_length * self.max_factor
-        check(reach <= _INT32_MAX, f"original_length * max_factor must fit in int32, found {reach}")
+        check(reach <= LARGEST, f"original_length * max_factor must fit in int32, found {reach}")
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]`` (or coordinates, see above) and the current length; rows need two tokens or more."""
@@ -225,7 +224,7 @@ class PoSE:
         check_count("max_length", self.max_length)
         check_count("chunks", self.chunks)
         check(self.chunks > 1, "chunks must be 2 or more: one chunk is the plain positions")
-        check(self.max_length < _INT32_MAX, f"max_length must fit in int32, found {self.max_length}")
+        check(self.max_length < LARGEST, f"max_length must fit in int32, found {self.max_length}")
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length`` or below ``chunks``."""

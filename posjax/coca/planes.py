@@ -64,7 +64,7 @@ def feature(
     Computed in at least float32. ``pairing`` is None for a formula of one component: that is all of ``x``.
     """
     function = _Feature(formula, pairing)
-    if tpu.takes(x, cos) and not split_by_compiler(x):
+    if tpu.supports(x, cos) and not split_by_compiler(x):
         return run(function, cos.astype(jnp.float32), sin.astype(jnp.float32), x)[0]
     return function.plain(cos, sin, x)
 

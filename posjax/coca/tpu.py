@@ -32,7 +32,7 @@ Formula = Callable[..., tuple[Array, Array]]
 """From components (one or two), cosines and sines of planes to their two features."""
 
 
-def takes(x: Array, cos: Array) -> bool:
+def supports(x: Array, cos: Array) -> bool:
     """Whether the kernels support these components and this table."""
     _, length, heads, width = x.shape
     known = all(isinstance(size, int) and size for size in x.shape)

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_count, check_counts, check_heads
 from posjax._numbers import at_least_float32
+from posjax.lowered import vary, varying
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
@@ -325,13 +326,8 @@ def _start(x: _Tokens, state: LinearState | None) -> LinearState:
         (batch, kv_heads, _, size), width = x.psi.shape, x.numerator[1].shape[-1]
         state = empty_state(batch, kv_heads, size, x.v.shape[-1], numerator_size=width, dtype=x.dtype)
     _check_state(x, state)
-    axes = frozenset().union(*map(_varying, jax.tree.leaves((x, state))))
-
-    def vary(leaf):
-        missing = tuple(axes - _varying(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, state)
+    axes = frozenset().union(*map(varying, jax.tree.leaves((x, state))))
+    return jax.tree.map(partial(vary, axes=axes), state)
 
 
 def _check_state(x: _Tokens, state: LinearState) -> None:
@@ -341,10 +337,6 @@ def _check_state(x: _Tokens, state: LinearState) -> None:
         found = getattr(state, name).shape
         check(found == wanted, f"state.{name} must have shape {wanted}, found {found}")
     check(state.segment.shape == (batch,), f"state.segment must have shape {(batch,)}, found {state.segment.shape}")
-
-
-def _varying(leaf) -> frozenset:
-    return jax.typeof(leaf).manual_axis_type.varying
 
 
 def _tokens(

@@ -75,7 +75,7 @@ class Mask(OverPairs):
 
     @property
     def kept_keys(self) -> tuple[int, int] | None:
-        """``(first, recent)``: the numbers of first and of most recent keys that a causal query can see; None for all."""
+        """``(first, recent)``: how many first and most recent keys a causal query can see; None if all."""
         return None
 
     def bounds(self, i_low, i_high, j_low, j_high):

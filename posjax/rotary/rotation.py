@@ -31,7 +31,7 @@ def apply_rotary(
     """
     check_choice("pairing", pairing, PAIRINGS)
     _check_table(x, table)
-    if tpu.takes(x, table.cos) and not split_by_compiler(x):
+    if tpu.supports(x, table.cos) and not split_by_compiler(x):
         return run(_Rotation(pairing), *(part.astype(jnp.float32) for part in table), x)[0]
     return _rotated(x, table, pairing)
 

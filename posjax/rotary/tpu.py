@@ -20,7 +20,7 @@ _TOKENS, _COLUMNS = 512, 1024
 """Of a block, at most."""
 
 
-def takes(x: Array, cos: Array) -> bool:
+def supports(x: Array, cos: Array) -> bool:
     """Whether the kernel supports these features and this table."""
     whole = x.ndim == 4 and x.shape[1] % _LANES == 0 and x.shape[3] % _LANES == 0
     known = whole and all(isinstance(size, int) and size for size in x.shape)
