@@ -195,12 +195,12 @@ BAD = {
         lambda: coca.features(X, HALF, tuple(TABLE), variant="strict"),
         r"table must be .*RotaryTable\(cos, sin\)",
     ),
-    "CoCA with wide keys, attended": (attend(COCA), r"k must be 4 wide beside a q that is 8 wide"),
+    "CoCA with wide keys, attended": (attend(COCA), r"k must be 4 wide for a q that is 8 wide"),
     "CoCA with wide keys, in one call": (
         lambda: pj.coca_attention(X, X, X, table=TABLE),
         "the table rotates 4 planes and t has 8",
     ),
-    "keys of another width": (attend(ROPE, k=HALF), "k must be 8 wide beside a q that is 8 wide"),
+    "keys of another width": (attend(ROPE, k=HALF), "k must be 8 wide for a q that is 8 wide"),
     "no scheme": (lambda: pj.scheme(None), r"unknown scheme None \(64 are known; posjax.scheme_names\(\)"),
     "an unknown scheme": (
         lambda: pj.scheme("coca"),

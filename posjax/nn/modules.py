@@ -37,11 +37,11 @@ from posjax.scheme import Scheme
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The inputs of every layer beside the activations.
+    """The inputs of every layer besides the activations.
 
     Args:
         positions: of the tokens.
-        mask: the model's mask beside causality, such as segments; or None.
+        mask: the model's mask besides causality, such as segments; or None.
         visible: how many keys each token may see.
         length: the current length, for schemes that read it.
         shared: the parameters that all layers share, by scheme.

@@ -42,7 +42,7 @@ class Where(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The arguments of feature maps beside positions."""
+        """The arguments of feature maps besides positions."""
         return {"head_dim": self.head_dim, "length": self.length}
 
     def queries(self, features: FeatureSlot, q: Array) -> Positions | Array:
@@ -113,7 +113,7 @@ def check_projections(q, k, v, widths: tuple[float, float]) -> None:
     wanted = int(q.shape[-1] / widths[0] * widths[1])
     check(
         k.shape[-1] == wanted,
-        f"k must be {wanted} wide beside a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
+        f"k must be {wanted} wide for a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
     )
 
 

@@ -143,7 +143,7 @@ class Scheme(Choices):
         valid: Bool[Array, "batch length"] | None = None,
         layout: Layout | None = None,
     ) -> Float[Array, "batch heads length"] | None:
-        """The input of ``attend`` from the tokens beside their projections: FoX's cumulative gates; None without.
+        """The input of ``attend`` from the tokens besides their projections: FoX's cumulative gates; None without.
 
         Args:
             params: see ``attend``.

@@ -87,8 +87,8 @@ def from_pretrained(
 ) -> Decoder:
     """A released model as a ``Decoder``.
 
-    Tensors are read one layer at a time and directly into the devices' shards: beside the arrays on the devices, a host
-    needs memory for its part of the largest tensor; for all of it if the files are at a URL, or packed.
+    Tensors are read one layer at a time and directly into the devices' shards: besides the arrays on the devices, a
+    host needs memory for its part of the largest tensor; for all of it if the files are at a URL, or packed.
 
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or

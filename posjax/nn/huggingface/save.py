@@ -102,8 +102,8 @@ def save_pretrained(
         check(not files.isfile(root), f"{path} is a file; choose a folder")
         _check_empty(path, names_in(files, root))
     layouts, first = lay_out(tensors, max_file_bytes), jax.process_index() == 0
-    beside = {} if like is None or not first else files_beside(like)
-    others = beside | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
+    copied = {} if like is None or not first else files_beside(like)
+    others = copied | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
     with _partial(files, root) as partial:
         if first:
             _prepare(partial, layouts, others)
@@ -134,7 +134,7 @@ def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> 
 
 @contextmanager
 def _partial(files: Any, root: str) -> Iterator[Path]:
-    """A new folder to write into until everything is written: beside the target, or temporary for a URL.
+    """A new folder to write into until everything is written: next to the target, or temporary for a URL.
 
     It is removed, also if writing fails; only a killed process leaves it behind.
     """
