@@ -205,7 +205,7 @@ class Features:
         return None
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
-        """Learned parameters of one layer, ``{}`` where there are none."""
+        """Learned parameters of one layer, ``{}`` if there are none."""
         return {} if self.frequencies is None else self.frequencies.init(key, head_dim)
 
     def heads(self, params, which: Int[Array, "kv_heads"]):

@@ -2,7 +2,7 @@
 
 The functions keep shapes and dtypes. The specs share one protocol:
 
-* ``spec.init(key, head_dim)`` makes the learned parameters, ``{}`` where there are none;
+* ``spec.init(key, head_dim)`` makes the learned parameters, ``{}`` if there are none;
 * ``spec.apply(params, q, k)`` returns the queries and keys of the norm;
 * ``spec.commutes_with_rotation`` says whether it may also come after a rotation.
 """

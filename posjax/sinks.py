@@ -2,7 +2,7 @@
 
 ``attention(sinks=...)`` takes the logits ``[heads]``; the specs share one protocol:
 
-* ``spec.init(key, num_heads)`` makes the learned parameters of a layer, ``{}`` where there are none;
+* ``spec.init(key, num_heads)`` makes the learned parameters of a layer, ``{}`` if there are none;
 * ``spec.logits(params, num_heads)`` returns float32 ``[heads]``.
 
 A head may then attend to nothing; without sinks, softmax models use the first tokens for that. Sinks compose with every

@@ -120,7 +120,7 @@ class BiasSpec:
         return None
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
-        """Learned parameters, ``{}`` where there are none."""
+        """Learned parameters, ``{}`` if there are none."""
         return {}
 
 

@@ -43,7 +43,7 @@ class LinearKernel:
     """Whether ``init`` draws random features: not trained, saved with a model, may be redrawn."""
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
-        """Parameters or random features of one layer, ``{}`` where there are none. They are passed back to the maps."""
+        """Parameters or random features of one layer, ``{}`` if there are none. They are passed back to the maps."""
         return {}
 
     def size(self, head_dim: int) -> int:

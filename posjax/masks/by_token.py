@@ -16,7 +16,7 @@ from posjax.masks.bounds import BlockBounds, block_range
 class OfTokens(Mask):
     """A mask with ``[batch, q]`` for the queries and ``[batch, k]`` for the keys, that of the queries if None.
 
-    A pair is allowed if ``meet`` of the two tokens' numbers is true; positions are not used.
+    A pair is allowed if ``matches`` of the two tokens' numbers is true; positions are not used.
     """
 
     _dtype: type
@@ -36,7 +36,7 @@ class OfTokens(Mask):
         return dataclasses.fields(self)[:2]
 
     @staticmethod
-    def meet(q, k):
+    def matches(q, k):
         """Whether a query may see a key, for numbers that broadcast against each other."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class OfTokens(Mask):
 
     def allowed(self, q_positions, kv_positions):
         """The tile ``[batch, 1, q, k]``."""
-        return self.meet(*self._columns())
+        return self.matches(*self._columns())
 
     def _columns(self):
         """Both arrays, as ``[batch, 1, q, 1]`` and ``[batch, 1, 1, k]``."""
@@ -99,7 +99,7 @@ class Segments(OfTokens):
     _dtype = jnp.integer
 
     @staticmethod
-    def meet(q, k):
+    def matches(q, k):
         """``q == k >= 0``."""
         return (q == k) & (q >= 0)
 
@@ -128,7 +128,7 @@ class Globals(OfTokens):
     _dtype = jnp.bool_
 
     @staticmethod
-    def meet(q, k):
+    def matches(q, k):
         """``q or k``."""
         return q | k if q.dtype == bool else (q | k) != 0
 

@@ -102,10 +102,10 @@ def _planes(matrices: Matrices) -> Float[np.ndarray, "d d"]:
     weights = np.random.default_rng(0).uniform(1, 2, len(matrices))
     values, vectors = np.linalg.eigh(-1j * np.tensordot(weights, matrices / np.where(scale > 0, scale, 1), 1))
     vectors = np.sqrt(2) * vectors[:, values > 1e-9 * max(values.max(), 1e-300)]
-    turning, (d, planes) = np.concatenate([vectors.real, -vectors.imag], axis=1), vectors.shape
-    kernel = np.linalg.qr(turning, mode="complete")[0][:, 2 * planes :]
+    basis, (d, planes) = np.concatenate([vectors.real, -vectors.imag], axis=1), vectors.shape
+    kernel = np.linalg.qr(basis, mode="complete")[0][:, 2 * planes :]
     rest = (d - 2 * planes) // 2
-    return np.concatenate([turning[:, :planes], kernel[:, :rest], turning[:, planes:], kernel[:, rest:]], axis=1)
+    return np.concatenate([basis[:, :planes], kernel[:, :rest], basis[:, planes:], kernel[:, rest:]], axis=1)
 
 
 def _rotators(omega: Float[np.ndarray, "axes half"]) -> Matrices:

@@ -81,8 +81,8 @@ def _turned(x: Array, table: RotaryTable, pairing: str) -> Array:
     _, cos, sin = level(x, *(_with_heads(part.astype(dtype), x.shape[-2]) for part in table))
     wide, half = x.astype(dtype), cos.shape[-1]
     a, b = (wide[..., :half], wide[..., half:]) if pairing == "half" else (wide[..., 0::2], wide[..., 1::2])
-    turned = a * cos - b * sin, a * sin + b * cos
-    joined = jnp.concatenate(turned, -1) if pairing == "half" else jnp.stack(turned, -1).reshape(x.shape)
+    rotated = a * cos - b * sin, a * sin + b * cos
+    joined = jnp.concatenate(rotated, -1) if pairing == "half" else jnp.stack(rotated, -1).reshape(x.shape)
     return joined.astype(x.dtype)
 
 

@@ -121,7 +121,7 @@ class FrequencyRule:
         check(found.shape == (pairs,), f"{name} must give {pairs} numbers, one for each pair, found {found.shape}")
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """Learned parameters of the rule, ``{}`` where there are none."""
+        """Learned parameters of the rule, ``{}`` if there are none."""
         return {}
 
     def table(

@@ -146,10 +146,10 @@ def _is_same(before: Any, spec: Any) -> bool:
 
 def _check_protocol(slot_name: str, kind: type) -> None:
     """Raises ValueError unless the instances of a class fit a slot."""
-    base, missing, who = _BASES.get(slot_name, object), lacking(slot_name, kind), f"spec: {kind.__name__}"
-    check(issubclass(kind, base), f"{who} must be derived from {base.__name__} for the slot {slot_name!r}")
-    check(not missing, f"{who} lacks {', '.join(missing)}, which the slot {slot_name!r} needs")
-    check(kind.__hash__ is not None, f"{who} is not hashable; write @dataclasses.dataclass(frozen=True)")
+    base, missing, subject = _BASES.get(slot_name, object), lacking(slot_name, kind), f"spec: {kind.__name__}"
+    check(issubclass(kind, base), f"{subject} must be derived from {base.__name__} for the slot {slot_name!r}")
+    check(not missing, f"{subject} lacks {', '.join(missing)}, which the slot {slot_name!r} needs")
+    check(kind.__hash__ is not None, f"{subject} is not hashable; write @dataclasses.dataclass(frozen=True)")
 
 
 def slots_with(name: Any) -> list[str]:

@@ -22,7 +22,7 @@ class Learns(Protocol):
     """The protocol of all specs with parameters."""
 
     def init(self, key: Array, **sizes: int) -> dict[str, Array]:
-        """Learned parameters of one layer, ``{}`` where there are none.
+        """Learned parameters of one layer, ``{}`` if there are none.
 
         ``sizes`` are those in its signature, of ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``model_dim``.
         """

@@ -447,7 +447,7 @@ class Reals(pj.masks.OfTokens):
     q: jax.Array
     k: jax.Array
 
-    meet = staticmethod(lambda q, k: q < k)
+    matches = staticmethod(lambda q, k: q < k)
 
 
 @pytest.mark.parametrize(

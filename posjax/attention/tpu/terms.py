@@ -27,7 +27,7 @@ PIECES = 3
 
 @dataclasses.dataclass(frozen=True)
 class OfArrays:
-    """A mask of tokens without its arrays; ``kind.meet`` compares the numbers of two tokens."""
+    """A mask of tokens without its arrays; ``kind.matches`` compares the numbers of two tokens."""
 
     kind: type
 
@@ -66,7 +66,7 @@ def mask_refusal(mask: Mask | None) -> str | None:
     if isinstance(mask, OfTokens):
         if any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays):
             return f"{name} holds arrays of floating-point numbers"
-        return _own_refusal(mask, mask.meet) if is_own(mask) else None
+        return _own_refusal(mask, mask.matches) if is_own(mask) else None
     if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
@@ -115,7 +115,7 @@ def allowed(formula: Formula, i, j, q_numbers, k_numbers):
         left = allowed(formula.left, i, j, q_numbers, k_numbers)
         return formula.kind.join(left, allowed(formula.right, i, j, q_numbers, k_numbers))
     if isinstance(formula, OfArrays):
-        return formula.kind.meet(next(q_numbers), next(k_numbers))
+        return formula.kind.matches(next(q_numbers), next(k_numbers))
     return formula.pairs(i, j)
 
 
