@@ -158,7 +158,17 @@ def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
     base = found.stage.scheme.label if entry.only_measured else None
     seed, length = found.run.config.seed, own_length(found.stage)
     of = family(scheme_of(found.stage))
-    return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length}
+    return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length, **_ending(found)}
+
+
+def _ending(found: _Restored) -> dict[str, Any]:
+    """Of a training that ends at a loss: that loss, and the updates it took, None where all were not enough."""
+    train = found.stage.train
+    if not train.stop_loss:
+        return {}
+    fitted = read_result(found.run.directory)
+    reached = fitted is not None and fitted.final_loss is not None and fitted.final_loss < train.stop_loss
+    return {"stop_loss": train.stop_loss, "updates": train.steps, "updates_to_loss": fitted.steps if reached else None}
 
 
 def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
