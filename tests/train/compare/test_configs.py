@@ -69,7 +69,7 @@ def test_schemes_that_do_not_fit_are_refused_before_anything_trains(entry, messa
 
 def test_recipes_take_the_number_of_layers_of_the_model():
     config = load(FOLDER / "quickstart.yaml", ["compare.schemes=[smollm3]", "model.num_layers=4"])
-    (member,) = members(config)
+    ((member,),) = members(config)
     layers = nnx.eval_shape(lambda: build_model(member)).config.layers
     assert [bool(scheme.rotates) for scheme in layers.schemes] == [True, True, True, False]
 
