@@ -142,8 +142,8 @@ def _rows_of_program(
 ) -> Iterator[tuple[int, report.Row]]:
     """The rows of models that one program measures: of held-out text, then of tasks."""
     config = found[0].run.config
-    predictor, _ = predictor_of(found[0].model.with_scheme(scheme), config.seed, mesh)
-    models = [predictor_of(each.model.with_scheme(scheme), config.seed, mesh)[1] for each in found]
+    measured = [predictor_of(each.model.with_scheme(scheme), config.seed, mesh) for each in found]
+    predictor, models = measured[0][0], [parameters for _, parameters in measured]
     about = [{**_which(each, entry), **_costs(each.run.directory, entry)} for each in found]
     for at_length in measure_held_out(predictor, models, config, held_out):
         for each, columns, perplexity in zip(found, about, at_length, strict=True):
