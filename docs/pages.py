@@ -137,7 +137,7 @@ def slots(scheme: pj.Scheme | pj.Layers) -> str:
 
 def kinds(scheme: pj.Scheme | pj.Layers) -> str:
     """What decoding keeps, in a word."""
-    return ", ".join(dict.fromkeys(one.caches + ", ring" * (one.retained is not None) for one in _schemes(scheme)))
+    return ", ".join(dict.fromkeys(one.caches + ", ring" * (one.kept_keys is not None) for one in _schemes(scheme)))
 
 
 def _schemes(scheme: pj.Scheme | pj.Layers) -> tuple[pj.Scheme, ...]:
@@ -149,8 +149,8 @@ def cache(scheme: pj.Scheme | pj.Layers) -> str:
     if isinstance(scheme, pj.Layers):
         return "; ".join(dict.fromkeys(map(cache, scheme.schemes)))
     kept = [_CACHES[scheme.caches]]
-    if scheme.retained is not None:
-        first, recent = scheme.retained
+    if scheme.kept_keys is not None:
+        first, recent = scheme.kept_keys
         kept.append((f"of the first {first} and" if first else "of") + f" the last {recent} tokens alone")
     return ", ".join(kept + ["the gates of every token"] * scheme.reads_tokens)
 

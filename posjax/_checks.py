@@ -22,9 +22,9 @@ _MOST = 16
 
 
 def shown(value: Any) -> str:
-    """A value in a message: of an array its dtype and shape, of what holds arrays its type, of a class its name.
+    """A value in a message: an array by dtype and shape, a tree of arrays by type, a class by name.
 
-    Anything else as it prints, cut short.
+    Anything else by its repr, shortened.
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
 
 
 def nearest(value: Any, known: Collection[str], listing: str = "") -> str:
-    """The end of a message about an unknown name: the nearest known one, and all of them where they are few.
+    """The end of a message about an unknown name: the nearest known name, and all known names if they are few.
 
     Of many it names a few near ones; ``listing`` says what lists them all.
     """
@@ -107,7 +107,7 @@ def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
 
 
 def _host(value: Any) -> str:
-    """What a number must be beside its value, where an array was found."""
+    """The part of a message that says a number must not be an array, if one was found."""
     return ", a Python number known before tracing" if isinstance(value, jax.Array) else ""
 
 

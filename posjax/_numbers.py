@@ -1,4 +1,4 @@
-"""Numbers that are structure where Python knows them and leaves where they are arrays, and dtypes of sums."""
+"""Numbers that are static if Python knows them and pytree leaves if they are arrays; dtypes of sums; equal ranks."""
 
 import dataclasses
 import numbers
@@ -17,17 +17,17 @@ _LEAVES = "_leaves"
 
 
 def at_least_float32(*dtypes) -> jnp.dtype:
-    """float64 if one of them is, float32 otherwise: what ``jnp.promote_types`` gives, also where JAX promotes none."""
+    """float64 if one of the dtypes is float64, otherwise float32; works without implicit dtype promotion too."""
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that is known when tracing, and no array."""
+    """Whether a value is a number known when tracing, not an array."""
     return isinstance(value, numbers.Real)
 
 
 def is_array_number(value: Any) -> bool:
-    """Whether a number is an array, which only the running program knows."""
+    """Whether a number is a JAX array, whose value is known only at run time."""
     return isinstance(value, jax.Array)
 
 
@@ -44,7 +44,7 @@ def register_numbers(cls: type, scalars: tuple[str, ...], structure: tuple[str, 
         return tuple(name for name, x in found if name not in scalars or not _is_structure(x))
 
     def flatten(value):
-        # What came of leaves stays leaves: transformations put placeholders there, such as None, 0 or a tuple.
+        # Leaves stay leaves: transformations replace them with placeholders such as None, 0 or a tuple.
         leaves = vars(value).get(_LEAVES) or leaves_of(value)
         known = tuple((name, getattr(value, name)) for name in names if name not in leaves)
         return tuple((jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in leaves), (leaves, known)
@@ -102,6 +102,6 @@ def positive_number(name: str, value: Any) -> float | jax.Array:
 
 
 def level(*arrays) -> tuple:
-    """The arrays with axes of 1 in front, so that all have as many: they broadcast then where ranks must agree too."""
+    """The arrays with leading axes of 1, all of one rank: they broadcast without implicit rank promotion too."""
     rank = max(x.ndim for x in arrays)
     return tuple(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in arrays)

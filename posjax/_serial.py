@@ -1,4 +1,4 @@
-"""Pytrees of the library in programs that ``jax.export`` writes to bytes: what is structure in them, as text.
+"""Static parts of the library's pytrees as text, for programs that ``jax.export`` writes to bytes.
 
 The text is JSON: numbers, strings and None as they are, tuples as lists, frozen dataclasses (specs) by name and fields.
 """
@@ -16,7 +16,7 @@ from posjax._checks import check, shown
 
 
 def register(*classes: type) -> None:
-    """Lets classes that JAX knows as pytrees be arguments and results of exported programs."""
+    """Lets registered pytree classes be arguments and results of exported programs."""
     for cls in classes:
         if issubclass(cls, tuple):
             export.register_namedtuple_serialization(cls, serialized_name=_name(cls))
@@ -30,7 +30,7 @@ def register(*classes: type) -> None:
 
 
 def below(cls: type) -> Iterator[type]:
-    """Every dataclass of the library that is derived from a class; what they have in common is no pytree."""
+    """Every dataclass of the library that is a subclass of a class."""
     for derived in cls.__subclasses__():
         if "__dataclass_fields__" in vars(derived) and derived.__module__.startswith("posjax."):
             yield derived

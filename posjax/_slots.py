@@ -1,4 +1,4 @@
-"""What the slots of a scheme have in common: values over pairs of tokens, and maps of queries, keys and values."""
+"""Base classes for the slots of a scheme: values over pairs of tokens, and maps of queries, keys and values."""
 
 from typing import Any, ClassVar, Self
 
@@ -12,19 +12,19 @@ from posjax.axes import AXES, WithAxes, fields_of, names_of, narrowed
 
 
 class OverPairs(WithAxes):
-    """A value over (query, key) pairs: what biases and masks have in common.
+    """A value over (query, key) pairs: the base class of biases and masks.
 
-    It is evaluated tile by tile, for the positions of a tile. Its arrays are cut to the tile, to rows and heads, and to
-    the tokens of a device as their ``axes`` say: see ``posjax.axes``. A function of positions has none to name.
+    It is evaluated tile by tile, for the positions of a tile. Its arrays are cut to the tile, to batch rows and heads,
+    and to the tokens of a device as their ``axes`` say: see ``posjax.axes``.
     """
 
     reads_positions: ClassVar[bool] = True
-    """Whether it depends on where queries and keys stand."""
+    """Whether it depends on the positions of queries and keys."""
 
     def heads(self, start, size: int) -> Self:
         """The same value for the ``size`` query heads from ``start``.
 
-        Arrays with an axis of heads are cut. Where heads differ without one, all are computed and these kept.
+        Arrays with an axis of heads are cut. If heads differ without one, all are computed and these are selected.
         """
         if any("heads" in names for names in self.axes.values()):
             return narrowed(self, heads=(start, size))
@@ -75,11 +75,11 @@ def _fits(found: int, wanted: int | None) -> bool:
 
 
 class OfPairs(OverPairs):
-    """A value that is one array over pairs, ``[batch, heads, queries, keys]``; an axis of 1 is for all alike."""
+    """A value that is one array over pairs, ``[batch, heads, queries, keys]``; an axis of 1 broadcasts."""
 
     array: Array
     name: ClassVar[str]
-    """The argument of ``attention`` that it is given as."""
+    """The argument of ``attention`` that it is passed as."""
 
     axes: ClassVar = {"array": ("batch", "heads", "queries", "keys")}
     reads_positions: ClassVar[bool] = False
@@ -108,7 +108,7 @@ class OfPairs(OverPairs):
 class OfSomeHeads(OverPairs):
     """The ``size`` heads from ``start`` of a ``whole`` that has no axis of heads to cut.
 
-    It is computed for all heads, of which these are kept: right whatever the axes of the arrays are.
+    All heads are computed, then these are selected: correct whatever the axes of the arrays are.
     """
 
     whole: Any
@@ -116,7 +116,7 @@ class OfSomeHeads(OverPairs):
     size: int
 
     def kept(self, tile):
-        """These heads of a tile ``[..., heads, q, k]``; all of it where it has no heads of its own."""
+        """These heads of a tile ``[..., heads, q, k]``; all of it if the heads do not differ."""
         if tile.ndim < 3 or tile.shape[-3] == 1:
             return tile
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(tile), self.start, self.size, axis=tile.ndim - 3)
@@ -127,7 +127,7 @@ class OfSomeHeads(OverPairs):
 
     @property
     def reads_positions(self):
-        """As the whole."""
+        """Same as ``whole``."""
         return self.whole.reads_positions
 
 
@@ -157,8 +157,8 @@ class Features:
     ``score(i, j) = phi(q_i, p_i) . psi(k_j, p_j)``. A subclass is a frozen, hashable dataclass. ``positions`` are
     integers ``[length]`` or ``[batch, length]``, a ``Range``, or coordinates with a further axis for methods that have
     several; ``length`` is the current length, for methods that read it; ``head_dim`` is the size of a head of the
-    model, which the width of a projection need not be. A method that turns by a frequency rule holds it in
-    ``frequencies``, and what it declares is the rule's unless it says otherwise.
+    model, which may differ from the width of a projection. A method with a frequency rule holds it in ``frequencies``,
+    and takes its properties from the rule unless it overrides them.
     """
 
     frequencies: Any = None
@@ -166,9 +166,9 @@ class Features:
     widths: tuple[float, float] = (1.0, 1.0)
     """Widths of the query and key projections, as shares of a head."""
     cached: str = "rotated"
-    """What a cache should hold: ``psi`` (``"rotated"``), or what it is made of where that is narrower."""
+    """What a cache should hold: ``psi`` (``"rotated"``), or its input if that is narrower."""
     one_sided: str | None = None
-    """None for a method that fits bidirectional attention too; otherwise the option that makes it fit, or ``""``."""
+    """None for a method that fits bidirectional attention too; otherwise why not, or the option that makes it fit."""
 
     @property
     def axes(self) -> int:
@@ -187,12 +187,12 @@ class Features:
 
     @property
     def softmax_scale(self) -> float:
-        """A factor of the logits that the method brings along (YaRN as DeepSeek applies it)."""
+        """A factor of the logits that belongs to the method (YaRN as DeepSeek applies it)."""
         return 1.0 if self.frequencies is None else self.frequencies.softmax_scale
 
     @property
     def decays(self) -> bool:
-        """Whether ``decay`` gives rates, whatever the size of a head."""
+        """Whether ``decay`` gives rates."""
         return type(self).decay is not Features.decay
 
     @property
@@ -225,7 +225,7 @@ class Features:
         return int(key_size / self.widths[1])
 
     def compact(self, k):
-        """What a cache holds of a key that it cannot hold mapped."""
+        """What a cache stores of a key if it cannot store ``psi`` of it."""
         return k
 
     def query(self, params, q, positions, *, head_dim: int, length=None):

@@ -1,6 +1,6 @@
 """Absolute position embeddings, added to the token embeddings: sinusoidal, learned, and learned hierarchically.
 
-Both specs fill the embedding slot of a scheme: ``spec.init(key, model_dim) -> params`` and
+The specs fill the embedding slot of a scheme: ``spec.init(key, model_dim) -> params`` and
 ``spec.embed(params, positions, model_dim) -> [*batch, length, model_dim]`` in float32.
 """
 
@@ -29,7 +29,7 @@ def sinusoidal(
 ) -> Float[Array, "*batch length model_dim"]:
     """Sines and cosines of ``position * frequency_t``, t = 0 .. model_dim/2 - 1; float32, values in [-1, 1].
 
-    convention: three are in circulation, and a checkpoint works with its own only.
+    convention: three are in use, and a checkpoint works only with its own.
         ``"interleaved"``: frequency base^(-2t/D); features sin_0, cos_0, sin_1, cos_1, ... ("Attention is all you
         need", arXiv:1706.03762, section 3.5).
         ``"concatenated"``: the same frequencies; all sines, then all cosines (GPT-J, RoFormer, DeepMind).
@@ -89,13 +89,13 @@ def learned(
 def hierarchical(
     table: Float[Array, "max_length model_dim"], positions: Positions, *, alpha: float = 0.4
 ) -> Float[Array, "*batch length model_dim"]:
-    """A learned table of ``n`` rows ``p`` as a code for ``n^2`` positions, in float32 (Su, kexue.fm/archives/7947).
+    """Encodes ``n^2`` positions with a learned table of ``n`` rows ``p``, in float32 (Su, kexue.fm/archives/7947).
 
         u_k = (p_k - alpha p_0) / (1 - alpha),     position a n + c gets alpha u_a + (1 - alpha) u_c
 
-    which is ``p_c + alpha / (1 - alpha) (p_a - p_0)``, as it is computed here: for a position below ``n`` (``a = 0``)
-    exactly the row that was learned. So it extends a model trained with ``learned``, to be tuned further. Two positions
-    that swap ``a`` and ``c`` differ unless alpha is a half.
+    computed as ``p_c + alpha / (1 - alpha) (p_a - p_0)``: for a position below ``n`` (``a = 0``) exactly the row that
+    was learned. So it extends a model trained with ``learned``, to be tuned further. Two positions that swap ``a`` and
+    ``c`` differ unless alpha is a half.
 
     Positions at or past ``n^2``, and negative ones, give NaN, or ValueError where they are known before tracing.
 
@@ -172,7 +172,7 @@ class Learned:
 
     @property
     def reach(self) -> int:
-        """How many positions it has."""
+        """How many positions it encodes."""
         return self.max_length
 
     def init(self, key: Array, model_dim: int) -> dict[str, Float[Array, "max_length model_dim"]]:
@@ -183,7 +183,7 @@ class Learned:
     def embed(
         self, params: dict[str, Float[Array, "max_length model_dim"]], positions: Positions, model_dim: int
     ) -> Float[Array, "*batch length model_dim"]:
-        """The embedding of each position, float32; NaN (or ValueError) past the last one it can tell."""
+        """The embedding of each position, float32; NaN (or ValueError) for positions outside the table."""
         table = params["embedding"]
         expected = (self.max_length, model_dim)
         check(table.shape == expected, f"embedding must have shape {expected}, found {table.shape}")
@@ -204,7 +204,7 @@ class Hierarchical(Learned):
 
     @property
     def reach(self) -> int:
-        """How many positions it has: ``max_length^2``."""
+        """How many positions it encodes: ``max_length^2``."""
         return self.max_length**2
 
     def __post_init__(self):

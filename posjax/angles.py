@@ -1,7 +1,6 @@
 """Exact angles ``position * frequency`` without 64-bit floats.
 
-It stands on a floor of its own, between ``positions`` and {``absolute``, ``rotary``}: sinusoidal embeddings and rotary
-tables are built of the same angles, and neither room imports the other.
+Sinusoidal embeddings and rotary tables share these angles.
 
 A float32 product ``position * frequency`` has lost 0.03 rad at one million, and x64 is off in JAX by default. So each
 frequency known on the host is carried as *turns per position* in 64-bit fixed point (two uint32 words). Multiplying by
@@ -107,10 +106,10 @@ def _high_product(a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> UInt32[Ar
 
 
 def phase(positions: Int[Array, "..."], high: UInt32[Array, "..."], low: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """``position * turns`` modulo one turn, in units of 2^-32 turn; exact but for the cut below that unit.
+    """``position * turns`` modulo one turn, in units of 2^-32 turn; exact up to truncation to that unit.
 
     With F = high * 2^32 + low and a two's complement position p this is the upper word of p * F modulo 2^64; a negative
-    p reads as p + 2^32 and so adds low * 2^32, which is taken off again.
+    p reads as p + 2^32 and so adds low * 2^32, which is subtracted.
     """
     unsigned = jax.lax.bitcast_convert_type(positions, jnp.uint32)
     wrapped = unsigned * high + _high_product(unsigned, low)
@@ -138,8 +137,8 @@ def angles(
         return level(positions, array if array.ndim == 3 else jnp.expand_dims(array, -2))
 
     if precision == "hf" or not frequencies.is_exact:
-        places, values = align(frequencies.value)
-        return places.astype(jnp.float32) * values
-    places, high = align(frequencies.high)
-    wrapped = phase(places, high, align(frequencies.low)[1])
+        aligned, values = align(frequencies.value)
+        return aligned.astype(jnp.float32) * values
+    aligned, high = align(frequencies.high)
+    wrapped = phase(aligned, high, align(frequencies.low)[1])
     return jax.lax.bitcast_convert_type(wrapped, jnp.int32).astype(jnp.float32) * _RADIANS_PER_UNIT

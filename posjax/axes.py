@@ -1,12 +1,12 @@
-"""Axes, declared once: what every axis of an array that attention carries holds one entry of.
+"""Names for the axes of the arrays that attention gets.
 
-A registered dataclass whose arrays have axes of rows, heads or tokens names them, by field:
+A registered dataclass names the axes of its arrays, by field:
 
     axes = {"q_gates": ("batch", "heads", "queries"), "kv_gates": ("batch", "heads", "keys")}
 
-Tiles, rows, padding, shards of a sequence and parts of a mesh follow from that: whoever cuts, lengthens or moves arrays
-asks for an axis by its name. Names are ``"batch"``, ``"heads"`` (those of the queries), ``"queries"`` and ``"keys"``;
-the arrays of ``posjax.attention.operands`` have ``"kv_heads"``, ``"group"`` and ``"size"`` too.
+Code that cuts arrays into tiles, pads them or shards them asks for an axis by its name. Names are ``"batch"``,
+``"heads"`` (those of the queries), ``"queries"`` and ``"keys"``; the arrays of ``posjax.attention.operands`` have
+``"kv_heads"``, ``"group"`` and ``"size"`` too.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,23 +22,23 @@ AXES = ("batch", "heads", "queries", "keys")
 """The names of axes that biases and masks may have."""
 
 Names = tuple[str | None, ...]
-"""What each axis of an array holds one entry of; None for an axis that is never cut."""
+"""A name for each axis of an array; None for an axis that is never cut."""
 
 
 class WithAxes:
-    """A dataclass, registered with JAX, that says what the axes of its arrays are."""
+    """A dataclass, registered with JAX, that names the axes of its arrays."""
 
     axes: ClassVar[Mapping[str, Names]] = {}
-    """By field; what is not named here is never cut. Positions, and a scale, may have the last of their axes alone."""
+    """By field; a field without names is never cut. Positions, and a scale, may have only the last of their axes."""
 
 
 def each(tree: Any, function: Callable[[Any, Names], Any], names: Names = ()) -> Any:
-    """The tree with ``function(array, names)`` in place of every array, a ``Range`` of positions being one.
+    """The tree with ``function(array, names)`` in place of every array; a ``Range`` of positions counts as one.
 
     Args:
-        tree: of arrays and of ``WithAxes``, which name the axes of theirs.
-        function: it gets a name, or None, for every axis of the array.
-        names: those of the arrays that no ``WithAxes`` holds.
+        tree: arrays, and ``WithAxes``, which name the axes of theirs.
+        function: called with an array and a name, or None, for each of its axes.
+        names: the names for arrays that are not in a ``WithAxes``.
 
     Raises:
         ValueError: for a class that JAX does not know.
@@ -56,7 +56,7 @@ def _each_field(owner: WithAxes, function: Callable) -> Any:
 
 
 def _fields(owner: WithAxes) -> tuple[list[tuple[str | None, Any]], Any]:
-    """The fields that JAX knows, by name where it knows that, and how they are put together."""
+    """The fields that JAX knows, by name if it knows the name, and the structure that rebuilds the owner."""
     fields, structure = jax.tree_util.tree_flatten_with_path(owner, is_leaf=lambda node: node is not owner)
     check(
         not fields or fields[0][1] is not owner,
@@ -67,7 +67,7 @@ def _fields(owner: WithAxes) -> tuple[list[tuple[str | None, Any]], Any]:
 
 
 def fields_of(owner: WithAxes) -> set[str | None]:
-    """The names of its fields that hold arrays, or others that do."""
+    """The names of its fields that are part of the pytree."""
     return {name for name, _ in _fields(owner)[0]}
 
 
@@ -99,9 +99,9 @@ def sizes_of(tree: Any, axis: str) -> set[int]:
 
 
 def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:
-    """The tree with parts of its arrays along axes that they have: ``narrowed(x, queries=(start, size), ...)``.
+    """The tree with its arrays cut along named axes: ``narrowed(x, queries=(start, size), ...)``.
 
-    An axis of 1 stays as it is: where there are more tokens or rows it is one entry for all.
+    An axis of 1 is left alone: it broadcasts.
     """
 
     def cut(array, names: Names):
@@ -118,8 +118,8 @@ def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:
 def map_tokens(tree: Any, queries: Callable, keys: Callable, names: Names = ()) -> Any:
     """The tree with a function applied to every array over queries, and one to every array over keys.
 
-    They are called as ``function(array, axis)``, with a negative axis. Positions that are a ``Range`` stay as they are,
-    and so does an axis of 1 of an array over pairs. ``names`` are those of the axes of a tree of plain arrays.
+    They are called as ``function(array, axis)``, with a negative axis. A ``Range`` of positions is left alone, and so
+    is an axis of 1 of an array over pairs. ``names`` are those of the axes of a tree of plain arrays.
     """
     functions = {"queries": queries, "keys": keys}
 

@@ -1,21 +1,21 @@
-"""Near and far: pairs beyond a boundary that are scored by a second pair of feature maps.
+"""Far pairs: pairs beyond a boundary, scored by a second pair of feature maps.
 
-Methods such as ReRoPE score near pairs with their true distance and far pairs with another one, which a model has met
-in training. Both scores are inner products of features, so each is a ``Branch``: other queries and keys, and the pairs
-that take them. An attention backend computes, for each tile, only the branches that some pair of it takes.
+Methods such as ReRoPE score near pairs with their true distance and far pairs with another one, which the model has
+seen in training. Both scores are inner products of features, so each is a ``Branch``: other queries and keys, and the
+pairs that use them. An attention backend computes, for each tile, only the branches that some of its pairs use.
 
-A method is a frozen dataclass, a ``Far``. With ``r = i - j`` the distances it puts in place of ``r`` are
+A method is a frozen dataclass, a ``Far``. With ``r = i - j`` the distances that replace ``r`` are
 
     ReRoPE          min(r, w)
     LeakyReRoPE     r for r < w, then w + (r - w) / k
     SelfExtend      r for r < w, then floor(i / G) - floor(j / G) + w - w / G
-    LMInfinite      min(r, n_local) for the first tokens; what lies between them and the window is hidden
-    StreamingLLM    that of the places in a rolling cache: r in the window, min(i, sinks + recent - 1) - j for the sinks
+    LMInfinite      min(r, n_local) for the first tokens; tokens between them and the window are hidden
+    StreamingLLM    by index in a rolling cache: r in the window, min(i, sinks + recent - 1) - j for the sinks
     DualChunk       i mod s - j mod s within a chunk, then s + i mod s - j mod s up to c - 1 - j mod s
 
-They are for causal attention: what a distance ahead of the query should become, no source says. All change a trained
-model (or, InvLeaky, train one for plain RoPE), learn nothing, and need keys as they are before rotation in a cache,
-but for DualChunk, whose keys have one rotation.
+They are for causal attention: no source defines distances ahead of the query. All change a trained model (InvLeaky
+trains one for plain RoPE) and have no parameters. A cache must hold unrotated keys, except for DualChunk, whose keys
+have one rotation.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ from posjax.rotary import Ahead, FrequencyRule, Stretched
 @partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """Features that replace the first pair where ``where`` holds: the pairs of a branch are those of its mask.
+    """Features that replace the first pair of features for the pairs of tokens in the mask ``where``.
 
-    Masks of several branches must not overlap. ``where`` only selects; what may be seen at all is the mask's business.
+    Masks of several branches must not overlap. ``where`` hides nothing; the mask of the call does.
 
     Args:
         q: ``[batch, queries, heads, size]``, as wide as the first pair.
@@ -68,7 +68,7 @@ class Far:
     one_sided: ClassVar[str] = "far distances are defined for keys behind the query: causal attention only"
 
     def check(self, features: Features | None) -> None:
-        """Raises ValueError unless ``features`` can be taken at other positions than the tokens' own."""
+        """Raises ValueError unless ``features`` can be computed at positions other than the tokens' own."""
         name = type(self).__name__
         check(
             features is not None,
@@ -80,12 +80,12 @@ class Far:
         )
         check(
             type(features).value is Features.value,
-            f"far: {name} scores far pairs anew, but {type(features).__name__} tells position by the values too",
+            f"far: {name} changes only scores, but {type(features).__name__} encodes position in values too",
         )
         check(features.axes == 1, f"far: {name} needs positions on one axis, but the features have {features.axes}")
 
     def mask(self) -> Mask | None:
-        """What the method hides beside what the model hides anyway, or None."""
+        """The method's own mask, beside the model's, or None."""
         return None
 
     def branches(
@@ -124,7 +124,7 @@ class Far:
     def _far(
         self, features: Features, i: Int[Array, "*b q"], j: Int[Array, "*b k"]
     ) -> tuple[Features, Int[Array, "*b q"], Int[Array, "*b k"]]:
-        """The features of the far pairs and the positions at which they are taken."""
+        """The features of the far pairs and their positions."""
         raise TypeError(f"{type(self).__name__} has no single far branch")
 
     @property
@@ -137,10 +137,10 @@ class Far:
 class ReRoPE(Far):
     """Distance ``min(r, w)`` (Su, kexue.fm/archives/9708): far queries at position ``w``, far keys at 0.
 
-    It reaches any length without training; training with it extrapolates nothing. Usually with ``ClippedLogN``.
+    It works at any length without training; a model trained with it does not extrapolate. Usually with ``ClippedLogN``.
 
     Args:
-        window: ``w``; a quarter to a half of the training length is best, all of it fails.
+        window: ``w``; a quarter to a half of the training length is best, the full training length fails.
     """
 
     window: int
@@ -156,8 +156,8 @@ class ReRoPE(Far):
 class LeakyReRoPE(Far):
     """Distance ``r`` for ``r < w``, then ``w + (r - w) / k`` (Su, kexue.fm/archives/9708).
 
-    ``k = 1`` is RoPE, and ``k`` to infinity ReRoPE. Far pairs turn by ``(i + w (k - 1) - j) theta / k``: positions stay
-    whole, and hence exact, and the frequencies are divided. See ``inverse_leaky`` for ``k < 1``.
+    ``k = 1`` is RoPE, and ``k`` to infinity ReRoPE. Far pairs rotate by ``(i + w (k - 1) - j) theta / k``: positions
+    stay whole, so they are exact, and the frequencies are divided. See ``inverse_leaky`` for ``k < 1``.
 
     Args:
         window: ``w``; ``w (k - 1)`` must be a whole number.
@@ -169,7 +169,7 @@ class LeakyReRoPE(Far):
 
     def __post_init__(self):
         check_count("window", self.window)
-        check(self.factor != float("inf"), "factor must be finite: ReRoPE(window) is what an infinite one gives")
+        check(self.factor != float("inf"), "factor must be finite: use ReRoPE(window) for an infinite one")
         check_positive("factor", self.factor)
         step = Fraction(float(self.factor)).limit_denominator(2**16).denominator
         near = max(1, round(self.window / step)) * step
@@ -180,7 +180,7 @@ class LeakyReRoPE(Far):
         check(abs(self._shift) < 2**31, f"factor times window must fit in int32, found {self.factor} and {self.window}")
 
     def check(self, features):
-        """As of every method, and the features must have a frequency rule that can be stretched."""
+        """As ``Far.check``; the features must also have a frequency rule that can be stretched."""
         super().check(features)
         check(
             isinstance(features.frequencies, FrequencyRule),
@@ -193,7 +193,7 @@ class LeakyReRoPE(Far):
         return (length - self.window) * self.factor + self.window
 
     def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
-        """As of every method; far queries stand ``w (k - 1)`` positions ahead, which may be beyond int32."""
+        """As ``Far.branches``; far queries are shifted by ``w (k - 1)`` positions, possibly beyond int32."""
         self.check(features)
         where = {"head_dim": head_dim, "length": length}
         near = features(q, k, q_positions=q_positions, kv_positions=kv_positions, params=params, **where)
@@ -214,8 +214,8 @@ def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
     """InvLeaky ReRoPE (Su, kexue.fm/archives/9728): train with it at ``length``, then use plain RoPE.
 
     Leaky ReRoPE with ``w = length / 4`` and ``k = 1 / (2 s)``: beyond the window positions are ``2 s`` apart, so that
-    training at ``length`` meets the distances of sequences ``s`` times as long. The article also tries a base of ``s``
-    times as much.
+    training at ``length`` includes the distances of sequences ``s`` times as long. The article also tries a base ``s``
+    times as large.
 
     Args:
         length: training length, of which a quarter must be a multiple of ``2 s``.
@@ -225,7 +225,7 @@ def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
         ValueError: if the window is not whole, or does not fit the factor.
     """
     check_count("length", length)
-    check(length % 4 == 0, f"length must be a multiple of 4, for the window is a quarter of it; found {length}")
+    check(length % 4 == 0, f"length must be a multiple of 4, because the window is a quarter of it; found {length}")
     check_number("extension", extension)
     check(extension >= 1, f"extension must be at least 1, found {extension!r}")
     return LeakyReRoPE(length // 4, 1 / (2 * extension))
@@ -235,8 +235,8 @@ def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
 class SelfExtend(Far):
     """Distance ``r`` for ``r < w``, then ``floor(i / G) - floor(j / G) + w - w / G`` (arXiv 2401.01325).
 
-    Leaky ReRoPE with whole distances. The released code divides ``w / G`` with or without a floor, in different places;
-    with ``G`` a divisor of ``w``, which is asked for here, that is the same.
+    Leaky ReRoPE with whole distances. Here ``G`` must divide ``w``; the released code rounds ``w / G`` down in some
+    places and not in others.
 
     Args:
         group: ``G``, tokens that share a far position.
@@ -300,12 +300,11 @@ class LMInfinite(Far):
 
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM(Far):
-    """Keys at their places in a rolling cache of the first ``sinks`` and the last ``recent`` tokens (arXiv 2309.17453).
+    """Positions in a rolling cache of the first ``sinks`` and the last ``recent`` tokens (arXiv 2309.17453).
 
-    A token ``j`` of the window stands at ``j``, or ``r`` before the end of a full cache: its distance is the true one.
-    A sink stands at ``j`` and the query at ``min(i, sinks + recent - 1)``, never beyond the cache. Up to
-    ``sinks + recent`` tokens it is without effect. A bias beside it goes on reading true distances. It does not make
-    the context that a model uses longer.
+    Tokens of the window keep their true distance. For a sink ``j`` the key has position ``j`` and the query
+    ``min(i, sinks + recent - 1)``, the last one of the cache. Up to ``sinks + recent`` tokens it has no effect. A bias
+    still reads true distances. It does not lengthen the context that a model uses.
 
     Args:
         sinks: 4 in the paper.
@@ -338,7 +337,7 @@ class StreamingLLM(Far):
 class DualChunk(Far):
     """Dual chunk attention (arXiv 2402.17463): chunks of ``s``, distances below ``c``, and one position for each key.
 
-    With ``w = c - s`` a key stands at ``j mod s`` and a query at
+    With ``w = c - s`` a key has position ``j mod s`` and a query
 
         i mod s                      for keys of its own chunk
         min(s + i mod s, c - 1)      for keys of the chunk before
@@ -360,14 +359,14 @@ class DualChunk(Far):
     def __post_init__(self):
         check_count("length", self.length)
         if self.chunk is None:
-            check(self.length % 4 == 0, f"length must be a multiple of 4, or chunk be given; found {self.length}")
+            check(self.length % 4 == 0, f"length must be a multiple of 4 unless chunk is given, found {self.length}")
             object.__setattr__(self, "chunk", self.length * 3 // 4)
         check_count("chunk", self.chunk)
         fits = self.length <= 2 * self.chunk < 2 * self.length
         check(fits, f"chunk must be at least half of length={self.length} and below it, found {self.chunk}")
 
     def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
-        """Features within a chunk, and branches for the chunk before and for the older ones; see ``Far.branches``."""
+        """Features within a chunk, and branches for the chunk before and for older chunks; see ``Far.branches``."""
         self.check(features)
         where = {"head_dim": head_dim, "length": length}
         inside = as_array(q_positions) % self.chunk

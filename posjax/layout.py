@@ -1,14 +1,14 @@
-"""How a sequence lies over the shards of an axis of devices, and what follows from it.
+"""How the tokens of a sequence are ordered over the shards of a mesh axis.
 
-A shard holds equally many places. Under a causal mask a query sees only what stands before it, so with the tokens in
+All shards hold the same number of tokens. Under a causal mask a query sees only earlier tokens, so with the tokens in
 their own order (``"contiguous"``) the last shard has nearly all the work of a ring and the first almost none. Two other
 orders give every shard the same work:
 
 * ``"zigzag"``: of ``2 n`` chunks shard ``r`` holds chunk ``r`` and chunk ``2 n - 1 - r``;
 * ``"striped"``: shard ``r`` holds the tokens ``r, r + n, r + 2 n, ...`` (Brandon et al., arXiv 2311.09431).
 
-A model is a function of tokens and their positions, so its losses and gradients do not depend on the layout, provided
-that everything that belongs to a token (its position, segment, label, ...) goes where the token goes: see ``apply``.
+A model is a function of tokens and their positions, so its losses and gradients do not depend on the layout, if
+everything that belongs to a token (its position, segment, label, ...) is reordered with it: see ``apply``.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ KINDS = ("contiguous", "zigzag", "striped")
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kind", "shards"])
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The order of a sequence's tokens over ``shards`` shards, of which shard ``r`` holds the ``r``-th part of places.
+    """The order of a sequence's tokens over ``shards`` shards; shard ``r`` holds the ``r``-th part of the new order.
 
     Args:
         kind: ``"contiguous"``, ``"zigzag"`` or ``"striped"``.
@@ -44,13 +44,13 @@ class Layout:
         check_count("layout shards", self.shards)
 
     @property
-    def moves(self) -> bool:
-        """Whether any token leaves its place."""
+    def reorders(self) -> bool:
+        """Whether the order of the tokens changes."""
         return self.kind != "contiguous" and self.shards > 1
 
     @property
     def chunks(self) -> int:
-        """Runs of consecutive tokens that every shard holds, striped tokens apart."""
+        """Pieces of every shard: runs of consecutive tokens, or all its tokens if striped."""
         return 2 if self.kind == "zigzag" else 1
 
     def check(self, length: int) -> None:
@@ -64,7 +64,7 @@ class Layout:
         )
 
     def order(self, length: int) -> Int[np.ndarray, "length"]:
-        """The true index of the token at each place, int32; places ``[r length/n, (r + 1) length/n)`` are shard r's."""
+        """The original index of each token in the new order, int32; shard r is ``[r length/n, (r + 1) length/n)``."""
         self.check(length)
         index = np.arange(length, dtype=np.int32)
         if self.kind == "striped":
@@ -75,22 +75,22 @@ class Layout:
         return index
 
     def apply(self, x, axis: int = -1):
-        """``x`` with the tokens along ``axis``, which stand in their true order, put in their places."""
-        return self._moved(x, axis, self._placed)
+        """``x``, whose tokens along ``axis`` are in the original order, in the new order."""
+        return self._reordered(x, axis, self._applied)
 
     def restore(self, x, axis: int = -1):
         """The inverse of ``apply``."""
-        return self._moved(x, axis, self._restored)
+        return self._reordered(x, axis, self._restored)
 
-    def _moved(self, x, axis: int, move):
-        """``x`` with whole runs of tokens moved: cheaper than to gather them one by one, above all in the transpose."""
+    def _reordered(self, x, axis: int, move):
+        """``x`` with runs of tokens moved by reshapes: cheaper than a gather, above all in the transpose."""
         self.check(x.shape[axis])
-        if not self.moves:
+        if not self.reorders:
             return x
         xp = np if isinstance(x, np.ndarray) else jnp
         return xp.moveaxis(move(xp, xp.moveaxis(x, axis, 0)).reshape(x.shape[axis], *_others(x, axis)), 0, axis)
 
-    def _placed(self, xp, x):
+    def _applied(self, xp, x):
         if self.kind == "striped":
             return x.reshape(-1, self.shards, *x.shape[1:]).swapaxes(0, 1)
         first, last = x.reshape(2, self.shards, -1, *x.shape[1:])
@@ -103,12 +103,12 @@ class Layout:
         return xp.concatenate([chunks[:, 0], chunks[::-1, 1]], axis=0)
 
     def positions(self, length: int) -> Range | Int[Array, "length"]:
-        """The positions of the tokens in all places, for a sequence that counts from 0."""
+        """The positions of the tokens in the new order, for a sequence that counts from 0."""
         self.check(length)
-        return jnp.asarray(self.order(length)) if self.moves else Range(0, length)
+        return jnp.asarray(self.order(length)) if self.reorders else Range(0, length)
 
     def local(self, length: int, shard: int | Int[Array, ""]) -> tuple[Range | Int[Array, "tokens"], ...]:
-        """The positions of one shard's tokens, in their places: pieces one after the other, ranges where they are.
+        """The positions of one shard's tokens in the new order: its pieces in turn, each a ``Range`` unless striped.
 
         Args:
             length: tokens of the whole sequence.
@@ -120,14 +120,14 @@ class Layout:
     def piece(self, length: int, shard: int | Int[Array, ""], n: int | Int[Array, ""]) -> Range | Int[Array, "tokens"]:
         """Piece ``n`` of ``local``, where ``n`` may be traced too."""
         size = length // (self.shards * self.chunks)
-        if self.kind == "striped" and self.moves:
+        if self.kind == "striped" and self.reorders:
             return jnp.asarray(shard, jnp.int32) + self.shards * jnp.arange(size, dtype=jnp.int32)
         # Zigzag: chunk ``shard`` for the first piece, ``2 shards - 1 - shard`` for the second.
         return Range((shard + n * (2 * self.shards - 1 - 2 * shard)) * size, size)
 
 
 CONTIGUOUS = Layout()
-"""Every token in its own place."""
+"""The original order."""
 
 
 def _others(x, axis: int) -> tuple[int, ...]:

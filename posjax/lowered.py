@@ -1,11 +1,11 @@
-"""Functions whose implementation is chosen, and traced, when a program is lowered: for its platform and no other.
+"""Functions whose implementation is chosen, and traced, when a program is lowered, for its platform only.
 
-``jax.lax.platform_dependent`` traces an implementation for every platform into every program. Here one operation stands
-for all of them until the platform is known. Under ``vmap`` it is the operation that maps the function; what it is
-differentiated by, and what that is transposed by, are operations of the same kind.
+``jax.lax.platform_dependent`` traces an implementation for every platform into every program. Here one JAX primitive
+represents all of them until the platform is known. ``vmap``, differentiation and transposition of it give the same
+primitive with another function.
 
-Tracing so late has a price: what a function reads beside its arguments is read when the program is lowered. So the
-settings of JAX that it depends on are kept (``Form.settings``), and so are copies of NumPy arrays.
+A function is traced late, so anything it reads beside its arguments is read when the program is lowered. So the JAX
+settings it depends on are stored (``Form.settings``), and NumPy arrays are copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Lowered:
-    """A function of arrays, which are all arguments. A subclass is hashable: compiled programs are kept by it."""
+    """A function that takes all its arrays as arguments. A subclass is hashable: it is a key of compiled programs."""
 
     @property
     def linear(self) -> int:
@@ -37,11 +37,11 @@ class Lowered:
         return 0
 
     def types(self, *arrays: Array) -> Sequence[Array]:
-        """Arrays with the types of the results: shapes, dtypes, and how they lie on a mesh. It is traced, never run."""
+        """Arrays with the types of the results: shapes, dtypes and shardings. It is traced, never run."""
         raise NotImplementedError
 
     def on(self, platform: str, *arrays: Array) -> Sequence[Array]:
-        """The results, as one of ``PLATFORMS`` computes them; for ``""``, by what runs everywhere and has a ``jvp``."""
+        """The results on one of ``PLATFORMS``; ``""`` is an implementation that runs anywhere and has a ``jvp``."""
         raise NotImplementedError
 
     def differentiated(self, primals: tuple, tangents: tuple) -> tuple[Sequence[Array], Sequence[Array]]:
@@ -72,7 +72,7 @@ class Derivative(Lowered):
         return self.function.types(*arrays[: len(self.which)])
 
     def on(self, platform, *arrays):
-        """As ``jax.jvp`` finds them."""
+        """By ``jax.jvp``."""
         primals, moved = arrays[: len(self.which)], iter(arrays[len(self.which) :])
         tangents = [next(moved) if own else zero_tangent(x) for own, x in zip(self.which, primals, strict=True)]
         return jax.jvp(functools.partial(self.function.on, ""), primals, tuple(tangents))[1]
@@ -122,7 +122,7 @@ _lowered_p.multiple_results = True
 
 
 def run(function: Lowered, *arrays: Array) -> list[Array]:
-    """The results of a function, by whatever implementation the platform of the program will have."""
+    """The results of a function, by its implementation for the platform of the program."""
     return _lowered_p.bind(*arrays, function=function)
 
 
@@ -176,27 +176,38 @@ ad.primitive_transposes[_lowered_p] = _transposed
 
 
 def mesh_of(*arrays: Array) -> AbstractMesh:
-    """The mesh that arrays lie on."""
+    """The mesh of the arrays."""
     meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def split_by_compiler(*arrays: Array) -> list[str]:
-    """The mesh axes of arrays that no ``shard_map`` has entered: a kernel may not stand there."""
+    """The mesh axes of arrays outside any ``shard_map``: a kernel cannot run on arrays split along them."""
     mesh = mesh_of(*arrays)
     axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     return axes if mesh.size > 1 or mesh.manual_axes else []
 
 
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which an array varies inside ``shard_map``."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x: Array, axes: frozenset[str]) -> Array:
+    """The array, varying over ``axes`` too, as the carry of a loop must inside ``shard_map``."""
+    missing = tuple(axes - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def zero_tangent(x: Array) -> Any:
-    """The tangent of an array that does not move."""
+    """The zero tangent of an array."""
     if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return ad.instantiate_zeros(zero_from_primal(x))
     return np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
 class _Known:
-    """A leaf whose numbers are known when tracing: a number, or a copy of an array, which its owner may change."""
+    """A leaf whose numbers are known when tracing: a number, or a copy of a NumPy array, which may change later."""
 
     def __init__(self, leaf: Any):
         array = np.array(leaf)
@@ -217,8 +228,8 @@ class Form:
     Args:
         structure: of the tree.
         known: its leaves, with None for those that were taken out.
-        settings: of JAX when it was made: precision of matrix products, and whether numbers may have 64 bits.
-        token: of a tree with parts from outside of the library, which may read anything: it equals no other.
+        settings: JAX's when the form was made: the precision of matrix products, and whether x64 is enabled.
+        token: for a tree with classes from outside the library, which may read anything: the form equals no other.
     """
 
     structure: Any
@@ -237,24 +248,24 @@ class Form:
         return form, [leaf for own, leaf in zip(taken, leaves, strict=True) if own]
 
     def filled(self, arrays: Sequence[Array]) -> Any:
-        """The tree with arrays in the places of those that were taken out."""
+        """The tree with these arrays in place of those that were taken out."""
         rest = iter(arrays)
         return self.structure.unflatten([next(rest) if known is None else known.leaf for known in self.known])
 
     def taken(self, tree: Any) -> list[Any]:
-        """The leaves of a tree of the same structure in the places of those that were taken out."""
+        """The leaves of a tree of the same structure that correspond to the arrays that were taken out."""
         return [leaf for known, leaf in zip(self.known, jax.tree.leaves(tree), strict=True) if known is None]
 
     @contextmanager
     def as_set(self) -> Iterator[None]:
-        """JAX with the settings of when the form was made."""
+        """A context with the JAX settings of when the form was made."""
         precision, wide = self.settings
         with jax.default_matmul_precision(precision), jax.enable_x64(wide):
             yield
 
     @functools.cached_property
     def _key(self) -> tuple:
-        # As text 1, 1.0 and True differ, which are equal as structure.
+        # 1, 1.0 and True are equal as structure but differ as text.
         return str(self.structure), self.known, self.settings, self.token
 
     def __eq__(self, other):

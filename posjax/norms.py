@@ -1,10 +1,10 @@
 """Norms of queries and keys over each head, before their rotation.
 
-The functions return arrays of the shapes and dtypes that they are given. The specs put them behind one protocol:
+The functions keep shapes and dtypes. The specs share one protocol:
 
 * ``spec.init(key, head_dim)`` makes the learned parameters, ``{}`` where there are none;
 * ``spec.apply(params, q, k)`` returns the queries and keys of the norm;
-* ``spec.commutes_with_rotation`` says whether it may as well come after a rotation.
+* ``spec.commutes_with_rotation`` says whether it may also come after a rotation.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def key_norm(k: Float[Array, "*b heads size"], *, eps: float = 1e-6) -> Float[Ar
     (Su, kexue.fm/archives/9859.)
 
     There is no gain, which would give keys different norms again. A rotation keeps norms, so this may come before or
-    after it; but after a rotation whose table carries an attention factor (YaRN) it would undo the factor.
+    after it; but after a rotation whose table includes an attention factor (YaRN) it would undo the factor.
     """
     return rms_norm(k, eps=eps)
 

@@ -19,13 +19,13 @@ INITS = ("zeros", "uniform")
 
 @dataclass(frozen=True)
 class PoPE(Features):
-    """What a token is in magnitudes, where it stands in phases; with theta_c = base^(-(c-1)/d), c = 1 .. d,
+    """Content in magnitudes, positions in phases; with theta_c = base^(-(c-1)/d), c = 1 .. d,
 
         score(i, j) = sum_c softplus(q_c) softplus(k_c) cos((j - i) theta_c + delta_c)
 
     delta in [-2 pi, 0] is learned for each layer, key head and channel. Both features are 2d wide, so attention costs
-    about twice the scores of RoPE; a cache may hold k, d wide, and rotate on read. It is the modern relative of CoCA
-    (:mod:`posjax.coca`), without its halved key.
+    about twice the scores of RoPE; a cache may hold k, d wide, and rotate on read. It resembles CoCA
+    (:mod:`posjax.coca`), but its key is not halved.
 
     The paper does not state its softmax scale; a scheme gives 1 / sqrt(d), d the head size, not the width 2d.
 
@@ -47,12 +47,12 @@ class PoPE(Features):
 
     @property
     def own_head_dim(self) -> int | None:
-        """Half of what its rule is made for."""
+        """Half of the rule's ``head_dim``."""
         size = self.frequencies.head_dim
         return None if size is None else size // 2
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
-        """``{"delta": [kv_heads, head_dim]}``, float32 radians, beside what the rule learns."""
+        """``{"delta": [kv_heads, head_dim]}``, float32 radians, and the parameters of the rule."""
         shape = (num_kv_heads, self.query_size(head_dim))
         low = -2 * np.pi if self.init_delta == "uniform" else 0.0
         delta_key, rule_key = jax.random.split(key)
@@ -60,7 +60,7 @@ class PoPE(Features):
         return {"delta": delta} | self.frequencies.init(rule_key, 2 * head_dim)
 
     def heads(self, params, which):
-        """The phases of some key heads, beside what the rule learns."""
+        """The phases of some key heads, and the parameters of the rule."""
         return dict(params) | {"delta": params["delta"][which]}
 
     def query_size(self, head_dim: int) -> int:
@@ -92,10 +92,10 @@ class PoPE(Features):
 def clip_delta(delta: Float[Array, "kv_heads head_dim"]) -> Float[Array, "kv_heads head_dim"]:
     """``delta`` clipped to [-2 pi, 0], with a derivative of 1 everywhere.
 
-    Zero, where training starts, is the end of the interval: with the derivative of a clip, every channel whose first
-    step points out of it would never move again. So the parameter itself may leave the interval, and the gradient that
-    would bring it back always reaches it; what is applied never leaves. Clipping the parameter after each update is the
-    optimizer's business: it gives the same values and gradients at every point, and keeps it from drifting away.
+    Training starts at zero, an end of the interval: with the derivative of a clip, a channel whose first step leaves
+    the interval would never move again. So the parameter itself may leave the interval and always gets the gradient,
+    but the applied value stays inside. An optimizer may also clip the parameter after each update: values and gradients
+    are the same, and the parameter does not drift away.
     """
     return delta + jax.lax.stop_gradient(jnp.clip(delta, -2 * np.pi, 0.0) - delta)
 

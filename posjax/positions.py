@@ -78,8 +78,7 @@ def as_array(positions: Positions) -> Int[Array, "*batch length"]:
     """The positions as an int32 array ``[length]`` or ``[batch, length]``.
 
     Raises ValueError for another rank, for positions that are not integers, and for those outside int32, of whatever
-    integer dtype. Inside ``jit`` the values are not known: what a uint32 or 64-bit array has beyond the ends of int32
-    stands at that end there.
+    integer dtype. Inside ``jit`` the values are not known: those of a uint32 or 64-bit array are clipped to int32.
     """
     if isinstance(positions, Range):
         return _to_int32("start", positions.start) + jnp.arange(positions.length, dtype=jnp.int32)
@@ -94,8 +93,7 @@ def as_array(positions: Positions) -> Int[Array, "*batch length"]:
 
 
 def _to_int32(name: str, integers) -> Int[Array, "..."]:
-    """Integers as int32. Raises ValueError where they are known to be outside; where traced, the ends of int32 bound
-    them."""
+    """Integers as int32. Raises ValueError for known values outside int32; traced ones are clipped to it."""
     if isinstance(integers, int) or np.can_cast(integers.dtype, np.int32):
         return jnp.asarray(integers, jnp.int32)
     if integers.size and is_known(integers):
@@ -107,12 +105,12 @@ def _to_int32(name: str, integers) -> Int[Array, "..."]:
 
 
 def difference(i: Int[Array, "*b"], j: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """``i - j`` of int32 positions, or the end of int32 that is nearest where it lies beyond: it never wraps.
+    """``i - j`` of int32 positions, clipped to [-(2^31 - 1), 2^31 - 1]: it never wraps.
 
-    Never the smallest int32 either, which has no absolute value.
+    The smallest int32 is left out because its absolute value does not fit.
     """
     wrapped = i - j
-    # The sign of a difference that wraps is that of neither.
+    # It wrapped if the signs of i and j differ and its own sign is not that of i.
     beyond = ((i ^ j) & (i ^ wrapped)) < 0
     return jnp.maximum(jnp.where(beyond, (i >> 31) ^ _INT32.max, wrapped), -_INT32.max)
 

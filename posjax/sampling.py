@@ -1,15 +1,15 @@
-"""Rules that draw positions for training, each with its rule for use: randomised, equal-mean, CLEX and PoSE.
+"""Rules that draw positions for training, and give those for evaluation: randomised, equal-mean, CLEX and PoSE.
 
 A model that has seen only the positions 0 .. N - 1 has not learned what lies beyond them. These rules show it longer
 positions on rows of N tokens. They change no parameter and no method: what they draw goes into a model as its
 ``positions``, ``coordinates`` and ``length`` arguments.
 
-Every rule is a frozen dataclass with two methods, ``draw(key, batch, length)`` for training and ``evaluate(length)``
-for use. Both are pure functions of their arguments, under ``jit`` too, with ``batch`` and ``length`` static.
+Every rule is a frozen dataclass with two methods, ``draw(key, batch, length)`` for training and ``evaluate(length)``.
+Both are pure functions of their arguments, under ``jit`` too, with ``batch`` and ``length`` static.
 
 Ids are distinct and rise along a row, so a causal mask over ids is the causal mask over tokens. Windows and biases
-measure in ids; scales that count visible keys count tokens. Real-valued coordinates are for what computes its encoding
-from them (rotary, sinusoidal), while masks and biases go on reading the token index.
+measure in ids; scales that count visible keys count tokens. Real-valued coordinates are for encodings that are
+functions of them (rotary, sinusoidal); masks and biases still read the token index.
 """
 
 import math
@@ -22,12 +22,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Key
 
 from posjax._checks import check, check_choice, check_count, check_positive
-
-_INT32_MAX = np.iinfo(np.int32).max
+from posjax._numbers import LARGEST
 
 
 class Drawn(NamedTuple):
-    """What a rule says of a batch of rows; None where a model's own default stands.
+    """What a rule draws for a batch; None means the model's default.
 
     Args:
         positions: ids, int32 ``[batch, length]``, or ``[length]`` where all rows share them; default 0, 1, 2, ...
@@ -41,13 +40,13 @@ class Drawn(NamedTuple):
 
 
 class Sampling(Protocol):
-    """What every rule offers."""
+    """The methods of every rule."""
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Positions of ``batch`` rows of ``length`` tokens for one step of training."""
 
     def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
-        """Positions of rows of ``length`` tokens in use; ``key`` and ``batch`` are read by rules that draw then too."""
+        """Positions of rows of ``length`` tokens for evaluation; rules that draw them read ``key`` and ``batch``."""
 
 
 def sorted_subset(
@@ -79,7 +78,7 @@ class Randomised:
     every row has ids of its own.
 
     Args:
-        max_length: above every length in use; the paper trains on 40 tokens or fewer, tests up to 500 and has 2048.
+        max_length: at least every length used; the paper trains on 40 tokens or fewer, tests up to 500 and has 2048.
         test: ``"even"``, those averages rounded down, for kexue.fm/archives/9444 finds evenly spaced ids better; or
             ``"random"``, drawn as in training, as the paper has it.
     """
@@ -89,7 +88,7 @@ class Randomised:
 
     def __post_init__(self):
         check_count("max_length", self.max_length)
-        check(self.max_length <= _INT32_MAX, f"max_length must fit in int32, found {self.max_length}")
+        check(self.max_length <= LARGEST, f"max_length must fit in int32, found {self.max_length}")
         check_choice("test", self.test, ("even", "random"))
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
@@ -104,7 +103,7 @@ class Randomised:
             means = np.arange(1, length + 1) * ((self.max_length + 1) / (length + 1)) - 1
             # Means are at least 1 apart and at most max_length - 1, so what is rounded down is distinct and in range.
             return Drawn(jnp.asarray(np.floor(means + 1e-9), jnp.int32))
-        check(key is not None, 'test="random" draws positions in use too: pass key=')
+        check(key is not None, 'test="random" draws positions at evaluation too: pass key=')
         return self.draw(key, batch, length)
 
     def _check(self, batch: int, length: int) -> None:
@@ -170,8 +169,8 @@ class ClexPositions:
     0 .. t N - 1 that has both ends. The current length is t original_length: CLEX's frequencies are those of factor t.
     Rows of N >= 2 original_length get these ids over c = N // original_length, hence real-valued ones.
 
-    The published code has the last id at t N // c - 1, which for c > 2 may lie before the one drawn ahead of it; here
-    it is (t N - 1)/c, the same for c = 1. Memory while drawing is O(batch max_factor N).
+    The published code has the last id at t N // c - 1, which for c > 2 may be smaller than the id before it; here it is
+    (t N - 1)/c, the same for c = 1. Memory while drawing is O(batch max_factor N).
 
     Args:
         original_length: the length the model was trained at before.
@@ -185,7 +184,7 @@ class ClexPositions:
         check_count("original_length", self.original_length)
         check_count("max_factor", self.max_factor)
         reach = self.original_length * self.max_factor
-        check(reach <= _INT32_MAX, f"original_length * max_factor must fit in int32, found {reach}")
+        check(reach <= LARGEST, f"original_length * max_factor must fit in int32, found {reach}")
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]`` (or coordinates, see above) and the current length; rows need two tokens or more."""
@@ -225,7 +224,7 @@ class PoSE:
         check_count("max_length", self.max_length)
         check_count("chunks", self.chunks)
         check(self.chunks > 1, "chunks must be 2 or more: one chunk is the plain positions")
-        check(self.max_length < _INT32_MAX, f"max_length must fit in int32, found {self.max_length}")
+        check(self.max_length < LARGEST, f"max_length must fit in int32, found {self.max_length}")
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length`` or below ``chunks``."""

@@ -2,10 +2,10 @@
 
 A scale is the factor ``c_h(i)`` in ``z_h(i, j) = c_h(i) <phi_i, psi_j> / sqrt(d) + b_h(i, j)``: one number for each
 query (and head). It multiplies the *features* ``phi``, after their map: that is the same as multiplying the query for
-RoPE, but not for CoCA, whose ``phi`` is quadratic in the query. It never touches keys, so caches need nothing. Scales
-multiply each other, and leave the bias alone.
+RoPE, but not for CoCA, whose ``phi`` is quadratic in the query. It does not change keys, so caches are unaffected.
+Several scales multiply each other; the bias is not scaled.
 
-The functions return one factor per query, float32. The specs put them behind one protocol:
+The functions return one factor per query, float32. The specs share one protocol:
 
 * ``spec.init(key, num_heads)`` makes the learned parameters, ``{}`` where there are none;
 * ``spec.factor(params, positions=, visible=, num_heads=)`` returns float32 that broadcasts to
@@ -43,8 +43,8 @@ def log_n(visible: Int[Array, "*b length"], length: int, *, minimum: int = 16) -
     Args:
         visible: ``n``, keys that each query may see.
         length: ``L``, at which the factor is 1: the training length (512 in bert4keras).
-        minimum: the smallest ``n`` that counts; 16 as in bert4keras. With 1 the factor of a lone key is 0, which a
-            softmax over one key cannot notice, and two keys get ``log 2 / log L``.
+        minimum: smaller ``n`` count as this; 16 as in bert4keras. With 1 the factor for one key is 0, which does not
+            change a softmax over one key, and for two keys it is ``log 2 / log L``.
 
     Raises:
         ValueError: if ``length`` is below 2 or ``minimum`` below 1.
@@ -68,8 +68,8 @@ def ssmax(
 ) -> Float[Array, "*b length heads"]:
     """Scale of Scalable-Softmax, ``s_h log(n) + b_h``, where ``p_j ~ n^(s z_j)`` (Nakanishi, arXiv 2501.19399).
 
-    The largest weight stays near 1 at any number of keys when ``s`` times the gap to the other logits exceeds 1, where
-    that of softmax fades. ``s = 1 / log L`` is the log-n scale with ``minimum=1``.
+    The largest weight stays near 1 at any number of keys when ``s`` times the gap to the other logits exceeds 1; that
+    of plain softmax falls with the number. ``s = 1 / log L`` is the log-n scale with ``minimum=1``.
 
     Args:
         visible: ``n``, keys that each query may see; 0 counts as 1.
@@ -98,7 +98,7 @@ def llama4_temperature(
 ) -> Float[Array, "*b length"]:
     """Temperature of Llama 4's layers without rotation, ``1 + a ln(floor((p + 1) / f) + 1)``.
 
-    The floor is one of integers: 1 for ``p < f - 1``, and ``1 + a ln 2`` (1.0693) from ``p = f - 1`` exactly.
+    The floor is an integer division: 1 for ``p < f - 1``, and ``1 + a ln 2`` (1.0693) from ``p = f - 1`` exactly.
     Negative positions (padding) get 1. Defaults and names are those of the released configuration.
 
     Raises:
@@ -189,7 +189,7 @@ def gradient_maximal(n: float) -> float:
 
 def _check_length(length: int) -> None:
     check_number("length", length)
-    check(length >= 2, f"length must be at least 2, for its logarithm divides; found {length!r}")
+    check(length >= 2, f"length must be at least 2, because a scale divides by its logarithm; found {length!r}")
 
 
 def _log(n: Int[Array, "..."]) -> Float[Array, "..."]:
@@ -260,7 +260,7 @@ class LogN(_OfCount):
 
 @dataclasses.dataclass(frozen=True)
 class ClippedLogN(_OfCount):
-    """Spec of ``clipped_log_n``, put on a trained model. The factor is ``[..., length, 1]``.
+    """Spec of ``clipped_log_n``, for a trained model. The factor is ``[..., length, 1]``.
 
     Shift invariant, because it reads the number of visible keys and no position.
     """
@@ -272,7 +272,7 @@ class ClippedLogN(_OfCount):
 
     def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
         """``max(1, log(n) / log(length))``."""
-        # The comparison is one of integers: a logarithm rounded up at n = L would not give exactly 1.
+        # Compare integers: a logarithm rounded up at n = L would not give exactly 1.
         beyond = _log(jnp.maximum(visible, 1)) / np.float32(math.log(self.length))
         return jnp.where(visible > self.length, beyond, 1.0)
 
@@ -397,7 +397,7 @@ class DroPETemperature(_OneFactor):
 class Constant(_OneFactor):
     """A constant factor beside ``1 / sqrt(d)``. The factor is ``[1, 1]``.
 
-    ``Constant(sqrt(d))`` takes that away, as T5 has it, and Gemma 4 behind its norms.
+    ``Constant(sqrt(d))`` cancels ``1 / sqrt(d)``, as in T5, and in Gemma 4 after its norms.
     """
 
     value: float
@@ -434,8 +434,8 @@ class CosineScale(_OfCount):
     def __post_init__(self):
         if self.length is not None:
             check_number("length", self.length)
-            ends = "length must be at least 4, for the logarithm of its half multiplies"
-            check(self.length >= 4, f"{ends}; found {self.length!r}")
+            limit = "length must be at least 4, because log(length / 2) is a factor"
+            check(self.length >= 4, f"{limit}; found {self.length!r}")
 
     def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
         """``4 ln(length / 2)`` as ``[1]``, or ``4 ln n`` of the visible keys."""

@@ -1,12 +1,12 @@
 """Attention sinks without a token: one logit per head that takes part in the normalisation and has no value.
 
-``attention(sinks=...)`` takes the logits ``[heads]``; the specs put them behind one protocol:
+``attention(sinks=...)`` takes the logits ``[heads]``; the specs share one protocol:
 
 * ``spec.init(key, num_heads)`` makes the learned parameters of a layer, ``{}`` where there are none;
 * ``spec.logits(params, num_heads)`` returns float32 ``[heads]``.
 
-A head may then attend to nothing, which a softmax otherwise does by way of the first tokens. Sinks compose with every
-other slot, since the sink knows no position and no scale.
+A head may then attend to nothing; without sinks, softmax models use the first tokens for that. Sinks compose with every
+other slot, since a sink has no position and no scale.
 """
 
 import dataclasses

@@ -138,7 +138,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "({'factor', 'original_length'} < given.keys())",
     ): "the mapping has a name too",
     (
-        "posjax/attention/tpu/backward_moves.py",
+        "posjax/attention/tpu/backward_dma.py",
         "wait = partial(for_pairs, row.pairs, choice, lambda _, to: row.stored(0, 0, to, third).wait())",
         "1",
     ): "to wait for a copy needs its size alone, whatever its source is",
@@ -163,13 +163,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1",
     ): "of what is drawn, shapes alone are used",
     (
-        "posjax/attention/blockwise.py",
-        "total = jnp.where(seen, total, 1)",
-        "2",
-    ): "of a row that sees nothing, the divided sum is 0 and the logarithm is not taken",
-    (
-        "posjax/attention/contextual.py",
-        "total = jnp.where(seen, row.total, 1)",
+        "posjax/attention/online.py",
+        "total = jnp.where(seen, self.total, 1)",
         "2",
     ): "of a row that sees nothing, the divided sum is 0 and the logarithm is not taken",
     (
@@ -203,7 +198,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "2",
     ): "any number above all kinds puts empty tiles last",
     (
-        "posjax/attention/tpu/forward_moves.py",
+        "posjax/attention/tpu/forward_dma.py",
         "return [buffers, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]",
         "3",
     ): "of the numbers in SMEM: one more is never used",

@@ -1,4 +1,4 @@
-"""Softmax attention with any scheme of positions, in backends that all compute the same function."""
+"""Softmax attention with any scheme of positions, in backends that compute the same function."""
 
 from posjax.attention.entrance import attention
 

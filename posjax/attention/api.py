@@ -1,4 +1,4 @@
-"""Attention of one device's rows and heads: checks, binds, chooses a backend, adds what no backend needs to know."""
+"""Local attention, for the batch rows and heads of one device: checks, bound biases, the choice of a backend, sinks."""
 
 import functools
 import logging
@@ -29,14 +29,14 @@ from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 
 BACKENDS = {"dense": DENSE, "blockwise": BLOCKWISE}
-"""Those that take everything and run everywhere."""
+"""Backends that support every call and run on every platform."""
 IMPLEMENTATIONS = (*BACKENDS, "tpu", "cudnn")
-"""The others are of one platform, and refuse what they cannot do."""
+"""The others run on one platform and raise ValueError for calls that they do not support."""
 CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
 """For biases that are functions of the scores (CoPE)."""
 
 _LONGEST_DENSE = 512 * 512
-"""Pairs of a head up to which ``dense`` may be the default: beyond, tiles that a mask empties are worth skipping."""
+"""Pairs of a head up to which ``dense`` may be the default: with more it pays to skip empty tiles."""
 
 _log = logging.getLogger("posjax")
 
@@ -51,7 +51,7 @@ def local_attention(
     return_residuals: bool = False,
     **options,
 ) -> Array | tuple[Array, Array]:
-    """``posjax.attention`` on one device, or as the compiler splits it: its arguments but ``partition``."""
+    """``posjax.attention`` on one device, or split by the compiler: all its arguments but ``partition``."""
     x, scale = prepared(q, k, v, **options)
     check_sinks(sinks, q.shape[2])
     check_ahead(x.bias, x.mask, x.q_positions, x.kv_positions)
@@ -73,7 +73,7 @@ def prepared(
     q_positions: Positions | None,
     kv_positions: Positions | None,
 ) -> tuple:
-    """The arguments of ``attention``, checked: operands, their queries not scaled yet, and the scale."""
+    """The checked arguments of ``attention``: operands, whose queries are not scaled yet, and the scale."""
     check_shapes(q, k, v)
     heads, kv_heads = q.shape[2], k.shape[2]
     mask = None if mask is None else as_mask(mask)
@@ -101,7 +101,7 @@ def prepared(
 
 
 def finished(out, lse, sinks, return_residuals: bool):
-    """What ``attention`` returns of what a backend gives."""
+    """The result of ``attention`` from the output and log-sum-exp of a backend."""
     out, lse = _ungroup(out), None if lse is None else _ungroup(lse)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
@@ -133,29 +133,29 @@ def _check_far(far: tuple[Branch, ...], decay, q, k) -> None:
 
 
 def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) -> None:
-    """Raises ValueError where queries and keys differ in number, positions matter, and those of queries are not given.
+    """Raises ValueError if queries and keys differ in number, positions matter, and those of queries are not given.
 
-    A query may stand at the end of the keys (a cache) or at their start (the rest being ahead); nothing tells which.
+    The queries may be the last tokens (a cache) or the first; that cannot be known.
     """
     queries, keys = q.shape[1], k.shape[1]
     fewer = queries < keys
     where, start = ("are the last of all tokens", f"{keys} - {queries}") if fewer else ("start at 0", "0")
     check(
         q_positions is not None or queries == keys or not reads_positions,
-        f"q_positions must be given where {queries} queries meet {keys} keys and positions matter; for queries that "
+        f"q_positions must be given for {queries} queries and {keys} keys if positions matter; for queries that "
         f"{where} write q_positions=Range({start}, {queries}), with posjax.positions.Range",
     )
 
 
 def reads_positions(bias, mask: Mask | None, far, decay) -> bool:
-    """Whether a call depends on where queries and keys stand; a bias that is not bound yet is taken to."""
+    """Whether a call depends on positions; a bias that is not bound yet counts as if it did."""
     arrays = jax.Array | np.ndarray
     slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
     return bool(far) or decay is not None or any(getattr(slot, "reads_positions", True) for slot in slots)
 
 
 def needs_ranges(x: Operands) -> bool:
-    """Whether a call with decay or a bias by distance is best, or only, taken where positions are ranges."""
+    """Whether a call with decay or a bias by distance needs, or is faster with, positions that are ranges."""
     return x.decay is not None or entry.needs_ranges(x)
 
 
@@ -173,7 +173,7 @@ def _grouped_scale(scale, q, kv_heads: int):
 
 
 def bound(bias, heads: int) -> Bias | None:
-    """A bound bias for ``heads`` heads, of a bound one or a spec without parameters."""
+    """A bound bias for ``heads`` heads, from a bound one, an array, or a spec without parameters."""
     if bias is None:
         return None
     if isinstance(bias, jax.Array | np.ndarray):
@@ -194,10 +194,10 @@ def bound(bias, heads: int) -> Bias | None:
 
 
 def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple:
-    """Output and log-sum-exp, the latter None where it is not wanted and does not come by itself.
+    """Output and log-sum-exp; the latter may be None if it is not wanted.
 
     Args:
-        implementation: as ``attention`` takes it.
+        implementation: as in ``attention``.
         x: the operands, their queries not scaled yet.
         scale: factor of the queries.
         with_lse: whether the log-sum-exp is wanted.
@@ -219,7 +219,7 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple
 
 
 def parts_by(implementation: str | None, x: Operands) -> Backends:
-    """What computes calls whose keys are parts of rows, such as this one.
+    """The backends of calls whose keys are part of a sequence, such as this one.
 
     Raises ValueError for a backend that does not give their log-sum-exp.
     """
@@ -236,7 +236,7 @@ def parts_by(implementation: str | None, x: Operands) -> Backends:
 
 
 def _is_small(x: Operands) -> bool:
-    """Whether all logits are one tile of ``blockwise``: ``dense`` takes no more memory. A symbolic batch is large."""
+    """Whether all logits fit one tile of ``blockwise``: ``dense`` takes no more memory. A symbolic batch is large."""
     batch, kv_heads, group, queries, _ = x.q.shape
     pairs = queries * x.k.shape[2]
     known = isinstance(batch, int)
@@ -244,7 +244,7 @@ def _is_small(x: Operands) -> bool:
 
 
 def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
-    """The kernel of the platform that the program is lowered for, where it takes the call, otherwise ``blockwise``."""
+    """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``."""
     why = {"tpu": _tpu_refusal(x), "cuda": _cudnn_refusal(x, with_lse)}
     for platform, reason in why.items():
         _say(f"attention on {platform}: " + ("its own kernel" if reason is None else f"'blockwise', because {reason}"))
@@ -264,15 +264,15 @@ def _run_on_tpu(x: Operands, scale) -> tuple:
     backends = parts_by("tpu", x)
     x, scale = vary_alike((x, scale))
     try:
-        # Interpreted, it has side effects, which must be known when tracing: then it runs as it is.
+        # An interpreted kernel has side effects, which must be known when tracing: it runs directly.
         if jax.make_jaxpr(lambda: TPU().forward(x, scale))().effects:
             return attend_here(TPU(), x, scale)
         return attend(backends, x, scale)
     except (ValueError, NotImplementedError) as error:
-        # When tracing nobody knows yet where the program will run, and jax speaks when it is lowered.
+        # When tracing, the platform is not known yet; jax raises when the program is lowered.
         if isinstance(x.q, jax.core.Tracer) or jax.default_backend() == "tpu":
             raise
-        raise ValueError("implementation='tpu': there is no TPU here; use 'blockwise', or None to choose") from error
+        raise ValueError("implementation='tpu': found no TPU; use 'blockwise', or None to choose") from error
 
 
 def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> tuple:
@@ -284,16 +284,16 @@ def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> tuple:
 def _tpu_refusal(x: Operands) -> str | None:
     if axes := split_by_compiler(x.q, x.k, x.v):
         return (
-            f"the compiler does not split a TPU kernel over mesh axes {axes}; give partition=, how the queries lie, "
-            "for instance jax.sharding.PartitionSpec('data', None, 'tensor'), or a DecoderConfig its placement"
+            f"the compiler does not split a TPU kernel over mesh axes {axes}; pass partition=, the partition of the "
+            "queries, for instance jax.sharding.PartitionSpec('data', None, 'tensor'), or placement of a DecoderConfig"
         )
     if jax.config.jax_enable_x64:
-        return "with jax_enable_x64 the integers of a kernel would have 64 bits, which a TPU does not take"
+        return "with jax_enable_x64 the integers of a kernel would have 64 bits, which a TPU does not support"
     return entry.refusal(x)
 
 
 def _warn_of_mesh(x: Operands, why: str | None) -> None:
-    """Says, on a mesh of TPUs, that their kernel is not used, only because no partition was given."""
+    """Warns, on a mesh of TPUs, if the kernel is not used only because no partition was given."""
     device = mesh_of(x.q, x.k, x.v).abstract_device
     split = split_by_compiler(x.q, x.k, x.v)
     if device is not None and device.platform == "tpu" and split and entry.refusal(x) is None:
@@ -301,9 +301,9 @@ def _warn_of_mesh(x: Operands, why: str | None) -> None:
 
 
 def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
-    """As for a call that asks for it; also on a host without the GPU whose abilities would have to be guessed."""
+    """Why cuDNN is not the default for a call, or None; a host without a suitable GPU is a reason too."""
     why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
-    return why or (None if cudnn.has_gpu() else "there is no GPU here that it runs on")
+    return why or (None if cudnn.has_gpu() else "this host has no GPU that it runs on")
 
 
 def _say(choice: str) -> None:

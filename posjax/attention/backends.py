@@ -1,11 +1,12 @@
-"""What a backend does for a call whose queries are not scaled yet: whole rows, and parts added to what is there.
+"""The backends, for calls whose queries are not scaled yet, with all keys of a sequence or part of them.
 
-A part of a row is some of its keys. Forward, output and log-sum-exp of other parts run in and come back merged,
+With part of the keys, the forward pass takes output and log-sum-exp of the other keys and returns them merged,
 
     L = log(e^L_1 + e^L_2),   O = O_1 e^(L_1 - L) + O_2 e^(L_2 - L)
 
-and backward so do sums of gradients: with the weights ``P = exp(z - L)`` and ``D = rowsum(dO * O) - dL`` of whole rows,
-every part gives its share by itself. A kernel takes what runs in and gives it back in the same pass over memory.
+and the backward pass takes sums of gradients and returns them increased: with the weights ``P = exp(z - L)`` and
+``D = rowsum(dO * O) - dL`` of all keys, the gradients of each part are independent. A kernel reads and writes these
+sums in the same pass over memory.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class Backend:
 
     Args:
         compute: output and log-sum-exp of operands whose queries are scaled.
-        gradients: those of such operands, from what is known of each query.
+        gradients: the gradients of such operands, from ``PerQuery``.
     """
 
     compute: Callable[[Operands], tuple[Array, Array]]
@@ -41,11 +42,11 @@ class Backend:
         return self.compute(scaled(x, scale))
 
     def merge(self, x: Operands, scale: Any, so_far: tuple) -> tuple[Array, Array]:
-        """Output and log-sum-exp of the keys so far and of these, in the dtype of the statistics."""
+        """Output and log-sum-exp of the keys so far and of these keys, in the dtype of the statistics."""
         return merged(so_far, self.forward(x, scale))
 
     def per_query_of(self, rows: tuple, cotangents: tuple) -> PerQuery:
-        """What the backward pass reads of each query, from output and log-sum-exp and the cotangents of both."""
+        """The input of the backward pass for each query, from output and log-sum-exp and the cotangents of both."""
         return per_query_of(rows, cotangents)
 
     def backward(self, x: Operands, scale: Any, per_query: PerQuery, *, of_bias: bool) -> tuple[Operands, Any]:
@@ -54,9 +55,9 @@ class Backend:
         return transpose(self.gradients(prepared, per_query))
 
     def add(self, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
-        """Sums of cotangents so far and those of these keys, where the sums are not None, which they are for positions.
+        """Sums of cotangents so far, plus those of these keys; None stays None, as for positions.
 
-        Those of queries are of scaled ones.
+        The cotangents of queries are those of scaled queries.
         """
         return _sum(so_far, self.gradients(scaled(x, scale), per_query))
 
@@ -74,7 +75,7 @@ _USUAL = entry.Options()
 
 @dataclasses.dataclass(frozen=True)
 class TPU:
-    """The kernels for TPUs. They multiply the queries by a number themselves, and by ``log2 e``."""
+    """The kernels for TPUs. They multiply the queries by ``log2 e``, and by the scale if it is a number."""
 
     options: entry.Options = _USUAL
 
@@ -108,7 +109,7 @@ class TPU:
         return dataclasses.replace(_sum(so_far, found), q=q, k=k, v=v)
 
     def _ready(self, x: Operands, scale) -> tuple[Operands, entry.Options]:
-        """What the kernels take: queries to be multiplied by a number, or multiplied by an array already."""
+        """The input of the kernels: queries and the factor for them, or queries already multiplied by an array."""
         if is_number(scale):
             return x, dataclasses.replace(self.options, factor=scale * entry.LOG2E)
         return _scaled_in_base_2(x, scale), self.options
@@ -125,7 +126,7 @@ def scaled(x: Operands, scale) -> Operands:
 
 
 def _scaled_in_base_2(x: Operands, scale) -> Operands:
-    """The queries times ``scale log2 e``, rounded once: in their own precision it would be another temperature."""
+    """The queries times ``scale log2 e``, rounded once: rounding the factor first would change the temperature."""
 
     def times(q):
         dtype = statistics_dtype(q)

@@ -1,14 +1,15 @@
 """Attention in linear memory on any backend: tiles of logits, an online softmax, and a backward that recomputes.
 
 The forward pass keeps, for each block of queries, a running maximum ``m``, a running sum ``l`` and an accumulator
-(Milakov and Gimelshein, arXiv 1805.02867; Rabe and Staats, arXiv 2112.05682); it saves the output and the log-sum-exp
-``L`` alone. The backward pass recomputes each tile's weights ``P = exp(S - L)`` and, with ``D = rowsum(dO * O) - dL``,
+(Milakov and Gimelshein, arXiv 1805.02867; Rabe and Staats, arXiv 2112.05682); it saves only the output and the
+log-sum-exp ``L``. The backward pass recomputes each tile's weights ``P = exp(S - L)`` and, with
+``D = rowsum(dO * O) - dL``,
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = dS K,   dK = dS^T Q,   d(bias) = the bias' own transpose of dS
 
-(Dao et al., arXiv 2205.14135, appendix B; ``dL`` is the gradient that reaches the log-sum-exp itself). Tiles that the
-mask empties are never visited, tiles that it leaves whole are never masked, and of several pairs of features (see
-``posjax.far``) a tile computes those that it needs: for every block the tiles are listed beforehand by kind.
+(Dao et al., arXiv 2205.14135, appendix B; ``dL`` is the gradient of the log-sum-exp itself). Empty tiles of the mask
+are never visited, full tiles are never masked, and of several pairs of features (see ``posjax.far``) a tile computes
+those that it needs: for every block the tiles are listed by kind in advance.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 
 from posjax._numbers import at_least_float32, is_array_number
 from posjax._slots import with_head_axis
+from posjax.attention.online import OnlineSoftmax
 from posjax.attention.operands import (
     Operands,
     PerQuery,
@@ -42,15 +44,15 @@ from posjax.axes import names_of, narrowed, sizes_of
 from posjax.positions import Range, as_array
 
 TILE_ELEMENTS = 2**21
-"""Logits of a tile, over all rows and heads, at most."""
+"""Largest number of logits of a tile, over batch and heads."""
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 
 
 def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     """The same function as ``dense`` in memory linear in the length.
 
-    Where the masks or the positions differ between the rows of a batch, a tile is visited if any of the rows needs it.
-    Long rows are therefore taken a few at a time, the longest one by one.
+    If masks or positions differ between the rows of a batch, a tile is visited if any row needs it. So long rows are
+    computed a few at a time, the longest one by one.
 
     Args:
         x: the operands.
@@ -83,7 +85,7 @@ def blockwise_gradients(x: Operands, per_query: PerQuery, blocks: Blocks | None 
 
 
 def _put(whole, part, start, axis: int | None):
-    """``part`` in its place, or added where all rows share an array."""
+    """``whole`` with ``part`` written at ``start``, or added if all batch rows share the array."""
     return whole + part if axis is None else jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)
 
 
@@ -95,15 +97,15 @@ def _differ(x: Operands) -> bool:
 
 
 def _rows_of_a_plan(x: Operands) -> int:
-    """How many rows share a plan of tiles: all of them where they do not differ."""
+    """How many batch rows share a plan of tiles: all of them if they do not differ."""
     rows = x.q.shape[0]
     return _rows_at_once(x) if isinstance(rows, int) and rows and _differ(x) else rows
 
 
 def _rows_at_once(x: Operands) -> int:
-    """How many rows share tiles: the largest divisor of their number that lets a tile be a quarter of a row long.
+    """How many batch rows share tiles: the largest divisor of their number for tiles of a quarter of a row.
 
-    A tile then has between 64 and 512 tokens a side, and ``TILE_ELEMENTS`` logits at most.
+    A tile then has between 64 and 512 tokens a side, and at most ``TILE_ELEMENTS`` logits.
     """
     rows, kv_heads, group, queries, _ = x.q.shape
     block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
@@ -124,10 +126,10 @@ def _gradients_of_one_plan(x: Operands, per_query: PerQuery, blocks: Blocks | No
 
 
 def _choose_blocks(x: Operands) -> Blocks:
-    """Square tiles, of ``TILE_ELEMENTS`` logits over all rows and heads at most, so that a tile stays in cache.
+    """Square tiles of at most ``TILE_ELEMENTS`` logits over batch and heads, so that a tile stays in cache.
 
-    With fewer queries than a block, a tile has more keys instead, while neither its logits nor the numbers in its keys
-    are more than that. A symbolic batch counts as one row.
+    With fewer queries than a block a tile has more keys, as long as neither its logits nor the numbers in its keys
+    exceed that. A symbolic batch counts as one row.
     """
     batch, kv_heads, group, queries, features = x.q.shape
     kv_heads *= batch if isinstance(batch, int) else 1
@@ -175,7 +177,7 @@ def _tile(x: Operands, blocks: Blocks, i, j) -> Operands:
 
 
 def _decayed(tile: Operands) -> tuple[Operands, tuple]:
-    """The tile with the decay put into its queries and keys, and the factors that did it."""
+    """The tile with the decay multiplied into its queries and keys, and the factors."""
     if tile.decay is None:
         return tile, (None, None)
     factors = decay_factors(tile.decay, tile.q_positions, tile.kv_positions)
@@ -183,8 +185,8 @@ def _decayed(tile: Operands) -> tuple[Operands, tuple]:
     return dataclasses.replace(tile, q=q, k=k), factors
 
 
-def _takes(tile: Operands, kind: Kind) -> list:
-    """For each pair of features of the kind, which scores of the tile are its own; None for all."""
+def _pair_masks(tile: Operands, kind: Kind) -> list:
+    """For each pair of features of the kind, the mask of the scores that it computes; None for all."""
     if len(kind.pairs) == 1:
         return [None]
     far = [
@@ -193,16 +195,16 @@ def _takes(tile: Operands, kind: Kind) -> list:
     return [~reduce(jnp.logical_or, far), *far]
 
 
-def _tile_scores(tile: Operands, kind: Kind, takes: list):
-    """Scores of a tile; where several pairs of features share it, each gives its own."""
+def _tile_scores(tile: Operands, kind: Kind, masks: list):
+    """Scores of a tile, each from the pair of features that computes it."""
     found = [scores(*tile.pairs[n]) for n in kind.pairs]
     return reduce(
-        lambda so_far, more: jnp.where(more[1], more[0], so_far), zip(found[1:], takes[1:], strict=True), found[0]
+        lambda so_far, more: jnp.where(more[1], more[0], so_far), zip(found[1:], masks[1:], strict=True), found[0]
     )
 
 
 def _finish(tile: Operands, kind: Kind, logits):
-    """The mask, where the tile needs it."""
+    """The logits with the mask, if the tile needs it."""
     if kind.masked and tile.mask is not None:
         allowed = group_mask(tile.mask.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
         logits = jnp.where(allowed, logits, -jnp.inf)
@@ -211,46 +213,30 @@ def _finish(tile: Operands, kind: Kind, logits):
 
 def _tile_logits(tile: Operands, kind: Kind):
     """Logits of a tile, in the order of every backend: bias, soft cap, mask."""
-    biased = with_bias(tile.bias, _tile_scores(tile, kind, _takes(tile, kind)), tile.q_positions, tile.kv_positions)
+    found = _tile_scores(tile, kind, _pair_masks(tile, kind))
+    biased = with_bias(tile.bias, found, tile.q_positions, tile.kv_positions)
     return _finish(tile, kind, capped(tile.softcap, biased))
 
 
 def _forward(blocks: Blocks, x: Operands):
-    dtype = statistics_dtype(x.q)
     kinds, (grid,) = plan(x, blocks, together=True)
     tiles = _visits(grid, kinds)
-    batch = x.q.shape[:3]
-    # Below every real logit but finite, so that a tile without an allowed key needs no special case.
-    lowest = float(jnp.finfo(dtype).min) / 4
+    *batch, length, _ = x.q.shape
+    value_size = x.v.shape[-1]
 
-    def tile(i, kind, j, carry):
+    def tile(i, kind, j, softmax: OnlineSoftmax) -> OnlineSoftmax:
         part, _ = _decayed(_tile(x, blocks, i, j))
-        total, highest, out = carry
-        logits = _tile_logits(part, kind)
-        new_highest = jnp.maximum(highest, logits.max(-1))
-        weights = jnp.exp(logits - new_highest[..., None])
-        shrink = jnp.exp(highest - new_highest)
-        out = out * shrink[..., None] + mix(weights, part.v, dtype)
-        return total * shrink + weights.sum(-1), new_highest, out
+        return softmax.added(_tile_logits(part, kind), part.v)
 
     def row(i, results):
-        start = (
-            like_zeros((*batch, blocks.q), dtype, x.q),
-            like_zeros((*batch, blocks.q), dtype, x.q, lowest),
-            like_zeros((*batch, blocks.q, x.v.shape[-1]), dtype, x.q),
-        )
-        total, highest, out = _visit(tiles, kinds, i, partial(tile, i), start)
-        seen = total > 0
-        total = jnp.where(seen, total, 1)
-        out = (out / total[..., None]).astype(x.v.dtype)
-        lse = jnp.where(seen, highest + jnp.log(total), -jnp.inf)
+        start = OnlineSoftmax.empty((*batch, blocks.q), value_size, x.q)
+        found = _visit(tiles, kinds, i, partial(tile, i), start).finished(x.v.dtype)
         store = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * blocks.q, axis=3)
-        return store(results[0], out), store(results[1], lse)
+        return tuple(map(store, results, found))
 
-    length = x.q.shape[3]
     results = (
-        like_zeros((*batch, length, x.v.shape[-1]), x.v.dtype, x.q),
-        like_zeros((*batch, length), dtype, x.q),
+        like_zeros((*batch, length, value_size), x.v.dtype, x.q),
+        like_zeros((*batch, length), statistics_dtype(x.q), x.q),
     )
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
@@ -267,18 +253,18 @@ class _TileGradients(NamedTuple):
 def _backward_tile(
     x: Operands, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _TileGradients
 ) -> _TileGradients:
-    """Adds what the tile of query block ``i`` and key block ``j`` gives to every gradient."""
+    """Adds the contribution of the tile of query block ``i`` and key block ``j`` to every gradient."""
     dtype = statistics_dtype(x.q)
     part, factors = _decayed(_tile(x, blocks, i, j))
     rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in per_query))
-    takes = _takes(part, kind)
-    found_logits, transpose = _transpose(part, _tile_scores(part, kind, takes))
+    masks = _pair_masks(part, kind)
+    found_logits, transpose = _transpose(part, _tile_scores(part, kind, masks))
     logits = _finish(part, kind, found_logits)
     weights = jnp.exp(logits - rows.lse[..., None])
     d_logits = weights * (scores(rows.d_out, part.v) - rows.correction[..., None])
     d_scores, d_learned = transpose(d_logits)
     d_q, d_k = list(found.q), list(found.k)
-    for n, own in zip(kind.pairs, takes, strict=True):
+    for n, own in zip(kind.pairs, masks, strict=True):
         q, k = part.pairs[n]
         d = d_scores if own is None else jnp.where(own, d_scores, 0)
         more_q, more_k = mix(d, k, dtype), gather(q, d, dtype)
@@ -315,7 +301,7 @@ def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
 
 
 def _inexact_leaves(tree):
-    """The differentiable leaves of a tree, and the function that puts others in their place."""
+    """The differentiable leaves of a tree, and the function that replaces them."""
     leaves, structure = jax.tree.flatten(tree)
     which = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
@@ -327,12 +313,12 @@ def _inexact_leaves(tree):
 
 
 def _learned(x: Operands) -> tuple:
-    """What the logits of a tile depend on beside its scores: the bias, and the soft cap where it is an array."""
+    """The inputs of logits beside scores that may be learned: the bias, and the soft cap if it is an array."""
     return x.bias, x.softcap if is_array_number(x.softcap) else None
 
 
 def _transpose(part: Operands, tile_scores):
-    """Logits of a tile under bias and soft cap, and what their gradient means for the scores and for ``_learned``."""
+    """Logits of a tile under bias and soft cap, and their transpose, to gradients of scores and ``_learned``."""
     if part.bias is None and part.softcap is None:
         return tile_scores, lambda d_logits: (d_logits, [])
     leaves, rebuild = _inexact_leaves(_learned(part))
@@ -346,7 +332,7 @@ def _transpose(part: Operands, tile_scores):
 
 
 def _add_learned(x: Operands, blocks: Blocks, i, j, found: list, more: list) -> list:
-    """The gradients of ``_learned`` with those of a tile added, in the place of the tile where it has but a part."""
+    """The gradients of ``_learned`` with those of a tile added, at the indices of the tile."""
     first = {"queries": i * blocks.q, "keys": j * blocks.k}
     learned = _learned(x)
     named = zip(jax.tree.leaves(learned), names_of(learned), strict=True)
@@ -363,7 +349,7 @@ def _added(whole, part, first: list):
 
 
 def _cotangent(x: Operands, found: _TileGradients) -> Operands:
-    """Gradients in the form of the operands, with the ``float0`` zeros of everything that is not differentiable."""
+    """Gradients in the form of the operands, with ``float0`` zeros for leaves that are not differentiable."""
     zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))
     bias, softcap = rebuild([a.astype(leaf.dtype) for a, leaf in zip(found.learned, leaves, strict=True)])

@@ -1,9 +1,9 @@
-"""What decoding keeps of the tokens that were seen: keys, values and where they stand.
+"""The cache of decoding: keys, values and positions of earlier tokens.
 
-A cache has a slot for every token, or, where a mask lets a query see the first few and the recent ones alone, a ring:
-slots for the first few, and ``recent`` more that are written over again and again. Rows of a batch may differ in
-length. Every row counts its own tokens, and padding, on either side, takes no slot. Masks look at the positions that
-are kept beside the keys, so the order of the slots does not matter.
+A cache has a slot for every token. If a mask hides all but the first few and the recent tokens it is a ring buffer:
+slots for the first few, and ``recent`` more that are reused. Rows of a batch may differ in length. Every row counts its
+own tokens, and padding, on either side, takes no slot. Masks read the positions stored with the keys, so the order of
+the slots does not matter.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ class Cache:
     """Keys and values of one layer.
 
     Args:
-        k: keys as ``Scheme.stored`` makes them.
+        k: keys as returned by ``Scheme.stored``.
         v: values.
         positions: of every slot's token.
         ids: 0 for a slot that holds a token, -1 for an empty one.
         gates: cumulative gates of every slot's token (FoX), or None.
         total: the gates of the row's last token, ``[batch, heads]``, or None.
-        first: how many of the first tokens keep their slots while the others share a ring; None without a ring.
+        first: how many first tokens keep their slots while the others share a ring buffer; None without a ring.
         chunk: the most tokens that may be written at once.
     """
 
@@ -58,12 +58,12 @@ class Cache:
         return jnp.where(valid, index, self.slots)
 
     def write(self, k, v, positions, index, valid, gates=None) -> "Cache":
-        """The cache with new tokens in it; what has no slot (padding, or beyond the last slot) is left out.
+        """The cache with new tokens; tokens without a slot (padding, or beyond the last slot) are dropped.
 
         Args:
             k, v: stored keys and values ``[batch, tokens, kv_heads, ...]``.
             positions: ``[batch, tokens]``.
-            index: how many tokens of the row stand before each.
+            index: how many tokens of the row come before each.
             valid: False for padding.
             gates: cumulative gates ``[batch, heads, tokens]``.
 
@@ -73,8 +73,8 @@ class Cache:
         tokens = k.shape[1]
         check(
             tokens <= self.chunk,
-            f"tokens: this cache was made for {self.chunk} tokens at a time, found {tokens}; give init_cache(chunk=) "
-            "the longest part of a prompt",
+            f"tokens: this cache was made for {self.chunk} tokens at a time, found {tokens}; pass the length of the "
+            "longest part of a prompt as init_cache(chunk=)",
         )
         at = jnp.arange(k.shape[0])[:, None], self.slot(index, valid)
 
@@ -104,30 +104,30 @@ def empty(
     size: int,
     value_size: int,
     gates: int = 0,
-    retained: tuple[int, int] | None = None,
+    kept_keys: tuple[int, int] | None = None,
     chunk: int = 1,
     dtype=jnp.float32,
 ) -> Cache:
     """A cache without tokens.
 
     Args:
-        batch: rows.
+        batch: batch rows.
         capacity: the most tokens of a row.
         kv_heads: heads of keys and values.
         size: width of a stored key.
         value_size: width of a value.
         gates: query heads that have gates, 0 for none.
-        retained: ``(first, recent)``: the only tokens that a query can see; None if it can see all. Then a ring of
-            ``recent + chunk - 1`` slots follows the ``first``, for the first query of a chunk looks back from there.
+        kept_keys: ``(first, recent)``: the only tokens that a query can see; None if it can see all. Then a ring of
+            ``recent + chunk - 1`` slots follows the ``first``, enough for the first query of a chunk.
         chunk: the most tokens that are written at once.
         dtype: of keys and values.
     """
     first, slots = None, capacity
-    if retained is not None:
-        # A mask that retains nothing recent (sinks alone) still needs a ring for what is being written.
-        needed = retained[0] + max(retained[1], 1) + chunk - 1
+    if kept_keys is not None:
+        # A mask of sinks alone still needs a ring for the tokens that are being written.
+        needed = kept_keys[0] + max(kept_keys[1], 1) + chunk - 1
         if needed < capacity:
-            first, slots = retained[0], needed
+            first, slots = kept_keys[0], needed
     return Cache(
         jnp.zeros((batch, slots, kv_heads, size), dtype),
         jnp.zeros((batch, slots, kv_heads, value_size), dtype),

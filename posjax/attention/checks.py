@@ -1,4 +1,4 @@
-"""What ``attention`` asks of single arguments, beyond their shapes."""
+"""Checks of single arguments of ``attention``, beyond their shapes."""
 
 import numbers
 
@@ -19,12 +19,12 @@ def check_scale(scale) -> None:
     fits = scale is None or isinstance(scale, numbers.Real | jax.Array | np.ndarray)
     check(
         fits and not isinstance(scale, bool),
-        f"scale must be a number or an array, found {shown(scale)}; scales with a name stand in Scheme(scale=...)",
+        f"scale must be a number or an array, found {shown(scale)}; named scales go in Scheme(scale=...)",
     )
 
 
 def check_masks(q, k, *given: Mask | None) -> None:
-    """Raises ValueError for masks that do not fit a call; to be asked before a mesh splits its rows and heads."""
+    """Raises ValueError for masks that do not fit a call; called before a mesh splits batch and heads."""
     for mask in given:
         if mask is None:
             continue
@@ -35,9 +35,9 @@ def check_masks(q, k, *given: Mask | None) -> None:
 
 
 def checked_positions(name: str, positions: Positions | None, x) -> Positions:
-    """The positions of a call's queries or keys ``x``: those given, as a range or an int32 array.
+    """The positions of a call's queries or keys ``x``, as a range or an int32 array; from 0 if None.
 
-    Raises ValueError, naming them, unless they are integers and one for each token.
+    Raises ValueError unless they are integers, one for each token.
     """
     batch, length = x.shape[:2]
     if positions is None:
@@ -65,7 +65,7 @@ def check_sinks(sinks, heads: int) -> None:
 def rates(decay, dtype) -> Float[Array, "size"] | None:
     """The rates of decay as an array without a gradient, none below 0.
 
-    Raises ValueError for a negative one. Where they are traced a negative one counts as 0, in every backend.
+    Raises ValueError for a negative rate; a traced one counts as 0.
     """
     if decay is None:
         return None
@@ -76,10 +76,9 @@ def rates(decay, dtype) -> Float[Array, "size"] | None:
 
 
 def check_ahead(bias: Bias | None, mask: Mask | None, q_positions: Positions, kv_positions: Positions) -> None:
-    """Raises ValueError for a bias that grows without bound where the first query is known to see a key ahead.
+    """Raises ValueError for a bias that grows without bound if the first query is known to see a key ahead.
 
-    That is known of positions that are ranges, and of a mask that is a function of them. What arrays say, of positions
-    or in a mask, is left to the caller.
+    That is known for positions that are ranges and a mask without arrays; other calls are not checked.
     """
     if bias is None or not bias.grows_ahead:
         return
@@ -87,7 +86,7 @@ def check_ahead(bias: Bias | None, mask: Mask | None, q_positions: Positions, kv
     check(
         key is None,
         f"bias: this {type(bias).__name__} grows without bound for keys ahead, and the first query sees that at "
-        f"{key}; use mask=Causal(), or symmetric=True where every token sees both sides",
+        f"{key}; use mask=Causal(), or symmetric=True if every token sees both sides",
     )
 
 

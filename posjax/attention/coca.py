@@ -39,7 +39,7 @@ def coca_attention(
             ``return_residuals``.
 
     Returns:
-        What ``posjax.attention`` returns: ``[batch, queries, heads, value_size]`` in the dtype of ``v``.
+        As ``posjax.attention``: ``[batch, queries, heads, value_size]`` in the dtype of ``v``.
 
     Raises:
         ValueError: as ``posjax.coca.features`` and ``posjax.attention`` do.

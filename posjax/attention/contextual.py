@@ -1,13 +1,13 @@
-"""Attention under a bias that counts along the scores of its own row (CoPE): dense, and tile by tile in linear memory.
+"""Attention under a contextual bias (CoPE): dense, and tile by tile in linear memory.
 
-Position ``p_ij`` sums the gates of keys ``j`` to ``i``, so the tiles of a block of queries are taken from the last key
-to the first, with the count and the online softmax carried along. Keys must stand in the order of their positions
-(no ring buffer).
+Position ``p_ij`` sums the gates of keys ``j`` to ``i``, so the tiles of a block of queries are visited from the last
+key to the first, and the carry is the count and the online softmax. Keys must be in the order of their positions (no
+ring buffer).
 
-What it costs beside plain attention: no tile is skipped, whatever the mask, and they follow each other strictly; for
-every query a product with the table, as wide as ``max_position`` keys; for every pair a sigmoid, a cumulative sum and
-two reads of the table's products. The backward pass is that of autodiff with two levels of checkpoints, one per block
-of queries and one per tile, so every tile's logits are computed three times.
+Costs beyond plain attention: no tile is skipped, whatever the mask, and they are strictly sequential; for every query a
+product with the table, as wide as ``max_position`` keys; for every pair a sigmoid, a cumulative sum and two reads of
+the table's products. The backward pass is autodiff with two levels of checkpoints, one per block of queries and one per
+tile, so every tile's logits are computed three times.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count
 from posjax._slots import with_head_axis
-from posjax.attention.operands import Operands, capped, group_mask, mix, scores, statistics_dtype
+from posjax.attention.online import OnlineSoftmax
+from posjax.attention.operands import Operands, capped, group_mask, like_zeros, scores, statistics_dtype
 from posjax.attention.padding import lengthen, pad
 from posjax.axes import narrowed
 from posjax.bias import ContextualBias
@@ -27,13 +28,11 @@ from posjax.positions import as_array
 _BLOCK = 256
 
 
-class _Row(NamedTuple):
-    """What is carried along the tiles of a block of queries: the count, and the softmax so far."""
+class _Carry(NamedTuple):
+    """The carry over the tiles of a block of queries."""
 
     count: Float[Array, "batch kv_heads group q"]
-    highest: Float[Array, "batch kv_heads group q"]
-    total: Float[Array, "batch kv_heads group q"]
-    out: Float[Array, "batch kv_heads group q value_size"]
+    softmax: OnlineSoftmax
 
 
 class _Keys(NamedTuple):
@@ -49,11 +48,11 @@ def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries 
 
     Args:
         x: the operands; their bias is a ``ContextualBias``. Their ``q`` is scaled: gates read the scaled scores ``z``.
-        q: the queries as they were before the scale, grouped alike, which meet the table.
+        q: the queries before the scale, grouped alike, for the product with the table.
 
     Returns:
-        Output and log-sum-exp as ``posjax.attention.dense.dense`` gives them: a row that may see no key gives exactly
-        0, with zero gradients, and minus infinity.
+        Output and log-sum-exp as from ``posjax.attention.dense.dense``: a query that may see no key gives exactly 0,
+        with zero gradients, and minus infinity.
 
     Raises:
         ValueError: for another bias, a table of another head size, or several pairs of features.
@@ -61,7 +60,7 @@ def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries 
     _check(x, q)
     blocks = x.q.shape[3], x.k.shape[2]
     keys = _Keys(x.k, x.v, _allowed(x, 0, 0, blocks))
-    return _finish(_tile(x, x.q, x.bias.levels(q), _start(x.q, x.v), keys), x.v.dtype)
+    return _tile(x, x.q, x.bias.levels(q), _start(x.q, x.v), keys).softmax.finished(x.v.dtype)
 
 
 def blockwise_contextual(
@@ -88,14 +87,14 @@ def blockwise_contextual(
         i, scaled, raw = part
         levels = x.bias.levels(raw)
 
-        def step(row, part):
+        def step(carry, part):
             j, k_tile, v_tile = part
             tile = _Keys(k_tile, v_tile, _allowed(x, i, j, blocks))
-            return _tile(x, scaled, levels, row, tile), None
+            return _tile(x, scaled, levels, carry, tile), None
 
         step = jax.checkpoint(step, prevent_cse=False)
-        row, _ = jax.lax.scan(step, _start(scaled, x.v), (jnp.arange(k.shape[0]), k, v), reverse=True)
-        return _finish(row, x.v.dtype)
+        carry, _ = jax.lax.scan(step, _start(scaled, x.v), (jnp.arange(k.shape[0]), k, v), reverse=True)
+        return carry.softmax.finished(x.v.dtype)
 
     parts = _split(x.q, 3, blocks[0]), _split(q, 3, blocks[0])
     results = jax.lax.map(jax.checkpoint(rows, prevent_cse=False), (jnp.arange(parts[0].shape[0]), *parts))
@@ -108,7 +107,7 @@ def _check(x: Operands, q: Array) -> None:
     found = x.bias.table.shape
     check(found[1] == q.shape[-1], f"table must have the head size of q, {q.shape[-1]}, found shape {found}")
     one = not x.far and x.decay is None
-    check(one, "a contextual bias counts along one score: it takes no far branches and no decaying features")
+    check(one, "a contextual bias counts along one score: it supports no far branches and no decaying features")
 
 
 def _split(x: Array, axis: int, size: int) -> Array:
@@ -131,26 +130,13 @@ def _allowed(x: Operands, i, j, blocks: tuple[int, int]) -> Bool[Array, "*#b q k
     return group_mask(part.mask.allowed(*positions), *x.q.shape[1:3])
 
 
-def _start(q: Array, v: Array) -> _Row:
-    dtype = statistics_dtype(q)
-    zero = jnp.zeros_like(q[..., 0], dtype)
-    # Below every real logit but finite, so that a tile without an allowed key needs no special case.
-    lowest = jnp.full_like(zero, float(jnp.finfo(dtype).min) / 4)
-    return _Row(zero, lowest, zero, jnp.zeros_like(q, dtype, shape=(*q.shape[:-1], v.shape[-1])))
+def _start(q: Array, v: Array) -> _Carry:
+    shape = q.shape[:-1]
+    return _Carry(like_zeros(shape, statistics_dtype(q), q), OnlineSoftmax.empty(shape, v.shape[-1], q))
 
 
-def _tile(x: Operands, q: Array, levels: Array, row: _Row, keys: _Keys) -> _Row:
-    """Folds a tile into the row: its logits, the count at its first key, and one step of the online softmax."""
-    logits, count = x.bias.add(scores(q, keys.k), keys.allowed, levels, row.count)
+def _tile(x: Operands, q: Array, levels: Array, carry: _Carry, keys: _Keys) -> _Carry:
+    """The carry after a tile: the count at its first key, and one step of the online softmax."""
+    logits, count = x.bias.add(scores(q, keys.k), keys.allowed, levels, carry.count)
     logits = jnp.where(keys.allowed, capped(x.softcap, logits), -jnp.inf)
-    # The result does not depend on the maximum that is subtracted, so neither does its gradient.
-    highest = jax.lax.stop_gradient(jnp.maximum(row.highest, logits.max(-1)))
-    weights, shrink = jnp.exp(logits - highest[..., None]), jnp.exp(row.highest - highest)
-    out = row.out * shrink[..., None] + mix(weights, keys.v, row.out.dtype)
-    return _Row(count, highest, row.total * shrink + weights.sum(-1), out)
-
-
-def _finish(row: _Row, dtype) -> tuple[Array, Array]:
-    seen = row.total > 0
-    total = jnp.where(seen, row.total, 1)
-    return (row.out / total[..., None]).astype(dtype), jnp.where(seen, row.highest + jnp.log(total), -jnp.inf)
+    return _Carry(count, carry.softmax.added(logits, keys.v))

@@ -1,4 +1,4 @@
-"""cuDNN's flash attention on NVIDIA GPUs, through ``jax.nn``, for those calls that it computes as posjax means them."""
+"""cuDNN's flash attention on NVIDIA GPUs, through ``jax.nn``, for calls where it computes the same function."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ _OLDEST = 8.0
 
 
 def cudnn(x: Operands) -> jax.Array:
-    """``softmax(q k^T where allowed) v``, the output alone: the log-sum-exp that cuDNN returns has no gradient."""
+    """``softmax(q k^T where allowed) v``, without log-sum-exp: that of cuDNN has no gradient."""
     batch, kv_heads, group, queries, size = x.q.shape
     window = _window(x.mask)
     out = jax.nn.dot_product_attention(
@@ -59,7 +59,7 @@ def refusal(x: Operands, with_lse: bool) -> str | None:
 
 
 def unsupported(x: Operands) -> str | None:
-    """Why the cuDNN of this host, if any, does not take what ``refusal`` lets pass, or None."""
+    """Why the cuDNN of this host, if any, does not support a call that ``refusal`` allows, or None."""
     try:
         jax.eval_shape(cudnn, x)
     except (RuntimeError, NotImplementedError) as error:
@@ -90,6 +90,6 @@ def _window(mask: Mask | None) -> int | None:
 
 
 def _aligned(x: Operands) -> bool:
-    """Whether query and key of one index have one position."""
+    """Whether query and key of the same index have the same position, known when tracing."""
     q, k = x.q_positions, x.kv_positions
     return isinstance(q, Range) and isinstance(k, Range) and q.is_static and q == k

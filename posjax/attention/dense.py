@@ -1,4 +1,4 @@
-"""Attention with the whole matrix of logits: quadratic memory, short enough to check by eye, the oracle of the rest."""
+"""Attention with the whole matrix of logits: quadratic memory, short code, the reference for the other backends."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ from posjax.positions import as_array
 def dense(x: Operands) -> tuple:
     """``softmax(softcap(q k^T + bias) where allowed) v``, and the log-sum-exp of every row.
 
-    A row that may see no key gives exactly 0, with zero gradients, and a log-sum-exp of minus infinity.
+    A query that may see no key gives exactly 0, with zero gradients, and a log-sum-exp of minus infinity.
 
     Args:
         x: the operands.
@@ -44,9 +44,9 @@ def dense(x: Operands) -> tuple:
 
 
 def dense_gradients(x: Operands, per_query: PerQuery) -> Operands:
-    """Those of all operands: ``P = exp(z - L)``, ``dz = P (dO V^T - D)``, ``dV = P^T dO``.
+    """Gradients of all operands: ``P = exp(z - L)``, ``dz = P (dO V^T - D)``, ``dV = P^T dO``.
 
-    The keys may be a part of those that the rows see; then so are the gradients.
+    The keys may be part of a sequence; then so are the gradients.
     """
     logits, transpose = jax.vjp(_logits, x)
     weights = jnp.exp(logits - per_query.lse[..., None])
@@ -64,7 +64,7 @@ def _logits(x: Operands):
 
 
 def _scores(x: Operands, q_positions, kv_positions):
-    """Scores of the first pair of features, and of the branches where they hold."""
+    """Scores of the first pair of features, replaced by those of the branches in their masks."""
     q, k = x.q, x.k
     if x.decay is not None:
         q_factor, k_factor = decay_factors(x.decay, q_positions, kv_positions)

@@ -1,4 +1,4 @@
-"""The entrance to attention: on one device, or on every device of a mesh that something tells how to use."""
+"""The public ``attention``: on one device, or over a mesh given by array types or ``partition``."""
 
 from collections.abc import Sequence
 
@@ -40,8 +40,8 @@ def attention(
         o_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink_h))
 
     in this order in every backend. A query that may see no key gives exactly 0, with zero gradients. Logits and
-    statistics are float32 at least, whatever the inputs are. Tokens with a negative id in ``masks.Segments`` are
-    padding and may hold anything, NaN too, unless the mask says that it is finite: no output and no gradient sees it.
+    statistics are at least float32. Tokens with a negative id in ``masks.Segments`` are padding and may hold NaN
+    (unless the mask has ``finite=True``): they affect no output and no gradient.
 
     Args:
         q: queries.
@@ -49,9 +49,9 @@ def attention(
             ``n // (heads // kv_heads)``.
         v: values; their size may differ from that of the keys.
         bias: a bound ``bias.Bias``, the spec of one without parameters (``bias.ALiBi()``), or an array that broadcasts
-            to ``[batch, heads, queries, keys]``. Gradients reach its parameters, or the array.
+            to ``[batch, heads, queries, keys]``. Its parameters, or the array, get gradients.
         mask: a ``masks.Mask``, or a boolean array that broadcasts to ``[batch, heads, queries, keys]``, true where a
-            query may see a key; everything may see everything when left out. Both compose: ``Causal() & array``.
+            query may see a key; every query sees every key when left out. Both compose: ``Causal() & array``.
         scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
             ``1 / sqrt(size)`` when left out.
         sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
@@ -60,33 +60,32 @@ def attention(
             multiplies their queries too.
         decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
             overflow at any length as long as a query sees no key ahead of it, and no tile spans more than about
-            ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). No gradient reaches them. Negative
-            rates are refused; where they are traced they count as 0.
-        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out, which is
-            refused where there are more or fewer keys than queries and anything here depends on positions.
+            ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). They get no gradient. Negative rates
+            raise ValueError; traced ones count as 0.
+        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out, which
+            raises ValueError if there are more or fewer keys than queries and the call depends on positions.
         kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
-        implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) take everything and run everywhere;
-            ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, without a bias and the like) take what they
-            can. None: ``"dense"`` while all logits are few (2^21 over rows and heads, and 512 x 512 of a head),
-            otherwise the kernel of the platform the program is lowered for, ``"blockwise"`` where there is none or it
-            does not take the call. The logger ``"posjax"`` says which and why, at debug level. The choice is made when
+        implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) support every call on every
+            platform; ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, for example without bias) support
+            some. None: ``"dense"`` for few logits (2^21 over batch and heads, and 512 x 512 of a head), otherwise the
+            kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none or it does not
+            support the call. The logger ``"posjax"`` reports which and why, at debug level. The choice is made when
             the program is lowered, also for several platforms at once (``jax.export``). A symbolic batch is large.
-        partition: how the queries lie over the Auto axes of a mesh, a ``NamedSharding``, or a ``PartitionSpec`` for the
-            mesh in use or that of the arrays: axes for the batch first, for the heads third. Attention then runs as it
-            is on every device, inside ``jax.shard_map``. Without it the compiler splits what it can, which is
-            everything but the kernel for TPUs. Explicit axes need nothing: the types of ``q``, ``k`` and ``v`` tell.
-            Key heads that the axis of the heads does not divide are repeated. The sequence is not split here; see
-            ``posjax.attention.sharded``.
-        return_residuals: also return the log-sum-exp of every row, sink included, float32 ``[batch, queries, heads]``;
-            the sink alone, or minus infinity without one, for a row that sees nothing. Its gradient is exact, so parts
-            of a longer sequence can be merged; give the sinks to one part only.
+        partition: how the queries are split over the Auto axes of a mesh, a ``NamedSharding``, or a ``PartitionSpec``
+            for the mesh in use or that of the arrays: axes for the batch first, for the heads third. Attention then
+            runs on every device inside ``jax.shard_map``. Without it the compiler splits everything but the kernel for
+            TPUs. Explicit axes need no partition: the types of ``q``, ``k`` and ``v`` have it. Key heads that the axis
+            of the heads does not divide are repeated. The sequence is not split here; see ``posjax.attention.sharded``.
+        return_residuals: also return the log-sum-exp of every query, with sinks, float32 ``[batch, queries, heads]``:
+            the sink, or minus infinity without one, for a query that sees nothing. Its gradient is exact, so parts of a
+            longer sequence can be merged; give the sinks to one part only.
 
     Returns:
         The output in the dtype of ``v``, or the pair of output and log-sum-exp.
 
     Raises:
         ValueError: for shapes that do not fit, naming the argument; for a bias that grows without bound for keys ahead
-            (one-sided ALiBi) where a query is known to see one; for a backend that does not take the call, with the
+            (one-sided ALiBi) if a query is known to see one; for a backend that does not support the call, with the
             reason; for a sequence that is split over a mesh.
     """
     check_shapes(q, k, v)
@@ -101,7 +100,7 @@ def attention(
 
 
 def _over_mesh(split: Split, q, k, v, *, scale, far, **options):
-    """Attention of every device's own rows and heads."""
+    """Attention on every device, for its own batch rows and heads."""
     far = branches(far)
     check_masks(q, k, options["mask"], *(branch.where for branch in far))
     check_sinks(options["sinks"], q.shape[2])
@@ -116,7 +115,7 @@ def _over_mesh(split: Split, q, k, v, *, scale, far, **options):
 
 
 def _with_three_axes(scale):
-    """An array of factors as ``[batch or 1, queries or 1, heads or 1]``; a number, or None, as it is."""
+    """An array of factors as ``[batch or 1, queries or 1, heads or 1]``; a number or None unchanged."""
     if scale is None or jnp.ndim(scale) in (0, 3):
         return scale
     return jnp.reshape(scale, (1,) * (3 - jnp.ndim(scale)) + jnp.shape(scale))

@@ -1,4 +1,4 @@
-"""What every attention backend takes, in one canonical form."""
+"""The operands of every attention backend, in one canonical form."""
 
 import dataclasses
 import math
@@ -16,17 +16,18 @@ from posjax._checks import check
 from posjax._numbers import at_least_float32, is_array_number, is_number, level, positive_number, register_numbers
 from posjax.axes import WithAxes
 from posjax.bias import Bias
+from posjax.lowered import vary, varying
 from posjax.masks import Mask
 from posjax.positions import Positions, difference
 
 ATTENDED = "posjax_attended"
-"""Name of what attention computes, for policies of ``jax.checkpoint``: see ``named``."""
+"""Checkpoint name of the results of attention, for policies of ``jax.checkpoint``: see ``named``."""
 
 LANES = 128
-"""Numbers that a TPU holds side by side: heads of a multiple of them may lie side by side too."""
+"""Lanes of a TPU register."""
 
 RUN = 128
-"""Tokens of the smallest tile of the kernels; runs of tokens that are put together are multiples of it."""
+"""Tokens of the smallest tile of the kernels; ``Operands.run`` is a multiple of it."""
 
 _LARGEST_EXPONENT = 40.0
 
@@ -37,7 +38,7 @@ _KEYS = ("batch", "kv_heads", "keys", "size")
 @partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class FarPair(WithAxes):
-    """A ``Branch`` whose queries and keys are grouped like the first ones."""
+    """A ``Branch`` with queries and keys in the layout of ``Operands``."""
 
     q: Float[Array, "batch kv_heads group queries size"]
     k: Float[Array, "batch kv_heads keys size"]
@@ -49,7 +50,7 @@ class FarPair(WithAxes):
 @partial(register_numbers, scalars=("softcap",), structure=("run",))
 @dataclasses.dataclass(frozen=True)
 class Operands(WithAxes):
-    """Checked and bound inputs of one attention call; query heads are grouped by the key head they use.
+    """Checked and bound inputs of one attention call; query heads are grouped by key head.
 
     Args:
         q: ``[batch, kv heads, group, queries, size]``, already multiplied by the scale.
@@ -59,12 +60,12 @@ class Operands(WithAxes):
         mask: a mask or None.
         q_positions: ``Range``, ``[queries]`` or ``[batch, queries]``.
         kv_positions: ``Range``, ``[keys]`` or ``[batch, keys]``.
-        far: the pairs of features that replace the first one where their masks say so.
+        far: the pairs of features that replace the first one in their masks.
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
-        run: tokens that follow one another, where queries and keys are several such runs put together, far from each
-            other in the row; a multiple of ``RUN``. No tile then holds tokens of two: most of its pairs might be
-            hidden, and numbers counted from its first token might be large.
+        run: if queries and keys are several runs of consecutive tokens from distant parts of the sequence, the length
+            of a run, a multiple of ``RUN``. Then no tile holds tokens of two runs: most of its pairs might be hidden,
+            and numbers relative to its first token might be large.
     """
 
     q: Float[Array, "batch kv_heads group queries size"]
@@ -94,15 +95,15 @@ class Operands(WithAxes):
 
 
 class PerQuery(NamedTuple):
-    """What a backward pass reads of each query.
+    """The inputs of a backward pass for each query.
 
     Args:
         d_out: the gradient of its output.
-        lse: its log-sum-exp, and infinity, which gives it weights of 0, where it sees nothing; in a kernel without what
-            the bias adds to all of its logits.
+        lse: its log-sum-exp; infinity, which makes its weights 0, if it sees nothing. In a kernel, less the constant
+            that the bias adds to all of its logits.
         correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp.
-        d_lse: ``dL``, which is what the gradients of all its logits sum up to; 0 where another part of the row counts
-            it, and None within a kernel.
+        d_lse: ``dL``, the sum of the gradients of all its logits; 0 if another part of the keys counts it, and None
+            within a kernel.
     """
 
     d_out: Any
@@ -119,14 +120,14 @@ def row_sums(a: Array, b: Array, dtype) -> Array:
 def per_query_of(
     rows: tuple[Array, Array], cotangents: tuple[Array, Array], summed: Callable[..., Array] = row_sums
 ) -> PerQuery:
-    """Of output and log-sum-exp and of the cotangents of both.
+    """``PerQuery`` from output and log-sum-exp and the cotangents of both.
 
-    A row that sees nothing is constant: what reaches its log-sum-exp, perhaps NaN, must not be multiplied by anything.
+    A query that sees nothing has a constant output: the cotangent of its log-sum-exp may be NaN and is replaced by 0.
 
     Args:
         rows: output and log-sum-exp.
         cotangents: theirs.
-        summed: what computes ``row_sums``.
+        summed: an implementation of ``row_sums``.
     """
     (out, lse), (d_out, d_lse) = rows, cotangents
     blind = jnp.isneginf(lse)
@@ -135,15 +136,15 @@ def per_query_of(
 
 
 def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp of both parts of rows; a part that sees nothing has one of minus infinity."""
+    """Output and log-sum-exp over two parts of the keys; a part without visible keys has minus infinity."""
     lse = jnp.logaddexp(first[1], second[1])
     finite = jnp.where(jnp.isneginf(lse), 0, lse)
     out = sum(part.astype(lse.dtype) * jnp.exp(own - finite)[..., None] for part, own in (first, second))
     return out, lse
 
 
-def beside(x):
-    """``[batch, *heads, tokens, size]`` as ``[batch, 1, tokens, heads x size]`` if a head fills whole lanes.
+def merge_heads(x):
+    """``[batch, *heads, tokens, size]`` as ``[batch, 1, tokens, heads x size]`` if a head fills whole TPU lanes.
 
     Otherwise as ``[batch, heads, tokens, size]``.
     """
@@ -153,8 +154,8 @@ def beside(x):
     return jnp.moveaxis(x, -2, 1).reshape(batch, 1, tokens, -1)
 
 
-def apart(x, heads: tuple[int, ...]):
-    """The inverse of ``beside``."""
+def split_heads(x, heads: tuple[int, ...]):
+    """The inverse of ``merge_heads``."""
     batch, several, tokens, _ = x.shape
     if several == math.prod(heads):
         return x.reshape(batch, *heads, tokens, -1)
@@ -162,49 +163,37 @@ def apart(x, heads: tuple[int, ...]):
 
 
 def vary_alike(operands):
-    """Inside ``shard_map``: every array varies over all mesh axes that any of them does; numbers stay as they are.
+    """Inside ``shard_map``: every array varies over all mesh axes that any of them does; numbers are left alone.
 
-    A parameter that is the same on all devices, such as a slope, then gets its gradient summed over them by the
-    transpose of this very step.
+    The transpose of this step sums the gradient of a parameter that is the same on all devices, such as a slope.
     """
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(operands)))
-
-    def vary(leaf):
-        missing = () if is_number(leaf) else tuple(axes - _varying(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, operands) if axes else operands
-
-
-def _varying(leaf) -> frozenset:
-    return jax.typeof(leaf).manual_axis_type.varying
+    axes = frozenset().union(*map(varying, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda leaf: leaf if is_number(leaf) else vary(leaf, axes), operands)
 
 
 def like_zeros(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) -> Array:
     """A constant that varies over the same mesh axes as ``like``, as a loop's carry must inside ``shard_map``."""
-    axes = tuple(_varying(like))
-    constant = jnp.full(shape, fill, dtype)
-    return jax.lax.pcast(constant, axes, to="varying") if axes else constant
+    return vary(jnp.full(shape, fill, dtype), varying(like))
 
 
 def taken_apart(tree: Any) -> tuple[Any, list[bool]]:
-    """The values of a tree that a custom rule with symbolic zeros gets, and of which leaves gradients are wanted."""
+    """The values of a tree given to a rule with symbolic zeros, and for which leaves gradients are wanted."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     return structure.unflatten([leaf.value for leaf in leaves]), [leaf.perturbed for leaf in leaves]
 
 
 def no_gradient(leaf: Array) -> Array | np.ndarray:
-    """The cotangent of a leaf that nothing depends on: zeros, of ``float0`` where it is not differentiable."""
+    """The zero cotangent of a leaf, of ``float0`` if it is not differentiable."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return like_zeros(leaf.shape, leaf.dtype, leaf)
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def named(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Output and log-sum-exp as they are, by the name ``ATTENDED``.
+    """Output and log-sum-exp with the checkpoint name ``ATTENDED``.
 
-    The backward pass of a kernel needs no more than these and its operands. So where ``jax.checkpoint`` keeps what has
-    that name, the kernel does not run again.
+    The backward pass of a kernel needs only these and its operands. So if a policy of ``jax.checkpoint`` saves this
+    name, the forward kernel does not run again.
     """
     return checkpoint_name(out, ATTENDED), checkpoint_name(lse, ATTENDED)
 
@@ -217,7 +206,7 @@ def statistics_dtype(x: Array) -> jnp.dtype:
 def with_bias(
     bias: Bias | None, tile: Float[Array, "batch kv_heads group q k"], q_positions, kv_positions
 ) -> Float[Array, "batch kv_heads group q k"]:
-    """The logits of a tile of scaled scores under a bias, which sees one head axis."""
+    """The logits of a tile of scaled scores under a bias, which takes one head axis."""
     if bias is None:
         return tile
     batch, kv_heads, group, q, k = tile.shape
@@ -225,7 +214,7 @@ def with_bias(
 
 
 def capped(softcap, logits: Float[Array, "*b q k"]) -> Float[Array, "*b q k"]:
-    """``c tanh(z / c)``, or ``z`` where there is no soft cap ``c``."""
+    """``c tanh(z / c)``, or ``z`` without a soft cap ``c``."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
@@ -246,7 +235,7 @@ def decay_factors(
 ) -> tuple[Float[Array, "*b q size"], Float[Array, "*b k size"]]:
     """Factors of the queries and keys of a tile, in their layouts, whose product is ``exp(-a (i - j))``.
 
-    The centre is the tile's last key, so those of the keys are at most 1. Those of the queries exceed 1 only for keys
+    The centre is the tile's last key, so the factors of keys are at most 1. Those of queries exceed 1 only for keys
     ahead of them; the bound on their exponent is never reached for a key behind that is less than
     ``_LARGEST_EXPONENT / max(a)`` from the last one (16,000 positions in xPos).
     """
@@ -267,7 +256,7 @@ def decayed(x: Array, factor: Array) -> Array:
 
 
 def group_mask(tile: Bool[Array, "*b q k"], kv_heads: int, group: int) -> Bool[Array, "*b q k"]:
-    """Splits the head axis of a mask tile, if it has one, like that of the queries.
+    """Splits the head axis of a mask tile, if it has one, into key heads and groups.
 
     Raises:
         ValueError: for a mask whose heads are not those of the queries.
@@ -287,8 +276,8 @@ def scores(
 ) -> Float[Array, "batch kv_heads group q k"]:
     """``q k^T`` for every head, accumulated in the dtype of the statistics.
 
-    The group is folded into the rows, here and below, so that each is one plain matrix product per key head, which
-    every compiler runs without a transposed copy.
+    The group is folded into the rows of the matrix, here and below, so that this is one plain matrix product per key
+    head, which every compiler runs without a transposed copy.
     """
     out = jnp.einsum("bkrd,bksd->bkrs", _fold(q), k, preferred_element_type=statistics_dtype(q))
     return out.reshape(*q.shape[:-1], k.shape[2])
@@ -311,6 +300,11 @@ def gather(
     """
     narrow = jnp.swapaxes(_fold(x), -1, -2)
     return jnp.einsum("bkdr,bkrs->bkds", narrow, _fold(weights.astype(x.dtype)), preferred_element_type=dtype)
+
+
+def flat_heads(x: Array) -> Array:
+    """``[batch, kv heads, group, ...]`` with all query heads on one axis."""
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _fold(x: Array) -> Array:

@@ -1,6 +1,6 @@
-"""Attention as one operation: forward, tangents and backward, each computed by a backend of the program's platform.
+"""Attention as one JAX primitive: forward, tangents and backward, each computed by a backend for the platform.
 
-Parts of rows, which run in and come back with some keys more, are operations too; see ``posjax.attention.backends``.
+Merging part of the keys into earlier results is such a primitive too; see ``posjax.attention.backends``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from posjax.lowered import Form, Lowered, run, zero_tangent
 
 @dataclass(frozen=True)
 class Backends:
-    """What computes a call.
+    """The backends of a call.
 
     Args:
-        usual: where there is no kernel; forward, it may be differentiated by ``jax.jvp``.
-        kernels: the platforms that have one, and those.
+        usual: for platforms without a kernel; its forward pass supports ``jax.jvp``.
+        kernels: platforms and their kernels.
     """
 
     usual: Backend
     kernels: tuple[tuple[str, TPU], ...] = ()
 
     def of(self, platform: str) -> Backend | TPU:
-        """What computes on a platform."""
+        """The backend of a platform."""
         return dict(self.kernels).get(platform, self.usual)
 
 
@@ -44,7 +44,7 @@ def attend(backends: Backends, x: Operands, scale: Any) -> tuple[Array, Array]:
 
 
 def attend_here(backend: Backend | TPU, x: Operands, scale: Any) -> tuple[Array, Array]:
-    """``attend`` by a backend that is traced at once, whatever the platform: one that is interpreted."""
+    """``attend`` by a backend that is traced now, whatever the platform: an interpreted kernel."""
     number = is_number(scale)
     return _here((backend, scale if number else None), x, None if number else scale)
 
@@ -58,7 +58,7 @@ def _here(static: tuple, x: Operands, scale: Any) -> tuple[Array, Array]:
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "rows"], meta_fields=["of_bias"])
 @dataclass(frozen=True)
 class _SavedHere:
-    """What the backward pass needs, and whether anybody wants the gradient of the bias."""
+    """Residuals of the forward pass, and whether the gradient of the bias is wanted."""
 
     x: Operands
     scale: Any
@@ -84,18 +84,18 @@ _here.defvjp(_forward_here, _backward_here, symbolic_zeros=True)
 
 
 def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp of the keys so far and of these, in the dtype of the statistics."""
+    """Output and log-sum-exp of the keys so far and of these keys, in the dtype of the statistics."""
     form, arrays = Form.of((x, scale), unique=has_own(x))
     return tuple(run(_Merge(backends, form), *arrays, *so_far))
 
 
 def per_query_of(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery:
-    """What the backward pass of a part reads of each query, from output, log-sum-exp and the cotangents of both."""
+    """The input of the backward pass of a part of the keys, from output, log-sum-exp and the cotangents of both."""
     return PerQuery(*run(_Correction(backends), *rows, *cotangents))
 
 
 def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
-    """Sums of cotangents, None where they are not wanted, and those of these keys. Queries' are of scaled queries."""
+    """Sums of cotangents (None if not wanted) plus those of these keys. Those of queries are of scaled queries."""
     form, arrays = Form.of((x, scale), unique=has_own(x))
     sums, structure = jax.tree.flatten(so_far)
     return structure.unflatten(run(_Add(backends, form, structure), *arrays, *per_query, *sums))
@@ -131,7 +131,7 @@ class _Forward(Lowered):
 class _Tangents(Lowered):
     """Tangents of output and log-sum-exp, from their values and from the tangents of the arrays that ``which`` names.
 
-    The values are for the transpose, which finds the weights ``P = exp(z - lse)`` from them.
+    The values are for the transpose, which computes the weights ``P = exp(z - lse)`` from them.
     """
 
     backends: Backends
@@ -177,7 +177,7 @@ class _Backward(Lowered):
 
 
 def _of_bias(wanted: Operands) -> bool:
-    """Whether some array of the bias is wanted; what is known when tracing never is."""
+    """Whether the gradient of some array of the bias is wanted; never for values known when tracing."""
     return any(leaf is True for leaf in jax.tree.leaves(wanted.bias))
 
 
@@ -211,7 +211,7 @@ class _Correction(Lowered):
 
 @dataclass(frozen=True)
 class _Add(Lowered):
-    """``Backend.add`` of the arrays of a call, of what is known of each query, and of sums with a structure."""
+    """``Backend.add`` of the arrays of a call, ``PerQuery``, and sums with a structure."""
 
     backends: Backends
     form: Form

@@ -1,7 +1,4 @@
-"""What a bias or mask from outside the library must give, checked once for each call without computing anything.
-
-What the library's own classes give is known, and its tests see to that.
-"""
+"""Checks of biases and masks from outside the library, once for each call, without computing anything."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -19,12 +16,12 @@ from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
 
-# Sides of the tile that is tried: neither 1, which would broadcast, nor the same, which would hide a transpose.
+# Sides of the tile that is tried: not 1, which would broadcast, and not equal, which would hide a transpose.
 _QUERIES, _KEYS = 2, 3
 
 
 def checked(x: Operands) -> Operands:
-    """The operands, once the bias and the masks that are not the library's have been checked; see ``on_device``.
+    """The operands, with biases and masks from outside the library checked and ``on_device``.
 
     Raises:
         ValueError: for a class that JAX does not know, or a tile of another shape or dtype, naming the class.
@@ -40,9 +37,9 @@ def checked(x: Operands) -> Operands:
 
 
 def on_device(slot: Any) -> Any:
-    """A bias or mask whose parts from outside the library hold JAX arrays where they held NumPy ones.
+    """A bias or mask with JAX arrays in place of NumPy arrays in its parts from outside the library.
 
-    A NumPy array cannot be looked up by positions that are traced.
+    A NumPy array cannot be indexed by traced positions.
     """
 
     def own(node) -> bool:
@@ -55,7 +52,7 @@ def on_device(slot: Any) -> Any:
 
 
 def heads_of(slot: Bias | Mask) -> int | None:
-    """For how many heads a bound bias or a mask is; None where its values are the same for any.
+    """For how many heads a bound bias or a mask is; None if its values are the same for all.
 
     Raises:
         ValueError: for a class that JAX does not know, or values that fail, naming the class.
@@ -64,7 +61,7 @@ def heads_of(slot: Bias | Mask) -> int | None:
     if isinstance(slot, OfPairs):
         heads = slot.array.shape[1]
     elif isinstance(slot, Bias) and not is_own(slot) and sizes_of(slot, "heads"):
-        # What the library binds for one head has one entry for it, which is not for all.
+        # A bias that the library binds for one head has one entry, which does not broadcast.
         return max(sizes_of(slot, "heads"))
     else:
         here = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -78,7 +75,7 @@ def _kind(part: Any) -> type:
 
 
 def _own(slot: OverPairs | None) -> Iterator[OverPairs]:
-    """The bias or mask, or those of the masks that it is composed of, that are not the library's."""
+    """The parts of a bias or mask that are from outside the library."""
     if slot is not None and is_own(slot):
         yield slot
         return
@@ -93,7 +90,7 @@ def has_own(x: Operands) -> bool:
 
 
 def _check_axes(part: OverPairs) -> None:
-    """A class with arrays beside those of the one that it has its axes from must say what their axes are."""
+    """Raises ValueError for a class with more arrays than the class that it inherits its axes from."""
     kind, owner = type(part), _owner(type(part), "axes")
     if owner is kind or not dataclasses.is_dataclass(owner):
         return
@@ -101,12 +98,12 @@ def _check_axes(part: OverPairs) -> None:
     check(not more, f"{kind.__name__} has fields {more} beside those of {owner.__name__}: give it axes of its own")
 
 
-# What describes the values or pairs of a class, and must be redefined where those are.
-_SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "retained")}
+# Properties of the values or pairs of a class, which must be overridden together with those.
+_SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "kept_keys")}
 
 
 def _check_derived(kind: type[OverPairs]) -> None:
-    """A class that changes the numbers of one of the library's must not keep what that one says of them."""
+    """Raises ValueError for a class that overrides values or pairs of a library class but not their properties."""
 
     def inherited(name: str) -> bool:
         owner = _owner(kind, name)
@@ -122,12 +119,12 @@ def _check_derived(kind: type[OverPairs]) -> None:
 
 
 def _owner(kind: type, name: str) -> type:
-    """The class from which another has a method."""
+    """The class that defines a method of another."""
     return next(base for base in kind.__mro__ if name in vars(base))
 
 
 def _check_part(part: OverPairs, x: Operands) -> None:
-    """Tries a tile, and that of one row where the rows of a batch differ."""
+    """Tries a tile, and that of one batch row if the rows differ."""
     if isinstance(part, ContextualBias):
         return
     batch, kv_heads, group = x.q.shape[:3]
@@ -154,14 +151,14 @@ def _check_tile(part: OverPairs, x: Operands, batch: int, heads: int) -> jax.Sha
 
 
 def _method(part: OverPairs) -> str:
-    """What gives the tile of a part: the method that its class defines."""
+    """The method that computes the tile of a part."""
     if isinstance(part, Mask):
         return "allowed"
     return "values" if part.only_adds else "apply"
 
 
 def _like(positions: Positions, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """Positions of ``length`` tokens, with an axis of rows and one of heads where the call's have rows."""
+    """Positions of ``length`` tokens, with axes of batch and heads if the call's have a batch axis."""
     rows = not isinstance(positions, Range) and positions.ndim == 2
     return jax.ShapeDtypeStruct((batch, 1, length) if rows else (length,), jnp.int32)
 
@@ -172,7 +169,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _tile(part: OverPairs, method: str, sides: tuple[int, int], *arguments) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of what a method gives of the first tile with these sides."""
+    """Shape and dtype of the result of a method for the first tile with these sides."""
 
     def computed(*arguments):
         here = narrowed(on_device(part), queries=(0, sides[0]), keys=(0, sides[1]))
@@ -191,11 +188,11 @@ def _tile(part: OverPairs, method: str, sides: tuple[int, int], *arguments) -> j
 
 
 def _check_reads(part: OverPairs, method: str, read: Sequence[Any]) -> None:
-    """Raises ValueError where a method reads what is being traced beside its arguments and the leaves of its object."""
+    """Raises ValueError if a method reads a traced array that is neither an argument nor a leaf of its object."""
     leaves = {id(leaf) for leaf in jax.tree.leaves(part)}
     foreign = [array for array in read if isinstance(array, jax.core.Tracer) and id(array) not in leaves]
     check(
         not foreign,
-        f"{_kind(part).__name__}.{method} reads an array of the function that is being traced, which is none of its "
+        f"{_kind(part).__name__}.{method} reads an array of the function that is being traced, which is not one of its "
         "fields; make it a data field of the class, or give it as a NumPy array",
     )

@@ -1,4 +1,4 @@
-"""Padding: tokens that a batch carries along, and those that lengthen operands to whole tiles."""
+"""Padding: padding tokens of a batch, and tokens that lengthen operands to whole tiles."""
 
 import dataclasses
 
@@ -6,20 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from posjax._numbers import LARGEST
 from posjax.attention.operands import Operands, PerQuery
 from posjax.axes import Names, each
 from posjax.bias import Bias
 from posjax.masks import Mask, Segments, padding_of
 from posjax.positions import Positions, Range, as_array
 
-_LARGEST_POSITION = 2**31 - 1
-
 
 def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, ...]:
     """Queries and arrays over keys, ``[batch, tokens, ...]``, with zeros for the tokens that are padding by their mask.
 
-    Padding may hold anything, NaN too, and ``0 * NaN`` is NaN: what is hidden must be gone before anything multiplies
-    it. A selection is; its transpose gives padding gradients of exactly zero.
+    Padding may hold NaN, and ``0 * NaN`` is NaN: it must be replaced before any product, by ``where``. The transpose
+    gives padding gradients of exactly zero.
     """
     found = padding_of(mask)
     return (q, *keys) if found is None else (_blank(found[0], q), *(_blank(found[1], x) for x in keys))
@@ -33,7 +32,7 @@ def without_padded_scale(mask: Mask | None, scale, q: Array):
 
 
 def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
-    """A bound bias with zeros for what it holds of tokens that are padding by their mask: FoX's gates."""
+    """A bound bias with zeros in the arrays over tokens (FoX's gates) for those that are padding by their mask."""
     found = padding_of(mask)
     if found is None:
         return bias
@@ -41,7 +40,7 @@ def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
 
     def shown(array, names: Names):
         sides = [name for name in names if name in hidden]
-        # What has no axis of rows is not of one row's padding.
+        # An array without a batch axis does not belong to the padding of one batch row.
         own = len(sides) == 1 and "batch" in names
         return _blank(hidden[sides[0]], array, names.index("batch"), names.index(sides[0])) if own else array
 
@@ -49,16 +48,16 @@ def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
 
 
 def _blank(hidden: Bool[Array, "batch tokens"], x: Array, rows: int = 0, tokens: int = 1) -> Array:
-    """Zeros for the hidden tokens, which lie along an axis of an array with another axis of rows."""
+    """Zeros for the hidden tokens; ``rows`` and ``tokens`` are the batch and token axes of ``x``."""
     others = [axis for axis in range(x.ndim) if axis not in (rows, tokens)]
     hidden = jnp.expand_dims(hidden if rows < tokens else hidden.T, others)
     return jnp.where(hidden, jnp.zeros((), x.dtype), x)
 
 
 def pad(x: Operands, q_block: int, k_block: int) -> Operands:
-    """Lengthens everything to whole blocks; keys that were added are masked out, queries are cut off again later.
+    """Lengthens everything to whole blocks; added keys are masked, added queries are cut off later.
 
-    Queries, keys and values, whose last axis is ``"size"``, get zeros, and all else its last entries.
+    Queries, keys and values, whose last axis is ``"size"``, get zeros, all other arrays their last entries.
     """
     queries, keys = x.q.shape[3], x.k.shape[2]
     whole = queries + -queries % q_block, keys + -keys % k_block
@@ -84,7 +83,7 @@ def lengthened(tree, **sizes: tuple[int, int]):
 
 
 def lengthened_rows(per_query: PerQuery, queries: int) -> PerQuery:
-    """What is known of each query with more of them: whatever their logits are, they have weights of 0."""
+    """``per_query`` for more queries, whose weights are 0 for any logits."""
     more = queries - per_query.lse.shape[3]
     infinite = lengthen(per_query.lse, more, axis=3, constant_values=jnp.inf)
     return PerQuery(*(lengthen(array, more, axis=3) for array in per_query))._replace(lse=infinite)
@@ -97,7 +96,7 @@ def _longer(array, axis: int, before: int, more: int, projected: bool):
 
 
 def _longer_range(positions: Range, more: int) -> Positions:
-    if not positions.is_static or positions.start + positions.length + more - 1 <= _LARGEST_POSITION:
+    if not positions.is_static or positions.start + positions.length + more - 1 <= LARGEST:
         return Range(positions.start, positions.length + more)
     return lengthen(as_array(positions), more, axis=0, mode="edge")
 

@@ -1,17 +1,17 @@
 """Which tiles of the logits are visited, in which order, and what each of them needs: one plan for all backends.
 
-The logits of a head are cut into tiles of ``q`` queries and ``k`` keys. A backend takes the rows of tiles one after the
-other (forward: a block of queries; backward: a block of keys) and in each row only the tiles where the mask lets
-something through, sorted by what they need, so that the code for one kind of tile knows nothing of the others. Causal
-attention in 4 x 4 tiles, ``.`` never visited, ``#`` whole, ``m`` masked, and with a window of two tiles:
+The logits of a head are cut into tiles of ``q`` queries and ``k`` keys. A backend computes the rows of tiles in turn
+(forward: a block of queries; backward: a block of keys) and in each row only the tiles with an allowed pair, sorted by
+kind, so that each kind has its own code. Causal attention in 4 x 4 tiles, ``.`` never visited, ``#`` full, ``m``
+masked, and with a window of two tiles:
 
     m . . .        m . . .        far pairs (ReRoPE) beyond one tile:   m . . .
     # m . .        m m . .        ``f`` is scored by the far features,  b m . .
     # # m .        . m m .        ``b`` by both, the rest by the near   f b m .
     # # # m        . . m m                                              f f b m
 
-Where positions and masks are known when tracing, so is the plan, in NumPy; otherwise it is computed from the extents of
-the blocks before the first tile.
+If positions and masks are known when tracing, so is the plan, in NumPy; otherwise it is computed from the bounds of the
+blocks before the first tile.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax.attention.operands import Operands
-from posjax.masks import Extent, Mask, extent
+from posjax.masks import BlockBounds, Mask, block_bounds
 
 NEAR, BEHIND, AHEAD = "near", "behind", "ahead"
-"""What a bias by distance is within a tile: different numbers, or one number for all keys far behind or far ahead."""
+"""A bias by distance within a tile: it varies, or it is constant, for keys far behind or far ahead."""
 
 
 class Blocks(NamedTuple):
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What the logits of a tile need.
+    """What is needed to compute the logits of a tile.
 
     Args:
         pairs: the pairs of features that score some of it.
@@ -67,7 +67,7 @@ class TilePlan(NamedTuple):
 
     @property
     def with_every_query(self) -> "TilePlan":
-        """The plan with a masked tile for every block of queries that sees no key: who writes it has to visit it."""
+        """The plan with a masked tile for every block of queries that sees no key, so that its gradient is written."""
         xp = np if isinstance(self.grid, np.ndarray) else jnp
         alone = xp.concatenate([xp.zeros_like(self.grid[..., 1:], bool), ~(self.grid > 0).any(-1, keepdims=True)], -1)
         masked = [n for n, kind in enumerate(self.kinds, start=1) if kind.masked]
@@ -85,29 +85,29 @@ def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead
         blocks: sizes of the tiles.
         constant_from: the distance from which on a bias by distance is constant, or None.
         ahead: distance of the first query from the first key, for a bias by distance.
-        together: whether the rows of the batch visit the same tiles, those that any of them needs.
+        together: whether all batch rows visit the same tiles, those that any of them needs.
     """
-    extents = extent(x.q_positions, blocks.q), extent(x.kv_positions, blocks.k)
-    some, every = _bounds(x.mask, *extents, together)
+    bounds = block_bounds(x.q_positions, blocks.q), block_bounds(x.kv_positions, blocks.k)
+    some, every = _some_and_every(x.mask, *bounds, together)
     reach = np.zeros((), int) if constant_from is None else _reach(x, blocks, constant_from, ahead)
     reaches = (NEAR,) if constant_from is None else (NEAR, BEHIND, AHEAD)
     choices = [(n,) for n in range(len(x.pairs))] + ([tuple(range(len(x.pairs)))] if x.far else [])
     kinds = tuple(Kind(*each) for each in ((p, m, r) for m in (False, True) for p in choices for r in reaches))
-    pair = _pairs(x, *extents, together)
+    pair = _pairs(x, *bounds, together)
     return _compact(kinds, some * (1 + (~every * len(choices) + pair) * len(reaches) + reach))
 
 
 def _compact(kinds: tuple[Kind, ...], grid) -> TilePlan:
-    """The plan without kinds that do not occur, where that is known."""
+    """The plan without kinds that do not occur, if that is known."""
     if not isinstance(grid, np.ndarray):
         return TilePlan(kinds, grid.astype(jnp.int32))
-    # A mask that allows nothing still has one kind, of which there is no tile.
+    # A mask that allows nothing still has one kind, without tiles.
     found, index = np.unique(np.append([0, 1] if not grid.any() else [0], grid), return_inverse=True)
     return TilePlan(tuple(kinds[n - 1] for n in found[1:]), index[-grid.size :].reshape(grid.shape).astype(np.int32))
 
 
-def _bounds(mask: Mask | None, q: Extent, k: Extent, together: bool):
-    """Whether something and whether everything is allowed, ``[batch or 1, q blocks, k blocks]``, over all heads."""
+def _some_and_every(mask: Mask | None, q: BlockBounds, k: BlockBounds, together: bool):
+    """Whether some and whether every pair is allowed, ``[batch or 1, q blocks, k blocks]``, over all heads."""
     grid = q.low.shape[-1], k.low.shape[-1]
     if mask is None:
         return np.ones((1, *grid), bool), np.ones((1, *grid), bool)
@@ -122,11 +122,11 @@ def _with_rows(x, grid):
     return xp.broadcast_to(x, (*x.shape[:2], *grid))
 
 
-def _pairs(x: Operands, q: Extent, k: Extent, together: bool):
-    """Index of the pair of features that scores a tile; the number of pairs where it takes all of them."""
+def _pairs(x: Operands, q: BlockBounds, k: BlockBounds, together: bool):
+    """Index of the pair of features that scores a tile; the number of pairs if it needs all of them."""
     pair, whole = 0, True
     for n, far in enumerate(x.far, start=1):
-        some, every = _bounds(far.where, q, k, together)
+        some, every = _some_and_every(far.where, q, k, together)
         pair, whole = pair + n * every, whole & (every | ~some)
     return pair * whole + len(x.pairs) * (1 - whole)
 
@@ -140,7 +140,7 @@ def _reach(x: Operands, blocks: Blocks, constant_from: int, ahead):
 
 
 class Visits(NamedTuple):
-    """For every row of tiles the columns to visit, kind after kind, ``[..., rows, columns]``.
+    """For every row of tiles the columns to visit, sorted by kind, ``[..., rows, columns]``.
 
     ``ends``, ``[..., rows, kinds]``, is where the list of each kind ends. Tiles that are not visited come last.
     """
@@ -150,7 +150,7 @@ class Visits(NamedTuple):
 
 
 def visits(grid, kinds: int) -> Visits:
-    """The visits of a plan's grid, or of its transpose; in NumPy where it is known when tracing."""
+    """The visits of a plan's grid, or of its transpose; in NumPy if it is known when tracing."""
     xp = np if isinstance(grid, np.ndarray) else jnp
     order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1, stable=True)
     return Visits(order, (grid[..., None] == np.arange(1, kinds + 1)).sum(-2).cumsum(-1))

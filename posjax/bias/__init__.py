@@ -3,7 +3,7 @@
 A spec (``ALiBi``, ``T5``, ``Kerple``, ...) is a frozen, hashable dataclass of hyper-parameters.
 ``spec.init(key, num_heads)`` makes its parameters, if it has any; ``spec.bind(params, num_heads=...)`` makes the pytree
 that attention takes. A few also multiply the scores (``ScaleInvariant``), read the tokens (``FoX``) or the scores
-(``CoPE``); what every spec says of itself stands in ``BiasSpec``.
+(``CoPE``); ``BiasSpec`` has the properties of every spec.
 """
 
 from posjax.bias.alibi import ALiBi, LinearBias, alibi_bias, alibi_slopes

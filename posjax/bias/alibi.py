@@ -65,8 +65,8 @@ def alibi_bias(
 class LinearBias(Bias):
     """``b_h(i, j) = -m_h (i - j)``, or ``-m_h |i - j|`` when symmetric, with slopes ``m`` of shape ``[heads]``.
 
-    A symmetric bias may tell left from right: ``ahead`` holds other slopes for keys ahead of the query, and ``offset``
-    brings keys behind it nearer, ``-m_h (|i - j| - offset)``.
+    A symmetric bias may distinguish left from right: ``ahead`` holds other slopes for keys ahead of the query, and
+    ``offset`` shortens the distance of keys behind it, ``-m_h (|i - j| - offset)``.
     """
 
     slopes: Float[Array, "heads"]
@@ -84,7 +84,7 @@ class LinearBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """``-m_h (i - j)``, or the symmetric forms of it; ``[heads, q, k]`` for positions that the batch shares."""
-        # The distance is exact before it meets the slope, so the bias keeps its bits at any position.
+        # The distance is exact before it is multiplied, so the bias has the same bits at any position.
         slopes = widened(self.slopes)
         r = distance(q_positions, kv_positions, slopes.dtype)
         slopes = heads_first(slopes, r)
@@ -100,17 +100,17 @@ class ALiBi(BiasSpec):
     """Spec of ALiBi (Press et al., arXiv 2108.12409): ``b_h(i, j) = -m_h (i - j)``.
 
     Args:
-        symmetric: ``-m_h |i - j|``, for bidirectional attention. Such a model cannot tell left from right.
+        symmetric: ``-m_h |i - j|``, for bidirectional attention. Such a model cannot distinguish left from right.
         learned: the slopes are parameters, initialised to Press et al.'s.
-        direction: lets a symmetric bias tell left from right. ``"offset"``: keys behind the query count as half a
-            position nearer, ``-m_h (|i - j| - 1/2)``, as in the encoders of Ruoss et al. (arXiv 2305.16843).
-            ``"slopes"``: keys ahead have learned slopes of their own, which start equal.
+        direction: lets a symmetric bias distinguish left from right. ``"offset"``: keys behind the query count as half
+            a position nearer, ``-m_h (|i - j| - 1/2)``, as in the encoders of Ruoss et al. (arXiv 2305.16843).
+            ``"slopes"``: keys ahead have their own learned slopes, which start equal.
         factor: ``s >= 1`` divides the slopes, which interpolates positions for a context ``s`` times as long
             (Al-Khateeb et al., arXiv 2310.13017).
-        steepest: the largest slope. The others keep their ratios to it. None leaves Press et al.'s, ``2^(-8 / H)`` for
-            ``H`` heads, a power of two: with few heads none then attends to the nearest tokens alone.
-        ladder: the slopes are those of so many heads, repeated: it divides the number of heads, and as many heads
-            share each slope. None gives every head a slope of its own.
+        steepest: the largest slope. The others keep their ratios to it. None is Press et al.'s, ``2^(-8 / H)`` for
+            ``H`` heads, a power of two: with few heads, no head is then limited to the nearest tokens.
+        ladder: the slopes of this number of heads, repeated; it must divide the number of heads. None gives every head
+            its own slope.
     """
 
     symmetric: bool = False
@@ -135,7 +135,7 @@ class ALiBi(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
-        """``symmetric=True``; None where it is given."""
+        """``"symmetric=True"``, or None if it is set."""
         return None if self.symmetric else "symmetric=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:

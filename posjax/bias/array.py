@@ -1,4 +1,4 @@
-"""A bias that is given as an array."""
+"""A bias given as an array."""
 
 import dataclasses
 from functools import partial
@@ -16,7 +16,7 @@ from posjax.bias.base import Bias
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class ArrayBias(OfPairs, Bias):
-    """``b_h(i, j) = array[batch, h, i, j]`` by the places of the tokens in the call, whatever their positions are.
+    """``b_h(i, j) = array[batch, h, i, j]``, indexed by the order of the tokens in the call, not by positions.
 
     Args:
         array: broadcasts to ``[batch, heads, queries, keys]``; its gradient has its own shape.

@@ -1,4 +1,4 @@
-"""The protocol of additive biases, and what their specs have in common."""
+"""The base classes of additive biases and of their specs."""
 
 import dataclasses
 from functools import partial
@@ -16,12 +16,12 @@ from posjax._slots import OfSomeHeads, OverPairs
 class Bias(OverPairs):
     """A bound bias: a registered pytree whose leaves are its parameters, ready to be evaluated on any tile.
 
-    Gradients reach the leaves through every attention backend. ``values`` is all that a subclass must define; ``axes``
-    too where its arrays have axes of rows or tokens, and where they have one of heads that can be cut.
+    Every attention backend gives gradients for the leaves. A subclass must define ``values``, and ``axes`` if its
+    arrays have axes of batch rows or tokens, or one of heads that can be cut.
     """
 
     by_distance: ClassVar[bool] = False
-    """Whether it is a number to add that depends on ``i - j`` alone."""
+    """Whether it only adds a number that depends on ``i - j`` alone."""
 
     @property
     def grows_ahead(self) -> bool:
@@ -30,17 +30,17 @@ class Bias(OverPairs):
 
     @property
     def constant_from(self) -> int | None:
-        """A distance from which on, behind and ahead, a bias by distance has one value on either side; or None."""
+        """The distance from which a bias by distance is constant, separately behind and ahead; or None."""
         return None
 
     @property
     def only_adds(self) -> bool:
-        """Whether ``values`` say all of it: it is no factor of the scores."""
+        """Whether it only adds ``values`` and does not multiply the scores."""
         return type(self).apply is Bias.apply
 
     def values(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Float[Array, "*b heads q k"]:
         """The tile, ``[heads, q, k]`` for positions ``[n]`` and ``[batch, heads, q, k]`` for ``[batch, 1, n]``."""
-        raise TypeError(f"{type(self).__name__} does not say its values")
+        raise TypeError(f"{type(self).__name__} does not define values")
 
     def _tile(self, q_positions, kv_positions):
         return self.values(q_positions, kv_positions)
@@ -69,11 +69,11 @@ class BiasOfHeads(OfSomeHeads, Bias):
     size: int
 
     def values(self, q_positions, kv_positions):
-        """Those of all heads, narrowed."""
+        """Some heads of the tile of all heads."""
         return self.kept(self.whole.values(q_positions, kv_positions))
 
     def apply(self, scores, q_positions, kv_positions):
-        """The same; of a bias that is also a factor, what it makes of scores that are 0 for the other heads."""
+        """As ``Bias.apply``; a bias that is also a factor is applied to scores that are 0 for the other heads."""
         if self.only_adds:
             return super().apply(scores, q_positions, kv_positions)
         shape = jax.eval_shape(self.whole.values, q_positions, kv_positions).shape
@@ -85,28 +85,28 @@ class BiasOfHeads(OfSomeHeads, Bias):
 
     @property
     def only_adds(self):
-        """As the whole bias."""
+        """Same as ``whole``."""
         return self.whole.only_adds
 
     @property
     def by_distance(self):
-        """As the whole bias."""
+        """Same as ``whole``."""
         return self.whole.by_distance
 
     @property
     def constant_from(self):
-        """As the whole bias."""
+        """Same as ``whole``."""
         return self.whole.constant_from
 
 
 class BiasSpec:
-    """What may be asked of the hyper-parameters of every bias, with default answers.
+    """The base class of the hyper-parameters of biases, with default properties.
 
     A subclass is a frozen, hashable dataclass with ``bind(params=None, *, num_heads)``, which returns a ``Bias``.
     """
 
     reads_tokens: ClassVar[bool] = False
-    """Whether it is a function of the tokens: ``prepare`` makes from them what ``bind`` then needs (FoX)."""
+    """Whether it is a function of the tokens: ``prepare`` computes the input of ``bind`` from them (FoX)."""
     contextual: ClassVar[bool] = False
     """Whether it is a function of the scores themselves, and bound as a ``ContextualBias`` (CoPE)."""
     shared_across_layers: bool = False
@@ -116,7 +116,7 @@ class BiasSpec:
 
     @property
     def one_sided(self) -> str | None:
-        """The option that fits it to bidirectional attention, ``""`` if none does; None when it fits as it is."""
+        """The option that fits it to bidirectional attention, ``""`` if none does; None if it already fits."""
         return None
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
@@ -142,8 +142,8 @@ def distance(
 ) -> Float[Array, "*b 1 q k"]:
     """Distance ``i - j`` of every pair, positive for keys behind the query: whole, rounded once to ``dtype``.
 
-    ``i - j`` may leave int32. So positions come in halves, ``i = 65536 a + b``, as floats: the differences of ``a`` and
-    of ``b`` are exact, and their sum is the one number that is rounded.
+    ``i - j`` may leave int32. So positions are split, ``i = 65536 a + b``, as floats: the differences of ``a`` and of
+    ``b`` are exact, and only their sum is rounded.
     """
     positions = level(q_positions[..., :, None], kv_positions[..., None, :])
     (i, more_i), (j, more_j) = (_halves(p if p.ndim > 2 else p[None], dtype) for p in positions)
@@ -161,14 +161,14 @@ def heads_first(per_head: Float[Array, "heads"], tile: Array) -> Float[Array, "*
 
 
 def widened(x: Array) -> Array:
-    """At least float32: parameters of low precision meet positions, which would not survive it."""
+    """At least float32, because low precision does not hold positions."""
     return x.astype(at_least_float32(x.dtype))
 
 
 def widened_leaves(tree):
     """A tree, such as a bound bias, with its narrow arrays (bfloat16, float16) in float32, the same numbers.
 
-    The gradient of a parameter is a sum over rows, queries and keys: so it is summed in float32, and rounded once.
+    The gradient of a parameter, a sum over batch, queries and keys, is then summed in float32 and rounded once.
     """
 
     def wide(leaf):

@@ -15,7 +15,7 @@ from posjax.bias.base import Bias, BiasSpec, take, widened
 @partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class ContextualBias(Bias):
-    """``z_ij + interpolate(q_i . table, p_ij)``, where ``p_ij = sum_{k=j..i} sigmoid(z_ik)`` counts by content.
+    """``z_ij + interpolate(q_i . table, p_ij)`` with the contextual position ``p_ij = sum_{k=j..i} sigmoid(z_ik)``.
 
     The sum runs over the keys that ``i`` may see, itself included: with all gates open ``p_ij = i - j + 1``. It has no
     ``values``, as it reads the scores; ``posjax.attention.contextual`` computes it.
@@ -41,8 +41,8 @@ class ContextualBias(Bias):
     ) -> tuple[Float[Array, "*b q k"], Float[Array, "*b q"]]:
         """Logits of a tile of scaled scores, and the count at its first key.
 
-        ``carried`` is the count at the first key of the tile to the right, 0 where there is none: tiles are taken from
-        the last key to the first, and keys must stand in the order of their positions.
+        ``carried`` is the count at the first key of the tile to the right, 0 if there is none: tiles are visited from
+        the last key to the first, and keys must be in the order of their positions.
         """
         gates = jnp.where(allowed, jax.nn.sigmoid(scores), 0)
         count = carried[..., None] + jax.lax.cumsum(gates, gates.ndim - 1, reverse=True)
@@ -50,7 +50,7 @@ class ContextualBias(Bias):
 
 
 def interpolate(levels: Float[Array, "*b q n"], positions: Float[Array, "*b q k"]) -> Float[Array, "*b q k"]:
-    """``levels`` read at real positions >= 0, linearly between whole ones; from ``n - 1`` on the last level."""
+    """``levels`` at real positions >= 0, interpolated linearly; the last level at ``n - 1`` and above."""
     last = levels.shape[-1] - 1
     positions = jnp.minimum(positions, last)
     lower = jax.lax.stop_gradient(jnp.minimum(jnp.floor(positions), last - 1))
@@ -65,14 +65,13 @@ class CoPE(BiasSpec):
 
     ``g_ij = sigmoid(z_ij)``, ``p_ij = min(sum_{k=j..i} g_ik, max_position - 1)``, and
     ``logit_ij = z_ij + q_i . e[p_ij]``, with ``e`` interpolated linearly between whole positions. ``z`` is the scaled
-    score, ``q`` the query before the scale. One table of one layer serves all its heads.
+    score, ``q`` the query before the scale. The heads of a layer share one table.
 
-    It needs the scores of a whole row before any logit, from the query backwards: attention visits the tiles of keys
-    one after the other from the last to the first. For causal attention only; with keys ahead the count would start at
-    the last of them.
+    The count runs from the query backwards, so attention visits the tiles of keys in order, from the last to the first.
+    For causal attention only; with keys ahead the count would start at the last of them.
 
     Args:
-        max_position: rows of the table. Counts from ``max_position - 1`` on share the last row.
+        max_position: rows of the table. Counts of ``max_position - 1`` and above share the last row.
     """
 
     max_position: int = 64

@@ -62,17 +62,17 @@ class FIRE(BiasSpec):
 
     ``b_h(i, j) = MLP_h( psi(i - j) / (psi(max(i, |l L0|)) + 1e-6) )`` with ``psi(r) = log(|c r| + 1)``. For causal
     attention its argument lies in [0, 1] at any length. It depends on the position of the query, so shifting all
-    positions changes it: positions count from 0 at the start of each document. With keys ahead it takes ``|i - j|``,
-    so both sides look alike, and its argument may exceed 1.
+    positions changes it: positions count from 0 at the start of each document. For keys ahead it takes ``|i - j|``, so
+    it does not distinguish the sides, and its argument may exceed 1.
 
     A tile costs ``width`` numbers per pair, and ``width`` more multiplications per pair and head.
 
     Args:
         width: hidden units of the network 1 -> width -> heads, both layers with biases, ReLU between them.
-        c: where the learned ``c`` starts.
+        c: initial value of the learned ``c``.
         threshold: ``L0``, fixed; its learned multiplier ``l`` starts at 1.
-        shared_across_layers: one network for all layers, which the paper calls FIRE-S. It does not say in so many
-            words that plain FIRE has one per layer, but would otherwise not need the name.
+        shared_across_layers: one network for all layers, which the paper calls FIRE-S. That plain FIRE has one per
+            layer follows from this name.
     """
 
     width: int = 32

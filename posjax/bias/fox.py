@@ -21,8 +21,8 @@ _LAYOUT = "[batch, heads, length]"
 class ForgetBias(Bias):
     """``b_h(i, j) = c_i - c_j`` with ``c`` the cumulative sums of the log forget gates, ``[batch, heads, length]``.
 
-    ``-|c_i - c_j|`` when symmetric. The difference of two sums loses what their size costs: 6e-8 of ``c``, or 0.004
-    once 100,000 gates of 1/2 have been summed, and 0.01 after 262,000.
+    ``-|c_i - c_j|`` when symmetric. The difference of two sums has their rounding error: 6e-8 of ``c``, or 0.004 once
+    100,000 gates of 1/2 have been summed, and 0.01 after 262,000.
     """
 
     q_gates: Float[Array, "batch heads q"]
@@ -38,7 +38,7 @@ class ForgetBias(Bias):
         return not self.symmetric
 
     def values(self, q_positions, kv_positions):
-        """``c_i - c_j``, or ``-|c_i - c_j|``, as ``[batch, heads, q, k]``; positions play no part."""
+        """``c_i - c_j``, or ``-|c_i - c_j|``, as ``[batch, heads, q, k]``; positions are not used."""
         difference = self.q_gates[..., :, None] - self.kv_gates[..., None, :]
         return -jnp.abs(difference) if self.symmetric else difference
 
@@ -52,7 +52,7 @@ def accumulate(
 
     Args:
         log_gates: from ``FoX.prepare``.
-        start: total of the chunks before, the last column ``c[:, :, -1]`` of theirs; 0 when left out.
+        start: sum over the earlier chunks, the last column ``c[:, :, -1]`` of theirs; 0 when left out.
         valid: False at padding, which forgets nothing.
     """
     if valid is not None:
@@ -70,16 +70,16 @@ class FoX(BiasSpec):
     ``f = e^-m`` is ALiBi with slope ``m``. Used in three steps:
 
         log_gates = spec.prepare(params, x)          x: the tokens that queries and keys are projected from
-        c = accumulate(log_gates)                    with a cache: its total as ``start``, ``c`` kept beside the keys
+        c = accumulate(log_gates)                    with a cache: its sum as ``start``, ``c`` cached with the keys
         bias = spec.bind(num_heads=..., q_gates=c, kv_gates=c)
 
-    Only order counts, not the numbers of the positions. Packed documents need nothing: sums before a document cancel,
-    up to the rounding of float32 (see ``ForgetBias``).
+    It depends on the order of the tokens, not on positions. Packed documents need nothing more: sums before a document
+    cancel, up to the rounding of float32 (see ``ForgetBias``).
 
     Args:
         symmetric: ``-|c_i - c_j|``, for bidirectional attention.
         data_dependent: without it the gates are learned constants of the heads.
-        decay_times: ``(shortest, longest)`` number of tokens ``T`` over which a head at first forgets to ``1/e``,
+        decay_times: ``(shortest, longest)`` number of tokens ``T`` after which a head initially decays to ``1/e``,
             spaced geometrically over the heads: ``b = -log(expm1(1 / T))``. ``b = 0``, 1.4 tokens, when left out.
     """
 
@@ -90,7 +90,7 @@ class FoX(BiasSpec):
 
     def __post_init__(self):
         needed = self.data_dependent or self.decay_times is not None
-        check(needed, "decay_times must be given when data_dependent is False, or all heads are one")
+        check(needed, "decay_times must be given when data_dependent is False, or all heads are equal")
         if self.decay_times is not None:
             shortest, longest = self.decay_times
             check_positive("decay_times", shortest)
@@ -98,7 +98,7 @@ class FoX(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
-        """``symmetric=True``; None where it is given."""
+        """``"symmetric=True"``, or None if it is set."""
         return None if self.symmetric else "symmetric=True"
 
     def init(self, key: Array, num_heads: int, model_dim: int) -> dict[str, Array]:
@@ -137,7 +137,7 @@ class FoX(BiasSpec):
         q_gates: Float[Array, "batch heads q"],
         kv_gates: Float[Array, "batch heads k"],
     ) -> ForgetBias:
-        """The bias of cumulative sums from ``accumulate``; ``params`` has done its work in ``prepare``.
+        """The bias of cumulative sums from ``accumulate``; ``params`` is used only in ``prepare``.
 
         Raises:
             ValueError: if the sums are not ``[batch, heads, length]``.

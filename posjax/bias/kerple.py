@@ -29,14 +29,14 @@ class LogBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """``-p_h log(1 + a_h |i - j|)``, ``[heads, q, k]`` for positions that the batch shares."""
-        a, p = (_kept(x, _SMALLEST) for x in (self.a, self.p))
+        a, p = (_clipped(x, _SMALLEST) for x in (self.a, self.p))
         r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
         a, p = heads_first(a, r), heads_first(p, r)
         return -p * jnp.log1p(a * r)
 
 
-def _kept(x, least: float, most: float | None = None):
-    """``x`` within its bounds, with a derivative of 1 everywhere: a scalar that has left them finds its way back.
+def _clipped(x, least: float, most: float | None = None):
+    """``x`` clipped, with a derivative of 1 everywhere: a scalar that has left its bounds can return.
 
     (The released code clips the stored parameter before each use, to the same effect.)
     """
@@ -46,11 +46,11 @@ def _kept(x, least: float, most: float | None = None):
 
 def _power(a, p, q_positions, kv_positions):
     """``a_h |i - j|^p_h`` with ``a >= 0.01`` and ``0.01 <= p <= 2``; 0 at distance 0."""
-    a, p = _kept(a, _SMALLEST), _kept(p, _SMALLEST, _LARGEST_POWER)
+    a, p = _clipped(a, _SMALLEST), _clipped(p, _SMALLEST, _LARGEST_POWER)
     r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
     a, p = heads_first(a, r), heads_first(p, r)
-    # 0^p has no finite derivative in p as autodiff sees it: the power is taken of 1 there and then dropped. By a
-    # factor, since jax 0.10.2 compiles the gradient of a ``where`` to NaN on CPUs at optimisation level 1.
+    # Autodiff gives no finite derivative of 0^p in p: there the power is taken of 1 and multiplied by 0. Not by a
+    # ``where``, whose gradient jax 0.10.2 compiles to NaN on CPUs at optimisation level 1.
     return a * jnp.maximum(r, 1) ** p * (r > 0).astype(a.dtype)
 
 
@@ -73,7 +73,7 @@ class PowerBias(Bias):
 @partial(jax.tree_util.register_dataclass, data_fields=["a", "p", "weight_a", "weight_p"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class WeightedPowerBias(PowerBias):
-    """A ``PowerBias`` whose scores also fade: ``z exp(-a'_h |i - j|^p'_h) + b_h``, ``a'`` and ``p'`` bounded alike.
+    """A ``PowerBias`` that also damps scores: ``z exp(-a'_h |i - j|^p'_h) + b_h``, with the same bounds for both pairs.
 
     ``values`` is the additive part alone.
     """
@@ -85,7 +85,7 @@ class WeightedPowerBias(PowerBias):
     by_distance: ClassVar[bool] = False
 
     def apply(self, scores, q_positions, kv_positions):
-        """``z exp(-a'_h |i - j|^p'_h) + b_h``: the scores fade before the bias is added."""
+        """``z exp(-a'_h |i - j|^p'_h) + b_h``."""
         weight = jnp.exp(-_power(self.weight_a, self.weight_p, q_positions, kv_positions))
         scores, weight = level(scores, weight)
         return super().apply(scores * weight.astype(scores.dtype), q_positions, kv_positions)

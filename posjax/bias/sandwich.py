@@ -57,14 +57,13 @@ class Sandwich(BiasSpec):
     -33.32 and -53.39 at distances 1, 10, 100 and 1000.
 
     Args:
-        dbar: number of sines and cosines, even. 128 is what Attention Gym names as the paper's; NeMo takes the head
-            size.
+        dbar: number of sines and cosines, even. 128 is the paper's by Attention Gym; NeMo takes the head size.
         variant: public code disagrees on the sum. ``"from_one"`` is the one above (NeMo). ``"from_zero"`` runs over
             ``t = 0..dbar/2 - 1`` and does not subtract ``dbar / 2`` (Attention Gym, after the paper's appendix E).
-        factor: what multiplies the sum, the same in every head. None leaves the paper's ``H / (8 h)``. With
-            ``"from_zero"``, a head's size ``d`` as ``dbar`` and ``sqrt(2 / (pi d))`` as factor, it is the mean logit by
-            distance that strict CoCA starts from, where queries and ``t`` are standard normal before the ``relu``. Half
-            of that factor gives the fall of slack CoCA's.
+        factor: multiplies the sum, the same in every head. None is the paper's ``H / (8 h)``. With ``"from_zero"``, a
+            head's size ``d`` as ``dbar`` and ``sqrt(2 / (pi d))`` as factor, it is the mean logit by distance of
+            untrained strict CoCA, if queries and ``t`` are standard normal before the ``relu``. Half of that factor
+            gives the decrease of slack CoCA's.
     """
 
     dbar: int = 128

@@ -21,7 +21,7 @@ class ScaleInvariantBias(Bias):
     spec: "ScaleInvariant"
 
     def values(self, q_positions, kv_positions):
-        """The offset ``m_t``, ``[1, q, k]`` or with a batch before: all heads are alike."""
+        """The offset ``m_t``, ``[1, q, k]`` or with a leading batch: the same for all heads."""
         return self._parts(q_positions, kv_positions)[1]
 
     def apply(self, scores, q_positions, kv_positions):
@@ -50,7 +50,7 @@ class ScaleInvariant(BiasSpec):
     without its lowest frequencies, at an effective base of 1024.
 
     Args:
-        tau: the distance, in positions, at which it sets in.
+        tau: the distance, in positions, from which it has an effect.
         alpha: weight of the token itself.
         beta: constant of its entropy.
     """

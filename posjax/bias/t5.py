@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number
-from posjax._numbers import level
+from posjax._numbers import LARGEST, level
 from posjax.bias.base import Bias, BiasSpec, take
 from posjax.positions import difference
-
-_LARGEST = 2**31 - 1
 
 
 def t5_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
@@ -60,7 +58,7 @@ def t5_bucket(
     side = _check_buckets(num_buckets, max_distance, bidirectional)
     ahead = jnp.where(distances < 0, side, 0) if bidirectional else 0
     # The smallest int32 has no absolute value.
-    n = jnp.abs(jnp.maximum(distances, -_LARGEST)) if bidirectional else jnp.maximum(distances, 0)
+    n = jnp.abs(jnp.maximum(distances, -LARGEST)) if bidirectional else jnp.maximum(distances, 0)
     bucket = jnp.minimum(n, side // 2)
     for threshold in t5_thresholds(side, max_distance):
         bucket = bucket + (n >= threshold).astype(bucket.dtype)
@@ -76,7 +74,7 @@ def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> 
     )
     side = num_buckets // sides
     check_count("max_distance", max_distance)
-    check(max_distance <= _LARGEST, f"max_distance must fit in int32, found {max_distance}")
+    check(max_distance <= LARGEST, f"max_distance must fit in int32, found {max_distance}")
     check(
         max_distance > side // 2,
         f"max_distance must exceed the {side // 2} exact buckets of a side, found {max_distance}",
@@ -123,13 +121,13 @@ class BucketBias(Bias):
 class T5(BiasSpec):
     """Spec of T5's bias (Raffel et al., arXiv 1910.10683): ``b_h(i, j) = table[bucket(i - j), h]``.
 
-    One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale; that is the business of
-    ``attention(scale=1.0)``, or of ``scales.Constant`` in a scheme, not of the bias.
+    One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale: use ``attention(scale=1.0)``, or
+    ``scales.Constant`` in a scheme.
 
     Args:
         num_buckets: size of the table, both sides together when bidirectional.
-        max_distance: from there on all distances share one bucket. Keep it below the training length: a bucket that
-            no training pair reaches stays at its initial value, and every longer context runs into it.
+        max_distance: longer distances share one bucket. Keep it below the training length: a bucket that no training
+            pair reaches stays at its initial value, and every longer context uses it.
         bidirectional: half of the buckets for the keys ahead.
         stddev: standard deviation of the normal initialisation.
     """
@@ -146,7 +144,7 @@ class T5(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
-        """``bidirectional=True``; None where it is given."""
+        """``"bidirectional=True"``, or None if it is set."""
         return None if self.bidirectional else "bidirectional=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:

@@ -2,12 +2,12 @@
 
 Per head of size ``d``, plane ``j`` of the query is ``(x, y)``, the key is one number ``t_j >= 0`` for each of the
 ``d / 2`` planes, and ``theta_j`` is the frequency of the plane. The collinear constraint multiplies the key by the
-query, ``k_{m,n} = q_m * t_n``, so that no angle stands between them at distance zero:
+query, ``k_{m,n} = q_m * t_n``, so that the angle between them is zero at distance zero:
 
     strict(m, n) = sum_j t_{n,j} (x_{m,j}^2 + y_{m,j}^2) cos((m - n) theta_j)
 
-The paper takes this for a three-way product that costs ``O(n^2 d)`` memory, and its code uses another score for that
-reason. But it is a plain inner product ``phi(q, m) . psi(t, n)`` of ``d`` features, and so are all its relatives: any
+The paper computes this as a three-way product that costs ``O(n^2 d)`` memory, and its code uses another score for that
+reason. But it is a plain inner product ``phi(q, m) . psi(t, n)`` of ``d`` features, and so are its variants: any
 attention kernel runs them at the usual cost. With ``c_p = cos(p theta_j)``, ``s_p = sin(p theta_j)``, in each plane
 
     psi           t (c_n, s_n)                                     for every variant
@@ -17,10 +17,10 @@ attention kernel runs them at the usual cost. With ``c_p = cos(p theta_j)``, ``s
     phi relative  (u^2 c_m - u w s_m, u^2 s_m + u w c_m)           slack without its absolute part
 
 where ``u = (x + y) / sqrt(2)`` and ``w = (y - x) / sqrt(2)``. Strict, tied and relative depend on ``m - n`` alone.
-Slack also carries ``t (w^2 cos((m + n) theta) + u w sin((m + n) theta))``, so shifting all positions changes it.
+Slack also has ``t (w^2 cos((m + n) theta) + u w sin((m + n) theta))``, so shifting all positions changes it.
 
-Features are quadratic in the query: they are built in float32 and cast last; keep them out of float16. A cache should
-hold ``half_width(t)``, half as wide as an ordinary key and free of positions, and rotate on read.
+Features are quadratic in the query: they are built in float32 and cast last; do not use float16. A cache should hold
+``half_width(t)``, half as wide as an ordinary key and without positions, and rotate on read.
 """
 
 from posjax.coca.feature import (

@@ -37,14 +37,14 @@ def features(
         kv_table: rotation at the positions of the keys; ``table`` if absent.
         variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``.
         pairing: which channels of ``q`` form a plane, ``(j, j + d/2)`` for ``"half"`` or ``(2j, 2j + 1)`` for
-            ``"interleaved"``. It matters for ``q`` alone: ``t`` and the features are indexed by plane.
+            ``"interleaved"``. It affects only ``q``: ``t`` and the features are indexed by plane.
 
     Returns:
         ``(phi, psi)``, each ``d`` wide (first components of all planes, then second), in the dtypes of ``q`` and ``t``.
 
     Raises:
         ValueError: for an unknown variant or pairing, for widths that do not fit each other, and for a partial rotary
-            table: without its rotation a plane has no score to fall back on.
+            table: a plane without rotation has no score.
     """
     phi = query_feature(q, table, variant=variant, pairing=pairing)
     psi = key_feature(t, table if kv_table is None else kv_table)
@@ -118,7 +118,7 @@ class Coca(Features):
     Args:
         variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``; see the table of ``posjax.coca``.
         frequencies: the rule. It must rotate the whole head. Its attention factor (YaRN) multiplies both tables, as in
-            RoPE; its ``softmax_scale`` is left to whoever scales the logits.
+            RoPE; its ``softmax_scale`` is applied by the caller that scales the logits.
         pairing: which channels of the query form a plane.
         precision: see ``posjax.rotary_table``.
     """

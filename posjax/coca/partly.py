@@ -7,10 +7,10 @@ Plane ``j`` has the frequency ``theta_j``, the query ``q_j = (x_j, y_j)`` and th
     RoPE:  s_j(r) = |q_j| |k_j| cos(r theta_j + Theta_j)
     CoCA:  s_j(r) = t_j (x_j^2 + y_j^2) cos(r theta_j),    t_j = relu((a_j + b_j) / 2)
 
-RoPE's terms may first rise with distance (``diagnostics.rotary_anomaly``) and CoCA's never do: so it can be asked in
+RoPE's terms may first rise with distance (``diagnostics.rotary_anomaly``) and CoCA's never do: this scheme measures in
 which planes that rise matters. Without planes of CoCA the scheme is ``rope``. With all of them it is ``coca-strict``,
 with ``t`` from a key of full width, as in the released code. At initialisation that ``t`` is ``sqrt(2)`` times smaller
-than one with a projection of its own, and so is the score.
+than one with its own projection, and so is the score.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ class PartlyCollinear(Rotary):
     Projections are as wide as a head, and a cache holds rotated keys.
 
     Args:
-        frequencies: the rule. What it does not rotate belongs to no plane.
+        frequencies: the rule. Channels that it does not rotate belong to no plane.
         pairing: which channels form a plane; see ``rotary.apply_rotary``.
         precision: see ``posjax.rotary_table``.
-        planes: ``(first, last)``: CoCA's are the planes ``first <= j < last``. Plane 0 turns fastest.
+        planes: ``(first, last)``: CoCA's are the planes ``first <= j < last``. Plane 0 rotates fastest.
 
     Raises:
-        ValueError: for planes that are not two whole numbers in order. For planes that a head does not have, as soon
-            as its size is known.
+        ValueError: for planes that are not two whole numbers in order, or that a head does not have, once its size is
+            known.
     """
 
     planes: tuple[int, int] = dataclasses.field(kw_only=True)
@@ -59,10 +59,10 @@ class PartlyCollinear(Rotary):
 
     def query_size(self, head_dim: int) -> int:
         """``head_dim``; raises ValueError unless the rule rotates all of ``planes`` in such a head."""
-        there = self.frequencies.rotary_dim(head_dim) // 2
+        count = self.frequencies.rotary_dim(head_dim) // 2
         check(
-            self.planes[1] <= there,
-            f"planes must end by {there}, as many as {shown(self.frequencies)} rotates in a head of {head_dim}, found "
+            self.planes[1] <= count,
+            f"planes must end by {count}, as many as {shown(self.frequencies)} rotates in a head of {head_dim}, found "
             f"{self.planes}",
         )
         return head_dim
@@ -75,15 +75,15 @@ class PartlyCollinear(Rotary):
     def key(self, params, k, positions, *, head_dim: int, length=None):
         """``R(p)`` of ``collinear_key(k)``, with the dtype of ``k``."""
         wide = self.collinear_key(k, head_dim=head_dim)
-        # Rotary.key is its query, which is another map here.
+        # Not super().key, which calls self.query.
         return super().query(params, wide, positions, head_dim=head_dim, length=length).astype(k.dtype)
 
     def collinear_query(self, q: Float[Array, "*b size"], *, head_dim: int) -> Float[Array, "*b size"]:
-        """What is rotated of a query: ``(x^2 + y^2, 0)`` in CoCA's planes. At least float32."""
+        """The query before rotation: ``(x^2 + y^2, 0)`` in CoCA's planes. At least float32."""
         return self._replaced("q", q, head_dim, lambda x, y: x * x + y * y)
 
     def collinear_key(self, k: Float[Array, "*b size"], *, head_dim: int) -> Float[Array, "*b size"]:
-        """What is rotated of a key: ``(t, 0)`` in CoCA's planes. At least float32."""
+        """The key before rotation: ``(t, 0)`` in CoCA's planes. At least float32."""
         return self._replaced("k", k, head_dim, lambda a, b: half_width((a + b) / 2))
 
     def _replaced(self, name: str, raw: Array, head_dim: int, strength: Callable[[Array, Array], Array]) -> Array:
@@ -98,7 +98,7 @@ class PartlyCollinear(Rotary):
         return jnp.concatenate([join(*made, self.pairing), wide[..., width:]], axis=-1)
 
     def _chosen(self, count: int) -> Bool[np.ndarray, "planes"]:
-        """Which of so many planes are CoCA's."""
+        """Which of ``count`` planes are CoCA's."""
         first, last = self.planes
         return (first <= np.arange(count)) & (np.arange(count) < last)
 

@@ -1,4 +1,4 @@
-"""CoCA's features plane by plane: the formulas, and the operation that makes features, by a kernel on TPUs."""
+"""CoCA's features plane by plane: the formulas, and the function that makes features, a kernel on TPUs."""
 
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -13,13 +13,13 @@ from posjax.lowered import Lowered, run, split_by_compiler, zero_tangent
 
 
 def strict(x, y, cos, sin):
-    """Of a free query."""
+    """For a free query."""
     squared = x * x + y * y
     return squared * cos, squared * sin
 
 
 def tied(x, cos, sin):
-    """Of a query with ``y = x``."""
+    """For a query with ``y = x``."""
     return strict(x, x, cos, sin)
 
 
@@ -35,7 +35,7 @@ def relative(x, y, cos, sin):
 
 
 def key(t, cos, sin):
-    """Of a key."""
+    """For a key."""
     positive = jax.nn.relu(t)
     return positive * cos, positive * sin
 
@@ -50,7 +50,7 @@ def split(x: Float[Array, "*b width"], pairing: str) -> tuple[Array, Array]:
 
 
 def join(first: Float[Array, "*b planes"], second: Float[Array, "*b planes"], pairing: str) -> Float[Array, "*b width"]:
-    """The channels whose components ``split`` gives."""
+    """The inverse of ``split``."""
     if pairing == "interleaved":
         return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
     return jnp.concatenate([first, second], axis=-1)
@@ -61,23 +61,23 @@ def feature(
 ) -> Float[Array, "batch length heads size"]:
     """First features of all planes, then second, of a table ``[batch or 1, length, planes]``, in the dtype of ``x``.
 
-    Computed in at least float32. ``pairing`` is None for a formula of one component, which ``x`` then is.
+    Computed in at least float32. ``pairing`` is None for a formula of one component: that is all of ``x``.
     """
     function = _Feature(formula, pairing)
-    if tpu.takes(x, cos) and not split_by_compiler(x):
+    if tpu.supports(x, cos) and not split_by_compiler(x):
         return run(function, cos.astype(jnp.float32), sin.astype(jnp.float32), x)[0]
     return function.plain(cos, sin, x)
 
 
 @dataclass(frozen=True)
 class _Feature(Lowered):
-    """Features of cosines, sines and components: by a kernel on TPUs."""
+    """Features as a function of cosines, sines and components; a kernel on TPUs."""
 
     formula: tpu.Formula
     pairing: str | None
 
     def plain(self, cos, sin, x):
-        """As XLA computes them."""
+        """The XLA implementation."""
         wide = x.astype(at_least_float32(x.dtype))
         components = split(wide, self.pairing) if self.pairing else (wide,)
         table = (part[:, :, None].astype(wide.dtype) for part in (cos, sin))
@@ -92,19 +92,19 @@ class _Feature(Lowered):
         return [self.plain(cos, sin, x)]
 
     def differentiated(self, primals, tangents):
-        """Linear in the table: XLA computes what its tangent adds."""
+        """The table enters linearly: XLA computes the part of its tangent."""
         *table, x = primals
         *d_table, d_x = tangents
-        moved = [] if d_x is None else run(_Tangent(self), *primals, d_x)
+        parts = [] if d_x is None else run(_Tangent(self), *primals, d_x)
         if any(part is not None for part in d_table):
             filled = [zero_tangent(a) if d is None else d for a, d in zip(table, d_table, strict=True)]
-            moved = [*moved, self.plain(*filled, x)]
-        return run(self, *primals), [reduce(jnp.add, moved)]
+            parts = [*parts, self.plain(*filled, x)]
+        return run(self, *primals), [reduce(jnp.add, parts)]
 
 
 @dataclass(frozen=True)
 class _Linearised(Lowered):
-    """A function of cosines, sines and components that is linear in a fourth argument. XLA finds its derivatives."""
+    """A function of cosines, sines, components and a fourth argument, linear in the last. XLA differentiates it."""
 
     of: _Feature
 
@@ -113,7 +113,7 @@ class _Linearised(Lowered):
         return 1
 
     def plain(self, *arrays):
-        """As XLA computes it."""
+        """The XLA implementation."""
         raise NotImplementedError
 
     def types(self, *arrays):
@@ -124,12 +124,12 @@ class _Linearised(Lowered):
 
     def differentiated(self, primals, tangents):
         filled = (zero_tangent(x) if d is None else d for x, d in zip(primals, tangents, strict=True))
-        found, moved = jax.jvp(self.plain, primals, tuple(filled))
-        return [found], [moved]
+        found, tangent = jax.jvp(self.plain, primals, tuple(filled))
+        return [found], [tangent]
 
 
 class _Tangent(_Linearised):
-    """The tangent of features, of that of components."""
+    """The tangent of features, from the tangent of components."""
 
     def plain(self, cos, sin, x, d_x):
         return jax.jvp(partial(self.of.plain, cos, sin), (x,), (d_x,))[1]
@@ -139,7 +139,7 @@ class _Tangent(_Linearised):
 
 
 class _Cotangent(_Linearised):
-    """The cotangent of components, of that of features: by a kernel on TPUs."""
+    """The cotangent of components, from the cotangent of features; a kernel on TPUs."""
 
     def plain(self, cos, sin, x, d_features):
         return jax.vjp(partial(self.of.plain, cos, sin), x)[1](d_features)[0]

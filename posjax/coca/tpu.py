@@ -1,16 +1,16 @@
-"""CoCA's features as kernels for TPUs: one pass over memory, of heads that lie side by side as attention reads them.
+"""CoCA's features as kernels for TPUs: one pass over memory, in the layout that attention reads.
 
-XLA cuts a head into its halves, which do not fill the lanes of a TPU, and copies them. Here every component of the
-planes comes out of a product with a matrix of zeros and ones, on the matrix unit, exactly, and lies in both halves of
-its head; so does the table. Then every step fills the lanes, and the halves are told apart last:
+XLA cuts a head into its halves, which do not fill the lanes of a TPU, and copies them. Here the matrix unit copies
+every component of the planes into both halves of its head, exactly, by a product with a matrix of zeros and ones; the
+table is repeated the same way. So every step fills the lanes, and the halves are selected last:
 
     (x | y) = q P               x and y as wide as a head: (x_0, x_1, ..., x_0, x_1, ...), and so y
     phi     = f_1(x, y, c, s) in the first half of a head, f_2(x, y, c, s) in the second
     dq      = (dx in the first half, dy in the second) R,    (dx, dy) the gradient of g_1 f_1 + g_2 f_2
 
 for a formula ``f`` of single planes and the halves ``g_1``, ``g_2`` of the cotangent of ``phi``. ``R`` puts components
-where ``q`` has them. One component half as wide as a head, such as ``t``, goes the same way: enough heads are taken
-together that they fill the lanes.
+where ``q`` has them. One component half as wide as a head, such as ``t``, is treated the same way, with enough heads
+at once to fill the lanes.
 """
 
 import math
@@ -26,18 +26,18 @@ from jaxtyping import Array, Float
 
 _LANES = 128
 _TOKENS, _COLUMN_BYTES = 512, 2048
-"""Of a block of features, at most."""
+"""Largest tokens and column bytes of a block of features."""
 
 Formula = Callable[..., tuple[Array, Array]]
-"""Both features of planes, of their components (one or two), cosines and sines."""
+"""From components (one or two), cosines and sines of planes to their two features."""
 
 
-def takes(x: Array, cos: Array) -> bool:
-    """Whether the kernels make features of these components by such a table."""
+def supports(x: Array, cos: Array) -> bool:
+    """Whether the kernels support these components and this table."""
     _, length, heads, width = x.shape
     known = all(isinstance(size, int) and size for size in x.shape)
     whole = known and length % _LANES == 0 and 2 * cos.shape[-1] % _LANES == 0 and heads % _together(width) == 0
-    # Otherwise devices would share the components, and what each finds of their gradient would have to be summed.
+    # Otherwise devices would share the components, and their gradients would have to be summed over devices.
     alike = jax.typeof(cos).manual_axis_type.varying <= jax.typeof(x).manual_axis_type.varying
     return whole and alike and x.dtype in (jnp.bfloat16, jnp.float32)
 
@@ -74,14 +74,14 @@ def gradient(
     pairing: str | None,
     interpret=False,
 ) -> Float[Array, "batch length heads width"]:
-    """``dq``: the cotangent of ``features`` carried back to the components."""
+    """``dq``: the cotangent of the components, from that of ``features``."""
     widths = x.shape[-1], 2 * cos.shape[-1]
     step, matrices = partial(_gradient, formula, widths), [_spread(*widths, pairing), _gathered(*widths, pairing)]
     return _call("posjax_coca_gradient", step, (cos, sin), matrices, [x, cotangent], widths[0], interpret)
 
 
 def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list, width: int, interpret) -> Array:
-    """What a step gives for each group of heads, ``width`` numbers a head."""
+    """The results of a step for each group of heads, ``width`` numbers a head."""
     x, size = arrays[0], 2 * table[0].shape[-1]
     (batch, length, heads, _), (tokens, block) = x.shape, _block(x, size)
     table = [jnp.tile(part, 2).reshape(-1, length, size) for part in table]
@@ -119,20 +119,20 @@ def _channels(width: int, size: int, pairing: str | None) -> np.ndarray:
 
 
 def _spread(width: int, size: int, pairing: str | None) -> np.ndarray:
-    """``P``, of as many heads as fill the lanes."""
+    """``P``, for as many heads as fill the lanes."""
     components = np.eye(width)[_channels(width, size, pairing)].swapaxes(-1, -2)
     several = np.eye(_together(width))
     return np.concatenate([np.kron(several, np.tile(component, 2)) for component in components], axis=1)
 
 
 def _gathered(width: int, size: int, pairing: str | None) -> np.ndarray:
-    """``R``, of as many heads as fill the lanes; of one component it takes what stands in first halves."""
+    """``R``, for as many heads as fill the lanes; for one component it selects the first halves."""
     components = np.eye(width)[_channels(width, size, pairing).ravel()]
     return np.kron(np.eye(_together(width)), np.pad(components, [(0, size - width), (0, 0)]))
 
 
 def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
-    """``refs``: matrices, as many arrays, and what is made of both: the groups of heads one after the other."""
+    """``refs``: matrices, as many arrays, and the output, which is written group of heads by group."""
     *given, made = refs
     matrices, arrays = given[: len(given) // 2], given[len(given) // 2 :]
     for n in range(groups):
@@ -142,7 +142,7 @@ def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
 
 
 def _columns(ref, n: int, groups: int) -> slice:
-    """Those of one group of heads."""
+    """The columns of one group of heads."""
     width = ref.shape[1] // groups
     return slice(n * width, (n + 1) * width)
 
@@ -164,7 +164,7 @@ def _gradient(formula: Formula, widths: tuple[int, int], table: list, spread, ga
 
 
 def _wide(widths: tuple[int, int], table: list, spread, x) -> tuple[list, list, Array]:
-    """Components and table, as wide as features of a group of heads, and which of these are in first halves."""
+    """Components and table, as wide as the features of a group of heads, and which columns are in first halves."""
     (width, size), both = widths, _product(x, spread)
     heads = x.shape[1] // width
     components = jnp.split(both, both.shape[1] // (heads * size), axis=1)
@@ -173,6 +173,6 @@ def _wide(widths: tuple[int, int], table: list, spread, x) -> tuple[list, list, 
 
 
 def _product(x, matrix):
-    """Exact: a column of the matrix has a single one at most."""
+    """Exact, because a column of the matrix has at most one 1."""
     precision = jax.lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
     return jax.lax.dot(x, matrix, precision=precision, preferred_element_type=jnp.float32)

@@ -1,18 +1,17 @@
-"""Linear attention in forms that agree: quadratic, chunked, recurrent, and in both directions.
+"""Linear attention in three forms that agree: chunked, recurrent and bidirectional.
 
     o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi_i . psi_j exp(c_j)    over the keys j that i may see
 
-Queries and keys are features (``posjax.linear.kernels``), ``c`` the logarithm of what has been taken out of a key. The
-sums over j are products of ``phi_i`` with a state, ``S = sum_j exp(c_j) psi_j v_j^T`` and ``z = sum_j exp(c_j) psi_j``:
-linear time, and one state of fixed size when decoding (Katharopoulos et al., arXiv 2006.16236, section 3). Sums are
-kept divided by ``exp(M)``, ``M`` the largest ``c`` of what has been seen so far, which cancels: nothing overflows, and
-no key ahead is looked at.
+Queries and keys are features (``posjax.linear.kernels``), ``c`` is the log scale of a key. The sums over j are products
+of ``phi_i`` with a state, ``S = sum_j exp(c_j) psi_j v_j^T`` and ``z = sum_j exp(c_j) psi_j``: linear time, and one
+state of fixed size when decoding (Katharopoulos et al., arXiv 2006.16236, section 3). Sums are stored divided by
+``exp(M)``, ``M`` the largest ``c`` so far, which cancels: nothing overflows, and no key ahead is read.
 
-With ``q_numerator`` and ``k_numerator`` the numerator has features of its own, those with RoPE applied.
+With ``q_numerator`` and ``k_numerator`` the numerator has its own features, those with RoPE applied.
 
 Segments: ids ``[batch, length]`` of packed documents. A document is contiguous, that is, its id does not return after
-another one; negative ids are padding: they see nothing, are seen by nothing and leave a state as it is. A row that sees
-nothing, or has no weight on what it sees, gives exactly 0 with zero gradients.
+another one; negative ids are padding: they see nothing, are seen by nothing and do not change a state. A query that
+sees nothing, or has no weight on the keys it sees, gives exactly 0 with zero gradients.
 """
 
 import dataclasses
@@ -25,12 +24,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_count, check_counts, check_heads
 from posjax._numbers import at_least_float32
+from posjax.lowered import vary, varying
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """What a causal form has seen of the document that is open at the end of every row: all that decoding needs.
+    """The state of causal attention after the last token of every batch row, for the document that is open there.
 
     Args:
         s: ``exp(-M) sum_j exp(c_j) psi_j v_j^T``, with the numerator's ``psi``; at least float32.
@@ -64,7 +64,7 @@ def empty_state(
 
 
 class _Tokens(NamedTuple):
-    """Checked inputs, heads before tokens, query heads grouped by the key head they use."""
+    """Checked inputs, heads before tokens, query heads grouped by key head."""
 
     phi: Float[Array, "batch kv_heads group q m"]
     psi: Float[Array, "batch kv_heads k m"]
@@ -105,36 +105,6 @@ class _Sums(NamedTuple):
 _SUM_AXES = _Sums(numerator=3, denominator=3, log_scale=2)
 
 
-def quadratic(
-    phi: Float[Array, "batch length heads m"],
-    psi: Float[Array, "batch kv_length kv_heads m"],
-    v: Float[Array, "batch kv_length kv_heads value_size"],
-    *,
-    causal: bool = True,
-    log_scale: Float[Array, "batch kv_length kv_heads"] | None = None,
-    q_numerator: Float[Array, "batch length heads n"] | None = None,
-    k_numerator: Float[Array, "batch kv_length kv_heads n"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-) -> Float[Array, "batch length heads value_size"]:
-    """Linear attention with the whole matrix of weights: quadratic, for tests and for the eye. In the dtype of ``v``.
-
-    Args:
-        phi, psi: features of queries and keys; ``heads`` a multiple of ``kv_heads``.
-        v: values.
-        causal: ``j <= i``; needs as many keys as queries, as segments do.
-        log_scale: ``c``, what ``LinearKernel.key`` has taken out of the keys; zero if absent.
-        q_numerator, k_numerator: features of the numerator where they differ, both or neither.
-        segment_ids: see this module.
-
-    Raises:
-        ValueError: for shapes that do not fit each other.
-    """
-    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, square=causal)
-    allowed = _same(x.ids) if phi.shape[1] == psi.shape[1] else jnp.ones((1, phi.shape[1], psi.shape[1]), bool)
-    sums = _within(x, jnp.tril(allowed) if causal else allowed)
-    return _heads_last(_divide(sums, v.dtype))
-
-
 def chunked(
     phi: Float[Array, "batch length heads m"],
     psi: Float[Array, "batch length kv_heads m"],
@@ -150,14 +120,17 @@ def chunked(
     """Causal linear attention, chunk by chunk: within a chunk as a matrix, before it through the state.
 
     Time ``O(n (m value_size + chunk_size (m + value_size)))`` and memory ``O(n)`` forward and backward, where each
-    chunk is recomputed from the state before it.
+    chunk is recomputed from the state before it. As many keys as queries; the output has the dtype of ``v``.
 
     Args:
-        state: what came before, as returned by an earlier call; nothing if absent. Without ``segment_ids`` the tokens
-            continue its document.
-        chunk_size: tokens per chunk. The backward pass keeps one state for each.
-
-    Others as in :func:`quadratic`.
+        phi, psi: features of queries and keys; ``heads`` a multiple of ``kv_heads``.
+        v: values.
+        log_scale: ``c``, the second result of ``LinearKernel.key``; zero if absent.
+        q_numerator, k_numerator: features of the numerator if they differ, both or neither.
+        segment_ids: see this module.
+        state: the state after the earlier tokens, from an earlier call; empty if absent. Without ``segment_ids`` the
+            tokens continue its document.
+        chunk_size: tokens per chunk. The backward pass stores one state for each.
 
     Returns:
         The output, and the state after the last token for the next chunk of a prompt or for :func:`recurrent`.
@@ -209,7 +182,7 @@ def bidirectional(
 ) -> Float[Array, "batch length heads value_size"]:
     """Linear attention over all keys, in ``O(n)``: one state for all queries, which may be those of another sequence.
 
-    With ``segment_ids``, two causal passes: the keys up to each query, and from the other end those after it.
+    With ``segment_ids``, two causal passes: over the keys up to each query, and backwards over those after it.
     Arguments as in :func:`chunked`.
     """
     check_count("chunk_size", chunk_size)
@@ -221,7 +194,7 @@ def bidirectional(
 
 
 def _lowest(dtype) -> float:
-    """Below every logarithm of a scale but finite, so that an empty state needs no special case."""
+    """Below every log scale but finite, so that an empty state needs no special case."""
     return float(jnp.finfo(dtype).min) / 4
 
 
@@ -250,7 +223,7 @@ def _exp(where, x):
 
 
 def _read(state: LinearState, x: _Tokens) -> _Sums:
-    """Sums over what the state has seen, for the queries of the same document; divided by the state's scale."""
+    """Sums over the tokens of the state, for the queries of the same document; divided by the state's scale."""
     seen = (x.ids == state.segment[:, None])[:, None]
     above = jnp.einsum("bkgim,bkmv->bkgiv", x.numerator[0], state.s)
     below = jnp.einsum("bkgim,bkm->bkgi", x.denominator[0], state.z)
@@ -259,7 +232,7 @@ def _read(state: LinearState, x: _Tokens) -> _Sums:
 
 
 def _add(a: _Sums, b: _Sums) -> _Sums:
-    """Both sums, each multiplied by what its scale is below the higher one."""
+    """Both sums, rescaled to the larger of their scales."""
     highest = jax.lax.stop_gradient(jnp.maximum(a.log_scale, b.log_scale))
     factors = [jnp.exp(part.log_scale - highest)[:, :, None] for part in (a, b)]
     above = sum(part.numerator * factor[..., None] for part, factor in zip((a, b), factors, strict=True))
@@ -268,16 +241,16 @@ def _add(a: _Sums, b: _Sums) -> _Sums:
 
 
 def _absorb(state: LinearState, x: _Tokens) -> LinearState:
-    """The state after the keys of ``x``: what belongs to the last document in it, or to the state's own."""
+    """The state after the keys of ``x``, for the last document in ``x``, or the state's own if ``x`` is padding."""
     valid = x.ids >= 0
     order = jnp.where(valid, jnp.arange(x.ids.shape[1]), -1)
     last = jnp.take_along_axis(x.ids, jnp.maximum(order.max(1, keepdims=True), 0), axis=1)[:, 0]
     segment = jnp.where(valid.any(1), last, state.segment)
-    goes_on, member = segment == state.segment, (x.ids == segment[:, None]) & valid
+    same, member = segment == state.segment, (x.ids == segment[:, None]) & valid
     lowest = _lowest(x.dtype)
     highest = jnp.where(member[:, None], x.log_scale, lowest).max(-1)
-    highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.where(goes_on[:, None], state.log_scale, lowest)))
-    kept = _exp(goes_on[:, None], state.log_scale - highest)
+    highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.where(same[:, None], state.log_scale, lowest)))
+    kept = _exp(same[:, None], state.log_scale - highest)
     factor = _exp(member[:, None], x.log_scale - highest[..., None])[..., None]
     psi, psi_numerator = (pair[1] * factor for pair in (x.denominator, x.numerator))
     more = jnp.einsum("bkjm,bkjv->bkmv", psi_numerator, x.v.astype(x.dtype))
@@ -286,7 +259,7 @@ def _absorb(state: LinearState, x: _Tokens) -> LinearState:
 
 
 def _divide(sums: _Sums, dtype) -> Float[Array, "batch kv_heads group q value_size"]:
-    """Numerator over denominator, exactly 0 where nothing has weight."""
+    """Numerator over denominator, exactly 0 if the denominator is."""
     seen = sums.denominator > 0
     out = sums.numerator / jnp.where(seen, sums.denominator, 1)[..., None]
     return jnp.where(seen[..., None], out, 0).astype(dtype)
@@ -318,7 +291,7 @@ def _both_ways(x: _Tokens, size: int) -> _Sums:
 
 
 def _split(x: _Tokens, size: int) -> _Tokens:
-    """Chunks of ``size`` tokens along a new first axis; the last one is filled up with padding."""
+    """Chunks of ``size`` tokens along a new first axis; the last one is padded."""
     size = min(size, x.ids.shape[1])
 
     def split(a, axis):
@@ -331,7 +304,7 @@ def _split(x: _Tokens, size: int) -> _Tokens:
 
 
 def _join(chunks, length: int, axis: int):
-    """The first ``length`` tokens of what comes chunk by chunk, along ``axis``."""
+    """The inverse of ``_split``, cut to ``length`` tokens along ``axis``."""
     a = jnp.moveaxis(chunks, 0, axis)
     a = a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
     return jax.lax.slice_in_dim(a, 0, length, axis=axis)
@@ -348,18 +321,13 @@ def _heads_last(out: Float[Array, "batch kv_heads group n size"]) -> Float[Array
 
 
 def _start(x: _Tokens, state: LinearState | None) -> LinearState:
-    """The state to begin with, which varies over the same mesh axes as the tokens, as a loop's carry must."""
+    """The initial state, varying over the same mesh axes as the tokens, as the carry of a loop must."""
     if state is None:
         (batch, kv_heads, _, size), width = x.psi.shape, x.numerator[1].shape[-1]
         state = empty_state(batch, kv_heads, size, x.v.shape[-1], numerator_size=width, dtype=x.dtype)
     _check_state(x, state)
-    axes = frozenset().union(*map(_varying, jax.tree.leaves((x, state))))
-
-    def vary(leaf):
-        missing = tuple(axes - _varying(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, state)
+    axes = frozenset().union(*map(varying, jax.tree.leaves((x, state))))
+    return jax.tree.map(partial(vary, axes=axes), state)
 
 
 def _check_state(x: _Tokens, state: LinearState) -> None:
@@ -371,14 +339,10 @@ def _check_state(x: _Tokens, state: LinearState) -> None:
     check(state.segment.shape == (batch,), f"state.segment must have shape {(batch,)}, found {state.segment.shape}")
 
 
-def _varying(leaf) -> frozenset:
-    return jax.typeof(leaf).manual_axis_type.varying
-
-
 def _tokens(
     phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state: LinearState | None = None, *, square=True
 ) -> _Tokens:
-    """Checks the arguments of a form and lays them out; ``square`` asks for as many keys as queries."""
+    """Checks the arguments of a form and transposes them; ``square`` requires as many keys as queries."""
     _check_arrays(phi, psi, v, q_numerator, k_numerator, square)
     x = _Tokens(
         phi=_grouped(phi, psi.shape[2]),
@@ -397,7 +361,7 @@ def _heads_first(a: Array | None) -> Array | None:
 
 
 def _grouped(a: Array | None, kv_heads: int) -> Array | None:
-    """Heads before tokens, those of queries grouped by the key head they use."""
+    """Heads before tokens, query heads grouped by key head."""
     if a is None:
         return None
     batch, length, heads, size = a.shape
@@ -405,7 +369,7 @@ def _grouped(a: Array | None, kv_heads: int) -> Array | None:
 
 
 def _log_scale(log_scale: Array | None, psi: Array) -> Float[Array, "batch length kv_heads"]:
-    """What was taken out of the keys; zeros where there is nothing."""
+    """The log scale of the keys, zeros if not given."""
     wanted = psi.shape[:3]
     if log_scale is None:
         return jnp.zeros(wanted, at_least_float32(psi.dtype))
@@ -414,7 +378,7 @@ def _log_scale(log_scale: Array | None, psi: Array) -> Float[Array, "batch lengt
 
 
 def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> Int[Array, "batch length"]:
-    """The segments of the tokens; one document, that of the state if there is one, where they are not given."""
+    """The segments of the tokens; if not given one document, that of the state if there is one."""
     wanted = phi.shape[:2]
     if segment_ids is None:
         document = jnp.zeros(wanted[0], jnp.int32) if state is None else jnp.maximum(state.segment, 0)
@@ -426,7 +390,7 @@ def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> In
 
 
 def _without_padding(x: _Tokens) -> _Tokens:
-    """Zeros for all that padding holds: it may be NaN, and ``0 * NaN`` is too."""
+    """Zeros at padding: it may hold NaN, and ``0 * NaN`` is NaN."""
 
     def blank(a, axis):
         sizes = [a.shape[0]] + [1] * (a.ndim - 1)

@@ -1,14 +1,14 @@
-"""Kernels of linear attention: feature maps whose inner product takes the place of ``exp(q . k / sqrt(d))``.
+"""Kernels of linear attention: feature maps whose inner product replaces ``exp(q . k / sqrt(d))``.
 
-Features are at least float32. Two kinds differ in where position goes (:func:`features` does the right one):
+Features are at least float32. Two kinds differ in how they are rotated (:func:`features` handles both):
 
 * elementwise maps (:class:`Elu`, :class:`Exponential`). A rotation has to come after the map, and then an inner
-  product may be negative. So it acts in the numerator alone, and the denominator, which must not vanish, stays as it
-  is: ``sum_j (R_i phi_i) . (R_j psi_j) v_j / sum_j phi_i . psi_j`` (RoFormer, arXiv 2104.09864, equation 19; Su,
-  kexue.fm 8265). The weights then no longer sum to one, but they do depend on position through ``i - j`` alone.
+  product may be negative. So it is applied in the numerator only, and not in the denominator, which must not vanish:
+  ``sum_j (R_i phi_i) . (R_j psi_j) v_j / sum_j phi_i . psi_j`` (RoFormer, arXiv 2104.09864, equation 19; Su, kexue.fm
+  8265). The weights then do not sum to one, but they depend on position only through ``i - j``.
 * functions of ``q . k`` (:class:`Taylor`, :class:`Limit`, :class:`Cosine` and, in expectation, ``Performer``). They are
-  non-negative whatever the inner product is, so ``q`` and ``k`` are rotated first and the same weights stand above and
-  below: they sum to one.
+  non-negative for any inner product, so ``q`` and ``k`` are rotated first and numerator and denominator have the same
+  weights: they sum to one.
 """
 
 import math
@@ -25,7 +25,7 @@ from posjax._numbers import at_least_float32
 
 
 def widen(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """``x`` in float32, or in float64 if that is what it is."""
+    """``x`` in at least float32."""
     return x.astype(at_least_float32(x.dtype))
 
 
@@ -33,14 +33,14 @@ def widen(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
 class LinearKernel:
     """A kernel ``phi(q) . psi(k) >= 0``. A subclass is a frozen, hashable dataclass and holds no array.
 
-    Its products, not always its features, are non-negative. Where the 1 / sqrt(d) of softmax attention goes is said by
-    each: elementwise maps have none.
+    Its products are non-negative; its features need not be. Each kernel states its 1 / sqrt(d); elementwise maps have
+    none.
     """
 
     of_inner_product: ClassVar[bool] = False
     """Whether ``phi . psi`` is a function of ``q . k``, so that a rotation of ``q`` and ``k`` goes before the map."""
     random: ClassVar[bool] = False
-    """Whether ``init`` draws random features: not for the optimizer, saved with a model, redrawn at will."""
+    """Whether ``init`` draws random features: not trained, saved with a model, may be redrawn."""
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """Parameters or random features of one layer, ``{}`` where there are none. They are passed back to the maps."""
@@ -59,11 +59,10 @@ class LinearKernel:
     def key(
         self, params: dict[str, Array] | None, k: Float[Array, "batch length kv_heads size"]
     ) -> tuple[Float[Array, "batch length kv_heads m"], Float[Array, "batch length kv_heads"] | None]:
-        """``(psi, c)``: the features are ``exp(c) psi``, one ``c`` per token and head; None stands for 0.
+        """``(psi, c)``: the features are ``exp(c) psi``, one ``c`` per token and head; None means 0.
 
-        Factors of keys do not cancel, and one maximum over the sequence, as is usual where sequences are seen whole,
-        would let keys ahead change what is behind. So ``c`` stays apart, and the forms of attention take a maximum over
-        what each query sees.
+        Factors of keys do not cancel, and one maximum over the whole sequence would let later keys change earlier
+        outputs. So ``c`` is separate, and the forms of attention take the maximum over the keys that each query sees.
         """
         raise TypeError(f"{type(self).__name__} does not map keys")
 
@@ -89,8 +88,8 @@ class Elu(LinearKernel):
 class Exponential(LinearKernel):
     """``phi(q) = softmax(q)`` over the features of a query, ``psi(k) = exp(k)``; m = d, no 1 / sqrt(d).
 
-    Since a factor of a query cancels, it is also ``phi(q) = exp(q)``. A projection wider than a head (m = 4d) gives the
-    weights the rank they lack; Performer's random matrix is then a part of the projection (Su, kexue.fm 8338).
+    A factor of a query cancels, so ``phi(q) = exp(q)`` is the same. A projection wider than a head (m = 4d) gives the
+    weights a higher rank; Performer's random matrix is then a part of the projection (Su, kexue.fm 8338).
 
     Efficient attention (Shen et al., arXiv 1812.01243) divides each channel of ``exp(k)`` by its sum over the sequence,
     that is ``sum_c softmax(q)_c (sum_j exp(k_jc) v_j / sum_j exp(k_jc))``; here, as kexue.fm 7546 has it, all channels
@@ -109,7 +108,7 @@ class Exponential(LinearKernel):
 def stabilised(
     logarithm: Float[Array, "batch length heads m"],
 ) -> tuple[Float[Array, "batch length heads m"], Float[Array, "batch length heads"]]:
-    """``(exp(x - c), c)`` with ``c`` the largest of each row, through which no gradient needs to pass."""
+    """``(exp(x - c), c)`` with ``c`` the maximum over the last axis, which needs no gradient."""
     highest = jax.lax.stop_gradient(logarithm.max(-1))
     return jnp.exp(logarithm - highest[..., None]), highest
 
@@ -146,7 +145,7 @@ def _outer(a, b):
 
 @dataclass(frozen=True)
 class ScaledKernel(LinearKernel):
-    """What the approximations of ``exp(scale q . k)`` share: each side gets ``sqrt(scale)``.
+    """The base of approximations of ``exp(scale q . k)``: each side gets ``sqrt(scale)``.
 
     scale: None for ``1 / sqrt(d)``.
     """
@@ -167,10 +166,10 @@ class ScaledKernel(LinearKernel):
 
 @dataclass(frozen=True)
 class Expansion(ScaledKernel):
-    """What the two expansions of the exponential share. Only even orders: odd ones turn negative.
+    """The base of the two expansions of the exponential. Only even orders: odd ones may be negative.
 
-    Exact in the limit, and a proof that the rank of softmax attention is not bounded by ``d``; of practical use at
-    order 2 with small heads, because of the width.
+    Exact in the limit, which shows that the rank of softmax attention is not bounded by ``d``. Because of the width,
+    practical only at order 2 with small heads.
     """
 
     order: int = 2
@@ -178,7 +177,7 @@ class Expansion(ScaledKernel):
     def __post_init__(self):
         super().__post_init__()
         check_count("order", self.order)
-        check(self.order % 2 == 0, f"order must be even, for an odd one has negative weights, found {self.order}")
+        check(self.order % 2 == 0, f"order must be even, because an odd one has negative weights; found {self.order}")
 
     def key(self, params, k):
         """The same map as for queries."""
@@ -202,8 +201,8 @@ class Taylor(Expansion):
 class Limit(Expansion):
     """``(1 + scale q . k / n)^n``, m = ``(1 + d)^n`` (:func:`limit_features`).
 
-    Zero at ``scale q . k = -n`` and grows again below it. A query whose keys all lie near there has a sum of rounding
-    errors for its denominator, unlike with :class:`Taylor`: keep ``scale |q| |k|`` below n, by a norm of q and k.
+    Zero at ``scale q . k = -n`` and grows again below it. If all keys of a query are near that point its denominator is
+    a sum of rounding errors, unlike with :class:`Taylor`: keep ``scale |q| |k|`` below n, by a norm of q and k.
     """
 
     def size(self, head_dim: int) -> int:
@@ -252,8 +251,8 @@ def features(
     """The arguments ``phi, psi, log_scale, q_numerator, k_numerator`` of the forms of attention.
 
     ``rotate_q`` and ``rotate_k`` apply RoPE, or another map of position that keeps norms, to ``[batch, length, heads,
-    width]``. They act on ``q`` and ``k`` for a kernel that is a function of ``q . k``, else on the ``m`` features, in
-    the numerator alone: see this module for the reasons.
+    width]``. They act on ``q`` and ``k`` for a kernel that is a function of ``q . k``, else on the ``m`` features of
+    the numerator: see this module for the reasons.
 
     Raises ValueError if only one of the two is given.
     """

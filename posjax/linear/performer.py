@@ -17,20 +17,20 @@ class Performer(ScaledKernel):
 
         psi(k) = m^(-1/2) exp(w_l . k - |k|^2 / 2),  l = 1 .. m,    and phi the same of q
 
-    with ``q`` and ``k`` multiplied by ``sqrt(scale)``, that is ``d^(-1/4)``, first. Stabilised without a bias and
-    without a look ahead: each query is divided by its largest feature, which cancels; each key by its own, whose
-    logarithm the forms of attention take into account (``LinearKernel.key``). ``eps`` is then added to every feature,
-    relative to the largest one of its token, so that no denominator vanishes.
+    with ``q`` and ``k`` multiplied by ``sqrt(scale)``, that is ``d^(-1/4)``, first. It is stabilised without bias and
+    without reading later keys: each query is divided by its largest feature, which cancels; each key by its own, whose
+    logarithm is the log scale (``LinearKernel.key``). ``eps`` is then added to every feature, relative to the largest
+    one of its token, so that no denominator vanishes.
 
-    The released code subtracts one maximum over all keys instead, which shows a causal model a little of the future
+    The released code subtracts one maximum over all keys instead, which leaks a little of the future to a causal model
     through ``eps``. Its factory sets ``eps`` to 1e-6; the paper's own and the PyTorch port's is 1e-4. The port's
-    ``num_features`` is ``int(d ln d)``. Longer queries and keys need more features: the relative variance of one
-    feature is ``exp(|q + k|^2) - 1``.
+    ``num_features`` is ``int(d ln d)``. Queries and keys with larger norms need more features: the relative variance of
+    one feature is ``exp(|q + k|^2) - 1``.
 
     num_features: m.
     orthogonal: rows of each block of d are orthogonal, which lowers the variance a little; otherwise independent.
-    norms: of orthogonal rows. ``"chi"``, those of Gaussian vectors, keeps the estimate unbiased; ``"constant"``,
-        ``sqrt(d)``, does not, and varies less.
+    norms: of orthogonal rows. ``"chi"``, those of Gaussian vectors, is unbiased; ``"constant"``, ``sqrt(d)``, is
+        biased and has a lower variance.
     scale: see ``ScaledKernel``.
     """
 
@@ -46,16 +46,16 @@ class Performer(ScaledKernel):
         check_count("num_features", self.num_features)
         check_choice("norms", self.norms, ("chi", "constant"))
         check(
-            self.orthogonal or self.norms == "chi", "norms='constant' is for orthogonal=True: Gaussian rows have theirs"
+            self.orthogonal or self.norms == "chi", "norms='constant' needs orthogonal=True: Gaussian rows have norms"
         )
         check_number("eps", self.eps, at_least=0)
 
     def init(self, key, *, num_heads, num_kv_heads, head_dim):
-        """``{"projection": [m, d]}``, drawn, shared by all heads; not to be trained: no gradient reaches it."""
+        """``{"projection": [m, d]}``, random, shared by all heads, without gradient."""
         return {"projection": self.draw(key, head_dim)}
 
     def draw(self, key: Array, head_dim: int) -> Float[Array, "m d"]:
-        """A new projection, float32; put it in place of ``params["projection"]`` to redraw.
+        """A new projection, float32; to redraw, replace ``params["projection"]`` by it.
 
         Orthogonal blocks are uniform over all rotations and reflections. (The released code keeps the signs of a QR
         factorisation, so that the first component of a block's first row has one sign only, the others lean to one,
@@ -89,7 +89,7 @@ class Performer(ScaledKernel):
         return (exponential + self.eps) * self.num_features**-0.5
 
     def _project(self, params, x):
-        """``w . x`` in full precision: what is rounded here stands in an exponent."""
+        """``w . x`` in full precision, because it is an exponent."""
         check(bool(params) and "projection" in params, "params must hold 'projection': Performer(...).init draws it")
         projection = params["projection"]
         wanted = (self.num_features, x.shape[-1])

@@ -1,17 +1,16 @@
 """Typed, lazy, composable masks: which key each query may see.
 
-A mask is a value, never an ``n x n`` array, until a tile of it is asked for. Two kinds exist:
+A mask is a value; it becomes an array only tile by tile. Three kinds exist:
 
 * position masks are pure functions of the two integer positions: ``Causal``, ``Window``, ``Band``, ``Dilated``,
   ``Sinks``, ``GlobalFirst``, ``Chunked``, ``Prefix``, and those that select the far pairs of ``posjax.far``, ``Beyond``
   and ``ChunksApart``;
-* ``Segments`` carries the segment ids of the tokens, ``Globals`` their flags.
-
-A third, ``ArrayMask``, is a boolean array; ``attention(mask=)`` and the operators below make it of a plain one.
+* ``Segments`` holds the segment ids of the tokens, ``Globals`` their flags;
+* ``ArrayMask`` is a boolean array; ``attention(mask=)`` and the operators below convert a plain array to it.
 
 Masks compose with ``&``, ``|`` and ``~``. Every mask is a registered pytree: hyper-parameters are static metadata,
-arrays are leaves. Every mask can also say for a tile, from the extent of its positions alone, whether it is empty, full
-or mixed, so that an attention loop never visits an empty tile and never masks a full one.
+arrays are leaves. From the bounds of a tile's positions every mask also knows whether the tile is empty, full or mixed,
+so that an attention loop never visits an empty tile and never masks a full one.
 
 Shapes. Positions arrive as ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile is ``[queries, keys]`` or
 ``[batch or 1, heads or 1, queries, keys]``. Positions are those of the tokens, not of the buffer, so left padding,
@@ -19,6 +18,7 @@ packing, decoding and reordered sequences need nothing special.
 """
 
 from posjax.masks.base import And, ArrayMask, Combined, Mask, Not, Or, Pair, as_mask
+from posjax.masks.bounds import BlockBounds, block_bounds
 from posjax.masks.by_position import (
     Band,
     Beyond,
@@ -34,7 +34,6 @@ from posjax.masks.by_position import (
     traced_sizes,
 )
 from posjax.masks.by_token import Globals, OfTokens, Segments, padding, padding_of
-from posjax.masks.extents import Extent, extent
 from posjax.masks.tiles import EMPTY, FULL, MIXED, materialise, tile_kinds
 
 __all__ = [
@@ -45,12 +44,12 @@ __all__ = [
     "ArrayMask",
     "Band",
     "Beyond",
+    "BlockBounds",
     "Causal",
     "Chunked",
     "ChunksApart",
     "Combined",
     "Dilated",
-    "Extent",
     "GlobalFirst",
     "Globals",
     "Mask",
@@ -63,7 +62,7 @@ __all__ = [
     "Sinks",
     "Window",
     "as_mask",
-    "extent",
+    "block_bounds",
     "hides_ahead",
     "materialise",
     "padding",

@@ -1,4 +1,4 @@
-"""What a mask is, one that is given as an array, and how masks are joined."""
+"""The base class of masks, masks given as arrays, and combinations of masks."""
 
 import dataclasses
 import operator
@@ -12,20 +12,20 @@ from jaxtyping import Array, Bool, Int
 from posjax._checks import check, shown
 from posjax._numbers import level
 from posjax._slots import OfPairs, OfSomeHeads, OverPairs
-from posjax.masks.extents import Extent
+from posjax.masks.bounds import BlockBounds
 
 
 class Mask(OverPairs):
-    """Base of all masks: composition, the tile of a mask, and what its extent tells.
+    """Base of all masks: composition, tiles, and bounds of tiles.
 
-    ``pairs`` is all that a subclass must define; ``axes`` too where its arrays have axes of rows or tokens. With
-    ``bounds`` whole tiles are passed over, with ``retained`` a cache keeps no more than it must.
+    A subclass must define ``pairs``, and ``axes`` if its arrays have axes of batch rows or tokens. ``bounds`` lets
+    attention skip tiles; ``kept_keys`` lets a cache keep fewer keys.
     """
 
     shift_invariant = True
     """Whether shifting all positions by one constant changes nothing."""
 
-    __array_ufunc__ = None  # NumPy leaves `array & mask` to the mask.
+    __array_ufunc__ = None  # so that NumPy calls __rand__ for `array & mask`
 
     def __and__(self, other: "Mask | Array") -> "Mask":
         return And(self, as_mask(other))
@@ -51,11 +51,10 @@ class Mask(OverPairs):
         """The tile: true where the query may see the key."""
         return self.pairs(*level(q_positions[..., :, None], kv_positions[..., None, :]))
 
-    def tiles(self, q: Extent, k: Extent) -> tuple[Bool[Array, "*b nq nk"], Bool[Array, "*b nq nk"]]:
-        """For every pair of blocks: whether some pair of tokens may be allowed, and whether all surely are.
+    def tiles(self, q: BlockBounds, k: BlockBounds) -> tuple[Bool[Array, "*b nq nk"], Bool[Array, "*b nq nk"]]:
+        """For every pair of blocks: whether some pair of tokens may be allowed, and whether all certainly are.
 
-        Both answers are safe: ``some`` is never false for a tile with an allowed pair, ``all`` never true for a tile
-        with a forbidden one.
+        ``some`` is never false for a tile with an allowed pair, ``all`` never true for a tile with a forbidden one.
         """
         rows = (q.low[..., :, None], q.high[..., :, None])
         columns = (k.low[..., None, :], k.high[..., None, :])
@@ -66,23 +65,23 @@ class Mask(OverPairs):
         raise TypeError(f"{type(self).__name__} is not a function of positions")
 
     def visible(self, count: Int[Array, "*b q"], positions: Int[Array, "*b q"], causal: bool) -> Int[Array, "*b q"]:
-        """How many of ``count`` contiguous keys the mask leaves to each query, for scales that count them.
+        """How many of ``count`` contiguous keys each query may see, for scales that count them.
 
-        The keys are those up to the query's position if ``causal``. Where masks are joined by ``|`` keys that both
-        allow are counted twice, though never beyond ``count``: exact for ``Window(w) | Sinks(n)`` if ``causal``. Where
-        queries see both sides, those near an end are counted as if the keys went on.
+        The keys are those up to the query's position if ``causal``. ``|`` counts keys that both masks allow twice, but
+        never more than ``count``: exact for ``Window(w) | Sinks(n)`` if ``causal``. If queries see both sides, queries
+        near an end count keys beyond it.
         """
         return count
 
     @property
-    def retained(self) -> tuple[int, int] | None:
-        """``(first, recent)``: a causal query sees no more than the ``first`` and the ``recent`` last keys. Or None."""
+    def kept_keys(self) -> tuple[int, int] | None:
+        """``(first, recent)``: how many first and most recent keys a causal query can see; None if all."""
         return None
 
     def bounds(self, i_low, i_high, j_low, j_high):
         """``(some, all)`` for positions anywhere in ``[i_low, i_high]`` and ``[j_low, j_high]``.
 
-        A subclass that does not say has every tile visited and masked: any may hold allowed pairs and forbidden ones.
+        By default every tile is visited and masked: it may hold allowed and forbidden pairs.
         """
         shape = np.broadcast_shapes(i_low.shape, j_low.shape)
         return np.ones(shape, bool), np.zeros(shape, bool)
@@ -95,7 +94,7 @@ class Mask(OverPairs):
 
 
 def as_mask(mask: "Mask | Array") -> Mask:
-    """A mask as it is, and a boolean array that broadcasts to ``[batch, heads, queries, keys]`` as a mask.
+    """A mask unchanged; a boolean array that broadcasts to ``[batch, heads, queries, keys]`` as a mask.
 
     Raises:
         ValueError: for anything else.
@@ -120,29 +119,29 @@ class MaskOfHeads(OfSomeHeads, Mask):
     size: int
 
     def allowed(self, q_positions, kv_positions):
-        """That of all heads, narrowed."""
+        """Some heads of the tile of all heads."""
         return self.kept(self.whole.allowed(q_positions, kv_positions))
 
     def tiles(self, q, k):
-        """What the whole mask says of every pair of blocks, narrowed where it tells heads apart."""
+        """The answers of ``whole``, for some heads if they differ."""
         some, every = self.whole.tiles(q, k)
         return self.kept(some), self.kept(every)
 
     @property
-    def retained(self):
-        """As the whole mask."""
-        return self.whole.retained
+    def kept_keys(self):
+        """Same as ``whole``."""
+        return self.whole.kept_keys
 
     @property
     def shift_invariant(self):
-        """As the whole mask."""
+        """Same as ``whole``."""
         return self.whole.shift_invariant
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class ArrayMask(OfPairs, Mask):
-    """The pairs where an array is true, by the places of the tokens in the call, whatever their positions are.
+    """The pairs where an array is true, indexed by the order of the tokens in the call, not by positions.
 
     Args:
         array: broadcasts to ``[batch, heads, queries, keys]``.
@@ -156,7 +155,7 @@ class ArrayMask(OfPairs, Mask):
         """The array as it is."""
         return self.array
 
-    def tiles(self, q: Extent, k: Extent):
+    def tiles(self, q: BlockBounds, k: BlockBounds):
         """Whether some and whether all pairs of each block are allowed."""
         batch, heads, queries, keys = self.array.shape
         rows, columns = min(q.size, queries), min(k.size, keys)
@@ -165,11 +164,11 @@ class ArrayMask(OfPairs, Mask):
 
 
 class Combined(Mask):
-    """A mask made of others, its fields."""
+    """A combination of masks, which are its fields."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that it is made of."""
+        """The masks that it combines."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def heads(self, start, size):
@@ -188,7 +187,7 @@ class Combined(Mask):
 
 
 class Pair(Combined):
-    """Two masks combined by ``join``; what And and Or share."""
+    """Two masks combined by ``join``: the base of And and Or."""
 
     left: Mask
     right: Mask
@@ -198,7 +197,7 @@ class Pair(Combined):
         return self.join(*level(*(part.allowed(q_positions, kv_positions) for part in self.parts)))
 
     def tiles(self, q, k):
-        """What both masks say of every pair of blocks, joined: safe for ``&`` and for ``|``."""
+        """The answers of both masks, joined: safe for ``&`` and for ``|``."""
         (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
         return self.join(*level(some, some_right)), self.join(*level(every, every_right))
 
@@ -217,9 +216,9 @@ class And(Pair):
     join = staticmethod(operator.and_)
 
     @property
-    def retained(self):
-        """The smaller of what the two leave; None if neither says."""
-        found = [part.retained for part in (self.left, self.right) if part.retained is not None]
+    def kept_keys(self):
+        """The smaller of the two; None if both are."""
+        found = [part.kept_keys for part in (self.left, self.right) if part.kept_keys is not None]
         return min(found, key=sum, default=None)
 
     def visible(self, count, positions, causal):
@@ -238,13 +237,13 @@ class Or(Pair):
     join = staticmethod(operator.or_)
 
     @property
-    def retained(self):
-        """The larger of each number of the two; None if one of them leaves all."""
-        left, right = self.left.retained, self.right.retained
+    def kept_keys(self):
+        """The larger of each number of the two; None if one of them is."""
+        left, right = self.left.kept_keys, self.right.kept_keys
         return None if left is None or right is None else (max(left[0], right[0]), max(left[1], right[1]))
 
     def visible(self, count, positions, causal):
-        """The sum of the two counts, though never more than there are."""
+        """The sum of the two counts, at most ``count``."""
         return jnp.minimum(count, sum(part.visible(count, positions, causal) for part in (self.left, self.right)))
 
 
@@ -256,14 +255,14 @@ class Not(Combined):
     mask: Mask
 
     def allowed(self, q_positions, kv_positions):
-        """The tile of the mask, turned round."""
+        """The tile of the mask, inverted."""
         return ~self.mask.allowed(q_positions, kv_positions)
 
     def tiles(self, q, k):
-        """Some where the mask does not allow all, all where it allows none."""
+        """Some if the mask does not allow all, all if it allows none."""
         some, every = self.mask.tiles(q, k)
         return ~every, ~some
 
     def visible(self, count, positions, causal):
-        """What the mask leaves out."""
+        """The keys that the mask forbids."""
         return count - self.mask.visible(count, positions, causal)

@@ -13,12 +13,13 @@ from posjax.masks.base import And, Combined, Mask, MaskOfHeads, Or
 
 Size = int | Int[Array, ""]
 """A Python int is known when tracing, and so are the tiles of the mask. An int32 scalar may be traced, and differ from
-layer to layer in a ``scan``; it cannot be refused, so below 1 it counts as 1, and a count of first tokens below 0 as 0.
+layer to layer in a ``scan``; its value cannot be checked, so below 1 it counts as 1, and a count of first tokens below
+0 as 0.
 """
 
 
 def _sized(cls: type) -> type:
-    """Registers a mask whose fields are sizes: structure, or leaves where they are arrays."""
+    """Registers a mask whose fields are sizes: static, or leaves if they are arrays."""
     return register_numbers(cls, tuple(field.name for field in dataclasses.fields(cls)))
 
 
@@ -46,14 +47,14 @@ def hides_ahead(mask: Mask | None) -> bool:
 
 
 class _Sized(Mask):
-    """A mask whose fields are sizes: Python ints, or int32 scalars that only the running program knows."""
+    """A mask whose fields are sizes: Python ints, or int32 scalars known only at run time."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             self._check(field.name)
 
     _least_traced = 1
-    """What a smaller size counts as where only the running program knows it, which can refuse nothing."""
+    """Lower limit of sizes that are arrays, which cannot be checked."""
 
     def _check(self, name: str, at_least: int = 1) -> None:
         found = whole_number(f"{type(self).__name__} {name}", getattr(self, name), at_least)
@@ -67,11 +68,11 @@ class _Sized(Mask):
         return tuple(f"{type(self).__name__} {name}" for name, value in found if is_array_number(value))
 
     @property
-    def retained(self):
-        return None if self.traced else self._retained
+    def kept_keys(self):
+        return None if self.traced else self._kept_keys
 
-    _retained: tuple[int, int] | None = None
-    """``retained`` where all sizes are Python ints."""
+    _kept_keys: tuple[int, int] | None = None
+    """``kept_keys`` if all sizes are Python ints."""
 
 
 def traced_sizes(mask: Mask | None) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ def traced_sizes(mask: Mask | None) -> tuple[str, ...]:
 
 
 def _at_least(i, j, least):
-    """``i - j >= least``. The difference of two int32 may wrap: then it has not the sign of the order."""
+    """``i - j >= least``. The difference of two int32 may wrap: then its sign is wrong."""
     distance, behind = i - j, i >= j
     fits = behind == (distance >= 0)
     return (fits & (distance >= least)) | (~fits & behind)
@@ -98,15 +99,15 @@ def _at_most(i, j, most):
 
 
 def _between(i, j, least, most):
-    """``least <= i - j <= most``, for any two int32; no end where ``most`` is None."""
+    """``least <= i - j <= most``, for any two int32; no upper limit if ``most`` is None."""
     found = _at_least(i, j, least)
     return found if most is None else found & _at_most(i, j, most)
 
 
 def _around(i, j, before, after):
-    """``i - before <= j <= i + after``, where either end stops at that of int32.
+    """``i - before <= j <= i + after``, with both ends clipped to int32.
 
-    The ends are numbers of the queries alone: in a kernel for TPUs this costs no more than a difference that may wrap.
+    The ends depend only on the query: in a TPU kernel this costs no more than a difference that may wrap.
     """
     return (j >= _larger(i, before - LARGEST - 1) - before) & (j <= _smaller(i, LARGEST - after) + after)
 
@@ -120,7 +121,7 @@ def _smaller(i, j):
 
 
 def _module(*arrays):
-    """NumPy where all is known when tracing."""
+    """NumPy if all is known when tracing."""
     return jnp if any(map(is_array_number, arrays)) else np
 
 
@@ -133,20 +134,20 @@ def _some_and_all(i_low, i_high, j_low, j_high, least, most):
 
 
 class _Distances(_Sized):
-    """``least <= i - j <= most`` for the pair ``limits``; ``most`` is None where there is no end."""
+    """``least <= i - j <= most`` for the pair ``limits``; ``most`` is None for no upper limit."""
 
     limits: tuple[int, int | None]
     _unit = 1  # positions that count as one
 
     @property
-    def _retained(self):
+    def _kept_keys(self):
         return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self._unit)
 
     def pairs(self, i, j):
         i, j, (least, most) = _units(i, self._unit), _units(j, self._unit), self.limits
         if is_array_number(self._unit) or self._unit == 1:
             return _between(i, j, least, most)
-        # Chunks of two positions and more are less than 2^31 chunks apart.
+        # With two or more positions in a chunk, two chunks are less than 2^31 apart: no wrap.
         distance = i - j
         return distance >= least if most is None else (distance >= least) & (distance <= most)
 
@@ -155,7 +156,7 @@ class _Distances(_Sized):
 
 
 class _Around(_Distances):
-    """The same where the query's own position lies between the limits."""
+    """``_Distances`` whose limits include the query's own position."""
 
     def pairs(self, i, j):
         least, most = self.limits
@@ -174,7 +175,7 @@ def _units(positions, unit):
 
 
 class _Chunks(_Distances):
-    """The same with positions counted in chunks of ``size``."""
+    """``_Distances`` of positions counted in chunks of ``size``."""
 
     size: Size
     shift_invariant = False
@@ -212,8 +213,8 @@ class Band(_Around):
     """``-floor((size - 1) / 2) <= i - j <= floor(size / 2)``: ``size`` keys around the query, its own included.
 
     ``Band(L)`` is the bidirectional form of the baseline where each token sees ``L`` keys, the training length
-    (kexue.fm/archives/9431, which leaves open where the band lies; here it is centred). Near both ends of a sequence
-    there are fewer, also in one no longer than ``L``.
+    (kexue.fm/archives/9431, which does not say where the band lies; here it is centred). Near both ends of a sequence
+    a token sees fewer, also in a sequence no longer than ``L``.
     """
 
     size: Size
@@ -237,11 +238,11 @@ class Beyond(_Distances):
 
     @property
     def limits(self):
-        """``size`` and no end."""
+        """``size`` and no upper limit."""
         return self.size, None
 
     def pairs(self, i, j):
-        """``j < i - size + 1``, where that stops at the end of int32."""
+        """``j < i - size + 1``, clipped to int32."""
         return j < _larger(i, self.size - LARGEST - 2) - (self.size - 1)
 
     def visible(self, count, positions, causal):
@@ -252,12 +253,12 @@ class Beyond(_Distances):
 @_sized
 @dataclasses.dataclass(frozen=True)
 class ChunksApart(_Chunks):
-    """``least <= floor(i / size) - floor(j / size) <= most``: the key is so many chunks of ``size`` before the query.
+    """``least <= floor(i / size) - floor(j / size) <= most``: how many chunks the key is before the query.
 
     Args:
         size: tokens of a chunk.
-        least: fewest chunks, 0 being the query's own.
-        most: most chunks, or None for all that are further back.
+        least: fewest chunks, 0 for the query's own.
+        most: most chunks, or None for no limit.
     """
 
     size: Size
@@ -271,7 +272,7 @@ class ChunksApart(_Chunks):
             self._check(name, at_least=-LARGEST)
         least, most = self.least, self.most
         known = most is not None and not is_array_number(least) and not is_array_number(most)
-        check(not known or least <= most, f"ChunksApart wants least <= most, found {least!r} and {most!r}")
+        check(not known or least <= most, f"ChunksApart needs least <= most, found {least!r} and {most!r}")
 
     @property
     def limits(self):
@@ -282,7 +283,7 @@ class ChunksApart(_Chunks):
 @_sized
 @dataclasses.dataclass(frozen=True)
 class Dilated(_Sized):
-    """``i - j = d m`` for a whole ``|m| < size``: a window that looks at every ``d``-th key (Longformer, 2004.05150).
+    """``i - j = d m`` for a whole ``|m| < size``: a window of every ``d``-th key (Longformer, 2004.05150).
 
     Longformer's window of ``w`` keys in total with dilation ``d`` is ``Dilated(w // 2 + 1, d)``; with ``d = 1`` this is
     ``Window``. A tuple of dilations, one for each query head, gives the mask a head axis; Longformer dilates two heads
@@ -317,7 +318,7 @@ class Dilated(_Sized):
         return np.reshape(np.asarray(self.dilation, np.int32), (1, -1, 1, 1))
 
     def _for_heads(self, *positions):
-        """The positions with an axis for the heads, where dilations differ."""
+        """The positions with an axis for the heads, if dilations differ."""
         return level(np.zeros((1,) * 4), *positions)[1:] if isinstance(self.dilation, tuple) else positions
 
     def pairs(self, i, j):
@@ -327,18 +328,18 @@ class Dilated(_Sized):
         return ((i - j) % self._steps == 0) & _around(i, j, reach, reach)
 
     def bounds(self, i_low, i_high, j_low, j_high):
-        """As for the window that it spans; where that has gaps no tile is surely full."""
+        """Those of the window that it spans; if that has gaps no tile is certainly full."""
         reach = (self.size - 1) * self._steps
         some, every = _some_and_all(*self._for_heads(i_low, i_high, j_low, j_high), -reach, reach)
         return some, every & (self._steps == 1)
 
     @property
-    def _retained(self):
-        """No first keys, and as many recent ones as the most dilated head spans."""
+    def _kept_keys(self):
+        """No first keys, and the span of the most dilated head as recent ones."""
         return 0, (self.size - 1) * max(self._each) + 1
 
     def visible(self, count, positions, causal):
-        """As of the least dilated head: one count serves all heads, and from the widest reach on all agree."""
+        """That of the least dilated head, for all heads; they agree once ``count`` exceeds the widest span."""
         least = min(self.dilation) if isinstance(self.dilation, tuple) else self.dilation
         return _at_most_around(-(-count // least), self.size, causal)
 
@@ -349,7 +350,7 @@ def _at_most_around(count, size, causal: bool):
 
 
 class _First(_Sized):
-    """A mask of the first positions: what it allows two positions it allows all earlier ones."""
+    """A mask of the first positions: a pair that it allows is also allowed at any earlier positions."""
 
     shift_invariant = False
     _least_traced = 0
@@ -370,11 +371,11 @@ class Sinks(_First):
 
     def pairs(self, i, j):
         """``j < count``."""
-        # ``i == i`` gives the tile its queries' shape.
+        # ``i == i`` broadcasts the result to the shape of the queries.
         return (j < self.count) & (i == i)
 
     @property
-    def _retained(self):
+    def _kept_keys(self):
         """The first ``count`` keys."""
         return self.count, 0
 
@@ -399,7 +400,7 @@ class GlobalFirst(_First):
         return (i < self.count) | (j < self.count)
 
     @property
-    def _retained(self):
+    def _kept_keys(self):
         """The first ``count`` keys."""
         return self.count, 0
 
@@ -433,5 +434,5 @@ class Chunked(_Chunks):
     limits = (0, 0)
 
     def visible(self, count, positions, causal):
-        """At most those of a chunk; if causal those up to the query's place in its own."""
+        """At most the keys of a chunk; if causal, those of its own chunk up to the query."""
         return jnp.minimum(count, positions % self.size + 1 if causal else self.size)

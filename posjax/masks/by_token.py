@@ -1,4 +1,4 @@
-"""Masks that carry a number of every token: segments, and tokens that see all."""
+"""Masks with a number for every token: segments, and global tokens."""
 
 import dataclasses
 from functools import partial, reduce
@@ -10,29 +10,29 @@ from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check, check_array, check_rank
 from posjax.masks.base import And, Mask
-from posjax.masks.extents import Extent, block_extent
+from posjax.masks.bounds import BlockBounds, block_range
 
 
 class OfTokens(Mask):
-    """A mask that carries ``[batch, q]`` of the queries and ``[batch, k]`` of the keys, that of the queries if None.
+    """A mask with ``[batch, q]`` for the queries and ``[batch, k]`` for the keys, that of the queries if None.
 
-    A pair is allowed if ``meet`` says so of the two tokens' numbers; positions play no part.
+    A pair is allowed if ``meet`` of the two tokens' numbers is true; positions are not used.
     """
 
     _dtype: type
-    """Of its numbers: ``jnp.integer`` or ``jnp.bool_``."""
+    """Dtype of its numbers: ``jnp.integer`` or ``jnp.bool_``."""
 
     reads_positions = False
 
     @property
     def axes(self):
-        """Rows and tokens, whatever the two fields are called."""
+        """Batch and tokens of the two fields."""
         q, k = self._fields
         return {q.name: ("batch", "queries"), k.name: ("batch", "keys")}
 
     @property
     def _fields(self) -> tuple[dataclasses.Field, dataclasses.Field]:
-        """Those of the queries' numbers and of the keys'."""
+        """The fields with the numbers of the queries and of the keys."""
         return dataclasses.fields(self)[:2]
 
     @staticmethod
@@ -60,9 +60,9 @@ class OfTokens(Mask):
         q, k = self.arrays
         return q[:, None, :, None], k[:, None, None, :]
 
-    def _extents(self, q: Extent, k: Extent):
+    def _block_bounds(self, q: BlockBounds, k: BlockBounds):
         """The masks of the smallest and of the largest value in every block."""
-        blocks = (block_extent(x, size) for x, size in zip(self.arrays, (q.size, k.size), strict=True))
+        blocks = (block_range(x, size) for x, size in zip(self.arrays, (q.size, k.size), strict=True))
         return (type(self)(*ends) for ends in zip(*blocks, strict=True))
 
     def check(self, batch, queries, keys):
@@ -88,8 +88,8 @@ class Segments(OfTokens):
     Args:
         q_ids: int32 ``[batch, q]``, the segment of every query.
         kv_ids: int32 ``[batch, k]``, the segment of every key; that of the queries when left out.
-        finite: whether padding is known to hold finite numbers. Otherwise it may hold anything, and attention first
-            puts zeros there, which takes a pass over queries, keys and values.
+        finite: whether padding is known to hold finite numbers. Otherwise attention first puts zeros there, which takes
+            a pass over queries, keys and values.
     """
 
     q_ids: Int[Array, "batch q"]
@@ -103,9 +103,9 @@ class Segments(OfTokens):
         """``q == k >= 0``."""
         return (q == k) & (q >= 0)
 
-    def tiles(self, q: Extent, k: Extent):
-        """By the lowest and highest id of each block: ranges that meet, and blocks of one and the same id."""
-        (q_low, k_low), (q_high, k_high) = (ends._columns() for ends in self._extents(q, k))
+    def tiles(self, q: BlockBounds, k: BlockBounds):
+        """By the lowest and highest id of each block: some if the ranges overlap, all if both blocks are one id."""
+        (q_low, k_low), (q_high, k_high) = (ends._columns() for ends in self._block_bounds(q, k))
         some = (q_high >= 0) & (k_high >= 0) & (q_low <= k_high) & (k_low <= q_high)
         return some, (q_low >= 0) & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
 
@@ -132,17 +132,16 @@ class Globals(OfTokens):
         """``q or k``."""
         return q | k if q.dtype == bool else (q | k) != 0
 
-    def tiles(self, q: Extent, k: Extent):
+    def tiles(self, q: BlockBounds, k: BlockBounds):
         """By whether some and whether all tokens of each block have a flag."""
-        every, some = (ends.allowed(None, None) for ends in self._extents(q, k))
+        every, some = (ends.allowed(None, None) for ends in self._block_bounds(q, k))
         return some, every
 
 
 def padding_of(mask: Mask | None) -> tuple[Bool[Array, "batch q"], Bool[Array, "batch k"]] | None:
-    """Which queries and which keys are padding that may hold anything: tokens with a negative segment id.
+    """Which queries and which keys are padding that may hold NaN or infinity: tokens with a negative segment id.
 
-    None where a mask says nothing of segments, or that what they hide is finite. Of masks joined by ``|`` none hides a
-    token by itself.
+    None for a mask without segments, or with finite ones. Segments joined by ``|`` do not hide a token.
     """
     if isinstance(mask, Segments):
         return None if mask.finite else (mask.q_ids < 0, mask.kv_ids < 0)

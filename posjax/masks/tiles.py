@@ -6,14 +6,14 @@ from jaxtyping import Array, Bool, Int8
 from posjax._checks import check
 from posjax._slots import with_head_axis
 from posjax.masks.base import Mask
-from posjax.masks.extents import extent
+from posjax.masks.bounds import block_bounds
 from posjax.positions import Positions, as_array
 
 EMPTY, MIXED, FULL = 0, 1, 2
 
 
 def materialise(mask: Mask, q_positions: Positions, kv_positions: Positions) -> Bool[Array, "*b q k"]:
-    """The whole mask as an array, ``[q, k]`` or ``[batch, heads or 1, q, k]``: quadratic, for tests and for the eye."""
+    """The whole mask as an array, ``[q, k]`` or ``[batch, heads or 1, q, k]``: quadratic, for tests and plots."""
     return mask.allowed(with_head_axis(as_array(q_positions)), with_head_axis(as_array(kv_positions)))
 
 
@@ -22,7 +22,7 @@ def tile_kinds(
 ) -> Int8[Array, "*b nq nk"]:
     """``EMPTY``, ``MIXED`` or ``FULL`` for every tile of ``block_q`` queries and ``block_k`` keys.
 
-    A tile that is called mixed may in truth be empty or full (only extents are looked at); the other two are certain.
+    A mixed tile may in fact be empty or full, because only the bounds of blocks are used; the other two are certain.
 
     Raises:
         ValueError: if the lengths are not multiples of the blocks.
@@ -30,5 +30,5 @@ def tile_kinds(
     for name, positions, block in (("q_positions", q_positions, block_q), ("kv_positions", kv_positions, block_k)):
         length = as_array(positions).shape[-1]
         check(length % block == 0, f"{name} has length {length}, not a multiple of its block {block}")
-    some, every = mask.tiles(extent(q_positions, block_q), extent(kv_positions, block_k))
+    some, every = mask.tiles(block_bounds(q_positions, block_q), block_bounds(kv_positions, block_k))
     return jnp.where(every, FULL, jnp.where(some, MIXED, EMPTY)).astype(jnp.int8)

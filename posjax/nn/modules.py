@@ -113,7 +113,7 @@ class Attention(nnx.Module):
 
     def _placement(self, x) -> Placement:
         """That of the config; where it names nothing, what the types of the tokens and of the projection say."""
-        if self.config.placement.axes or self.config.placement.layout.moves:
+        if self.config.placement.axes or self.config.placement.layout.reorders:
             return self.config.placement
         rows, heads = axes_of(explicit_spec(x)[0]), axes_of(explicit_spec(self.q[...])[1])
         # Parameters may be split over the axis of the rows too (FSDP): they are gathered where they are used.
@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         mesh, params = jax.sharding.get_abstract_mesh(), plain(self.learned) | settings["shared"]
         if placement.axes and not mesh.empty:
             placement = placement.for_key_heads(mesh.shape, self.config.num_kv_heads)
-        where = {"across": placement} if placement.axes or placement.layout.moves else {}
+        where = {"across": placement} if placement.axes or placement.layout.reorders else {}
         where |= {"partition": PartitionSpec() if split and not where else None}
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
         arrays |= {"gates": self._gates(params, x)}

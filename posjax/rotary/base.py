@@ -22,9 +22,9 @@ def smallest_base(context_length: int, head_dim: int) -> float:
     """b*, the smallest base above 1 with sum_t cos(m b^(-2t/d)) >= 0 for every integer m in [0, context_length - 1].
 
     Feasible bases are not an upper half-line (at d = 128, b = 630,000 supports 32,768 tokens and b = 1,000,000 only
-    27,115), so bisection finds some boundary and a grid can step over a feasible stretch. Here no base is skipped
-    without a reason: wherever some f(m) < 0, Taylor's theorem with a bound on the second derivative in ln b gives a
-    stretch to the right of it on which f(m) stays negative, and the search moves to the end of that.
+    27,115), so bisection finds some boundary and a grid can step over a feasible stretch. This search skips only bases
+    that are proved infeasible: where some f(m) < 0, Taylor's theorem with a bound on the second derivative in ln b
+    gives a stretch to the right of it on which f(m) stays negative, and the search moves to the end of that.
 
     Guarantee: the returned base is feasible, and no base below it is, up to the rounding of float64 and to stretches
     narrower than 1e-10 of the base just where an infeasible one ends. (From a head size of 8 on: for 4 and 6, f touches
@@ -32,7 +32,7 @@ def smallest_base(context_length: int, head_dim: int) -> float:
 
     For d to infinity b* tends to context_length / 0.616505, the zero of the cosine integral. Time grows about as
     context_length^1.5: 0.1 s for 4,096, 2 s for 65,536. A rule that rotates at most half of the head supports any
-    length, for the rest scores 1 + cos >= 0.
+    length: each unrotated pair adds 1, each rotated one at least -1.
 
     Raises:
         ValueError: for a context of less than 3 tokens, which every base supports, and an odd head_dim or one below 4.
@@ -40,7 +40,7 @@ def smallest_base(context_length: int, head_dim: int) -> float:
     check_count("context_length", context_length)
     check(context_length >= 3, f"context_length must be at least 3, found {context_length}: any base supports fewer")
     check_even("head_dim", head_dim)
-    check(head_dim >= 4, f"head_dim must be at least 4, found {head_dim}: a single pair turns alike at every base")
+    check(head_dim >= 4, f"head_dim must be at least 4, found {head_dim}: one pair has frequency 1 at every base")
     powers = np.arange(0, head_dim, 2) / head_dim
     log_base = 0.0
     while True:
@@ -90,7 +90,7 @@ def _sums(inverse_frequencies: Float[np.ndarray, "half"], start: int, stop: int)
 def _last_negative(
     log_base: float, distances: Int[np.ndarray, "witnesses"], powers: Float[np.ndarray, "half"]
 ) -> float:
-    """The farthest ln b up to which one of the distances, negative at ``log_base``, is certainly negative throughout.
+    """The farthest ln b up to which one of the distances, negative at ``log_base``, certainly stays negative.
 
     With x = ln b and p_t = m e^(-x u_t): f = sum cos p_t, f' = sum u_t p_t sin p_t and |f''| <= sum u_t^2 (p_t^2 + p_t)
     =: M, which falls with x. So f(x + h) <= f + f' h + M h^2 / 2, negative up to the positive root. Repeated from there

@@ -13,7 +13,7 @@ from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, is_host
-from posjax.rotary.tables import RotaryTable, as_places, learned_angles, rotary_table
+from posjax.rotary.tables import RotaryTable, as_real_positions, learned_angles, rotary_table
 
 _ACTIVATIONS = {"tanh": jnp.tanh, "silu": jax.nn.silu}
 
@@ -32,8 +32,8 @@ class CLEX(FrequencyRule):
     steps: Runge-Kutta steps (of fourth order) per unit of t; the released code takes 100. One pass of
         steps * (max_factor - 1) small steps gives all integer scales, so a traced length does not compile again.
 
-    The other parts of the method stand elsewhere: training draws its positions from t L (see ``positions``) and its
-    log scale, ln(keys) / ln L of the query, is a scale (``scales.ClippedLogN``, unclipped there), off in training.
+    The rest of the method is elsewhere: ``sampling.ClexPositions`` draws training positions from t L, and the log scale
+    ln(keys) / ln L of the query is ``scales.ClippedLogN`` (unclipped in the paper), off in training.
     The released code has one such module for all layers, and the base 10,000 in ntk whatever the base of the model.
     All keys must share the frequencies of the current length: cache them before rotation, or freeze the length.
     """
@@ -130,7 +130,7 @@ class CLEX(FrequencyRule):
         params: dict[str, Array] | None = None,
         precision: str = "exact",
     ) -> RotaryTable:
-        """As :meth:`FrequencyRule.table`, with the parameters that ``init`` made, to which gradients flow.
+        """As :meth:`FrequencyRule.table`, with the parameters of ``init``, which get gradients.
 
         The frequencies are float32, the angles exact multiples of them: scores do not change far from zero.
         """
@@ -139,5 +139,5 @@ class CLEX(FrequencyRule):
         check_choice("precision", precision, ("exact", "hf"))
         if precision == "hf":
             return rotary_table(positions, values, precision=precision)
-        angle = learned_angles(as_places(positions), values[:, None] if values.ndim == 2 else values)
+        angle = learned_angles(as_real_positions(positions), values[:, None] if values.ndim == 2 else values)
         return RotaryTable(jnp.cos(angle), jnp.sin(angle))

@@ -1,7 +1,7 @@
 """Positions with several axes: image grids, and the ids of sequences of text and images (M-RoPE, RoPE-Tie).
 
-All of it runs on the host, in NumPy: a data pipeline computes coordinates ``[n, axes]`` once and passes them along.
-They are int32 wherever the method's are whole, so that their angles are exact; float32 holds half-integers up to 2^23.
+All of it runs on the host, in NumPy: a data pipeline computes coordinates ``[n, axes]`` once. They are int32 wherever
+the method's are whole, so that their angles are exact; float32 holds half-integers up to 2^23.
 """
 
 import math
@@ -23,7 +23,7 @@ Coordinates = Int[np.ndarray, "n axes"] | Float[np.ndarray, "n axes"]
 
 
 class SpanPositions(NamedTuple):
-    """Coordinates of every token ``[n, axes]``, and ``end``, the position of a text token that would come next."""
+    """Coordinates of every token ``[n, axes]``, and ``end``, the position of the next text token."""
 
     coordinates: Coordinates
     end: int
@@ -68,10 +68,10 @@ def patch_centres(*sizes: int) -> Float[np.ndarray, "n axes"]:
 def mrope_positions(spans: Sequence[Span], start: int = 0) -> SpanPositions:
     """(time, row, column) ids of text and images for M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1), int32.
 
-    spans: what follows what: a number of text tokens, ``(h, w)`` for an image, ``(t, h, w)`` for a video, as the
-        language model sees them (after merging patches).
+    spans: in order, a number of text tokens, ``(h, w)`` for an image, ``(t, h, w)`` for a video, as the language model
+        sees them (after merging patches).
 
-    Text has the same id on all axes. A grid starts where text would go on, and text after it at its largest id + 1,
+    Text has the same id on all axes. A grid starts at the next text position, and text after it at its largest id + 1,
     time included. (transformers 5.23 leaves time out of that maximum, so that text after a video with more frames than
     rows and columns repeats ids of the video.) ``end - n`` is what Qwen's code calls the rope delta.
     """

@@ -2,8 +2,8 @@
 
 Up to L they are plain RoPE, bit for bit. A length known on the host (a Python int, a NumPy array) gives exact
 frequencies. Those that a traced length changes are float32: they err by up to 1e-6 of themselves, the same for all
-positions, and one program serves every length. A length for each row or token gives frequencies for each. All keys must
-share the frequencies of the current length: cache them before rotation, or freeze the length for a call.
+positions, and one program works for every length. A length for each row or token gives frequencies for each. All keys
+must have the frequencies of the current length: cache them before rotation, or freeze the length for a call.
 """
 
 from dataclasses import dataclass

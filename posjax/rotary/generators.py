@@ -6,8 +6,8 @@ rotations, B_a = P Lambda_a P^T, so that with omega_t the vector of the planes' 
     R_x = P diag_t(R(<x, omega_t>)) P^T,    q^T R_i^T R_j k = (P^T q)^T exp(sum_a (j - i)_a Lambda_a) (P^T k)
 
 In a softmax attention P is absorbed by the projections of q and k (kexue.fm 9403): RoPE with frequencies mixed over the
-axes is all there is, and axial RoPE the case where every omega_t lies on an axis. P cannot be absorbed where something
-that is not a rotation stands between the projection and R: a query or key norm with a factor per channel, or the
+axes is the general case, and axial RoPE the one where every omega_t lies on an axis. P cannot be absorbed if something
+other than a rotation is applied between the projection and R: a query or key norm with a factor per channel, or the
 activation of a linear attention.
 """
 
@@ -25,13 +25,13 @@ from posjax._slots import Features
 from posjax.angles import exact
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import apply_rotary
-from posjax.rotary.tables import RotaryTable, as_places, place_angles
+from posjax.rotary.tables import RotaryTable, as_real_positions, real_angles
 
 Matrices = Float[np.ndarray, "axes d d"]
 
 
 def _as_generators(generators: Sequence[Float[np.ndarray, "d d"]] | Matrices) -> Matrices:
-    """float64 ``[axes, d, d]``; refuses what is not real, square, even and skew-symmetric."""
+    """float64 ``[axes, d, d]``; raises ValueError unless they are real, square, even and skew-symmetric."""
     matrices = np.asarray(generators, np.float64)
     square = matrices.ndim == 3 and len(matrices) and matrices.shape[1] == matrices.shape[2]
     check(square, f"generators must be square matrices [axes, d, d], found shape {matrices.shape}")
@@ -70,7 +70,7 @@ def decompose(
     """(P, omega), float64 on the host, with B_a = P Lambda_a P^T and Lambda_a the rotations at frequencies omega_a.
 
     P is orthogonal; plane t is spanned by its columns t and t + d/2 (``pairing="half"``), and omega ``[axes, d/2]`` are
-    radians per position. Planes on which nothing turns have frequency 0.
+    radians per position. Planes without rotation have frequency 0.
 
     Raises ValueError for matrices that are not skew-symmetric and for generators that do not commute (quaternion units,
     say), with the size of the commutator.
@@ -93,10 +93,10 @@ def decompose(
 
 
 def _planes(matrices: Matrices) -> Float[np.ndarray, "d d"]:
-    """Common invariant planes, from one mixture of the generators: generic, it keeps all their eigenspaces apart.
+    """Common invariant planes, from one random mixture C of the generators, which separates all their eigenspaces.
 
-    -i C is Hermitian; v = (u - i w) / sqrt(2) at an eigenvalue > 0 spans a plane with C u = value * w. What is left is
-    the common kernel.
+    -i C is Hermitian; v = (u - i w) / sqrt(2) at an eigenvalue > 0 spans a plane with C u = value * w. The rest is the
+    common kernel.
     """
     scale = np.abs(matrices).max(axis=(1, 2), keepdims=True)
     weights = np.random.default_rng(0).uniform(1, 2, len(matrices))
@@ -117,7 +117,7 @@ def _rotators(omega: Float[np.ndarray, "axes half"]) -> Matrices:
 
 @dataclass(frozen=True)
 class GeneralRotary(Features):
-    """phi(q) = exp(sum_a p_a B_a) q for given commuting generators, up to P, which no score can see.
+    """phi(q) = exp(sum_a p_a B_a) q for given commuting generators, up to P, which cancels in every score.
 
     generators: ``[axes, d, d]``, d the size of a head, as an array or nested tuples; the same for every head. Positions
         are coordinates as :func:`posjax.rotary.coordinates.by_axis` takes them, angles exact for whole ones.
@@ -148,17 +148,17 @@ class GeneralRotary(Features):
 
     def table(self, positions) -> RotaryTable:
         """cos and sin of ``<p, omega_t>``, float32 ``[length, d/2]`` or ``[batch, length, d/2]``."""
-        places = [as_places(axis) for axis in by_axis(positions, self.axes)]
-        places = places * self.axes if len(places) == 1 else places
-        angle = sum(place_angles(place, exact(row)) for place, row in zip(places, self.omega, strict=True))
+        coordinates = [as_real_positions(axis) for axis in by_axis(positions, self.axes)]
+        coordinates = coordinates * self.axes if len(coordinates) == 1 else coordinates
+        angle = sum(real_angles(axis, exact(row)) for axis, row in zip(coordinates, self.omega, strict=True))
         return RotaryTable(jnp.cos(angle), jnp.sin(angle))
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
         """``diag_t(R(<p, omega_t>)) P^T q``, with the dtype of ``q``; the product with P in full precision."""
         self.query_size(head_dim)
         wide = q.astype(at_least_float32(q.dtype))
-        turned = jnp.matmul(wide, self.basis.astype(wide.dtype), precision="highest")
-        return apply_rotary(turned, self.table(positions)).astype(q.dtype)
+        projected = jnp.matmul(wide, self.basis.astype(wide.dtype), precision="highest")
+        return apply_rotary(projected, self.table(positions)).astype(q.dtype)
 
     def key(self, params, k, positions, *, head_dim: int, length=None):
         """As ``query``."""

@@ -1,7 +1,7 @@
 """Frequency rules over positions with several axes: axial grids, M-RoPE and RoPE-Tie.
 
-Each pair of features turns with the coordinate of one axis. A text token has the same position on every axis, and for
-it these rules are RoPE in one dimension. What coordinates may look like: :func:`posjax.rotary.coordinates.by_axis`.
+Each pair of features rotates with the coordinate of one axis. A text token has the same position on every axis, and for
+it these rules are RoPE in one dimension. For the forms of coordinates see :func:`posjax.rotary.coordinates.by_axis`.
 """
 
 import math
@@ -16,7 +16,7 @@ from posjax.positions import Positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.feature import Rotary
 from posjax.rotary.rules import FrequencyRule, Length, Plain, check_number, inverse_powers
-from posjax.rotary.tables import RotaryTable, as_places
+from posjax.rotary.tables import RotaryTable, as_real_positions
 
 
 class SeveralAxes(FrequencyRule):
@@ -25,8 +25,8 @@ class SeveralAxes(FrequencyRule):
     axes: int
 
     def pair_axes(self, head_dim: int | None = None) -> Int[np.ndarray, "w/2"]:
-        """The coordinate that each pair turns with."""
-        raise TypeError(f"{type(self).__name__} does not say its axes")
+        """The coordinate that each pair rotates with."""
+        raise TypeError(f"{type(self).__name__} does not define pair_axes")
 
     def axis_table(self, positions: Positions, **options) -> RotaryTable:
         """The table of all pairs at the positions of one axis."""
@@ -43,14 +43,14 @@ class SeveralAxes(FrequencyRule):
     ) -> RotaryTable:
         """As :meth:`FrequencyRule.table`, at coordinates too; every pair from the table of its axis."""
         options = {"head_dim": head_dim, "length": length, "params": params, "precision": precision}
-        first, *others = (self.axis_table(places, **options) for places in by_axis(positions, self.axes))
+        first, *others = (self.axis_table(axis, **options) for axis in by_axis(positions, self.axes))
         which = self.pair_axes(head_dim)
         for axis, table in enumerate(others, 1):
             first = RotaryTable(*(jnp.where(which == axis, b, a) for a, b in zip(first, table, strict=True)))
         return first
 
     def to_hf(self):
-        """Refused: Hugging Face keeps these settings in classes of its own."""
+        """Raises ValueError: Hugging Face's ``rope_parameters`` have no form for these settings."""
         raise ValueError(f"{type(self).__name__} has no form in Hugging Face's rope_parameters")
 
 
@@ -62,7 +62,7 @@ class Axial(SeveralAxes):
         are (row, column).
     split: the frequencies of the m = w / (2 axes) pairs of a block. ``"repeated"``: the same in every block,
         base^(-t/m). ``"strided"``: block a takes every axes-th of those of a 1-D rule, base^(-2 (a + axes t) / w).
-    offset: added to every coordinate. unit: radians that a coordinate of 1 turns the first pair of a block.
+    offset: added to every coordinate. unit: radians by which a coordinate of 1 rotates the first pair of a block.
 
     Raises ValueError for an order that names no axis or one twice, and a width that the blocks do not share evenly.
     """
@@ -107,7 +107,7 @@ class Axial(SeveralAxes):
 
     def axis_table(self, positions: Positions, **options) -> RotaryTable:
         """The table at ``positions + offset``."""
-        return super().axis_table(as_places(positions) + self.offset if self.offset else positions, **options)
+        return super().axis_table(as_real_positions(positions) + self.offset if self.offset else positions, **options)
 
 
 AXIAL_LAYOUTS: dict[str, Rotary] = {
@@ -125,10 +125,10 @@ token is not rotated: its coordinates are (0, 0), but (-1, -1) for Llama 4, whic
 
 @dataclass(frozen=True)
 class _OneDimensional(SeveralAxes):
-    """Frequencies of a rule in one dimension, dealt out to the axes.
+    """Frequencies of a rule in one dimension, distributed over the axes.
 
     rule: the rule (YaRN, dynamic NTK, ...); None is RoPE with this rule's own base, head_dim and partial rotary factor.
-        A rule that is given brings those three along.
+        A given rule sets those three.
     """
 
     rule: FrequencyRule | None = None
@@ -249,10 +249,10 @@ class MRoPE(_OneDimensional):
 
 @dataclass(frozen=True)
 class RoPETie(_OneDimensional):
-    """RoPE-Tie (kexue.fm 10040): pair t turns with coordinate t mod axes, at the frequency it has in one dimension.
+    """RoPE-Tie (kexue.fm 10040): pair t rotates with coordinate t mod axes, at the frequency it has in one dimension.
 
-    Text at (n, n) is exactly 1-D RoPE, so a language model goes on unchanged; :func:`posjax.rotary.tie_positions`
-    places images.
+    Text at (n, n) is exactly 1-D RoPE, so a language model computes the same as before;
+    :func:`posjax.rotary.tie_positions` places images.
     """
 
     axes: int = 2

@@ -1,7 +1,7 @@
 """Reading Hugging Face's rope settings: ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
 
-Where that library warns or guesses, this module refuses: an unknown type or key, a missing key, a base of None. The
-other direction is each rule's ``to_hf``.
+Where that library warns or guesses, this module raises ValueError: an unknown type or key, a missing key, a base of
+None. The other direction is each rule's ``to_hf``.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# Keys that say nothing about the frequencies of text.
+# Keys that do not affect the frequencies of text.
 _IGNORED = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings", "finetuned")
 _SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # The base of model types whose configuration may leave it out, where it is not 10,000 (transformers 5.23).
@@ -80,7 +80,7 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
         ``PretrainedConfig``. A whole configuration, with ``rope_parameters`` (transformers 5) or ``rope_scaling`` and
         ``rope_theta`` (transformers 4); or only that inner dictionary, recognised by its ``rope_type`` or ``type``.
 
-    Returns a rule whose ``head_dim`` is set when the configuration tells it. Where layer types differ (Gemma 3,
+    Returns a rule whose ``head_dim`` is set if the configuration has it. Where layer types differ (Gemma 3,
     ModernBERT, nested ``rope_parameters``) returns ``{layer_type: rule}``, with None for a layer type without rope.
 
     Precedence, first found wins. Base and partial rotary factor: inner dictionary, outer configuration, the model
@@ -127,7 +127,7 @@ def _is_nested(parameters: Config) -> bool:
 
 
 def _two_bases(config: Config) -> Config | None:
-    """The models of transformers 4 that wrote a second base for their sliding layers into the outer configuration."""
+    """Settings by layer type of transformers 4 models that have a second base, for sliding layers, in the config."""
     model = config.get("model_type", "")
     scaling = config.get("rope_scaling") or {}
     if config.get("rope_parameters"):
@@ -143,7 +143,7 @@ def _two_bases(config: Config) -> Config | None:
 
 
 def _with_outer_original(parameters: Config, config: Config) -> Config:
-    """Phi-3 writes the original length into the outer configuration, where it counts more than the inner one."""
+    """Phi-3 writes the original length into the outer configuration, which wins over the inner one."""
     original = config.get("original_max_position_embeddings")
     if original is None or _rope_type(parameters, config) not in ("yarn", "longrope", "llama3"):
         return parameters
@@ -223,7 +223,7 @@ def _implied_factor(given: Config, config: Config) -> Config:
 
 
 def _base(parameters: Config, config: Config) -> float:
-    """The base, from the first place that has it; a None there is an error, not a reason to look on."""
+    """The base, from the first place that has it; a None there is an error."""
     for source, key in ((parameters, "rope_theta"), (config, "rope_theta"), (config, "rotary_emb_base")):
         if key in source:
             check(source[key] is not None, f"{key} is None: give the base, such as 10000.0")
@@ -244,7 +244,7 @@ def _partial_rotary_factor(given: Config, config: Config) -> float:
 
 
 def _head_dim(config: Config, layer_type: str | None) -> int | None:
-    """The size that rope sees: the rotary part of a latent-attention head, else the head's, else model size / heads."""
+    """The size that rope uses: the rotary part of a latent-attention head, else the head's, else model size / heads."""
     if config.get("per_layer_config"):
         return None
     if layer_type == "full_attention" and config.get("global_head_dim") is not None:

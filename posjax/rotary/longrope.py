@@ -17,7 +17,7 @@ from posjax.rotary.dynamic import excess, scaled
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, check_number, inverse_powers, per_token
 from posjax.rotary.scalings import NTKByParts
-from posjax.rotary.tables import RotaryTable, as_places, rotary_table
+from posjax.rotary.tables import RotaryTable, as_real_positions, rotary_table
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LongRoPE(FrequencyRule):
         s_cur = max(1, length / original_length), which also replaces s in the multiplier; plain RoPE up to
         ``original_length``.
     unscaled_first: n-hat, how many first positions keep the angles and the unit factor of plain RoPE, as in the paper's
-        search. 0 in released models. Above 0 the angle between two tokens depends on where they stand.
+        search. 0 in released models. Above 0 the angle between two tokens depends on their absolute positions.
 
     Switching changes all keys: cache them before rotation, or freeze the length. Exact for traced lengths too, except
     in the dynamic form (see ``dynamic.py``).
@@ -101,7 +101,7 @@ class LongRoPE(FrequencyRule):
 
     @property
     def shift_invariant(self) -> bool:
-        """Not when the first positions have angles of their own."""
+        """False if the first positions keep the plain angles."""
         return self.unscaled_first == 0
 
     @property
@@ -154,7 +154,7 @@ class LongRoPE(FrequencyRule):
         if not self.unscaled_first:
             return table
         plain = rotary_table(positions, self.inverse_frequencies(head_dim), precision=precision)
-        first = as_places(positions)[..., None] < self.unscaled_first
+        first = as_real_positions(positions)[..., None] < self.unscaled_first
         return RotaryTable(*(jnp.where(first, *pair) for pair in zip(plain, table, strict=True)))
 
     def to_hf(self):
@@ -198,12 +198,12 @@ class _Space:
         return _Individual(tuple(np.maximum.accumulate(steps).tolist()), self.choices.index(first))
 
     def rule(self, one: _Individual, **options) -> LongRoPE:
-        """The rule that it stands for."""
+        """The rule it encodes."""
         factors = tuple(round(1 + steps * self.step, 9) for steps in one.steps)
         return replace(self.initial, long_factor=factors, unscaled_first=self.choices[one.first], **options)
 
     def seeds(self) -> list[_Individual]:
-        """Position interpolation, NTK-aware scaling and YaRN, without n-hat, and the list that was given."""
+        """Position interpolation, NTK-aware scaling and YaRN, with n-hat 0, and the given list."""
         rule, width = self.initial, 2 * len(self.initial.long_factor)
         plain = np.ones(width // 2)
         yarn = NTKByParts(rule.factor, rule.original_length, base=rule.base, head_dim=width)
@@ -223,7 +223,7 @@ class _Space:
 
 
 def _cross(a: _Individual, b: _Individual, random: np.random.Generator) -> _Individual:
-    """Each lambda_t from either parent, sorted: then it lies between theirs and the list is non-decreasing again."""
+    """Each lambda_t from either parent, then sorted: it lies between theirs and the list is non-decreasing."""
     from_a = random.random(len(a.steps)) < 0.5
     steps = np.sort(np.where(from_a, a.steps, b.steps))
     return _Individual(tuple(steps.tolist()), a.first if random.random() < 0.5 else b.first)
@@ -251,10 +251,10 @@ def search(
     keeps the ``parents`` best so far and adds ``mutations`` of random parents, in which each lambda_t is redrawn
     between its neighbours with ``probability``, and ``crossovers`` of two. The same seed gives the same search.
 
-    fitness: of a rule with ``select="long"``, lower is better, such as the perplexity of long documents. Each rule is
-        asked for once; what is not a number counts as infinite. 1,344 calls at most by default.
+    fitness: of a rule with ``select="long"``, lower is better, such as the perplexity of long documents. It is called
+        once for each rule; NaN counts as infinite. 1,344 calls at most by default.
     initial: gives the lengths of the lists, ``factor``, ``original_length``, base and all that does not change. To
-        search a short list, put what was found there (``dataclasses.replace``).
+        search a short list, copy the found one into ``short_factor`` (``dataclasses.replace``).
 
     Returns the best rule with the ``select`` of ``initial``, never worse than any of the four it started from.
     Raises ValueError for sizes that are not positive, fewer than 4 individuals or more parents than individuals, a

@@ -1,4 +1,4 @@
-"""RoPE-mixed: every pair turns with a learned mixture of the coordinates (rope-vit, arXiv:2403.13298)."""
+"""RoPE-mixed: every pair rotates with a learned mixture of the coordinates (rope-vit, arXiv:2403.13298)."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from posjax._slots import Features
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
 from posjax.rotary.rules import check_number
-from posjax.rotary.tables import RotaryTable, as_places, learned_angles
+from posjax.rotary.tables import RotaryTable, as_real_positions, learned_angles
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MixedRotary(Features):
     """phi(q) = R(p) q and psi(k) = R(p) k with angles sum_a p_a f_{h,a,t}, learned for each layer and key head h.
 
     Positions are coordinates of ``axes`` axes, real ones too, as :func:`posjax.rotary.coordinates.by_axis` takes them;
-    plain ones count for every axis. Query heads share the frequencies of their key head.
+    plain positions are used on every axis. Query heads share the frequencies of their key head.
 
     At the start the pairs fall into one group per axis, group g of m pairs with magnitudes base^(-t/m) along direction
     g of a random rotation of the axes, one per head: for two axes base^(-4t/d) at orientations phi and phi + pi/2.
@@ -59,10 +59,10 @@ class MixedRotary(Features):
     def table(self, params, positions, *, head_dim: int) -> RotaryTable:
         """cos and sin, float32 ``[batch or 1, length, kv_heads, head_dim / 2]``."""
         frequencies = _check_frequencies(params, self.axes, self.query_size(head_dim) // 2)
-        places = [as_places(axis) for axis in by_axis(positions, self.axes)]
-        places = places * self.axes if len(places) == 1 else places
+        coordinates = [as_real_positions(axis) for axis in by_axis(positions, self.axes)]
+        coordinates = coordinates * self.axes if len(coordinates) == 1 else coordinates
         heads, _, pairs = frequencies.shape
-        angle = sum(learned_angles(place, frequencies[:, a].ravel()) for a, place in enumerate(places))
+        angle = sum(learned_angles(axis, frequencies[:, a].ravel()) for a, axis in enumerate(coordinates))
         angle = angle.reshape(-1, angle.shape[-2], heads, pairs)
         return RotaryTable(jnp.cos(angle), jnp.sin(angle))
 

@@ -1,7 +1,7 @@
 """Rules that change the radix of RoPE: neural-tangent-kernel scaling and its relatives.
 
 theta_t = beta^-t with beta = base^(2/w) reads a position as a number in radix beta, one digit a pair (kexue.fm 9675).
-To fit k times as many positions into the digits these rules change the radix instead of squeezing all digits alike.
+To fit k times as many positions into the digits these rules change the radix instead of scaling all digits equally.
 """
 
 import math

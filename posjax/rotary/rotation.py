@@ -21,8 +21,8 @@ def apply_rotary(
     """Rotates pair t of every head by its angle: (a, b) -> (a cos - b sin, a sin + b cos).
 
     x: ``[batch, length, heads, size]`` (the batch axis is optional); any float dtype.
-    table: ``[length, w/2]`` or ``[batch, length, w/2]``. The first w features rotate, the rest pass through. Where K
-        key heads have angles of their own ``[batch or 1, length, K, w/2]``: head n of N takes those of n // (N / K).
+    table: ``[length, w/2]`` or ``[batch, length, w/2]``. The first w features rotate, the rest pass through. If each of
+        K key heads has its own angles, ``[batch or 1, length, K, w/2]``: head n of N takes those of n // (N / K).
     pairing: which features form pair t. ``"half"``: t and t + w/2 (GPT-NeoX, Hugging Face's Llama, Qwen, Gemma).
     ``"interleaved"``: 2t and 2t + 1 (RoFormer, GPT-J, Meta's Llama, DeepSeek).
 
@@ -31,14 +31,14 @@ def apply_rotary(
     """
     check_choice("pairing", pairing, PAIRINGS)
     _check_table(x, table)
-    if tpu.takes(x, table.cos) and not split_by_compiler(x):
+    if tpu.supports(x, table.cos) and not split_by_compiler(x):
         return run(_Rotation(pairing), *(part.astype(jnp.float32) for part in table), x)[0]
     return _rotated(x, table, pairing)
 
 
 @dataclass(frozen=True)
 class _Rotation(Lowered):
-    """``apply_rotary`` of cosines, sines and features: by a kernel on TPUs. It is linear in the last."""
+    """``apply_rotary`` of cosines, sines and features, in which it is linear; on TPUs it is a kernel."""
 
     pairing: str
 
@@ -55,7 +55,7 @@ class _Rotation(Lowered):
         return [_rotated(x, RotaryTable(cos, sin), self.pairing)]
 
     def differentiated(self, primals, tangents):
-        """Bilinear: the features' tangent turned, plus the features by the tangent of the table."""
+        """Bilinear: the features' tangent rotated, plus the features rotated by the tangent of the table."""
         *table, x = primals
         *d_table, d_x = (zero_tangent(a) if t is None else t for a, t in zip(primals, tangents, strict=True))
         width = 2 * table[0].shape[-1]
@@ -64,19 +64,19 @@ class _Rotation(Lowered):
         return run(self, *primals), [of_x.at[..., :width].add(by_table)]
 
     def transposed(self, constants, cotangents):
-        """Turned back."""
+        """The inverse rotation."""
         cos, sin = constants
         return run(self, cos, -sin, *cotangents)
 
 
 def _rotated(x: Array, table: RotaryTable, pairing: str) -> Array:
-    """The features, those beyond the table as they are."""
+    """The features, of which those beyond the table pass through."""
     width = 2 * table.cos.shape[-1]
     return jnp.concatenate([_turned(x[..., :width], table, pairing), x[..., width:]], axis=-1)
 
 
 def _turned(x: Array, table: RotaryTable, pairing: str) -> Array:
-    """Features of which all rotate."""
+    """Rotates all features."""
     dtype = at_least_float32(x.dtype)
     _, cos, sin = level(x, *(_with_heads(part.astype(dtype), x.shape[-2]) for part in table))
     wide, half = x.astype(dtype), cos.shape[-1]
@@ -110,7 +110,7 @@ def _check_table(x: Array, table: RotaryTable) -> None:
 
 
 def check_table(table: RotaryTable) -> None:
-    """Raises ValueError for what is no table, such as the pair of its arrays."""
+    """Raises ValueError unless ``table`` is a RotaryTable; a plain pair of arrays is not."""
     made = isinstance(table, RotaryTable)
     check(made, f"table must be a RotaryTable, as rotary_table makes it or RotaryTable(cos, sin), found {shown(table)}")
 
@@ -120,9 +120,9 @@ def permute_projection(
 ) -> Float[Array, "..."]:
     """Reorders the head axis so that ``target`` pairing does to the result what ``source`` pairing did to ``weight``.
 
-    Apply it to everything that lives on the head axis of queries and keys: projection weights ``[model, heads, size]``
-    (any number of heads: grouped queries need nothing more), biases ``[heads, size]``, and the weights ``[size]`` of
-    query and key norms. Scores are then the same; values are left alone. ``axis`` names the head axis: a PyTorch weight
+    Apply it to every parameter with the head axis of queries and keys: projection weights ``[model, heads, size]`` (any
+    number of heads, grouped queries too), biases ``[heads, size]``, and the weights ``[size]`` of query and key norms.
+    Scores are then the same; values are not permuted. ``axis`` is the head axis: a PyTorch weight
     ``[heads * size, model]`` is reshaped to ``[heads, size, model]`` and permuted with ``axis=1``.
 
     rotary_dim: how many leading features rotate (partial rotary); the others stay in place. None means all, which is

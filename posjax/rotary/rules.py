@@ -33,7 +33,7 @@ def per_token(factor: Float[Array, "*lengths"]) -> Float[Array, "*lengths 1 1"]:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyRule:
-    """What every rule shares.
+    """The base class of frequency rules.
 
     base: b of theta_t = b^(-2t/w).
     head_dim: d, the size of a head; may be left to ``frequencies(head_dim=...)``.
@@ -51,7 +51,7 @@ class FrequencyRule:
     shift_invariant: ClassVar[bool] = True
     """Whether the angle between two tokens depends on the difference of their positions alone."""
     hf_type: ClassVar[str | None] = None
-    """The ``rope_type`` of Hugging Face, or None for a rule that it does not have."""
+    """Hugging Face's ``rope_type``, or None for a rule that it does not have."""
     hf_keys: ClassVar[dict[str, str]] = {}
     """Field of the rule -> key of Hugging Face's dictionary, beside rope_theta and partial_rotary_factor."""
 
@@ -115,7 +115,7 @@ class FrequencyRule:
         return exact(found), self.table_factor
 
     def _check_own(self, found: Any, head_dim: int | None) -> None:
-        """Raises ValueError unless a rule from outside the library gave one number on the host for each pair."""
+        """Raises ValueError unless a rule from outside the library gave a NumPy array with a number for each pair."""
         name, pairs = f"{type(self).__name__}.inverse_frequencies", self.rotary_dim(head_dim) // 2
         check(isinstance(found, np.ndarray), f"{name} must give a NumPy array, made in float64, found {shown(found)}")
         check(found.shape == (pairs,), f"{name} must give {pairs} numbers, one for each pair, found {found.shape}")
@@ -205,7 +205,7 @@ class Proportional(FrequencyRule):
             self.rotary_dim()
 
     def rotary_dim(self, head_dim: int | None = None) -> int:
-        """The whole head: the pairs that do not turn have frequency zero."""
+        """The whole head: the pairs that do not rotate have frequency zero."""
         size = self._head_dim(head_dim)
         check_even("head_dim", size)
         return size
@@ -219,8 +219,7 @@ class Proportional(FrequencyRule):
 def frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary_factor: float = 1.0) -> Frequencies:
     """RoPE's inverse frequencies theta_t = base^(-2t/w), t = 0 .. w/2 - 1, w = int(head_dim * partial_rotary_factor).
 
-    Radians per position; ``.value`` is the float32 array ``[w/2]``, which
-    NumPy and jnp functions take it for, and the exact fixed-point form stands beside it.
+    Radians per position, in exact fixed point; NumPy and jnp functions use ``.value``, the float32 array ``[w/2]``.
     Raises ValueError for an odd width. (RoFormer, arXiv:2104.09864, section 3.2.2)
     """
     return Plain(base, head_dim=head_dim, partial_rotary_factor=partial_rotary_factor).frequencies()[0]

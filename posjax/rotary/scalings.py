@@ -73,7 +73,7 @@ def correction_range(
 
 @dataclass(frozen=True)
 class NTKByParts(FrequencyRule):
-    """Keep pairs that turn often, interpolate those that turn less than once (arXiv:2309.00071, section 3.2).
+    """Keep pairs that rotate often, interpolate those that rotate less than once (arXiv:2309.00071, section 3.2).
 
         theta_t ((1 - gamma_t) / factor + gamma_t)
 
@@ -146,7 +146,7 @@ class YaRN(NTKByParts):
     mscale, mscale_all_dim: DeepSeek's. With both (and no attention_factor) the multiplier of cos and sin is
         m(factor, mscale) / m(factor, mscale_all_dim), with m = :func:`yarn_magnitude`, and the logits are also
         multiplied by ``softmax_scale`` = m(factor, mscale_all_dim)^2: in latent attention only a part of each head is
-        rotary, and a factor of cos and sin would miss the rest. A table does not hold that factor: pass
+        rotary, and a factor of cos and sin would miss the rest. A table does not include that factor: pass
         ``attention(..., scale=rule.softmax_scale / sqrt(d))``, as a scheme does.
     """
 
@@ -234,9 +234,9 @@ class Llama3(FrequencyRule):
 class Stretched(FrequencyRule):
     """Another rule with every position divided by ``factor``: theta_t / factor, exact on the host.
 
-    Unlike :class:`Linear` it wraps any rule with fixed frequencies, and ``factor`` may be below 1: leaky ReRoPE counts
-    so beyond its window, and its inverse with a factor below 1 (kexue.fm 9708, 9728). Base, head size, rotated share
-    and temperature are those of the rule.
+    Unlike :class:`Linear` it wraps any rule with fixed frequencies, and ``factor`` may be below 1: leaky ReRoPE uses it
+    beyond its window, and inverse leaky ReRoPE with a factor below 1 (kexue.fm 9708, 9728). Base, head size, rotated
+    share and temperature are those of the rule.
 
     Raises ValueError for a rule that reads the length, or whose angles are more than position times frequency.
     """
@@ -279,9 +279,9 @@ class Stretched(FrequencyRule):
 
 @dataclass(frozen=True)
 class Ahead(FrequencyRule):
-    """A stretched rule at positions ``shift`` further on: angles ``(p + shift) theta_t``.
+    """A stretched rule at shifted positions: angles ``(p + shift) theta_t``.
 
-    ``p + shift`` may leave int32, so the table is that of ``p``, turned by the angles of ``shift`` alone.
+    ``p + shift`` may leave int32, so the table is that of ``p``, rotated by the angles of ``shift``.
     """
 
     rule: Stretched

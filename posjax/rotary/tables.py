@@ -16,14 +16,16 @@ from posjax.positions import Positions, Range, as_array
 class RotaryTable(NamedTuple):
     """cos and sin of ``position * theta_t``, float32 ``[length, w/2]`` or ``[batch, length, w/2]``; a pytree.
 
-    Where heads have angles of their own it is ``[batch or 1, length, heads, w/2]``.
+    If each head has its own angles it is ``[batch or 1, length, heads, w/2]``.
     """
 
     cos: Float[Array, "*batch length half"]
     sin: Float[Array, "*batch length half"]
 
 
-def as_places(positions: Positions | Float[Array, "*batch length"]) -> Int[Array, "*b n"] | Float[Array, "*b n"]:
+def as_real_positions(
+    positions: Positions | Float[Array, "*batch length"],
+) -> Int[Array, "*b n"] | Float[Array, "*b n"]:
     """Positions as an array, int32, or float32 for the methods whose positions are real.
 
     Raises ValueError for a rank other than 1 and 2, and for 16-bit floats, which do not hold every integer above 256
@@ -37,41 +39,41 @@ def as_places(positions: Positions | Float[Array, "*batch length"]) -> Int[Array
     return jnp.asarray(array, jnp.float32)
 
 
-def place_angles(
-    places: Int[Array, "*b n"] | Float[Array, "*b n"], frequencies: Frequencies, precision: str = "exact"
+def real_angles(
+    positions: Int[Array, "*b n"] | Float[Array, "*b n"], frequencies: Frequencies, precision: str = "exact"
 ) -> Float[Array, "*b n half"]:
     """:func:`posjax.angles.angles` for real positions too: whole parts exactly, fractions as a float32 product."""
-    if jnp.issubdtype(places.dtype, jnp.integer) or precision == "hf" or not frequencies.is_exact:
-        return angles(places, frequencies, precision)
-    whole = jnp.floor(places)
-    return angles(whole.astype(jnp.int32), frequencies) + angles(places - whole, frequencies, "hf")
+    if jnp.issubdtype(positions.dtype, jnp.integer) or precision == "hf" or not frequencies.is_exact:
+        return angles(positions, frequencies, precision)
+    whole = jnp.floor(positions)
+    return angles(whole.astype(jnp.int32), frequencies) + angles(positions - whole, frequencies, "hf")
 
 
 def learned_angles(
-    places: Int[Array, "*b n"] | Float[Array, "*b n"], values: Float[Array, "half"]
+    positions: Int[Array, "*b n"] | Float[Array, "*b n"], values: Float[Array, "half"]
 ) -> Float[Array, "*b n half"]:
-    """``place * value`` modulo whole turns for learned float32 frequencies, with the product's derivatives.
+    """``position * value`` modulo whole turns for learned float32 frequencies, with the product's derivatives.
 
     The value is that of :func:`posjax.angles.fixed_point`, so that two angles differ by the angle of their distance
-    however far away both are; the product, which has lost 0.03 rad at one million, gives the gradient alone.
+    however far away both are; the product, which has lost 0.03 rad at one million, gives only the gradient.
     """
-    exact = place_angles(places, fixed_point(jax.lax.stop_gradient(values)))
-    places, values = level(places.astype(jnp.float32)[..., None], values.astype(jnp.float32))
-    product = places * values
+    exact = real_angles(positions, fixed_point(jax.lax.stop_gradient(values)))
+    positions, values = level(positions.astype(jnp.float32)[..., None], values.astype(jnp.float32))
+    product = positions * values
     return jax.lax.stop_gradient(exact) + (product - jax.lax.stop_gradient(product))
 
 
 def _check_frequencies(given) -> None:
-    """Refuses what holds frequencies, but is none."""
+    """Raises ValueError for anything but an array of frequencies, such as a rule."""
     name = "inverse_frequencies"
     check(
         not hasattr(given, "frequencies"),
-        f"{name} must be an array, found the rule {type(given).__name__}: give what its frequencies() returns first",
+        f"{name} must be an array, found the rule {type(given).__name__}: pass the first result of its frequencies()",
     )
     check(
         not (isinstance(given, tuple) and any(isinstance(part, Frequencies) for part in given)),
         f"{name} must be an array, found it together with its factor: write "
-        f"{name}, factor = rule.frequencies(...) and give attention_factor=factor",
+        f"{name}, factor = rule.frequencies(...) and pass attention_factor=factor",
     )
     known = isinstance(given, Frequencies | jax.Array | np.ndarray | np.generic | list | tuple)
     check(known, f"{name} must be an array, found {shown(given)}")
@@ -98,7 +100,7 @@ def rotary_table(
     """
     _check_frequencies(inverse_frequencies)
     frequencies = as_frequencies(inverse_frequencies)
-    array = as_places(positions)
+    array = as_real_positions(positions)
     check(1 <= frequencies.ndim <= 3, f"inverse_frequencies must have 1 to 3 axes, found shape {frequencies.shape}")
     leading = frequencies.shape[:-1] if frequencies.ndim == 3 else (*frequencies.shape[:-1], 1)
     try:
@@ -107,6 +109,6 @@ def rotary_table(
         raise ValueError(
             f"inverse_frequencies of shape {frequencies.shape} do not fit positions of shape {array.shape}"
         ) from None
-    angle = place_angles(array, frequencies, precision)
+    angle = real_angles(array, frequencies, precision)
     factor = jnp.asarray(attention_factor, jnp.float32)
     return RotaryTable(jnp.cos(angle) * factor, jnp.sin(angle) * factor)

@@ -1,7 +1,7 @@
-"""Rotation as a kernel for TPUs: one pass over memory, of heads that lie side by side as attention reads them.
+"""Rotation as a kernel for TPUs: one pass over memory, in the layout that attention reads.
 
-XLA cuts a head into its halves, which do not fill the lanes of a TPU, and copies them. Here the partner of every
-feature comes out of a product with a signed permutation, on the matrix unit, exactly:
+XLA cuts a head into its halves, which do not fill the lanes of a TPU, and copies them. Here the matrix unit finds the
+partner of every feature, exactly, by a product with a signed permutation:
 
     y = x C + (x P) S,   (x P)_a = -x_b,   (x P)_b = x_a   for every pair (a, b)
 """
@@ -20,8 +20,8 @@ _TOKENS, _COLUMNS = 512, 1024
 """Of a block, at most."""
 
 
-def takes(x: Array, cos: Array) -> bool:
-    """Whether the kernel rotates these features by such a table."""
+def supports(x: Array, cos: Array) -> bool:
+    """Whether the kernel supports these features and this table."""
     whole = x.ndim == 4 and x.shape[1] % _LANES == 0 and x.shape[3] % _LANES == 0
     known = whole and all(isinstance(size, int) and size for size in x.shape)
     return known and cos.ndim < 4 and x.dtype in (jnp.bfloat16, jnp.float32)

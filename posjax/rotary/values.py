@@ -12,15 +12,15 @@ from posjax.rotary.tables import RotaryTable
 
 @dataclass(frozen=True)
 class ValueRotary(Rotary):
-    """Rotates values at their positions and turns outputs back at the query's:
+    """Rotates values at their positions and rotates outputs back at the position of the query:
 
         o_i = R_i^T sum_j a_ij R_j v_j = sum_j a_ij R_{j-i} v_j
 
-    targets: ``"vo"``: queries and keys stay as they are; ``"qkvo"``: they are rotated too, as in RoPE. The article's
-        1B models have losses of 2.712 (RoPE), 2.719 (qkvo), 2.770 (vo) and 2.795 (no position).
+    targets: ``"vo"``: queries and keys are not rotated; ``"qkvo"``: they are, as in RoPE. The article's 1B models have
+        losses of 2.712 (RoPE), 2.719 (qkvo), 2.770 (vo) and 2.795 (no position).
 
-    Values have pairs and frequencies of their own size, which need not be that of keys. A rule's attention factor is
-    for logits: it does not reach the values. A cache holds rotated values.
+    Pairs and frequencies are those for the size of the values, which may differ from that of the keys. A rule's
+    attention factor is for logits: it is not applied to values. A cache holds rotated values.
     """
 
     targets: str = "vo"

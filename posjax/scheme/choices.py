@@ -57,14 +57,14 @@ class Choices:
         return not estimated and all(spec is None or spec.shift_invariant for spec in chosen)
 
     @property
-    def retained(self) -> tuple[int, int] | None:
+    def kept_keys(self) -> tuple[int, int] | None:
         """``(first, recent)``: the only keys that a causal query can see, at the start and at the end; None for all.
 
         None too for CoPE, which counts along keys that stand in order, as they do not in a ring.
         """
         if self.bias is not None and self.bias.contextual:
             return None
-        found = [mask.retained for mask in (self.mask, self._far_mask) if mask is not None]
+        found = [mask.kept_keys for mask in (self.mask, self._far_mask) if mask is not None]
         return next((bounds for bounds in found if bounds is not None), None)
 
     @property

@@ -321,7 +321,7 @@ class Scheme(Choices):
             index: how many tokens of its row stand before each.
             valid: False for padding.
             positions: of the new tokens; ``index`` when left out. They must rise along a row from 0 or above where the
-                scheme keeps recent tokens alone (``retained``), for it counts tokens where its mask counts positions.
+                scheme keeps recent tokens alone (``kept_keys``), for it counts tokens where its mask counts positions.
             coordinates: see ``attend``; for schemes that keep rotated keys.
             length: the length that a scheme which reads it goes by: one for the whole generation, or else the keys
                 that are kept were made by other rules than the new ones.

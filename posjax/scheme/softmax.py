@@ -129,7 +129,7 @@ class SoftmaxAttention:
             size=self.scheme.maps.key_size(head_dim),
             value_size=head_dim,
             gates=num_heads if self.scheme.reads_tokens else 0,
-            retained=self.scheme.retained,
+            kept_keys=self.scheme.kept_keys,
             chunk=min(chunk, capacity),
             dtype=dtype or jnp.float32,
         )
@@ -155,5 +155,5 @@ class SoftmaxAttention:
 
 def _attention(where: Where):
     """``attention``, or what computes the same of rows that are split over devices."""
-    split = where.across.axes or where.across.layout.moves
+    split = where.across.axes or where.across.layout.reorders
     return partial(context_attention, across=where.across) if split else attention

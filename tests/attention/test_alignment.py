@@ -53,9 +53,7 @@ BLIND = {
 
 def refused(queries):
     words = rf"q_positions=Range\({KEYS} - {queries}, {queries}\), with posjax.positions.Range"
-    return pytest.raises(
-        ValueError, match=f"q_positions must be given where {queries} queries meet {KEYS} keys.*{words}"
-    )
+    return pytest.raises(ValueError, match=f"q_positions must be given for {queries} queries and {KEYS} keys.*{words}")
 
 
 def assert_last(attend, *leaving):
@@ -90,7 +88,7 @@ def test_attention_asks_where_the_queries_stand(name):
 
 def test_more_queries_than_keys_are_asked_too():
     q, k, v = qkv(KEYS)
-    with pytest.raises(ValueError, match=r"12 queries meet 4 keys.*start at 0 write q_positions=Range\(0, 12\)"):
+    with pytest.raises(ValueError, match=r"12 queries and 4 keys.*start at 0 write q_positions=Range\(0, 12\)"):
         pj.attention(q, k[:, :4], v[:, :4], mask=Causal())
 
 

@@ -241,7 +241,7 @@ def test_the_rows_and_heads_of_one_device_are_not_those_of_a_call(options, messa
 def test_arrays_over_pairs_are_refused_where_devices_share_a_row(strategy):
     """Before anything compiles: as a mask, as part of one, of far pairs, and as a bias."""
     where, x = Placement(context="tensor", strategy=strategy), jnp.zeros((ROWS, TOKENS, HEADS, SIZE))
-    found = "an array over pairs of tokens is not taken where the 2 devices of axis 'tensor' share a row"
+    found = "an array over pairs of tokens is not supported if the 2 devices of axis 'tensor' share a row"
 
     def refused(name, function, **per_row):
         with pytest.raises(ValueError, match=f"^{name}: {found}"):

@@ -11,7 +11,7 @@ from posjax.attention.blockwise import _choose_blocks, _rows_at_once, blockwise
 from posjax.attention.operands import FarPair, Operands
 from posjax.attention.padding import pad
 from posjax.attention.tiles import Blocks, Kind, plan, visits
-from posjax.masks import Beyond, Causal, Extent, Segments
+from posjax.masks import Beyond, BlockBounds, Causal, Segments
 from posjax.positions import Range, as_array
 
 
@@ -118,7 +118,7 @@ def test_keys_that_padding_has_added_are_hidden():
     mask = pad(operands(1, 1, 1, queries=3, keys=6), 3, 4).mask
     none = np.zeros(3, np.int32)
     for size, some, every in ((2, [[1, 1, 1, 0]], [[1, 1, 1, 0]]), (4, [[1, 1]], [[1, 0]])):
-        found = mask.tiles(Extent(none, none, 3), Extent(none, none, size))
+        found = mask.tiles(BlockBounds(none, none, 3), BlockBounds(none, none, size))
         assert all(isinstance(each, np.ndarray) for each in found)
         np.testing.assert_array_equal(found[0][0, 0], some)
         np.testing.assert_array_equal(found[1][0, 0], every)

@@ -182,7 +182,7 @@ def test_what_the_kernel_does_not_take(name):
 
 
 def test_without_a_tpu_a_plain_call_says_so():
-    with pytest.raises(ValueError, match="implementation='tpu': there is no TPU here; use 'blockwise', or None"):
+    with pytest.raises(ValueError, match="implementation='tpu': found no TPU; use 'blockwise', or None"):
         attention(*inputs(1), implementation="tpu")
     with pytest.raises(ValueError, match="interpret mode"):
         jax.jit(partial(attention, implementation="tpu"))(*inputs(1))
@@ -340,7 +340,7 @@ def test_a_mesh_that_the_compiler_divides_is_left_to_blockwise(manual):
         return jax.shard_map(function, mesh=devices, in_specs=rows, out_specs=rows, axis_names=manual)
 
     assert kernels(place(causal), *values) == set()
-    with pytest.raises(ValueError, match=r"does not split a TPU kernel over mesh axes \[.*'model'\]; give partition="):
+    with pytest.raises(ValueError, match=r"does not split a TPU kernel over mesh axes \[.*'model'\]; pass partition="):
         jax.jit(place(partial(causal, implementation="tpu"))).trace(*values)
 
 

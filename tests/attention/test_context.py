@@ -39,8 +39,8 @@ def test_what_fits_passes(strategy, kind):
 @pytest.mark.parametrize(
     ("where", "changes", "message"),
     [
-        (over(), {"batch": 3}, "a batch of 3 rows cannot be shared evenly by 2 devices along ('batch',)"),
-        (over(), {"heads": 9}, "axis 'heads' splits heads over 2 devices, which 9 query heads do not fill evenly"),
+        (over(), {"batch": 3}, "a batch of 3 rows cannot be split evenly over 2 devices along ('batch',)"),
+        (over(), {"heads": 9}, "axis 'heads' splits heads over 2 devices, which do not divide 9 query heads"),
         (over(), {"length": 66}, "multiple of 4 for a contiguous layout over 4 shards, found 66; 64 would work"),
         (over(kind="zigzag"), {"length": 68}, "must be a multiple of 8 for a zigzag layout over 4 shards, found 68"),
         (Placement(context="context", layout=Layout("zigzag", 2)), {}, "made for 2 shards, but axis 'context' has 4"),
@@ -52,9 +52,9 @@ def test_what_fits_passes(strategy, kind):
         (over("ring-ulysses"), {}, "found 1; use 'ring' or 'ulysses' for those"),
         (over("neighbour"), {"window": 18}, "a window of 18 reaches beyond the chunk of 16 tokens"),
         (over("neighbour", "striped"), {"window": 4}, "striped shards hold no neighbouring tokens"),
-        (over("neighbour"), {"scheme": pj.Scheme()}, "needs a mask that shows recent keys alone"),
+        (over("neighbour"), {"scheme": pj.Scheme()}, "needs a mask that shows only recent keys"),
         (over("neighbour"), {"scheme": pj.Scheme(mask=masks.Window(4) | masks.Sinks(2))}, "with sinks"),
-        (over("neighbour"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "CoPE counts along whole rows"),
+        (over("neighbour"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "CoPE counts along whole sequences"),
         (over("ring"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "use strategy 'all-gather', or 'ulysses'"),
         (
             over(("neighbour", "ulysses")),
@@ -64,10 +64,10 @@ def test_what_fits_passes(strategy, kind):
         (
             over(("neighbour", "ulysses")),
             {"scheme": pj.Scheme(), "heads": 4},
-            "; strategy='ulysses': Ulysses deals the",
+            "; strategy='ulysses': Ulysses splits the",
         ),
         (over(("ulysses", "ring-ulysses")), {"heads": 4}, "; strategy='ring-ulysses': 'ring-ulysses' needs groups"),
-        (over(), {"scheme": pj.Scheme(linear=pj.linear.Elu())}, "linear attention carries a state along the row"),
+        (over(), {"scheme": pj.Scheme(linear=pj.linear.Elu())}, "linear attention carries a state along the sequence"),
     ],
 )
 def test_what_cannot_be_split_is_refused_with_what_would_work(where, changes, message):
@@ -95,7 +95,7 @@ def test_a_window_that_is_not_known_may_fit():
         (["neighbour", "ring"], "or a tuple of names in order of preference, found ['neighbour', 'ring']"),
         (
             ("neighbour", "auto"),
-            "'auto' weighs all strategies for each layer and stands alone, found ('neighbour', 'auto')",
+            "'auto' compares all strategies for each layer and cannot be in a tuple, found ('neighbour', 'auto')",
         ),
     ],
 )
@@ -205,7 +205,9 @@ def test_a_range_covers_the_whole_row(strategy):
 
 def test_another_range_is_refused():
     where, mesh = spread.placement("2x4", "ring", "contiguous"), spread.device_mesh("2x4")
-    with pytest.raises(ValueError, match="whole row of 16 tokens whose start is known, or an array over the 4 tokens"):
+    with pytest.raises(
+        ValueError, match="whole sequence of 16 tokens whose start is known, or an array over the 4 tokens"
+    ):
         spread_attention(where, mesh, *projections(2, 16), kv_positions=Range(0, 4))
 
 

@@ -282,9 +282,9 @@ def test_inside_a_shard_map_over_some_axes():
         (
             "auto",
             P(None, None, ("data", "tensor")),
-            "cannot share 4 query heads evenly; axes with 4 devices would work",
+            "cannot split 4 query heads evenly; axes with 4 devices would work",
         ),
-        ("auto", P(("data", "tensor")), "partition: 8 devices along ('data', 'tensor') cannot share 4 rows evenly"),
+        ("auto", P(("data", "tensor")), "partition: 8 devices along ('data', 'tensor') cannot split 4 rows evenly"),
         ("auto", P(None, None, None, None, "data"), "partition must have at most the axes"),
         ("auto", "data", "partition must be a NamedSharding or PartitionSpec"),
     ],
@@ -300,7 +300,7 @@ def test_what_is_not_split_is_refused(kind, spec, words):
 
 def test_a_partition_needs_a_mesh():
     q, k, v = (inputs()[name] for name in "qkv")
-    with pytest.raises(ValueError, match="there is no mesh; give a NamedSharding"):
+    with pytest.raises(ValueError, match="found no mesh; give a NamedSharding"):
         pj.attention(q, k, v, partition=meshes.SPEC)
     where = NamedSharding(meshes.mesh("auto"), meshes.SPEC)
     other = [meshes.put(meshes.mesh("auto", (2, 4)), x) for x in (q, k, v)]

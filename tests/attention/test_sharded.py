@@ -93,5 +93,5 @@ def test_a_batch_that_does_not_fit_the_mesh_is_named(config, decoder, batch, mes
     _, state = decoder
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"no axis \['dta'\]; it has \['data', 'model'\]"):
         jax.eval_shape(partial(loss, on_axis(config, "dta")), state, *batch)
-    with pytest.raises(ValueError, match="6 rows cannot be shared evenly by 4 devices"):
+    with pytest.raises(ValueError, match="6 rows cannot be split evenly over 4 devices"):
         Placement(batch=("data",)).check(mesh.shape, batch=6, length=LENGTH, heads=2, kv_heads=2)

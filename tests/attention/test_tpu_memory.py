@@ -9,7 +9,7 @@ import pytest
 
 from posjax.attention.operands import FarPair, Operands, PerQuery
 from posjax.attention.tiles import Blocks
-from posjax.attention.tpu import backward_moves, entry, forward_moves
+from posjax.attention.tpu import backward_dma, entry, forward_dma
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.bias import T5, ALiBi
 from posjax.masks import Beyond, Causal, Segments
@@ -96,10 +96,10 @@ def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slot
     call, x = calls(monkeypatch, **slots)
     numbers = jax.ShapeDtypeStruct((1, 2, 1, QUERIES), jnp.float32)
     per_query = PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
-    there = jax.eval_shape(lambda x: forward_moves.arrays_of(call, x, None), x)
-    back = jax.eval_shape(lambda x, y: backward_moves.arrays_of(call, x, y, None), x, per_query)
-    assert shapes_of(forward_moves.scratch(call, there)) == list(chain(*forward))
-    assert shapes_of(backward_moves.scratch(call, back, True)) == list(chain(*backward))
+    there = jax.eval_shape(lambda x: forward_dma.arrays_of(call, x, None), x)
+    back = jax.eval_shape(lambda x, y: backward_dma.arrays_of(call, x, y, None), x, per_query)
+    assert shapes_of(forward_dma.scratch(call, there)) == list(chain(*forward))
+    assert shapes_of(backward_dma.scratch(call, back, True)) == list(chain(*backward))
 
 
 @pytest.mark.parametrize(

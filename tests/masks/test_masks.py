@@ -236,7 +236,7 @@ def test_mask_functions_of_transformers(name, arguments, mask):
 
 
 def test_first_keys_are_all_that_a_mask_of_the_first_positions_retains():
-    assert (Sinks(3).retained, GlobalFirst(5).retained, Prefix(4).retained) == ((3, 0), (5, 0), None)
+    assert (Sinks(3).kept_keys, GlobalFirst(5).kept_keys, Prefix(4).kept_keys) == ((3, 0), (5, 0), None)
 
 
 def test_a_mask_hides_keys_ahead_where_one_part_of_all_does_or_each_of_any():

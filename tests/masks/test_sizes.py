@@ -79,17 +79,17 @@ def test_a_python_int_stays_structure_and_an_array_becomes_a_leaf():
     assert jax.tree.leaves(Window(jnp.int16(3))) == [jnp.int32(3)]
     assert Window(np.array(3)) == Window(3), "NumPy's numbers are known when tracing"
     assert masks.traced_sizes(~Window(jnp.int32(3)) | Sinks(2)) == ("Window size",)
-    assert Window(3).retained == (0, 3)
-    assert Window(jnp.int32(3)).retained is None
+    assert Window(3).kept_keys == (0, 3)
+    assert Window(jnp.int32(3)).kept_keys is None
 
 
 def test_what_two_masks_retain():
     """Both: the one that keeps fewer tokens. Either: the larger of each number, and all where one keeps all."""
-    assert (Window(9) & Window(5)).retained == (Window(5) & Window(9)).retained == (0, 5)
-    assert (Window(9) & Causal()).retained == (0, 9)
-    assert (Sinks(2) | Window(5)).retained == (2, 5)
-    assert (Window(9) | Window(5)).retained == (0, 9)
-    assert (Window(9) | Causal()).retained is None
+    assert (Window(9) & Window(5)).kept_keys == (Window(5) & Window(9)).kept_keys == (0, 5)
+    assert (Window(9) & Causal()).kept_keys == (0, 9)
+    assert (Sinks(2) | Window(5)).kept_keys == (2, 5)
+    assert (Window(9) | Window(5)).kept_keys == (0, 9)
+    assert (Window(9) | Causal()).kept_keys is None
 
 
 def test_sizes_pass_through_transformations():
@@ -157,8 +157,8 @@ def test_distances_beyond_int32_do_not_wrap(name):
 def test_tiles_are_judged_safely_at_any_distance(name):
     mask, want = FAR_APART[name]
     low, high = PLACES[:-1].astype(np.int32), PLACES[1:].astype(np.int32)
-    extent = masks.Extent(low, high, 2)
-    some, every = mask.tiles(extent, extent)
+    bounds = masks.BlockBounds(low, high, 2)
+    some, every = mask.tiles(bounds, bounds)
     ends = np.stack([want[a : len(want) - 1 + a, b : len(want) - 1 + b] for a in (0, 1) for b in (0, 1)]).astype(bool)
     assert not (ends.any(0) & ~some).any(), "a tile with an allowed pair is called empty"
     assert not (~ends.all(0) & every).any(), "a tile with a forbidden pair is called full"

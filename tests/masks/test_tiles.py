@@ -113,8 +113,8 @@ def test_causal_window_visits_a_band_only():
 
 def test_tiles_of_a_range_are_known_when_tracing():
     def trace(_):
-        extent = masks.extent(positions.Range(3, 8), 4)
-        some, every = Causal().tiles(extent, extent)
+        bounds = masks.block_bounds(positions.Range(3, 8), 4)
+        some, every = Causal().tiles(bounds, bounds)
         assert isinstance(some, np.ndarray)
         assert isinstance(every, np.ndarray)
         return 0.0

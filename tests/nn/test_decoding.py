@@ -237,7 +237,9 @@ def test_what_is_refused():
 
         jax.eval_shape(run)
 
-    with pytest.raises(ValueError, match=r"made for 1 tokens at a time, found 3; give init_cache\(chunk=\)"):
+    with pytest.raises(
+        ValueError, match=r"made for 1 tokens at a time, found 3; pass the length of the longest .*init_cache\(chunk=\)"
+    ):
         decode(config(preset("rope")), three)
     with pytest.raises(ValueError, match="capacity must be positive and whole, found 0"):
         cache_shapes(config(preset("rope")), 2, 0)

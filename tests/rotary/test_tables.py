@@ -8,7 +8,7 @@ from exact_angles import POSITIONS, cos_sin
 from posjax import rotary
 from posjax.positions import Range
 from posjax.rotary import DynamicNTK, Linear, Llama3, LongRoPE, NTKAware, NTKByParts, Plain, Proportional, YaRN
-from posjax.rotary.tables import as_places
+from posjax.rotary.tables import as_real_positions
 
 RULES = [
     Plain(),
@@ -138,7 +138,7 @@ def test_bad_tables_are_refused(positions, frequencies, message):
 @pytest.mark.parametrize(("shape", "dtype"), [((3,), np.float32), ((2, 3), np.float32), ((2, 3), np.int32)])
 def test_places_are_float32_or_int32_with_or_without_rows(shape, dtype):
     given = np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-    found = as_places(given)
+    found = as_real_positions(given)
     chex.assert_type(found, dtype)
     np.testing.assert_array_equal(found, given)
 
@@ -153,4 +153,4 @@ def test_places_are_float32_or_int32_with_or_without_rows(shape, dtype):
 )
 def test_places_of_another_rank_or_too_few_bits_are_refused(given, words):
     with pytest.raises(ValueError, match=words):
-        as_places(given)
+        as_real_positions(given)

@@ -157,7 +157,7 @@ def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any], own: int) -> 
 
     A window as long as the model's own length confines nothing that the model knows.
     """
-    full = [scheme for scheme in schemes if scheme.retained is None or sum(scheme.retained) >= own]
+    full = [scheme for scheme in schemes if scheme.kept_keys is None or sum(scheme.kept_keys) >= own]
     if "layers" in extend or len(full) == len(schemes):
         return schemes, {}
     check(bool(full), "every layer of this model sees a window of its own alone, so an extension has nothing to change")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.masks import Mask, extent
+from posjax.masks import Mask, block_bounds
 from posjax.positions import Range
 from posjax.scheme import Layers
 from train.model.flops import allowed
@@ -154,5 +154,5 @@ def _share(mask: Mask | None, length: int, queries: int, keys: int) -> float:
     if mask is None:
         return 1.0
     rows, columns = -(-length // queries), -(-length // keys)
-    some, _ = mask.tiles(extent(Range(0, rows * queries), queries), extent(Range(0, columns * keys), keys))
+    some, _ = mask.tiles(block_bounds(Range(0, rows * queries), queries), block_bounds(Range(0, columns * keys), keys))
     return float(np.broadcast_to(some, (rows, columns)).mean())

@@ -158,7 +158,7 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
         return float("inf")
     where = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
     width = where.ulysses if "ring-ulysses" in where.strategies else 1
-    return width * config.train.length / where.layout.shards if where.layout.moves else float("inf")
+    return width * config.train.length / where.layout.shards if where.layout.reorders else float("inf")
 
 
 def stages(config: Config) -> Iterator[tuple[str, Config]]:

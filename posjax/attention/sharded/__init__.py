@@ -1,7 +1,7 @@
-"""Attention on a mesh of devices: the batch, the heads and the sequence itself split over its axes.
+"""Attention on a mesh of devices: the batch, the heads and the sequence split over its axes.
 
-``Placement`` says which axis holds what; ``attend_on_mesh`` enters the mesh, and inside ``context_attention`` computes
-for the tokens of every device exactly what ``posjax.attention`` computes for the whole rows.
+``Placement`` assigns them to axes; ``attend_on_mesh`` enters ``shard_map``; inside it ``context_attention`` computes,
+for the tokens of every device, what ``posjax.attention`` computes for whole sequences.
 """
 
 from posjax.attention.sharded.choice import Sizes, choose

@@ -1,4 +1,4 @@
-"""Functions written for meshes that the compiler splits (``AxisType.Auto``), on meshes whose types tell the split."""
+"""Runs functions written for Auto mesh axes, which the compiler splits, on meshes with Explicit axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,12 @@ def has_explicit(*trees: Any) -> bool:
 
 
 def on_auto_axes(function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
-    """``function(*arguments)`` where the compiler splits everything, on meshes with Explicit axes too.
+    """``function(*arguments)`` with all mesh axes Auto, on meshes with Explicit axes too.
 
     Args:
-        function: of trees of arrays; what is no array in them stays as it is.
+        function: of trees; leaves that are not arrays are passed unchanged.
         arguments: the trees.
-        like: how the results lie: a tree of ``PartitionSpec``, which may name other axes too.
+        like: a tree of ``PartitionSpec`` for the results, which may name other axes too.
     """
     if not has_explicit(*arguments):
         return function(*arguments)
@@ -41,18 +41,18 @@ def on_auto_axes(function: Callable[..., Any], *arguments: Any, like: Any) -> An
         rest = iter(arrays)
         return function(*structure.unflatten([next(rest) if is_array(leaf) else leaf for leaf in leaves]))
 
-    lies = jax.tree.map(lambda spec: NamedSharding(mesh, explicit_part(spec, mesh)), like, is_leaf=_is_spec)
-    return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=lies)(arrays)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, explicit_part(spec, mesh)), like, is_leaf=_is_spec)
+    return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
 
 
 def explicit_part(spec: PartitionSpec, mesh: AbstractMesh) -> PartitionSpec:
-    """What a spec says of the Explicit axes of a mesh."""
+    """The part of a spec that names Explicit axes of a mesh."""
     kept = [tuple(name for name in axes_of(part) if name in mesh.explicit_axes) for part in spec]
     return PartitionSpec(*(names or None for names in kept))
 
 
 def explicit_spec(x) -> PartitionSpec:
-    """How the type of an array says that it lies over the Explicit axes of its mesh."""
+    """The spec of an array's type over the Explicit axes of its mesh."""
     sharding = jax.typeof(x).sharding
     return explicit_part(sharding.spec, sharding.mesh)
 

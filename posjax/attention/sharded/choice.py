@@ -1,4 +1,4 @@
-"""Which way of splitting a sequence an attention layer should take, and which it cannot."""
+"""The strategy by which an attention layer splits a sequence: the best one, and why another cannot be used."""
 
 import math
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from posjax.layout import CONTIGUOUS, Layout
 STRATEGIES = ("ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
 
 GATHER_BYTES = 2**30
-"""Up to so many bytes of keys and values of whole rows are gathered on every device."""
+"""The most bytes of keys and values of whole sequences that are gathered on every device."""
 
 
 class Sizes(NamedTuple):
-    """What the choice depends on. Batch and heads are those of one device, the length is that of whole rows.
+    """What the choice depends on. Batch and heads are those of one device, the length is that of whole sequences.
 
     Args:
-        batch: rows.
-        length: tokens of a row.
+        batch: batch rows.
+        length: tokens of a sequence.
         heads: query heads.
         kv_heads: key heads.
-        shards: devices that share a row.
+        shards: devices that share a sequence.
         features: numbers of a key and its value together, for one head.
         query_features: numbers of a query and its output together, for one head.
         itemsize: bytes of a number.
         window: the most keys a query sees, itself included, if they are all recent; or None.
-        counts: whether the bias counts along whole rows (CoPE).
+        counts: whether the bias counts along whole sequences (CoPE).
         layout: order of the tokens.
         ulysses: shards that form one group in ``"ring-ulysses"``.
     """
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
 
 def copies(kv_heads: int, shards: int) -> int:
-    """How often key heads are repeated so that ``shards`` devices share them evenly: ``n / gcd(kv heads, n)``."""
+    """How often key heads are repeated so that ``shards`` devices have equally many: ``n / gcd(kv heads, n)``."""
     return shards // math.gcd(kv_heads, shards)
 
 
@@ -59,7 +59,7 @@ def refusal(strategy: str, sizes: Sizes) -> str | None:
     """Why a strategy cannot split a layer, with what would work; or None."""
     if strategy in ("ring", "ring-ulysses") and sizes.counts:
         return (
-            "CoPE counts along whole rows, which a ring never sees; use strategy 'all-gather', or 'ulysses' with "
+            "CoPE counts along whole sequences, which a ring splits; use strategy 'all-gather', or 'ulysses' with "
             "enough heads"
         )
     if strategy == "ring-ulysses":
@@ -89,19 +89,19 @@ def _too_few_heads(heads: int, shards: int) -> str | None:
     fitting = math.gcd(heads, shards)
     remedy = f"'ring-ulysses' with ulysses={fitting}" if fitting > 1 else "'ring' or 'all-gather'"
     return (
-        f"Ulysses deals the {heads} query heads of a device out to {shards} shards, which does not come out even; use "
+        f"Ulysses splits the {heads} query heads of a device over {shards} shards, which do not divide them; use "
         f"{remedy}"
     )
 
 
 def _no_neighbour(sizes: Sizes) -> str | None:
     if sizes.counts:
-        return "CoPE counts along whole rows; use 'all-gather'"
+        return "CoPE counts along whole sequences; use 'all-gather'"
     if sizes.layout.kind == "striped":
         return "striped shards hold no neighbouring tokens; use a contiguous or a zigzag layout, or 'ring'"
     if sizes.window is None:
         return (
-            "'neighbour' needs a mask that shows recent keys alone, such as Window(w) of a Python int; with sinks, or "
+            "'neighbour' needs a mask that shows only recent keys, such as Window(w) of a Python int; with sinks, or "
             "without a window, use 'ring' or 'all-gather'; where only some layers have one, name 'neighbour' and then "
             "'ring'"
         )
@@ -114,13 +114,13 @@ def _no_neighbour(sizes: Sizes) -> str | None:
 
 
 def bytes_gathered(sizes: Sizes) -> int:
-    """Keys and values that a device receives, in a ring as well: ``(n - 1) batch length/n kv_heads features``."""
+    """Bytes of keys and values that a device receives: ``(n - 1) batch length/n kv_heads features``, in a ring too."""
     tokens = sizes.batch * (sizes.length // sizes.shards)
     return (sizes.shards - 1) * tokens * sizes.kv_heads * sizes.features * sizes.itemsize
 
 
 def bytes_exchanged(sizes: Sizes) -> int:
-    """What a device receives with Ulysses: ``(n - 1) / n`` of its own queries, outputs, keys and values."""
+    """Bytes that a device receives with Ulysses: ``(n - 1) / n`` of its own queries, outputs, keys and values."""
     tokens = sizes.batch * (sizes.length // sizes.shards)
     keys = sizes.kv_heads * copies(sizes.kv_heads, sizes.shards) * sizes.features
     share = (sizes.heads * sizes.query_features + keys) * sizes.itemsize
@@ -130,14 +130,14 @@ def bytes_exchanged(sizes: Sizes) -> int:
 def choose(sizes: Sizes) -> str:
     """The strategy of a layer, by the bytes that each moves per device and by whether compute can hide them.
 
-    1. ``"neighbour"`` where the window fits: it moves ``window - 1`` tokens once, whatever the length.
-    2. ``"ulysses"`` where the heads suffice and it moves no more than a gather (``bytes_exchanged`` against
-       ``bytes_gathered``): what it moves does not grow with the number of shards, and the work is even in any layout.
-    3. ``"all-gather"`` while keys and values of whole rows take at most ``GATHER_BYTES``: one collective, and no kernel
-       is cut into parts, but nothing hides the transfer.
-    4. ``"ring"`` beyond: the same bytes, hidden behind the attention to keys already there, in memory for two shards.
+    1. ``"neighbour"`` if the window fits: it moves ``window - 1`` tokens once, whatever the length.
+    2. ``"ulysses"`` if there are enough heads and it moves no more than a gather (``bytes_exchanged`` against
+       ``bytes_gathered``): its bytes do not grow with the number of shards, and the work is even in any layout.
+    3. ``"all-gather"`` if keys and values of whole sequences take at most ``GATHER_BYTES``: one collective, and no
+       kernel is cut into parts, but nothing hides the transfer.
+    4. ``"ring"`` otherwise: the same bytes, hidden behind attention to keys already received, in memory for two shards.
 
-    A strategy that is refused is passed over; a gather never is.
+    A strategy with a ``refusal`` is skipped; a gather has none.
     """
     if refusal("neighbour", sizes) is None:
         return "neighbour"

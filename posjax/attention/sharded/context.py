@@ -1,4 +1,4 @@
-"""Attention inside ``shard_map`` for the queries of one device over the keys of all devices that share the row."""
+"""Attention inside ``shard_map`` for the queries of one device over the keys of all devices that share the sequence."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from posjax.attention.checks import check_ahead, check_sinks
 from posjax.attention.operands import RUN, Operands, statistics_dtype, vary_alike
 from posjax.attention.own import heads_of, on_device
 from posjax.attention.sharded.choice import Sizes
-from posjax.attention.sharded.exchange import dealt, gathered
+from posjax.attention.sharded.exchange import gathered, ulysses
 from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
@@ -45,21 +45,21 @@ def context_attention(
     implementation: str | None = None,
     return_residuals: bool = False,
 ) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
-    """``posjax.attention`` of whole rows, whose queries, keys and heads are those of this device inside ``shard_map``.
+    """``posjax.attention`` of whole sequences, for the queries, keys and heads of this device inside ``shard_map``.
 
-    What it returns for them, gradients too, is what ``attention`` gives for the whole row. Arguments mean what they
-    mean there; those with an axis of tokens (positions, the arrays of masks and biases, a scale) hold the tokens of
-    this device, in the order of ``across.layout``.
+    Results and gradients are those of ``attention`` for the whole sequence. Arguments are as there; those with an axis
+    of tokens (positions, the arrays of masks and biases, a scale) hold the tokens of this device, in the order of
+    ``across.layout``.
 
     Args:
         q, k, v: the tokens and heads of this device.
-        across: which axes share a row and the heads, and by which strategy. Axes that are not there count as one
+        across: the mesh axes of the sequence and the heads, and the strategy. Axes that do not exist count as one
             device.
         bias: a spec, or a bound bias: for all heads of the model, or with arrays of tokens (FoX), for this device's.
         mask: with a head axis it is that of all heads.
         scale: with a head axis, of all heads or of this device's.
         sinks: one logit for every head of the model.
-        q_positions: a ``Range`` over the whole row with a known start, from 0 when left out; or an array over the
+        q_positions: a ``Range`` over the whole sequence with a known start, from 0 when left out; or an array over the
             tokens of this device.
         kv_positions: the same for the keys.
         softcap, far, decay, implementation, return_residuals: see ``attention``.
@@ -98,7 +98,7 @@ def context_attention(
 
 
 class _Heads:
-    """Narrows what is meant for all heads of the model to this device's ``size``."""
+    """Selects this device's ``size`` heads from arguments for all heads of the model."""
 
     def __init__(self, across: Placement, size: int):
         self.size, self.all, self.start = size, across.all_heads(size), across.first_head(size)
@@ -127,17 +127,17 @@ class _Heads:
 
 
 def _check_no_pairs(across: Placement, **slots) -> None:
-    """Refuses arrays over pairs of tokens where devices share a row: nothing here cuts them as the tokens are cut."""
+    """Raises ValueError for arrays over pairs of tokens if devices share a sequence: they cannot be split."""
     found = [name for name, slot in slots.items() if any({"queries", "keys"} <= set(names) for names in names_of(slot))]
     check(
         across.shards == 1 or not found,
-        f"{' and '.join(found)}: an array over pairs of tokens is not taken where the {across.shards} devices of axis "
-        f"{across.context!r} share a row; masks and biases of positions or of tokens are (masks.Segments for padding)",
+        f"{' and '.join(found)}: an array over pairs of tokens is not supported if the {across.shards} devices of axis "
+        f"{across.context!r} share a row; use masks and biases of positions or of tokens (masks.Segments for padding)",
     )
 
 
 def _whole(across: Placement, positions: Positions | None, tokens: int) -> Positions:
-    """A ``Range`` over the whole row, or an array over this device's tokens."""
+    """A ``Range`` over the whole sequence, or an array over this device's tokens."""
     if positions is None:
         return Range(0, across.whole(tokens))
     if across.shards == 1 and isinstance(positions, Range):
@@ -146,8 +146,8 @@ def _whole(across: Placement, positions: Positions | None, tokens: int) -> Posit
         whole = across.whole(tokens)
         check(
             positions.length == whole and positions.is_static,
-            f"positions must be a Range over the whole row of {whole} tokens whose start is known, or an array over "
-            f"the {tokens} tokens of this device; found {positions}",
+            f"positions must be a Range over the whole sequence of {whole} tokens whose start is known, or an array "
+            f"over the {tokens} tokens of this device; found {positions}",
         )
         return positions
     return across.local(positions, tokens)
@@ -161,9 +161,9 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
         return api.run(implementation, call.x, call.scale, with_lse)
 
     if shards == 1:
-        # One device may still hold a row that was laid out for several.
+        # One device may still hold a sequence in the layout for several.
         line = Line(None, 1, 1, across.layout, length)
-        return dealt(line, call, here) if across.layout.moves else here(call)
+        return ulysses(line, call, here) if across.layout.reorders else here(call)
     layout = across.layout_over(shards)
     layout.check(length)
     sizes = _sizes(call, across, length)
@@ -177,22 +177,22 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
         return ring(_joined(line, call.x), implementation, call)
     width = shards if strategy == "ulysses" else across.ulysses
     line = _joined(Line(across.context, shards // width, width, layout, length), call.x)
-    return dealt(line, call, here if line.shards == 1 else partial(ring, line, implementation))
+    return ulysses(line, call, here if line.shards == 1 else partial(ring, line, implementation))
 
 
 def _joined(line: Line, x: Operands) -> Line:
-    """The line, with the two runs of a zigzag taken at once where backends can: one call for every step of a ring.
+    """The line, with both runs of a zigzag in one call for every step of a ring, if backends support that.
 
-    Tiles need whole runs to lie in.
+    A run must be a multiple of the smallest tile.
     """
     joins = line.groups.kind == "zigzag" and line.piece % RUN == 0 and not api.needs_ranges(x)
     return dataclasses.replace(line, split=not joins)
 
 
 def _sizes(call: Call, across: Placement, length: int) -> Sizes:
-    """What the choice of a strategy depends on, of a call."""
+    """The sizes of a call, for the choice of a strategy."""
     x = call.x
-    bounds = None if x.mask is None else x.mask.retained
+    bounds = None if x.mask is None else x.mask.kept_keys
     return Sizes(
         batch=x.q.shape[0],
         length=length,
@@ -210,7 +210,7 @@ def _sizes(call: Call, across: Placement, length: int) -> Sizes:
 
 
 def _by_pieces(line: Line, call: Call, run: Callable) -> tuple:
-    """Query piece by query piece, so that the positions of each are a range, over the keys as they are."""
+    """One query piece after the other, so that the positions of each are a range, over all keys."""
     if not isinstance(call.x.q_positions, Range):
         return run(call)
     return join([run(line.queries(call, n)) for n in range(line.chunks)])

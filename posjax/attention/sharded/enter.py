@@ -1,4 +1,4 @@
-"""The way into a mesh: one ``shard_map``, whose devices have the rows, tokens and heads that a placement gives them."""
+"""Entering a mesh: one ``shard_map``, with the batch rows, tokens and heads of each device given by a placement."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _AXES = {
     "coordinates": ("batch", "queries", None),
     "scale": ("batch", "queries", "heads"),
 }
-"""The axes of arrays by name; those of all others are the batch, the tokens, and what is held whole."""
+"""The axes of arrays by name; all others have batch, tokens, and axes that are not split."""
 
 _TOKENS = ("queries", "keys")
 
@@ -30,28 +30,28 @@ _TOKENS = ("queries", "keys")
 def attend_on_mesh(
     function: Callable[..., Any], placement: Placement, replicated: Any, projected: Any, per_row: Mapping[str, Any]
 ) -> Any:
-    """``function(replicated, projected, per_row)`` on every device's own rows, tokens and heads.
+    """``function(replicated, projected, per_row)`` on every device, for its own batch rows, tokens and heads.
 
-    One ``shard_map`` over all axes of the mesh in use, so that kernels which no compiler splits are taken. Axes that
-    the placement does not name hold copies. The gradients of replicated arrays are summed over the devices.
+    One ``shard_map`` over all axes of the mesh in use, so that kernels can be used. Data are replicated over axes that
+    the placement does not name. The gradients of replicated arrays are summed over the devices.
 
     Args:
-        function: for instance ``Scheme.attend`` with ``across=placement.for_key_heads(...)``. Called as it is without
-            a mesh in use, or inside a ``shard_map`` over the placement's axes.
-        placement: which axes hold what.
+        function: for instance ``Scheme.attend`` with ``across=placement.for_key_heads(...)``. Called directly without a
+            mesh in use, or inside a ``shard_map`` over the placement's axes.
+        placement: the axes of batch, sequence and heads.
         replicated: a tree whose arrays are the same on all devices.
-        projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated where their axis
-            has more devices than they fill: see ``Placement.for_key_heads``.
+        projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated if the devices of
+            their axis do not divide them: see ``Placement.for_key_heads``.
         per_row: trees of arrays by name. ``"gates"`` are ``[batch, heads, length]``, ``"length"`` is ``[batch]``,
             ``"coordinates"`` are ``[batch, length, axes]``, masks and biases know their own axes (``"mask"`` may be a
             boolean array), and all others are ``[batch, length]``. An array with fewer axes is the same on all
             devices, and so is an axis of 1.
 
     Returns:
-        What the function returns, ``[batch, length, heads, ...]`` again.
+        The result of the function, ``[batch, length, heads, ...]`` again.
 
     Raises:
-        ValueError: if the mesh in use lacks an axis, or its devices cannot share rows, tokens or heads evenly.
+        ValueError: if the mesh in use lacks an axis, or its devices cannot split batch, tokens or heads evenly.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not placement.axes or mesh.empty or set(placement.axes) <= set(mesh.manual_axes):
@@ -62,7 +62,7 @@ def attend_on_mesh(
 def enter(
     mesh: Mesh | AbstractMesh, placement: Placement, function: Callable[..., Any], replicated, projected, per_row
 ) -> Any:
-    """``attend_on_mesh`` over a mesh that need not be in use, also where nothing is split."""
+    """``attend_on_mesh`` over a mesh that need not be in use, even if nothing is split."""
     q, k, *_ = projected
     sizes = {"batch": q.shape[0], "length": q.shape[1], "heads": q.shape[2]}
     placement.check(mesh.shape, **sizes, kv_heads=k.shape[2])
@@ -70,30 +70,30 @@ def enter(
     tokens = _spec(placement, ("batch", "queries", "heads"))
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
-    # All axes by default, but those of a ``vmap`` over the rows; beside Manual ones they must be named.
+    # By default all axes except those of a ``vmap`` over the batch; beside Manual axes they must be named.
     axes = {"axis_names": set(mesh.axis_names) - _manual(mesh)} if _manual(mesh) else {}
 
     def inside(replicated, projected, per_row):
         if repeats > 1:
             projected = [jnp.repeat(x, repeats, axis=2) if x.shape[2] == k.shape[2] else x for x in projected]
         specs = {"in_specs": (PartitionSpec(), tokens, of_rows), "out_specs": tokens}
-        # A mesh in use stands for itself; by now its axes may be of another type.
+        # A mesh in use is not passed: its axes may have another type by now.
         over = {"mesh": mesh} if jax.sharding.get_abstract_mesh().empty else {}
         return jax.shard_map(function, **specs, **axes, **over)(replicated, projected, per_row)
 
-    # Outside of ``jit`` jax runs no custom gradient with symbolic zeros under ``shard_map``.
+    # Outside ``jit`` jax cannot run a custom gradient with symbolic zeros under ``shard_map``.
     return on_auto_axes(jax.jit(inside), replicated, projected, dict(per_row), like=tokens)
 
 
 def over_mesh(split: Split, function: Callable[..., Any], projected, params, options: Mapping[str, Any]) -> Any:
-    """``function(*projected, **options, across=...)`` on every device's own rows and heads; see ``attend_on_mesh``.
+    """``function(*projected, **options, across=...)`` on every device's batch rows and heads; see ``attend_on_mesh``.
 
     Args:
-        split: the mesh, and what its axes hold.
+        split: the mesh and the placement.
         function: for instance ``Scheme.attend``.
         projected: see ``attend_on_mesh``.
-        params: what is given to the function as ``params`` and is the same on all devices; or None.
-        options: those with arrays by the names of ``attend_on_mesh``, and others.
+        params: the argument ``params`` of the function, the same on all devices; or None.
+        options: other arguments; those with arrays have the names of ``attend_on_mesh``.
     """
     placement = split.placement.for_key_heads(split.mesh.shape, projected[1].shape[2])
     arrays = {name: value for name, value in options.items() if any(map(is_array, jax.tree.leaves(value)))}
@@ -112,7 +112,7 @@ def _spec(placement: Placement, axes: Names) -> PartitionSpec:
 
 
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:
-    """How a tree of arrays lies over the mesh: along the axes that it has, where it has all of them."""
+    """The specs of a tree of arrays: each axis is split if the array has its full size."""
     usual, sizes = _AXES.get(name, ("batch", "queries")), sizes | dict.fromkeys(_TOKENS, sizes["length"])
 
     def lies(array, names: Names) -> PartitionSpec:
@@ -121,7 +121,7 @@ def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]
         # Tokens of an array over pairs are never split.
         named = [None if name in _TOKENS else name for name in names] if set(_TOKENS) <= set(names) else names
         for axis, size in zip(named, array.shape, strict=False):
-            # Keys may be more or fewer than queries, whose length this is; rows and heads are the same for all.
+            # The length is that of the queries; keys may be more or fewer.
             fits = axis is None or axis in _TOKENS or size in (1, sizes[axis])
             check(fits, f"{name} must have 1 or {sizes.get(axis)} for its axis {axis!r}, found shape {array.shape}")
         pairs = zip(named, array.shape, strict=False)
@@ -137,5 +137,5 @@ def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]
 
 
 def _manual(mesh: Mesh | AbstractMesh) -> set[str]:
-    """The axes of a ``shard_map`` that is entered already."""
+    """The axes of a ``shard_map`` that has been entered already."""
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}

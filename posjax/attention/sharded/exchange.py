@@ -1,4 +1,4 @@
-"""Whole rows on every device: keys gathered, or tokens exchanged for heads (Ulysses, Jacobs et al., 2309.14509)."""
+"""Whole sequences on every device: gathered keys, or tokens exchanged for heads (Ulysses, arXiv 2309.14509)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posjax.attention.operands import flat_heads
 from posjax.attention.sharded.choice import copies
 from posjax.attention.sharded.parts import Call, Line, keep, taken
 from posjax.axes import Names, each, map_tokens
 
 
 def gathered(line: Line, call: Call) -> Call:
-    """The call with the keys of the whole row in their true order; its transpose scatters their gradients."""
+    """The call with the keys of the whole sequence in their original order; its transpose scatters their gradients."""
 
     def gather(array, axis):
         whole = jax.lax.all_gather(array, line.axis, axis=array.ndim + axis, tiled=True)
@@ -22,20 +23,20 @@ def gathered(line: Line, call: Call) -> Call:
     return map_tokens(call, keep, gather)
 
 
-def dealt(line: Line, call: Call, run: Callable) -> tuple:
-    """``run`` on all tokens of a group of devices, in ascending order, for an even share of the heads; and back.
+def ulysses(line: Line, call: Call, run: Callable) -> tuple:
+    """``run`` on all tokens of a group of devices, in ascending order, for an equal share of the heads; and back.
 
-    Where there are fewer key heads than devices they are repeated, just enough.
+    Key heads are repeated if there are fewer than devices, as few times as possible.
     """
-    heads = _Deal(line)
+    heads = _Exchange(line)
     x = call.x
     kv_heads = x.k.shape[1]
     found = run(heads.to_heads(call))
-    return tuple(None if a is None else _regrouped(heads.to_tokens(_flat(a)), kv_heads) for a in found)
+    return tuple(None if a is None else _regrouped(heads.to_tokens(flat_heads(a)), kv_heads) for a in found)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Deal:
+class _Exchange:
     """The exchange between the devices of a group of ``line``."""
 
     line: Line
@@ -47,7 +48,7 @@ class _Deal:
         return [list(range(g * width, (g + 1) * width)) for g in range(self.line.shards)]
 
     def split(self, array):
-        """``[batch, heads, tokens, ...]``: all tokens of the group, ascending, of this device's share of the heads."""
+        """``[batch, heads, tokens, ...]``: all tokens of the group, ascending, for this device's share of the heads."""
         if self.line.width > 1:
             array = jax.lax.all_to_all(array, self.line.axis, 1, 2, axis_index_groups=self.groups, tiled=True)
         return taken(array, self.line.ascending, 2)
@@ -60,7 +61,7 @@ class _Deal:
         return jax.lax.all_to_all(array, self.line.axis, 2, 1, axis_index_groups=self.groups, tiled=True)
 
     def whole(self, array, axis: int):
-        """An array of tokens, of all heads: those of the group, ascending."""
+        """An array over tokens, with all tokens of the group, ascending."""
         if self.line.width > 1:
             array = jax.lax.all_gather(
                 array, self.line.axis, axis=array.ndim + axis, axis_index_groups=self.groups, tiled=True
@@ -75,7 +76,7 @@ class _Deal:
 
         def moved(array, names: Names):
             if "group" in names:
-                return _regrouped(self.split(_flat(array)), kv_heads)
+                return _regrouped(self.split(flat_heads(array)), kv_heads)
             if "kv_heads" in names:
                 return self.split(jnp.repeat(array, repeats, axis=1))
             return map_tokens(array, *[self.whole] * 2, names)
@@ -90,13 +91,8 @@ class _Deal:
 
     @property
     def _position(self):
-        """Of this device in its group."""
+        """The position of this device in its group."""
         return jax.lax.axis_index(self.line.axis) % self.line.width
-
-
-def _flat(array):
-    """``[batch, kv heads, group, ...]`` with all query heads on one axis."""
-    return array.reshape(array.shape[0], -1, *array.shape[3:])
 
 
 def _regrouped(array, kv_heads: int):

@@ -1,4 +1,4 @@
-"""Windows: a query sees no further than the chunk next to its own, of which one exchange brings the edge."""
+"""Windows within a chunk: one exchange brings the edge of the neighbouring chunk."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from posjax.axes import map_tokens
 from posjax.masks import Mask, hides_ahead
 from posjax.positions import Range
 
-# The position of a key that is not there: further away than any window.
+# The position of a key that does not exist: further away than any window.
 _NOWHERE = -(2**30)
 
 
 def neighbour(line: Line, call: Call, window: int, run: Callable) -> tuple:
     """``run`` on every query chunk, over its own keys, the ``window - 1`` before them, and as many after unless causal.
 
-    Positions must rise by at least one from a token to the next, within whatever the mask lets a query see, as they do
-    in packed documents; so tokens within a window of positions are at most as many places away.
+    Among the keys that a query may see, positions must rise by at least one from a token to the next, as they do in
+    packed documents; then a window of positions spans at most as many tokens.
     """
     reach = window - 1
     edges = _Edges(line, reach, 0 if hides_ahead(call.x.mask) else reach)
@@ -30,7 +30,7 @@ def neighbour(line: Line, call: Call, window: int, run: Callable) -> tuple:
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["first", "last"])
 @dataclasses.dataclass(frozen=True)
 class _Inside(Mask):
-    """``first <= j <= last``: hides keys before and after the row."""
+    """``first <= j <= last``: hides keys before and after the sequence."""
 
     first: int
     last: int
@@ -44,7 +44,7 @@ class _Inside(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Edges:
-    """Chunks with ``before`` tokens of the chunk before, and ``after`` of the one after."""
+    """Chunks extended by ``before`` tokens of the chunk before, and ``after`` of the one after."""
 
     line: Line
     before: int
@@ -70,24 +70,24 @@ class _Edges:
         return jnp.concatenate(parts + [self._from(heads, n, -1)] * (self.after > 0), axis)
 
     def _from(self, ends: list, n: int, step: int):
-        """The ends of the chunks one ``step`` before chunk ``n``, or after it where ``step`` is -1.
+        """The ends of the chunks one ``step`` before chunk ``n``, or after it if ``step`` is -1.
 
-        In a zigzag the second chunks run against the shards, and the last shard holds the two that meet.
+        In a zigzag the second chunks are in reverse order of the shards, and the last shard holds two neighbours.
         """
-        moved = self._shifted(ends[n], step if n == 0 else -step)
+        received = self._shifted(ends[n], step if n == 0 else -step)
         if self.line.chunks == 1 or (n == 1) != (step == 1):
-            return moved
-        return jnp.where(self.line.shard == self.line.shards - 1, ends[1 - n], moved)
+            return received
+        return jnp.where(self.line.shard == self.line.shards - 1, ends[1 - n], received)
 
     def _shifted(self, array, step: int):
-        """What the shard ``step`` before this one holds."""
+        """The array of the shard ``step`` before this one."""
         shards = self.line.shards
         return jax.lax.ppermute(array, self.line.axis, [(s, (s + step) % shards) for s in range(shards)])
 
     def _hidden(self, positions, n: int):
-        """Positions of the keys of chunk ``n``, where those beyond the ends of the row are nowhere."""
-        place = jnp.arange(positions.shape[-1])
+        """Positions of the keys of chunk ``n``, ``_NOWHERE`` beyond the ends of the sequence."""
+        index = jnp.arange(positions.shape[-1])
         first = (self.line.shard == 0) & (n == 0)
         last = (self.line.shard == (self.line.shards - 1 if self.line.chunks == 1 else 0)) & (n == self.line.chunks - 1)
-        beyond = (first & (place < self.before)) | (last & (place >= self.before + self.line.piece))
+        beyond = (first & (index < self.before)) | (last & (index >= self.before + self.line.piece))
         return jnp.where(beyond, _NOWHERE, positions)

@@ -1,8 +1,8 @@
-"""An attention call whose tokens are spread over devices, and how to cut and join its arrays along the tokens.
+"""An attention call whose tokens are split over devices, and how to cut and join its arrays along the tokens.
 
-What belongs to the queries of a call stays where it is: ``q``, far queries, the scale, and the query side of positions,
-mask and bias. What belongs to its keys travels: ``k``, ``v``, far keys, and the key side of positions, mask and bias.
-``posjax.axes.map_tokens`` tells them apart.
+The query side of a call stays on its device: ``q``, far queries, the scale, and the query side of positions, mask and
+bias. The key side is sent: ``k``, ``v``, far keys, and the key side of positions, mask and bias.
+``posjax.axes.map_tokens`` distinguishes them.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import LANES, Operands, apart, beside
+from posjax.attention.operands import LANES, Operands, merge_heads, split_heads
 from posjax.axes import Names, WithAxes, each, map_tokens
 from posjax.layout import Layout
 from posjax.positions import Positions, Range, as_array
@@ -23,9 +23,9 @@ from posjax.positions import Positions, Range, as_array
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Call(WithAxes):
-    """Operands, their queries not scaled yet, and the scale.
+    """Operands, whose queries are not scaled yet, and the scale.
 
-    Positions are arrays over this device's tokens, or a ``Range`` over the whole row, of which ``Line`` knows the part.
+    Positions are arrays over this device's tokens, or a ``Range`` over the whole sequence, which ``Line`` splits.
     """
 
     x: Operands
@@ -59,19 +59,18 @@ class Call(WithAxes):
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """How a row lies along an axis: over ``shards`` groups of ``width`` neighbouring devices.
+    """How a sequence is split along a mesh axis: over ``shards`` groups of ``width`` neighbouring devices.
 
-    With one device in each the groups are the devices. Wider ones hold their tokens in ascending order within every
-    chunk of ``layout``, which is the one over groups.
+    Groups of several devices hold their tokens in ascending order within every chunk of the layout over groups.
 
     Args:
-        axis: of the mesh.
-        shards: groups.
-        width: devices in each.
+        axis: the mesh axis.
+        shards: number of groups.
+        width: devices of a group.
         layout: order of the tokens over the devices.
-        length: tokens of a row.
-        split: whether the runs of tokens that a group holds are taken one by one, so that the positions of each are a
-            ``Range``; otherwise all at once, by an array of positions.
+        length: tokens of a sequence.
+        split: whether the runs of tokens of a group are separate calls, so that the positions of each are a ``Range``;
+            otherwise one call, with an array of positions.
     """
 
     axis: str | None
@@ -88,12 +87,12 @@ class Line:
 
     @property
     def chunks(self) -> int:
-        """Pieces in which the tokens of each group are taken."""
+        """Pieces into which the tokens of each group are split."""
         return self.groups.chunks if self.split else 1
 
     @property
     def piece(self) -> int:
-        """Tokens in each of them."""
+        """Tokens of a piece."""
         return self.length // (self.shards * self.chunks)
 
     @property
@@ -103,7 +102,7 @@ class Line:
 
     @property
     def ascending(self) -> np.ndarray:
-        """The order that sorts the tokens of a group, put one device after the other: the same in every group."""
+        """The order that sorts the tokens of a group, concatenated by device: the same in every group."""
         return np.argsort(self._first_group)
 
     @property
@@ -112,7 +111,7 @@ class Line:
         return order if self.shards == 1 else order[: self.length // self.shards]
 
     def positions(self, row: Range, shard, n) -> Positions:
-        """The positions of piece ``n`` of group ``shard``, of a row that has those of ``row``."""
+        """The positions of piece ``n`` of group ``shard``, for a sequence with positions ``row``."""
         if self.groups.kind == "striped":
             return row.start + shard * self.width + jnp.asarray(np.sort(self._first_group))
         if self.chunks < self.groups.chunks:
@@ -121,7 +120,7 @@ class Line:
         return Range(row.start + found.start, found.length)
 
     def cut(self, n) -> Callable:
-        """The function that takes piece ``n`` out of an array."""
+        """The function that cuts piece ``n`` out of an array."""
 
         def cut(array, axis):
             return array if self.chunks == 1 else jax.lax.dynamic_slice_in_dim(array, n * self.piece, self.piece, axis)
@@ -129,19 +128,19 @@ class Line:
         return cut
 
     def placed(self, pieces: Call, i, j, source) -> Call:
-        """Those pieces, cut out already, at their positions."""
+        """The call of pieces that were cut out, with their positions."""
         run = None if self.split else self.length // (self.shards * self.groups.chunks)
         x = dataclasses.replace(pieces.x, run=run)
         where = self._placed(x.q_positions, self.shard, i), self._placed(x.kv_positions, source, j)
         return Call(x, pieces.scale).at(*where)
 
     def queries(self, call: Call, i) -> Call:
-        """Query piece ``i`` of this group, with the keys as they are."""
+        """Query piece ``i`` of this group, with all keys."""
         found = map_tokens(call, self.cut(i), keep)
         return found.at(self._placed(found.x.q_positions, self.shard, i), found.x.kv_positions)
 
     def stored(self, n, whole, piece, axis: int):
-        """``whole`` with ``piece`` in the place of piece ``n``."""
+        """``whole`` with ``piece`` as piece ``n``."""
         if self.chunks == 1:
             return piece
         return jax.lax.dynamic_update_slice_in_dim(whole, piece, n * self.piece, axis % whole.ndim)
@@ -151,21 +150,21 @@ class Line:
 
 
 def _half(array, axis: int, n: int):
-    """A half along an axis, of heads side by side where they are kept so; the transpose puts the halves together."""
+    """A half along an axis; heads are split in the layout of ``merge_heads``, so that the transpose makes no copy."""
     if array.shape[axis] == 1:
         return array
     size = array.shape[axis] // 2
     if axis != 1 or array.shape[-1] % LANES:
         return jax.lax.split(array, (size, size), axis)[n]
-    flat, heads = beside(array), (size, *array.shape[2:-2])
+    flat, heads = merge_heads(array), (size, *array.shape[2:-2])
     columns = flat.shape[-1] // 2
-    return apart(jax.lax.split(flat, (columns, columns), flat.ndim - 1)[n], heads)
+    return split_heads(jax.lax.split(flat, (columns, columns), flat.ndim - 1)[n], heads)
 
 
 def taken(array, order: np.ndarray, axis: int):
-    """``jnp.take`` along an axis, of whole runs of the order at once: tokens would be scattered in the transpose.
+    """``jnp.take`` along an axis, by whole runs of the order: the transpose by tokens would be a scatter.
 
-    Nothing at all where every token stays.
+    Without effect if the order is the identity.
     """
     breaks = np.flatnonzero(np.diff(order) != 1) + 1
     starts = order[np.concatenate([[0], breaks])]
@@ -179,10 +178,10 @@ def taken(array, order: np.ndarray, axis: int):
 
 
 def keep(array, axis):
-    """The array as it is."""
+    """The array unchanged."""
     return array
 
 
 def join(parts: list):
-    """Results of query pieces, ``[batch, kv heads, group, queries, ...]``, one after the other."""
+    """Results of query pieces, ``[batch, kv heads, group, queries, ...]``, concatenated."""
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=3), *parts)

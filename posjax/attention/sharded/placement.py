@@ -1,4 +1,4 @@
-"""Which axes of a mesh hold the batch, the sequence and the heads."""
+"""The mesh axes over which the batch, the sequence and the heads are split."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Int
 
 from posjax._checks import check, check_choice, check_count
-from posjax.attention.sharded.choice import STRATEGIES, Sizes, choose, prefer
+from posjax.attention.sharded.choice import STRATEGIES, Sizes, choose, copies, prefer
 from posjax.layout import CONTIGUOUS, Layout
 from posjax.positions import Positions, Range, as_array
 
@@ -21,17 +21,17 @@ Strategy = Literal["auto", "ring", "all-gather", "ulysses", "ring-ulysses", "nei
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How attention lies over the mesh in use (``jax.set_mesh``).
+    """How attention is split over the mesh in use (``jax.set_mesh``).
 
     Args:
-        batch: axes over which the rows are split.
+        batch: axes over which the batch is split.
         context: the axis over which the sequence is split.
         heads: the axis, or axes, over which query and key heads are split.
-        strategy: how queries meet the keys of other shards: one for all layers; a tuple in order of preference, of
-            which each layer takes the first that can split it; or ``"auto"``, ``choice.choose`` for each layer. That
-            one weighs them all itself and is never refused, so it does not stand in a tuple.
-        layout: order of the tokens over the shards of ``context``; its shards are those of the axis, except that a
-            contiguous one fits any.
+        strategy: how queries attend to the keys of other shards: one for all layers; a tuple in order of preference, of
+            which each layer uses the first that can split it; or ``"auto"``, ``choice.choose`` for each layer, which
+            always finds one and so cannot be in a tuple.
+        layout: order of the tokens over the shards of ``context``; made for their number, except that a contiguous one
+            fits any.
         ulysses: how many neighbouring shards of ``context`` form a group that exchanges heads, in ``"ring-ulysses"``.
         repeats: how often every key head was repeated so that ``heads`` splits them; ``for_key_heads`` sets it.
 
@@ -54,12 +54,12 @@ class Placement:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes it names."""
+        """All axes of the placement."""
         return tuple(itertools.chain(*self.split_axes))
 
     @property
     def split_axes(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The axes over which rows, the tokens of a row, and heads are split."""
+        """The axes over which batch, sequence and heads are split."""
         return self.batch, _names(self.context), _names(self.heads)
 
     @property
@@ -68,7 +68,7 @@ class Placement:
         return (self.strategy,) if isinstance(self.strategy, str) else self.strategy
 
     def is_open(self, mesh: AbstractMesh) -> bool:
-        """Whether it splits something over a mesh, of which no ``shard_map`` has entered an axis that is named here."""
+        """Whether it has axes, and none of them is inside a ``shard_map`` over the mesh."""
         return bool(self.axes) and not set(self.axes) & set(mesh.manual_axes)
 
     def layout_over(self, shards: int) -> Layout:
@@ -94,17 +94,16 @@ class Placement:
         window: int | None = None,
         scheme: Any = None,
     ) -> None:
-        """Refuses, before anything compiles, what cannot be split so.
+        """Raises ValueError, before anything compiles, for a model that cannot be split so.
 
         Args:
             mesh: size of every axis.
             batch: rows of the whole batch.
-            length: tokens of a row.
+            length: tokens of a sequence.
             heads: query heads of the whole model.
             kv_heads: key heads of the whole model.
-            window: the most keys a query sees, all of them recent, where that is known; that of the scheme's mask
-                otherwise.
-            scheme: the layer's ``Scheme``, where it is known.
+            window: the most keys a query sees, if all of them are recent; by default that of the scheme's mask.
+            scheme: the layer's ``Scheme``, if it is known.
 
         Raises:
             ValueError: with the reason, and what would work.
@@ -112,12 +111,12 @@ class Placement:
         self.check_axes(mesh)
         devices = math.prod(mesh[axis] for axis in self.batch)
         where = f"{devices} devices along {self.batch}"
-        check(batch % devices == 0, f"a batch of {batch} rows cannot be shared evenly by {where}")
+        check(batch % devices == 0, f"a batch of {batch} rows cannot be split evenly over {where}")
         split, shards = self.split_of_heads(mesh), mesh.get(self.context, 1)
         check(
             heads % split == 0,
-            f"placement: axis {self.heads!r} splits heads over {split} devices, which {heads} query heads do not fill "
-            f"evenly; an axis whose size divides {heads} would work",
+            f"placement: axis {self.heads!r} splits heads over {split} devices, which do not divide {heads} query "
+            f"heads; an axis whose size divides {heads} would work",
         )
         if shards == 1:
             return
@@ -133,11 +132,11 @@ class Placement:
             self.chosen(sizes)
 
     def check_scheme(self, scheme: Any, shards: int | None = None) -> None:
-        """Raises ValueError for a scheme whose rows cannot be split over several shards, by default the mesh's."""
+        """Raises ValueError for a scheme whose sequence cannot be split over several shards, by default the mesh's."""
         shards = self.shards if shards is None else shards
         check(
             scheme.linear is None or shards == 1,
-            f"placement: linear attention carries a state along the row, which cannot be split over the {shards} "
+            f"placement: linear attention carries a state along the sequence, which cannot be split over the {shards} "
             f"shards of axis {self.context!r}; give that axis one device, or use softmax attention",
         )
 
@@ -147,31 +146,31 @@ class Placement:
         check(not unknown, f"placement: the mesh in use has no axis {unknown}; it has {list(mesh)}")
 
     def split_of_heads(self, mesh: Mapping[str, int]) -> int:
-        """Over how many devices of a mesh the heads are split."""
+        """The number of devices of a mesh over which the heads are split."""
         return math.prod(mesh[axis] for axis in _names(self.heads))
 
     def for_key_heads(self, mesh: Mapping[str, int], kv_heads: int) -> "Placement":
-        """The placement for a model with so many key heads: each repeated as often as the devices along ``heads`` need.
+        """The placement for a model with ``kv_heads`` key heads, each repeated as the devices along ``heads`` need.
 
-        ``lcm(kv_heads, devices)`` heads are the fewest that can be split so that every query head finds its key head
-        on its own device; query heads, a multiple of both, are a multiple of them too.
+        ``lcm(kv_heads, devices)`` is the smallest number of heads such that every query head has its key head on its
+        own device; query heads, a multiple of both, are a multiple of it too.
         """
         self.check_axes(mesh)
-        return dataclasses.replace(self, repeats=math.lcm(kv_heads, self.split_of_heads(mesh)) // kv_heads)
+        return dataclasses.replace(self, repeats=copies(kv_heads, self.split_of_heads(mesh)))
 
     def chosen(self, sizes: Sizes) -> Strategy:
         """The strategy of a layer. Raises ValueError if none that is named here can split it, with the reasons."""
         return choose(sizes) if self.strategy == "auto" else prefer(self.strategies, sizes)
 
-    # What follows is for use inside ``shard_map``, where an axis that is not there counts as one device.
+    # The rest is for use inside ``shard_map``; an axis that does not exist counts as one device.
 
     @property
     def shards(self) -> int:
-        """Devices that share a row."""
+        """Devices that share a sequence."""
         return _size(self.context)
 
     def whole(self, tokens: int) -> int:
-        """Tokens of a row of which this device holds ``tokens``."""
+        """Tokens of a sequence of which this device holds ``tokens``."""
         return tokens * self.shards
 
     def all_heads(self, heads: int) -> int:
@@ -183,7 +182,7 @@ class Placement:
         return 0 if _size(self.heads) == 1 else jax.lax.axis_index(self.heads) * heads
 
     def key_heads(self, heads: int) -> Int[Array, "heads"] | None:
-        """Which key heads of the model the ``heads`` key heads of this device are; None where it holds all of them."""
+        """Which key heads of the model the ``heads`` key heads of this device are; None if it holds all of them."""
         if self.all_heads(heads) == heads and self.repeats == 1:
             return None
         return (self.first_head(heads) + jnp.arange(heads, dtype=jnp.int32)) // self.repeats
@@ -192,8 +191,8 @@ class Placement:
         """The positions of this device's ``tokens`` tokens.
 
         Args:
-            positions: a ``Range`` or a one-dimensional array over the whole row; an array over this device's tokens; or
-                None for a row that counts from 0.
+            positions: a ``Range`` or a one-dimensional array over the whole sequence; an array over this device's
+                tokens; or None for positions from 0.
             tokens: how many this device has.
         """
         whole = self.whole(tokens)
@@ -205,9 +204,9 @@ class Placement:
 
     def _counted(self, row: Range, tokens: int) -> Positions:
         whole = self.whole(tokens)
-        check(row.length == whole, f"positions must cover the whole row of {whole} tokens, found {row}")
+        check(row.length == whole, f"positions must cover the whole sequence of {whole} tokens, found {row}")
         if self.shards == 1:
-            return row.start + self.layout.positions(whole) if self.layout.moves else row
+            return row.start + self.layout.positions(whole) if self.layout.reorders else row
         shard = jax.lax.axis_index(self.context)
         pieces = self.layout_over(self.shards).local(whole, shard)
         if len(pieces) == 1 and isinstance(pieces[0], Range):
@@ -215,7 +214,7 @@ class Placement:
         return row.start + jnp.concatenate([as_array(piece) for piece in pieces])
 
     def lowest(self, positions: Positions | None):
-        """The lowest position of every row, over all its shards."""
+        """The lowest position of every sequence, over all its shards."""
         if positions is None or isinstance(positions, Range):
             return 0 if positions is None else positions.start
         least = positions.min(-1, keepdims=True)
@@ -230,8 +229,8 @@ def _check_names(strategy: Any) -> None:
         check_choice("strategy", name, ("auto", *STRATEGIES))
     check(
         isinstance(strategy, str) or "auto" not in names,
-        f"strategy: 'auto' weighs all strategies for each layer and stands alone, found {strategy!r}; give 'auto', or "
-        "a tuple without it",
+        f"strategy: 'auto' compares all strategies for each layer and cannot be in a tuple, found {strategy!r}; give "
+        "'auto', or a tuple without it",
     )
 
 
@@ -245,7 +244,7 @@ def _size(axis: str | tuple[str, ...] | None) -> int:
 
 
 def _with_scheme(sizes: Sizes, scheme) -> Sizes:
-    bounds = scheme.retained
+    bounds = scheme.kept_keys
     recent = bounds is not None and bounds[0] == 0
     counts = scheme.bias is not None and scheme.bias.contextual
     return sizes._replace(window=bounds[1] if sizes.window is None and recent else sizes.window, counts=counts)

@@ -1,19 +1,19 @@
-"""Ring attention: keys go round, and every group of devices attends to them part by part (Liu et al., 2310.01889).
+"""Ring attention: keys are sent around a ring, and every group of devices attends to them part by part (2310.01889).
 
-With ``n`` groups, in step ``s`` group ``r`` holds the keys of group ``r - s`` modulo ``n``; it sends them on before it
-reads them, so that a compiler can move the next keys while it computes. Output and log-sum-exp of the keys so far run
-into every step and come back with those of its keys merged (see ``posjax.attention.backends``).
+With ``n`` groups, in step ``s`` group ``r`` holds the keys of group ``r - s`` modulo ``n``; it sends them before it
+reads them, so that a compiler can send the next keys during compute. Every step merges the output and log-sum-exp of
+its keys into those of the keys so far (see ``posjax.attention.backends``).
 
-The backward pass goes round again. With the weights ``P = exp(S - L)`` and ``D = rowsum(dO * O) - dL`` of the *whole*
-row every part gives its share of the gradients by itself,
+The backward pass is a second ring. With the weights ``P = exp(S - L)`` and ``D = rowsum(dO * O) - dL`` of the *whole*
+sequence the gradients of each part are independent,
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ += dS K,   dK = dS^T Q
 
-and the sums of those of the keys travel with their keys until they are home. Neither pass holds more than two groups'
-keys, so memory does not grow with the number of groups. A part whose pairs the mask hides is passed over.
+and the sums of key gradients are sent with their keys until they are back. Neither pass holds more than two groups'
+keys, so memory does not grow with the number of groups. A part whose pairs the mask hides is skipped.
 
-Half of the heads go round the other way, so that the links carry in both directions. A half waits for the sums of its
-keys' gradients while the kernel of the other half runs.
+Half of the heads are sent in the other direction, so that links are used in both. The sums of key gradients of one half
+are sent while the kernel of the other half runs.
 """
 
 import dataclasses
@@ -32,23 +32,23 @@ from posjax.attention.operands import (
     LANES,
     Operands,
     PerQuery,
-    apart,
-    beside,
     like_zeros,
+    merge_heads,
     named,
     no_gradient,
+    split_heads,
     statistics_dtype,
     taken_apart,
 )
 from posjax.attention.operation import Backends, add, merge, per_query_of
 from posjax.attention.sharded.parts import Call, Line
 from posjax.axes import each
-from posjax.masks import extent
+from posjax.masks import block_bounds
 from posjax.positions import Range
 
 
 class RingConfig(NamedTuple):
-    """What is known when tracing: how the row lies, what computes a part, and the scale of the queries if it is."""
+    """The static part: the split of the sequence, the backends, and the scale of the queries if it is a number."""
 
     line: Line
     backends: Backends
@@ -56,42 +56,42 @@ class RingConfig(NamedTuple):
 
 
 def ring(line: Line, implementation: str | None, call: Call) -> tuple:
-    """Output and log-sum-exp of this group's queries over the keys of all groups; every leaf varies alike."""
+    """Output and log-sum-exp of this group's queries over the keys of all groups; all leaves vary over equal axes."""
     halves = call.halves() if line.shards > 2 and call.x.k.shape[1] % 2 == 0 else (call,)
     static = is_number(call.scale)
     config = RingConfig(line, parts_by(implementation, halves[0].x), call.scale if static else None)
     found = _ring(config, tuple(dataclasses.replace(half, scale=None) for half in halves) if static else halves)
     (out, lse), outputs = zip(*found, strict=True), _outputs(call.x)
-    return outputs.opened(jnp.concatenate(out, 1 if outputs.heads is None else -1)), jnp.concatenate(lse, 1)
+    return outputs.unpacked(jnp.concatenate(out, 1 if outputs.heads is None else -1)), jnp.concatenate(lse, 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
-    """Output, closed, and log-sum-exp of every call; they go round in alternating directions."""
-    ways = _ways(config, calls)
-    state = [(way.keys, way.nothing_yet()) for way in ways]
+    """Output, packed, and log-sum-exp of every call; the calls are sent in alternating directions."""
+    halves = _halves(config, calls)
+    state = [(half.keys, half.nothing_yet()) for half in halves]
 
     def body(state, distance):
-        sent = [way.sent_on(keys) for way, (keys, _) in zip(ways, state, strict=True)]
-        merged = [way.merged(distance, *each) for way, each in zip(ways, state, strict=True)]
+        sent = [half.sent(keys) for half, (keys, _) in zip(halves, state, strict=True)]
+        merged = [half.merged(distance, *each) for half, each in zip(halves, state, strict=True)]
         return list(zip(sent, merged, strict=True)), None
 
     state, _ = jax.lax.scan(body, state, jnp.arange(config.line.shards - 1))
     last = config.line.shards - 1
-    return tuple(way.output(way.merged(last, *each)) for way, each in zip(ways, state, strict=True))
+    return tuple(half.output(half.merged(last, *each)) for half, each in zip(halves, state, strict=True))
 
 
-def _ways(config: RingConfig, calls: tuple[Call, ...]) -> list["_Way"]:
-    return [_Way.of(config, call, 1 - 2 * n) for n, call in enumerate(calls)]
+def _halves(config: RingConfig, calls: tuple[Call, ...]) -> list["_Half"]:
+    return [_Half.of(config, call, 1 - 2 * n) for n, call in enumerate(calls)]
 
 
 class _Side(NamedTuple):
-    """Whose tokens a leaf of a call has and along which axis, None for what all tokens share.
+    """Whether a leaf of a call belongs to the keys, and its axis of tokens, None for a leaf that all tokens share.
 
-    ``heads``: the axes of heads of features that a kernel reads side by side. So they also wait and travel: in any
-    other order they would be put in order at every step. ``gathered``: whether it is gathered instead of sent on, as
-    one whole number for each key is, a position or a segment: it is small, and there are only so many transfers that a
-    compiler has under way at once.
+    ``heads``: the head axes of features that kernels read in the layout of ``merge_heads``. They are stored and sent
+    packed in that layout: another one would be a copy in every step. ``gathered``: whether it is gathered instead of
+    sent, as integers for each key are, positions or segments: they are small, and a compiler has a limited number of
+    transfers in flight.
     """
 
     of_keys: bool = False
@@ -100,26 +100,26 @@ class _Side(NamedTuple):
     gathered: bool = False
 
     @property
-    def travels(self) -> bool:
-        """Whether it goes round."""
+    def is_sent(self) -> bool:
+        """Whether it is sent around the ring."""
         return self.of_keys and not self.gathered
 
-    def closed(self, array):
-        """As it waits and travels."""
-        return array if self.heads is None else beside(array)
+    def packed(self, array):
+        """The array in the layout in which it is stored and sent."""
+        return array if self.heads is None else merge_heads(array)
 
-    def opened(self, array):
-        """As a backend takes it."""
-        return array if self.heads is None else apart(array, self.heads)
+    def unpacked(self, array):
+        """The array in the layout of ``Operands``."""
+        return array if self.heads is None else split_heads(array, self.heads)
 
 
 def _outputs(x: Operands) -> _Side:
-    """How outputs and their gradients wait."""
+    """The side of outputs and their gradients."""
     return _Side(False, -2, x.q.shape[1:3] if x.v.shape[-1] % LANES == 0 else None)
 
 
 def _sides(tree: Any) -> list[_Side]:
-    """For every leaf. What belongs to the keys travels."""
+    """The side of every leaf."""
 
     def side(array, names):
         tokens = next((name for name in ("keys", "queries") if name in names), None)
@@ -134,15 +134,15 @@ def _sides(tree: Any) -> list[_Side]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
-    """A call that goes round the ring, and the direction of its keys.
+class _Half:
+    """A call for half of the heads, or all, whose keys are sent around the ring in one direction.
 
     Args:
-        config: of the ring.
+        config: the static part of the ring.
         step: 1 or -1.
-        sides: of the leaves of the call.
-        structure: of the call.
-        leaves: of the call, closed; where all groups' are small they are here, ``[devices, ...]``, and do not travel.
+        sides: the sides of the leaves.
+        structure: the structure of the call.
+        leaves: the packed leaves of the call; gathered ones are ``[devices, ...]``.
     """
 
     config: RingConfig
@@ -152,47 +152,47 @@ class _Way:
     leaves: list
 
     @staticmethod
-    def of(config: RingConfig, call: Call, step: int) -> "_Way":
-        """That of a call."""
+    def of(config: RingConfig, call: Call, step: int) -> "_Half":
+        """From a call."""
         (leaves, structure), sides = jax.tree.flatten(call), _sides(call)
 
-        def waiting(side: _Side, leaf):
-            return jax.lax.all_gather(leaf, config.line.axis) if side.gathered else side.closed(leaf)
+        def stored(side: _Side, leaf):
+            return jax.lax.all_gather(leaf, config.line.axis) if side.gathered else side.packed(leaf)
 
-        return _Way(config, step, sides, structure, [waiting(*each) for each in zip(sides, leaves, strict=True)])
+        return _Half(config, step, sides, structure, [stored(*each) for each in zip(sides, leaves, strict=True)])
 
     @property
     def line(self) -> Line:
-        """How the row lies."""
+        """The split of the sequence."""
         return self.config.line
 
     @property
     def keys(self) -> list:
-        """What travels."""
-        return [leaf for leaf, side in zip(self.leaves, self.sides, strict=True) if side.travels]
+        """The leaves that are sent."""
+        return [leaf for leaf, side in zip(self.leaves, self.sides, strict=True) if side.is_sent]
 
     def with_keys(self, keys: list, source) -> list:
-        """The leaves of the call with the keys of a group, of which those that travel are given; closed."""
+        """The packed leaves of the call with the keys of group ``source``, of which ``keys`` were sent."""
         keys, device = iter(keys), source * self.line.width
 
         def here(side: _Side, leaf):
-            return leaf[device] if side.gathered else next(keys) if side.travels else leaf
+            return leaf[device] if side.gathered else next(keys) if side.is_sent else leaf
 
         return [here(side, leaf) for side, leaf in zip(self.sides, self.leaves, strict=True)]
 
     def call(self, leaves: list) -> Call:
-        """The call of closed leaves."""
-        call = self.structure.unflatten([side.opened(leaf) for side, leaf in zip(self.sides, leaves, strict=True)])
+        """The call of packed leaves."""
+        call = self.structure.unflatten([side.unpacked(leaf) for side, leaf in zip(self.sides, leaves, strict=True)])
         return call if self.config.scale is None else dataclasses.replace(call, scale=self.config.scale)
 
-    def sent_on(self, arrays: list) -> list:
-        """What the group before this one, on its way, holds."""
+    def sent(self, arrays: list) -> list:
+        """The arrays of the group before this one in its direction."""
         devices = self.line.shards * self.line.width
         by = self.step * self.line.width
         return jax.lax.ppermute(arrays, self.line.axis, [(n, (n + by) % devices) for n in range(devices)])
 
     def source(self, distance):
-        """The group whose keys are here at a step."""
+        """The group whose keys this group holds in a step."""
         return (self.line.shard - self.step * distance) % self.line.shards
 
     @property
@@ -210,7 +210,7 @@ class _Way:
         x = self.own.x
         dtype, rows = statistics_dtype(x.q), x.q.shape[:-1]
         out = like_zeros((*rows, x.v.shape[-1]), dtype, x.q)
-        return self.outputs.closed(out), like_zeros(rows, dtype, x.q, -jnp.inf)
+        return self.outputs.packed(out), like_zeros(rows, dtype, x.q, -jnp.inf)
 
     def output(self, so_far: tuple) -> tuple:
         """Output in the dtype of the values, and log-sum-exp."""
@@ -218,7 +218,7 @@ class _Way:
         return out.astype(self.own.x.v.dtype), lse
 
     def merged(self, distance, keys: list, so_far: tuple) -> tuple:
-        """Output and log-sum-exp so far and of the keys of a step."""
+        """Output and log-sum-exp so far, merged with those of the keys of a step."""
         source, line, outputs = self.source(distance), self.line, self.outputs
         leaves = self.with_keys(keys, source)
 
@@ -226,8 +226,8 @@ class _Way:
             own = tuple(line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
 
             def more(part, own):
-                out, lse = merge(self.config.backends, part.x, part.scale, (outputs.opened(own[0]), own[1]))
-                return outputs.closed(out), lse
+                out, lse = merge(self.config.backends, part.x, part.scale, (outputs.unpacked(own[0]), own[1]))
+                return outputs.packed(out), lse
 
             found = self.unless_empty(leaves, (i, j), source, more, own)
             return tuple(map(partial(line.stored, i), so_far, found, (-2, -1)))
@@ -235,7 +235,7 @@ class _Way:
         return _over_pairs(line, pair, so_far)
 
     def added(self, distance, keys: list, per_query: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
-        """Sums of gradients of the keys of a step, and of everything else, with the share of this step."""
+        """Sums of gradients of the keys of a step, and of everything else, after adding those of this step."""
         source, line, outputs = self.source(distance), self.line, self.outputs
         leaves = self.with_keys(keys, source)
         sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
@@ -243,36 +243,36 @@ class _Way:
         per_query = per_query._replace(d_lse=jnp.where(jnp.equal(distance, 0), per_query.d_lse, 0))
 
         def pair(i, j, sums):
-            # Sums are of pieces: those of whole arrays would be zeros but for a piece, and added as such.
+            # Sum pieces, not whole arrays, which would be zero outside a piece.
             own = [_piece(line, side, (i, j), array) for side, array in zip(sides, sums, strict=True)]
             rows = [line.cut(i)(array, axis) for array, axis in zip(per_query, (-2, -1, -1, -1), strict=True)]
             rows[-1] = jnp.where(jnp.equal(j, 0), rows[-1], 0)
 
             def more(part, own):
                 so_far = self.sums(
-                    wanted, [side.opened(array) for side, array in zip(sides, own, strict=True)], part.x.run
+                    wanted, [side.unpacked(array) for side, array in zip(sides, own, strict=True)], part.x.run
                 )
-                of_rows = PerQuery(outputs.opened(rows[0]), *rows[1:])
+                of_rows = PerQuery(outputs.unpacked(rows[0]), *rows[1:])
                 found = jax.tree.leaves(add(self.config.backends, part.x, part.scale, of_rows, so_far))
-                return [side.closed(array) for side, array in zip(sides, found, strict=True)]
+                return [side.packed(array) for side, array in zip(sides, found, strict=True)]
 
             found = self.unless_empty(leaves, (i, j), source, more, own)
             return [_stored(line, side, (i, j), *both) for side, *both in zip(sides, sums, found, strict=True)]
 
         found = _over_pairs(line, pair, [next(d_keys if side.of_keys else d_own) for side in sides])
-        told = list(zip(sides, found, strict=True))
-        return [array for side, array in told if side.of_keys], [array for side, array in told if not side.of_keys]
+        both = list(zip(sides, found, strict=True))
+        return [array for side, array in both if side.of_keys], [array for side, array in both if not side.of_keys]
 
     def unless_empty(self, leaves: list, at: tuple, source, compute: Callable, so_far):
-        """``compute(part, so_far)``, or ``so_far`` where the extents of positions say that the mask hides every pair.
+        """``compute(part, so_far)``, or ``so_far`` if by the bounds of positions the mask hides every pair.
 
         Args:
-            leaves: of the call, closed. They enter a branch so: the compiler would store opened ones in another order,
-                which costs a copy.
-            at: which piece of the queries and of the keys.
+            leaves: the packed leaves of the call. They enter a branch packed: the compiler would store unpacked ones in
+                another layout, which costs a copy.
+            at: the piece of the queries and of the keys.
             source: the group of the keys.
             compute: takes the call of these pieces and ``so_far``.
-            so_far: what there is.
+            so_far: the results so far.
         """
         pieces = [_piece(self.line, side, at, leaf) for side, leaf in zip(self.sides, leaves, strict=True)]
 
@@ -288,33 +288,33 @@ class _Way:
         return jax.lax.cond(some, computed, lambda so_far: so_far, so_far)
 
     def sums(self, wanted: list[bool], found: list, run: int | None) -> Operands:
-        """Sums of gradients in the form of the operands of a step, None for positions and where they are not wanted."""
+        """Sums of gradients in the form of the operands of a step, None for positions and if not wanted."""
         found = iter(found)
         x = self.structure.unflatten([next(found) if want else None for want in wanted]).x
         return dataclasses.replace(x, q_positions=None, kv_positions=None, run=run)
 
     def zeros(self, wanted: list[bool], *, of_keys: bool) -> list:
-        """Sums of gradients of nothing yet."""
+        """Initial sums of gradients."""
         chosen = zip(self.leaves, self.sides, wanted, strict=True)
         leaves = [leaf for leaf, side, want in chosen if want and side.of_keys == of_keys]
         return [like_zeros(leaf.shape, statistics_dtype(leaf), leaf) for leaf in leaves]
 
 
 def _piece(line: Line, side: _Side, at: tuple, array):
-    """The piece of an array that belongs to a pair of pieces; without an axis of tokens it is whole."""
+    """The piece of an array for a pair of pieces; all of it without an axis of tokens."""
     return array if side.axis is None else line.cut(at[side.of_keys])(array, side.axis)
 
 
 def _stored(line: Line, side: _Side, at: tuple, whole, piece):
-    """The array with another piece in its place."""
+    """The array with a piece replaced."""
     return piece if side.axis is None else line.stored(at[side.of_keys], whole, piece, side.axis)
 
 
 def _any_pair(x: Operands):
-    """Whether the mask may allow a pair, by the extents of positions; a bool where they are known."""
+    """Whether the mask may allow a pair, by the bounds of positions; a bool if they are known when tracing."""
     if x.mask is None:
         return True
-    some, _ = x.mask.tiles(extent(x.q_positions, x.q.shape[3]), extent(x.kv_positions, x.k.shape[2]))
+    some, _ = x.mask.tiles(block_bounds(x.q_positions, x.q.shape[3]), block_bounds(x.kv_positions, x.k.shape[2]))
     return bool(some.any()) if isinstance(some, np.ndarray) else some.any()
 
 
@@ -329,7 +329,7 @@ def _over_pairs(line: Line, function: Callable, carry):
 @partial(jax.tree_util.register_dataclass, data_fields=["calls", "rows"], meta_fields=["wanted"])
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What the backward pass needs, and which leaves of every call anybody wants the gradients of."""
+    """Residuals of the forward pass, and for which leaves of every call gradients are wanted."""
 
     calls: tuple[Call, ...]
     rows: tuple
@@ -344,63 +344,64 @@ def _ring_forward(config: RingConfig, calls):
     return rows, _Saved(calls, rows, wanted)
 
 
-def _differentiable(call: Call, moved: list[bool]) -> tuple[bool, ...]:
-    leaves = zip(moved, jax.tree.leaves(call), strict=True)
-    return tuple(moves and jnp.issubdtype(leaf.dtype, jnp.inexact) for moves, leaf in leaves)
+def _differentiable(call: Call, wanted: list[bool]) -> tuple[bool, ...]:
+    leaves = zip(wanted, jax.tree.leaves(call), strict=True)
+    return tuple(want and jnp.issubdtype(leaf.dtype, jnp.inexact) for want, leaf in leaves)
 
 
 def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
-    ways = _ways(config, saved.calls)
-    per_query = [_per_query(config, way, *each) for way, *each in zip(ways, saved.rows, cotangents, strict=True)]
-    # The scale comes last, and its gradient from that of the scaled queries.
+    halves = _halves(config, saved.calls)
+    per_query = [_per_query(config, half, *each) for half, *each in zip(halves, saved.rows, cotangents, strict=True)]
+    # The gradient of the scale follows from that of the scaled queries.
     wanted = [_of_operands(call, want) for call, want in zip(saved.calls, saved.wanted, strict=True)]
-    keys = [way.keys for way in ways]
-    d_keys, d_own = ([w.zeros(want, of_keys=k) for w, want in zip(ways, wanted, strict=True)] for k in (True, False))
-    share = partial(_shares, ways, per_query, wanted)
-    body = partial(_round, ways, share)
+    keys = [half.keys for half in halves]
+    d_keys, d_own = ([w.zeros(want, of_keys=k) for w, want in zip(halves, wanted, strict=True)] for k in (True, False))
+    share = partial(_shares, halves, per_query, wanted)
+    body = partial(_round, halves, share)
     state, _ = jax.lax.scan(body, (keys, d_keys, d_own), jnp.arange(config.line.shards - 1))
     keys, d_keys, d_own = state
     d_keys, d_own = share(config.line.shards - 1, keys, d_keys, d_own)
-    d_keys[0] = ways[0].sent_on(d_keys[0])
-    found = zip(saved.calls, ways, wanted, d_keys, d_own, strict=True)
+    d_keys[0] = halves[0].sent(d_keys[0])
+    found = zip(saved.calls, halves, wanted, d_keys, d_own, strict=True)
     return (tuple(_cotangent(config, *each) for each in found),)
 
 
-def _round(ways: list[_Way], share: Callable, state: tuple, distance) -> tuple:
-    """A step of the backward pass: keys are sent on, and the shares of all calls are added."""
+def _round(halves: list[_Half], share: Callable, state: tuple, distance) -> tuple:
+    """A step of the backward pass: keys are sent, and the gradients of all calls are added."""
     keys, d_keys, d_own = state
-    sent = [way.sent_on(each) for way, each in zip(ways, keys, strict=True)]
+    sent = [half.sent(each) for half, each in zip(halves, keys, strict=True)]
     d_keys, d_own = share(distance, keys, d_keys, d_own)
     return (sent, d_keys, d_own), None
 
 
-def _shares(ways: list[_Way], per_query: list, wanted: list, distance, keys: list, d_keys: list, d_own: list) -> tuple:
-    """Adds the shares of a step. Sums of the first call arrive meanwhile, and those of the second leave.
+def _shares(
+    halves: list[_Half], per_query: list, wanted: list, distance, keys: list, d_keys: list, d_own: list
+) -> tuple:
+    """Adds the gradients of a step. The sums of one call are sent while the kernel of the other call runs.
 
-    So each of them moves while the kernel of the other call runs. A call that is alone adds its share to what arrives
-    afterwards, so that its kernel need not wait.
+    A single call adds its gradients to the received sums after its kernel, which need not wait for them.
     """
-    first, *others = ways
-    arriving = first.sent_on(d_keys[0])
+    first, *others = halves
+    arriving = first.sent(d_keys[0])
     if not others:
         nothing = first.zeros(wanted[0], of_keys=True)
         more, own = first.added(distance, keys[0], per_query[0], wanted[0], nothing, d_own[0])
         return [jax.tree.map(jnp.add, arriving, more)], [own]
-    there, own = ways[1].added(distance, keys[1], per_query[1], wanted[1], d_keys[1], d_own[1])
+    there, own = halves[1].added(distance, keys[1], per_query[1], wanted[1], d_keys[1], d_own[1])
     here, first_own = first.added(distance, keys[0], per_query[0], wanted[0], arriving, d_own[0])
-    return [here, ways[1].sent_on(there)], [first_own, own]
+    return [here, halves[1].sent(there)], [first_own, own]
 
 
-def _per_query(config: RingConfig, way: _Way, rows: tuple, cotangents: tuple) -> PerQuery:
-    """What the backward pass reads of each query, outputs' gradients closed."""
+def _per_query(config: RingConfig, half: _Half, rows: tuple, cotangents: tuple) -> PerQuery:
+    """The input of the backward pass for each query, with packed gradients of outputs."""
     given = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
-    (out, lse), (d_out, d_lse), outputs = rows, given, way.outputs
-    found = per_query_of(config.backends, (outputs.opened(out), lse), (outputs.opened(d_out), d_lse))
+    (out, lse), (d_out, d_lse), outputs = rows, given, half.outputs
+    found = per_query_of(config.backends, (outputs.unpacked(out), lse), (outputs.unpacked(d_out), d_lse))
     return found._replace(d_out=d_out)
 
 
 def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
-    """Which leaves are summed up: those of the operands that are wanted, and the queries if the scale is."""
+    """Which leaves are summed: those of the operands that are wanted, and the queries if the scale is."""
     if call.scale is None:
         return list(wanted)
     *of_x, of_scale = wanted
@@ -409,17 +410,17 @@ def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
     return [*(own or more for own, more in zip(of_x, jax.tree.leaves(queries), strict=True)), False]
 
 
-def _cotangent(config: RingConfig, call: Call, way: _Way, wanted: list[bool], d_keys: list, d_own: list) -> Call:
-    """That of a call, from the sums of gradients."""
+def _cotangent(config: RingConfig, call: Call, half: _Half, wanted: list[bool], d_keys: list, d_own: list) -> Call:
+    """The cotangent of a call, from the sums of gradients."""
     d_keys, d_own = iter(d_keys), iter(d_own)
     zeros = jax.tree.leaves(jax.tree.map(no_gradient, call))
-    chosen = zip(zeros, way.sides, wanted, strict=True)
-    leaves = [s.opened(next(d_keys if s.of_keys else d_own)) if want else zero for zero, s, want in chosen]
-    return jax.tree.map(_like, _unscaled(config, call, way.structure.unflatten(leaves)), call)
+    chosen = zip(zeros, half.sides, wanted, strict=True)
+    leaves = [s.unpacked(next(d_keys if s.of_keys else d_own)) if want else zero for zero, s, want in chosen]
+    return jax.tree.map(_like, _unscaled(config, call, half.structure.unflatten(leaves)), call)
 
 
 def _unscaled(config: RingConfig, call: Call, found: Call) -> Call:
-    """The gradients with those of the queries, which are of scaled ones, times the scale, and with its own."""
+    """The gradients of queries and scale, from those of scaled queries."""
     scale = config.scale if call.scale is None else call.scale
 
     def times(own: Operands, d: Operands) -> tuple:

@@ -1,4 +1,4 @@
-"""How the rows and heads of an attention call lie over a mesh, by the types of its arrays or by the caller's word."""
+"""How batch and heads of an attention call are split over a mesh, by the types of its arrays or by ``partition``."""
 
 import math
 from typing import NamedTuple
@@ -14,23 +14,23 @@ _LAYOUT = "[batch, queries, heads, size]"
 
 
 class Split(NamedTuple):
-    """The mesh of a call, and what its axes hold."""
+    """The mesh and the placement of a call."""
 
     mesh: Mesh | AbstractMesh
     placement: Placement
 
 
 def split_of(q, k, v, partition: Partition | None) -> Split | None:
-    """How a call is to be split over the mesh of its arrays; None where nothing tells.
+    """How a call is split over the mesh of its arrays; None if neither types nor ``partition`` say.
 
-    The types of arrays tell it of Explicit axes, ``partition`` of Auto ones. Where one of them says that nothing is
-    split, every device computes everything.
+    The types of arrays give the split over Explicit axes, ``partition`` that over Auto ones. If they split nothing,
+    every device computes everything.
 
     Args:
         q: queries ``[batch, queries, heads, size]``.
         k: keys.
         v: values.
-        partition: how queries lie over the Auto axes.
+        partition: the spec of the queries over the Auto axes.
 
     Raises:
         ValueError: for a sequence or a head that is split, and for a partition that does not fit the mesh.
@@ -57,21 +57,19 @@ def _mesh(q, k, v, partition: Partition | None) -> Mesh | AbstractMesh | None:
             fits, f"partition: its mesh {dict(partition.mesh.shape)} is not that of the arrays, {found and found.shape}"
         )
         return partition.mesh
-    check(
-        partition is None or found is not None, "partition: there is no mesh; give a NamedSharding or jax.set_mesh one"
-    )
+    check(partition is None or found is not None, "partition: found no mesh; give a NamedSharding or use jax.set_mesh")
     return found
 
 
 def _check_even(what: str, size: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> None:
-    """Refuses a partition that leaves devices with unequal parts."""
+    """Raises ValueError for a partition that gives devices unequal parts."""
     devices = math.prod(mesh.shape[axis] for axis in axes)
     fits = f"axes with {math.gcd(size, devices)} devices would work"
-    check(size % devices == 0, f"partition: {devices} devices along {axes} cannot share {size} {what} evenly; {fits}")
+    check(size % devices == 0, f"partition: {devices} devices along {axes} cannot split {size} {what} evenly; {fits}")
 
 
 def _has_layout(mesh: Mesh | AbstractMesh, partition: Partition | None) -> bool:
-    """Whether types or the caller say how arrays lie over axes that no ``shard_map`` has entered yet."""
+    """Whether types or the caller give a split over axes outside any ``shard_map``."""
     auto = partition is not None and _of_type(mesh, AxisType.Auto)
     return bool(auto or _of_type(mesh, AxisType.Explicit))
 
@@ -86,7 +84,7 @@ def _explicit_axes(x) -> tuple[tuple[str, ...], ...]:
 
 
 def _asked(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """The same of Auto axes and the caller's partition."""
+    """The Auto axes of a mesh that the caller's partition splits each axis of the queries over."""
     spec = PartitionSpec() if partition is None else getattr(partition, "spec", partition)
     check(isinstance(spec, PartitionSpec), f"partition must be a NamedSharding or PartitionSpec, found {spec!r}")
     check(len(spec) <= 4, f"partition must have at most the axes {_LAYOUT}, found {spec}")
@@ -98,11 +96,11 @@ def _asked(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tupl
 
 
 def _check_whole(name: str, axes: tuple[tuple[str, ...], ...]) -> None:
-    """Refuses what attention does not split by itself."""
+    """Raises ValueError for a split sequence or head size."""
     check(
         not axes[1],
-        f"{name}: its sequence is split over mesh axis {axes[1]}, but attention reads whole rows; for a split sequence "
-        "use posjax.attention.sharded.attend_on_mesh with Placement(context=...), the context-parallel way",
+        f"{name}: its sequence is split over mesh axis {axes[1]}, but attention reads whole sequences; for context "
+        "parallelism use posjax.attention.sharded.attend_on_mesh with Placement(context=...)",
     )
     check(
         not axes[3],

@@ -1,1 +1,1 @@
-"""The flash attention kernels for TPUs, in Pallas: ``entry.tpu`` is what ``attention`` calls."""
+"""The flash attention kernels for TPUs, in Pallas: ``entry`` is called by ``attention``."""

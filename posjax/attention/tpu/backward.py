@@ -5,17 +5,17 @@ For a block of keys, over the tiles of its list and the query heads that share t
     S^T = K Q^T + bias,   P^T = 2^(S^T - L),   dS^T = P^T * (V dO^T - D),   D = rowsum(dO * O) - dL / ln 2
     dV += P^T dO,   dK += dS^T Q,   dQ += dS K
 
-(Dao et al., arXiv 2205.14135, appendix B). Five matrix products, none of whose factors but ``dS`` is ever transposed.
-The factor of the queries is put into the keys of a row of tiles for ``S``, and into the sums of ``dK`` and ``dQ``.
+(Dao et al., arXiv 2205.14135, appendix B). Five matrix products; of their factors only ``dS`` is ever transposed. The
+factor of the queries multiplies the keys of a row of tiles for ``S``, and the sums of ``dK`` and ``dQ``.
 
     keys      .  .  .  .       ``dK`` and ``dV`` of a row of tiles stay in fast memory until it ends;
               #  #  m  .       ``dQ`` of a tile is fetched (f), added to while the tile is computed (x),
               w  x  f  .       and written back (w), in float32 and in place; the first tile of a block of queries
-                               starts at zero instead, and the last one leaves the gradient as it will be read
+                               starts at zero instead, and the last one writes the final gradient
 
-Each array of the queries has two places, the tile's and the next one's; ``dQ`` has three, so that its fetch never waits
-for a write that has only just begun. Within a row every tile is of another block of ``dQ``, and a row ends when all
-its writes have landed, so no fetch overtakes a write.
+Each array of the queries has two slots, for this tile and the next; ``dQ`` has three, so that its fetch never waits for
+a write that has just started. Within a row every tile has another block of ``dQ``, and a row ends when all its writes
+are done, so no fetch overtakes a write.
 """
 
 from functools import partial, reduce
@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from posjax.attention.operands import PerQuery
 from posjax.attention.tiles import Kind
-from posjax.attention.tpu.backward_moves import (
+from posjax.attention.tpu.backward_dma import (
     PENDING,
     KeyRow,
     arrays_of,
@@ -39,7 +39,7 @@ from posjax.attention.tpu.backward_moves import (
     write,
 )
 from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, product, scaled, work
-from posjax.attention.tpu.moves import (
+from posjax.attention.tpu.dma import (
     KernelArrays,
     Tile,
     anywhere,
@@ -54,10 +54,10 @@ from posjax.attention.tpu.schedule import tile_of
 
 
 class KernelGradients(NamedTuple):
-    """Gradients of queries, keys and values, and what the kernel sums up for the form of the bias, in base 2.
+    """Gradients of queries, keys and values, and the sums for the form of the bias, in base 2.
 
-    The latter are ``ln 2`` short of the true ones. Where sums ran in, ``q``, ``k`` and ``v`` are sums in float32, and
-    ``q`` is ``dS K``, the gradient of scaled queries.
+    The latter lack a factor ``ln 2``. With sums so far, ``q``, ``k`` and ``v`` are sums in float32, and ``q`` is
+    ``dS K``, the gradient of scaled queries.
     """
 
     q: jax.Array
@@ -134,7 +134,7 @@ def _kernel(config: KernelConfig, sums_of_bias: int, *refs):
 
 
 def _end(row: KeyRow) -> None:
-    """Waits until everything that the row writes has landed."""
+    """Waits until all writes of the row are done."""
     steps = row.group * row.count
     for back in (1, 2):
 
@@ -172,7 +172,7 @@ def _head(row: KeyRow) -> None:
 
 
 def _visit(row: KeyRow, kind: Kind, n, _) -> None:
-    """Begins to fetch the next tile, and adds this one to the gradients."""
+    """Starts to fetch the next tile, and adds this one to the gradients."""
     order, step = row.x.visits.order, row.group_head * row.count + n
     last = n + 1 == row.count
     upcoming = order[0, jnp.where(last, 0, n + 1)]
@@ -189,8 +189,8 @@ def _visit(row: KeyRow, kind: Kind, n, _) -> None:
 
     wait(row, kind, step)
     wait_sums(row, kind, order[0, n], step)
-    tile = Tile(kind, tile_of(order[0, n]), row.place(step))
-    _tile(row, tile, row.dq.places.at[jax.lax.rem(step, 3)])
+    tile = Tile(kind, tile_of(order[0, n]), row.slot(step))
+    _tile(row, tile, row.dq.slots.at[jax.lax.rem(step, 3)])
     write(row, tile, order[0, n], step)
 
 
@@ -209,14 +209,14 @@ def _tile(row: KeyRow, tile: Tile, dq) -> None:
 def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
     """Adds the queries of a tile from ``first`` on to the gradients."""
     pairs, queries = tile.kind.pairs, pl.ds(first, row.blocks.part)
-    d_out = row.buffers.per_query.d_out[tile.place, queries, :]
-    q = [row.buffers.q[tile.place, n, queries, :] for n in range(len(pairs))]
+    d_out = row.buffers.per_query.d_out[tile.slot, queries, :]
+    q = [row.buffers.q[tile.slot, n, queries, :] for n in range(len(pairs))]
     scores = [product(row.scaled_keys[pair], q[n], (1, 1)) for n, pair in enumerate(pairs)]
-    seen, takes = _pattern(row, tile, first)
-    weights, d_scores = _weights(row, tile, first, level, _chosen(scores, takes), seen, d_out)
+    seen, far_masks = _pattern(row, tile, first)
+    weights, d_scores = _weights(row, tile, first, level, _chosen(scores, far_masks), seen, d_out)
     row.sums.dv[...] += product(weights.astype(d_out.dtype), d_out, (1, 0))
     for n, pair in enumerate(pairs):
-        own = _own(d_scores, takes, n).astype(q[n].dtype)
+        own = _own(d_scores, far_masks, n).astype(q[n].dtype)
         row.sums.dk[pair] += product(own, q[n], (1, 0))
         dq[n, queries, :] += product(own, row.x.k[pair], (0, 0))
     if row.d_bias:
@@ -226,7 +226,7 @@ def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
 def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) -> tuple:
     """The weights of a part of a tile, and the gradient of its scores."""
     softcap, queries = row.config.softcap, pl.ds(first, row.blocks.part)
-    lse, correction = (x[tile.place, :, queries] for x in row.buffers.per_query[1:3])
+    lse, correction = (x[tile.slot, :, queries] for x in row.buffers.per_query[1:3])
     logits, slope = row.config.bias.add_transposed(row, tile, first, scores), None
     if softcap is not None:
         logits = softcap * jnp.tanh((logits if level is None else logits + level) / softcap)
@@ -238,24 +238,24 @@ def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) ->
     return weights, d_logits if slope is None else d_logits * slope
 
 
-def _chosen(scores: list, takes: tuple):
-    """The scores of each pair of tokens by the features that are for it."""
+def _chosen(scores: list, far_masks: tuple):
+    """The scores of each pair of tokens, from the features of its branch."""
     found = scores[0]
-    for other, where in zip(scores[1:], takes, strict=True):
+    for other, where in zip(scores[1:], far_masks, strict=True):
         found = jnp.where(where, other, found)
     return found
 
 
-def _own(d_scores, takes: tuple, n: int):
+def _own(d_scores, far_masks: tuple, n: int):
     """The gradient of the scores of the ``n``-th pair of features of a tile."""
-    if not takes:
+    if not far_masks:
         return d_scores
-    taken = takes[n - 1] if n else ~reduce(jnp.logical_or, takes)
-    return jnp.where(taken, d_scores, 0)
+    own = far_masks[n - 1] if n else ~reduce(jnp.logical_or, far_masks)
+    return jnp.where(own, d_scores, 0)
 
 
 def _pattern(row: KeyRow, tile: Tile, first: int) -> tuple:
-    """Which pairs of a part are allowed, and which branch's they are."""
+    """Which pairs of a part are allowed, and the mask of each branch."""
     masked, far = tile.kind.masked, len(tile.kind.pairs) > 1
     if not (masked or far):
         return None, ()

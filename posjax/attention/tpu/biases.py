@@ -1,6 +1,6 @@
-"""Biases as the kernels add them, one class for each form: all that the kernels know of a bias.
+"""Biases inside the kernels, one class for each form.
 
-To add a form, derive a class from ``KernelBias``, override what differs from no bias, and name it in ``FORMS``.
+To add a form, derive a class from ``KernelBias``, override what differs from no bias, and add it to ``FORMS``.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from posjax.attention.tiles import AHEAD, NEAR
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.blocks import target
 from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig
-from posjax.attention.tpu.moves import BiasArrays, Tile, TileRow
+from posjax.attention.tpu.dma import BiasArrays, Tile, TileRow
 from posjax.attention.tpu.terms import LANES, SUBLANES
 from posjax.bias import ForgetBias, LinearBias
 from posjax.masks import hides_ahead
@@ -26,9 +26,9 @@ from posjax.positions import Range, as_array
 
 
 class BiasSum(NamedTuple):
-    """What the backward kernel sums up for a bias: its shape after batch and heads, and whether its last axis is keys.
+    """A sum of the backward kernel for a bias: its shape after batch and heads, and whether its last axis is keys.
 
-    A row of tiles then sees its own block of it; otherwise all rows add to the same numbers.
+    If so a row of tiles adds to its own block; otherwise all rows add to the same numbers.
     """
 
     shape: tuple[int, ...]
@@ -37,31 +37,31 @@ class BiasSum(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelBias:
-    """No bias, and what each other form has its own of. Static: the numbers are in ``Inputs.bias``.
+    """No bias, and the base class of the forms. Static: the numbers are in ``Inputs.bias``.
 
     Class attributes:
-        constant_from: the distance from which on it is constant, or None.
-        rides: whether what it adds for each key is among the features.
+        constant_from: the distance from which it is constant, or None.
+        in_features: whether its number for each key is appended to the features of keys.
     """
 
     constant_from = None
-    rides = False
+    in_features = False
 
     # Outside the kernels.
 
     @staticmethod
-    def takes(x: Operands) -> bool:
+    def supports(x: Operands) -> bool:
         """Whether the bias of a call is of this form."""
         return x.bias is None
 
     @staticmethod
     def refusal(x: Operands) -> str | None:
-        """Why the kernels do not take it, or None."""
+        """Why the kernels do not support it, or None."""
         return None
 
     @classmethod
     def of(cls, x: Operands, spare: bool, reach: int) -> "KernelBias":
-        """That of a call. ``spare``: see ``KernelConfig``; ``reach``: queries plus keys of a tile, backward."""
+        """The form for a call. ``spare``: see ``KernelConfig``; ``reach``: queries plus keys of a backward tile."""
         return cls()
 
     def numbers(self, x: Operands, ahead) -> dict[str, jax.Array]:
@@ -69,22 +69,22 @@ class KernelBias:
         return {}
 
     def most(self, x: Operands, numbers: dict) -> jax.Array | None:
-        """What it adds to a logit at most, for each head, or None if that is not known."""
+        """The most that it adds to a logit, for each head, or None if that is not known."""
         return jnp.zeros(x.q.shape[1] * x.q.shape[2], jnp.float32)
 
     def of_queries(self, config: KernelConfig, x: Inputs, side: int):
-        """What it adds to all logits of a query, ``[batch or 1, heads, queries]``, and no kernel does; or None."""
+        """The constant of each query, which no kernel adds, ``[batch or 1, heads, queries]``; or None."""
 
     def arrays(self, config: KernelConfig, x: Inputs, side: int) -> BiasArrays:
-        """What it brings to the kernel whose outer axis is ``side``; heads are on one axis."""
+        """Its arrays for the kernel whose outer axis is ``side``; heads are on one axis."""
         return BiasArrays()
 
     def scratch(self, config: KernelConfig, side: int) -> tuple[Any, Any, Any]:
-        """Two places for what travels, room for what is added within a tile, and backward for sums of its gradients."""
+        """Two slots for what is copied, scratch for what is added within a tile, and backward for its gradient sums."""
         return None, None, None
 
     def outputs(self, group: int, keys: int) -> list[BiasSum]:
-        """What the backward kernel sums up, in ``row.d_bias``; zero before the first row of tiles of a head."""
+        """The sums of the backward kernel, ``row.d_bias``; zero before the first row of tiles of a head."""
         return []
 
     def gradients(self, x: Inputs, found: tuple, d_lse) -> dict:
@@ -94,7 +94,7 @@ class KernelBias:
     # In both kernels.
 
     def part_of(self, row: TileRow, tile) -> tuple:
-        """Index of what travels of ``BiasArrays.moved`` for a tile."""
+        """Index of the part of ``BiasArrays.copied`` that is copied for a tile."""
 
     def level(self, row: TileRow, tile: Tile):
         """A number that is added to all logits of a tile, or None."""
@@ -105,19 +105,19 @@ class KernelBias:
     # Forward.
 
     def own(self, row: TileRow):
-        """What it adds to all logits of each query of the row, ``[1, queries]``, where ``most`` is known; or None."""
+        """What it adds to all logits of each query of the row, ``[1, queries]``, if ``most`` is known; or None."""
 
     def begin_tile(self, row: TileRow, tile: Tile) -> None:
         """Before the first part of a tile."""
 
     def of_keys(self, row: TileRow, tile: Tile):
-        """What it adds to the logits of each key of a tile, beside the level, ``[1, keys]``, where it ``rides``."""
+        """What it adds to the logits of each key of a tile, beside the level, ``[1, keys]``."""
 
     def add(self, row: TileRow, tile: Tile, first: int, logits):
-        """The logits of a part with what differs within the tile."""
+        """The logits of a part, plus the part of the bias that varies within the tile."""
         return logits
 
-    # Backward. Those from ``begin_sums`` on are called only where gradients are wanted.
+    # Backward. The methods from ``begin_sums`` on are called only if gradients are wanted.
 
     def begin_head(self, row: TileRow) -> None:
         """Before the first tile of a row for one of the heads that share the keys."""
@@ -140,7 +140,7 @@ class KernelBias:
 
 
 def _slabs(x) -> list:
-    """128 lanes each."""
+    """Parts of 128 lanes."""
     return [x[:, n : n + LANES] for n in range(0, x.shape[1], LANES)]
 
 
@@ -148,8 +148,8 @@ def _slabs(x) -> list:
 class _DifferenceOfTokens(KernelBias):
     """``f (t_i - t_j)`` with a number ``t`` of each token and a factor ``f`` of each head.
 
-    It is ``f (t_i - o) + f (o - o') + f (o' - t_j)``, ``o`` and ``o'`` those of the first tokens of the blocks: a
-    constant of the query, which no weight depends on, the level of the tile, and a small number of the key.
+    It is ``f (t_i - o) + f (o - o') + f (o' - t_j)``, ``o`` and ``o'`` the numbers of the first tokens of the blocks: a
+    constant of the query, which does not change the weights, the level of the tile, and a small number of the key.
     """
 
     def counted(self, config: KernelConfig, x: Inputs, side: int, step: int = 1):
@@ -175,7 +175,7 @@ class _DifferenceOfTokens(KernelBias):
         keys = config.tilings[side].blocks.k
         if side == 1:
             return None, *[pltpu.VMEM((keys, LANES), jnp.float32)] * 2
-        return None, None if self.rides else pltpu.VMEM((SUBLANES, keys), jnp.float32), None
+        return None, None if self.in_features else pltpu.VMEM((SUBLANES, keys), jnp.float32), None
 
     def origins(self, row: TileRow, tile) -> list:
         """``o`` and ``o'`` of a tile."""
@@ -187,11 +187,11 @@ class _DifferenceOfTokens(KernelBias):
         return self.times(row, q - k)
 
     def begin_tile(self, row, tile):
-        if not self.rides:
+        if not self.in_features:
             row.sums.bias[...] = jnp.broadcast_to(self.of_keys(row, tile), row.sums.bias.shape)
 
     def add(self, row, tile, first, logits):
-        if self.rides:
+        if self.in_features:
             return logits
         queries, part = logits.shape
         return logits + jnp.tile(row.sums.bias[:, first : first + part], (queries // SUBLANES, 1))
@@ -212,14 +212,14 @@ class _DifferenceOfTokens(KernelBias):
 class LinearInKey(_DifferenceOfTokens):
     """``slope (p_i - p_j)``: ALiBi.
 
-    It rides where there is room and positions of the keys are a range, for then it is the same in every block.
+    It is ``in_features`` if there are spare features and key positions are a range: it is then equal in every block.
     """
 
-    rides: bool
+    in_features: bool
 
     @staticmethod
-    def takes(x):
-        # Of this very class: one derived from it may give other values.
+    def supports(x):
+        # Exactly this class: a subclass may have other values.
         return type(x.bias) is LinearBias and not x.bias.symmetric and x.softcap is None
 
     @staticmethod
@@ -235,7 +235,7 @@ class LinearInKey(_DifferenceOfTokens):
         return {"slopes": x.bias.slopes.astype(jnp.float32) * -LOG2E}
 
     def most(self, x, numbers):
-        """Known with no key ahead."""
+        """Known if no key is ahead."""
         if not hides_ahead(x.mask):
             return None
         farthest = as_array(x.q_positions).max() - as_array(x.kv_positions).min()
@@ -252,7 +252,7 @@ class LinearInKey(_DifferenceOfTokens):
     def counted(self, config, x, side, step=1):
         if not config.ranged[side]:
             return x.numbers[side][0][..., ::step]
-        # Not a slice of all of them, which a million would not fit fast memory for.
+        # Not a slice of all positions: a million of them would not fit in fast memory.
         return x.starts[side] + jnp.arange(0, (x.q, x.k)[side].shape[3], step)[None, None, None]
 
     def arrays(self, config, x, side):
@@ -271,7 +271,7 @@ class LinearInKey(_DifferenceOfTokens):
         shape = 1, row.blocks.k
         if row.config.ranged[1]:
             return self.times(row, -jax.lax.broadcasted_iota(jnp.int32, shape, 1))
-        return self.times(row, self.origins(row, tile.index)[1] - row.buffers.numbers[0][tile.place])
+        return self.times(row, self.origins(row, tile.index)[1] - row.buffers.numbers[0][tile.slot])
 
     def column_of_keys(self, row):
         return row.x.bias.scalars[row.head] * -self._keys_ahead(row)
@@ -297,7 +297,7 @@ class LinearInKey(_DifferenceOfTokens):
         q, k = self.origins(row, tile.index)
         if row.config.ranged[0]:
             return (q + first - k + jax.lax.broadcasted_iota(jnp.int32, (1, part), 1)).astype(jnp.float32)
-        return (row.buffers.numbers[0][tile.place, :, first : first + part] - k).astype(jnp.float32)
+        return (row.buffers.numbers[0][tile.slot, :, first : first + part] - k).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,7 @@ class Gates(_DifferenceOfTokens):
     """``c_i - c_j`` with ``c`` the sums of the logarithms of forget gates: FoX."""
 
     @staticmethod
-    def takes(x):
+    def supports(x):
         return type(x.bias) is ForgetBias and not x.bias.symmetric and x.softcap is None
 
     def numbers(self, x, ahead):
@@ -320,24 +320,24 @@ class Gates(_DifferenceOfTokens):
 
     def arrays(self, config, x, side):
         found = super().arrays(config, x, side)
-        return found._replace(moved=x.bias["k"]) if side == 0 else found._replace(outer=x.bias["k"])
+        return found._replace(copied=x.bias["k"]) if side == 0 else found._replace(outer=x.bias["k"])
 
     def scratch(self, config, side):
-        moved = pltpu.VMEM((2, 1, config.tilings[0].blocks.k), jnp.float32) if side == 0 else None
-        return moved, *super().scratch(config, side)[1:]
+        copied = pltpu.VMEM((2, 1, config.tilings[0].blocks.k), jnp.float32) if side == 0 else None
+        return copied, *super().scratch(config, side)[1:]
 
     def outputs(self, group, keys):
         return [BiasSum((group, 1, keys), of_keys=True)]
 
     def gradients(self, x, found, d_lse):
-        """A softmax does not see what is added to a whole row; its log-sum-exp does."""
+        """A number added to all logits of a query changes the log-sum-exp, not the weights."""
         return {"q": d_lse[:, :, None], "k": found[0].reshape(x.bias["k"].shape) * LN2}
 
     def part_of(self, row, tile):
         return row.batch, row.head, slice(None), row.tokens(tile)
 
     def of_keys(self, row, tile):
-        return self.origins(row, tile.index)[1] - row.buffers.bias[tile.place]
+        return self.origins(row, tile.index)[1] - row.buffers.bias[tile.slot]
 
     def column_of_keys(self, row):
         return self.origins(row, 0)[1] - terms.column(row.of_head(row.x.bias.outer)[...])
@@ -350,12 +350,12 @@ class Gates(_DifferenceOfTokens):
 class ByDistance(KernelBias):
     """``b(i - j)`` for each head, a vector over all distances between ranges of positions: T5, KERPLE and others.
 
-    A kernel reads a window of the vector for every tile, skewed, and makes a matrix of it: see ``terms.toeplitz``.
-    Where the bias is constant it is the level of the tile.
+    For every tile a kernel reads a skewed window of the vector and makes a matrix of it: see ``terms.toeplitz``. In
+    tiles where the bias is constant it is the level of the tile.
 
     Args:
-        band: rows of 128 distances of the vector that tiles of the backward kernel read, from the first to before the
-            last: those where the bias varies.
+        band: rows of 128 distances of the vector that tiles of the backward kernel read, as ``(first, stop)``: those
+            where the bias varies.
         constant_from: see ``KernelBias``.
     """
 
@@ -363,15 +363,15 @@ class ByDistance(KernelBias):
     constant_from: int | None
 
     @staticmethod
-    def takes(x):
+    def supports(x):
         return x.bias.by_distance and x.bias.only_adds
 
     @staticmethod
     def refusal(x):
         if not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
             return (
-                "a bias by distance needs positions that are ranges (within segments they may run on: distances are "
-                "the same); use 'blockwise'"
+                "a bias by distance needs positions that are ranges (packed documents may share one range: distances "
+                "are the same); use 'blockwise'"
             )
         if (why := _int32_refusal(x)) is not None:
             return why
@@ -404,8 +404,8 @@ class ByDistance(KernelBias):
             values = values[:, ::-1]
             values = jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
             first, stop = 0, values.shape[1] // LANES
-        moved = terms.skewed(values[:, first * LANES : stop * LANES], stop - first)
-        return BiasArrays(scalars=x.bias["edges"], moved=moved)
+        copied = terms.skewed(values[:, first * LANES : stop * LANES], stop - first)
+        return BiasArrays(scalars=x.bias["edges"], copied=copied)
 
     def scratch(self, config, side):
         q, k, _ = config.tilings[side].blocks
@@ -426,7 +426,7 @@ class ByDistance(KernelBias):
         return row.head, self._window(row, tile)
 
     def _window(self, row: TileRow, tile):
-        """Which rows of the skewed vector a tile reads; backward any of the band, where the bias is constant."""
+        """The rows of the skewed vector that a tile reads; backward, rows within the band."""
         outer, inner = row.sizes
         first, rows = outer * (row.tiling.rows - row.block - 1) + inner * tile, (outer + inner) // LANES
         start = jax.lax.div(first, LANES)
@@ -442,7 +442,7 @@ class ByDistance(KernelBias):
     def begin_part(self, row, tile, first):
         if tile.kind.reach == NEAR:
             rows = terms.new_rows(first, row.blocks.part, *row.sizes)
-            terms.toeplitz(row.buffers.bias.at[tile.place], row.sums.bias, *rows)
+            terms.toeplitz(row.buffers.bias.at[tile.slot], row.sums.bias, *rows)
 
     def add(self, row, tile, first, logits):
         if tile.kind.reach != NEAR:
@@ -479,23 +479,23 @@ def _edge(tile: Tile) -> int:
 
 
 def _int32_refusal(x: Operands) -> str | None:
-    return "distances leave int32, in which the kernels count them; use 'blockwise'" if _leaves_int32(x) else None
+    return "distances leave int32, which the kernels use; use 'blockwise'" if _leaves_int32(x) else None
 
 
 def _leaves_int32(x: Operands) -> bool:
-    """Whether queries and keys are known to stand more than int32 holds apart."""
+    """Whether distances are known to exceed int32."""
     if not all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions)):
         return False
     apart = x.q_positions.start - x.kv_positions.start
     return apart + x.q_positions.length >= 2**31 or apart - x.kv_positions.length < -(2**31)
 
 
-# Queries and keys of the largest blocks of the backward kernel together.
+# The sum of queries and keys of the largest backward blocks.
 _LARGEST_BLOCKS = 4096
 
 
 def _sums_by_distance(x: Operands) -> int:
-    """Bytes of two copies of what the backward kernel sums for each distance and head of a group: 8 float32 numbers."""
+    """Bytes of two copies of the backward sums, 8 float32 numbers for each distance and head of a group."""
     first, stop = _band(x, _LARGEST_BLOCKS)
     return 2 * x.q.shape[2] * (stop - first) * LANES * 32
 
@@ -503,7 +503,7 @@ def _sums_by_distance(x: Operands) -> int:
 def _band(x: Operands, reach: int) -> tuple[int, int]:
     """Rows of 128 distances, of those from ``-keys`` to ``queries``, where a bias by distance varies.
 
-    Tiles that lie partly there read up to ``reach`` distances, their queries and keys together, beyond.
+    Tiles at the ends of it read up to ``reach`` distances more, the sum of their queries and keys.
     """
     queries, keys = x.q.shape[3], x.k.shape[2]
     rows = -(-(queries + keys) // LANES)
@@ -512,7 +512,7 @@ def _band(x: Operands, reach: int) -> tuple[int, int]:
     if edge is None or not all(isinstance(start, int) for start in starts):
         return 0, rows
     middle, aside = keys - (starts[0] - starts[1]), edge + reach + LANES
-    # Never less than one tile reads, wherever the band lies.
+    # At least what one tile reads.
     least = min(rows, reach // LANES)
     first = min(max(0, (middle - aside) // LANES), rows - least)
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
@@ -522,5 +522,5 @@ FORMS = (KernelBias, LinearInKey, Gates, ByDistance)
 
 
 def form_of(x: Operands) -> type[KernelBias] | None:
-    """The form in which the kernels take the bias of a call, or None."""
-    return next((form for form in FORMS if form.takes(x)), None)
+    """The form of the bias of a call in the kernels, or None."""
+    return next((form for form in FORMS if form.supports(x)), None)

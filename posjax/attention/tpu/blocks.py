@@ -1,4 +1,4 @@
-"""What a chip likes: how large its tiles are, by the measured cost of tiles, and which tricks pay."""
+"""The best settings for a chip: sizes of tiles, by the measured cost of tiles, and which optimisations pay."""
 
 import math
 from functools import partial
@@ -10,18 +10,18 @@ import numpy as np
 from posjax.attention.operands import Operands
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from posjax.masks import extent
+from posjax.masks import block_bounds
 from posjax.positions import Range
 
 
 class Target(NamedTuple):
-    """A chip that the kernels are compiled for, and what they ask of it.
+    """A chip that the kernels are compiled for.
 
     Args:
         name: as in the table of costs.
         vmem: bytes of fast memory that a kernel may use.
-        wide: whether its matrix units are 256 wide. The product ``Q K^T`` of heads of 128 then has room for more
-            features, and the unit is so fast that finding a running maximum holds it up: a bound replaces it.
+        wide: whether its matrix units are 256 wide. The product ``Q K^T`` of heads of 128 then has spare features, and
+            the unit is so fast that the running maximum would be the bottleneck: a bound replaces it.
     """
 
     name: str
@@ -36,10 +36,10 @@ TARGETS = {
     "TPU v6 lite": Target("v6e", 100 * 2**20, wide=True),
     "TPU7x": Target("7x", 56 * 2**20, wide=True),
 }
-"""By the name that a device gives itself."""
+"""By ``device_kind``."""
 
 USUAL = "TPU v5 lite"
-"""The chip that is assumed when a program is made on a machine that has none and no mesh of abstract devices is set."""
+"""The chip that is assumed on a machine without TPU if no mesh of abstract devices is set."""
 
 
 def target() -> Target:
@@ -50,12 +50,12 @@ def target() -> Target:
 
 
 def cheapest_forward(on: Target, x: Operands, running: bool = False) -> Blocks:
-    """The cheapest blocks of the forward kernel for a call; ``running`` if output and log-sum-exp run in."""
+    """The cheapest blocks of the forward kernel for a call; ``running`` if it merges into earlier results."""
     return _cheapest(x, FORWARD[on.name], fit, "q", partial(_forward_bytes, running=running), on.vmem)
 
 
 def cheapest_backward(on: Target, x: Operands, running: bool = False) -> Blocks:
-    """The same of the backward kernel, for a call whose lengths are padded for the forward one, and for gradients."""
+    """The same for the backward kernel, for a call padded for the forward one; ``running`` for sums of gradients."""
     return _cheapest(x, BACKWARD[on.name], divide, "k", partial(_backward_bytes, running=running), on.vmem)
 
 
@@ -84,21 +84,21 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: i
 
 
 def _forward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
-    """Fast memory of the forward kernel, about: what travels, what is summed, and the logits of a part."""
+    """Approximate fast memory of the forward kernel: buffers of copies, sums, and the logits of a part."""
     (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
     size, value_size = x.q.shape[-1], x.v.shape[-1]
-    moves = 2 * narrow * (k * (pairs * size + value_size) + q * (pairs * size + value_size))
-    moves += narrow * q * pairs * size + running * 2 * (8 - narrow) * q * value_size
-    return moves + 4 * q * (256 + value_size) + 10 * q * part * pairs + 512 * (q + k) * _is_relative(x)
+    buffers = 2 * narrow * (k * (pairs * size + value_size) + q * (pairs * size + value_size))
+    buffers += narrow * q * pairs * size + running * 2 * (8 - narrow) * q * value_size
+    return buffers + 4 * q * (256 + value_size) + 10 * q * part * pairs + 512 * (q + k) * _is_relative(x)
 
 
 def _backward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
-    """The same of the backward kernel."""
+    """The same for the backward kernel."""
     (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
     size, value_size = pairs * x.q.shape[-1], x.v.shape[-1]
-    moves = 2 * narrow * (q + 2 * k) * (size + value_size) + 12 * q * size
-    moves += narrow * (k + q) * size + running * 2 * (8 - narrow) * k * (size + value_size)
-    return moves + 4 * k * (size + value_size) + 16 * k * part + 1024 * (q + k) * _is_relative(x)
+    buffers = 2 * narrow * (q + 2 * k) * (size + value_size) + 12 * q * size
+    buffers += narrow * (k + q) * size + running * 2 * (8 - narrow) * k * (size + value_size)
+    return buffers + 4 * k * (size + value_size) + 16 * k * part + 1024 * (q + k) * _is_relative(x)
 
 
 def _is_relative(x: Operands) -> bool:
@@ -106,32 +106,32 @@ def _is_relative(x: Operands) -> bool:
 
 
 def _tiles(x: Operands, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[float, float]:
-    """How many tiles are visited and how many of them are whole; as causal where positions or masks are not known."""
+    """How many tiles are visited and how many of them are full; as if causal if positions or masks are not known."""
     known = all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions))
     if x.mask is None:
         return q_blocks * k_blocks, q_blocks * k_blocks
     if not known or jax.tree.leaves(x.mask):
         return (q_blocks * k_blocks + q_blocks) / 2, (q_blocks * k_blocks - q_blocks) / 2
-    q = extent(Range(x.q_positions.start, q_blocks * blocks.q), blocks.q)
-    k = extent(Range(x.kv_positions.start, k_blocks * blocks.k), blocks.k)
+    q = block_bounds(Range(x.q_positions.start, q_blocks * blocks.q), blocks.q)
+    k = block_bounds(Range(x.kv_positions.start, k_blocks * blocks.k), blocks.k)
     some, every = (np.broadcast_to(a, (q_blocks, k_blocks)) for a in x.mask.tiles(q, k))
     return some.sum(), (some & every).sum()
 
 
 def fit(largest: Blocks, queries: int, keys: int) -> Blocks:
-    """Blocks no larger than these for so many tokens, nearly equal, so that little is padded; keys come in parts."""
+    """Nearly equal blocks no larger than ``largest``, so that padding is small; keys are split into parts."""
     q, k = _block(queries, largest.q), _block(keys, largest.k)
     return Blocks(q, k, _divisor(k, largest.part))
 
 
 def divide(largest: Blocks, queries: int, keys: int) -> Blocks:
-    """The largest such blocks that cut these lengths into equal parts; the queries of a block come in parts."""
+    """The largest such blocks that divide both lengths; queries are split into parts."""
     q, k = _divisor(queries, largest.q), _divisor(keys, largest.k)
     return Blocks(q, k, _divisor(q, largest.part))
 
 
 def within(largest: Blocks, run: int) -> Blocks:
-    """The largest such blocks that cut runs of so many tokens into equal parts; queries and keys may come in parts."""
+    """The largest such blocks that divide runs of ``run`` tokens; queries or keys are split into parts."""
     q, k = _divisor(run, largest.q), _divisor(run, largest.k)
     return Blocks(q, k, _divisor(math.gcd(q, k), largest.part))
 

@@ -1,8 +1,8 @@
-"""What both kernels take: the static description of a call and its arrays, queries before keys in every pair.
+"""The inputs of both kernels: the static description of a call and its arrays, queries before keys in every pair.
 
-The features of all heads of a token lie side by side, ``[batch, 1, ..., tokens, heads x size]``, as a projection makes
-them and the next one reads them, so that nothing around a kernel is transposed; where a head does not fill whole lanes
-the heads lie one after the other, ``[batch, heads, ..., tokens, size]``.
+The features of all heads of a token are adjacent, ``[batch, 1, ..., tokens, heads x size]``, as projections write and
+read them, so that nothing around a kernel is transposed; if a head does not fill whole lanes the layout is
+``[batch, heads, ..., tokens, size]``.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ GRID = ("parallel", "parallel", "arbitrary")
 """Batch and heads may go to different cores; the rows of tiles of a head follow each other."""
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
-"""Logits are in base 2: ``2^(z log2 e) = e^z``. Gradients with respect to them are ``ln 2`` short of the true ones."""
+"""Logits are in base 2: ``2^(z log2 e) = e^z``. Gradients with respect to them lack a factor ``ln 2``."""
 
 
 class Tiling(NamedTuple):
@@ -48,10 +48,10 @@ class KernelConfig:
         bias: a ``posjax.attention.tpu.biases.KernelBias``.
         softcap: in base 2, or None.
         factor: of the queries, ``log2 e`` included.
-        bounded: whether the forward kernel puts a bound of the logits in place of their running maximum.
-        spare: whether the matrix unit takes 128 more features than a head has in the same time. Then what a linear bias
-            adds for each key, and the bound of each query, ride along in the product ``Q K^T``: numbers in pieces of
-            bfloat16 on one side, ones on the other.
+        bounded: whether the forward kernel uses a bound of the logits instead of their running maximum.
+        spare: whether the matrix unit handles 128 more features than a head has in the same time. Then the number of a
+            linear bias for each key, and the bound of each query, are appended features in the product ``Q K^T``:
+            numbers in pieces of bfloat16 on one side, ones on the other.
         vmem: bytes of fast memory a kernel may use.
         interpret: how to run without a TPU (``pltpu.InterpretParams``), or False.
     """
@@ -72,13 +72,13 @@ class KernelConfig:
     interpret: Any = False
 
     @property
-    def bound_rides(self) -> bool:
-        """Whether the bound of each query is among the features."""
+    def bound_in_features(self) -> bool:
+        """Whether the bound of each query is an appended feature."""
         return self.spare and self.bounded and self.softcap is None
 
     @property
     def compiler_params(self) -> pltpu.CompilerParams:
-        """In-order rows, and the fast memory a call may use."""
+        """Sequential rows, and the fast memory that a call may use."""
         return pltpu.CompilerParams(dimension_semantics=GRID, vmem_limit_bytes=self.vmem)
 
 
@@ -86,13 +86,13 @@ class Inputs(NamedTuple):
     """The arrays of a call, tokens padded to whole blocks.
 
     Args:
-        q: ``[batch, 1, pairs, queries, heads x size]`` or ``[batch, heads, pairs, queries, size]``: see ``beside``.
+        q: ``[batch, 1, pairs, queries, heads x size]`` or ``[batch, heads, pairs, queries, size]``: ``merge_heads``.
         k: ``[batch, 1, pairs, keys, kv heads x size]`` or alike.
         v: ``[batch, 1, keys, kv heads x value size]`` or alike.
-        starts: int32 ``[2]``, the first position of the queries and of the keys where they are ranges.
+        starts: int32 ``[2]``, the first position of the queries and of the keys if they are ranges.
         visits: the tiles that the forward and the backward kernel visit.
         numbers: int32 ``[batch or 1, 1, 1, tokens]`` each, of the queries and of the keys: positions, unless they are a
-            range, and what masks read.
+            range, and the arrays of masks.
         bias: numbers of the bias times ``log2 e``: see ``KernelBias.numbers``.
         bound: ``[batch, heads, 1, pairs + 1]``, float32, the length of the longest key of each pair of features, and
             the most that the bias adds; None if the call is not bounded.
@@ -109,7 +109,7 @@ class Inputs(NamedTuple):
 
 
 def features_at(shape: tuple[int, ...], head, size: int) -> tuple:
-    """Where the features of a head are in an array of ``beside``: the index on its second axis, and the columns."""
+    """The features of a head in an array of ``merge_heads``: the index on its second axis, and the columns."""
     if shape[1] > 1 or shape[-1] == size:
         return head if shape[1] > 1 else 0, slice(None)
     return 0, pl.ds(pl.multiple_of(head * size, LANES), size)
@@ -128,12 +128,12 @@ def product(a, b, contract: tuple[int, int]):
 
 
 def work(config: KernelConfig, x: Inputs, of_q: int, of_v: int) -> pl.CostEstimate:
-    """What XLA's scheduler is told of a kernel, behind which it hides transfers: half of all pairs, as if causal.
+    """The cost estimate for XLA's scheduler, which hides transfers behind a kernel: half of all pairs, as if causal.
 
     Args:
         config: of the call.
         x: the inputs.
-        of_q: matrix products over or into features of queries and keys, and ``of_v`` of values.
+        of_q: number of matrix products over or into features of queries and keys; ``of_v``, of values.
     """
     pairs = x.q.shape[0] * config.heads * x.q.shape[3] * x.k.shape[3] // 2
     return pl.CostEstimate(

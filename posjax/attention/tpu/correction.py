@@ -1,6 +1,6 @@
-"""The kernel of what the backward pass subtracts from every gradient of a weight, ``D = rowsum(dO * O)``.
+"""The kernel for ``D = rowsum(dO * O)``, which the backward pass subtracts from the gradient of every weight.
 
-It reads both arrays once, where they lie, and writes one number for each query and head.
+It reads both arrays once, in their layout, and writes one number for each query and head.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.moves import block_spec, feature_spec
+from posjax.attention.tpu.dma import block_spec, feature_spec
 from posjax.attention.tpu.terms import LANES
 
 _LARGEST_BLOCK = 2048
@@ -19,7 +19,7 @@ _LARGEST_BLOCK = 2048
 
 @partial(jax.jit, static_argnums=0, static_argnames="interpret")
 def row_sums_of_heads(heads: int, d_out: jax.Array, out: jax.Array, *, interpret=False) -> jax.Array:
-    """``D``, float32 ``[batch, heads, 1, queries]``, of two arrays whose heads lie as ``beside`` puts them."""
+    """``D``, float32 ``[batch, heads, 1, queries]``, of two arrays in the layout of ``merge_heads``."""
     batch, several, queries, columns = out.shape
     size = columns * several // heads
     block = next(n for n in range(min(_LARGEST_BLOCK, queries), 0, -LANES) if queries % n == 0)

@@ -1,7 +1,7 @@
-"""What tiles cost on each chip, in bundles of the compiler's schedule, about one cycle each.
+"""The cost of tiles on each chip, in bundles of the compiler's schedule, about one cycle each.
 
-For blocks ``(queries, keys, part)`` of causal attention with head size 128 in bfloat16: a whole tile, a masked tile,
-and what a row of tiles costs beside its tiles. The sizes of other calls' tiles are chosen by the same numbers.
+For blocks ``(queries, keys, part)`` of causal attention with head size 128 in bfloat16: a full tile, a masked tile,
+and the overhead of a row of tiles. The sizes of other calls' tiles are chosen by the same numbers.
 ``python -m train bench --costs`` measures them anew, in cycles with stalls.
 """
 

@@ -1,4 +1,4 @@
-"""From the operands of an attention call to the kernels and back."""
+"""From the operands of an attention call to the kernels, and from their results back."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 
 from posjax._checks import check
 from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, PerQuery, apart, beside, no_gradient
+from posjax.attention.operands import Operands, PerQuery, flat_heads, merge_heads, no_gradient, split_heads
 from posjax.attention.padding import lengthen, lengthened_rows, pad
 from posjax.attention.tiles import Blocks, plan
 from posjax.attention.tpu.backward import backward
@@ -33,10 +33,9 @@ class Options:
     """How the kernels run.
 
     Args:
-        factor: of the queries, ``log2 e`` included; 1 where they have been multiplied already.
+        factor: of the queries, ``log2 e`` included; 1 if they have been multiplied already.
         blocks: the largest blocks of the forward and of the backward kernel; the cheapest on the chip when left out.
-        bounded: whether a bound of the logits may take the place of their running maximum; as the chip likes it when
-            left out.
+        bounded: whether a bound of the logits may replace their running maximum; the best for the chip when left out.
         on: the chip; that of this machine when left out.
         interpret: ``pltpu.InterpretParams`` to run without a TPU.
     """
@@ -54,46 +53,46 @@ def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
     Args:
         x: the operands.
         options: how the kernel runs.
-        so_far: output and log-sum-exp of other keys of the rows, in float32, into which those of these are merged.
+        so_far: output and log-sum-exp over other keys, in float32, into which those of these keys are merged.
 
     Raises:
-        ValueError: for what the kernels do not take, saying why.
+        ValueError: for calls that the kernels do not support, with the reason.
     """
     config, inputs = _prepared(x, options, so_far is not None)
     rows = None if so_far is None else _rows(config, inputs, *so_far)
-    # A copy in a kernel names every index of its source: what ``vmap`` maps over is taken one by one.
+    # DMA copies index every axis of their source, so ``vmap`` runs the kernel for one element at a time.
     out, lse = sequential_vmap(partial(forward, config))(inputs, rows)
     lse = _with_own(config, inputs, lse[:, :, 0], 0, 1) / LOG2E
     heads, queries = x.q.shape[1:3], x.q.shape[3]
-    return apart(out, heads)[..., :queries, :], lse.reshape(-1, *heads, lse.shape[-1])[..., :queries]
+    return split_heads(out, heads)[..., :queries, :], lse.reshape(-1, *heads, lse.shape[-1])[..., :queries]
 
 
 def _rows(config: KernelConfig, x: Inputs, out, lse) -> tuple:
-    """Output and log-sum-exp so far as the forward kernel has them."""
+    """Output and log-sum-exp so far in the form of the forward kernel."""
     more = x.q.shape[3] - lse.shape[-1]
-    own = _with_own(config, x, _flat(lengthen(lse, more, axis=3)) * LOG2E, 0, -1)
-    return beside(lengthen(out, more, axis=3)), own[:, :, None]
+    own = _with_own(config, x, flat_heads(lengthen(lse, more, axis=3)) * LOG2E, 0, -1)
+    return merge_heads(lengthen(out, more, axis=3)), own[:, :, None]
 
 
 def row_sums(a, b, dtype, interpret=False):
-    """``posjax.attention.operands.row_sums`` by a kernel, of arrays of queries, in float32."""
+    """``posjax.attention.operands.row_sums`` by a kernel, in float32."""
     heads, queries = a.shape[1:3], a.shape[3]
-    arrays = (beside(lengthen(array, -queries % LANES, axis=3)) for array in (a, b))
+    arrays = (merge_heads(lengthen(array, -queries % LANES, axis=3)) for array in (a, b))
     found = sequential_vmap(partial(row_sums_of_heads, math.prod(heads), interpret=interpret))(*arrays)
     return found.reshape(-1, *heads, found.shape[-1])[..., :queries]
 
 
 def gradients(x: Operands, per_query: PerQuery, options: Options, *, of_bias: bool = True) -> Operands:
-    """Those of the operands; that of the bias only if wanted.
+    """Gradients of the operands.
 
     Args:
         x: the operands.
-        per_query: what is known of each query.
+        per_query: see ``PerQuery``.
         options: how the kernel runs.
         of_bias: whether the gradient of the bias is wanted; it is 0 if not.
 
     Raises:
-        ValueError: for what the kernels do not take, saying why.
+        ValueError: for calls that the kernels do not support, with the reason.
     """
     config, inputs, transpose = _transposable(x, options, running=False)
     found, bias = _gradients(config, inputs, per_query, None, of_bias)
@@ -103,32 +102,32 @@ def gradients(x: Operands, per_query: PerQuery, options: Options, *, of_bias: bo
 def add_gradients(
     x: Operands, per_query: PerQuery, options: Options, so_far: tuple, *, of_bias: bool = True
 ) -> tuple[tuple, Operands]:
-    """Sums of gradients of scaled queries, of keys and of values, all in float32, with those of these keys added.
+    """Sums of gradients of scaled queries, of keys and of values, in float32, after adding those of these keys.
 
     Args:
         x: the operands, of one pair of features.
-        per_query: what is known of each query.
+        per_query: see ``PerQuery``.
         options: how the kernel runs.
         so_far: the sums.
         of_bias: see ``gradients``.
 
     Returns:
-        The sums, and the gradients of everything else, in which those of ``q``, ``k`` and ``v`` are 0.
+        The sums, and all other gradients, with 0 for ``q``, ``k`` and ``v``.
     """
     config, inputs, transpose = _transposable(x, options, running=True)
-    q, k, v = (beside(lengthen(a, b.shape[-2] - a.shape[-2], -2)) for a, b in zip(so_far, inputs[:3], strict=True))
+    q, k, v = (merge_heads(lengthen(a, b.shape[-2] - a.shape[-2], -2)) for a, b in zip(so_far, inputs[:3], strict=True))
     found, bias = _gradients(config, inputs, per_query, (q[:, :, None], k[:, :, None], v), of_bias)
     sums = found.q[:, :, 0], found.k[:, :, 0], found.v
-    sums = (apart(a, b.shape[1:-2])[..., : b.shape[-2], :] for a, b in zip(sums, so_far, strict=True))
+    sums = (split_heads(a, b.shape[1:-2])[..., : b.shape[-2], :] for a, b in zip(sums, so_far, strict=True))
     return tuple(sums), transpose(bias)
 
 
 def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None, of_bias: bool) -> tuple:
-    """What the backward kernel finds, and cotangents of its inputs that are 0 but for those of the bias."""
+    """The results of the backward kernel, and cotangents of its inputs, 0 except for the bias."""
     d_out, *rows = lengthened_rows(per_query, x.q.shape[3])
-    lse, correction, d_lse = map(_flat, rows)
+    lse, correction, d_lse = map(flat_heads, rows)
     lse = _with_own(config, x, lse * LOG2E, 1, -1)
-    known = PerQuery(beside(d_out), lse[:, :, None], correction[:, :, None])
+    known = PerQuery(merge_heads(d_out), lse[:, :, None], correction[:, :, None])
     found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, known, so_far)
     zeros = jax.tree.map(no_gradient, x)
     bias = config.bias.gradients(x, found.bias, d_lse / LOG2E) if of_bias else {}
@@ -136,7 +135,7 @@ def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tup
 
 
 def _transposable(x: Operands, options: Options, running: bool) -> tuple[KernelConfig, Inputs, Callable]:
-    """What ``_prepared`` makes, and its transpose: from cotangents of the inputs to those of the operands."""
+    """``_prepared`` and its transpose: from cotangents of the inputs to those of the operands."""
     configs = []
 
     def prepare(x):
@@ -149,9 +148,9 @@ def _transposable(x: Operands, options: Options, running: bool) -> tuple[KernelC
 
 
 def refusal(x: Operands) -> str | None:
-    """Why the kernels do not take these operands, or None."""
+    """Why the kernels do not support these operands, or None."""
     if not all(isinstance(size, int) for size in x.q.shape):
-        return "a size of the queries is symbolic, and a kernel is compiled for sizes that are known; use 'blockwise'"
+        return "a size of the queries is symbolic, and a kernel is compiled for known sizes; use 'blockwise'"
     if x.decay is not None:
         return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -164,19 +163,22 @@ def refusal(x: Operands) -> str | None:
     if is_array_number(x.softcap):
         return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
     if (form := form_of(x)) is None:
-        return f"{type(x.bias).__name__} is no number for each key and no function of distance alone; use 'blockwise'"
+        return (
+            f"{type(x.bias).__name__} is neither a number for each key nor a function of distance alone; "
+            "use 'blockwise'"
+        )
     return form.refusal(x)
 
 
 def needs_ranges(x: Operands) -> bool:
-    """Whether the kernels take the bias of a call only where positions are ranges."""
+    """Whether the kernels support the bias of a call only if positions are ranges."""
     return form_of(x) is ByDistance
 
 
 def _padded(
     x: Operands, blocks: tuple[Blocks, Blocks] | None, on: Target, running: bool
 ) -> tuple[Operands, tuple[Blocks, Blocks]]:
-    """The operands of whole blocks, and the blocks of the forward and of the backward kernel."""
+    """The operands padded to whole blocks, and the blocks of the forward and of the backward kernel."""
     of_forward = fit(blocks[0], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_forward(on, x, running)
     x = pad(x, of_forward.q, of_forward.k)
     of_backward = divide(blocks[1], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_backward(on, x, running)
@@ -184,7 +186,7 @@ def _padded(
 
 
 def _prepared(x: Operands, options: Options, running: bool) -> tuple[KernelConfig, Inputs]:
-    """What is static in a call, and its arrays; ``running`` if parts run in."""
+    """The static part of a call, and its arrays; ``running`` if it adds to earlier results."""
     check((why := refusal(x)) is None, f"implementation='tpu': {why}")
     on = target() if options.on is None else options.on
     x, blocks = _padded(x, options.blocks, on, running)
@@ -223,10 +225,10 @@ def _prepared(x: Operands, options: Options, running: bool) -> tuple[KernelConfi
 
 
 def _inputs(x: Operands, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:
-    """The arrays of a call, but for a bound."""
-    q, k = (_together([beside(array) for array in arrays]) for arrays in zip(*x.pairs, strict=True))
+    """The arrays of a call, without the bound."""
+    q, k = (_together([merge_heads(array) for array in arrays]) for arrays in zip(*x.pairs, strict=True))
     starts = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
-    return Inputs(q, k, beside(x.v), starts, visits, numbers, of_bias, None)
+    return Inputs(q, k, merge_heads(x.v), starts, visits, numbers, of_bias, None)
 
 
 def _pattern(x: Operands) -> tuple[Pattern, tuple]:
@@ -243,13 +245,8 @@ def _pattern(x: Operands) -> tuple[Pattern, tuple]:
 
 
 def _together(arrays: list):
-    """Those of all pairs of features, on an axis of their own. One alone only gets the axis: nothing is copied."""
+    """The arrays of all pairs of features on a new axis; a single one is not copied."""
     return arrays[0][:, :, None] if len(arrays) == 1 else jnp.stack(arrays, axis=2)
-
-
-def _flat(q):
-    """Query heads ``[batch, kv heads, group, ...]`` on one axis."""
-    return q.reshape(q.shape[0], -1, *q.shape[3:])
 
 
 def _row(numbers):
@@ -259,13 +256,13 @@ def _row(numbers):
 
 
 def _bound(x: Operands, k, most):
-    """Of every head the length of the longest key of each pair of features, and the most that the bias adds.
+    """For every head the norm of the longest key of each pair of features, and the most that the bias adds.
 
-    ``k`` is that of ``Inputs``. The matrix unit adds the squares up, where they lie.
+    ``k`` is that of ``Inputs``. The matrix unit sums the squares in that layout.
     """
     side_by_side = k.shape[-1] // x.k.shape[-1]
     sums = np.kron(np.eye(side_by_side), np.ones((x.k.shape[-1], 1)))
-    # Behind a barrier, for XLA would compute them in another layout, and copy.
+    # Without the barrier XLA would compute them in another layout, and copy.
     squares = jnp.square(jax.lax.optimization_barrier(k).astype(jnp.float32)).astype(k.dtype)
     found = jnp.einsum("bhpnc,cm->bhmpn", squares, sums.astype(k.dtype), preferred_element_type=jnp.float32).max(-1)
     longest = jnp.sqrt(found.reshape(x.k.shape[0], x.k.shape[1], -1))
@@ -275,6 +272,6 @@ def _bound(x: Operands, k, most):
 
 
 def _with_own(config: KernelConfig, x: Inputs, numbers, side: int, sign: int):
-    """Numbers of the queries with, or without, what the bias adds to all logits of each."""
+    """Numbers of the queries, plus (``sign`` 1) or minus what the bias adds to all logits of each."""
     own = config.bias.of_queries(config, x, side)
     return numbers if own is None else numbers + sign * own

@@ -7,14 +7,14 @@ For a block of queries, over the tiles of its list,
 and at the end ``O / l`` and ``L = m + log2 l`` (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
 2205.14135). Logits are in base 2: ``log2 e`` is part of the queries' scale and of the bias.
 
-    queries   . . . . . .      . . . . . .      . . . . . .        a row of tiles is finished before the next begins;
+    queries   . . . . . .      . . . . . .      . . . . . .        a row of tiles is finished before the next starts;
               # # m . . .  ->  # # m . . .  ->  # # m . . .        while ``x`` is computed, ``o``, the next tile of the
-              # # # m . .      # # # m . .      # # # m . .        list, is on its way, at the end of a row too
+              # # # m . .      # # # m . .      # # # m . .        list, is fetched, at the end of a row too
     x . . . . ^ o              x o              .   x o
 
 Keys and values stay in main memory. A tile is computed in parts of a few hundred keys, without a loop, so that the
-matrix product of one part runs beside the exponentials of another. The sums ``l`` are kept for each of 128 lanes and
-added up at the end.
+matrix product of one part overlaps the exponentials of another. The sums ``l`` are kept for each of 128 lanes and added
+at the end.
 """
 
 import dataclasses
@@ -27,28 +27,28 @@ from jax.experimental import pallas as pl
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import Inputs, KernelConfig, product, scaled, work
-from posjax.attention.tpu.forward_moves import ForwardSums, QueryRow, arrays_of, scratch
-from posjax.attention.tpu.moves import KernelArrays, Tile, block_spec, feature_spec, specs, start, wait, wait_for, walk
+from posjax.attention.tpu.dma import KernelArrays, Tile, block_spec, feature_spec, specs, start, wait, wait_for, walk
+from posjax.attention.tpu.forward_dma import ForwardSums, QueryRow, arrays_of, scratch
 from posjax.attention.tpu.schedule import tile_of
 from posjax.attention.tpu.terms import LANES, PIECES, SUBLANES
 
 LOWEST = -1e30
-"""Where a running maximum starts: below every real logit but finite, so that a row without keys needs no care."""
+"""Initial running maximum: below every real logit but finite, so that a row without keys needs no special case."""
 
 _UP_BY = 2.0**-7
 _UP = 1 + _UP_BY
-"""Twice the most that rounding to bfloat16 takes away."""
+"""Twice the largest relative error of rounding to bfloat16."""
 
 SMALLEST = 2.0**-100
-"""Least sum of weights under a bound: what float32 drops of them, below ``2^-126``, is then below ``2^-26`` of it."""
+"""Least sum of weights under a bound: weights that underflow, below ``2^-126``, are then below ``2^-26`` of it."""
 
 
 @partial(jax.jit, static_argnums=0)
 def forward(config: KernelConfig, x: Inputs, so_far: tuple | None = None):
-    """Output, its heads as ``beside`` puts them, and base-2 log-sum-exp, less what the bias adds to all of a row.
+    """Output in the layout of ``merge_heads``, and base-2 log-sum-exp without the bias's constant of each query.
 
-    The latter is float32, ``[batch, heads, 1, queries]``. Those of other keys, ``so_far``, of which the output is
-    float32 too, run in and come back merged, in their place.
+    The latter is float32, ``[batch, heads, 1, queries]``. With those of other keys, ``so_far``, whose output is float32
+    too, the results are merged into them, in place.
     """
     (batch, _, _, queries, _), heads, size = x.q.shape, config.heads, config.value_size
     tiling, arrays = config.tilings[0], arrays_of(config, x, so_far)
@@ -81,34 +81,34 @@ def _kernel(config: KernelConfig, *refs):
     kinds = len(config.tilings[0].kinds)
     count, following = (x.visits.ends[0, n] for n in (kinds - 1, kinds))
     row = QueryRow(config, x, buffers, sums, arrived, b, h, jax.lax.div(h, config.heads // config.kv_heads), i, count)
-    # The place where this row's first tile arrives, and whether it is on its way already.
-    place, under_way = (jnp.where(i == 0, 0, state[n]) for n in range(2))
+    # The slot of this row's first tile, and whether its copy was started already.
+    slot, under_way = (jnp.where(i == 0, 0, state[n]) for n in range(2))
 
     @pl.when((count > 0) & (under_way == 0))
     def _():
-        start(row, x.visits.order[0, 0], place)
+        start(row, x.visits.order[0, 0], slot)
 
     @pl.when(i == 0)
     def _():
         _clear(sums)
-        _ride_on_keys(row)
+        _append_to_keys(row)
 
     _begin(row)
-    _sweep(row, following, place, bounded=config.bounded)
-    place = (place + count) & 1
-    state[0], state[1] = place, ((count > 0) & (following >= 0)).astype(jnp.int32)
+    _sweep(row, following, slot, bounded=config.bounded)
+    slot = (slot + count) & 1
+    state[0], state[1] = slot, ((count > 0) & (following >= 0)).astype(jnp.int32)
     _settle(row, bounded=config.bounded)
     if config.bounded:
-        _check_bound(row, state, following, place)
+        _check_bound(row, state, following, slot)
     _finish(row, out_ref, lse_ref)
 
 
-def _sweep(row: QueryRow, following, place, *, bounded: bool) -> None:
-    """Visits the tiles of the row, the first of which is under way to ``place``, and begins to fetch ``following``."""
+def _sweep(row: QueryRow, following, slot, *, bounded: bool) -> None:
+    """Visits the tiles of the row, the first of which is fetched to ``slot``, and starts to fetch ``following``."""
     order = row.x.visits.order
 
     def visit(kind: Kind, n, _):
-        here, more = (place + n) & 1, n + 1 < row.count
+        here, more = (slot + n) & 1, n + 1 < row.count
         upcoming = jnp.where(more, order[0, jnp.where(more, n + 1, 0)], following)
 
         @pl.when(upcoming >= 0)
@@ -129,21 +129,21 @@ def _settle(row: QueryRow, *, bounded: bool) -> None:
         row.sums.tops[...] = row.sums.highest[...].T[:1]
 
 
-def _check_bound(row: QueryRow, state, following, place) -> None:
+def _check_bound(row: QueryRow, state, following, slot) -> None:
     """Computes the row again with a running maximum if its weights vanish under the bound.
 
-    What is under way for the next row arrives first, and is fetched again.
+    It first waits for the copies that were started for the next row, and fetches them again.
     """
 
     @pl.when((row.count > 0) & (jnp.min(row.sums.totals[...]) < SMALLEST))
     def _():
         @pl.when(following >= 0)
         def _():
-            wait_for(row, following, place)
+            wait_for(row, following, slot)
 
         _clear(row.sums)
         _resume(row, bounded=False)
-        _ride_on_queries(row, bounded=False)
+        _append_to_queries(row, bounded=False)
         start(row, row.x.visits.order[0, 0], 0)
         _sweep(row, -1, 0, bounded=False)
         _settle(row, bounded=False)
@@ -151,7 +151,7 @@ def _check_bound(row: QueryRow, state, following, place) -> None:
 
 
 def _begin(row: QueryRow) -> None:
-    """What the rows bring along, as columns. The sums are clear: whoever is done with them leaves them so."""
+    """Initialises the row. The sums are clear: the previous row cleared them."""
     config = row.config
     row.make_columns()
     if row.sums.q is not None:
@@ -159,15 +159,15 @@ def _begin(row: QueryRow) -> None:
     if config.bounded:
         row.sums.tops[...] = _bound(row)
     _resume(row, bounded=config.bounded)
-    if config.bounded and not config.bound_rides:
+    if config.bounded and not config.bound_in_features:
         row.sums.highest[...] = terms.column(row.sums.tops[...])
-    _ride_on_queries(row, bounded=config.bound_rides)
+    _append_to_queries(row, bounded=config.bound_in_features)
 
 
 def _resume(row: QueryRow, *, bounded: bool) -> None:
-    """The sums of other keys, which ran in as ``O`` and ``L``: with the maximum ``m`` they are ``2^(L - m)`` and ``O``.
+    """The sums of other keys from their ``O`` and ``L``: with the maximum ``m`` they are ``2^(L - m)`` and ``O``.
 
-    A row without tiles needs no bound, and under one its sums might vanish.
+    A row without tiles uses no bound, under which its sums might vanish.
     """
     if row.x.lse is None:
         return
@@ -188,9 +188,9 @@ def _resume(row: QueryRow, *, bounded: bool) -> None:
 def _bound(row: QueryRow):
     """``|q| max |k|``, by Cauchy-Schwarz, of any pair of features, plus the most that the bias adds, as a row.
 
-    What the bias adds to all logits of a query is left out. In place of a running maximum it saves finding one. It may
-    be so far above the logits that all weights vanish; then the row is computed again. As it may be any number that is
-    large enough, it is rounded up to one of bfloat16.
+    It excludes what the bias adds to all logits of a query. It replaces a running maximum, which costs time. It may be
+    so far above the logits that all weights vanish; then the row is computed again. Any larger number is a bound too,
+    so it is rounded up to bfloat16.
     """
     config, numbers = row.config, row.x.bound
     if config.softcap is not None:
@@ -205,7 +205,7 @@ def _rounded_up(x):
 
 
 def _squares(q):
-    """``|q|^2`` of every query, as a row: the matrix unit adds the squares up."""
+    """``|q|^2`` of every query, as a row: the matrix unit sums the squares."""
     ones = jnp.ones((SUBLANES, q.shape[1]), q.dtype)
     return product(ones, jnp.square(q.astype(jnp.float32)).astype(q.dtype), (1, 1))[:1]
 
@@ -216,8 +216,8 @@ def _queries(row: QueryRow) -> list:
     return [source[n, :, : row.config.size] for n in range(source.shape[0])]
 
 
-def _ride_on_queries(row: QueryRow, *, bounded: bool) -> None:
-    """Beside the queries ones for the numbers of the keys, and their bound."""
+def _append_to_queries(row: QueryRow, *, bounded: bool) -> None:
+    """Appends to the queries ones for the numbers of the keys, and their bound."""
     if row.sums.q is None or row.sums.q.shape[-1] == row.config.size:
         return
     bound = row.sums.tops[...] if bounded else jnp.zeros_like(row.sums.tops)
@@ -226,19 +226,19 @@ def _ride_on_queries(row: QueryRow, *, bounded: bool) -> None:
         row.sums.q[n, :, row.config.size :] = rows
 
 
-def _ride_on_keys(row: QueryRow) -> None:
-    """Beside the keys of either place: the bias of each, the same in every block, and a one for the bound."""
+def _append_to_keys(row: QueryRow) -> None:
+    """Appends to the keys in both slots their bias, the same in every block, and a one for the bound."""
     size = row.config.size
     if row.buffers.k.shape[-1] == size:
         return
     one = jnp.ones((1, row.blocks.k), jnp.float32)
     bias = row.config.bias
-    # Any tile: it is the same in all.
-    numbers = bias.of_keys(row, Tile(None, 0, 0)) if bias.rides else jnp.zeros_like(one)
+    # The number is the same in every tile.
+    numbers = bias.of_keys(row, Tile(None, 0, 0)) if bias.in_features else jnp.zeros_like(one)
     rows = terms.columns([*terms.pieces(numbers), one]).astype(row.buffers.k.dtype)
-    for place in range(2):
+    for slot in range(2):
         for n in range(row.buffers.k.shape[1]):
-            row.buffers.k[place, n, :, size:] = rows
+            row.buffers.k[slot, n, :, size:] = rows
 
 
 def _clear(sums: ForwardSums) -> None:
@@ -251,15 +251,15 @@ def _tile(row: QueryRow, tile: Tile, *, bounded: bool) -> None:
     """Adds a tile to the sums, part by part."""
     config, part = row.config, row.blocks.part
     bias, level = config.bias, config.bias.level(row, tile)
-    # A cap is of whole logits; without one, the level is added to what there is one of for each query.
+    # A soft cap applies to whole logits; without one, the level is added to the maximum of each query.
     within, level = (None, level) if config.softcap is None else (level, None)
     bias.begin_tile(row, tile)
     for first in range(0, row.blocks.k, part):
         bias.begin_part(row, tile, first)
         logits = _logits(row, tile, first, within)
-        v = row.buffers.v[tile.place, pl.ds(first, part), :]
+        v = row.buffers.v[tile.slot, pl.ds(first, part), :]
         if bounded:
-            _add_bounded(row.sums, logits, v, level, subtracted=config.bound_rides)
+            _add_bounded(row.sums, logits, v, level, subtracted=config.bound_in_features)
         else:
             _add(row.sums, logits, v, level)
 
@@ -269,11 +269,11 @@ def _logits(row: QueryRow, tile: Tile, first: int, level):
     config, (queries, _, part), kind = row.config, row.blocks, tile.kind
     keys, shape = pl.ds(first, part), (queries, part)
     q = row.x.q if row.sums.q is None else row.sums.q
-    found = [product(q[n], row.buffers.k[tile.place, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
+    found = [product(q[n], row.buffers.k[tile.slot, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
     logits, seen = found[0], None
     if kind.masked or len(found) > 1:
-        seen, takes = config.pattern.on(*row.axes(tile, first), shape, masked=kind.masked, far=len(found) > 1)
-        for other, where in zip(found[1:], takes, strict=True):
+        seen, far_masks = config.pattern.on(*row.axes(tile, first), shape, masked=kind.masked, far=len(found) > 1)
+        for other, where in zip(found[1:], far_masks, strict=True):
             logits = jnp.where(where, other, logits)
     logits = config.bias.add(row, tile, first, logits)
     if level is not None:
@@ -296,14 +296,14 @@ def _add(sums: ForwardSums, logits, v, level) -> None:
 
 
 def _add_bounded(sums: ForwardSums, logits, v, level, *, subtracted: bool) -> None:
-    """The same under a maximum that stays, which the logits may lack already."""
+    """The same under a fixed maximum, which may be subtracted from the logits already."""
     weights = _weights(logits, None if subtracted else sums.highest[...], level)
     sums.total[...] += reduce(jnp.add, weights)
     sums.out[...] += _mixed(weights, v)
 
 
 def _weights(logits, highest, level) -> list:
-    """``2^(logits + level - highest)``, 128 keys each; what is None is 0."""
+    """``2^(logits + level - highest)``, in parts of 128 keys; None counts as 0."""
     if highest is not None:
         logits = logits - jnp.tile(highest if level is None else highest - level, (1, logits.shape[1] // LANES))
     elif level is not None:
@@ -321,12 +321,12 @@ def _wide(column, size: int):
 
 
 def _finish(row: QueryRow, out_ref, lse_ref) -> None:
-    """Divides by the sums. What is one number for each query is computed along the lanes, 128 at a time."""
+    """Divides by the sums. Numbers of each query are computed as rows, 128 lanes at a time."""
     sums = row.sums
     total = sums.totals[...]
     seen = total > 0
     total = jnp.where(seen, total, 1)
     out_ref[...] = (sums.out[...] * _wide(terms.column(1 / total), sums.out.shape[1])).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(seen, sums.tops[...] + jnp.log2(total), -jnp.inf)
-    # In the same breath as the transpositions above, which leave the stores idle.
+    # Here, beside the transpositions above, the stores cost no time.
     _clear(sums)

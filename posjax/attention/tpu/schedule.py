@@ -1,6 +1,6 @@
-"""The lists of tiles that a kernel walks along: see ``posjax.attention.tiles`` for which tiles these are.
+"""The lists of tiles that a kernel visits: see ``posjax.attention.tiles`` for which tiles these are.
 
-The list of a row of tiles costs 4 bytes a tile in main memory, and a kernel holds those of the row that it is at.
+The list of a row of tiles costs 4 bytes a tile in main memory; a kernel holds the list of its current row.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,16 @@ _TILE_BITS, _PAIR_BITS = 20, 8
 """An entry of a list is ``tile + (pair << _TILE_BITS)``: over a million tiles in a row."""
 
 _FIRST, _LAST = 1 << (_TILE_BITS + _PAIR_BITS), 2 << (_TILE_BITS + _PAIR_BITS)
-"""Added to an entry whose row is the first, or the last, to visit its column."""
+"""Added to an entry if its row is the first, or the last, to visit its column."""
 
 
 class Lists(NamedTuple):
-    """The tiles of every row, kind after kind: the tables a kernel walks along.
+    """The tiles of every row, sorted by kind.
 
     Args:
         order: ``[batch or 1, rows, 1, columns]``, the entries of a row, then those of tiles that are not visited.
         ends: ``[batch or 1, rows, 1, kinds + 1]``, where the list of each kind ends; last the first entry of the next
-            row, or -1 where the next row is empty or there is none.
+            row, or -1 if the next row is empty or there is none.
     """
 
     order: jax.Array
@@ -36,9 +36,9 @@ def lists(plan: TilePlan) -> Lists:
     kinds, grid = plan
     xp = np if isinstance(grid, np.ndarray) else jnp
     order, ends = visits(grid, len(kinds))
-    several = np.array([0, *(max(0, _choice(kind)) for kind in kinds)])
-    said = (xp.asarray(several)[grid] << _TILE_BITS) + _ends_of_columns(grid)
-    entries = order + xp.take_along_axis(said, order, axis=-1)
+    choices = np.array([0, *(max(0, _choice(kind)) for kind in kinds)])
+    flags = (xp.asarray(choices)[grid] << _TILE_BITS) + _ends_of_columns(grid)
+    entries = order + xp.take_along_axis(flags, order, axis=-1)
     first = xp.where(ends[..., -1:] > 0, entries[..., :1], -1)
     following = xp.concatenate([first[:, 1:], xp.full_like(first[:, :1], -1)], 1)
     ends = xp.concatenate([ends, following], -1)
@@ -53,25 +53,25 @@ def _ends_of_columns(grid):
 
 
 def _choice(kind: Kind) -> int:
-    """What an entry says of its pairs: the one to fetch, or how many there are where all are needed."""
+    """The pair of an entry: its number, or the number of pairs if all are needed."""
     return kind.pairs[0] if len(kind.pairs) == 1 else len(kind.pairs)
 
 
 def tile_of(entry):
-    """The number of the tile an entry names."""
+    """The number of the tile of an entry."""
     return entry & ((1 << _TILE_BITS) - 1)
 
 
 def choice_of(entry):
-    """Which pair of features an entry asks for; the number of pairs where it asks for all."""
+    """The pair of features that an entry needs; the number of pairs if it needs all."""
     return (entry >> _TILE_BITS) & ((1 << _PAIR_BITS) - 1)
 
 
 def is_first(entry):
-    """Whether no row of tiles before this one visits the column of an entry."""
+    """Whether no earlier row of tiles visits the column of an entry."""
     return entry & _FIRST != 0
 
 
 def is_last(entry):
-    """Whether no row of tiles after this one visits the column of an entry."""
+    """Whether no later row of tiles visits the column of an entry."""
     return entry & _LAST != 0

@@ -1,9 +1,9 @@
-"""What is added to the scores of a tile and what hides them, evaluated inside a kernel.
+"""Bias matrices and masks of a tile, evaluated inside a kernel.
 
-A tile has its *outer* axis, the block whose row of tiles the kernel is at, along the sublanes and its *inner* axis, the
-tiles of that row, along the lanes: queries by keys going forward, keys by queries going backward. Numbers of the inner
-axis arrive as rows ``[1, n]``, which a chip repeats over the sublanes for nothing. Those of the outer axis are turned
-into columns once for a whole row of tiles and kept repeated over the lanes, ``[n, 128]``.
+A tile has its *outer* axis, the block of the current row of tiles, along the sublanes and its *inner* axis, the tiles
+of that row, along the lanes: queries by keys in the forward kernel, keys by queries in the backward one. Numbers of the
+inner axis are rows ``[1, n]``, which a chip broadcasts over the sublanes at no cost. Those of the outer axis are
+transposed to columns once for a row of tiles and stored repeated over the lanes, ``[n, 128]``.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ PIECES = 3
 
 @dataclasses.dataclass(frozen=True)
 class OfArrays:
-    """A mask of tokens without its arrays; ``kind`` knows what to do with the numbers of two tokens."""
+    """A mask of tokens without its arrays; ``kind.meet`` compares the numbers of two tokens."""
 
     kind: type
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Two formulas joined as their mask joins them."""
+    """Two formulas, joined by the ``join`` of ``kind``."""
 
     kind: type
     left: Any
@@ -42,7 +42,7 @@ class Joined:
 
 
 Formula = Mask | OfArrays | Joined | None
-"""A mask as static structure: what is left of it when its arrays are taken out."""
+"""A mask as static structure, without its arrays."""
 
 
 def dissect(mask: Mask | None) -> tuple[Formula, list, list]:
@@ -57,7 +57,7 @@ def dissect(mask: Mask | None) -> tuple[Formula, list, list]:
 
 
 def mask_refusal(mask: Mask | None) -> str | None:
-    """Why a kernel cannot evaluate a mask that ``dissect`` takes apart, or None."""
+    """Why a kernel cannot evaluate a mask, or None."""
     if mask is None:
         return None
     if isinstance(mask, Pair):
@@ -70,7 +70,7 @@ def mask_refusal(mask: Mask | None) -> str | None:
     if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
-        return f"{name} must depend on nothing but two positions and Python ints"
+        return f"{name} must depend only on two positions and Python ints"
     return _own_refusal(mask, mask.pairs) if is_own(mask) else None
 
 
@@ -103,7 +103,7 @@ def _primitives(jaxpr) -> Iterator[str]:
             yield name
 
 
-# What Mosaic compiles of whole numbers and truth values.
+# The primitives on integers and booleans that Mosaic compiles.
 _ARITHMETIC = {"add", "sub", "mul", "neg", "abs", "sign", "max", "min", "clamp", "div", "rem", "integer_pow"}
 _LOGIC = {"and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "shift_left"}
 _KNOWN = _ARITHMETIC | _LOGIC | {"shift_right_arithmetic", "convert_element_type", "broadcast_in_dim"}
@@ -120,11 +120,11 @@ def allowed(formula: Formula, i, j, q_numbers, k_numbers):
 
 
 class Axis(NamedTuple):
-    """One side of a tile: where it lies in the tile, its first position, and the numbers of its tokens.
+    """One axis of a tile: its dimension, its first position, and the numbers of its tokens.
 
     Args:
         dimension: 0 for the outer axis, 1 for the inner one.
-        first: position of its first token, where positions are a range.
+        first: position of its first token, if positions are a range.
         numbers: int32, ``[n, 128]`` outer or ``[1, n]`` inner: positions first, unless they are a range.
         ranged: whether positions are a range.
     """
@@ -152,13 +152,13 @@ class Axis(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """The pairs that the mask allows, and those that each branch takes, as formulas over one list of numbers."""
+    """The mask, and the mask of each branch, as formulas over one list of numbers."""
 
     mask: Formula
     branches: tuple[Formula, ...]
 
     def on(self, q: Axis, k: Axis, shape, *, masked: bool, far: bool) -> tuple:
-        """Whether each pair of a tile is allowed (None: all are), and which branch's it is."""
+        """Whether each pair of a tile is allowed (None: all are), and the mask of each branch."""
         i, j = q.positions(shape), k.positions(shape)
         q_numbers, k_numbers = q.of_masks(shape), k.of_masks(shape)
         hidden = self.mask is not None and masked
@@ -208,7 +208,7 @@ def row(column):
 def skewed(values, rows: int):
     """``U[t, b, y] = u[128 t + y - b]`` of a vector ``u``, ``[heads, rows, 8, 128]``: what ``toeplitz`` reads.
 
-    One copy of the vector for each sublane, shifted by its number; ``u`` is continued by its ends.
+    One copy of the vector for each sublane, shifted by its number; ``u`` is extended by its end values.
     """
     more = rows * LANES - values.shape[-1]
     longer = jnp.pad(values, ((0, 0), (SUBLANES - 1, more)), mode="edge")
@@ -225,12 +225,12 @@ def unskewed(sums, size: int):
 def toeplitz(window_ref, matrix_ref, first: int, stop: int) -> None:
     """Writes rows of ``W[x, c] = u[n + c - x]`` from a window of the skewed vector, ``n`` its lanes less 128.
 
-    A tile that depends on the difference of its indices alone is cut into slabs of 128 lanes, and each slab is ``W``
-    from another row on: what is made once serves them all (``slab``). Eight rows of ``W`` are the window shifted by one
-    number for every row, which it is already, and then as a whole, which is one rotation of the lanes.
+    A tile that depends only on the difference of its indices is cut into slabs of 128 lanes, and each slab is a range
+    of rows of ``W``, which is computed once for all of them (``slab``). Eight rows of ``W`` are the window shifted by
+    one number for every row, as the window already is, and then as a whole, by one rotation of the lanes.
 
     Args:
-        window_ref: ``[m, 8, 128]``, ``U`` from the row on where the tile's smallest index lies.
+        window_ref: ``[m, 8, 128]``, ``U`` from the row of the tile's smallest index.
         matrix_ref: ``W``, ``[128 (m - 1), 128]``.
         first: the first row to write, a multiple of 128, and ``stop`` the one after the last.
     """
@@ -249,7 +249,7 @@ def _rotated(x, by: int):
 
 
 def new_rows(first: int, part: int, outer: int, inner: int) -> tuple[int, int]:
-    """The rows of ``W`` that a part of a tile, ``part`` lanes from ``first`` on, needs beyond those of parts before."""
+    """The rows of ``W`` that a part of a tile, ``part`` lanes from ``first``, needs beyond those of earlier parts."""
     return inner - first - part, inner - first - LANES + outer if first == 0 else inner - first
 
 
@@ -260,7 +260,7 @@ def slab(matrix_ref, lanes_before: int, outer: int, inner: int):
 
 
 def untoeplitz(matrix_ref) -> list:
-    """The transpose of ``toeplitz``: what each ``[8, 128]`` of the window gets from a matrix of gradients."""
+    """The transpose of ``toeplitz``: the gradient of each ``[8, 128]`` of the window from a matrix of gradients."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
     last = matrix_ref.shape[0] // LANES
     window = [jnp.zeros((SUBLANES, LANES), jnp.float32) for _ in range(last + 1)]

@@ -24,7 +24,7 @@ from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import Options
 from posjax.axes import narrowed
 from posjax.bias import T5, ALiBi, Kerple
-from posjax.masks import Beyond, Causal, Mask, Segments, Sinks, Window, extent
+from posjax.masks import Beyond, Causal, Mask, Segments, Sinks, Window, block_bounds
 from posjax.positions import Range
 from train.runtime.chips import Product
 from train.workshop.schedule.cost import Launch, Runs
@@ -138,7 +138,7 @@ def documents(shape: KernelShape) -> np.ndarray:
 @lru_cache
 def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
     """The pairs that the mask allows, over all heads."""
-    mask, blocks = case.mask(documents(shape)), extent(Range(0, shape.length), size)
+    mask, blocks = case.mask(documents(shape)), block_bounds(Range(0, shape.length), size)
     some, every = (np.broadcast_to(x, (1, 1, *x.shape[-2:]))[0, 0] for x in mask.tiles(blocks, blocks))
     pairs = every.sum() * size**2
     for i, j in np.argwhere(some & ~every) * size:

@@ -1,4 +1,4 @@
-"""What the forward kernel takes, where it puts it, and how keys and values travel to it."""
+"""Arguments and scratch of the forward kernel, and the DMA copies of keys and values."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tpu.call import Inputs, KernelConfig
-from posjax.attention.tpu.moves import Buffers, KernelArrays, TileRow
+from posjax.attention.tpu.dma import Buffers, KernelArrays, TileRow
 from posjax.attention.tpu.terms import LANES
 
 
 class ForwardSums(NamedTuple):
-    """What a row of tiles accumulates, and what is prepared once for it."""
+    """What a row of tiles accumulates, and what is computed once for it."""
 
     highest: Any
     total: Any
@@ -26,25 +26,25 @@ class ForwardSums(NamedTuple):
 
 
 def arrays_of(config: KernelConfig, x: Inputs, so_far: tuple | None) -> KernelArrays:
-    """The arguments of the kernel, from those of the call and from output and log-sum-exp so far."""
+    """The arguments of the kernel, from the inputs of the call and output and log-sum-exp so far."""
     bias = config.bias.arrays(config, x, 0)
     out, lse = so_far or (None, None)
     return KernelArrays(x.visits[0], x.starts, x.numbers, bias, x.q, x.bound, x.k, x.v, out, lse)
 
 
 def scratch(config: KernelConfig, x: KernelArrays) -> list:
-    """Room for what travels, for the sums of a row, and the semaphores."""
+    """Scratch memory: buffers of the copies, sums of a row, and semaphores."""
     q, k, _ = config.tilings[0].blocks
     vmem, pairs, value_size = pltpu.VMEM, x.k.shape[2], config.value_size
-    rides, (moved, added, _) = config.bias.rides or config.bound_rides, config.bias.scratch(config, 0)
-    size = config.size + rides * LANES
+    wider, (copied, added, _) = config.bias.in_features or config.bound_in_features, config.bias.scratch(config, 0)
+    size = config.size + wider * LANES
     buffers = Buffers(
         q=None,
         k=vmem((2, pairs, k, size), x.k.dtype),
         v=vmem((2, k, value_size), x.v.dtype),
         numbers=tuple(vmem((2, 1, k), row.dtype) for row in x.numbers[1]),
         per_query=None,
-        bias=moved,
+        bias=copied,
     )
     sums = ForwardSums(
         highest=vmem((q, LANES), jnp.float32),
@@ -52,26 +52,26 @@ def scratch(config: KernelConfig, x: KernelArrays) -> list:
         totals=vmem((1, q), jnp.float32),
         tops=vmem((1, q), jnp.float32),
         out=vmem((q, value_size), jnp.float32),
-        q=vmem((pairs, q, size), x.q.dtype) if rides or config.factor != 1 else None,
+        q=vmem((pairs, q, size), x.q.dtype) if wider or config.factor != 1 else None,
         columns=tuple(vmem((q, LANES), row.dtype) for row in x.numbers[0]),
         bias=added,
     )
-    copies = pairs + 1 + len(x.numbers[1]) + (moved is not None)
+    copies = pairs + 1 + len(x.numbers[1]) + (copied is not None)
     return [buffers, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryRow(TileRow):
-    """A block of queries over the keys. A step is the place itself."""
+    """A block of queries over the keys. A step is the slot itself."""
 
     side = 0
 
-    def place(self, step):
+    def slot(self, step):
         return step
 
-    def own_copies(self, tile, place):
+    def own_copies(self, tile, slot):
         plane, columns = self.keys_at(self.x.v, self.config.value_size)
-        return [(self.x.v.at[self.batch, plane, self.tokens(tile), columns], self.buffers.v.at[place])]
+        return [(self.x.v.at[self.batch, plane, self.tokens(tile), columns], self.buffers.v.at[slot])]
 
     def features(self, pair, tile, to, step):
         target = self.buffers.k.at[step, to]

@@ -1,7 +1,7 @@
-"""What both kernels do alike: where arguments live, how a tile's arrays travel, and the walk along a list of tiles.
+"""Shared by both kernels: the memory of arguments, DMA copies of a tile's arrays, and the loop over a list of tiles.
 
-A kernel is at a *row* of tiles: forward a block of queries, backward a block of keys. That block is its *outer* axis;
-the tiles of the row lie along the *inner* one (see ``terms``). In every pair the queries come first: an axis is 0 or 1.
+A kernel computes a *row* of tiles: forward a block of queries, backward a block of keys. That block is its *outer*
+axis; the tiles of the row are along the *inner* one (see ``terms``). Queries come first: an axis is 0 or 1.
 """
 
 import dataclasses
@@ -24,24 +24,24 @@ anywhere, scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY
 
 
 class BiasArrays(NamedTuple):
-    """What a bias brings to a kernel.
+    """The arrays of a bias in a kernel.
 
     Args:
         scalars: a few numbers for each head.
-        origins: for every block of queries and of keys what the numbers of its tokens are counted from,
+        origins: for every block of queries and of keys the number that those of its tokens are relative to,
             ``[batch or 1, heads or 1, ..., blocks]``.
         outer: ``[batch, heads, ..., tokens]``, numbers of the tokens of the outer axis.
-        moved: an array of which a part travels with every tile.
+        copied: an array of which a part is copied for every tile.
     """
 
     scalars: Any = None
     origins: tuple = ()
     outer: Any = None
-    moved: Any = None
+    copied: Any = None
 
 
 class KernelArrays(NamedTuple):
-    """Arguments of a kernel: arrays outside, references inside; None for what it does not take."""
+    """Arguments of a kernel: arrays outside, references inside; None for those that it does not have."""
 
     visits: Any
     starts: Any
@@ -59,14 +59,14 @@ class KernelArrays(NamedTuple):
     dv: Any = None
 
     def aliases(self, **outputs: int) -> dict[int, int]:
-        """The numbers of arguments that results take the place of, for those that are there."""
+        """``input_output_aliases``: from argument number to output number, for arguments that are not None."""
         before = [len(jax.tree.leaves(self[:n])) for n in range(len(self))]
-        places = {name: before[self._fields.index(name)] for name in outputs if getattr(self, name) is not None}
-        return {place: outputs[name] for name, place in places.items()}
+        numbers = {name: before[self._fields.index(name)] for name in outputs if getattr(self, name) is not None}
+        return {number: outputs[name] for name, number in numbers.items()}
 
 
 class Buffers(NamedTuple):
-    """Two places for everything that travels one way; None for what does not."""
+    """Two slots for every array that is copied in; None for those that are not."""
 
     q: Any
     k: Any
@@ -77,20 +77,20 @@ class Buffers(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile that a kernel is at: its kind, its number in the row, and the place where its arrays are."""
+    """The current tile of a kernel: its kind, its number in the row, and the slot of its arrays."""
 
     kind: Kind
     index: Any
-    place: Any
+    slot: Any
 
 
 def at(index, size: int):
-    """The index along an axis that may have been left at 1."""
+    """The index along an axis that may be 1."""
     return index if size > 1 else 0
 
 
 def block_spec(shape, axis: int | None = None, size: int | None = None, memory_space=None) -> pl.BlockSpec:
-    """What a step of the grid sees of ``[batch or 1, heads or 1, ...]``: ``size`` along ``axis``, which is negative."""
+    """The block of ``[batch or 1, heads or 1, ...]`` in a grid step: ``size`` along ``axis``, which is negative."""
     inner = [size if n - len(shape) == axis else shape[n] for n in range(2, len(shape))]
 
     def index(b, h, i):
@@ -100,7 +100,7 @@ def block_spec(shape, axis: int | None = None, size: int | None = None, memory_s
 
 
 def feature_spec(shape: tuple[int, ...], size: int, block: int) -> pl.BlockSpec:
-    """What a step of the grid sees of the features of all heads: those of its head, ``[..., block, size]``."""
+    """The block of the features of all heads in a grid step: those of its head, ``[..., block, size]``."""
     several, between = shape[1] > 1, shape[2:-2]
 
     def index(b, h, i):
@@ -114,13 +114,13 @@ def _feature_specs(array, size: int, block: int):
 
 
 def specs(arrays: KernelArrays, side: int, block: int, **sizes: int) -> KernelArrays:
-    """Where each argument lives, and which block of it a step of the grid sees.
+    """The memory of each argument, and its block in a grid step.
 
     Args:
         arrays: the arguments.
         side: the outer axis.
         block: its tokens in a row of tiles.
-        sizes: of a head, of each argument that holds features of the outer axis.
+        sizes: the head size of each argument with features of the outer axis.
     """
 
     def visit_spec(table):
@@ -150,7 +150,7 @@ def specs(arrays: KernelArrays, side: int, block: int, **sizes: int) -> KernelAr
 
 @dataclasses.dataclass(frozen=True)
 class TileRow:
-    """Everything that stays while a kernel is at one row of tiles; ``block`` is the row's, of ``count`` tiles."""
+    """The state of one row of tiles; ``block`` is its number, ``count`` how many tiles it has."""
 
     side: ClassVar[int]
     """The outer axis."""
@@ -168,7 +168,7 @@ class TileRow:
 
     @property
     def tiling(self) -> Tiling:
-        """That of the kernel."""
+        """The tiling of the kernel."""
         return self.config.tilings[self.side]
 
     @property
@@ -182,12 +182,12 @@ class TileRow:
         return self.blocks[self.side], self.blocks[1 - self.side]
 
     def keys_at(self, ref, size: int) -> tuple:
-        """Where the features of the row's head of keys are: see ``features_at``."""
+        """The features of the row's key head: see ``features_at``."""
         return features_at(ref.shape, self.kv_head, size)
 
     @property
     def pairs(self) -> int:
-        """How many pairs of features there are."""
+        """The number of pairs of features."""
         return (self.buffers.q if self.buffers.k is None else self.buffers.k).shape[1]
 
     def tokens(self, tile):
@@ -196,7 +196,7 @@ class TileRow:
         return pl.ds(pl.multiple_of(tile * size, size), size)
 
     def make_columns(self) -> None:
-        """The numbers of the outer axis as columns."""
+        """Writes the numbers of the outer axis as columns."""
         for source, target in zip(self.x.numbers[self.side], self.sums.columns, strict=True):
             target[...] = terms.column(source[...])
 
@@ -208,36 +208,36 @@ class TileRow:
         start, size, ranged = self.x.starts[n], self.blocks[n], self.config.ranged[n]
         if n == self.side:
             return Axis(0, start + self.block * size, tuple(column[...] for column in self.sums.columns), ranged)
-        rows = tuple(x[tile.place, :, pl.ds(first, self.blocks.part)] for x in self.buffers.numbers)
+        rows = tuple(x[tile.slot, :, pl.ds(first, self.blocks.part)] for x in self.buffers.numbers)
         return Axis(1, start + tile.index * size + first, rows, ranged)
 
     def of_head(self, ref):
-        """The part of the row's head of an array of the heads that a step of the grid sees: all of it."""
+        """The part of the row's head of the block in a grid step: all of it."""
         return ref
 
-    def place(self, step):
-        """Where what travels for a step arrives: 0 or 1."""
+    def slot(self, step):
+        """The slot of a step's copies: 0 or 1."""
         return step & 1
 
-    def own_copies(self, tile, place) -> list:
-        """Sources and targets of what the kernel alone needs of a tile, but for features."""
+    def own_copies(self, tile, slot) -> list:
+        """Sources and targets of the copies of a tile that only this kernel makes, without features."""
 
     def features(self, pair, tile, to: int, step) -> list:
-        """The copies of one pair of features of a tile, to one of its places for pairs."""
+        """The copies of one pair of features of a tile, to index ``to`` of its buffer."""
 
-    def copies(self, tile, place) -> list:
-        """The copies of all that a tile needs, but for features."""
-        tokens, found = self.tokens(tile), self.own_copies(tile, place)
+    def copies(self, tile, slot) -> list:
+        """All copies of a tile, without features."""
+        tokens, found = self.tokens(tile), self.own_copies(tile, slot)
         for source, target in zip(self.x.numbers[1 - self.side], self.buffers.numbers, strict=True):
-            found.append((source.at[at(self.batch, source.shape[0]), 0, :, tokens], target.at[place]))
+            found.append((source.at[at(self.batch, source.shape[0]), 0, :, tokens], target.at[slot]))
         if self.buffers.bias is not None:
-            source = self.x.bias.moved.at[self.config.bias.part_of(self, tile)]
-            found.append((source, self.buffers.bias.at[place]))
-        return [pltpu.make_async_copy(*pair, self.arrived.at[n, place]) for n, pair in enumerate(found)]
+            source = self.x.bias.copied.at[self.config.bias.part_of(self, tile)]
+            found.append((source, self.buffers.bias.at[slot]))
+        return [pltpu.make_async_copy(*pair, self.arrived.at[n, slot]) for n, pair in enumerate(found)]
 
 
 def for_pairs(pairs: int, choice, then: Callable) -> None:
-    """Calls ``then(pair, place)`` for the pair an entry asks for, or for all of them."""
+    """Calls ``then(pair, index)`` for the pair of an entry, or for all pairs."""
     if pairs == 1:
         then(0, 0)
         return
@@ -250,12 +250,12 @@ def for_pairs(pairs: int, choice, then: Callable) -> None:
 
 
 def start(row: TileRow, entry, step) -> None:
-    """Begins to fetch the tile of an entry."""
+    """Starts the copies of the tile of an entry."""
     _each_copy(row, entry, step, lambda copy: copy.start())
 
 
 def wait_for(row: TileRow, entry, step) -> None:
-    """Waits until the tile of an entry has arrived, of whatever kind it is."""
+    """Waits for the copies of the tile of an entry, of any kind."""
     _each_copy(row, entry, step, lambda copy: copy.wait())
 
 
@@ -266,14 +266,14 @@ def _each_copy(row: TileRow, entry, step, then: Callable) -> None:
         for copy in row.features(pair, tile, to, step):
             then(copy)
 
-    for copy in row.copies(tile, row.place(step)):
+    for copy in row.copies(tile, row.slot(step)):
         then(copy)
     for_pairs(row.pairs, choice_of(entry), of_pair)
 
 
 def wait(row: TileRow, kind: Kind, step) -> None:
-    """Waits until what a tile of this kind needs has arrived."""
-    for copy in row.copies(0, row.place(step)):
+    """Waits for the copies of a tile of this kind."""
+    for copy in row.copies(0, row.slot(step)):
         copy.wait()
     for n in range(len(kind.pairs)):
         for copy in row.features(n, 0, n, step):
@@ -281,7 +281,7 @@ def wait(row: TileRow, kind: Kind, step) -> None:
 
 
 def walk(row: TileRow, visit: Callable) -> None:
-    """Calls ``visit(kind, n, None)`` for the entries of the row's list, kind after kind."""
+    """Calls ``visit(kind, n, None)`` for the entries of the row's list, sorted by kind."""
     begin, ends = 0, row.x.visits.ends
     for n, kind in enumerate(row.tiling.kinds):
         jax.lax.fori_loop(begin, ends[0, n], partial(visit, kind), None)

@@ -1,4 +1,4 @@
-"""The lowest and highest position of each block of tokens: all that a mask needs to judge a tile."""
+"""The lowest and highest position of each block of tokens, from which a mask classifies tiles."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from posjax._slots import with_head_axis
 from posjax.positions import Positions, Range, as_array
 
 
-class Extent(NamedTuple):
+class BlockBounds(NamedTuple):
     """Smallest and largest position of each block of ``size`` tokens; ``low`` and ``high`` are ``[..., blocks]``."""
 
     low: Array | np.ndarray
@@ -17,18 +17,18 @@ class Extent(NamedTuple):
     size: int
 
 
-def extent(positions: Positions, block: int) -> Extent:
-    """The extent of every block of ``block`` tokens; the length must be a multiple of ``block``.
+def block_bounds(positions: Positions, block: int) -> BlockBounds:
+    """The bounds of every block of ``block`` tokens; the length must be a multiple of ``block``.
 
     For a ``Range`` with a static start it is computed in NumPy, hence known when tracing.
     """
     if isinstance(positions, Range):
         low = positions.start + np.arange(0, positions.length, block, dtype=np.int32)
-        return Extent(low, low + (block - 1), block)
-    return Extent(*block_extent(with_head_axis(as_array(positions)), block), block)
+        return BlockBounds(low, low + (block - 1), block)
+    return BlockBounds(*block_range(with_head_axis(as_array(positions)), block), block)
 
 
-def block_extent(x, block: int):
+def block_range(x, block: int):
     """Smallest and largest number of each block along the last axis, ``[..., n]`` as two ``[..., n / block]``."""
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     return blocks.min(-1), blocks.max(-1)

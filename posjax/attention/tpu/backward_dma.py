@@ -1,4 +1,4 @@
-"""What the backward kernel takes, where it puts it, and how queries travel to it and their gradients there and back."""
+"""Arguments and scratch of the backward kernel, and the DMA copies of queries and of their gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 from posjax.attention.operands import PerQuery
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, features_at
-from posjax.attention.tpu.moves import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
+from posjax.attention.tpu.dma import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
 from posjax.attention.tpu.schedule import choice_of, is_first, is_last, tile_of
 from posjax.attention.tpu.terms import LANES
 
 
 class BackwardSums(NamedTuple):
-    """What a row of tiles accumulates, and what is prepared once for it."""
+    """What a row of tiles accumulates, and what is computed once for it."""
 
     k: Any
     dk: Any
@@ -30,10 +30,10 @@ class BackwardSums(NamedTuple):
 
 
 def arrays_of(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None) -> KernelArrays:
-    """The arguments of the kernel, from those of the call and from sums of gradients of queries, keys and values."""
+    """The arguments of the kernel, from the inputs of the call and sums of gradients of queries, keys and values."""
 
     def grouped(a):
-        # Heads of queries by the head of keys that they share; one for all stays one.
+        # Query heads grouped by key head; a single head for all stays one.
         return a.reshape(a.shape[0], min(a.shape[1], config.kv_heads), -1, *a.shape[2:])
 
     bias = config.bias.arrays(config, x, 1)
@@ -41,22 +41,22 @@ def arrays_of(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tupl
     arrays = KernelArrays(x.visits[1], x.starts, x.numbers, bias, x.q, None, x.k, x.v, per_query=per_query)
     if so_far is not None:
         return arrays._replace(**dict(zip(("dq", "dk", "dv"), so_far, strict=True)))
-    # Rows of tiles know which of them visit a block of queries, but not with which of several pairs of features.
+    # Entries know the first and last row that visits a block of queries, but not for each of several pairs of features.
     return arrays if x.q.shape[2] == 1 else arrays._replace(dq=jnp.zeros_like(x.q, jnp.float32))
 
 
 def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
-    """Room for what travels, for the sums of a row, and the semaphores."""
+    """Scratch memory: buffers of the copies, sums of a row, and semaphores."""
     q, k, _ = config.tilings[1].blocks
     vmem, pairs, size, value_size = pltpu.VMEM, x.k.shape[2], config.size, config.value_size
-    moved, added, summed = config.bias.scratch(config, 1)
+    copied, added, summed = config.bias.scratch(config, 1)
     buffers = Buffers(
         q=vmem((2, pairs, q, size), x.q.dtype),
         k=None,
         v=None,
         numbers=tuple(vmem((2, 1, q), row.dtype) for row in x.numbers[0]),
         per_query=PerQuery(vmem((2, q, value_size), x.per_query.d_out.dtype), *[vmem((2, 1, q), jnp.float32)] * 2),
-        bias=moved,
+        bias=copied,
     )
     sums = BackwardSums(
         k=None if config.factor == 1 else vmem((pairs, k, size), x.k.dtype),
@@ -66,7 +66,7 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
         bias=added,
         d_bias=summed if of_bias else None,
     )
-    copies = pairs + 3 + len(x.numbers[0]) + (moved is not None)
+    copies = pairs + 3 + len(x.numbers[0]) + (copied is not None)
     result = (vmem((q, size), x.q.dtype), pltpu.SemaphoreType.DMA((1,))) if x.dq is None else (None, None)
     return [
         buffers,
@@ -83,48 +83,48 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
 
 
 PENDING, NOTHING = 3, -1
-"""The index of ``QuerySums.choices`` that says whether a result is on its way, and what stands for an empty place."""
+"""The index in ``QuerySums.choices`` of whether a result is being written, and the value for an empty slot."""
 
 
 class QuerySums(NamedTuple):
-    """Where ``dQ`` is summed up in float32, in main memory, and where it goes when it is whole.
+    """The sums of ``dQ`` in float32, in main memory, and the result after the last addition.
 
-    Without a ``result`` sums start at what is there and stay float32. With one, the first row of tiles that visits a
-    block of queries starts at zero and the last one leaves the gradient of the queries, scaled and in their dtype.
+    Without a ``result`` sums start at the given values and stay float32. With one, the first row of tiles that visits a
+    block of queries starts at zero and the last one writes the gradient of the queries, scaled and in their dtype.
 
     Args:
-        places: three, for the tiles under way.
-        choices: which pair of features is in each place, and at ``PENDING`` whether a result is on its way.
-        moved: semaphores of the ways there and back.
+        slots: three, for the tiles in flight.
+        choices: which pair of features is in each slot, and at ``PENDING`` whether a result is being written.
+        semaphores: of the copies from and to main memory.
         result: the gradient of the queries in main memory, or None.
         whole: a block of it.
-        result_moved: its semaphore.
+        result_semaphore: of the copy of that block.
     """
 
-    places: Any
+    slots: Any
     choices: Any
-    moved: Any
+    semaphores: Any
     result: Any = None
     whole: Any = None
-    result_moved: Any = None
+    result_semaphore: Any = None
 
     def fetches(self, entry):
-        """Whether the sums of an entry's tile come from main memory."""
+        """Whether the sums of an entry's tile are fetched from main memory."""
         return True if self.result is None else ~is_first(entry)
 
     def finishes(self, entry):
-        """Whether they are whole after it."""
+        """Whether no later tile adds to them."""
         return False if self.result is None else is_last(entry)
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyRow(TileRow):
-    """A block of keys over the queries of one of the heads that share them, and the place of ``dQ`` for every step.
+    """A block of keys over the queries of one of the heads that share them.
 
     Args:
-        group_head: the head of queries within the group.
-        dq: where ``dQ`` is summed up.
-        d_bias: sums for the bias, if they are wanted.
+        group_head: the query head within the group.
+        dq: the sums of ``dQ``.
+        d_bias: sums for the bias, if its gradient is wanted.
     """
 
     side = 1
@@ -147,19 +147,19 @@ class KeyRow(TileRow):
         return dataclasses.replace(self, group_head=g, head=self.kv_head * self.group + g)
 
     def of_head(self, ref):
-        """The part of the head of an array of all heads that share the keys."""
+        """The head's part of an array of all heads that share the keys."""
         return ref.at[at(self.group_head, ref.shape[0])]
 
-    def own_copies(self, tile, place):
+    def own_copies(self, tile, slot):
         (d_out, *rows, _), tokens = self.x.per_query, self.tokens(tile)
         plane, columns = features_at(d_out.shape, self.head, self.config.value_size)
         sources = d_out.at[self.batch, plane, tokens, columns], *(x.at[self.batch, self.head, :, tokens] for x in rows)
-        return [(source, target.at[place]) for source, target in zip(sources, self.buffers.per_query[:3], strict=True)]
+        return [(source, target.at[slot]) for source, target in zip(sources, self.buffers.per_query[:3], strict=True)]
 
     def features(self, pair, tile, to, step):
-        source, place = self.x.q.at[self._queries(pair, tile)], self.place(step)
-        arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, place]
-        return [pltpu.make_async_copy(source, self.buffers.q.at[place, to], arrived)]
+        source, slot = self.x.q.at[self._queries(pair, tile)], self.slot(step)
+        arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, slot]
+        return [pltpu.make_async_copy(source, self.buffers.q.at[slot, to], arrived)]
 
     def fetched(self, pair, tile, to: int, step):
         """The copy of ``dQ`` from main memory."""
@@ -167,27 +167,27 @@ class KeyRow(TileRow):
 
     def stored(self, pair, tile, to: int, step):
         """The copy of ``dQ`` back."""
-        source, moved = self._dq(1, to, jax.lax.rem(step, 3))
-        return pltpu.make_async_copy(source, self.x.dq.at[self._queries(pair, tile)], moved)
+        source, semaphore = self._dq(1, to, jax.lax.rem(step, 3))
+        return pltpu.make_async_copy(source, self.x.dq.at[self._queries(pair, tile)], semaphore)
 
     def finished(self, tile):
-        """The copy of what a tile's ``dQ`` has become."""
+        """The copy of the finished ``dQ`` of a tile."""
         return pltpu.make_async_copy(
-            self.dq.whole, self.dq.result.at[self._queries(0, tile)], self.dq.result_moved.at[0]
+            self.dq.whole, self.dq.result.at[self._queries(0, tile)], self.dq.result_semaphore.at[0]
         )
 
     def _queries(self, pair, tile) -> tuple:
-        """Where the queries of a tile lie."""
+        """The index of the queries of a tile."""
         plane, columns = features_at(self.x.q.shape, self.head, self.config.size)
         return self.batch, plane, pair, self.tokens(tile), columns
 
-    def _dq(self, way: int, to: int, place) -> tuple:
-        """A place of ``dQ`` and its semaphore, 0 there and 1 back."""
-        return self.dq.places.at[place, to], self.dq.moved.at[way, to, place]
+    def _dq(self, way: int, to: int, slot) -> tuple:
+        """A slot of ``dQ`` and its semaphore, 0 for the copy in and 1 for the copy out."""
+        return self.dq.slots.at[slot, to], self.dq.semaphores.at[way, to, slot]
 
 
 def when(condition, then: Callable[[], None]) -> None:
-    """``pl.when``, of a condition that may be known when tracing."""
+    """``pl.when`` for a condition that may be known when tracing."""
     if condition is True:
         then()
     elif condition is not False:
@@ -195,7 +195,7 @@ def when(condition, then: Callable[[], None]) -> None:
 
 
 def start_sums(row: KeyRow, entry, step) -> None:
-    """Begins to fetch ``dQ`` of the tile of an entry, unless it starts at zero."""
+    """Starts the copy of ``dQ`` for the tile of an entry, unless it starts at zero."""
     tile = tile_of(entry)
     when(
         row.dq.fetches(entry),
@@ -204,15 +204,15 @@ def start_sums(row: KeyRow, entry, step) -> None:
 
 
 def wait_sums(row: KeyRow, kind: Kind, entry, step) -> None:
-    """Waits until ``dQ`` of a tile has arrived, or clears its place."""
+    """Waits until ``dQ`` of a tile has arrived, or clears its slot."""
 
     def wait():
         for n in range(len(kind.pairs)):
             row.fetched(n, 0, n, step).wait()
 
     def clear():
-        place = row.dq.places.at[jax.lax.rem(step, 3)]
-        place[...] = jnp.zeros_like(place)
+        slot = row.dq.slots.at[jax.lax.rem(step, 3)]
+        slot[...] = jnp.zeros_like(slot)
 
     when(row.dq.fetches(entry), wait)
     if row.dq.result is not None:
@@ -220,7 +220,7 @@ def wait_sums(row: KeyRow, kind: Kind, entry, step) -> None:
 
 
 def write(row: KeyRow, tile: Tile, entry, step) -> None:
-    """Begins to write ``dQ`` of a tile back, or what it has become where no other tile adds to it."""
+    """Starts to write ``dQ`` of a tile back, or the result if no later tile adds to it."""
     third, done = jax.lax.rem(step, 3), row.dq.finishes(entry)
 
     def store():
@@ -230,7 +230,7 @@ def write(row: KeyRow, tile: Tile, entry, step) -> None:
 
     def finish():
         row.dq.choices[third] = NOTHING
-        _finish(row, tile, row.dq.places[third, 0])
+        _finish(row, tile, row.dq.slots[third, 0])
 
     when(done, finish)
     when(True if done is False else ~done, store)
@@ -244,7 +244,7 @@ def _finish(row: KeyRow, tile: Tile, sums) -> None:
 
 
 def wait_finished(row: KeyRow) -> None:
-    """Waits until what was finished last has landed."""
+    """Waits until the last result is written."""
 
     @pl.when(row.dq.choices[PENDING] == 1)
     def _():
@@ -253,7 +253,7 @@ def wait_finished(row: KeyRow) -> None:
 
 
 def wait_written(row: KeyRow, third) -> None:
-    """Waits until the ``dQ`` that was in one of the three places has landed, if it was written back."""
+    """Waits until the ``dQ`` in one of the three slots is written, if it was written back."""
     choice = row.dq.choices[third]
     wait = partial(for_pairs, row.pairs, choice, lambda _, to: row.stored(0, 0, to, third).wait())
     when(True if row.dq.result is None else choice != NOTHING, wait)

@@ -1,0 +1,39 @@
+"""Online softmax: attention to keys that come tile by tile (Milakov and Gimelshein, arXiv 1805.02867)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from posjax.attention.operands import like_zeros, mix, statistics_dtype
+
+
+class OnlineSoftmax(NamedTuple):
+    """For each query the largest logit so far, and the sums of weights and of weighted values relative to it."""
+
+    highest: Float[Array, "batch kv_heads group q"]
+    total: Float[Array, "batch kv_heads group q"]
+    out: Float[Array, "batch kv_heads group q value_size"]
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], value_size: int, q: Array) -> "OnlineSoftmax":
+        """No keys yet, for queries ``[batch, kv_heads, group, q] = shape`` like ``q``."""
+        dtype = statistics_dtype(q)
+        # Below every real logit but finite, so that a tile without an allowed key needs no special case.
+        highest = like_zeros(shape, dtype, q, float(jnp.finfo(dtype).min) / 4)
+        return OnlineSoftmax(highest, like_zeros(shape, dtype, q), like_zeros((*shape, value_size), dtype, q))
+
+    def added(self, logits, v) -> "OnlineSoftmax":
+        """With the keys of a tile."""
+        # The result does not depend on the maximum that is subtracted, so neither does its gradient.
+        highest = jax.lax.stop_gradient(jnp.maximum(self.highest, logits.max(-1)))
+        weights, shrink = jnp.exp(logits - highest[..., None]), jnp.exp(self.highest - highest)
+        out = self.out * shrink[..., None] + mix(weights, v, self.out.dtype)
+        return OnlineSoftmax(highest, self.total * shrink + weights.sum(-1), out)
+
+    def finished(self, dtype) -> tuple[Array, Array]:
+        """Output in ``dtype``, and log-sum-exp: 0 and minus infinity for a query that sees no key."""
+        seen = self.total > 0
+        total = jnp.where(seen, self.total, 1)
+        return (self.out / total[..., None]).astype(dtype), jnp.where(seen, self.highest + jnp.log(total), -jnp.inf)
