@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import load
+from train.config.settings.checks import nearest
 from train.runtime.lines import in_a_line
 from train.runtime.paths import is_store_error
 
@@ -290,13 +291,31 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     """The arguments by name; overrides may stand anywhere behind the config."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
+    _check_command(parser, arguments)
     options, rest = parser.parse_known_args(arguments)
     strange = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
     if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+        hint = _nearest_option(strange, options.command)
+        options.parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
+    del options.parser
     options.overrides += rest
     return vars(options)
+
+
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Ends the program, with the nearest command, where the first argument names none."""
+    name = next(iter(arguments), "--help")
+    if not name.startswith("-") and name not in COMMANDS:
+        parser.error(f"unknown command {name!r}{nearest(name, list(COMMANDS))} (known: {', '.join(COMMANDS)})")
+
+
+def _nearest_option(strange: Sequence[str], command: str) -> str:
+    """What suggests an option of a command in place of the first that it does not have; empty without one."""
+    known = [name for name in (*_ARGUMENTS.get(command, {}), "--traceback", "--help") if name.startswith("-")]
+    found = next((argument.partition("=")[0] for argument in strange if argument.startswith("-")), "")
+    return nearest(found, known)
 
 
 _CONFIG_HELP = "a YAML file; evaluate, generate, search, export and verify also take a run's folder or a released model"
@@ -312,4 +331,5 @@ def _parser() -> _Parser:
             sub.add_argument(argument, **settings)
         sub.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config")
         sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
+        sub.set_defaults(parser=sub)
     return parser

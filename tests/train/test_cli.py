@@ -104,11 +104,29 @@ def test_a_store_that_lets_nobody_in_is_one_line(config, command):
     assert re.match("error: .*Anonymous caller does not have storage.objects.get access, 401\n$", done.stderr)
 
 
-def test_unknown_commands_are_named(capsys):
+def stopped(*arguments):
+    """The exit status of a command line that ends the program."""
     with pytest.raises(SystemExit) as error:
-        cli.main(["fitt", "mine.yaml"])
-    assert error.value.code == 2
-    assert "fitt" in capsys.readouterr().err
+        cli.main(arguments)
+    return error.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evalute", "RUN"], r"unknown command 'evalute'; did you mean 'evaluate'\? \(known: fit, .*; see python -m train "),
+        (["zzz", "RUN"], r"unknown command 'zzz' \(known: fit, "),
+        (["generate", "RUN", "--tokns", "5"], r"unrecognized arguments: --tokns 5; did you mean '--tokens'\?; see .* gen"),
+        (["generate", "RUN", "--topk=5", "--tokens", "5"], r"unrecognized arguments: --topk=5; did you mean '--top-k'\?"),
+        (["fit", "RUN", "--tracebak"], r"unrecognized arguments: --tracebak; did you mean '--traceback'\?"),
+        (["fit", "RUN", "--tokns", "5"], r"unrecognized arguments: --tokns 5; see python -m train fit --help"),
+    ],
+)
+def test_unknown_commands_and_options_suggest_the_nearest(capsys, arguments, message):
+    assert stopped(*arguments) == 2
+    told = capsys.readouterr().err
+    assert re.match(f"error: {message}", told)
+    assert told.count("\n") == 1
 
 
 def test_help_does_not_start_jax():
