@@ -114,10 +114,10 @@ def stopped(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evalute", "RUN"], r"unknown command 'evalute'; did you mean 'evaluate'\? \(known: fit, .*; see python -m train "),
+        (["evalute", "RUN"], r"unknown command 'evalute'; did you mean 'evaluate'\? \(known: fit, .*; see python"),
         (["zzz", "RUN"], r"unknown command 'zzz' \(known: fit, "),
-        (["generate", "RUN", "--tokns", "5"], r"unrecognized arguments: --tokns 5; did you mean '--tokens'\?; see .* gen"),
-        (["generate", "RUN", "--topk=5", "--tokens", "5"], r"unrecognized arguments: --topk=5; did you mean '--top-k'\?"),
+        (["generate", "RUN", "--tokns", "5"], r"unrecognized arguments: --tokns 5; did you mean '--tokens'\?; see"),
+        (["generate", "RUN", "--topk=5", "--seed", "5"], r"unrecognized arguments: --topk=5; did you mean '--top-k'\?"),
         (["fit", "RUN", "--tracebak"], r"unrecognized arguments: --tracebak; did you mean '--traceback'\?"),
         (["fit", "RUN", "--tokns", "5"], r"unrecognized arguments: --tokns 5; see python -m train fit --help"),
     ],
