@@ -14,6 +14,7 @@ from flags import environment
 from object_store import of_the_store
 
 from train import cli
+from train.config.sections import about_sections
 
 CHECKOUT = Path(cli.__file__).parents[1]
 CONFIG = """
@@ -129,9 +130,48 @@ def test_unknown_commands_and_options_suggest_the_nearest(capsys, arguments, mes
     assert told.count("\n") == 1
 
 
-def test_help_does_not_start_jax():
-    code = "import sys, train.cli; train.cli._parser().format_help(); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize("command", [["--help"], ["fit", "--help"]])
+def test_help_does_not_start_jax(command):
+    code = f"import sys, train.cli\ntry: train.cli.main({command})\nexcept SystemExit: sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
+
+
+MODEL = (
+    "a run's directory, whose newest checkpoint is taken, or the folder of a released model in the layout of Hugging "
+    "Face, each on this machine or at a URL; a GGUF file on this machine; or the YAML file that a run was made from"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "accepted"),
+    [
+        *((name, "CONFIG a YAML file, on this machine or at a URL") for name in ("fit", "tokenize", "compare", "plan")),
+        *((name, f"CONFIG {MODEL}") for name in ("evaluate", "generate", "search", "export")),
+        ("verify", "CONFIG a run's directory, on this machine or at a URL; or the YAML file that it was made from"),
+        ("tasks", "the keys of TasksConfig in train/languages/config.py"),
+        ("bench", "the keys of BenchConfig in train/workshop/bench.py"),
+    ],
+)
+def test_help_says_what_config_may_be(capsys, command, accepted):
+    assert stopped(command, "--help") == 0
+    assert accepted in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_of_every_command_says_what_config_may_be():
+    assert list(cli._CONFIGS) == list(cli.COMMANDS)
+
+
+def test_the_help_of_fit_has_a_line_for_every_section_and_says_where_the_keys_are(capsys):
+    assert stopped("fit", "--help") == 0
+    told = capsys.readouterr().out.splitlines()
+    for name, about in about_sections().items():
+        assert [line.split() for line in told].count([name, *about.split()]) == 1
+    assert "beside them: name, output, seed, imports" in told
+    places = re.findall(r"(?:train|docs)/[\w/.]+", "\n".join(told))
+    assert places == ["train/config/settings/", "docs/training.md"]
+    assert all((CHECKOUT / place).exists() for place in places)
 
 
 def run_fit(config, *, interrupt_at=None):
