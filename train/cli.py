@@ -13,7 +13,7 @@ from typing import Any
 from train.config import load
 from train.config.sections import about_sections, keys_beside_sections
 from train.config.settings.checks import nearest
-from train.runtime.lines import in_a_line
+from train.runtime.lines import in_lines
 from train.runtime.paths import is_store_error
 
 INTERRUPTED = 130  # the exit status of a program that was stopped by Ctrl-C
@@ -283,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Of `verify`, 1 for a run with a damaged checkpoint.
 
-    A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
+    A mistake is told in one line on standard error, ``error: ...``, which the runs of a comparison may follow where one
+    of them must be named; ``--traceback`` shows where it was noticed.
     """
     options = _parse(arguments)
     name, traceback = options.pop("command"), options.pop("traceback")
@@ -295,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback or not (isinstance(error, ValueError | OSError | ImportError) or is_store_error(error)):
             raise
-        print("error:", in_a_line(error), file=sys.stderr)
+        print("error:", in_lines(error), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         print("stopped" + ("; the same command resumes" if name in _RESUMABLE else ""), file=sys.stderr)

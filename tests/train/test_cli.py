@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +173,27 @@ def test_the_help_of_fit_has_a_line_for_every_section_and_says_where_the_keys_ar
     places = re.findall(r"(?:train|docs)/[\w/.]+", "\n".join(told))
     assert places == ["train/config/settings/", "docs/training.md"]
     assert all((CHECKOUT / place).exists() for place in places)
+
+
+@pytest.mark.parametrize("reported", [True, False])
+@pytest.mark.parametrize(
+    "command", [["generate"], ["evaluate"], ["search", "--length", "64"], ["export", "out"], ["verify"]]
+)
+def test_a_comparison_is_not_a_run_and_its_runs_are_listed(config, capsys, command, reported):
+    """Its folder has a config of its own once the comparison has ended."""
+    folders = [*(["mine"] if reported else []), "mine/alibi-seed0", "mine/rope-seed0", "mine/trials/rope-1"]
+    for folder in folders:
+        Path("runs", folder).mkdir(parents=True)
+        shutil.copy(config, f"runs/{folder}/config.yaml")
+    Path("runs/mine/rope-seed0.log").touch()
+    assert cli.main([command[0], "runs/mine", *command[1:]]) == 2
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [
+        "error: runs/mine is not a run; name one of those in it:",
+        "  runs/mine/alibi-seed0",
+        "  runs/mine/rope-seed0",
+    ]
+    assert not told.out
 
 
 def run_fit(config, *, interrupt_at=None):
