@@ -272,8 +272,8 @@ def test_the_kernel_for_tpus_gives_way_and_says_why(caplog):
     x = jnp.zeros((1, 520, 1, SIZE))
     pairs = jnp.zeros((520, 520))
     reasons = {
-        "ArrayMask must depend on nothing but two positions": {"mask": Causal() & (pairs == 0)},
-        "ArrayBias is no number for each key": {"bias": pairs},
+        "ArrayMask must depend only on two positions": {"mask": Causal() & (pairs == 0)},
+        "ArrayBias is neither a number for each key": {"bias": pairs},
     }
     for why, options in reasons.items():
         with caplog.at_level(logging.DEBUG, logger="posjax"):

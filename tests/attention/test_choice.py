@@ -162,11 +162,11 @@ def refused(name: str) -> tuple:
     cope = CoPE(16).bind({"table": jnp.zeros((16, SIZE))}, num_heads=HEADS)
     return {
         "xpos": ({"decay": np.ones(SIZE) / 500}, "xPos decays every feature"),
-        "fire": ({"bias": bias(FIRE())}, "InterpolatedBias is no number for each key"),
-        "cope": ({"bias": cope}, "ContextualBias is no number for each key"),
+        "fire": ({"bias": bias(FIRE())}, "InterpolatedBias is neither a number for each key"),
+        "cope": ({"bias": cope}, "ContextualBias is neither a number for each key"),
         "weighted kerple": (
             {"bias": bias(Kerple(kind="weighted-power"))},
-            "WeightedPowerBias is no number for each key",
+            "WeightedPowerBias is neither a number for each key",
         ),
         "dilated heads": ({"mask": Causal() & Dilated(300, (1, 2, 1, 2))}, "mask differs between heads"),
     }[name]

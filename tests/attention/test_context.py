@@ -45,7 +45,7 @@ def test_what_fits_passes(strategy, kind):
         (over(kind="zigzag"), {"length": 68}, "must be a multiple of 8 for a zigzag layout over 4 shards, found 68"),
         (Placement(context="context", layout=Layout("zigzag", 2)), {}, "made for 2 shards, but axis 'context' has 4"),
         (Placement(context="line"), {}, "the mesh in use has no axis ['line']; it has ['batch', 'context', 'heads']"),
-        (over("ulysses"), {"heads": 4}, "the 2 query heads of a device out to 4 shards, which does not come out even"),
+        (over("ulysses"), {"heads": 4}, "the 2 query heads of a device over 4 shards, which do not divide them"),
         (over("ulysses"), {"heads": 4}, "use 'ring-ulysses' with ulysses=2"),
         (over("ulysses"), {"heads": 2, "kv_heads": 2}, "use 'ring' or 'all-gather'"),
         (over("ring-ulysses", ulysses=3), {}, "ulysses must divide the 4 shards, and be neither 1 nor all of them"),

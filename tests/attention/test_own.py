@@ -455,7 +455,7 @@ class Reals(pj.masks.OfTokens):
     [
         (Strided(), None),
         (Causal() & Strided(), None),
-        (SameGroup(jnp.arange(TOKENS)), "SameGroup must depend on nothing but two positions and Python ints"),
+        (SameGroup(jnp.arange(TOKENS)), "SameGroup must depend only on two positions and Python ints"),
         (Causal() & EachHead((1, 2, 3, 4)), "the mask differs between heads"),
         (Causal() & EachHead((1, 2, 3, 4)).heads(0, 4), "the mask differs between heads"),
         (Table(), "Table uses "),

@@ -553,10 +553,10 @@ def test_inside_shard_map_with_its_checks():
     ("change", "message"),
     [
         ({"dtype": jnp.float16}, "q must be bfloat16 or float32, found float16"),
-        ({"bias": FIRE()}, "InterpolatedBias is no number for each key"),
+        ({"bias": FIRE()}, "InterpolatedBias is neither a number for each key"),
         ({"bias": T5_NEAR, "q_positions": SHUFFLED}, "needs positions that are ranges"),
         ({"bias": ALiBi(), "softcap": 3.0, "q_positions": SHUFFLED}, "needs positions that are ranges"),
-        ({"bias": FoX(), "softcap": 3.0}, "ForgetBias is no number for each key"),
+        ({"bias": FoX(), "softcap": 3.0}, "ForgetBias is neither a number for each key"),
         ({"mask": Dilated(30, (1, 2, 1, 2))}, "mask"),
     ],
 )
