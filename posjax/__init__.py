@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # Imported on first use, so that the pure functions need jax and numpy alone.
+    # Imported on first use, so that the pure functions need only jax and numpy.
     if name in ("nn", "diagnostics"):
         return importlib.import_module(f"posjax.{name}")
     raise AttributeError(f"module 'posjax' has no attribute {name!r}")

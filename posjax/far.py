@@ -40,7 +40,7 @@ from posjax.rotary import Ahead, FrequencyRule, Stretched
 class Branch:
     """Features that replace the first pair of features for the pairs of tokens in the mask ``where``.
 
-    Masks of several branches must not overlap. ``where`` hides nothing; the mask of the call does.
+    Masks of several branches must not overlap. ``where`` itself hides no keys; the mask of the call does.
 
     Args:
         q: ``[batch, queries, heads, size]``, as wide as the first pair.
@@ -85,7 +85,7 @@ class Far:
         check(features.axes == 1, f"far: {name} needs positions on one axis, but the features have {features.axes}")
 
     def mask(self) -> Mask | None:
-        """The method's own mask, beside the model's, or None."""
+        """The method's own mask, besides the model's, or None."""
         return None
 
     def branches(

@@ -4,7 +4,7 @@
 represents all of them until the platform is known. ``vmap``, differentiation and transposition of it give the same
 primitive with another function.
 
-A function is traced late, so anything it reads beside its arguments is read when the program is lowered. So the JAX
+A function is traced late, so anything it reads besides its arguments is read when the program is lowered. So the JAX
 settings it depends on are stored (``Form.settings``), and NumPy arrays are copied.
 """
 

@@ -7,13 +7,13 @@ Several scales multiply each other; the bias is not scaled.
 
 The functions return one factor per query, float32. The specs share one protocol:
 
-* ``spec.init(key, num_heads)`` makes the learned parameters, ``{}`` where there are none;
+* ``spec.init(key, num_heads)`` makes the learned parameters, ``{}`` if there are none;
 * ``spec.factor(params, positions=, visible=, num_heads=)`` returns float32 that broadcasts to
   ``[batch, length, heads]``;
-* ``spec.shift_invariant`` says whether shifting all positions by a constant leaves the factor as it is.
+* ``spec.shift_invariant`` is whether shifting all positions by a constant leaves the factor unchanged.
 
-``visible`` is the number of keys that the mask lets each query see, itself included: a count, whatever the positions
-are. Under a causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
+``visible`` is the number of keys that the mask lets each query see, including itself: a count, not a position. Under
+a causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
 """
 
 import dataclasses
@@ -395,7 +395,7 @@ class DroPETemperature(_OneFactor):
 
 @dataclasses.dataclass(frozen=True)
 class Constant(_OneFactor):
-    """A constant factor beside ``1 / sqrt(d)``. The factor is ``[1, 1]``.
+    """A constant factor besides ``1 / sqrt(d)``. The factor is ``[1, 1]``.
 
     ``Constant(sqrt(d))`` cancels ``1 / sqrt(d)``, as in T5, and in Gemma 4 after its norms.
     """

@@ -85,7 +85,7 @@ BAD = {
     "a list of rates": (attention(decay=[0.1] * 8, mask=masks.Causal()), "decay must be an array, found"),
     "a flag for a start": (lambda: Range(True, 3), "start must be an integer .* found True"),
     "a flag for a length": (lambda: Range(0, True), "length must be a Python int, found bool"),
-    "a bias beside a scheme": (attend(ROPE, bias=jnp.ones((6, 6))), r"bias: a scheme brings its own; .*Scheme\(bias="),
+    "a bias beside a scheme": (attend(ROPE, bias=jnp.ones((6, 6))), r"bias: a scheme has its own; .*Scheme\(bias="),
     "a name for a spec": (
         lambda: pj.scheme("rope", bias="alibi"),
         "bias: .* found 'alibi'; by its name it is .*'name'",
@@ -195,12 +195,12 @@ BAD = {
         lambda: coca.features(X, HALF, tuple(TABLE), variant="strict"),
         r"table must be .*RotaryTable\(cos, sin\)",
     ),
-    "CoCA with wide keys, attended": (attend(COCA), r"k must be 4 wide beside a q that is 8 wide"),
+    "CoCA with wide keys, attended": (attend(COCA), r"k must be 4 wide for a q that is 8 wide"),
     "CoCA with wide keys, in one call": (
         lambda: pj.coca_attention(X, X, X, table=TABLE),
         "the table rotates 4 planes and t has 8",
     ),
-    "keys of another width": (attend(ROPE, k=HALF), "k must be 8 wide beside a q that is 8 wide"),
+    "keys of another width": (attend(ROPE, k=HALF), "k must be 8 wide for a q that is 8 wide"),
     "no scheme": (lambda: pj.scheme(None), r"unknown scheme None \(64 are known; posjax.scheme_names\(\)"),
     "an unknown scheme": (
         lambda: pj.scheme("coca"),
@@ -325,7 +325,7 @@ def test_one_sided_biases_go_on_where_no_key_ahead_is_known_to_be_seen(options):
 def test_heads_of_another_size_are_checked_with_their_own():
     xpos = rotary.XPos(WIDE)
     assert Scheme(features=xpos, positions=pj.sampling.Randomised(512)).features == xpos
-    with pytest.raises(ValueError, match="positions: ids below 20000 may spread a tile of xPos"):
+    with pytest.raises(ValueError, match="positions: ids below 20000 may make a tile of xPos longer"):
         Scheme(features=xpos, positions=pj.sampling.Randomised(20_000))
     with pytest.raises(ValueError, match="far: ReRoPE replaces the distances that the decay of XPos reads"):
         Scheme(features=xpos, far=far.ReRoPE(8))

@@ -313,7 +313,7 @@ def _inexact_leaves(tree):
 
 
 def _learned(x: Operands) -> tuple:
-    """The inputs of logits beside scores that may be learned: the bias, and the soft cap if it is an array."""
+    """The inputs of logits besides scores that may be learned: the bias, and the soft cap if it is an array."""
     return x.bias, x.softcap if is_array_number(x.softcap) else None
 
 

@@ -95,11 +95,11 @@ def _check_axes(part: OverPairs) -> None:
     if owner is kind or not dataclasses.is_dataclass(owner):
         return
     more = sorted(fields_of(part) - {field.name for field in dataclasses.fields(owner)})
-    check(not more, f"{kind.__name__} has fields {more} beside those of {owner.__name__}: give it axes of its own")
+    check(not more, f"{kind.__name__} has fields {more} besides those of {owner.__name__}: give it axes of its own")
 
 
 # Properties of the values or pairs of a class, which must be overridden together with those.
-_SAID_OF = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "kept_keys")}
+_DERIVED_FROM = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "kept_keys")}
 
 
 def _check_derived(kind: type[OverPairs]) -> None:
@@ -109,9 +109,9 @@ def _check_derived(kind: type[OverPairs]) -> None:
         owner = _owner(kind, name)
         return owner not in (Bias, Mask) and not is_own_class(owner)
 
-    for changed, said in _SAID_OF.items():
+    for changed, derived in _DERIVED_FROM.items():
         if hasattr(kind, changed) and is_own_class(_owner(kind, changed)):
-            kept = [name for name in said if hasattr(kind, name) and inherited(name)]
+            kept = [name for name in derived if hasattr(kind, name) and inherited(name)]
             check(
                 not kept,
                 f"{kind.__name__} overrides {changed} but inherits {kept}, which describe the old: override them too",

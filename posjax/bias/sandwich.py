@@ -22,8 +22,8 @@ class SinusoidBias(Bias):
     """``b_h(i, j) = factors_h (sum_t cos((i - j) theta_t) - c)`` with ``theta_t = 10000^(-2 t / dbar)``.
 
     The cosine of a difference is an inner product, ``cos i cos j + sin i sin j``: a tile is one product of matrices of
-    width ``dbar`` for all heads, beside ``heads`` products of the head size for the scores, whatever the positions are.
-    The angles are exact; the sum errs by about 1e-5.
+    width ``dbar`` for all heads, at any positions, besides ``heads`` products of the head size for the scores. The
+    angles are exact; the sum errs by about 1e-5.
     """
 
     factors: Float[Array, "heads"]

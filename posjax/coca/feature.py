@@ -50,7 +50,7 @@ def features(
     psi = key_feature(t, table if kv_table is None else kv_table)
     check(
         phi.shape[-1] == psi.shape[-1],
-        f"t must be {phi.shape[-1] // 2} wide, half of a head, found shape {tuple(t.shape)} beside q {tuple(q.shape)}",
+        f"t must be {phi.shape[-1] // 2} wide, half of a head, found shape {tuple(t.shape)} with q {tuple(q.shape)}",
     )
     return phi, psi
 

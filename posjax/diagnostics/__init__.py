@@ -1,6 +1,6 @@
-"""What a way of telling position does, as numbers, and plots of them.
+"""Numbers that describe position schemes, and plots of them.
 
-Before training: how rules decay with distance and how exact their angles are, what weight a scheme gives to which key.
+Before training: how rules decay with distance, how exact their angles are, what weight a scheme gives to each key.
 Of a trained model, by ``measure``: the rotary anomaly, slack CoCA's absolute share, the entropy of its attention.
 """
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # What looks into Flax modules is imported on first use, so that the rest needs jax and numpy alone.
+    # Functions on Flax modules are imported on first use: the rest needs only jax and numpy.
     if name in ("Layer", "Measurement", "capture", "measure"):
         return getattr(importlib.import_module("posjax.diagnostics.model"), name)
     raise AttributeError(f"module 'posjax.diagnostics' has no attribute {name!r}")

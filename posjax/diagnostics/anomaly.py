@@ -5,9 +5,9 @@ Plane ``t`` of query ``m`` and key ``n`` adds ``|z| cos(Theta + (m - n) theta_t)
     z = (q_a + i q_b) conj(k_a + i k_b),    Theta = arg z in [0, 2 pi)
 
 For ``Theta <= pi`` it falls until the angle reaches ``pi``. For ``Theta > pi`` it first *rises* with distance, over the
-nearest ``tau = (2 pi - Theta) / theta_t`` tokens: the anomaly that collinear constrained attention was made against
-(Zhu et al., arXiv 2309.08646, section 2). Here it is counted over the queries and keys of a model. For keys ahead of a
-bidirectional query the two cases change places.
+nearest ``tau = (2 pi - Theta) / theta_t`` tokens: the anomaly that collinear constrained attention removes (Zhu et al.,
+arXiv 2309.08646, section 2). Here it is counted over the queries and keys of a model. For keys ahead of a bidirectional
+query the two cases are swapped.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Complex, Float, Int
 from posjax._checks import check, check_choice, check_rank
 from posjax._numbers import at_least_float32
 from posjax.coca import Coca, half_width
+from posjax.coca.planes import split
 from posjax.diagnostics.rotation import Rule, radians
 from posjax.masks import Causal, Mask
 from posjax.rotary.rotation import PAIRINGS
@@ -29,8 +30,8 @@ class Anomaly(NamedTuple):
     """Statistics per head and plane, float64 ``[..., heads, planes]``; see ``rotary_anomaly``.
 
     ``fraction``: share of the (query, key) pairs with ``Theta > pi``. ``weighted``: the same, each pair weighted by
-    ``|z|``. ``in_zone`` and ``in_zone_weighted``: share of the pairs that are, besides, less than ``tau`` apart, so
-    that the score still rises with distance there. ``zone``: mean of ``min(tau, N)`` over the pairs with
+    ``|z|``. ``in_zone`` and ``in_zone_weighted``: share of the pairs that are also less than ``tau`` apart, where the
+    score still rises with distance. ``zone``: mean of ``min(tau, N)`` over the pairs with
     ``Theta > pi``, in tokens, for a context of ``N``. ``strength``: mean of ``|z|``.
     """
 
@@ -43,7 +44,7 @@ class Anomaly(NamedTuple):
 
 
 def pooled(found: Anomaly, axis: int | tuple[int, ...] | None = None) -> Anomaly:
-    """The statistics of all pairs, over the given axes together (all when left out): weighted ones by strength."""
+    """The statistics of all pairs over the given axes (all when left out); weighted ones are weighted by strength."""
     ones = np.ones_like(found.fraction)
     weights = Anomaly(ones, found.strength, ones, found.strength, found.fraction, ones)
 
@@ -76,8 +77,8 @@ def rotary_anomaly(
         rule: a frequency rule, or frequencies in radians per position; the first planes of a head are the rotated ones.
         pairing: which features form a plane; see ``rotary.apply_rotary``.
         causal: whether a query sees only keys at or before it.
-        mask: what else attention may not see, such as a window.
-        positions: of the tokens, shared by the rows; ``0, 1, 2, ...`` when left out.
+        mask: a further mask, such as a window.
+        positions: of the tokens, the same for all sequences; ``0, 1, 2, ...`` when left out.
         length: the current length, for rules that read it; the number of tokens when left out.
 
     Raises:
@@ -100,11 +101,11 @@ def coca_anomaly(
     positions: Int[Array, "length"] | None = None,
     length: int | None = None,
 ) -> Anomaly:
-    """The anomaly of CoCA: none for strict and tied, by construction; of its relative part for slack and relative.
+    """The anomaly of CoCA: zero for strict and tied, by construction; of the relative part for slack and relative.
 
     That part is ``t |u| |u + i w| cos((m - n) theta + psi)`` with ``psi = arg(u^2 + i u w)``, where
     ``u = (x + y) / sqrt(2)``, ``w = (y - x) / sqrt(2)``: it first rises where ``u w < 0``. Arguments as for
-    ``rotary_anomaly``; slack's absolute part is told by ``absolute_share``.
+    ``rotary_anomaly``; ``absolute_share`` measures slack's absolute part.
     """
     _check(q, t)
     tokens, planes = t.shape[1], t.shape[-1]
@@ -124,8 +125,8 @@ def absolute_share(
     """The share ``sum w^2 / sum (u^2 + w^2)`` of slack CoCA's score that depends on absolute positions.
 
     In each plane the score is ``t u (u cos d - w sin d) + t w (w cos s + u sin s)`` with ``d = (m - n) theta`` and
-    ``s = (m + n) theta``, of amplitudes ``t |u| r`` and ``t |w| r``: the second knows where the tokens stand. The share
-    of its energy is a half for queries without a preferred direction, 0 for tied ones and 1 for ``(a, -a)``.
+    ``s = (m + n) theta``, of amplitudes ``t |u| r`` and ``t |w| r``: the second depends on absolute positions. The
+    share of its energy is a half for queries without a preferred direction, 0 for tied ones and 1 for ``(a, -a)``.
 
     Args:
         q: queries before rotation.
@@ -150,8 +151,7 @@ def _planes(x: Array, planes: int, pairing: str) -> tuple[Array, Array]:
     check_choice("pairing", pairing, PAIRINGS)
     x = jnp.asarray(x, at_least_float32(x.dtype))
     check(x.shape[-1] >= 2 * planes, f"{planes} planes need a head of {2 * planes}, found shape {x.shape}")
-    rotated = x[..., : 2 * planes]
-    return tuple(jnp.split(rotated, 2, axis=-1)) if pairing == "half" else (rotated[..., 0::2], rotated[..., 1::2])
+    return split(x[..., : 2 * planes], pairing)
 
 
 def _complex(x: Array, planes: int, pairing: str) -> Complex[Array, "batch length heads planes"]:
@@ -164,9 +164,9 @@ def _count(query, key, theta, causal: bool, mask: Mask | None, positions) -> Ano
     key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
     masks = [part for part in (Causal() if causal else None, mask) if part is not None]
     given = positions, jnp.asarray(theta, jnp.float32), masks
-    # A row of the batch, and a query of it, at a time; float32 holds the sum over keys, float64 the rest.
-    rows = (np.asarray(_sums(*row, *given), np.float64).sum(0) for row in zip(query, key, strict=True))
-    pairs, strength, anomalous, weighted, in_zone, in_zone_weighted, zone = sum(rows)
+    # One sequence and one query at a time; sums over keys are in float32, the others in float64.
+    sequences = (np.asarray(_sums(*one, *given), np.float64).sum(0) for one in zip(query, key, strict=True))
+    pairs, strength, anomalous, weighted, in_zone, in_zone_weighted, zone = sum(sequences)
     return Anomaly(
         fraction=_share(anomalous, pairs),
         weighted=_share(weighted, strength),
@@ -195,16 +195,16 @@ def _sums(query, key, positions, theta, masks) -> Float[Array, "queries 7 heads 
             seen &= _keys_first(mask.allowed(position[None], positions))
         rises = seen & (z.imag < 0) & (theta > 0)
         tau = -jnp.angle(z) / jnp.where(theta > 0, theta, 1)
-        here = rises & (jnp.abs(distance) < tau)
+        in_zone = rises & (jnp.abs(distance) < tau)
         strength = jnp.abs(z)
         zone = jnp.minimum(tau, positions.size)
-        parts = (seen, seen * strength, rises, rises * strength, here, here * strength, rises * zone)
+        parts = (seen, seen * strength, rises, rises * strength, in_zone, in_zone * strength, rises * zone)
         return jnp.stack([part.astype(jnp.float32).sum(0) for part in parts])
 
     return jax.lax.map(one, (query, positions))
 
 
 def _keys_first(allowed: Bool[Array, "*b heads 1 keys"]) -> Bool[Array, "keys heads 1"]:
-    """The row of a mask for one query, which may have a head axis."""
+    """A mask for one query, which may have a head axis, with the keys first."""
     per_head = allowed if allowed.ndim == 2 else allowed[0, :, 0]
     return per_head.T[:, :, None]

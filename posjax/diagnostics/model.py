@@ -1,4 +1,4 @@
-"""The diagnostics of a trained decoder, by the queries and keys of each of its layers."""
+"""The diagnostics of a trained decoder, from the queries and keys of each layer."""
 
 import dataclasses
 from typing import NamedTuple
@@ -17,15 +17,15 @@ from posjax.rotary import Rotary
 
 
 class Measurement(NamedTuple):
-    """What ``measure`` found.
+    """The result of ``measure``.
 
     Args:
-        layers: indices, from 0, of the layers that ``anomaly`` is about: those with rotary features or CoCA.
+        layers: indices, from 0, of the layers in ``anomaly``: those with rotary features or CoCA.
         anomaly: ``[layers, heads, planes]``, or None without such layers; see ``rotary_anomaly``, ``coca_anomaly``.
         radians: frequencies of these layers' planes, radians per position ``[layers, planes]``, or None.
         absolute_share: of layers with slack CoCA ``[layers, heads, planes]``, or None; see ``absolute_share``.
-        queries: positions of the queries whose entropy was taken.
-        entropy: mean over the rows, in nats, ``[all layers, heads, queries]``; NaN for linear attention.
+        queries: positions of the queries whose entropy was measured.
+        entropy: mean over the sequences, in nats, ``[all layers, heads, queries]``; NaN for linear attention.
     """
 
     layers: Int[np.ndarray, "layers"]
@@ -49,29 +49,29 @@ def measure(
 
     Args:
         model: a trained decoder.
-        tokens: int32 ids, one document in each row, at positions ``0, 1, 2, ...``.
-        queries: positions at which entropy is taken; those that see 1, 2, 4, 8, ... keys, and the last, when left out.
-        length: the current length, for schemes that read it; that of the rows when left out.
+        tokens: int32 ids, one document per sequence, at positions ``0, 1, 2, ...``.
+        queries: positions to measure entropy at; those that see 1, 2, 4, 8, ... keys, and the last, when left out.
+        length: the current length, for schemes that read it; the number of tokens in a sequence when left out.
 
     Raises:
-        ValueError: for queries outside the rows.
+        ValueError: for queries outside the sequences.
     """
     columns = tokens.shape[1]
     queries = _powers(columns) if queries is None else np.asarray(queries)
     check(queries.size > 0 and queries.min() >= 0 and queries.max() < columns, f"queries must be in [0, {columns})")
     where = {"causal": model.config.causal, "length": columns if length is None else length}
-    turning, shares, entropies = {}, [], []
+    rotating, shares, entropies = {}, [], []
     for index, layer in enumerate(capture(model, tokens, length=length)):
         if (found := _anomaly(layer, **where)) is not None:
-            turning[index] = found
+            rotating[index] = found
         if isinstance(layer.scheme.features, Coca) and layer.scheme.features.variant == "slack":
             shares.append(absolute_share(layer.q, pairing=layer.scheme.features.pairing))
         entropies.append(_entropy(layer, queries, **where))
-    anomalies, frequencies = zip(*turning.values(), strict=True) if turning else ((), ())
+    anomalies, frequencies = zip(*rotating.values(), strict=True) if rotating else ((), ())
     return Measurement(
-        layers=np.array(list(turning), int),
-        anomaly=Anomaly(*map(np.stack, zip(*anomalies, strict=True))) if turning else None,
-        radians=np.stack(frequencies) if turning else None,
+        layers=np.array(list(rotating), int),
+        anomaly=Anomaly(*map(np.stack, zip(*anomalies, strict=True))) if rotating else None,
+        radians=np.stack(frequencies) if rotating else None,
         absolute_share=np.stack(shares) if shares else None,
         queries=queries,
         entropy=np.stack(entropies),
@@ -105,7 +105,7 @@ def _rotated(layer: Layer) -> tuple[Array, Array]:
 def _entropy(layer: Layer, queries, *, causal: bool, length: int) -> Float[np.ndarray, "heads queries"]:
     if layer.scheme.linear is not None:
         return np.full((layer.q.shape[2], len(queries)), np.nan)
-    scheme = dataclasses.replace(layer.scheme, norm=None)  # the projections are normed already
+    scheme = dataclasses.replace(layer.scheme, norm=None)  # the projections are already normalised
     given = {"params": layer.params, "q_positions": queries, "length": length, "gates": layer.gates, "causal": causal}
     given |= layer.options
     return entropy(scheme, layer.q[:, queries], layer.k, **given).mean(0).T

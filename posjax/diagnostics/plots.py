@@ -1,6 +1,6 @@
-"""Plots of the numbers of this package: each takes them, and the axes to draw into, and returns the axes.
+"""Plots of the numbers of this package. Each function draws into the given axes and returns them.
 
-Axes that are left out are made on a figure of their own, ``axes.figure``, without touching pyplot's state.
+If no axes are given, new ones are made on a new figure, ``axes.figure``, without pyplot.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from posjax.diagnostics.rotation import Exactness
 from posjax.diagnostics.weights import Curve
 
 Axes = Any
-"""``matplotlib.axes.Axes``; matplotlib is imported when something is drawn."""
+"""``matplotlib.axes.Axes``; matplotlib is imported on first use."""
 
 
 def plot_decay(
@@ -25,7 +25,7 @@ def plot_decay(
     *,
     ylabel: str = "mean score, as a share of distance 0",
 ) -> Axes:
-    """Lines against distance, by label: of ``mean_score`` or ``decay_indicator``."""
+    """Labelled curves against distance, from ``mean_score`` or ``decay_indicator``."""
     axes = _axes(axes)
     for color, (label, values) in zip(_colors(len(curves)), curves.items(), strict=True):
         axes.plot(distances, values, label=label, color=color, linewidth=1.4)
@@ -37,7 +37,7 @@ def plot_decay(
 def plot_weights(curve: Curve, axes: Axes | None = None, *, logits: bool = False) -> Axes:
     """The attention weight of every head against distance, on a logarithmic axis; or its logits, 0 at the highest.
 
-    Heads that are all alike are drawn as one.
+    If all heads are equal, one line is drawn.
     """
     axes = _axes(axes)
     order = np.argsort(curve.distances)
@@ -78,7 +78,7 @@ def plot_anomaly(
         found: statistics ``[layers, planes]``, such as ``pooled(measured, axis=-2)`` of ``[layers, heads, planes]``.
         axes: where to draw.
         statistic: the field of ``Anomaly``.
-        turns: how often each plane turns in training (``turns``); a line then parts those that complete none.
+        turns: turns of each plane in training (``turns``); a line then marks the first plane without a full turn.
     """
     check_choice("statistic", statistic, tuple(_STATISTICS))
     values = getattr(found, statistic)
@@ -102,7 +102,7 @@ def plot_anomaly(
 def plot_entropy(
     lengths: Int[np.ndarray, "n"], curves: Mapping[str, Float[np.ndarray, "n"]], axes: Axes | None = None
 ) -> Axes:
-    """Entropy against the number of visible keys, by label, under the bound ``log n`` of uniform attention."""
+    """Labelled curves of entropy against the number of visible keys, with the bound ``log n`` of uniform attention."""
     axes = _axes(axes)
     lengths = np.asarray(lengths)
     axes.plot(lengths, np.log(lengths), color="0.4", linestyle=":", linewidth=1.2, label="log n (uniform)")
@@ -114,7 +114,7 @@ def plot_entropy(
 
 
 def plot_exactness(found: Exactness, axes: Axes | None = None) -> Axes:
-    """The largest error of an angle against position, both axes logarithmic, for the three arithmetics."""
+    """The largest error of an angle against position, both axes logarithmic, in three arithmetics."""
     axes = _axes(axes)
     lines = (
         ("positions in bfloat16", found.bfloat16, "s"),
@@ -124,7 +124,7 @@ def plot_exactness(found: Exactness, axes: Axes | None = None) -> Axes:
     for color, (label, errors, marker) in zip(_colors(len(lines)), lines, strict=True):
         axes.plot(found.positions, errors, label=label, color=color, marker=marker, markersize=4, linewidth=1.4)
     axes.axhline(np.pi, color="0.4", linestyle=":", linewidth=1.2)
-    axes.annotate("π: nothing is left of the angle", (found.positions[0], np.pi), (0, 3), textcoords="offset points",
+    axes.annotate("π: the angle is lost", (found.positions[0], np.pi), (0, 3), textcoords="offset points",
                   fontsize=8, color="0.3")  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -141,14 +141,14 @@ def _axes(axes: Axes | None) -> Axes:
 
 
 def _colors(count: int) -> list:
-    """Colours in an order that can be seen, also in grey."""
+    """Colours whose order is visible, also in grey."""
     from matplotlib import colormaps
 
     return list(colormaps["viridis"](np.linspace(0, 0.85, count)))
 
 
 def _whole(first: int, last: int) -> np.ndarray:
-    """At most about ten whole ticks."""
+    """At most about ten whole-number ticks."""
     return np.arange(first, last + 1, -(-(last - first + 1) // 10))
 
 
@@ -158,6 +158,6 @@ def _finish(axes: Axes, xlabel: str, ylabel: str, *, legend: bool) -> Axes:
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     if legend:
-        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(axes.get_lines()) > 5 else {}
-        axes.legend(frameon=False, fontsize=8, **beside)
+        outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(axes.get_lines()) > 5 else {}
+        axes.legend(frameon=False, fontsize=8, **outside)
     return axes

@@ -1,4 +1,4 @@
-"""What a frequency rule does to scores and angles, before any training: decay, turns, exactness."""
+"""Effects of a frequency rule on scores and angles, without training: decay, turns, exactness."""
 
 from typing import NamedTuple
 
@@ -25,11 +25,11 @@ def decay_indicator(
     Args:
         rule: a frequency rule, or frequencies in radians per position ``[d/2]``.
         distances: integers ``r``.
-        head_dim: size of a head, for a rule that does not have its own.
+        head_dim: size of a head, for a rule that does not have one.
         options: passed to the rule's ``table``, such as ``length`` for rules that read it.
 
     Returns:
-        float64 ``[n]``. The rule's attention factor is left out.
+        float64 ``[n]``, without the rule's attention factor.
     """
     return np.abs(_phasors(rule, distances, head_dim, options).cumsum(-1)).mean(-1)
 
@@ -40,7 +40,7 @@ def mean_score(
     """``mean_t cos(r theta_t)``: the score at distance ``r`` of a key like the query, as a share of that at 0.
 
     It is ``E[q . R_r (q + e)] / E[q . q]`` for independent components of equal variance and independent noise ``e``
-    (arXiv 2405.14591); the base is large enough for a context while it stays positive. Arguments of
+    (arXiv 2405.14591); the base is large enough for a context if this stays positive in it. Arguments as for
     ``decay_indicator``.
     """
     return _phasors(rule, distances, head_dim, options).real.mean(-1)
@@ -49,20 +49,20 @@ def mean_score(
 def turns(rule: Rule, length: int, *, head_dim: int | None = None) -> Float[np.ndarray, "half"]:
     """``length * theta_t / (2 pi)``: how often each pair turns within ``length`` positions, float64.
 
-    A pair below one turn has not shown the model all of its angles in training. With ``head_dim=128``, base 10,000 and
-    4,096 positions 46 of 64 pairs complete a turn.
+    Of a pair below one turn, the model has not seen all angles in training. With ``head_dim=128``, base 10,000 and
+    4,096 positions, 46 of 64 pairs complete a turn.
 
     Args:
-        rule: a frequency rule, which is asked for the frequencies of that ``length``, or frequencies ``[d/2]``.
+        rule: a frequency rule, whose frequencies for ``length`` are used, or frequencies ``[d/2]``.
         length: the training length, in positions.
-        head_dim: size of a head, for a rule that does not have its own.
+        head_dim: size of a head, for a rule that does not have one.
     """
     check_positive("length", length)
     return radians(rule, head_dim, length) * length / (2 * np.pi)
 
 
 def incomplete(rule: Rule, length: int, *, head_dim: int | None = None) -> int:
-    """How many pairs never complete a turn within ``length`` positions; see ``turns``."""
+    """The number of pairs without a full turn within ``length`` positions; see ``turns``."""
     return int((turns(rule, length, head_dim=head_dim) < 1).sum())
 
 
@@ -76,17 +76,16 @@ class Exactness(NamedTuple):
 
 
 def exactness(rule: Rule, *, head_dim: int | None = None, powers: range = range(4, 32), samples: int = 16) -> Exactness:
-    """How far angles are off at positions up to ``2^p``, in three arithmetics, against integer arithmetic.
+    """The errors of angles at positions up to ``2^p``, in three arithmetics, against integer arithmetic.
 
-    ``float32`` is the float32 product of position and frequency; ``bfloat16`` the same after the position was rounded
-    to bfloat16, as in a model cast as a whole; ``exact`` is posjax's fixed point. A table of random angles has errors
-    up to pi.
+    ``float32`` is the float32 product of position and frequency; ``bfloat16`` the same with the position rounded to
+    bfloat16, as in a model cast as a whole; ``exact`` is posjax's fixed point. Random angles have errors up to pi.
 
     Args:
         rule: a frequency rule, or float64 frequencies in radians per position ``[d/2]``.
-        head_dim: size of a head, for a rule that does not have its own.
+        head_dim: size of a head, for a rule that does not have one.
         powers: the ``p``; at most 31.
-        samples: how many odd positions between ``2^(p-1)`` and ``2^p`` are looked at, among them ``2^p - 1``.
+        samples: the number of odd positions tried between ``2^(p-1)`` and ``2^p``, including ``2^p - 1``.
 
     Returns:
         One row per power: ``positions = 2^p - 1``, and the largest error over samples and frequencies.
@@ -94,13 +93,13 @@ def exactness(rule: Rule, *, head_dim: int | None = None, powers: range = range(
     check_count("samples", samples)
     check(len(powers) > 0 and min(powers) >= 1 and max(powers) <= 31, f"powers must be in [1, 31], found {powers}")
     frequencies = _frequencies(rule, head_dim, None)
-    check(frequencies.is_exact, "rule: learned frequencies are only known in float32, to which nothing can be compared")
+    check(frequencies.is_exact, "rule: learned frequencies are only known in float32, so they have no exact angles")
     rows = [_errors(_spread(power, samples), frequencies) for power in powers]
     return Exactness(np.array([2**power - 1 for power in powers]), *np.array(rows).T)
 
 
 def _spread(power: int, samples: int) -> Int[np.ndarray, "samples"]:
-    """Odd positions from 2^(p-1) to 2^p, the last included, off any grid of round ones, which bfloat16 would hold."""
+    """Odd positions from 2^(p-1) to 2^p, including the last: bfloat16 would represent round ones exactly."""
     share = np.arange(samples) * (np.sqrt(5) - 1) / 2 % 1
     return (2**power - 1 - share * (2 ** (power - 1) - 1)).astype(np.int64) | 1
 
@@ -131,17 +130,17 @@ def _frequencies(rule: Rule, head_dim: int | None, length: int | None) -> Freque
 
 
 def radians(rule: Rule, head_dim: int | None = None, length: int | None = None) -> Float[np.ndarray, "half"]:
-    """The frequencies of a rule in radians per position, float64 where they are known on the host."""
+    """The frequencies of a rule in radians per position, float64 if they are known on the host."""
     found = _frequencies(rule, head_dim, length)
     return _words(found) * _UNIT if found.is_exact else np.asarray(found.value, np.float64)
 
 
 def _phasors(rule: Rule, distances, head_dim: int | None, options) -> np.ndarray:
-    """``exp(i r theta_t)``, complex ``[n, half]``, of any rule whose table turns by position."""
+    """``exp(i r theta_t)``, complex ``[n, half]``, from the table of a rule."""
     distances = jnp.asarray(distances, jnp.int32)
     if isinstance(rule, FrequencyRule):
         table = rule.table(distances, head_dim=head_dim, **options)
     else:
         table = rotary_table(distances, rule)
-    turned = np.asarray(table.cos, np.float64) + 1j * np.asarray(table.sin, np.float64)
-    return turned / np.abs(turned)
+    scaled = np.asarray(table.cos, np.float64) + 1j * np.asarray(table.sin, np.float64)
+    return scaled / np.abs(scaled)

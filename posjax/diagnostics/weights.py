@@ -1,4 +1,4 @@
-"""Which weight a scheme gives to which key, read off its own attention."""
+"""The weight that a scheme gives to each key, measured by its own attention."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count
+from posjax.attention.sharded.automatic import is_array
 from posjax.positions import Range
 from posjax.scheme import Scheme
 
@@ -29,9 +30,8 @@ def weights(
 ) -> Float[np.ndarray, "heads keys"]:
     """The attention weights of one query over ``length`` keys at positions ``0 .. length - 1``.
 
-    They are what ``Scheme.attend`` gives for values that are unit vectors, so features, scale, bias, mask and far
-    branches all take part, whatever they are. Memory grows with ``length``, not with its square. Tokens that a bias
-    reads (FoX) are zeros.
+    They are the output of ``Scheme.attend`` for values that are unit vectors, so they include features, scale, bias,
+    mask and far branches. Memory grows with ``length``, not with its square. Tokens that a bias reads (FoX) are zeros.
 
     Args:
         scheme: any scheme.
@@ -40,14 +40,14 @@ def weights(
         q: the raw query projection; ones when left out.
         k: the raw key projection, one for all keys ``[kv_heads, key_size]`` or one for each
             ``[length, kv_heads, key_size]``; ones when left out.
-        num_heads: heads of a query that was left out.
+        num_heads: the number of heads, if ``q`` is left out.
         head_dim: the size of a head of the model.
         params: the scheme's parameters (``init`` and ``init_shared``, merged); as initialised when left out.
         options: passed to ``Scheme.attend``, such as ``causal=False`` or ``sinks``.
 
     Returns:
-        float32; rows sum to 1, or to less with sinks, and are 0 where nothing may be seen. Those of linear attention
-        may be negative, and with rotation sum to something else.
+        float32; they sum to 1, or to less with sinks, and are 0 if no key may be seen. Those of linear attention may be
+        negative, and with rotation their sum is not 1.
 
     Raises:
         ValueError: for a layer recipe instead of one scheme, and for a query that is not among the keys.
@@ -90,16 +90,16 @@ def weight_curve(
     params: dict | None = None,
     **options,
 ) -> Curve:
-    """Weights and logits of a scheme against the distance ``r = i - j``, for one query and keys that are all alike.
+    """Weights and logits of a scheme against the distance ``r = i - j``, for one query and equal keys.
 
-    The context is as long as the largest distance asks for, and the query stands at its end (or, for negative
-    distances of bidirectional schemes, as far from the end as the smallest asks for).
+    The context is as long as the largest distance needs, and the query is its last token (or, for negative distances of
+    bidirectional schemes, as far from the end as the smallest needs).
 
     Args:
         scheme: any scheme.
         distances: integers, in any order.
-        draws: 0 for queries and keys of ones, otherwise the mean over so many standard normal queries, each met by
-            keys equal to it (by an independent draw where a key is not as wide as a query, as in CoCA).
+        draws: 0 for queries and keys of ones, otherwise the mean over this number of standard normal queries, each with
+            keys equal to it (with an independent draw if a key is not as wide as a query, as in CoCA).
         num_heads: number of heads.
         head_dim: size of a head.
         seed: of the draws.
@@ -107,8 +107,8 @@ def weight_curve(
         options: see ``weights``.
 
     Returns:
-        ``weights`` of the softmax, and ``logits``: their logarithms, that is, logits up to a constant of the row;
-        minus infinity beyond a mask, and where a weight is below what float32 holds (``e^-87``).
+        ``weights`` of the softmax, and ``logits``: their logarithms, which are the logits up to a constant; minus
+        infinity for masked keys, and for weights below the smallest normal float32 (``e^-87``).
     """
     distances = np.asarray(distances)
     check(distances.size > 0, "distances is empty")
@@ -130,23 +130,23 @@ def receptive_field(
     head_dim: int = 64,
     **options,
 ) -> Int[np.ndarray, "heads"]:
-    """The distance within which ``share`` of the weight lies when all contents score the same.
+    """The distance that contains ``share`` of the weight if all contents have the same score.
 
-    Queries are zero, so bias, mask and scale alone decide. Through ``layers`` such layers the distances of the paths
-    add up, as in a random walk, each layer acting on a context that is long enough; a window of ``w`` reaches
-    ``layers (w - 1) + 1`` keys for a share of 1. ALiBi's slope ``m`` gives ``ceil(ln(1 / (1 - share)) / m)`` keys.
+    Queries are zero, so only bias, mask and scale decide. Through ``layers`` such layers the distances add up, as in a
+    random walk, where each layer has a context that is long enough; a window of ``w`` reaches ``layers (w - 1) + 1``
+    keys for a share of 1. ALiBi's slope ``m`` gives ``ceil(ln(1 / (1 - share)) / m)`` keys.
 
     Args:
         scheme: a scheme for causal attention.
-        length: the context in which the weights are taken; long against the answer, if that is to say something.
+        length: the context of the weights; it must be much longer than the result for the result to be meaningful.
         share: of the weight, in (0, 1].
-        layers: how many layers deep.
+        layers: number of layers.
         num_heads: number of heads.
         head_dim: size of a head.
         options: see ``weights``.
 
     Returns:
-        The smallest number ``n`` of nearest positions, the query's own included, with at least ``share``, per head.
+        Per head, the smallest number of nearest positions, including the query's own, with at least ``share``.
     """
     check(0 < share <= 1, f"share must be in (0, 1], found {share!r}")
     check_count("layers", layers)
@@ -175,9 +175,9 @@ def entropy(
     gates: Float[Array, "batch heads keys"] | None = None,
     **options,
 ) -> Float[np.ndarray, "batch queries heads"]:
-    """Entropy of every attention row, ``-sum_j a_ij log a_ij``, in nats.
+    """Entropy of the attention weights of every query, ``-sum_j a_ij log a_ij``, in nats.
 
-    ``log n`` where ``n`` keys are weighted alike, 0 where one key has all the weight.
+    ``log n`` if ``n`` keys have equal weights, 0 if one key has all the weight.
 
     Args:
         scheme: any scheme.
@@ -186,13 +186,13 @@ def entropy(
         q_positions: of the queries; ``0, 1, 2, ...`` when left out.
         params: the scheme's parameters, if it has any.
         length: the current length, for schemes that read it; the number of keys when left out.
-        gates: what ``Scheme.prepare`` makes of the tokens, for schemes that read them (FoX).
+        gates: the result of ``Scheme.prepare``, for schemes that read tokens (FoX).
         options: passed to ``Scheme.attend``, such as ``causal=False``.
 
     Raises:
         ValueError: for linear attention, whose weights need not be a distribution.
     """
-    check(scheme.linear is None, "scheme: the weights of linear attention need not be positive, so have no entropy")
+    check(scheme.linear is None, "scheme: the weights of linear attention can be negative, so they have no entropy")
     at = jnp.arange(q.shape[1], dtype=jnp.int32) if q_positions is None else jnp.asarray(q_positions, jnp.int32)
     length = jnp.int32(k.shape[1] if length is None else length)
     return _read(scheme, q, k, at, params, length, gates, _settings(options), _block_entropy).sum(1)
@@ -209,15 +209,15 @@ def entropy_curve(
     seed: int = 0,
     params: dict | None = None,
 ) -> Float[np.ndarray, "heads n"]:
-    """Mean entropy of the last query's row as the context grows, for standard normal queries and keys, in nats.
+    """Mean entropy of the last query's weights by context length, for standard normal queries and keys, in nats.
 
     Logits ``q . k / sqrt(d)`` are then about standard normal, and plain softmax has an entropy of ``log n - 1 / 2``:
-    attention spreads as the context grows. Scales such as log n are made to hold it back.
+    attention spreads as the context grows. Scales such as log n counteract this.
 
     Args:
         scheme: a scheme for causal attention.
         lengths: numbers of keys.
-        draws: how many random contexts are averaged.
+        draws: number of random contexts to average.
         gain: factor of the queries: the standard deviation of plain logits.
         num_heads: number of heads.
         head_dim: size of a head.
@@ -235,14 +235,14 @@ def entropy_curve(
 
 
 def parameters(scheme: Scheme, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0) -> dict:
-    """All parameters of one layer of the scheme as initialised, the shared ones among them, for tokens of size 1."""
+    """All parameters of one layer of the scheme as initialised, including shared ones, for tokens of size 1."""
     key = jax.random.key(seed)
     own = scheme.init(key, num_heads, head_dim, num_kv_heads=num_kv_heads, model_dim=1)
     return own | ({} if scheme.reads_tokens else scheme.init_shared(key, num_heads, head_dim))
 
 
 def _gates(scheme: Scheme, params, batch: int, length: int) -> Float[Array, "batch heads keys"] | None:
-    """Those of tokens that are zero, for schemes that read tokens."""
+    """The gates of tokens that are zero, for schemes that read tokens."""
     if not scheme.reads_tokens:
         return None
     width = max((leaf.shape[0] for leaf in params["bias"].values() if leaf.ndim == 2), default=1)
@@ -259,14 +259,10 @@ def _contents(scheme: Scheme, draws: int, num_heads: int, head_dim: int, seed: i
 
 
 def _settings(options: dict[str, Any], **more) -> tuple[dict, tuple]:
-    """Arrays, and what is static."""
+    """The options that are arrays, and the static ones."""
     options = options | more
-    arrays = {name: value for name, value in options.items() if any(map(_is_array, jax.tree.leaves(value)))}
+    arrays = {name: value for name, value in options.items() if any(map(is_array, jax.tree.leaves(value)))}
     return arrays, tuple(sorted((name, value) for name, value in options.items() if name not in arrays))
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _block_entropy(block: Float[Array, "queries heads size"]) -> Float[Array, "queries heads"]:
@@ -281,10 +277,10 @@ def _read(scheme, q, k, at, params, length, gates, settings, reduce=None) -> np.
 
 @partial(jax.jit, static_argnames=("scheme", "static", "reduce"))
 def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
-    """Weights of every row of the batch, a block of keys at a time: ``[batch, blocks, queries, heads, block]``.
+    """Weights of every sequence, one block of keys at a time: ``[batch, blocks, queries, heads, block]``.
 
     ``reduce`` is applied to each block. Values are unit vectors, so that the output of attention is its weights. Maps
-    of values (VO-RoPE) are rotations, undone by the map of outputs beforehand and by that of values afterwards.
+    of values (VO-RoPE) are rotations: the map of outputs undoes them before, and the map of values after.
     """
     keys, kv_heads = rows[1].shape[1:3]
     maps = scheme.maps
@@ -292,19 +288,19 @@ def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
 
     def row(one):
         q, k, gates = jax.tree.map(lambda x: x[None], one)
-        places = {"head_dim": maps.head_dim(k.shape[-1]), "length": options["length"]}
+        sizes = {"head_dim": maps.head_dim(k.shape[-1]), "length": options["length"]}
         q_at, k_at = (at, Range(0, keys)) if scheme.linear is None else (Range(0, keys),) * 2
-        if scheme.linear is not None:  # which takes whole rows
+        if scheme.linear is not None:  # it takes whole sequences
             q = jnp.zeros((1, keys, *q.shape[2:])).at[:, at].set(q)
         gated = {} if gates is None else {"gates": (gates[..., at], gates)}
 
         def block(first):
             units = (jnp.arange(keys)[:, None] == first + jnp.arange(_COLUMNS)).astype(jnp.float32)
             v = jnp.broadcast_to(units[None, :, None], (1, keys, kv_heads, _COLUMNS))
-            v = maps.output(params.get("features", {}), v, k_at, **places)
+            v = maps.output(params.get("features", {}), v, k_at, **sizes)
             out = scheme.attend(q, k, v, params=params, q_positions=q_at, kv_positions=k_at, **gated, **options)
             out = out if scheme.linear is None else out[:, at]
-            found = maps.value(params.get("features", {}), out, at, **places)[0]
+            found = maps.value(params.get("features", {}), out, at, **sizes)[0]
             return found if reduce is None else reduce(found)
 
         return jax.lax.map(block, jnp.arange(0, keys, _COLUMNS))

@@ -1,4 +1,4 @@
-"""What the attention of every layer of a decoder is given, for whoever looks into a model."""
+"""The inputs of attention in every layer of a decoder, for diagnostics."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,10 +16,10 @@ from posjax.scheme import Scheme
 
 
 class Layer(NamedTuple):
-    """What attention of one layer is given: projections after the norm of the scheme and before its features.
+    """The inputs of attention in one layer: projections after the norm of the scheme and before its features.
 
-    ``gates`` are those that ``Scheme.prepare`` makes of the tokens (FoX), or None. ``options`` are those of the config
-    that change logits, for ``Scheme.attend``.
+    ``gates`` are the result of ``Scheme.prepare`` (FoX), or None. ``options`` are those of the config that change
+    logits, for ``Scheme.attend``.
     """
 
     scheme: Scheme
@@ -33,12 +33,12 @@ class Layer(NamedTuple):
 def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int | None = None) -> Iterator[Layer]:
     """The queries and keys of every layer in turn, for tokens at positions ``0, 1, 2, ...``.
 
-    Only one period of the layers' pattern is held at a time.
+    Only those of one period of the layers' pattern are in memory at a time.
 
     Args:
         model: any decoder.
         tokens: int32 ids, one document in each row.
-        length: the current length, for schemes that read it; that of the rows when left out.
+        length: the current length, for schemes that read it; the number of tokens of a row when left out.
     """
     context = model._context(tokens, None, None, length, None)
     x = model._embed(tokens, context)
@@ -54,7 +54,7 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
 
 @partial(jax.jit, static_argnames=("graph", "schemes", "length"))
 def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[Array, list[tuple]]:
-    """The blocks of one period: what comes out, and what each of their attentions was given."""
+    """The output of the blocks of one period, and the inputs of their attentions."""
     context = Context(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
     found = []
     for block in nnx.merge(graph, state):

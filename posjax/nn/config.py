@@ -1,4 +1,4 @@
-"""What a decoder is made of: one frozen, hashable dataclass."""
+"""The configuration of a decoder: one frozen, hashable dataclass."""
 
 import dataclasses
 import operator
@@ -30,10 +30,10 @@ class DecoderConfig:
             8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``.
-        experts: a mixture of MLPs instead of one, ``mlp_dim`` then being the width of each (gpt-oss).
+        experts: a mixture of MLPs instead of one; ``mlp_dim`` is then the width of each (gpt-oss).
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
-        biases: what has a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
+        biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
         projection_norm: whether queries and keys are normed over all heads together (OLMo 2); a norm of each head is
             ``Scheme(norm=QKNorm())``.
@@ -44,21 +44,21 @@ class DecoderConfig:
         logit_softcap: the same of the logits.
         tied_head: the output projection is the embedding.
         causal: False makes a bidirectional encoder, for a masked-token loss.
-        trained_length: tokens of the longest rows that the model was made for. Nothing computes with it; released
-            layouts have a place for it.
-        scheme: how position is told: one ``Scheme`` for all layers, or ``Layers``.
+        trained_length: tokens of the longest rows that the model was trained for. It is only written to released
+            layouts.
+        scheme: the position scheme: one ``Scheme`` for all layers, or ``Layers``.
         compute_dtype: of activations and matrix products, ``"float32"`` or ``"bfloat16"``; parameters, norms, logits
             and softmax statistics are float32.
         remat: what the backward pass recomputes in each block: ``"none"``, ``"dots"`` (everything but matrix products
-            with parameters and what attention computes), ``"offload"`` (the same, the products kept in the host's
-            memory), ``"attention"`` (everything but what attention computes: for long sequences, where that takes most
-            of the time and little memory), ``"full"`` (everything). Short rows, linear attention, CoPE and cuDNN are
-            attended to again even so: what is kept comes from attention in linear memory.
+            with parameters and the results of attention), ``"offload"`` (the same, with the products stored in host
+            memory), ``"attention"`` (everything but the results of attention: for long sequences, where attention takes
+            most of the time and its results little memory), ``"full"`` (everything). Only results of attention in
+            linear memory are stored: short rows, linear attention, CoPE and cuDNN are always recomputed.
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
-        placement: how activations lie over the Auto axes of the mesh in use (``jax.set_mesh``), if there is one;
+        placement: how activations are split over the Auto axes of the mesh in use (``jax.set_mesh``), if there is one;
             attention then runs under ``shard_map``. Explicit axes, which ``jax.make_mesh`` makes, need none: the types
-            of the tokens and of the parameters tell.
+            of the tokens and of the parameters have the split.
     """
 
     vocab_size: int
@@ -118,7 +118,7 @@ class DecoderConfig:
             scheme.check_direction(self.causal)
             for name in self.logit_options:
                 check(scheme.linear is None, f"{name}: linear attention has no logits for it; leave it out")
-            # Refuses an odd head, or one that the frequency rule cannot rotate.
+            # Raises ValueError for an odd head size, or one that the frequency rule cannot rotate.
             scheme.query_size(self.head_dim), scheme.key_size(self.head_dim)
 
     def _fill_defaults(self) -> None:
@@ -151,14 +151,14 @@ class DecoderConfig:
 
     @property
     def logit_options(self) -> dict[str, float]:
-        """What changes the logits of attention, as arguments of ``Scheme.attend``."""
+        """The options that change the logits of attention, as arguments of ``Scheme.attend``."""
         options = {"query_scale": self.query_scale, "softcap": self.attention_softcap}
         return {name: value for name, value in options.items() if value is not None}
 
     def finish_logits(
         self, products: Float[Array, "*b vocab"], bias: Float[Array, "vocab"] | None
     ) -> Float[Array, "*b vocab"]:
-        """``c tanh(z / c)`` of ``z = logit_scale (products + bias)``, with ``c`` the soft cap if there is one."""
+        """``c tanh(z / c)`` with ``z = logit_scale (products + bias)`` and the soft cap ``c``, if there is one."""
         z = products if bias is None else operator.add(*level(products, bias.astype(products.dtype)))
         z = z if self.logit_scale == 1 else z * self.logit_scale
         cap = self.logit_softcap
@@ -166,7 +166,7 @@ class DecoderConfig:
 
     @property
     def layers(self) -> Layers:
-        """The scheme of every layer; a first layer that differs otherwise is a pattern of its own."""
+        """The scheme of every layer; a first layer without a norm is a separate pattern."""
         layers = uniform(self.scheme, self.num_layers)
         return layers if self.residual.first_norm else _with_first_alone(layers)
 

@@ -24,23 +24,23 @@ from posjax.nn.parts import bias_parameter, parameter, placed, plain, scheme_par
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Layers, Scheme
 
-_KEEPS_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
+_SAVE_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
 
-def _keeping_attended(policy: Callable) -> Callable:
-    """The policy, which keeps what attention computes, too: it takes the longest to do again for its size."""
+def _and_attended(policy: Callable) -> Callable:
+    """A policy that also saves the results of attention, which take long to recompute for their size."""
 
-    def wanted(*args, **parameters):
-        kept = _KEEPS_ATTENDED(*args, **parameters)
-        return kept if kept is True else policy(*args, **parameters)
+    def combined(*args, **parameters):
+        saved = _SAVE_ATTENDED(*args, **parameters)
+        return saved if saved is True else policy(*args, **parameters)
 
-    return wanted
+    return combined
 
 
 _POLICIES = {
-    "dots": _keeping_attended(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "offload": _keeping_attended(jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")),
-    "attention": _KEEPS_ATTENDED,
+    "dots": _and_attended(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "offload": _and_attended(jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")),
+    "attention": _SAVE_ATTENDED,
     "full": None,
 }
 
@@ -48,11 +48,11 @@ _POLICIES = {
 @partial(jax.tree_util.register_dataclass, data_fields=["stacks", "used"], meta_fields=["capacity"])
 @dataclasses.dataclass(frozen=True)
 class DecoderCache:
-    """What a decoder keeps of the tokens it has seen.
+    """The cache of a decoder.
 
     Args:
         stacks: for every pattern of layers, for every layer of its period, a cache with a leading axis of repeats.
-        used: how many tokens of each row were seen.
+        used: how many tokens of each row are in the cache.
         capacity: the most tokens of a row.
     """
 
@@ -115,19 +115,19 @@ class Decoder(nnx.Module):
         length: int | Int[Array, "..."] | None = None,
         coordinates: Float[Array, "*b length axes"] | Int[Array, "*b length axes"] | None = None,
     ) -> Float[Array, "batch length embed"]:
-        """What the blocks make of every token, after the last norm; ``logits`` turns any of it into logits.
+        """The output of the blocks for every token, after the last norm: the input of ``logits``.
 
         On a mesh (``config.placement``) all arguments are in the order of its layout.
 
         Args:
-            tokens: int32 ids from 0 to ``vocab_size - 1``. Ids outside are not noticed: those beyond the end have the
-                embedding of the last token, negative ones count from the end (-1 is the last token), down to the first.
+            tokens: int32 ids from 0 to ``vocab_size - 1``. Others are not checked: larger ids have the embedding of the
+                last token, negative ones count from the end (-1 is the last token), down to the first.
             positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
-            segment_ids: documents packed into a row, each with an id of its own and in one piece; tokens of different
-                documents do not see each other. Negative ids are padding.
+            segment_ids: documents packed into a row, each contiguous and with its own id; tokens of different documents
+                do not see each other. Negative ids are padding.
             length: the current length for schemes that read it (dynamic NTK); the row's when left out.
-            coordinates: positions for features and embedding alone, ``[batch, length, axes]`` or ``[length, axes]``:
-                in several axes (images), or real-valued. Masks, biases and scales go on reading ``positions``.
+            coordinates: positions for features and embedding only, ``[batch, length, axes]`` or ``[length, axes]``: in
+                several axes (images), or real-valued. Masks, biases and scales still read ``positions``.
 
         Raises:
             ValueError: for shapes that do not fit, tokens that are not integers, and a length that is not positive.
@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
-        """Logits of what ``hidden`` gave, float32: ``cap(logit_scale (hidden matrix + bias))``."""
+        """Logits from the result of ``hidden``, float32: ``cap(logit_scale (hidden matrix + bias))``."""
         rows, matrix = explicit_spec(hidden)[:-1], self.output_matrix
         taken = {axis for part in rows for axis in axes_of(part)}
         columns = tuple(axis for axis in axes_of(explicit_spec(matrix)[1]) if axis not in taken)
@@ -155,14 +155,14 @@ class Decoder(nnx.Module):
 
     @property
     def output_bias(self) -> Float[Array, "vocab"] | None:
-        """What is added to the products with ``output_matrix``."""
+        """The bias of the logits, or None."""
         return None if self.head_bias is None else self.head_bias[...]
 
     def init_cache(self, batch: int, capacity: int, *, chunk: int = 1) -> DecoderCache:
         """An empty cache for ``decode``.
 
         Args:
-            batch: rows.
+            batch: batch rows.
             capacity: the most tokens of a row, prompt and generated ones.
             chunk: the most tokens that are decoded at once, for instance the length of the prompt.
 
@@ -189,25 +189,25 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch tokens"] | None = None,
         coordinates: Float[Array, "batch tokens axes"] | Int[Array, "batch tokens axes"] | None = None,
     ) -> tuple[Float[Array, "batch tokens vocab"], DecoderCache]:
-        """Logits of tokens that follow those in the cache, and the cache with them in it.
+        """Logits of tokens that follow those in the cache, and the cache with these tokens.
 
-        Cutting rows into calls, of a prompt's chunks or single tokens, changes nothing: together they are one full
-        forward pass at the same ``length``. Rows may hold padding anywhere.
+        Any split into calls, of chunks or single tokens, gives the same as one full forward pass at the same
+        ``length``. Rows may hold padding anywhere.
 
         Args:
             tokens: the next tokens of every row.
             cache: from ``init_cache``, or an earlier call.
-            length: the length that schemes which read it go by (dynamic NTK, LongRoPE): that of the whole text, prompt
-                and new tokens, in every call. With another length in every call the keys in the cache and the new ones
-                follow different rules, which no full forward pass does. Other schemes ignore it.
+            length: the current length for schemes that read it (dynamic NTK, LongRoPE): that of the whole text, prompt
+                and new tokens, in every call. If it changed between calls, cached keys and new ones would have
+                different frequencies, unlike in any full forward pass. Other schemes ignore it.
             valid: False for padding; everything is valid when left out.
-            positions: of the tokens, rising along a row from 0 or above; how many of the row's tokens stand before each
-                when left out.
+            positions: of the tokens, rising along a row from 0 or above; the number of earlier tokens of the row when
+                left out.
             coordinates: see ``__call__``.
 
         Raises:
-            ValueError: for a bidirectional model, or shapes that do not fit. Rows with more tokens than the cache has
-                room for get NaN.
+            ValueError: for a bidirectional model, or shapes that do not fit. Rows with more tokens than the capacity of
+                the cache get NaN.
         """
         check(self.config.causal, "a bidirectional model (causal=False) cannot decode: every token sees those ahead")
         check_tokens("tokens", tokens)
@@ -249,9 +249,9 @@ class Decoder(nnx.Module):
         if coordinates is not None:
             coordinates = jnp.broadcast_to(coordinates, (rows, columns, coordinates.shape[-1]))
         ids = None if segment_ids is None else layout.restore(segment_ids)
-        # A range stands for the whole row in its own order, whatever places its tokens are in.
+        # A range is always that of the whole row in its original order, whatever the layout.
         where = Range(0, columns) if ids is None else layout.apply(from_segments(ids))
-        counted = self._in_places(where) + 1
+        counted = self._in_layout(where) + 1
         if not self.config.causal:
             counted = jnp.full_like(counted, columns) if ids is None else layout.apply(_segment_sizes(ids))
         return Context(
@@ -263,7 +263,7 @@ class Decoder(nnx.Module):
             coordinates=coordinates,
         )
 
-    def _in_places(self, positions: Positions):
+    def _in_layout(self, positions: Positions):
         """Positions as an array, those of a range in the order of the layout."""
         array = as_array(positions)
         return self.config.placement.layout.apply(array) if isinstance(positions, Range) else array
@@ -284,11 +284,11 @@ class Decoder(nnx.Module):
 
     def _embedded(self, table, learned, tokens, positions, coordinates):
         x = lookup(table, tokens, self.config.placement)
-        x = x.astype(at_least_float32(x.dtype))  # the scale, and positions, are not those of bfloat16
+        x = x.astype(at_least_float32(x.dtype))  # scale and position embeddings need more than bfloat16
         x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         spec = self.config.layers.embedding
         if spec is not None:
-            where = self._in_places(positions) if coordinates is None else coordinates[..., 0]
+            where = self._in_layout(positions) if coordinates is None else coordinates[..., 0]
             x = x + spec.embed(learned, where, self.config.model_dim)
         return x.astype(self.config.dtype)
 
@@ -346,7 +346,7 @@ def logical_axes(model: nnx.Module) -> dict:
 def _stack(
     config: DecoderConfig, schemes: tuple[Scheme, ...], repeats: int, rngs: nnx.Rngs, *, first: bool
 ) -> nnx.List:
-    """The blocks of one pattern with their parameters stacked over its repeats; ``first`` is that of layer 0."""
+    """The blocks of one pattern with their parameters stacked over its repeats; ``first`` if it has layer 0."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap

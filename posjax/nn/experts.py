@@ -1,4 +1,4 @@
-"""A mixture of experts: several MLPs, of which every token takes the few that a router chooses. No token is dropped."""
+"""A mixture of experts: several MLPs, of which a router chooses a few for every token. No token is dropped."""
 
 import math
 from functools import partial
@@ -18,8 +18,8 @@ class ExpertsMLP(nnx.Module):
     """``sum over the chosen e of w_e mlp_e(x)``, ``w`` the softmax of the chosen ones' logits (gpt-oss, Mixtral).
 
     The router's logits are ``router x + bias``, float32; the ``per_token`` largest are chosen. Tokens are sorted by
-    their experts, so that every expert multiplies its own tokens alone (``jax.lax.ragged_dot``): the cost is that of
-    ``per_token`` MLPs, whatever the router does. Parameters have an axis of experts in front.
+    their experts, so that every expert multiplies only its own tokens (``jax.lax.ragged_dot``): the cost is that of
+    ``per_token`` MLPs, whatever the router does. Parameters have a leading axis of experts.
 
     Args:
         config: the decoder's shape, with ``experts``.
@@ -45,17 +45,17 @@ class ExpertsMLP(nnx.Module):
         return on_any_mesh(ExpertsMLP._mixed, self, x)
 
     def _mixed(self, x):
-        """Every device mixes its own tokens; the hidden units may be split, and their parts are added."""
+        """Every device computes its own tokens; if the hidden units are split, the parts are summed."""
         placement, mesh = self.config.placement, jax.sharding.get_abstract_mesh()
         graph, state = nnx.split(self)
         if mesh.empty or not placement.is_open(mesh) or not self._fits(x, mesh):
             return self._of_tokens(x, None)
         rows, split = PartitionSpec(placement.batch or None, placement.context, None), placement.heads
 
-        def lies(leaf):
+        def spec(leaf):
             return PartitionSpec(*(split if axis == "mlp" else None for axis in leaf.get_metadata("logical_axes")))
 
-        specs = jax.tree.map(lies, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        specs = jax.tree.map(spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
         def of_device(state, x):
             return nnx.merge(graph, state)._of_tokens(x, split)
@@ -64,7 +64,7 @@ class ExpertsMLP(nnx.Module):
         return jax.shard_map(of_device, in_specs=(specs, rows), out_specs=rows, axis_names=open_axes)(state, x)
 
     def _fits(self, x, mesh) -> bool:
-        """Whether the devices can share rows, tokens and hidden units evenly."""
+        """Whether batch, tokens and hidden units can be split evenly over the devices."""
         placement = self.config.placement
         rows = math.prod(mesh.shape[axis] for axis in placement.batch)
         tokens = 1 if placement.context is None else mesh.shape[placement.context]
@@ -73,7 +73,7 @@ class ExpertsMLP(nnx.Module):
         return x.shape[0] % rows == 0 and x.shape[1] % tokens == 0 and self.config.mlp_dim % hidden == 0
 
     def _of_tokens(self, x, split):
-        """The mixture for the tokens here, hidden units split over the axes ``split``."""
+        """The mixture for local tokens, with hidden units split over the axes ``split``."""
         tokens, spec = x.reshape(-1, x.shape[-1]), self.config.experts
         chosen, weights = self._route(tokens)
         order = jnp.argsort(chosen.reshape(-1), stable=True)
@@ -84,14 +84,14 @@ class ExpertsMLP(nnx.Module):
         return summed.astype(x.dtype).reshape(x.shape)
 
     def _route(self, tokens) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
-        """The experts of every token, and what each counts."""
+        """The experts of every token, and their weights."""
         logits = jnp.matmul(tokens, self.router[...].astype(tokens.dtype), preferred_element_type=jnp.float32)
         logits = logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)[None]
         largest, chosen = jax.lax.top_k(logits, self.config.experts.per_token)
         return chosen, jax.nn.softmax(largest, axis=-1)
 
     def _of_experts(self, x, sizes, experts, split):
-        """What its expert makes of every row, float32; rows are sorted by their experts."""
+        """The output of its expert for every row, float32; rows are sorted by expert."""
 
         def product(x, matrix, bias):
             out = jax.lax.ragged_dot(x, matrix[...].astype(x.dtype), sizes, preferred_element_type=jnp.float32)

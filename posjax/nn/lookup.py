@@ -1,4 +1,4 @@
-"""Rows of a table for tokens, with a gradient that does not lose its small parts."""
+"""Embedding lookup, with a gradient that is summed in float32."""
 
 import math
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from posjax.attention.sharded.automatic import explicit_part
 def lookup(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "rows length"], placement: Placement | None = None
 ) -> Float[Array, "rows length embed"]:
-    """``table[tokens]``, in the dtype of the table, which may be narrow so that little travels between devices.
+    """``table[tokens]``, in the dtype of the table, which may be narrow to reduce communication.
 
-    On a mesh every device looks up its own tokens alone, in the whole width of the table. Left to itself the compiler
-    would have every device look up all tokens of the batch where the width of the table is split, as parameters are.
-    Where the vocabulary is split each device finds the rows that it has, and the devices add them up.
+    On a mesh every device looks up only its own tokens, in the whole width of the table. If the width of the table is
+    split, as parameters are, the compiler alone would look up all tokens of the batch on every device. If the
+    vocabulary is split each device looks up the rows that it has, and the results are summed over devices.
 
-    The gradient of row ``v`` is ``sum_i d_i [tokens_i = v]``. It is summed in float32 at least, over the devices too,
-    and rounded once: summed in bfloat16, equal parts stop counting at 256 of them.
+    The gradient of row ``v`` is ``sum_i d_i [tokens_i = v]``. It is summed in at least float32, over the devices too,
+    and rounded once: a bfloat16 sum of equal parts stops growing at 256 of them.
 
     Args:
         table: a row for every token of the vocabulary.
-        tokens: from 0 to ``vocab - 1``. A negative one counts from the end; one outside even so has the nearest row,
-            which gets no gradient of it.
-        placement: how ``tokens`` lie over the mesh in use. The vocabulary may be split as heads are.
+        tokens: from 0 to ``vocab - 1``. A negative one counts from the end; one that is still outside has the nearest
+            row, which gets no gradient from it.
+        placement: how ``tokens`` are split over the mesh in use. The vocabulary may be split as heads are.
     """
     split = None if placement is None else _split(placement, jax.sharding.get_abstract_mesh(), table, tokens)
     wide = table.dtype == at_least_float32(table.dtype)
@@ -39,7 +39,7 @@ def lookup(
 
 
 class _MeshAxes(NamedTuple):
-    """The mesh axes over which rows, their tokens and the vocabulary are split, and all those to enter."""
+    """The mesh axes over which batch, sequence and vocabulary are split, and all axes to enter."""
 
     rows: tuple[str, ...]
     length: tuple[str, ...]
@@ -60,7 +60,7 @@ class _MeshAxes(NamedTuple):
 
 
 def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array) -> _MeshAxes | None:
-    """None where no mesh is in use, all of it is entered already, or it does not divide the tokens.
+    """The axes to split over; None without a mesh, inside ``shard_map``, or if the mesh does not divide the tokens.
 
     Raises ValueError for an axis that the mesh does not have.
     """
@@ -88,13 +88,13 @@ def _rows(split: _MeshAxes | None, table, tokens):
 
 
 def _laid(x: Array, spec: PartitionSpec) -> Array:
-    """``x``, split as the spec says over Explicit axes of the mesh; over Auto ones the compiler does it."""
+    """``x``, resharded to a spec over Explicit axes of the mesh; over Auto ones the compiler does it."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.reshard(x, explicit_part(spec, mesh)) if mesh.explicit_axes else x
 
 
 def _rows_of_device(axes: tuple[str, ...], table, tokens):
-    """The rows of this device's tokens, of which it has those in its part of the vocabulary."""
+    """The rows of this device's tokens, summed over devices that each have a part of the vocabulary."""
     if not axes:
         return table[tokens]
     size = table.shape[0]
@@ -102,8 +102,8 @@ def _rows_of_device(axes: tuple[str, ...], table, tokens):
     tokens, first = jnp.where(tokens < 0, tokens + vocabulary, tokens), jax.lax.axis_index(axes) * size
     nearest, own = jnp.clip(tokens, 0, vocabulary - 1) - first, tokens - first
     here = (nearest >= 0) & (nearest < size)
-    # JAX, too, reads the nearest row for an index outside, and adds nothing to it. Those below 0 it would first count
-    # from the end.
+    # JAX also reads the nearest row for an index outside, without a gradient; but it first counts negative indices from
+    # the end.
     found = table[jnp.where(own < 0, own - size, own)]
     return jax.lax.psum(jnp.where(here[..., None], found, 0), axes)
 
@@ -119,7 +119,7 @@ def _forward(split, table, tokens):
 
 def _backward(split, saved, d_rows):
     table, tokens = saved
-    # The values of the table are not read: they only say where the sums go, and how they lie over the devices.
+    # The values of the table are not read, only its shape and sharding.
     _, transpose = jax.vjp(lambda wide: _rows(split, wide, tokens), table.astype(jnp.float32))
     return transpose(d_rows.astype(jnp.float32))[0].astype(table.dtype), None
 

@@ -37,15 +37,15 @@ from posjax.scheme import Scheme
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer reads beside the activations.
+    """The inputs of every layer besides the activations.
 
     Args:
         positions: of the tokens.
-        mask: what the model allows beside causality, such as segments; or None.
+        mask: the model's mask besides causality, such as segments; or None.
         visible: how many keys each token may see.
         length: the current length, for schemes that read it.
         shared: the parameters that all layers share, by scheme.
-        coordinates: positions for the features alone; see ``Scheme.attend``.
+        coordinates: positions for the features only; see ``Scheme.attend``.
         valid: False at padding, for decoding.
     """
 
@@ -112,15 +112,15 @@ class Attention(nnx.Module):
         return on_any_mesh(attend, self, x, settings)
 
     def _placement(self, x) -> Placement:
-        """That of the config; where it names nothing, what the types of the tokens and of the projection say."""
+        """The placement of the config; if it is empty, that of the types of tokens and projection."""
         if self.config.placement.axes or self.config.placement.layout.reorders:
             return self.config.placement
         rows, heads = axes_of(explicit_spec(x)[0]), axes_of(explicit_spec(self.q[...])[1])
-        # Parameters may be split over the axis of the rows too (FSDP): they are gathered where they are used.
+        # Parameters may be split over the batch axis too (FSDP): they are gathered for use.
         return Placement(batch=rows, heads=tuple(axis for axis in heads if axis not in rows) or None)
 
     def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
-        """Attention where the compiler splits the projections; ``split`` if it must not be left to split the rest."""
+        """Attention with projections split by the compiler; ``split`` if it must not split attention."""
         mesh, params = jax.sharding.get_abstract_mesh(), plain(self.learned) | settings["shared"]
         if placement.axes and not mesh.empty:
             placement = placement.for_key_heads(mesh.shape, self.config.num_kv_heads)
@@ -134,7 +134,7 @@ class Attention(nnx.Module):
     def decode(
         self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
-        """Attention of new tokens over a cache, and the cache with them in it; see ``Scheme.decode``."""
+        """Attention of new tokens over a cache, and the cache with the new tokens; see ``Scheme.decode``."""
         settings = {"index": context.visible - 1, "valid": context.valid, "positions": context.positions}
         settings |= {"coordinates": context.coordinates, "length": context.length}
         settings |= {"shared": context.shared.get(self.scheme, {})}
@@ -142,7 +142,7 @@ class Attention(nnx.Module):
         return on_any_mesh(decoded, self, x, kept, settings, like=(explicit_spec(x), jax.tree.map(explicit_spec, kept)))
 
     def _partition(self, x) -> PartitionSpec | None:
-        """How the queries lie over the mesh, if rows and heads can be shared by its devices."""
+        """The spec of the queries over the mesh, or None if its devices do not divide the batch."""
         placement, mesh = self._placement(x), mesh_of(x)
         if mesh is None or not set(placement.axes) <= set(mesh.axis_names) - set(mesh.manual_axes):
             return None
@@ -172,7 +172,7 @@ class Attention(nnx.Module):
         return plus(from_heads(out, self.o[...]), self.o_bias)
 
     def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
-        """``Scheme.attend`` on the rows of one device; a ``length`` that is a Python number stays one."""
+        """``Scheme.attend`` for the batch rows of one device; a ``length`` that is a Python number stays one."""
         given = settings | arrays
         positions, gates = given.pop("positions"), given.pop("gates")
         return self.scheme.attend(
@@ -189,7 +189,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The hidden layer of a block: ``config.activation`` names one of ``specs.ACTIVATIONS``."""
+    """The hidden layer of a block: ``config.activation`` is one of ``specs.ACTIVATIONS``."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         width, hidden, self.activation = config.model_dim, config.mlp_dim, config.activation
@@ -213,7 +213,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and an MLP around the residual stream, joined as ``config.residual`` says.
+    """Attention and an MLP around the residual stream, combined by ``config.residual``.
 
     Args:
         config: the decoder's shape; ``scheme`` in it is not read.
@@ -250,17 +250,17 @@ class Block(nnx.Module):
     def decode(
         self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
-        """One layer on new tokens, and its cache with them in it."""
+        """One layer on new tokens, and its cache with the new tokens."""
         normed = self.attention_input(x)
         found, kept = self.attention.decode(normed, kept, context)
         return self._joined(x, normed, found), kept
 
     def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:
-        """What attention reads of the residual stream."""
+        """The input of attention, from the residual stream."""
         return _through(self.attention_norm, x)
 
     def _joined(self, x, normed, found):
-        """The residual stream after the layer, of that before it, what attention read and what it gave."""
+        """The residual stream after the layer, from that before it and the input and output of attention."""
         with_attention = x + self._scaled(_through(self.attention_after, found))
         read = x if self.residual.parallel else with_attention
         read = normed if self.residual.shared_norm else _through(self.mlp_norm, read)

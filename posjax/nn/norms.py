@@ -1,4 +1,4 @@
-"""Norms of the residual stream, and of all heads of a projection together."""
+"""Norms of the residual stream, and of projections over all heads."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class LayerNorm(nnx.Module):
 
 
 def make_norm(size: int, spec: Norm) -> RMSNorm | LayerNorm:
-    """The norm of the residual stream that a spec names."""
+    """The norm of the residual stream for a spec."""
     return (RMSNorm if spec.kind == "rms" else LayerNorm)(size, "embed", spec)
 
 
@@ -67,6 +67,6 @@ def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Para
 
 
 def _factor(norm: RMSNorm | LayerNorm) -> Float[Array, "*size"]:
-    """What a norm multiplies by."""
+    """The factor of a norm."""
     gain = norm.gain[...].astype(jnp.float32)
     return 1 + gain if norm.spec.unit_offset else gain

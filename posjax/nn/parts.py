@@ -1,4 +1,4 @@
-"""Parameters with named axes, and how modules live on meshes."""
+"""Parameters with named axes, and modules on meshes."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def bias_parameter(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
 
 
 def plus(x: Float[Array, "*b"], bias: nnx.Param | None) -> Float[Array, "*b"]:
-    """``x + bias`` over the last axes, added in float32, so that the gradient of the bias is summed so too."""
+    """``x + bias`` over the last axes, added in float32, so that the gradient of the bias is summed in float32 too."""
     if bias is None:
         return x
     wide, bias = level(x.astype(jnp.float32), bias[...].astype(jnp.float32))
@@ -37,11 +37,11 @@ def plus(x: Float[Array, "*b"], bias: nnx.Param | None) -> Float[Array, "*b"]:
 def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size"]) -> Float[Array, "*b heads size"]:
     """``x W`` for every head.
 
-    Where ``_side_by_side`` it is one matrix product, whose heads lie as the kernels of attention read them: a compiler
-    that saw the heads would put one after the other, which takes a TPU twice as long.
+    If ``_merges_heads`` it is one matrix product in the layout of ``merge_heads``, which the kernels of attention read:
+    with a head axis the compiler would choose another layout, which takes a TPU twice as long.
     """
     weight = weight.astype(x.dtype)
-    if not _side_by_side(x.shape[:-1], weight.shape[2], weight.shape[0]):
+    if not _merges_heads(x.shape[:-1], weight.shape[2], weight.shape[0]):
         return jnp.einsum("...e,ehd->...hd", x, weight)
     flat = jax.lax.optimization_barrier(weight.reshape(weight.shape[0], -1))
     return (x @ flat).reshape(*x.shape[:-1], *weight.shape[1:])
@@ -50,23 +50,24 @@ def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size
 def from_heads(x: Float[Array, "*b heads size"], weight: Float[Array, "heads size embed"]) -> Float[Array, "*b embed"]:
     """``x W`` summed over all heads, as ``to_heads``."""
     weight = weight.astype(x.dtype)
-    if not _side_by_side(x.shape[:-2], *weight.shape[1:]):
+    if not _merges_heads(x.shape[:-2], *weight.shape[1:]):
         return jnp.einsum("...hd,hde->...e", x, weight)
     flat = jax.lax.optimization_barrier(weight.reshape(-1, weight.shape[2]))
     return x.reshape(*x.shape[:-2], -1) @ flat
 
 
-def _side_by_side(tokens: tuple[int, ...], size: int, embed: int) -> bool:
-    """Whether heads should lie side by side: of many tokens, and if each of them fills whole lanes of a TPU.
+def _merges_heads(tokens: tuple[int, ...], size: int, embed: int) -> bool:
+    """Whether the product should be in the layout of ``merge_heads``: for many tokens and heads that fill TPU lanes.
 
-    The weight is put in order for it, which takes longer than the product of a few tokens. A symbolic number is few.
+    The weight is copied to that layout, which takes longer than the product of a few tokens. A symbolic number counts
+    as few.
     """
     known = all(isinstance(count, int) for count in tokens)
     return known and size % LANES == 0 and math.prod(tokens) >= embed
 
 
 def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
-    """A scheme's learned parameters as a module tree; they are small, and their axes have no names."""
+    """A scheme's learned parameters as a module tree; they are small, and their axes have no logical names."""
 
     def wrap(value):
         return nnx.Param(value, logical_axes=(None,) * value.ndim)
@@ -77,12 +78,12 @@ def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
 
 
 def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
-    """The arrays of ``scheme_parameters`` again."""
+    """The inverse of ``scheme_parameters``."""
     return {slot: {name: leaf[...] for name, leaf in made.items()} for slot, made in params.items()}
 
 
 def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float[Array, "batch length embed"]:
-    """``x``, split over the mesh in use as the placement says; as it is where there is no mesh."""
+    """``x``, split over the mesh in use by the placement; unchanged without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not placement.is_open(mesh):
         return x
@@ -92,9 +93,9 @@ def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float
 
 
 def on_any_mesh(function: Callable[..., Any], module: nnx.Module, x: Array, *more: Any, like: Any = None) -> Any:
-    """``function(module, x, *more)`` where the compiler splits everything, on meshes with Explicit axes too.
+    """``function(module, x, *more)`` with all mesh axes Auto, on meshes with Explicit axes too.
 
-    What it returns lies like ``x``, or as a tree of specs says.
+    The result has the sharding of ``x``, or of ``like``, a tree of specs.
     """
     if not has_explicit(nnx.state(module), x, more):
         return function(module, x, *more)

@@ -1,4 +1,4 @@
-"""What the blocks of a decoder are made of: norms, residuals and hidden layers, as frozen, hashable specs."""
+"""Norms, residuals, experts and activations of the blocks of a decoder, as frozen, hashable specs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,8 +47,8 @@ class Experts:
     """A mixture of experts in place of every MLP.
 
     Args:
-        count: how many there are.
-        per_token: how many of them every token takes.
+        count: number of experts.
+        per_token: number of experts for every token.
     """
 
     count: int
@@ -62,7 +62,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """How a block adds what attention and the MLP make of ``x``; N are its norms and s is ``scale``.
+    """How a block adds the outputs of attention and MLP to ``x``; N are its norms and s is ``scale``.
 
         "before":              x <- x + s attention(N(x)),     then x <- x + s mlp(N(x))
         "after" (OLMo 2):      x <- x + s N(attention(x)),     then x <- x + s N(mlp(x))
@@ -75,10 +75,10 @@ class Residual:
         shared_norm: one norm for both parallel branches (GPT-J, Cohere).
         first_norm: False leaves out the norm before the attention of the first layer (ModernBERT, which has a norm
             after the embedding).
-        scale: of what is added (Granite).
+        scale: factor of what is added (Granite).
 
     Raises:
-        ValueError: for a shared norm where there are not two parallel branches with norms before them.
+        ValueError: for a shared norm without two parallel branches with norms before them.
     """
 
     norm: str = "before"
@@ -111,7 +111,7 @@ def _clamped_swiglu(gate: Float[Array, "*b"], up: Float[Array, "*b"]) -> Float[A
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """The hidden units of an MLP: of ``gate x`` and ``up x`` where ``gated``, of ``up x`` alone otherwise."""
+    """The hidden units of an MLP: a function of ``gate x`` and ``up x`` if ``gated``, otherwise of ``up x``."""
 
     hidden: Callable[..., Array]
     gated: bool

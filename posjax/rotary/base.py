@@ -1,7 +1,7 @@
 """Which base a context length needs, and which context length a base supports (arXiv:2405.14591; kexue.fm 10122).
 
 For independent, identically distributed components of queries and keys, a similar token at distance m scores higher
-than a random one by 2 sigma^2 f_b(m), with f_b(m) = sum_t cos(m b^(-2t/d)). RoPE of base b tells them apart over a
+than a random one by 2 sigma^2 f_b(m), with f_b(m) = sum_t cos(m b^(-2t/d)). RoPE of base b distinguishes them over a
 whole context of length L if f_b(m) >= 0 for m = 0 .. L - 1.
 """
 

@@ -72,15 +72,15 @@ def decompose(
     P is orthogonal; plane t is spanned by its columns t and t + d/2 (``pairing="half"``), and omega ``[axes, d/2]`` are
     radians per position. Planes without rotation have frequency 0.
 
-    Raises ValueError for matrices that are not skew-symmetric and for generators that do not commute (quaternion units,
-    say), with the size of the commutator.
+    Raises ValueError for matrices that are not skew-symmetric and for generators that do not commute (such as
+    quaternion units), with the size of the commutator.
     """
     matrices = _as_generators(generators)
     size, (a, b) = _commutator(matrices)
     check(
         size <= tolerance,
         f"generators {a} and {b} do not commute, |AB - BA| = {size:.3g} |A| |B|: "
-        "exp(sum_a x_a B_a) would not depend on differences of positions alone",
+        "exp(sum_a x_a B_a) would not depend only on differences of positions",
     )
     basis = _planes(matrices)
     half = matrices.shape[1] // 2

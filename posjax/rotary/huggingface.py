@@ -89,7 +89,7 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
     factor, or a yarn factor of None, is ``max_position_embeddings`` over the original length.
 
     Raises ValueError for an unknown type or key, a missing key, a base of None, a factor below 1, lists of the wrong
-    length, and whatever else the rule itself refuses; the message starts with the layer type where there is one.
+    length, and whatever the rule itself refuses; the message starts with the layer type where there is one.
     """
     config = config if isinstance(config, Mapping) else _as_mapping(config)
     if "rope_type" in config or ("type" in config and "model_type" not in config):

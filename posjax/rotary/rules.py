@@ -53,7 +53,7 @@ class FrequencyRule:
     hf_type: ClassVar[str | None] = None
     """Hugging Face's ``rope_type``, or None for a rule that it does not have."""
     hf_keys: ClassVar[dict[str, str]] = {}
-    """Field of the rule -> key of Hugging Face's dictionary, beside rope_theta and partial_rotary_factor."""
+    """Field of the rule -> key of Hugging Face's dictionary, besides rope_theta and partial_rotary_factor."""
 
     def __post_init__(self):
         check_number("base", self.base)
@@ -98,7 +98,7 @@ class FrequencyRule:
 
     @property
     def softmax_scale(self) -> float:
-        """A factor of the logits beside ``table_factor``, which some models apply (see YaRN); 1 for other rules."""
+        """A factor of the logits besides ``table_factor``, which some models apply (see YaRN); 1 for other rules."""
         return 1.0
 
     def frequencies(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:

@@ -1,9 +1,8 @@
 """The scheme: one choice for each slot of attention, and recipes whose layers differ.
 
-``slots`` says what each slot asks of its specs, ``choices`` what follows from one choice for each, ``checks`` what
-composes, ``registry`` which names the specs have and ``changes`` how a scheme becomes another one. Two executors
-compute: ``softmax`` and ``linear``. ``scheme`` puts them together, ``layers`` has one for each layer, and ``presets``
-are the schemes of the field by name.
+``slots`` has the protocol of each slot, ``choices`` the properties of a scheme, ``checks`` what composes, ``registry``
+the names of specs and ``changes`` the replacement of slots. ``softmax`` and ``linear`` compute attention. ``scheme``
+combines them, ``layers`` has one scheme for each layer, and ``presets`` are the known schemes by name.
 """
 
 from posjax.scheme.choices import SLOT_NAMES

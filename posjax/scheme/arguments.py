@@ -1,4 +1,4 @@
-"""What the slots of a scheme give to one call of softmax attention."""
+"""The arguments of softmax attention that come from the slots of a scheme."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check
+from posjax._numbers import LARGEST
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range, as_array, difference
 from posjax.scheme.calls import Params, Where
 from posjax.scheme.slots import BiasSlot, SinkSlot
 
-_LARGEST = 2**31 - 1
-
 
 def bound_bias(bias: BiasSlot | None, params: Params, heads: int, gates: tuple[Array, Array] | None) -> Bias | None:
-    """The bias with its parameters, and with the gates of the tokens where it reads them (FoX).
+    """The bias with its parameters, and with the gates of the tokens if it reads them (FoX).
 
     Raises:
         ValueError: for gates that are missing.
@@ -26,8 +25,8 @@ def bound_bias(bias: BiasSlot | None, params: Params, heads: int, gates: tuple[A
         return None
     if not bias.reads_tokens:
         return _bound(bias, params, heads)
-    check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass what Scheme.prepare gives")
-    # Gates are of tokens, and so of this device's heads.
+    check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass the result of Scheme.prepare")
+    # Gates are those of this device's heads.
     return bias.bind(params.get("bias"), num_heads=gates[0].shape[1], q_gates=gates[0], kv_gates=gates[1])
 
 
@@ -44,21 +43,21 @@ def _bound(bias: BiasSlot, params: Params, heads: int) -> Bias:
 def sink_logits(
     sinks: SinkSlot | None, params: Params, heads: int, given: Array | None
 ) -> Float[Array, "heads"] | None:
-    """The logits of the slot of sinks, or those that a call is given where the slot is empty.
+    """The logits of the sinks of a scheme, or of the call if the slot is empty.
 
     Raises:
         ValueError: for both.
     """
     if sinks is None:
         return given
-    check(given is None, "sinks: the scheme has sinks of its own")
+    check(given is None, "sinks: the scheme has its own sinks")
     return sinks.logits(params.get("sinks", {}), num_heads=heads)
 
 
 def check_no_slots(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments of ``attention`` that a scheme brings itself."""
+    """Raises ValueError for arguments of ``attention`` that are slots of a scheme."""
     for name in ("bias", "scale", "far", "decay"):
-        check(name not in options, f"{name}: a scheme brings its own; give it as Scheme({name}=...) or replace it")
+        check(name not in options, f"{name}: a scheme has its own; give it as Scheme({name}=...) or replace it")
 
 
 def count_visible(
@@ -70,15 +69,15 @@ def count_visible(
         where: the tokens of the call.
         q_positions: of this device's queries.
         causal: whether a query sees only the keys at or before its position.
-        own: the scheme's mask, which leaves some of them.
-        given: how many there are before the mask; where it is None those at or before each query, or all where not
-            causal, for contiguous keys.
+        own: the scheme's mask.
+        given: the number of keys before that mask; if None, for contiguous keys, those at or before each query, or all
+            if not causal.
     """
     at, across, kv_positions = as_array(q_positions), where.across, where.kv_positions
     if given is not None:
         count = across.local(given, at.shape[-1])
     elif causal:
-        count = jnp.minimum(difference(at, across.lowest(kv_positions)), _LARGEST - 1) + 1
+        count = jnp.minimum(difference(at, across.lowest(kv_positions)), LARGEST - 1) + 1
     else:
         keys = kv_positions.length if isinstance(kv_positions, Range) else across.whole(kv_positions.shape[-1])
         count = jnp.full_like(at, keys)

@@ -1,4 +1,4 @@
-"""What a call gives to a scheme, checked: where its tokens stand, what is new of them, and who computes it."""
+"""The checked arguments of a call of a scheme: positions, new tokens, and the protocol of executors."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -18,17 +18,17 @@ from posjax.scheme.slots import FeatureSlot
 
 Params = Mapping[str, Mapping[str, Array]]
 Kept = Cache | LinearState
-"""What decoding keeps of one layer."""
+"""The cache of one layer."""
 
 
 class Where(NamedTuple):
-    """Where the queries and keys of a call stand.
+    """The positions of the queries and keys of a call.
 
     Args:
-        across: how rows and heads lie over a mesh.
+        across: how sequences and heads are split over a mesh.
         q_positions: see ``attention``.
         kv_positions: see ``attention``.
-        coordinates: where the features take the tokens, if that is elsewhere.
+        coordinates: positions for the features, if they are others.
         length: the current length.
         head_dim: size of a head.
     """
@@ -42,18 +42,18 @@ class Where(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What maps of features are told beside positions."""
+        """The arguments of feature maps besides positions."""
         return {"head_dim": self.head_dim, "length": self.length}
 
     def queries(self, features: FeatureSlot, q: Array) -> Positions | Array:
-        """Where features take the queries, with an axis of coordinates where they have several, without elsewhere."""
-        return self._places(features, q, self.q_positions)
+        """Positions of the queries for the features, with an axis of coordinates if they have several axes."""
+        return self._for_features(features, q, self.q_positions)
 
     def keys(self, features: FeatureSlot, k: Array) -> Positions | Array:
-        """The same of the keys."""
-        return self._places(features, k, self.kv_positions)
+        """The same for the keys."""
+        return self._for_features(features, k, self.kv_positions)
 
-    def _places(self, features, x, positions):
+    def _for_features(self, features, x, positions):
         several, positions, given = features.axes > 1, self.across.local(positions, x.shape[1]), self.coordinates
         if given is None:
             rows = several and not isinstance(positions, Range) and jnp.ndim(positions) == 2
@@ -65,9 +65,9 @@ class NewTokens(NamedTuple):
     """The tokens of one call of decoding.
 
     Args:
-        index: how many tokens of its row stand before each.
+        index: how many tokens of its row come before each.
         valid: False for padding.
-        gates: what ``Scheme.prepare`` gave for them.
+        gates: the result of ``Scheme.prepare`` for them.
     """
 
     index: Int[Array, "batch tokens"]
@@ -81,12 +81,12 @@ class NewTokens(NamedTuple):
 
 
 class Executor(Protocol):
-    """What computes attention with the choices of a scheme: ``SoftmaxAttention`` or ``LinearAttention``."""
+    """Computes attention with the choices of a scheme: ``SoftmaxAttention`` or ``LinearAttention``."""
 
     caches: str
 
     def attend(self, q: Array, k: Array, v: Array, params: Params, where: Where, **options) -> Any:
-        """``Scheme.attend`` of the rows and heads of one device."""
+        """``Scheme.attend`` for the batch rows and heads of one device."""
 
     def stored(self, params: Params, k: Array, v: Array, at: Positions | Array, **sizes) -> tuple[Array, Array]:
         """``Scheme.stored``."""
@@ -100,11 +100,11 @@ class Executor(Protocol):
     def step(
         self, projected, kept: Kept, params: Params, where: Where, new: NewTokens, options, partition: Partition | None
     ) -> tuple[Array, Kept]:
-        """``Scheme.decode`` where the compiler splits everything but attention itself."""
+        """``Scheme.decode``, with everything but attention itself split by the compiler."""
 
 
 def check_projections(q, k, v, widths: tuple[float, float]) -> None:
-    """Raises ValueError for what are no arrays of heads, and for queries and keys whose widths are not of one head.
+    """Raises ValueError for arrays without heads, and for queries and keys whose widths do not fit each other.
 
     ``widths`` are those of ``Features``.
     """
@@ -113,20 +113,20 @@ def check_projections(q, k, v, widths: tuple[float, float]) -> None:
     wanted = int(q.shape[-1] / widths[0] * widths[1])
     check(
         k.shape[-1] == wanted,
-        f"k must be {wanted} wide beside a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
+        f"k must be {wanted} wide for a q that is {q.shape[-1]} wide (see key_size), found shape {k.shape}",
     )
 
 
 def check_rows(kept: Kept, q: Array) -> None:
-    """Raises ValueError for tokens of other rows than those that a cache was made for."""
+    """Raises ValueError if tokens and cache differ in batch size."""
     rows = jax.tree.leaves(kept)[0].shape[0]
     check(rows == q.shape[0], f"q must have the {rows} rows of the cache, found a batch of {q.shape[0]}")
 
 
 def row_positions(across: Placement, name: str, positions: Positions | None, x) -> Positions:
-    """The positions of queries or keys ``x``: those given, or 0, 1, 2, ... over the whole row.
+    """The positions of queries or keys ``x``: those given, or 0, 1, 2, ... over the whole sequence.
 
-    Raises ValueError, naming them, for positions that are not one for each token.
+    Raises ValueError unless there is one position for each token.
     """
     if positions is None:
         return Range(0, across.whole(x.shape[1]))

@@ -1,4 +1,4 @@
-"""A scheme with other slots: how they are given, and what may change after training."""
+"""Replacing slots of a scheme, and what may be replaced after training."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def replaced(scheme: C, changes: Mapping[str, Any]) -> C:
     """The scheme with some slots replaced, the frequency rule last; see ``Scheme.replace``.
 
     Raises:
-        ValueError: for an unknown slot, name or option, or a frequency rule where nothing is rotated.
+        ValueError: for an unknown slot, name or option, or a frequency rule for a scheme without rotation.
     """
     for name in changes:
         check_known("slot", name, SLOT_NAMES)
@@ -35,7 +35,7 @@ def replaced(scheme: C, changes: Mapping[str, Any]) -> C:
 
 
 def _resolved(scheme, slot_name: str, value):
-    """A spec from ``{"name": ...}``; a frequency rule keeps what it does not change."""
+    """A spec from ``{"name": ...}``; a frequency rule keeps the options that it does not change."""
     if not isinstance(value, Mapping):
         return value
     options = dict(value)
@@ -46,17 +46,17 @@ def _resolved(scheme, slot_name: str, value):
 
 
 def _kept(before: rotary.FrequencyRule, name: str) -> dict[str, Any]:
-    """The options that a frequency rule by name takes over from the rule before it."""
+    """The options that a frequency rule by name inherits from the rule before it."""
     check(
         before.partial_rotary_factor == 1 or isinstance(before, rotary.Proportional) == (name == "proportional"),
-        f"frequencies: {name!r} would not rotate the pairs that {shown(before)} does, for the share of "
-        "p-RoPE and that of partial rotary are different things; give the rule itself if that is meant",
+        f"frequencies: {name!r} would not rotate the pairs that {shown(before)} does, because the share of "
+        "p-RoPE differs from that of partial rotary; pass the rule itself if that is intended",
     )
     return {key: getattr(before, key) for key in ("base", "head_dim", "partial_rotary_factor")}
 
 
 def _with_rule(features, rule):
-    """The features with another rule; where a rule deals out the frequencies of a rule to several axes, that one."""
+    """The features with another rule; M-RoPE and RoPE-Tie keep their axes and replace their inner rule."""
     before = features.frequencies
     if isinstance(before, rotary.MRoPE | rotary.RoPETie) and isinstance(rule, rotary.FrequencyRule) and rule.axes == 1:
         own = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
@@ -65,7 +65,7 @@ def _with_rule(features, rule):
 
 
 def check_same_parameters(before: Choices, after: Choices) -> None:
-    """Raises ValueError, naming the slot, unless two schemes learn arrays and need projections of the same shapes."""
+    """Raises ValueError, naming the slot, unless two schemes have parameters and projections of the same shapes."""
     features = (scheme.features for scheme in (before, after) if scheme.features is not None)
     sizes = (size for size in (spec.own_head_dim for spec in features) if size is not None)
     head_dim = next(sizes, 64)
@@ -86,6 +86,6 @@ def _check_slot(name: str, before, after, head_dim: int) -> None:
 
 
 def _shapes(spec, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a spec's parameters for a head of this size; the other sizes only have to be the same for all."""
+    """Shapes of a spec's parameters for a head of this size; the other sizes are arbitrary."""
     sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": head_dim, "model_dim": 64}
     return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: init_spec(spec, jax.random.key(0), sizes)))

@@ -1,4 +1,4 @@
-"""What composes in a scheme and what does not, with the reasons."""
+"""Which slots of a scheme compose, and the reasons why others do not."""
 
 from typing import Any
 
@@ -12,10 +12,7 @@ from posjax.scheme.slots import PROTOCOLS, lacking
 
 
 def check_slots(scheme: Choices) -> None:
-    """Raises ValueError, naming the slot, for what lacks a method or an attribute that a ``Scheme`` asks of it.
-
-    What counts is what a spec can do, not where its class comes from.
-    """
+    """Raises ValueError, naming the slot, for a spec that lacks a method or an attribute of the slot's protocol."""
     for name in PROTOCOLS:
         spec = getattr(scheme, name)
         if spec is not None:
@@ -31,7 +28,7 @@ def _check_spec(name: str, spec: Any) -> None:
 
 
 def check_composition(scheme: Choices) -> None:
-    """Raises ValueError, with the reason, for slots of a ``Scheme`` that do not compose."""
+    """Raises ValueError, with the reason, for slots that do not compose."""
     _check_mask(scheme.mask)
     _check_hashable(scheme)
     _check_temperature(scheme)
@@ -58,16 +55,16 @@ def _check_mask(mask) -> None:
     )
     check(
         mask is None or not jax.tree.leaves(mask),
-        "mask: a scheme holds position masks only; pass masks that carry arrays, such as Segments, to attend(mask=)"
+        "mask: a scheme holds position masks only; pass masks with arrays, such as Segments, to attend(mask=)"
         + _static_sizes(mask),
     )
 
 
 def _static_sizes(mask) -> str:
-    """What to write where a mask's sizes were registered as arrays."""
+    """A hint if a mask's sizes were registered as arrays."""
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):
         return ""
-    return "; mark sizes as such with dataclasses.field(metadata={'static': True})"
+    return "; mark sizes as static with dataclasses.field(metadata={'static': True})"
 
 
 def _check_hashable(scheme: Choices) -> None:
@@ -75,23 +72,23 @@ def _check_hashable(scheme: Choices) -> None:
         try:
             hash(spec)
         except TypeError as error:
-            why = f"{type(spec).__name__} is not hashable ({error}): it is to be a frozen dataclass without arrays"
+            why = f"{type(spec).__name__} is not hashable ({error}): it must be a frozen dataclass without arrays"
             raise ValueError(f"{name}: {why}") from None
 
 
 def _check_temperature(scheme: Choices) -> None:
-    brings = isinstance(getattr(scheme.features, "frequencies", None), rotary.YaRN | rotary.DynamicYaRN)
+    has_one = isinstance(getattr(scheme.features, "frequencies", None), rotary.YaRN | rotary.DynamicYaRN)
     check(
-        not (brings and isinstance(scheme.scale, scales.YaRNTemperature)),
-        "scale: YaRN's frequencies bring its temperature already; leave YaRNTemperature out, or use NTKByParts",
+        not (has_one and isinstance(scheme.scale, scales.YaRNTemperature)),
+        "scale: YaRN's frequencies have its temperature already; leave YaRNTemperature out, or use NTKByParts",
     )
 
 
 def _check_norm(scheme: Choices) -> None:
     check(
         scheme.norm is None or scheme.features is None or scheme.features.widths == (1.0, 1.0),
-        "norm does not compose with CoCA: its key is a half-width t whose size is the strength of each plane, "
-        "and a norm of it would take that away; leave norm out",
+        "norm does not compose with CoCA: the size of its half-width key t is the strength of each plane, which a "
+        "norm would remove; leave norm out",
     )
 
 
@@ -105,10 +102,10 @@ def _check_contextual(scheme: Choices) -> None:
 def _check_positions(scheme: Choices) -> None:
     longest, table = (getattr(spec, "max_length", None) for spec in (scheme.positions, scheme.embedding))
     fits = longest is None or table is None or longest <= scheme.embedding.reach
-    check(fits, f"positions: ids below {longest} are drawn, but the learned embedding ends before; make it longer")
+    check(fits, f"positions: ids below {longest} are drawn, but the learned embedding is shorter; make it longer")
     check(
         longest is None or scheme.features is None or not scheme.features.decays or longest <= 10_000,
-        f"positions: ids below {longest} may spread a tile of xPos beyond what its decay can hold; stay below 10,000",
+        f"positions: ids below {longest} may make a tile of xPos longer than its decay allows; stay below 10,000",
     )
     real = isinstance(scheme.positions, sampling.EqualMean)
     check(
@@ -129,7 +126,7 @@ def _check_linear(scheme: Choices) -> None:
 def _check_kernel(scheme: Choices) -> None:
     check(
         not (isinstance(scheme.norm, norms.KeyNorm) and isinstance(scheme.linear, linear.Performer)),
-        "norm: KeyNorm takes from Performer's features the norms that they estimate; leave one out",
+        "norm: KeyNorm removes the norms that Performer's features depend on; leave one out",
     )
     check(
         not scheme.reads_length,
@@ -137,7 +134,7 @@ def _check_kernel(scheme: Choices) -> None:
     )
     check(
         scheme.linear.of_inner_product or not scheme.rotates or scheme.features.frequencies.table_factor == 1,
-        "features: an elementwise kernel rotates the numerator alone, which YaRN's factor of the tables would scale; "
+        "features: an elementwise kernel rotates only the numerator, which YaRN's factor of the tables would scale; "
         "use NTKByParts",
     )
     check(
@@ -147,9 +144,9 @@ def _check_kernel(scheme: Choices) -> None:
 
 
 def check_direction(scheme: Choices, causal: bool) -> None:
-    """Raises ValueError for methods that are meant for causal attention in bidirectional attention.
+    """Raises ValueError for methods for causal attention in bidirectional attention.
 
-    It names the slot, and the option that makes the method two-sided where there is one.
+    It names the slot, and the option that makes the method two-sided if there is one.
     """
     if causal:
         return

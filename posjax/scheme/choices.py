@@ -1,4 +1,4 @@
-"""One choice for each slot, and what follows from the choices before anything runs."""
+"""One choice for each slot, and the properties that follow from the choices."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ _PLAIN = Features()
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The slots of a ``Scheme``, which says what they are; None in each that is left empty."""
+    """The slots of a ``Scheme``, described there; None for an empty slot."""
 
     embedding: slots.EmbeddingSlot | None = None
     norm: slots.NormSlot | None = None
@@ -30,7 +30,7 @@ class Choices:
 
     @property
     def maps(self) -> slots.FeatureSlot:
-        """The features; the plain projections where there are none."""
+        """The features; the plain projections if there are none."""
         return _PLAIN if self.features is None else self.features
 
     @property
@@ -40,7 +40,7 @@ class Choices:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether ``attend`` needs the gates that ``prepare`` makes of the tokens (FoX)."""
+        """Whether ``attend`` needs the gates that ``prepare`` computes from the tokens (FoX)."""
         return self.bias is not None and self.bias.reads_tokens
 
     @property
@@ -52,15 +52,15 @@ class Choices:
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing."""
         chosen = (self.embedding, self.features, self.scale, self.bias, self.mask, self.far)
-        # Random features of a rotated query estimate the same kernel, but are not the same numbers.
+        # Random features of a rotated query estimate the same kernel with other numbers.
         estimated = self.linear is not None and self.linear.random and self.rotates
         return not estimated and all(spec is None or spec.shift_invariant for spec in chosen)
 
     @property
     def kept_keys(self) -> tuple[int, int] | None:
-        """``(first, recent)``: the only keys that a causal query can see, at the start and at the end; None for all.
+        """``(first, recent)``: how many first and most recent keys a causal query can see; None if all.
 
-        None too for CoPE, which counts along keys that stand in order, as they do not in a ring.
+        None too for CoPE, which needs keys in order; in a ring they are not.
         """
         if self.bias is not None and self.bias.contextual:
             return None
@@ -69,7 +69,7 @@ class Choices:
 
     @property
     def own_mask(self) -> masks.Mask | None:
-        """What the mask and the far slot leave of all pairs."""
+        """The mask of the mask slot and the far slot."""
         return all_of(self.mask, self._far_mask)
 
     @property
@@ -77,7 +77,7 @@ class Choices:
         return None if self.far is None else self.far.mask()
 
     def reads_positions(self, options: Mapping[str, Any]) -> bool:
-        """Whether a call of ``attend`` with these options depends on where queries and keys stand."""
+        """Whether a call of ``attend`` with these options depends on positions."""
         chosen, given = (self.features, self.scale, self.bias, self.mask, self.far), options.get("mask")
         if options.get("causal", True) or any(spec is not None for spec in chosen):
             return True
@@ -85,10 +85,10 @@ class Choices:
 
 
 SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Choices)))
-"""The slots that ``replace`` and ``extend`` take."""
+"""The slots that ``replace`` and ``extend`` accept."""
 
 
 def all_of(*parts: masks.Mask | None) -> masks.Mask | None:
-    """What all masks allow, those that are None left out."""
+    """The ``&`` of all masks that are not None."""
     found = [part for part in parts if part is not None]
     return None if not found else functools.reduce(operator.and_, found)

@@ -9,7 +9,7 @@ from posjax.scheme.scheme import Scheme
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Schemes that differ from layer to layer: patterns of schemes, each repeated, one after the other.
+    """Schemes that differ from layer to layer: a sequence of patterns of schemes, each repeated.
 
     ``Layers((((local, local, globe), 7), ((local,), 2)))`` are 23 layers. A model scans over each pattern.
 
@@ -17,7 +17,7 @@ class Layers:
         patterns: ``((schemes of one period, repeats), ...)``.
 
     Raises:
-        ValueError: for empty patterns, or layers that disagree on the embedding, which the model has once.
+        ValueError: for empty patterns, or layers with different embeddings or training positions.
     """
 
     patterns: tuple[tuple[tuple[Scheme, ...], int], ...]
@@ -39,7 +39,7 @@ class Layers:
 
     @property
     def embedding(self):
-        """What is added to the token embeddings."""
+        """The embedding added to the token embeddings."""
         return self.schemes[0].embedding
 
     @property
@@ -58,20 +58,19 @@ class Layers:
         return any(scheme.reads_length for scheme in self.schemes)
 
     def attend(self, *arguments, **options):
-        """Raises ValueError: layers differ, and each scheme in ``schemes`` has an ``attend`` of its own."""
+        """Raises ValueError: use the ``attend`` of one scheme in ``schemes``."""
         raise ValueError("attend: these are the schemes of several layers; call that of one of them, schemes[n].attend")
 
     def extend(self, *, layers: str = "all", **changes) -> "Layers":
-        """The same layers with schemes extended alike; see ``Scheme.extend``.
+        """The same layers with the same changes to their schemes; see ``Scheme.extend``.
 
         Args:
-            layers: which: ``"all"``, or the ``"full"`` ones, which see everything, or the ``"local"`` ones, which
-                their mask confines. A change of frequencies, or of far, passes over layers that rotate
-                nothing.
+            layers: ``"all"``, or only the ``"full"`` layers, without a mask, or only the ``"local"`` ones, with a mask.
+                Changes of frequencies or far skip layers that rotate nothing.
             changes: see ``Scheme.extend``.
 
         Raises:
-            ValueError: where that reaches no layer, beside the reasons of ``Scheme.extend``.
+            ValueError: if no layer is changed, and as ``Scheme.extend``.
         """
         check_known("layers", layers, ("all", "full", "local"))
 
@@ -81,8 +80,8 @@ class Layers:
         def extended(scheme: Scheme) -> Scheme:
             if not reached(scheme):
                 return scheme
-            kept = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "far")}
-            return scheme.extend(**kept)
+            own = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "far")}
+            return scheme.extend(**own)
 
         found = [scheme for scheme in self.schemes if reached(scheme)]
         check(bool(found), f"layers: this scheme has no {layers!r} layer")
@@ -94,10 +93,10 @@ class Layers:
 
 
 def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
-    """One scheme for all layers as ``Layers``; ``Layers`` are checked to be that many.
+    """One scheme for all layers as ``Layers``; given ``Layers`` are returned.
 
     Raises:
-        ValueError: if the layers do not add up.
+        ValueError: if ``Layers`` have another number of layers.
     """
     layers = scheme if isinstance(scheme, Layers) else Layers((((scheme,), num_layers),))
     check(

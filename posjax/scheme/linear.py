@@ -1,4 +1,4 @@
-"""Linear attention with the choices of a scheme, in one pass or with a state for all keys."""
+"""Linear attention with the choices of a scheme, in one pass or with a state."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from posjax.scheme.choices import Choices
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttention:
-    """Norm, kernel and rotation around the forms of ``posjax.linear``; it has no logits for other slots to change."""
+    """Norm, kernel and rotation around the forms of ``posjax.linear``; without logits it has no other slots."""
 
     scheme: Choices
     caches: ClassVar[str] = "state"
@@ -26,11 +26,11 @@ class LinearAttention:
     def attend(
         self, q, k, v, params: Params, where: Where, *, causal=True, mask=None, visible=None, gates=None, **options
     ):
-        """One pass over whole rows, which only segments narrow; no slot reads counts or gates."""
+        """One pass over whole sequences or segments; counts and gates are not used."""
         where.across.check_scheme(self.scheme)
         check(
             mask is None or isinstance(mask, masks.Segments),
-            f"mask: linear attention sees whole documents, so masks.Segments is all it takes, found {shown(mask)}",
+            f"mask: linear attention sees whole documents, so only masks.Segments is supported, found {shown(mask)}",
         )
         check_no_logits(**options)
         ids, form = None if mask is None else mask.q_ids, linear.chunked if causal else linear.bidirectional
@@ -45,46 +45,46 @@ class LinearAttention:
         return self._run(partial(linear.chunked, state=kept), projected, params, where, new.ids)
 
     def _run(self, form: Callable, projected, params: Params, where: Where, ids: Array | None):
-        """One of the forms, of raw projections and the segments of their tokens."""
+        """One of the forms on raw projections and the segments of their tokens."""
         q, k, v = projected if ids is None else without_padding(masks.Segments(ids), *projected)
         return form(v=v, segment_ids=ids, **self._features(q, k, params, where))
 
     def _features(self, q, k, params: Params, where: Where) -> dict[str, Array | None]:
-        """The arguments of the forms, of raw queries and keys."""
+        """The arguments of the forms, from raw queries and keys."""
         if self.scheme.norm is not None:
             q, k = self.scheme.norm.apply(params.get("norm", {}), q, k)
-        features, turns = self.scheme.features, {}
+        features, rotations = self.scheme.features, {}
         if features is not None:
-            places = {"rotate_q": where.queries(features, q), "rotate_k": where.keys(features, k)}
-            turns = {name: partial(self._rotated, params, at) for name, at in places.items()}
-        return linear.features(self.scheme.linear, q, k, params=params.get("linear"), **turns)
+            positions = {"rotate_q": where.queries(features, q), "rotate_k": where.keys(features, k)}
+            rotations = {name: partial(self._rotated, params, at) for name, at in positions.items()}
+        return linear.features(self.scheme.linear, q, k, params=params.get("linear"), **rotations)
 
     def _rotated(self, params: Params, at, x):
         return self.scheme.features.query(params.get("features", {}), x, at, head_dim=x.shape[-1])
 
     def stored(self, params: Params, k, v, at, **sizes):
-        """Raises ValueError: keys are not kept one by one."""
+        """Raises ValueError: single keys are not stored."""
         raise ValueError("stored: linear attention keeps one state for all keys; use init_cache and decode")
 
     def attend_stored(self, q, k, v, params: Params, where: Where, **options):
-        """Raises ValueError: keys are not kept one by one."""
+        """Raises ValueError: single keys are not stored."""
         raise ValueError("attend_stored: linear attention keeps one state for all keys; use init_cache and decode")
 
     def empty(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int, dtype
     ) -> LinearState:
-        """The state before the first token, whatever the capacity."""
+        """The state before the first token, for any capacity."""
         return linear.empty_state(batch, num_kv_heads, self.scheme.linear.size(head_dim), head_dim)
 
 
 def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False, implementation=None) -> None:
-    """Checks the options of ``attention`` that a call passes on, for linear attention, which has no logits.
+    """Checks the options of ``attention`` for linear attention, which has no logits.
 
-    ``implementation`` chooses among the backends of softmax attention, which the same model may have in other layers.
+    ``implementation`` is ignored: it is for layers of the same model with softmax attention.
 
     Raises:
-        ValueError: for an option about logits, or an implementation that there is not.
-        TypeError: for a keyword that ``attention`` does not know either, or that is no option of a call.
+        ValueError: for an option about logits, or an unknown implementation.
+        TypeError: for an unknown keyword.
     """
     for name, given in (("softcap", softcap), ("sinks", sinks), ("return_residuals", return_residuals or None)):
         check(given is None, f"{name}: linear attention has no logits for it; leave it out")

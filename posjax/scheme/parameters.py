@@ -11,14 +11,14 @@ from posjax.scheme.choices import Choices
 from posjax.scheme.slots import Learns
 
 LEARNING = ("norm", "scale", "bias", "features", "sinks", "linear")
-"""The slots with parameters in the layers; the embedding's are the model's."""
+"""The slots with parameters in the layers; those of the embedding belong to the model."""
 
 
 def init_slots(choices: Choices, key: Array, sizes: Mapping[str, int | None], *, shared: bool) -> dict[str, dict]:
     """Parameters of the slots that all layers share, or of the others, ``{slot: {name: array}}``.
 
     Raises:
-        ValueError: for a bias that reads the tokens where ``model_dim`` is None.
+        ValueError: for a bias that reads the tokens if ``model_dim`` is None.
     """
     names = [name for name in LEARNING if _is_shared(choices, name) == shared]
     check(
@@ -31,7 +31,7 @@ def init_slots(choices: Choices, key: Array, sizes: Mapping[str, int | None], *,
 
 
 def init_spec(spec: Learns | None, key: Array, sizes: Mapping[str, int | None]) -> dict[str, Array]:
-    """A spec's parameters; it is given those sizes that its ``init`` asks for."""
+    """A spec's parameters; its ``init`` gets the sizes that are in its signature."""
     if spec is None:
         return {}
     return spec.init(key, **{name: sizes[name] for name in inspect.signature(spec.init).parameters if name in sizes})

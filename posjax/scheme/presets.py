@@ -1,4 +1,4 @@
-"""The schemes of the field by name: one line each, and the recipes whose layers differ."""
+"""The known schemes by name: one line each, and the recipes whose layers differ."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from posjax.scheme.registry import build, check_known, slots_with
 from posjax.scheme.scheme import Scheme
 
 _ROPE = rotary.Rotary()
-# Scale-invariant attention names an effective base of 1024; 10,000^0.75 is 1,000. Its exact rule is not known to us.
+# Scale-invariant attention states an effective base of 1024; 10,000^0.75 is 1,000. Its exact rule is not public.
 _P_ROPE = rotary.Rotary(rotary.Proportional())
 
 
 def _in(slot_name: str, **others) -> Callable[[Any], Scheme]:
-    """The scheme with a spec in one slot, and others beside it."""
+    """The scheme with a spec in one slot, and others."""
     return lambda spec: Scheme(**{slot_name: spec}, **others)
 
 
@@ -40,14 +40,14 @@ def _axial(layout: str = "rope-vit") -> rotary.Rotary:
 
 
 def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_tokens: int = 1) -> masks.Mask:
-    """Longformer's pattern: a window of so many keys in total, dilated, and the first tokens global."""
+    """Longformer's pattern: a dilated window of ``window`` keys in total, and the first tokens global."""
     check_count("window", window)
     check_count("global_tokens", global_tokens)
     return masks.Dilated(window // 2 + 1, dilation) | masks.GlobalFirst(global_tokens)
 
 
 def _periodic(period: Sequence[Scheme], num_layers: int) -> Layers:
-    """A period over and over, the last time as far as it goes."""
+    """A repeated period, the last one cut to ``num_layers``."""
     check_count("num_layers", num_layers)
     whole = num_layers >= len(period)
     check(whole, f"num_layers must be at least {len(period)}, one period of this recipe, found {num_layers}")
@@ -59,7 +59,7 @@ def _periodic(period: Sequence[Scheme], num_layers: int) -> Layers:
 def hwfa_window(num_layers: int, length: int, alpha: float = 0.75) -> int:
     """The largest window ``w`` with ``(w - 1)(num_layers - 1) + 1 <= alpha length`` (kexue.fm/archives/9603).
 
-    What reaches the last layer through the windows then spans no more than ``alpha`` of the training length.
+    The receptive field of the last layer through the windows is then at most ``alpha`` of the training length.
 
     Raises:
         ValueError: if not even a window of 2 fits.
@@ -80,7 +80,7 @@ def _check_several(num_layers: int) -> None:
 def _hwfa(
     num_layers: int, length: int, alpha: float = 0.75, window: int | None = None, base: float = 10_000.0
 ) -> Layers:
-    """HWFA (kexue.fm/archives/9603): RoPE in windows, and a last layer that sees all, without position, with log n."""
+    """HWFA (kexue.fm/archives/9603): RoPE in windows, and a last full layer, without position, with log n."""
     _check_several(num_layers)
     window = hwfa_window(num_layers, length, alpha) if window is None else window
     local = Scheme(features=rotary.Rotary(rotary.Plain(base)), mask=masks.Window(window))
@@ -90,7 +90,7 @@ def _hwfa(
 def _hwfa2(
     num_layers: int, length: int, full_layers: int = 2, window: int | None = None, base: float = 10_000.0
 ) -> Layers:
-    """HWFA2 (kexue.fm/archives/9731): RoPE everywhere, in windows but for a few evenly spread layers, with log n there.
+    """HWFA2 (kexue.fm/archives/9731): RoPE everywhere, in windows except for a few evenly spread layers with log n.
 
     The window is three times ``length / num_layers`` when left out (the article: two to four times). For longer texts
     ``extend(layers="full", far=ReRoPE(length // 2))``.
@@ -115,9 +115,9 @@ def _gemma3(
     global_base: float = 1_000_000.0,
     factor: float = 1.0,
 ) -> Layers:
-    """Gemma 3: five windowed layers, one that sees all, QK-norm. 270M and 1B: window 512; 4B and up: factor 8.
+    """Gemma 3: five windowed layers, one full layer, QK-norm. 270M and 1B: window 512; 4B and up: factor 8.
 
-    27B divides its logits by sqrt(168) instead of sqrt(128): the gain of the queries takes that in.
+    27B divides its logits by sqrt(168) instead of sqrt(128): the gain of the queries includes that.
     """
     wide = rotary.Plain(global_base) if factor == 1 else rotary.Linear(factor, base=global_base)
     local = Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rotary.Plain(local_base)), mask=masks.Window(window))
@@ -134,7 +134,7 @@ def _llama4(
     original_length: int = 8192,
     qk_norm: bool = True,
 ) -> Layers:
-    """Llama 4 (iRoPE): three layers of RoPE in chunks, one without position that sees all and has a temperature.
+    """Llama 4 (iRoPE): three layers of RoPE in chunks, one full layer without position and with a temperature.
 
     Scout: ``factor=16``, which divides frequencies of wavelengths above ``original_length``, and a QK-norm without gain
     in the layers with RoPE. Maverick: ``qk_norm=False``.
@@ -150,7 +150,7 @@ def _llama4(
 
 
 def _smollm3(num_layers: int, base: float = 5_000_000.0) -> Layers:
-    """SmolLM3: RoPE, and no position in every fourth layer; all layers see all."""
+    """SmolLM3: RoPE, and no position in every fourth layer; all layers are full."""
     return _periodic((Scheme(features=rotary.Rotary(rotary.Plain(base))),) * 3 + (Scheme(),), num_layers)
 
 
@@ -168,7 +168,7 @@ def _gpt_oss(
 
 
 def _rnope_swa(num_layers: int, window: int = 4096, base: float = 10_000.0) -> Layers:
-    """RNoPE-SWA (arXiv 2501.18795; Command A): three windowed layers of RoPE, one without position that sees all."""
+    """RNoPE-SWA (arXiv 2501.18795; Command A): three windowed layers of RoPE, one full layer without position."""
     local = Scheme(features=rotary.Rotary(rotary.Plain(base)), mask=masks.Window(window))
     return _periodic((local,) * 3 + (Scheme(),), num_layers)
 
@@ -242,7 +242,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "linear-limit": (linear.Limit, _in("linear", features=_ROPE)),
     "linear-cosine": (linear.Cosine, _in("linear", features=_ROPE)),
 }
-"""Named schemes, the registry that a new method adds one line to: what the options build, and its place in a scheme."""
+"""Schemes by name: the function that takes the options, and the function that makes a scheme of its result."""
 
 
 def scheme_names() -> tuple[str, ...]:
@@ -261,7 +261,7 @@ def scheme_options(name: str) -> tuple[str, ...]:
 
 
 def _check_preset(name: Any) -> None:
-    """Raises ValueError for an unknown name; where a slot knows it, with what to write."""
+    """Raises ValueError for an unknown name; if it is the name of a spec, with the correct form."""
     try:
         check_known("scheme", name, PRESETS, listing="posjax.scheme_names() and README.md")
     except ValueError as error:
@@ -275,7 +275,7 @@ def scheme(name: str, /, **options) -> Scheme | Layers:
     ``scheme("rope", base=500_000.0)``, ``scheme("alibi")``, ``scheme("t5", max_distance=24)``. The slots of a scheme
     are options too, with a spec or ``{"name": ..., option: value}``:
     ``scheme("rope", scale={"name": "log-n", "length": 512})``. Recipes whose layers differ (``"gemma3"``, ``"hwfa"``)
-    take ``num_layers`` and give ``Layers``; they have no further slots.
+    take ``num_layers`` and return ``Layers``; they have no other slots.
 
     Raises:
         ValueError: for an unknown name or option, with the nearest known one.
@@ -283,7 +283,7 @@ def scheme(name: str, /, **options) -> Scheme | Layers:
     known = scheme_options(name)
     make, place = PRESETS[name]
     open_slots = () if "num_layers" in known else SLOT_NAMES
-    # An option of the method itself, such as the number of StreamingLLM's sinks, goes before a slot of the same name.
+    # An option of the method itself, such as the number of StreamingLLM's sinks, wins over a slot of the same name.
     own = {key for key in options if key in known and not isinstance(options[key], Mapping)}
     slots = {key: options.pop(key) for key in open_slots if key in options and key not in own}
     built = place(build(f"scheme {name!r}", make, options, also=open_slots))

@@ -1,4 +1,4 @@
-"""The specs that can stand in each slot of a scheme, by the names that configurations use."""
+"""The specs of each slot of a scheme, by the names that configurations use."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +16,7 @@ def _lambda(window: int, sinks: int) -> masks.Mask:
     """The last ``window`` keys and the first ``sinks`` ones, ``Window | Sinks`` (LM-Infinite, arXiv 2308.16137).
 
     With the training length as ``window`` it is the baseline in which each token sees no more keys than in training,
-    with the correction that language models need (kexue.fm/archives/9948).
+    plus the first tokens that language models need (kexue.fm/archives/9948).
     """
     for name, value in (("window", window), ("sinks", sinks)):
         check_count(name, value)
@@ -96,7 +96,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "positions": dict(sampling.RULES),
 }
-"""What can stand in each slot, by the names that configurations use. A new method adds one line here."""
+"""The specs of each slot, by the names that configurations use. A new method adds one line here."""
 
 _BASES: dict[str, type] = {
     "frequencies": rotary.FrequencyRule,
@@ -106,13 +106,13 @@ _BASES: dict[str, type] = {
     "far": far.Far,
     "linear": linear.LinearKernel,
 }
-"""What the specs of a slot are derived from, where they have a common class; the others have methods alone."""
+"""The base class of the specs of a slot; slots that are not listed have only a protocol."""
 
 
 def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
-    """Makes a method of your own known by name in a slot: to configs, ``Scheme.extend``, ``replace`` and ``scheme``.
+    """Registers your own method by name in a slot, for configs, ``Scheme.extend``, ``replace`` and ``scheme``.
 
-    Names are kept for the whole process. They are the only state that the library keeps.
+    Names are global for the process. They are the only state of the library.
 
     ``register("bias", "recency", Recency)`` once, where the class is defined; then
     ``posjax.scheme("rope", bias={"name": "recency", "rate": 2.0})``, and in a config
@@ -120,7 +120,7 @@ def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
 
     Args:
         slot_name: a slot of ``Scheme``, or ``"frequencies"``.
-        name: not taken yet in this slot. The same class may be registered again, as when a notebook runs a cell twice.
+        name: a new name in this slot. The same class may be registered again, as when a notebook runs a cell twice.
         spec: a frozen dataclass with the protocol of the slot, or a function that returns an instance of one; its
             arguments are the options.
 
@@ -139,13 +139,13 @@ def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
 
 
 def _is_same(before: Any, spec: Any) -> bool:
-    """Whether two were written under one name in one place, as when it is run or loaded again."""
-    place = [(getattr(one, "__module__", None), getattr(one, "__qualname__", None)) for one in (before, spec)]
-    return place[0] == place[1] and "<lambda>" not in (place[0][1] or "<lambda>")
+    """Whether two have the same module and qualified name, as when a definition is run again."""
+    names = [(getattr(one, "__module__", None), getattr(one, "__qualname__", None)) for one in (before, spec)]
+    return names[0] == names[1] and "<lambda>" not in (names[0][1] or "<lambda>")
 
 
 def _check_protocol(slot_name: str, kind: type) -> None:
-    """Raises ValueError unless the instances of a class can stand in a slot."""
+    """Raises ValueError unless the instances of a class fit a slot."""
     base, missing, who = _BASES.get(slot_name, object), lacking(slot_name, kind), f"spec: {kind.__name__}"
     check(issubclass(kind, base), f"{who} must be derived from {base.__name__} for the slot {slot_name!r}")
     check(not missing, f"{who} lacks {', '.join(missing)}, which the slot {slot_name!r} needs")
@@ -153,7 +153,7 @@ def _check_protocol(slot_name: str, kind: type) -> None:
 
 
 def slots_with(name: Any) -> list[str]:
-    """The slots where a name stands."""
+    """The slots that have a spec with this name."""
     return [slot_name for slot_name, names in SLOTS.items() if isinstance(name, str) and name in names]
 
 
@@ -171,17 +171,17 @@ def slot(slot_name: str, name: str, **options):
 
 
 def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str, ...] = ()):
-    """``make(**options)``; an option it does not know (``also`` is known), or one that is missing, is a clear error.
+    """``make(**options)``; raises ValueError for an unknown option (``also`` is known) or a missing one.
 
-    Lists, which is what YAML has for tuples, become tuples.
+    Lists become tuples, which YAML does not have.
     """
     known = inspect.signature(make).parameters
     for option, value in options.items():
         check_known(f"{what} option", option, (*known, *also))
         check(
             not isinstance(value, jax.Array),
-            f"{what}: {option} is an array, but a scheme is fixed before anything runs: use a Python number; a mask "
-            "whose sizes are arrays goes to attend(mask=)",
+            f"{what}: {option} is an array, but a scheme is fixed before anything runs: use a Python number; pass a "
+            "mask whose sizes are arrays to attend(mask=)",
         )
     missing = [name for name, option in known.items() if _is_needed(option) and name not in options]
     check(not missing, f"{what} needs {' and '.join(missing)}")

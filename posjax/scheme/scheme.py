@@ -6,8 +6,8 @@ For query i, key j and head h every method of this library computes
 
 and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
 ``far`` scores distant pairs by other features, ``sinks`` take part in the normalisation, ``embedding`` is added to the
-token embeddings, ``positions`` draws the positions of training, and ``linear`` replaces the softmax altogether. Slots
-compose freely. What does not compose is refused when the scheme is built, with the reason.
+token embeddings, ``positions`` draws the positions of training, and ``linear`` replaces the softmax. Slots compose
+freely; those that do not raise ValueError when the scheme is built, with the reason.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Scheme(Choices):
         features: the maps phi and psi: ``rotary.Rotary``, ``coca.Coca``, ...; the plain projections when left out.
         scale: a factor of every query: ``scales.LogN``, ``scales.SSMax``, ...
         bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.FoX``, ...
-        mask: narrows what the model allows anyway: ``masks.Window``, ``masks.Chunked``, ``masks.Sinks``, composed.
+        mask: combined with the model's own mask: ``masks.Window``, ``masks.Chunked``, ``masks.Sinks``, composed.
         far: other features for distant pairs: ``far.ReRoPE``, ``far.SelfExtend``, ...
         sinks: logits without values: ``sinks.LearnedSinks``, ``sinks.SoftmaxPlusOne``.
         linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
@@ -68,8 +68,8 @@ class Scheme(Choices):
     def caches(self) -> str:
         """What a cache holds of a key: ``"rotated"``, ``"raw"``, ``"half-width"``, or ``"state"``, one for all keys.
 
-        Rotated keys may be kept where the map of a key never changes. It does where a rule reads the current length,
-        and where far pairs are scored with another one.
+        Rotated keys can be cached only if the map of a key never changes. It changes if a rule reads the current
+        length, or if far pairs have another map.
         """
         return self._executor.caches
 
@@ -96,10 +96,10 @@ class Scheme(Choices):
         return replaced(self, changes)
 
     def check_direction(self, causal: bool) -> None:
-        """Refuses methods that are meant for causal attention in bidirectional attention.
+        """Checks that no method for causal attention is used in bidirectional attention.
 
         Raises:
-            ValueError: naming the slot, and the option that makes it two-sided where there is one.
+            ValueError: naming the slot, and the option that makes it two-sided if there is one.
         """
         check_direction(self, causal)
 
@@ -112,9 +112,9 @@ class Scheme(Choices):
         num_kv_heads: int | None = None,
         model_dim: int | None = None,
     ) -> dict[str, dict[str, Array]]:
-        """Learned parameters of one layer, ``{slot: {name: array}}``, without the slots that learn nothing.
+        """Learned parameters of one layer, ``{slot: {name: array}}``, without slots that have none.
 
-        ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is for FoX alone.
+        ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is only for FoX.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -143,14 +143,14 @@ class Scheme(Choices):
         valid: Bool[Array, "batch length"] | None = None,
         layout: Layout | None = None,
     ) -> Float[Array, "batch heads length"] | None:
-        """What ``attend`` needs of the tokens beside their projections: FoX's cumulative gates; None without.
+        """The input of ``attend`` from the tokens besides their projections: FoX's cumulative gates; None without.
 
         Args:
             params: see ``attend``.
-            x: the tokens' hidden states, as the projections see them.
+            x: the tokens' hidden states, the input of the projections.
             start: the last gates of the tokens before, for a chunk of a longer sequence.
-            valid: False at padding, which may then hold anything.
-            layout: the order of the tokens, where it is not their own; the gates come in it too.
+            valid: False at padding, which may then hold NaN.
+            layout: the order of the tokens, if it is not the original one; the gates have it too.
         """
         if not self.reads_tokens:
             return None
@@ -181,20 +181,20 @@ class Scheme(Choices):
             q: raw query projections, of width ``query_size(head_dim)``.
             k: raw key projections, of width ``key_size(head_dim)``.
             v: values.
-            params: what ``init`` and ``init_shared`` made, merged.
+            params: the results of ``init`` and ``init_shared``, merged.
             q_positions, kv_positions: see ``attention``.
-            coordinates: positions of the tokens for the features alone, in several axes (images) or real-valued, where
-                queries and keys are the same tokens; masks, biases and scales go on reading the integer positions.
+            coordinates: positions of the tokens for the features only, in several axes (images) or real-valued, if
+                queries and keys are the same tokens; masks, biases and scales still read the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
-            across: how rows and heads lie over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and all that
-                has an axis of tokens are then those of one device, positions may be a ``Range`` over the whole row, and
-                ``params`` are those of all heads. What it returns is what it would for the whole rows.
-            partition: how the queries lie over the Auto axes of a mesh; see ``attention``. Explicit axes need nothing.
-            options: the further arguments of ``attend_stored``.
+            across: how sequences and heads are split over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and
+                everything with an axis of tokens are then those of one device, positions may be a ``Range`` over the
+                whole sequence, and ``params`` are those of all heads. The result is that for whole sequences.
+            partition: how the queries are split over the Auto axes of a mesh; see ``attention``.
+            options: the other arguments of ``attend_stored``.
 
         Raises:
             ValueError: for a bias of the other direction, missing parameters, or shapes that do not fit.
-            TypeError: for an option that there is not.
+            TypeError: for an unknown option.
         """
         check_projections(q, k, v, self.maps.widths)
         check_length(length)
@@ -207,7 +207,7 @@ class Scheme(Choices):
         return self._executor.attend(q, k, v, params or {}, where, **options)
 
     def _where(self, q, k, across: Placement, *, q_positions, kv_positions, coordinates, length) -> Where:
-        """Where the tokens of a call stand: 0, 1, 2, ... where nothing is given."""
+        """The positions of the tokens of a call, by default 0, 1, 2, ..."""
         return Where(
             across,
             row_positions(across, "q_positions", q_positions, q),
@@ -218,10 +218,10 @@ class Scheme(Choices):
         )
 
     def stored(self, params: Params, k, v, positions: Positions, *, length=None) -> tuple[Array, Array]:
-        """What a cache holds of raw key and value projections: norm, and the maps that never change (``caches``).
+        """Keys and values for a cache, from raw projections: norm, and the maps that never change (``caches``).
 
         Raises:
-            ValueError: for linear attention, which keeps no keys.
+            ValueError: for linear attention, which stores no keys.
         """
         return self._executor.stored(params, k, v, positions, head_dim=self.maps.head_dim(k.shape[-1]), length=length)
 
@@ -240,7 +240,7 @@ class Scheme(Choices):
         across: Placement | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
-        """``attend`` on keys and values as ``stored`` made them: the same function, for caches.
+        """``attend`` on keys and values as returned by ``stored``: the same function, for caches.
 
         Args:
             q: raw query projections.
@@ -252,20 +252,19 @@ class Scheme(Choices):
             coordinates: see ``attend``.
             length: the current length, for schemes that read it.
             across: see ``attend``; parameters of the features are then those of this device's heads.
-            options: beside those of ``attention`` that are passed on to it (``implementation``, ``softcap``,
-                ``sinks``, ``return_residuals``):
+            options: those of ``attention`` (``implementation``, ``softcap``, ``sinks``, ``return_residuals``), and:
 
                 * ``causal``, True when left out: whether a query sees only the keys at or before its position.
-                * ``mask``: what else the model allows, for instance the segments of packed documents.
-                * ``visible``, ``[*b, queries]``: how many keys each query may see, for scales that count them. When
-                  left out: if causal, those from the first key to the query's own position, otherwise all. Packed rows
-                  need their own counts. What the scheme's own mask leaves of them is worked out here.
-                * ``gates``: what ``prepare`` gave for the queries and for the keys, for schemes that read tokens.
-                * ``query_scale``: of the inner products in place of ``head_dim ** -0.5``, beside the scheme's own
-                  scale.
+                * ``mask``: another mask of the model, for instance the segments of packed documents.
+                * ``visible``, ``[*b, queries]``: how many keys each query may see, for scales that count them, without
+                  the scheme's own mask. When left out: if causal, those from the first key to the query's own position,
+                  otherwise all. Packed documents need their own counts.
+                * ``gates``: the results of ``prepare`` for the queries and for the keys, for schemes that read tokens.
+                * ``query_scale``: replaces the factor ``head_dim ** -0.5`` of inner products; the scheme's own scale
+                  still multiplies them.
 
         Raises:
-            ValueError: as ``attend``, and for linear attention, which keeps no keys.
+            ValueError: as ``attend``, and for linear attention, which stores no keys.
         """
         across = Placement() if across is None else across
         where = Where(across, q_positions, kv_positions, coordinates, length, head_dim)
@@ -274,12 +273,12 @@ class Scheme(Choices):
     def init_cache(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
     ) -> Kept:
-        """An empty cache of one layer for ``decode``; what it holds is ``caches``.
+        """An empty cache of one layer for ``decode``; its content is ``caches``.
 
         Args:
-            batch: rows.
-            capacity: the most tokens of a row. A scheme whose mask lets a query see only recent tokens (and the first
-                few) keeps no more than those.
+            batch: batch rows.
+            capacity: the most tokens of a row. A scheme whose queries see only recent tokens (and the first few) caches
+                only those.
             num_heads: query heads.
             num_kv_heads: key and value heads.
             head_dim: size of a head, and of a value.
@@ -310,31 +309,31 @@ class Scheme(Choices):
         partition: Partition | None = None,
         **options,
     ) -> tuple[Float[Array, "batch tokens heads value_size"], Kept]:
-        """Attention of new tokens over all that were seen, themselves included, and the cache with them in it.
+        """Attention of new tokens over the cache and themselves, and the cache with the new tokens.
 
-        It equals ``attend`` over the whole row, whatever parts the row is cut into, at the same ``length``.
+        It equals ``attend`` over the whole sequence at the same ``length``, for any split into calls.
 
         Args:
             q, k, v: raw projections of the new tokens.
             kept: from ``init_cache``, or an earlier call.
             params: see ``attend``.
-            index: how many tokens of its row stand before each.
+            index: how many tokens of its row come before each.
             valid: False for padding.
-            positions: of the new tokens; ``index`` when left out. They must rise along a row from 0 or above where the
-                scheme keeps recent tokens alone (``kept_keys``), for it counts tokens where its mask counts positions.
-            coordinates: see ``attend``; for schemes that keep rotated keys.
-            length: the length that a scheme which reads it goes by: one for the whole generation, or else the keys
-                that are kept were made by other rules than the new ones.
-            gates: what ``prepare`` gave for the new tokens.
+            positions: of the new tokens; ``index`` when left out. If the scheme caches only recent tokens
+                (``kept_keys``), which it counts, they must rise along a row from 0 or above.
+            coordinates: see ``attend``; for schemes that cache rotated keys.
+            length: the current length for schemes that read it: one for the whole generation, or cached keys and new
+                ones would have different frequencies.
+            gates: the result of ``prepare`` for the new tokens.
             partition: see ``attend``. On Explicit axes the cache keeps its sharding.
-            options: passed on to ``attention``.
+            options: passed to ``attention``.
         """
         check_projections(q, k, v, self.maps.widths)
         check_rows(kept, q)
         check_length(length)
         positions = index if positions is None else positions
         where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
-        lies = explicit_spec(q), jax.tree.map(explicit_spec, kept)
-        step = partial(self._executor.step, partition=lies[0] if has_explicit(q) else partition)
+        specs = explicit_spec(q), jax.tree.map(explicit_spec, kept)
+        step = partial(self._executor.step, partition=specs[0] if has_explicit(q) else partition)
         given = params or {}, where, NewTokens(index, valid, gates), options
-        return on_auto_axes(step, [q, k, v], kept, *given, like=lies)
+        return on_auto_axes(step, [q, k, v], kept, *given, like=specs)

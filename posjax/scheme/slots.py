@@ -1,7 +1,7 @@
-"""What each slot of a scheme asks of its specs.
+"""The protocol of each slot of a scheme.
 
-A spec is a frozen, hashable dataclass. What counts is what it can do, not where its class comes from: ``lacking`` reads
-the protocols below, which are the one place that says it. Masks alone are of one class, ``masks.Mask``.
+A spec is a frozen, hashable dataclass with the methods and attributes of the protocol, of any class. Only masks must be
+of one class, ``masks.Mask``.
 """
 
 import inspect
@@ -19,18 +19,17 @@ SlotParams = Mapping[str, Array] | None
 
 
 class Learns(Protocol):
-    """What all specs with parameters offer."""
+    """The protocol of all specs with parameters."""
 
     def init(self, key: Array, **sizes: int) -> dict[str, Array]:
         """Learned parameters of one layer, ``{}`` where there are none.
 
-        ``sizes`` are those that its signature names, of ``num_heads``, ``num_kv_heads``, ``head_dim`` and
-        ``model_dim``.
+        ``sizes`` are those in its signature, of ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``model_dim``.
         """
 
 
 class EmbeddingSlot(Learns, Protocol):
-    """What is added to the token embeddings. Where it has a ``max_length``, its ``reach`` is how far it tells."""
+    """Added to the token embeddings. With a ``max_length`` it has a ``reach``, the number of positions it encodes."""
 
     shift_invariant: bool
 
@@ -42,11 +41,11 @@ class NormSlot(Learns, Protocol):
     """A norm of queries and keys before their features."""
 
     def apply(self, params: SlotParams, q: Array, k: Array) -> tuple[Array, Array]:
-        """Queries and keys, of the shapes and dtypes that they had."""
+        """Normed queries and keys, of the same shapes and dtypes."""
 
 
 class FeatureSlot(Learns, Protocol):
-    """Maps of queries, keys, values and outputs by their own positions; ``posjax.Features`` says what each is."""
+    """Maps of queries, keys, values and outputs by their own positions; see ``posjax.Features`` for each member."""
 
     frequencies: Any
     widths: tuple[float, float]
@@ -78,10 +77,10 @@ class FeatureSlot(Learns, Protocol):
         """The map of the values."""
 
     def output(self, params: SlotParams, out: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
-        """The map of what attention gives."""
+        """The map of outputs."""
 
     def compact(self, k: Array) -> Array:
-        """What a cache holds of a key that it cannot hold mapped."""
+        """What a cache stores of a key if it cannot store ``psi`` of it."""
 
     def heads(self, params: SlotParams, which: Int[Array, "kv_heads"]) -> SlotParams:
         """The parameters of some key heads."""
@@ -96,14 +95,14 @@ class ScaleSlot(Learns, Protocol):
     shift_invariant: bool
 
     def factor(self, params: SlotParams, *, positions: Array, visible: Array, num_heads: int) -> Array:
-        """``c_h(i)``, float32, of queries that stand at ``positions`` and see ``visible`` keys, int32 ``[*b, length]``.
+        """``c_h(i)``, float32, of queries at ``positions`` that see ``visible`` keys, int32 ``[*b, length]``.
 
         It broadcasts to ``[*b, length, heads]``.
         """
 
 
 class BiasSlot(Learns, Protocol):
-    """A bias; ``bias.BiasSpec`` says what each fact is. One that ``reads_tokens`` has a ``prepare`` too."""
+    """A bias; see ``bias.BiasSpec`` for each member. One that ``reads_tokens`` has a ``prepare`` too."""
 
     reads_tokens: bool
     contextual: bool
@@ -122,13 +121,13 @@ class FarSlot(Protocol):
     one_sided: str | None
 
     def check(self, features: FeatureSlot | None) -> None:
-        """Raises ValueError for features that it cannot take at other positions."""
+        """Raises ValueError for features that it does not support."""
 
     def mask(self) -> Mask | None:
-        """What it hides."""
+        """Its mask, or None."""
 
     def branches(self, features: FeatureSlot, params: SlotParams, q, k, q_positions, kv_positions, **sizes) -> tuple:
-        """``phi``, ``psi`` and the ``far.Branch`` values that replace them."""
+        """``phi``, ``psi`` and the ``far.Branch`` values that replace them for far pairs."""
 
 
 class SinkSlot(Learns, Protocol):
@@ -139,7 +138,7 @@ class SinkSlot(Learns, Protocol):
 
 
 class LinearSlot(Learns, Protocol):
-    """A kernel of linear attention; ``linear.LinearKernel`` says what each is."""
+    """A kernel of linear attention; see ``linear.LinearKernel`` for each member."""
 
     of_inner_product: bool
     random: bool
@@ -151,7 +150,7 @@ class LinearSlot(Learns, Protocol):
         """``phi``."""
 
     def key(self, params: SlotParams, k: Array) -> tuple[Float[Array, "batch length kv_heads m"], Array | None]:
-        """``psi`` and the logarithm of what was taken out of it, or None."""
+        """``psi`` and its log scale, or None."""
 
 
 PROTOCOLS: dict[str, type] = {
@@ -168,15 +167,15 @@ PROTOCOLS: dict[str, type] = {
 
 
 def lacking(slot_name: str, spec: Any) -> list[str]:
-    """What a slot asks of its specs and this one, or its class, does not have: methods, then facts."""
-    methods, facts = _asked(PROTOCOLS.get(slot_name, Protocol))
+    """The members of a slot's protocol that a spec, or its class, lacks: methods, then attributes."""
+    methods, attributes = _members(PROTOCOLS.get(slot_name, Protocol))
     missing = [f"{name}()" for name in methods if not callable(getattr(spec, name, None))]
-    return missing + [name for name in facts if not hasattr(spec, name)]
+    return missing + [name for name in attributes if not hasattr(spec, name)]
 
 
-def _asked(protocol: type) -> tuple[list[str], list[str]]:
-    """The methods and the facts of a protocol by name, those that it shares with others first."""
+def _members(protocol: type) -> tuple[list[str], list[str]]:
+    """The names of a protocol's methods and attributes, those of its base classes first."""
     kinds = [kind for kind in reversed(protocol.__mro__) if kind.__module__.startswith("posjax.")]
     methods = [name for kind in kinds for name, member in vars(kind).items() if inspect.isfunction(member)]
-    facts = [name for kind in kinds for name in inspect.get_annotations(kind)]
-    return [name for name in methods if not name.startswith("_")], facts
+    attributes = [name for kind in kinds for name in inspect.get_annotations(kind)]
+    return [name for name in methods if not name.startswith("_")], attributes

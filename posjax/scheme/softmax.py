@@ -27,15 +27,12 @@ class SoftmaxAttention:
 
     @property
     def caches(self) -> str:
-        """What the features say; rotated keys alone where the map of a key never changes.
-
-        It does where a rule reads the current length, and where far pairs are scored with another one.
-        """
+        """See ``Scheme.caches``."""
         kind = self.scheme.maps.cached
         return "raw" if kind == "rotated" and (self.scheme.far is not None or self.scheme.reads_length) else kind
 
     def attend(self, q, k, v, params: Params, where: Where, *, mask=None, **options):
-        """``attend_stored`` on what ``stored`` makes of raw keys and values."""
+        """``attend_stored`` on ``stored`` keys and values."""
         q, k, v = without_padding(mask, q, k, v)
         heads = where.across.key_heads(k.shape[2])
         if "features" in params and heads is not None:
@@ -45,7 +42,7 @@ class SoftmaxAttention:
         return self.attend_stored(q, k, v, params, where, mask=mask, **options)
 
     def stored(self, params: Params, k, v, at: Positions | Array, **sizes) -> tuple[Array, Array]:
-        """Keys and values after the norm and the maps that never change, of tokens that features take ``at``."""
+        """Keys and values after the norm and the maps that never change, for features at positions ``at``."""
         features, learned = self.scheme.maps, params.get("features", {})
         if self.scheme.norm is not None:
             k = self.scheme.norm.apply(params.get("norm", {}), k, k)[1]
@@ -69,7 +66,7 @@ class SoftmaxAttention:
         sinks: Float[Array, "heads"] | None = None,
         **options,
     ):
-        """Attention on keys and values as ``stored`` made them, with its residuals where they are asked for."""
+        """Attention on keys and values as returned by ``stored``, with residuals if ``return_residuals``."""
         check_direction(self.scheme, causal)
         check_no_slots(options)
         heads, at_q = where.across.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
@@ -100,7 +97,7 @@ class SoftmaxAttention:
         return self.scheme.scale.factor(params.get("scale", {}), positions=as_array(at), visible=visible, **sizes)
 
     def _mapped(self, q, k, v, params: Params, where: Where) -> tuple:
-        """What attention takes: queries, keys, values and far branches, of raw queries and of what is stored."""
+        """Queries, keys, values and far branches for attention, from raw queries and stored keys and values."""
         features, learned, rotated = self.scheme.maps, params.get("features", {}), self.caches == "rotated"
         at_q, at_k = where.queries(features, q), where.keys(features, k)
         if self.scheme.norm is not None:
@@ -113,7 +110,7 @@ class SoftmaxAttention:
         return features.query(learned, q, at_q, **where.sizes), k, v, ()
 
     def _finished(self, out, params: Params, at_q, where: Where):
-        """What attention gives, alone or with its residuals, after the map of outputs."""
+        """The result of attention, with or without residuals, after the map of outputs."""
         if isinstance(out, tuple):
             return self._finished(out[0], params, at_q, where), out[1]
         return self.scheme.maps.output(params.get("features", {}), out, at_q, **where.sizes)
@@ -135,7 +132,7 @@ class SoftmaxAttention:
         )
 
     def step(self, projected, kept: Cache, params: Params, where: Where, new: NewTokens, options, partition) -> tuple:
-        """Attention of new tokens over the cache, and the cache with them in it."""
+        """Attention of new tokens over the cache, and the cache with the new tokens."""
         q, k, v = projected
         check(
             where.coordinates is None or self.caches == "rotated",
@@ -154,6 +151,6 @@ class SoftmaxAttention:
 
 
 def _attention(where: Where):
-    """``attention``, or what computes the same of rows that are split over devices."""
+    """``attention``, or its equivalent for sequences that are split over devices."""
     split = where.across.axes or where.across.layout.reorders
     return partial(context_attention, across=where.across) if split else attention

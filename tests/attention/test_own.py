@@ -369,7 +369,7 @@ REFUSED = {
     "names": (Misnamed(jnp.ones((4, 4))), "Misnamed.axes: found ['head', 'columns']; it has the names of data fields"),
     "no names": (
         Longer(jnp.ones(4)),
-        "Longer has fields ['rates'] beside those of LinearBias: give it axes",
+        "Longer has fields ['rates'] besides those of LinearBias: give it axes",
     ),
     "too long within": (
         Holder(Weighted(*WEIGHTS[..., :9])),
@@ -535,5 +535,5 @@ def test_a_scheme_says_which_slot_is_not_hashable():
     class Sized(pj.masks.Mask):
         size: int
 
-    with pytest.raises(ValueError, match="mark sizes as such with"):
+    with pytest.raises(ValueError, match="mark sizes as static with"):
         pj.Scheme(mask=Sized(3))

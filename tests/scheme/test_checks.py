@@ -15,7 +15,10 @@ from posjax.scheme import Scheme
         (lambda: pj.scheme("rope", bias=bias.ALiBi), r"bias: expected one of the specs"),
         (lambda: pj.scheme("rope", norm=scales.LogN(4)), r"norm: expected one of the specs"),
         (lambda: pj.scheme("rope", mask="causal"), r"mask: expected a posjax\.masks mask or None"),
-        (lambda: pj.scheme("coca-slack", norm=norms.KeyNorm()), r"norm does not compose with CoCA: .* half-width t"),
+        (
+            lambda: pj.scheme("coca-slack", norm=norms.KeyNorm()),
+            r"norm does not compose with CoCA: .* half-width key t",
+        ),
         (lambda: Scheme(mask=masks.Causal() & masks.Segments(jnp.zeros((1, 2), jnp.int32))), r"such as Segments, to"),
         (lambda: pj.scheme("cope", features={"name": "rotary"}), r"features do not compose with CoPE"),
         (lambda: pj.scheme("vo-rope", far={"name": "rerope", "window": 4}), r"encodes position in values too"),
@@ -23,16 +26,22 @@ from posjax.scheme import Scheme
         (lambda: pj.scheme("alibi", far={"name": "rerope", "window": 4}), r"no features read them"),
         (lambda: pj.scheme("linear-elu", bias={"name": "alibi"}), r"bias does not compose with linear attention"),
         (lambda: pj.scheme("linear-elu", features={"name": "xpos"}), r"rotates its numerator with Rotary only"),
-        (lambda: pj.scheme("performer", norm={"name": "key-norm"}), r"KeyNorm takes from Performer's features"),
+        (
+            lambda: pj.scheme("performer", norm={"name": "key-norm"}),
+            r"KeyNorm removes the norms that Performer's",
+        ),
         (
             lambda: pj.scheme("linear-elu", frequencies={"name": "dynamic-ntk", "original_length": 4}),
             r"cannot follow a rule that reads the length",
         ),
         (
             lambda: pj.scheme("linear-elu", frequencies={"name": "yarn", "factor": 4, "original_length": 8}),
-            r"rotates the numerator alone",
+            r"rotates only the numerator",
         ),
-        (lambda: pj.scheme("learned", max_length=8, positions={"name": "randomised"}), r"the learned embedding ends"),
+        (
+            lambda: pj.scheme("learned", max_length=8, positions={"name": "randomised"}),
+            r"the learned embedding is shorter",
+        ),
         (lambda: pj.scheme("alibi", positions={"name": "equal-mean"}), r"this scheme has neither"),
         (lambda: pj.scheme("xpos", positions={"name": "pose", "max_length": 65536}), r"stay below 10,000"),
     ],

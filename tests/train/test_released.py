@@ -473,7 +473,7 @@ def test_export_refuses_what_has_no_place(released, tmp_path, capsys):
     extend = "scheme.extend={far: {name: rerope}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 2
     told = capsys.readouterr().err
-    assert "scheme: the layout of llama has no place for" in told
+    assert "scheme: the layout of llama cannot store" in told
     assert told.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

@@ -70,7 +70,7 @@ def enter(
     tokens = _spec(placement, ("batch", "queries", "heads"))
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
-    # By default all axes except those of a ``vmap`` over the batch; beside Manual axes they must be named.
+    # By default all axes except those of a ``vmap`` over the batch; with Manual axes they must be named.
     axes = {"axis_names": set(mesh.axis_names) - _manual(mesh)} if _manual(mesh) else {}
 
     def inside(replicated, projected, per_row):

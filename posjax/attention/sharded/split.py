@@ -21,7 +21,7 @@ class Split(NamedTuple):
 
 
 def split_of(q, k, v, partition: Partition | None) -> Split | None:
-    """How a call is split over the mesh of its arrays; None if neither types nor ``partition`` say.
+    """How a call is split over the mesh of its arrays; None if neither types nor ``partition`` give one.
 
     The types of arrays give the split over Explicit axes, ``partition`` that over Auto ones. If they split nothing,
     every device computes everything.

@@ -111,7 +111,7 @@ class KernelBias:
         """Before the first part of a tile."""
 
     def of_keys(self, row: TileRow, tile: Tile):
-        """What it adds to the logits of each key of a tile, beside the level, ``[1, keys]``."""
+        """What it adds to the logits of each key of a tile, besides the level, ``[1, keys]``."""
 
     def add(self, row: TileRow, tile: Tile, first: int, logits):
         """The logits of a part, plus the part of the bias that varies within the tile."""
@@ -486,8 +486,8 @@ def _leaves_int32(x: Operands) -> bool:
     """Whether distances are known to exceed int32."""
     if not all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions)):
         return False
-    apart = x.q_positions.start - x.kv_positions.start
-    return apart + x.q_positions.length >= 2**31 or apart - x.kv_positions.length < -(2**31)
+    offset = x.q_positions.start - x.kv_positions.start
+    return offset + x.q_positions.length >= 2**31 or offset - x.kv_positions.length < -(2**31)
 
 
 # The sum of queries and keys of the largest backward blocks.

@@ -328,5 +328,5 @@ def _finish(row: QueryRow, out_ref, lse_ref) -> None:
     total = jnp.where(seen, total, 1)
     out_ref[...] = (sums.out[...] * _wide(terms.column(1 / total), sums.out.shape[1])).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(seen, sums.tops[...] + jnp.log2(total), -jnp.inf)
-    # Here, beside the transpositions above, the stores cost no time.
+    # Here, next to the transpositions above, the stores cost no time.
     _clear(sums)

@@ -1,6 +1,6 @@
-"""Released models in and out: folders in the layout of Hugging Face, and GGUF files.
+"""Reading and writing released models: folders in the layout of Hugging Face, and GGUF files (read only).
 
-fsspec, gguf and tokenizers (``pip install posjax[hf]``) are imported where they are needed.
+fsspec, gguf and tokenizers (``pip install posjax[hf]``) are imported only if they are needed.
 """
 
 from posjax.nn.huggingface.load import from_pretrained

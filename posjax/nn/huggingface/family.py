@@ -1,4 +1,4 @@
-"""What a family of released models is, and what their declarations share."""
+"""The declaration of a family of released models, and shared helpers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +21,20 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of released models: how its ``config.json`` and its tensors are those of a ``Decoder``.
+    """A family of released models: how its ``config.json`` and its tensors map to a ``Decoder``.
 
     Args:
         model_type: of ``config.json``.
         architecture: the class of transformers that writes and reads it.
         keys: keys of ``config.json`` that are fields of ``DecoderConfig``.
-        read: the further fields, of the values of ``config.json``.
-        write: the further keys, of a ``DecoderConfig``.
+        read: the other fields, from the values of ``config.json``.
+        write: the other keys, from a ``DecoderConfig``.
         tensors: for every parameter of a ``Decoder`` its view of a tensor; those inside blocks are named as in
             ``"block/attention/q"``, and their tensors with ``{layer}``.
         defaults: values of transformers for keys that ``config.json`` may leave out.
-        fixed: options that ``Decoder`` does not have, each with the value, or a tuple of values, at which it changes
-            nothing.
+        fixed: options that ``Decoder`` does not have, each with the value, or a tuple of values, that is supported.
         prefix: of the tensors' names, which some releases leave out.
-        ignored: names of tensors that are no parameters, such as buffers; those of a layer by their last part.
+        ignored: names of tensors that are not parameters, such as buffers; those of a layer by their last part.
         aliases: other keys of ``config.json`` that transformers reads as these keys.
     """
 
@@ -53,7 +52,7 @@ class Family:
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:
-    """The sizes that patterns of views name."""
+    """The sizes by the names in patterns of views."""
     return {
         "vocab": config.vocab_size,
         "embed": config.model_dim,
@@ -74,7 +73,7 @@ def chosen(name: str, value: Any, table: Mapping[Any, Any]) -> Any:
 
 
 def key_of(table: Mapping[str, str], value: str) -> str:
-    """The first key of ``config.json`` that means a value of ``DecoderConfig``; the value itself where none does."""
+    """The first name in ``config.json`` for a value of ``DecoderConfig``; the value itself if there is none."""
     return next((key for key, meant in table.items() if meant == value), value)
 
 
@@ -85,7 +84,7 @@ PLAIN = {"gelu": "gelu-exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", 
 
 
 def biases(**wanted: bool) -> tuple[str, ...]:
-    """The names of what has a bias."""
+    """The names of the projections with a bias."""
     return tuple(name for name, has in wanted.items() if has)
 
 
@@ -93,7 +92,7 @@ def biases(**wanted: bool) -> tuple[str, ...]:
 
 
 def of_layers(schemes: Sequence[Scheme]) -> Scheme | Layers:
-    """One scheme where all layers have the same, else the shortest period and how often it repeats."""
+    """One scheme if all layers have the same, else the shortest period and how often it repeats."""
     if len(set(schemes)) == 1:
         return schemes[0]
     count = len(schemes)
@@ -104,7 +103,7 @@ def of_layers(schemes: Sequence[Scheme]) -> Scheme | Layers:
 
 
 def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
-    """``layer_types`` of ``config.json``, or a period repeated where it has none."""
+    """``layer_types`` of ``config.json``, or a repeated period if it has none."""
     count = values["num_hidden_layers"]
     given = values.get("layer_types") or [period[n % len(period)] for n in range(count)]
     check(len(given) == count, f"config.json: layer_types names {len(given)} layers of {count}")
@@ -118,13 +117,13 @@ _ROPE_KEYS += ("original_max_position_embeddings",)
 
 
 def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
-    """The frequency rule of all layers. It does not name the head's size, which the decoder knows.
+    """The frequency rule of all layers, without a head size.
 
-    As in transformers, ``rope_scaling`` comes before ``rope_parameters``. Only a few families rotate a part of the
-    head; they pass ``partial``.
+    As in transformers, ``rope_scaling`` wins over ``rope_parameters``. Only a few families rotate part of the head;
+    they pass ``partial``.
 
     Raises:
-        ValueError: for rules by kinds of layers, and for a part of the head in another family.
+        ValueError: for rules by layer type, and for partial rotation in another family.
     """
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     rule = _from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
@@ -145,7 +144,7 @@ def _from_hf(values: Values) -> Any:
 
 
 def window_size(values: Values) -> int:
-    """``sliding_window`` of ``config.json``, which sliding layers need."""
+    """``sliding_window`` of ``config.json``; raises ValueError unless it is a whole number above 0."""
     found = values.get("sliding_window")
     fits = type(found) is int and found > 0
     check(fits, f"config.json: sliding_window must be a whole number above 0 for sliding layers, found {shown(found)}")
@@ -153,13 +152,13 @@ def window_size(values: Values) -> int:
 
 
 def rope_scheme(values: Values, rule: FrequencyRule | None, kind: str, pairing: str = "half", **slots: Any) -> Scheme:
-    """A layer's scheme: RoPE where there is a rule, a window where the layer is a sliding one, and other slots."""
+    """A layer's scheme: RoPE if there is a rule, a window if the layer is a sliding one, and other slots."""
     features = None if rule is None else Rotary(rule, pairing=pairing)
     return Scheme(features=features, mask=masks.Window(window_size(values)) if kind == SLIDING else None, **slots)
 
 
 def rope_schemes(values: Values, types: Sequence[str], rules: Mapping | None = None, **slots: Any) -> Scheme | Layers:
-    """Every layer's scheme, by the one rule of all layers or those of both kinds of them."""
+    """Every layer's scheme, from one rule for all layers or a rule for each layer type."""
     rules = rules or dict.fromkeys((FULL, SLIDING), rope_rule(values))
     return of_layers([rope_scheme(values, rules[kind], kind, **slots) for kind in types])
 
@@ -170,9 +169,8 @@ def types_of(config: DecoderConfig) -> list[str]:
 
 
 _WRITABLE = (
-    "What released models have can be written: RoPE under a rule with a to_hf (plain, linear, dynamic NTK, YaRN, "
-    "LongRoPE, Llama 3), windows, norms of queries and keys, learned positions and ALiBi. CoCA and other maps of "
-    "queries and keys cannot"
+    "Released layouts can store RoPE with a rule that has to_hf (plain, linear, dynamic NTK, YaRN, LongRoPE, Llama 3), "
+    "windows, norms of queries and keys, learned positions and ALiBi, but not CoCA and other maps of queries and keys"
 )
 
 
@@ -180,27 +178,27 @@ def window_of(config: DecoderConfig) -> int | None:
     """The window of the sliding layers. Raises ValueError for another mask than a window."""
     found = {scheme.mask for scheme in config.layers.schemes} - {None}
     for mask in found:
-        check(isinstance(mask, masks.Window), f"scheme: mask {shown(mask)} has no place in config.json; a window has")
+        check(isinstance(mask, masks.Window), f"scheme: config.json cannot store mask {shown(mask)}, only a window")
     check(len(found) < 2, f"scheme: config.json has one window for all layers, found {shown(found)}")
     return next((mask.size for mask in found), None)
 
 
 def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | None:
-    """The frequency rule of the layers of a kind, or of the first that rotates; None where none does."""
+    """The frequency rule of the layers of a kind, or of the first that rotates; None if none does."""
     pairs = zip(types_of(config), config.layers.schemes, strict=True)
     found = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
     wrong = [features for features in found if type(features) is not Rotary]
-    check(not wrong, f"scheme: {shown(wrong[0]) if wrong else None} has no place in config.json. {_WRITABLE}")
+    check(not wrong, f"scheme: config.json cannot store {shown(wrong[0]) if wrong else None}. {_WRITABLE}")
     return _with_size(found[0].frequencies, config) if found else None
 
 
 def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
-    """The rule with the head's size, which some need to say their base."""
+    """The rule with the head size, which some need to compute their base."""
     return rule if rule.head_dim is not None else dataclasses.replace(rule, head_dim=config.head_dim)
 
 
 def rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """``rope_parameters``, ``max_position_embeddings`` and, for transformers 4, ``rope_theta``, by the one rule."""
+    """``rope_parameters``, ``max_position_embeddings`` and, for transformers 4, ``rope_theta`` of the one rule."""
     rule = rule_of(config)
     if rule is None:
         return length_value(config)
@@ -209,7 +207,7 @@ def rope_values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def length_value(config: DecoderConfig) -> dict[str, int]:
-    """``max_position_embeddings``: the length that the model is for, its own or that to which its rule extends."""
+    """``max_position_embeddings``: the trained length, or the length that the rule extends to."""
     rule, length = rule_of(config), config.trained_length
     if getattr(rule, "original_length", None) is not None:
         dynamic = rule.hf_type == "dynamic"
@@ -218,11 +216,11 @@ def length_value(config: DecoderConfig) -> dict[str, int]:
 
 
 def reach(rule: FrequencyRule, stated: int | None) -> int:
-    """The length that a model is for whose rule has an original length.
+    """The length that a rule with an original length extends to.
 
-    That length times the rule's factor, or what is `stated` as ``max_position_embeddings``, whichever is larger. Llama
-    3's rule is used for less than its factor would allow (Llama 3.2: 32 times 8,192 for 131,072 tokens), so of it what
-    is stated counts, unless that is the original length.
+    That length times the rule's factor, or ``max_position_embeddings`` (`stated`), whichever is larger. Llama 3's rule
+    is used for less than its factor would allow (Llama 3.2: 32 times 8,192 for 131,072 tokens), so for it `stated`
+    wins, unless that is the original length.
     """
     stated = stated or 0
     if isinstance(rule, rotary.Llama3) and stated > rule.original_length:
@@ -237,7 +235,7 @@ _HOW = ("compute_dtype", "remat", "scan_layers", "implementation", "placement", 
 
 
 def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> None:
-    """Raises ValueError, with the field, unless a config and what is read of its ``config.json`` are the same model."""
+    """Raises ValueError, with the field, unless a config and the one read back from ``config.json`` are equal."""
     for field in dataclasses.fields(DecoderConfig):
         if field.name in _HOW:
             continue
@@ -245,13 +243,13 @@ def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> N
         found, wanted = _difference(ours, theirs)
         check(
             ours == theirs,
-            f"{field.name}: the layout of {family.model_type} has no place for {found}; it can say {wanted}"
+            f"{field.name}: the layout of {family.model_type} cannot store {found}, only {wanted}"
             f"{f'. {_WRITABLE}' if field.name == 'scheme' else ''}",
         )
 
 
 def _comparable(name: str, config: DecoderConfig) -> Any:
-    """A field of a config in a form in which equal models have equal ones."""
+    """A field of a config in a form that is equal for equal models."""
     value = getattr(config, name)
     if name == "query_scale":
         return config.head_dim**-0.5 if value is None else value
@@ -261,7 +259,7 @@ def _comparable(name: str, config: DecoderConfig) -> Any:
 
 
 def _plainly(scheme: Scheme, config: DecoderConfig) -> Scheme:
-    """The scheme without the head's size in its rule, and NTK-aware scaling as the plain rule that it is."""
+    """The scheme without the head size in its rule, and with NTK-aware scaling as the equivalent plain rule."""
     rule = scheme.features.frequencies if type(scheme.features) is Rotary else None
     if rule is None or rule.head_dim not in (None, config.head_dim):
         return scheme
@@ -275,7 +273,7 @@ def _plainly(scheme: Scheme, config: DecoderConfig) -> Scheme:
 def _rotate_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
     """Whether two rules of the library have the same numbers, up to rounding.
 
-    A class of one's own is never alike: it may do more than its frequencies say.
+    False for classes from outside the library, which may do more than their frequencies.
     """
     if is_own_class(type(rule)) or (rule.table_factor, rule.softmax_scale) != (other.table_factor, other.softmax_scale):
         return False
@@ -283,7 +281,7 @@ def _rotate_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[str, str]:
-    """What differs: of schemes the slots that do, in the first layer that does."""
+    """The difference in words: for schemes the slots that differ in the first layer that differs."""
     for pair in zip(ours, theirs, strict=True) if isinstance(ours, list) else ():
         slots = [slot.name for slot in dataclasses.fields(Scheme)]
         slots = [name for name in slots if getattr(pair[0], name) != getattr(pair[1], name)]

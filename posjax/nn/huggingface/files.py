@@ -1,8 +1,8 @@
-"""Tensors in safetensors files: mapped, so that a view copies no more than the part that is asked for.
+"""Tensors in safetensors files: memory-mapped, so that a view copies only the part that is needed.
 
-The format is a JSON header and the tensors' bytes (https://github.com/huggingface/safetensors). It is read and written
-here, and not by the ``safetensors`` package, because that slices whole axes of tensors in their own order and saves
-whole arrays alone: a view of a fused tensor on one device's shard, read or written in place, needs the mapped bytes.
+The format is a JSON header and the tensors' bytes (https://github.com/huggingface/safetensors). The ``safetensors``
+package slices only along the stored axes and saves only whole arrays; to read or write one device's shard of a fused
+tensor in place, this module maps the bytes itself.
 """
 
 import json
@@ -37,7 +37,7 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """Where a tensor is: its file, the first byte in it, dtype and shape."""
+    """The location of a tensor: its file, its first byte, dtype and shape."""
 
     file: str
     start: int
@@ -65,14 +65,14 @@ class TensorFolder:
             self.entries |= self._read_header(name)
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor: mapped where the folder is local, fetched where it is not."""
+        """A tensor: memory-mapped if the folder is local, otherwise downloaded."""
         entry = self.entries[name]
-        place, size = f"{self._root}/{entry.file}", math.prod(entry.shape) * entry.dtype.itemsize
+        path, size = f"{self._root}/{entry.file}", math.prod(entry.shape) * entry.dtype.itemsize
         if not size:
             return np.empty(entry.shape, entry.dtype)
         if is_local(self._files):
-            return np.memmap(place, entry.dtype, "r", entry.start, entry.shape)
-        content = self._files.cat_file(place, start=entry.start, end=entry.start + size)
+            return np.memmap(path, entry.dtype, "r", entry.start, entry.shape)
+        content = self._files.cat_file(path, start=entry.start, end=entry.start + size)
         return np.frombuffer(content, entry.dtype).reshape(entry.shape)
 
     def _check_found(self, names: Sequence[str]) -> None:
@@ -84,10 +84,10 @@ class TensorFolder:
             f"{self._root} holds its tensors as a pickle ({pickles[0] if pickles else None}), which can run code when "
             "it is read; convert it to safetensors first",
         )
-        raise FileNotFoundError(f"{self._root} holds no *.safetensors file")
+        raise FileNotFoundError(f"{self._root} has no *.safetensors file")
 
     def _wanted(self, names: Sequence[str]) -> Sequence[str]:
-        """The files to read: that of the whole model, as in transformers; else those of the index; else all."""
+        """The files to read: ``model.safetensors`` first, as in transformers; else those of the index; else all."""
         if WHOLE in names:
             return [WHOLE]
         if INDEX not in names:
@@ -96,51 +96,54 @@ class TensorFolder:
         check(isinstance(where, dict), f"{self._root}/{INDEX} is broken: it has no weight_map of tensors to files")
         wanted = sorted({str(name) for name in where.values()})
         lost = [name for name in wanted if name not in names]
-        check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which is not there")
+        check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which does not exist")
         return wanted
 
     def _read_header(self, file: str) -> list[tuple[str, Entry]]:
-        place = f"{self._root}/{file}"
-        total = self._files.size(place)
-        check(total >= 8, f"{place} is no safetensors file: it has {total} bytes")
-        size = int.from_bytes(self._files.cat_file(place, start=0, end=8), "little")
-        check(8 + size <= total, f"{place} is cut short or no safetensors file: its header would end behind its end")
-        header = _header(self._files.cat_file(place, start=8, end=8 + size), place)
-        return [(name, _entry(name, told, file, 8 + size, total, place)) for name, told in header.items()]
+        path = f"{self._root}/{file}"
+        total = self._files.size(path)
+        check(total >= 8, f"{path} is not a safetensors file: it has {total} bytes")
+        size = int.from_bytes(self._files.cat_file(path, start=0, end=8), "little")
+        check(
+            8 + size <= total,
+            f"{path} is cut short or not a safetensors file: its header ends after the end of the file",
+        )
+        header = _header(self._files.cat_file(path, start=8, end=8 + size), path)
+        return [(name, _entry(name, fields, file, 8 + size, total, path)) for name, fields in header.items()]
 
 
-def _header(content: bytes, place: str) -> dict[str, Any]:
+def _header(content: bytes, path: str) -> dict[str, Any]:
     try:
         header = json.loads(content)
     except (ValueError, RecursionError):
-        raise ValueError(f"{place} is no safetensors file: its header is not JSON") from None
-    check(isinstance(header, dict), f"{place} is no safetensors file: its header is {shown(header)}, not an object")
-    return {name: told for name, told in header.items() if name != "__metadata__"}
+        raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
+    check(isinstance(header, dict), f"{path} is not a safetensors file: its header is {shown(header)}, not an object")
+    return {name: fields for name, fields in header.items() if name != "__metadata__"}
 
 
-def _is_whole(told: Any) -> bool:
-    """Whether a header says of a tensor what it must: its dtype, its shape and where its bytes start and end."""
-    if not isinstance(told, dict) or not {"dtype", "shape", "data_offsets"} <= told.keys():
+def _is_whole(fields: Any) -> bool:
+    """Whether the header of a tensor has its dtype, its shape and where its bytes start and end."""
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         return False
-    numbers = [told["shape"], told["data_offsets"]]
+    numbers = [fields["shape"], fields["data_offsets"]]
     counts = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in numbers)
-    return counts and isinstance(told["dtype"], str) and len(told["data_offsets"]) == 2
+    return counts and isinstance(fields["dtype"], str) and len(fields["data_offsets"]) == 2
 
 
-def _entry(name: str, told: Mapping[str, Any], file: str, base: int, total: int, place: str) -> Entry:
-    check(_is_whole(told), f"{place} is broken: its header says {shown(told)} of tensor {name!r}")
-    known = told["dtype"] in _DTYPES
-    check(known, f"tensor {name!r} in {place} has dtype {told['dtype']}; {', '.join(_DTYPES)} can be read")
-    start, end = told["data_offsets"]
-    dtype, shape = np.dtype(_DTYPES[told["dtype"]]), tuple(told["shape"])
-    check(base + end <= total, f"{place} is cut short: tensor {name!r} ends behind its end")
+def _entry(name: str, fields: Mapping[str, Any], file: str, base: int, total: int, path: str) -> Entry:
+    check(_is_whole(fields), f"{path} is broken: its header has {shown(fields)} for tensor {name!r}")
+    known = fields["dtype"] in _DTYPES
+    check(known, f"tensor {name!r} in {path} has dtype {fields['dtype']}; {', '.join(_DTYPES)} can be read")
+    start, end = fields["data_offsets"]
+    dtype, shape = np.dtype(_DTYPES[fields["dtype"]]), tuple(fields["shape"])
+    check(base + end <= total, f"{path} is cut short: tensor {name!r} ends after the end of the file")
     fits = end - start == math.prod(shape) * dtype.itemsize
-    check(fits, f"{place} is broken: tensor {name!r} has {end - start} bytes, which do not fit its shape {shape}")
+    check(fits, f"{path} is broken: tensor {name!r} has {end - start} bytes, which do not fit its shape {shape}")
     return Entry(file, base + start, dtype, shape)
 
 
 class FileLayout(NamedTuple):
-    """A file to be written: its name, its header and where each of its tensors will be."""
+    """A file to be written: its name, its header and the location of each tensor."""
 
     file: str
     header: bytes
@@ -153,7 +156,7 @@ class FileLayout(NamedTuple):
 
 
 def lay_out(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) -> list[FileLayout]:
-    """The files for tensors of these dtypes and shapes, each of at most ``most`` bytes where tensors are no larger."""
+    """The files for tensors of these dtypes and shapes, each of at most ``most`` bytes unless one tensor is larger."""
     groups: list[dict] = [{}]
     filled = 0
     for name, (dtype, shape) in tensors.items():
@@ -180,7 +183,7 @@ def _layout(file: str, group: Mapping[str, tuple]) -> FileLayout:
 
 
 def create(folder: Path, layouts: Sequence[FileLayout]) -> None:
-    """The files with their headers and room for their tensors, and the index where there are several files."""
+    """Creates the files with headers and space for the tensors, and the index if there are several files."""
     for layout in layouts:
         with (folder / layout.file).open("wb") as file:
             file.write(layout.header)
@@ -194,18 +197,18 @@ def create(folder: Path, layouts: Sequence[FileLayout]) -> None:
 
 
 def writable(folder: Path, entry: Entry) -> np.ndarray:
-    """A tensor in a file that ``create`` made, to be written into."""
+    """A tensor in a file made by ``create``, mapped for writing."""
     return np.memmap(folder / entry.file, entry.dtype, "r+", entry.start, entry.shape)
 
 
 def sync(file: Path) -> None:
-    """Until what is written into a file is on the disk."""
+    """Waits until the content of a file is on disk."""
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
 
 
 def open_folder(path: str | Path) -> tuple[Any, str]:
-    """The file system of a path or URL, and the path in it. Raises FileNotFoundError where no folder is."""
+    """The file system of a path or URL, and the path in it. Raises FileNotFoundError unless it is a folder."""
     files, root = open_place(path)
     with reaching(path):
         if not files.isdir(root):
@@ -216,7 +219,7 @@ def open_folder(path: str | Path) -> tuple[Any, str]:
 def open_place(path: str | Path) -> tuple[Any, str]:
     """The file system of a path or URL, and the path in it."""
     try:
-        import fsspec  # only those who read released models need it
+        import fsspec  # only needed for released models
     except ModuleNotFoundError:
         raise ModuleNotFoundError(f"{path}: released models need the package fsspec: pip install posjax[hf]") from None
     check(bool(str(path)), "path is empty: it names a folder or a file")
@@ -226,7 +229,7 @@ def open_place(path: str | Path) -> tuple[Any, str]:
 
 @contextmanager
 def reaching(path: str | Path) -> Iterator[None]:
-    """Turns what a file system raises of its own (no network, no rights) into OSError, in one line with the path."""
+    """Converts exceptions of a file system (no network, no rights) to OSError, in one line with the path."""
     try:
         yield
     except (OSError, ValueError, ImportError):
@@ -236,23 +239,23 @@ def reaching(path: str | Path) -> Iterator[None]:
 
 
 def names_in(files: Any, root: str) -> list[str]:
-    """The names in a folder, sorted; none where there is no folder."""
+    """The names in a folder, sorted; none if the folder does not exist."""
     found = files.ls(root, detail=False) if files.isdir(root) else []
-    return sorted(place.rstrip("/").rpartition("/")[2] for place in found)
+    return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
 
 def is_local(files: Any) -> bool:
-    """Whether a file system is that of this machine."""
+    """Whether a file system is local."""
     return "file" in ((files.protocol,) if isinstance(files.protocol, str) else files.protocol)
 
 
-def read_json(files: Any, place: str) -> dict[str, Any]:
+def read_json(files: Any, path: str) -> dict[str, Any]:
     """A JSON object. Raises FileNotFoundError without the file and ValueError for anything else in it."""
-    if not files.isfile(place):
-        raise FileNotFoundError(f"there is no {place}")
+    if not files.isfile(path):
+        raise FileNotFoundError(f"there is no {path}")
     try:
-        found = json.loads(files.cat_file(place))
+        found = json.loads(files.cat_file(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not valid JSON: {error}") from None
-    check(isinstance(found, dict), f"{place} must hold an object, found {type(found).__name__}")
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    check(isinstance(found, dict), f"{path} must hold an object, found {type(found).__name__}")
     return found

@@ -1,4 +1,4 @@
-"""GGUF files of the llama architecture, read in the words of Hugging Face; numbers are dequantised to float32."""
+"""GGUF files of the llama architecture, with the names of Hugging Face; numbers are dequantised to float32."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,20 +63,19 @@ class GGUF:
         self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
         check(
             "rope_freqs.weight" not in self._tensors,
-            f"{path} has frequencies of its own (rope_freqs.weight), whose rule the file does not say; read the "
-            "model's safetensors",
+            f"{path} has its own frequencies (rope_freqs.weight), but not their rule; read the model's safetensors",
         )
         self._check_keys()
         check("model.embed_tokens.weight" in self._tensors, f"{path} has no tensor token_embd.weight")
         for key in ("llama.embedding_length", "llama.attention.head_count"):
-            check(self._get(key) is not None, f"{path} does not say {key}")
+            check(self._get(key) is not None, f"{path} has no {key}")
         self.entries: Mapping[str, Entry] = {
             name: Entry(str(path), 0, np.dtype(np.float32), tuple(int(n) for n in reversed(tensor.shape)))
             for name, tensor in self._tensors.items()
         }
 
     def _check_keys(self) -> None:
-        """Raises ValueError for metadata that changes the numbers in a way that is not known here."""
+        """Raises ValueError for metadata that changes the computation in an unsupported way."""
         known = {f"llama.attention.{name}" for name in _ATTENTION}
         scales = ("llama.logit_scale", "llama.embedding_scale", "llama.residual_scale")
         others = [key for key in self._fields if key.startswith(("llama.attention.", *scales)) and key not in known]
@@ -84,7 +83,7 @@ class GGUF:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The metadata as a ``config.json`` would say it."""
+        """The metadata in the form of a ``config.json``."""
         found = {theirs: self._get(f"llama.{ours}") for ours, theirs in _KEYS.items()}
         found = {key: _shortest(value) for key, value in found.items() if value is not None}
         rotated, size = self._get("llama.rope.dimension_count"), self._head_dim
@@ -102,7 +101,7 @@ class GGUF:
         }
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor in float32, its rows in Hugging Face's order."""
+        """A tensor in float32, with rows in Hugging Face's order."""
         from gguf.quants import dequantize
 
         stored = self._tensors[name]
@@ -131,7 +130,7 @@ class GGUF:
     def _scaling(self) -> dict[str, Any] | None:
         known = [f"llama.rope.scaling.{key}" for key in _SCALING_KEYS]
         others = [key for key in self._fields if key.startswith("llama.rope.scal") and key not in known]
-        check(not others, f"{others[0] if others else None} is a part of a rope scaling that is not known here")
+        check(not others, f"{others[0] if others else None} is a part of a rope scaling that is not supported")
         kind = self._get("llama.rope.scaling.type")
         if kind in (None, "none"):
             return None
@@ -142,7 +141,7 @@ class GGUF:
 
     @staticmethod
     def _name(name: str) -> str:
-        """A tensor's name in Hugging Face's words; as it is where there is none."""
+        """The Hugging Face name of a tensor; unchanged if there is none."""
         part, _, kind = name.rpartition(".")
         if part in _OUTER_NAMES:
             return f"{_OUTER_NAMES[part]}.{kind}"
@@ -164,11 +163,11 @@ def _reader(path: str | Path) -> Any:
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp stores a head's channels in pairs (t, t + d/2); here they are in halves again."""
+    """From llama.cpp's order of a head's channels, pairs (t, t + d/2), to halves."""
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _shortest(value: Any) -> Any:
-    """A float32 as the shortest number that it rounds: 1e-05, not 9.999999747378752e-06."""
+    """A float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -20,7 +20,7 @@ _SPLITS = {
     "llama-bpe": {"type": "Sequence", "pretokenizers": [_BY_LLAMA3, _BYTES | {"use_regex": False}]},
 }
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
-"""Splits whose words are not merged where the vocabulary has them whole."""
+"""Splits that do not merge words that are in the vocabulary."""
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _SPACE = "▁"
 
@@ -31,10 +31,10 @@ def tokenizer_files(get: Get) -> dict[str, str]:
     """``tokenizer.json`` and ``tokenizer_config.json``.
 
     Args:
-        get: the value of a key of the file's metadata, None where it has none.
+        get: the value of a key of the file's metadata, or None.
 
     Raises:
-        ValueError: for another kind of tokenizer, or a split of words that is not known here.
+        ValueError: for another kind of tokenizer, or an unsupported split of words.
     """
     kind, tokens = get("tokenizer.ggml.model"), get("tokenizer.ggml.tokens")
     check_choice("tokenizer.ggml.model", kind, tuple(_KINDS))
@@ -53,7 +53,7 @@ def tokenizer_files(get: Get) -> dict[str, str]:
 
 
 def _byte_level(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
-    """BPE over bytes that are written as letters, as GPT-2 has it."""
+    """BPE over bytes that are written as letters, as in GPT-2."""
     split = get("tokenizer.ggml.pre")
     check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
     merges = [merge.split(" ") for merge in get("tokenizer.ggml.merges")]
@@ -66,7 +66,7 @@ def _byte_level(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def _sentencepiece(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
-    """BPE over characters, with spaces as U+2581 and bytes for what the vocabulary lacks, as Llama 2 has it."""
+    """BPE over characters, with spaces as U+2581 and bytes for characters not in the vocabulary, as in Llama 2."""
     first = [] if get("tokenizer.ggml.add_space_prefix") is False else [{"type": "Prepend", "prepend": _SPACE}]
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -83,11 +83,11 @@ def _sentencepiece(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
 
 
 _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
-"""What a tokenizer.json has of each kind, by llama.cpp's names."""
+"""The parts of a tokenizer.json that depend on the kind, by llama.cpp's names."""
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
-    """The pairs that SentencePiece would merge, the best first: those whose whole is a token, by the score of that."""
+    """The pairs that SentencePiece would merge, best first: those whose concatenation is a token, by its score."""
     ids = {token: n for n, token in enumerate(tokens)}
     pairs = [
         (-score, ids[token[:cut]], ids[token[cut:]])
@@ -105,7 +105,7 @@ def _bpe(tokens: Sequence[str], merges: list[list[str]], **options: Any) -> dict
 
 
 def _added(get: Get, tokens: Sequence[str]) -> list[dict[str, Any]]:
-    """The tokens that are no pieces of text, or are never cut into pieces."""
+    """Special tokens, and tokens that are never split."""
     types = get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     how = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
@@ -125,9 +125,9 @@ def _special(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def _added_around(get: Get, tokens: Sequence[str], kind: str) -> dict[str, Any] | None:
-    """The tokens before and after every text, where there are any.
+    """The tokens before and after every text, or None.
 
-    Like llama.cpp it puts BOS before texts of SentencePiece and Llama 3 unless the file says otherwise.
+    Like llama.cpp it adds BOS before texts of SentencePiece and Llama 3 unless the metadata says otherwise.
     """
     usual = {"bos": kind == "llama" or get("tokenizer.ggml.pre") == "llama-bpe", "eos": False}
     ids = {name: get(f"tokenizer.ggml.{name}_token_id") for name in usual}

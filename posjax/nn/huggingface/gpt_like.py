@@ -1,4 +1,4 @@
-"""GPT-2 and the families with its kind of blocks: LayerNorm, plain MLPs, fused queries, keys and values."""
+"""GPT-2 and families with similar blocks: LayerNorm, plain MLPs, fused queries, keys and values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def norm(ours: str, theirs: str) -> dict[str, View]:
 
 
 def matrix(ours: str, theirs: str, pattern: str, bias_pattern: str = "embed -> embed") -> dict[str, View]:
-    """The views of a projection that is no part of a fused one, and of its bias."""
+    """The views of a projection that is not fused, and of its bias."""
     return {ours: View(f"{theirs}.weight", pattern), f"{ours}_bias": View(f"{theirs}.bias", bias_pattern)}
 
 
@@ -52,7 +52,7 @@ def output(layer: str, name: str) -> dict[str, View]:
 
 
 def fused(name: str, rows: str, parts: Sequence[tuple[str, str]]) -> dict[str, View]:
-    """The views of queries, keys and values in one Linear layer whose rows are split so."""
+    """The views of queries, keys and values in one Linear layer, whose rows are split as in ``rows``."""
     found = {}
     for part, (ours, kept) in enumerate(parts):
         found[f"block/attention/{ours}"] = View(f"{name}.weight", f"({rows}) embed -> embed {kept} size", part)
@@ -61,7 +61,7 @@ def fused(name: str, rows: str, parts: Sequence[tuple[str, str]]) -> dict[str, V
 
 
 def megatron(layer: str, attention: str) -> dict[str, View]:
-    """The views of a block as Megatron had it: every head's query, key and value stand together."""
+    """The views of a Megatron block: every head's query, key and value are adjacent."""
     found = fused(f"{layer}{attention}.query_key_value", "heads 3 size", EQUAL)
     found |= output(layer, f"{attention}.dense") | mlp(layer, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
     found |= norm("block/attention_norm", f"{layer}input_layernorm")
@@ -82,7 +82,7 @@ def layer_norm(values: Values, key: str, has_bias: bool = True) -> dict[str, Any
 
 
 def hidden_width(values: Values, key: str, width: str) -> dict[str, int]:
-    """The MLP's width, four times the model's where ``config.json`` does not say it."""
+    """The MLP's width, four times the model's if ``config.json`` does not have it."""
     return {"mlp_dim": values.get(key) or 4 * values[width]}
 
 
@@ -105,7 +105,7 @@ _GPT_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.embed_positions")
 
 
 def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
-    """Its Conv1D layers hold matrices the other way round than Linear layers do."""
+    """Its Conv1D layers hold the transposes of the matrices of Linear layers."""
     found = tables("transformer.wte", "lm_head")
     found["embedding/embedding/embedding"] = View("transformer.wpe.weight", "positions embed -> positions embed")
     for part, name in enumerate("qkv"):
@@ -120,7 +120,7 @@ def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
 
 
 def _learned(config: DecoderConfig) -> dict[str, int]:
-    """The number of learned positions. Raises ValueError for a decoder without."""
+    """The number of learned positions. Raises ValueError for a decoder without them."""
     spec = config.layers.embedding
     check(type(spec) is absolute.Learned, f"embedding: GPT-2 has learned positions, found {spec}")
     return {"n_positions": spec.max_length}
@@ -204,7 +204,7 @@ _NEOX = "gpt_neox.layers.{layer}."
 
 
 def _neox_tensors(config: DecoderConfig) -> dict[str, View]:
-    """The head is ``embed_out`` in files, whatever ``state_dict`` calls it."""
+    """The head is ``embed_out`` in files, though not in ``state_dict``."""
     found = megatron(_NEOX, "attention") | norm("norm", "gpt_neox.final_layer_norm")
     return found | tables("gpt_neox.embed_in", "embed_out")
 
@@ -263,7 +263,7 @@ def _neox_rule(values: Values) -> FrequencyRule:
     """The rule, whose base and rotated part transformers reads from keys that only this family has.
 
     Raises:
-        ValueError: for ``rope_theta`` or ``partial_rotary_factor`` that say something else beside them.
+        ValueError: for ``rope_theta`` or ``partial_rotary_factor`` that contradict those keys.
     """
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     older = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -271,7 +271,7 @@ def _neox_rule(values: Values) -> FrequencyRule:
     for key, name in older.items():
         found = values.get(key, taken[key])
         why = f"config.json: {key} {found!r}: transformers reads {name} for gpt_neox, which is {taken[key]!r} here"
-        check(found == taken[key], f"{why}; set it to {found!r} if that is meant")
+        check(found == taken[key], f"{why}; set it to {found!r} if that is intended")
     return rope_rule({**values, "rope_scaling": None, "rope_parameters": {**given, **taken}}, partial=True)
 
 
@@ -355,7 +355,7 @@ def _mpt(values: Values) -> dict[str, Any]:
     heads = values["n_heads"]
     check(
         heads & (heads - 1) == 0,
-        f"config.json: n_heads {heads}: MPT orders the slopes of ALiBi otherwise than its paper unless the number of "
+        f"config.json: n_heads {heads}: MPT orders the slopes of ALiBi differently from the paper unless the number of "
         "heads is a power of 2; such a model cannot be read",
     )
     return {
@@ -405,7 +405,7 @@ _FALCON_PARTS = ("q", "(kv_heads each)"), ("k", "kv_heads"), ("v", "kv_heads")
 
 
 def _falcon_tensors(config: DecoderConfig) -> dict[str, View]:
-    """Queries of a group stand before its key and its value; so with one group (Falcon 7B) they do for all heads."""
+    """Each group has its queries, then its key and its value; with one group (Falcon 7B) so has the whole tensor."""
     found = tables("transformer.word_embeddings", "lm_head")
     found |= fused(f"{_H}self_attention.query_key_value", _FALCON_ROWS, _FALCON_PARTS)
     found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")

@@ -1,4 +1,4 @@
-"""Llama and the families that grew out of it."""
+"""Llama and similar families."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -88,12 +88,12 @@ HEAD_NORMS = {
 
 
 def llama_tensors(config: DecoderConfig) -> dict[str, View]:
-    """Those of Llama and the families that only add to them."""
+    """The views of Llama and of families with additional tensors."""
     return EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections() | HEAD_NORMS
 
 
 def basics(values: Values) -> dict[str, Any]:
-    """What all of these families say alike."""
+    """The fields that all of these families read in the same way."""
     return {
         "norm": Norm(eps=values["rms_norm_eps"]),
         "activation": chosen("hidden_act", values["hidden_act"], GATED),
@@ -107,7 +107,7 @@ def basic_values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def default_sizes(length: int, width: int, kv_heads: int | None = None) -> dict[str, int | None]:
-    """What transformers takes for sizes that ``config.json`` leaves out; None are as many heads as of queries."""
+    """The defaults of transformers for sizes; ``kv_heads`` None means as many as query heads."""
     return {"max_position_embeddings": length, "intermediate_size": width, "num_key_value_heads": kv_heads}
 
 
@@ -115,7 +115,7 @@ LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddin
 
 
 def llama_biases(values: Values) -> dict[str, Any]:
-    """Biases as Llama's config names them: those of queries, keys and values with that of the output."""
+    """Biases in Llama's config: one key for queries, keys, values and output."""
     attention = values.get("attention_bias", False)
     return {"biases": biases(qkv=attention, output=attention, mlp=values.get("mlp_bias", False))}
 
@@ -130,10 +130,10 @@ def _rope(values: Values) -> Scheme:
 
 
 def _windowed(values: Values, *, partial: bool = False) -> Scheme:
-    """A window in all layers, where there is one; transformers does not read ``layer_types`` of these families."""
+    """A window in all layers, or in none; transformers does not read ``layer_types`` of these families."""
     kind = FULL if values.get("sliding_window") is None else SLIDING
     other = set(layer_types(values, (kind,))) - {kind}
-    name, why = values["model_type"], "as its sliding_window says; leave layer_types out"
+    name, why = values["model_type"], "by its sliding_window; leave layer_types out"
     check(not other, f"config.json: layer_types has {', '.join(other)}, but all layers of {name} are {kind}, {why}")
     return rope_scheme(values, rope_rule(values, partial=partial), kind)
 
@@ -169,7 +169,7 @@ MISTRAL = _family(
 
 
 def _qwen_types(values: Values) -> list[str]:
-    """Qwen's layers: those from ``max_window_layers`` on are sliding, where windows are used at all."""
+    """Qwen's layers: those from ``max_window_layers`` on are sliding, if windows are used."""
     used = values.get("use_sliding_window") and values["sliding_window"] is not None
     first, count = values["max_window_layers"], values["num_hidden_layers"]
     types = layer_types(values, [SLIDING if used and n >= first else FULL for n in range(count)])
@@ -204,7 +204,7 @@ QWEN3 = _family(
 
 
 def _smollm3_schemes(values: Values) -> Any:
-    """RoPE, but in every fourth layer, or where ``no_rope_layers`` holds a 0: those have the window, if one is used."""
+    """RoPE, except in every fourth layer, or those with a 0 in ``no_rope_layers``: these have the window, if any."""
     rule, count, every = rope_rule(values), values["num_hidden_layers"], values["no_rope_layer_interval"]
     rotating = values.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
     check(len(rotating) >= count, f"config.json: no_rope_layers names {len(rotating)} layers of {count}")
@@ -305,7 +305,7 @@ def _gemma_values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _inverse_square(config: DecoderConfig) -> float:
-    """``query_scale ** -2``, whole where it is so but for rounding."""
+    """``query_scale ** -2``, rounded if it is a whole number up to rounding errors."""
     found = config.head_dim if config.query_scale is None else config.query_scale**-2
     return round(found) if round(found) ** -0.5 == config.query_scale else found
 
@@ -343,11 +343,11 @@ GEMMA2 = _gemma_family(
 
 
 def _gemma3_rules(values: Values) -> dict[str, FrequencyRule]:
-    """The rules of both kinds of layers; of transformers 4 ``rope_scaling`` and ``rope_theta`` are of full ones."""
+    """The rules of both layer types; ``rope_scaling`` and ``rope_theta`` of transformers 4 are for full layers."""
     given = values.get("rope_parameters") or {}
     check(
         given.keys() <= {FULL, SLIDING} and all(isinstance(inner, Mapping | None) for inner in given.values()),
-        f"config.json: rope_parameters {shown(given)}: gemma3_text has those of {FULL} and of {SLIDING}, each its own",
+        f"config.json: rope_parameters {shown(given)}: gemma3_text has separate ones for {FULL} and {SLIDING}",
     )
     full = {"rope_theta": values.get("rope_theta", 1e6)} | (given.get(FULL) or {}) | (values.get("rope_scaling") or {})
     sliding = {"rope_theta": values.get("rope_local_base_freq", 1e4)} | (given.get(SLIDING) or {})
@@ -440,7 +440,7 @@ PHI3 = _family(
 
 
 def _phi3_scheme(values: Values) -> Scheme:
-    """Plain RoPE or LongRoPE, for transformers reads no other with this family."""
+    """Plain RoPE or LongRoPE, the only rules that transformers reads for this family."""
     scheme = _windowed(values, partial=True)
     rule, size = scheme.features.frequencies, values["hidden_size"] // values["num_attention_heads"]
     check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
@@ -454,14 +454,14 @@ def _phi3_scheme(values: Values) -> Scheme:
 
 
 def _phi3_rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """Phi-3 reads the original length outside of the rope parameters, and of transformers 4 the part that rotates."""
+    """Phi-3 reads the original length outside the rope parameters, in transformers 4 the rotated part too."""
     found = rope_values(config)
     inner, outer = found.get("rope_parameters", {}), ("original_max_position_embeddings", "partial_rotary_factor")
     return found | {key: inner[key] for key in outer if key in inner}
 
 
 def _cohere_schemes(values: Values) -> Any:
-    """RoPE in sliding layers; none in those that see everything."""
+    """RoPE in sliding layers, none in full layers."""
     types = layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 4) - 1) + (FULL,))
     rules = {SLIDING: rope_rule(values), FULL: None}
     return rope_schemes(values, types, rules, pairing="interleaved")
@@ -507,7 +507,7 @@ _EXPERTS = f"{LAYER}mlp.experts."
 
 
 def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
-    """Gates and the rest of the hidden units alternate."""
+    """The columns of ``gate_up_proj`` alternate between gate and up."""
     found = EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections()
     found["block/attention/learned/sinks/sinks"] = View(f"{LAYER}self_attn.sinks", "heads -> heads")
     found["block/mlp/router"] = View(f"{LAYER}mlp.router.weight", "experts embed -> embed experts")
@@ -522,7 +522,7 @@ def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
 
 
 def _gpt_oss_rope(values: Values) -> Values:
-    """The config with the rule of the released models, where it names none."""
+    """The config with the rule of the released models, if it has none."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     yarn |= {"original_max_position_embeddings": 4096}
     return {**values, "rope_parameters": values.get("rope_parameters") or yarn}

@@ -1,4 +1,4 @@
-"""Released models into decoders, each device's part straight from the bytes of the files."""
+"""Released models as decoders: each device's part is read directly from the files."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -23,29 +23,29 @@ from posjax.nn.huggingface.views import View, check_shape
 
 CONFIG = "config.json"
 NO_MESH = Mesh(np.empty((), object), ())
-"""In use where arrays of single devices are worked on, which the mesh in use would not allow."""
+"""An empty mesh, for work on arrays of single devices."""
 _CHANGES = ("compute_dtype", "remat", "scan_layers", "implementation", "placement")
 
 
 class Source(Protocol):
-    """Where the tensors of a released model are.
+    """The tensors of a released model.
 
     Attributes:
-        entries: what is there, by name.
+        entries: the tensors, by name.
     """
 
     entries: Mapping[str, Entry]
 
     def tensor(self, name: str) -> np.ndarray:
-        """A whole tensor; mapped where that is possible."""
+        """A whole tensor, memory-mapped if possible."""
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """What ``config.json`` of a released model says, or what the metadata of a GGUF file says in its words.
+    """The values of ``config.json`` of a released model, or of the metadata of a GGUF file in the same form.
 
     Raises:
         FileNotFoundError: without the folder or the file.
-        ValueError: for a file that is no JSON.
+        ValueError: for a file that is not JSON.
     """
     if is_gguf(path):
         from posjax.nn.huggingface.gguf import GGUF
@@ -72,7 +72,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def is_released(path: str | Path) -> bool:
-    """Whether a path is that of a released model: a GGUF file, or a folder with a ``config.json``."""
+    """Whether a path is a released model: a GGUF file, or a folder with a ``config.json``."""
     files, root = open_place(path)
     with reaching(path):
         return files.isfile(root if is_gguf(path) else f"{root}/{CONFIG}")
@@ -87,23 +87,23 @@ def from_pretrained(
 ) -> Decoder:
     """A released model as a ``Decoder``.
 
-    Tensors are read one layer at a time and straight into the devices' shards: beside the arrays on the devices, a host
-    needs room for its part of the largest tensor; for the whole of it where the files are at a URL, or packed.
+    Tensors are read one layer at a time and directly into the devices' shards: besides the arrays on the devices, a
+    host needs memory for its part of the largest tensor; for all of it if the files are at a URL, or packed.
 
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
             a local GGUF file. The families are those of ``nn.huggingface.FAMILIES``.
-        dtype: of the parameters; None keeps that of the files.
+        dtype: of the parameters; None for that of the files.
         sharding: of a parameter, from the logical names of its axes and its shape; see ``logical_axes``. All on one
             device when left out.
-        changes: fields of ``DecoderConfig`` that say how it is computed: ``compute_dtype``, ``remat``,
-            ``scan_layers``, ``implementation``, ``placement``. Another scheme is given to ``Decoder.with_scheme``.
+        changes: fields of ``DecoderConfig`` that do not change the model: ``compute_dtype``, ``remat``,
+            ``scan_layers``, ``implementation``, ``placement``. For another scheme use ``Decoder.with_scheme``.
 
     Raises:
         FileNotFoundError: without the model.
         ValueError: for a family or option that ``Decoder`` does not have; for tensors that are missing, unexpected or
-            of another shape than the config says; for a head that differs from the embedding to which config.json
-            ties it; for pickles.
+            of another shape than in the config; for a head that differs from the embedding although config.json ties
+            them; for pickles.
     """
     for name in changes:
         check_choice("changes", name, _CHANGES)
@@ -127,12 +127,12 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
     Args:
         source: the tensors.
         values: of ``config.json``.
-        config: what ``read_config`` gave for them.
+        config: the result of ``read_config`` for them.
         wanted: the tree of parameters as ``jax.ShapeDtypeStruct``, with shardings or without.
 
     Raises:
         ValueError: for tensors that are missing, unexpected or of another shape, and for a head that differs from the
-            embedding to which config.json ties it.
+            embedding although config.json ties them.
     """
     family, sizes = family_of(values), sizes_of(config)
     named = named_parameters(wanted)
@@ -141,22 +141,22 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
     _check_tied(source, family, config)
 
     def read(name: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        place = place_of(name, config)
-        own = partial(_read, source, family, views[place.name], sizes)
-        return own(struct, None) if place.layers is None else _stacked(own, struct, place.layers)
+        location = location_of(name, config)
+        own = partial(_read, source, family, views[location.name], sizes)
+        return own(struct, None) if location.layers is None else _stacked(own, struct, location.layers)
 
     with jax.set_mesh(NO_MESH):
         return jax.tree.unflatten(jax.tree.structure(wanted), [read(*pair) for pair in named])
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Raises ValueError for a dtype that tensors of a model cannot have; None is that of what is read."""
+    """Raises ValueError for an unsupported dtype of tensors; None is allowed."""
     if dtype is not None:
         check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
 
 
-class Place(NamedTuple):
-    """Where a parameter of a decoder belongs: its name in a family's tensors, and its layers if it is in a stack."""
+class Location(NamedTuple):
+    """The name of a decoder's parameter in a family's tensors, and its layers if it is in a stack."""
 
     name: str
     layers: Sequence[int] | None
@@ -168,43 +168,43 @@ def named_parameters(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
-def place_of(name: str, config: DecoderConfig) -> Place:
-    """Where the parameter of a path belongs."""
+def location_of(name: str, config: DecoderConfig) -> Location:
+    """The location of the parameter with a path."""
     if not name.startswith("stacks/"):
-        return Place(name, None)
+        return Location(name, None)
     _, pattern, number, rest = name.split("/", 3)
     sizes = [(len(schemes), repeats) for schemes, repeats in config.layers.patterns]
     before = sum(period * repeats for period, repeats in sizes[: int(pattern)])
     period, repeats = sizes[int(pattern)]
     first = before + int(number)
-    return Place(f"block/{rest}", range(first, first + period * repeats, period))
+    return Location(f"block/{rest}", range(first, first + period * repeats, period))
 
 
-def tensors_of(place: Place, view: View) -> list[str]:
+def tensors_of(location: Location, view: View) -> list[str]:
     """The names of the tensors of a parameter."""
-    return [view.name] if place.layers is None else [view.name.format(layer=layer) for layer in place.layers]
+    return [view.name] if location.layers is None else [view.name.format(layer=layer) for layer in location.layers]
 
 
 def check_tensors(source: Source, family: Family, config: DecoderConfig, named: Sequence[tuple[str, Any]]) -> None:
-    """Raises ValueError for tensors that are missing, unexpected or of another shape than the config says."""
+    """Raises ValueError for tensors that are missing, unexpected or of another shape than in the config."""
     views, sizes, used = family.tensors(config), sizes_of(config), set()
     for name, _ in named:
-        place = place_of(name, config)
-        check(place.name in views, f"the layout of {family.model_type} has no tensor for the parameter {name}")
-        for tensor in tensors_of(place, views[place.name]):
+        location = location_of(name, config)
+        check(location.name in views, f"the layout of {family.model_type} has no tensor for the parameter {name}")
+        for tensor in tensors_of(location, views[location.name]):
             used.add(found := _find(source, family, tensor))
-            check_shape(views[place.name], sizes, found, source.entries[found].shape)
+            check_shape(views[location.name], sizes, found, source.entries[found].shape)
     head = views["head"].name if config.tied_head and "head" in views else None
     extra = [name for name in source.entries if name not in used and not _is_ignored(name, family, head)]
     check(
         not extra,
         f"unexpected tensors: {', '.join(extra[:3])}{f' and {len(extra) - 3} more' if len(extra) > 3 else ''}; "
-        f"config.json of {family.model_type} says nothing of them",
+        f"config.json of {family.model_type} does not describe them",
     )
 
 
 def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:
-    """Raises ValueError for a head beside the embedding that it is said to be, but is not."""
+    """Raises ValueError for a head that differs from the embedding although the config ties them."""
     embedding, head = (family.tensors(config).get(name) for name in ("embed", "head"))
     if not config.tied_head or head is None or head.name not in source.entries:
         return
@@ -218,7 +218,7 @@ def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:
     )
 
 
-_ROWS = 4096  # that are compared at a time
+_ROWS = 4096  # compared at a time
 
 
 def _is_ignored(name: str, family: Family, head: str | None) -> bool:
@@ -234,7 +234,7 @@ def _find(source: Source, family: Family, name: str) -> str:
 
 
 def _wanted(source: Source, family: Family, config: DecoderConfig, abstract: Any, dtype: str | None) -> Any:
-    """The abstract parameters with the dtype that is asked for, or that of the files."""
+    """The abstract parameters with the given dtype, or those of the files."""
     named = named_parameters(abstract)
     if dtype is not None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract)
@@ -242,8 +242,8 @@ def _wanted(source: Source, family: Family, config: DecoderConfig, abstract: Any
     views = family.tensors(config)
 
     def kept(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        place = place_of(name, config)
-        first = _find(source, family, tensors_of(place, views[place.name])[0])
+        location = location_of(name, config)
+        first = _find(source, family, tensors_of(location, views[location.name])[0])
         return jax.ShapeDtypeStruct(leaf.shape, source.entries[first].dtype)
 
     return jax.tree.unflatten(jax.tree.structure(abstract), [kept(*pair) for pair in named])
@@ -270,19 +270,19 @@ def _read(
 
 
 def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, layers: Sequence[int]) -> jax.Array:
-    """Layer after layer put into one array on the devices."""
+    """The layers, written one after the other into one array on the devices."""
     whole = _sharding(struct)
     one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))
     stack, put = jnp.zeros(struct.shape, struct.dtype, device=whole), _put(whole)
     for row, layer in enumerate(layers):
         stack = put(stack, read(one, layer), row, 0)
-        # One layer at a time on the host: what is dispatched keeps what it was given.
+        # One layer at a time on the host: dispatched work keeps its arguments alive.
         jax.block_until_ready(stack)
     return stack
 
 
 def _put(sharding: Sharding) -> Callable:
-    """A program that puts a layer into its row of a stack; JAX compiles it once for every shape and sharding."""
+    """A program that writes a layer into its row of a stack; JAX compiles it once for every shape and sharding."""
     return jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
 
 

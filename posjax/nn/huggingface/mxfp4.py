@@ -1,7 +1,7 @@
-"""Tensors of experts in MXFP4, as gpt-oss is released, read as bfloat16.
+"""Tensors of experts in MXFP4, the format of gpt-oss, read as bfloat16.
 
-Every 32 numbers of a row share a scale: the byte s stands for ``2^(s - 127)``. A number has 4 bits, two to a byte, the
-lower half first (OCP Microscaling Formats, version 1.0).
+Every 32 numbers of a row share a scale: the byte s means ``2^(s - 127)``. A number has 4 bits, two to a byte, the lower
+half first (OCP Microscaling Formats, version 1.0).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float3
 _PAIRS = _VALUES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
 """The two numbers of every byte."""
 _AT_ONCE = 2**18
-"""Numbers unpacked at a time; bounds the float32 memory needed beside the tensor."""
+"""Numbers unpacked at a time, which limits the extra float32 memory."""
 
 
 class Mxfp4:
@@ -28,7 +28,7 @@ class Mxfp4:
     ``NAME [experts, 32 groups, rows]``.
 
     Args:
-        folder: the tensors as they are in the files.
+        folder: the tensors of the files.
     """
 
     def __init__(self, folder: TensorFolder):
@@ -39,7 +39,7 @@ class Mxfp4:
         self.entries: Mapping[str, Entry] = plain | {name: self._entry(name) for name in packed}
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor, bfloat16 where it is packed in the file."""
+        """A tensor, bfloat16 if it is packed in the file."""
         if name in self._folder.entries:
             return self._folder.tensor(name)
         experts, width, rows = self.entries[name].shape
@@ -52,7 +52,7 @@ class Mxfp4:
         return found.reshape(experts, rows, width).swapaxes(1, 2)
 
     def _entry(self, name: str) -> Entry:
-        """Where a packed tensor is. Raises ValueError for blocks and scales that do not belong together."""
+        """The entry of a packed tensor. Raises ValueError for blocks and scales that do not fit each other."""
         blocks, scales = self._folder.entries[name + _BLOCKS], self._folder.entries.get(name + _SCALES)
         check(scales is not None, f"tensor {name + _SCALES!r} is missing: the numbers of {name}{_BLOCKS} need scales")
         fits = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape and blocks.shape[3] == 16
@@ -68,7 +68,7 @@ class Mxfp4:
 def _unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """``value(nibble) 2^(scale - 127)``, float32 ``[rows, 32 groups]``.
 
-    Of blocks ``uint8 [rows, groups, 16]``, two nibbles a byte, and scales ``uint8 [rows, groups]``.
+    From blocks ``uint8 [rows, groups, 16]``, two nibbles a byte, and scales ``uint8 [rows, groups]``.
     """
     exponents = scales.astype(np.int32)[..., None, None] - 127
     return np.ldexp(_PAIRS[blocks], exponents).reshape(len(blocks), -1)

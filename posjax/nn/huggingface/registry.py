@@ -10,22 +10,20 @@ from posjax.nn.huggingface import gpt_like, llama_like
 from posjax.nn.huggingface.family import Family, check_same
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*llama_like.LLAMA_LIKE, *gpt_like.GPT_LIKE)}
-"""Families by ``model_type``. Where a decoder fits several, the first is the one that it is written as."""
+"""Families by ``model_type``. A decoder that fits several is written as the first."""
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """The family of a ``config.json``. Raises ValueError for one that is not here, and names those that are."""
-    check("model_type" in values, "config.json lacks model_type: it is no configuration of a released model")
+    """The family of a ``config.json``. Raises ValueError for an unknown one, with the known ones."""
+    check("model_type" in values, "config.json lacks model_type: it is not the configuration of a released model")
     name, quantised = values["model_type"], values.get("quantization_config")
     check(
         not values.get("text_config"),
-        f"config.json: {name!r} reads more than text, which Decoder does not; its text part alone can be read",
+        f"config.json: {name!r} reads more than text, which Decoder does not; only its text part can be read",
     )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    check(
-        method in (None, "mxfp4"), f"the tensors are quantised by {method!r}; read the model that they were made from"
-    )
+    check(method in (None, "mxfp4"), f"the tensors are quantised by {method!r}; read the model before quantisation")
     return FAMILIES[name]
 
 
@@ -59,7 +57,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 _FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
-"""Options of every family that cannot be read here, each with the value at which it changes nothing."""
+"""Options of every family that are not supported, each with the only value that is."""
 _NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 
 
@@ -78,7 +76,7 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     list: ("a list", lambda found: isinstance(found, list | tuple)),
     dict: ("an object", lambda found: isinstance(found, Mapping)),
 }
-"""What a value of ``config.json`` must be, in words and as a test."""
+"""The kinds of values in ``config.json``, in words and as a test."""
 _KEYS = {
     **dict.fromkeys(("layer_types", "no_rope_layers"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
@@ -87,7 +85,7 @@ _KEYS = {
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), float),
     **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"), int),
 }
-"""Keys of several families whose defaults do not tell what their values are."""
+"""Keys of several families whose kind does not follow from a default."""
 _MAY_BE_NONE = (
     "sliding_window",
     "num_key_value_heads",
@@ -98,9 +96,9 @@ _MAY_BE_NONE = (
 
 
 def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the key, for a value that is not of the kind that transformers takes for it."""
-    told = {key: type(value) for key, value in family.defaults.items() if value is not None}
-    for key, kind in (told | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
+    """Raises ValueError, with the key, for a value of the wrong kind."""
+    kinds = {key: type(value) for key, value in family.defaults.items() if value is not None}
+    for key, kind in (kinds | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
         if key not in given or (given[key] is None and key in _MAY_BE_NONE):
             continue
         words, fits = _KINDS[kind]
@@ -108,10 +106,10 @@ def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
 
 
 def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """The keys of ``config.json`` that say what a decoder is.
+    """The ``config.json`` of a decoder.
 
     Raises:
-        ValueError: for what the layout has no place for, with the field of the config.
+        ValueError: for a config that the layout cannot store, with the field.
     """
     values = {key: getattr(config, field) for key, field in family.keys.items() if getattr(config, field) is not None}
     values |= {"model_type": family.model_type, "architectures": [family.architecture]} | family.write(config)
@@ -120,7 +118,7 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def fitting_family(config: DecoderConfig) -> Family:
-    """The first family whose layout can say a config.
+    """The first family whose layout can store a config.
 
     Raises:
         ValueError: if none can, with the reason of Llama's.
@@ -133,4 +131,4 @@ def fitting_family(config: DecoderConfig) -> Family:
             reasons[family.model_type] = error
             continue
         return family
-    raise ValueError(f"no released layout can say this decoder; llama's: {reasons['llama']}")
+    raise ValueError(f"no released layout can store this decoder; llama's: {reasons['llama']}")

@@ -1,4 +1,4 @@
-"""Decoders into the layout of released models, every device's part straight into the bytes of the files."""
+"""Writing decoders in the layout of released models: every device's part directly into the files."""
 
 import json
 import tempfile
@@ -33,8 +33,8 @@ from posjax.nn.huggingface.load import (
     NO_MESH,
     check_dtype,
     is_gguf,
+    location_of,
     named_parameters,
-    place_of,
     read_values,
     tensors_of,
 )
@@ -51,9 +51,9 @@ COPIED = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files of a released folder that go with it as they are."""
+"""Files of a released folder that are copied unchanged."""
 
-# What other versions of transformers call what is written here, or what no longer holds.
+# Keys that other versions of transformers use for values written here, or that are no longer valid.
 _STALE = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "torch_dtype", "dtype")
 _STALE += ("transformers_version", "quantization_config", "partial_rotary_factor", "rope_local_base_freq")
 _STALE += ("auto_map", "original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
@@ -75,19 +75,19 @@ def save_pretrained(
     """Writes a decoder in the layout of Hugging Face: ``config.json`` and ``*.safetensors``.
 
     Every process writes its own devices' parts, so all must see the same folder. For a URL the files are first written
-    to the temporary folder (``TMPDIR``), which all must see and which needs room for the model. Files get their names
-    when all is written.
+    to the temporary folder (``TMPDIR``), which all must see and which needs space for the model. Files get their final
+    names after everything is written.
 
     Args:
         decoder: the model.
         path: the folder, local or a URL of fsspec. It must not hold a model.
-        like: a released model whose other files (the tokenizer, ...) and other keys of ``config.json`` go with it.
-        family: the ``model_type`` to write; that of ``like``, or else the first whose layout can say the config.
+        like: a released model whose other files (the tokenizer, ...) and other keys of ``config.json`` are copied.
+        family: the ``model_type`` to write; that of ``like``, or else the first whose layout can store the config.
         dtype: of the tensors; that of the parameters when left out.
-        max_file_bytes: the most that one file holds, but for tensors that are larger.
+        max_file_bytes: the largest size of a file, unless one tensor is larger.
 
     Raises:
-        ValueError: for a decoder that the layout has no place for (CoCA, ReRoPE, ...), and a folder that holds a model.
+        ValueError: for a decoder that the layout cannot store (CoCA, ReRoPE, ...), and a folder that holds a model.
     """
     check_positive("max_file_bytes", max_file_bytes)
     check_dtype(dtype)
@@ -102,8 +102,8 @@ def save_pretrained(
         check(not files.isfile(root), f"{path} is a file; choose a folder")
         _check_empty(path, names_in(files, root))
     layouts, first = lay_out(tensors, max_file_bytes), jax.process_index() == 0
-    beside = {} if like is None or not first else files_beside(like)
-    others = beside | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
+    copied = {} if like is None or not first else files_beside(like)
+    others = copied | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
     with _partial(files, root) as partial:
         if first:
             _prepare(partial, layouts, others)
@@ -116,15 +116,15 @@ def save_pretrained(
 
 
 def _check_empty(path: str | Path, names: Sequence[str]) -> None:
-    """Raises ValueError for a folder with a model, or with tensors that would be mixed with new ones."""
+    """Raises ValueError for a folder with a config, an index or tensors."""
     found = [name for name in names if name in (CONFIG, INDEX) or name.endswith(SUFFIX)]
     check(not found, f"{path} holds a model already; choose another folder (found {', '.join(found[:3])})")
 
 
 def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` will say: of the model it is like, what still holds, and what the decoder is.
+    """The new ``config.json``: the keys of ``like`` that are still valid, and those of the decoder.
 
-    Without ``like`` the special tokens are null: transformers would otherwise take the family's defaults.
+    Without ``like`` the special tokens are null, because transformers would otherwise use the family's defaults.
     """
     kept = {key: value for key, value in given.items() if key not in (*_STALE, *family.aliases)}
     values = (kept or dict.fromkeys(_TOKENS)) | write_config(config, family)
@@ -134,9 +134,9 @@ def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> 
 
 @contextmanager
 def _partial(files: Any, root: str) -> Iterator[Path]:
-    """A new folder to write into until all is there: beside the one asked for, or a temporary one for a URL.
+    """A new folder to write into until everything is written: next to the target, or temporary for a URL.
 
-    Nothing of it stays, also when writing fails; only a process that is killed leaves it behind.
+    It is removed, also if writing fails; only a killed process leaves it behind.
     """
     parent = Path(root).parent if is_local(files) else None
     if parent is not None:
@@ -146,7 +146,7 @@ def _partial(files: Any, root: str) -> Iterator[Path]:
 
 
 def _of_first(folder: str) -> str:
-    """The folder that the first process names."""
+    """The folder name of the first process."""
     if jax.process_count() == 1:
         return folder
     from jax.experimental.multihost_utils import broadcast_one_to_all
@@ -156,7 +156,7 @@ def _of_first(folder: str) -> str:
 
 
 def _prepare(folder: Path, layouts: list[FileLayout], others: Mapping[str, bytes]) -> None:
-    """A new folder with all files, those of tensors with room for them."""
+    """Creates the folder with all files, with space for the tensors."""
     folder.mkdir()
     create(folder, layouts)
     for name, content in others.items():
@@ -170,24 +170,24 @@ def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) ->
 
 
 def _tensors(config: DecoderConfig, family: Family, parameters: list, dtype: str | None) -> dict[str, tuple]:
-    """Dtype and shape of every tensor, those of a layer after those of the layer before."""
+    """Dtype and shape of every tensor, in the order of layers."""
     views, sizes, found = family.tensors(config), sizes_of(config), {}
     for name, leaf in parameters:
-        place = place_of(name, config)
+        location = location_of(name, config)
         check(
-            place.name in views,
+            location.name in views,
             f"the layout of {family.model_type} has no tensor for the parameter {name} of shape {leaf.shape}",
         )
-        view = views[place.name]
-        for row, tensor in enumerate(tensors_of(place, view)):
-            layer = -1 if place.layers is None else place.layers[row]
+        view = views[location.name]
+        for row, tensor in enumerate(tensors_of(location, view)):
+            layer = -1 if location.layers is None else location.layers[row]
             found[tensor] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
     ordered = sorted(found.items(), key=lambda item: (item[1][0], item[0]))
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
 
 def _write(config: DecoderConfig, family: Family, parameters: list, layouts: list[FileLayout], folder: Path) -> None:
-    """Puts every shard of this process where it belongs, and waits for the disk."""
+    """Writes every shard of this process, and waits for the disk."""
     with jax.set_mesh(NO_MESH):
         _write_shards(config, family, parameters, layouts, folder)
     for layout in layouts:
@@ -198,15 +198,15 @@ def _write_shards(config, family: Family, parameters: list, layouts: list[FileLa
     views, sizes = family.tensors(config), sizes_of(config)
     entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
     for name, leaf in parameters:
-        place = place_of(name, config)
-        view = views[place.name]
-        for tensor, index, values in _parts(leaf, tensors_of(place, view), place.layers is not None):
+        location = location_of(name, config)
+        view = views[location.name]
+        for tensor, index, values in _parts(leaf, tensors_of(location, view), location.layers is not None):
             target = writable(folder, entries[tensor])
             view.write(target, sizes, index, values.astype(target.dtype))
 
 
 def _parts(leaf: jax.Array, tensors: list[str], stacked: bool) -> Iterator[tuple[str, tuple, np.ndarray]]:
-    """For every shard of this process, one layer at a time: the tensor, the place in the parameter, the numbers."""
+    """For every shard of this process, one layer at a time: the tensor, the index in the parameter, the numbers."""
     for shard in leaf.addressable_shards:
         if shard.replica_id != 0:
             continue
@@ -218,7 +218,7 @@ def _parts(leaf: jax.Array, tensors: list[str], stacked: bool) -> Iterator[tuple
 
 
 def files_beside(like: str | Path) -> dict[str, bytes]:
-    """The tokenizer and the like, by name: from beside a released model, or out of a GGUF file."""
+    """The tokenizer and similar files, by name, of a released folder or a GGUF file."""
     if is_gguf(like):
         from posjax.nn.huggingface.gguf import GGUF
 
@@ -228,7 +228,7 @@ def files_beside(like: str | Path) -> dict[str, bytes]:
 
 
 def _publish(partial: Path, files: Any, root: str) -> None:
-    """Puts what is written where it was asked for, ``config.json`` last."""
+    """Moves the written files to their target, ``config.json`` last."""
     names = sorted((file.name for file in partial.iterdir()), key=lambda name: name == CONFIG)
     if not is_local(files):
         for name in names:
@@ -240,7 +240,7 @@ def _publish(partial: Path, files: Any, root: str) -> None:
 
 
 def _wait(stage: str) -> None:
-    """Until every process is there."""
+    """Waits for all processes."""
     if jax.process_count() > 1:
         from jax.experimental.multihost_utils import sync_global_devices
 

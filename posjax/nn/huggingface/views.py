@@ -1,4 +1,4 @@
-"""A parameter as a view of a named tensor, for reading and for writing, a device's part at a time."""
+"""A parameter as a view of a named tensor, to read and write a device's part at a time."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from posjax._checks import check
 
 Index = tuple[slice, ...]
 AxisSizes = Mapping[str, int]
-"""Sizes of axes by the names that patterns give them."""
+"""Sizes of axes by their names in patterns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +21,13 @@ class View:
 
     The pattern names the axes of the tensor and, after ``->``, those of the parameter. Brackets split an axis, the
     slower part first: ``"(heads size) embed -> embed heads size"`` is a projection whose rows are the heads' channels.
-    Where several parameters share a tensor one axis is counted, ``"3"``, or is a sum, ``"heads+kv_heads+kv_heads"``,
-    and ``part`` says which part this one is. An axis of one number disappears. Brackets on the right join axes again.
+    If several parameters share a tensor one axis is a number, ``"3"``, or a sum, ``"heads+kv_heads+kv_heads"``, and
+    ``part`` is the index of this parameter. An axis of one number disappears. Brackets on the right join axes.
 
     Args:
-        name: of the tensor; ``{layer}`` stands for the number of the layer.
+        name: of the tensor; ``{layer}`` is the number of the layer.
         pattern: the axes, by names of sizes.
-        part: which part of the counted or summed axis.
+        part: the index along the number or sum axis.
     """
 
     name: str
@@ -51,17 +51,17 @@ class View:
         return out
 
     def write(self, tensor: np.ndarray, sizes: AxisSizes, index: Index, values: np.ndarray) -> None:
-        """Puts a part of the parameter into its place in the tensor."""
+        """Writes a part of the parameter into the tensor."""
         for source, target in self._pieces(tensor, sizes, index):
             source[...] = values[target]
 
     def _pieces(self, tensor: np.ndarray, sizes: AxisSizes, index: Index) -> Iterator[tuple[np.ndarray, tuple]]:
-        """Views of the tensor, and where each belongs in the part: several where axes are joined."""
+        """Views of the tensor, and the index of each in the part: several if axes are joined."""
         view, right = self._split(tensor, sizes), self._sides[1]
         shape = self.parameter_shape(sizes)
-        ways = [_ways(axis, range(*s.indices(n)), sizes) for axis, s, n in zip(right, index, shape, strict=True)]
-        for way in itertools.product(*ways):
-            yield view[tuple(at for source, _ in way for at in source)], tuple(target for _, target in way)
+        axes = [_axis_pieces(axis, range(*s.indices(n)), sizes) for axis, s, n in zip(right, index, shape, strict=True)]
+        for pieces in itertools.product(*axes):
+            yield view[tuple(at for source, _ in pieces for at in source)], tuple(target for _, target in pieces)
 
     def _split(self, tensor: np.ndarray, sizes: AxisSizes) -> np.ndarray:
         """The tensor with an axis for every name on the right, in their order: no copy."""
@@ -69,11 +69,11 @@ class View:
         names = [atom for axis in left for atom in axis]
         split = tensor.reshape([_size(atom, sizes) for atom in names])
         chosen = split[tuple(self._selection(atom, sizes) for atom in names)]
-        kept = [self._kept(atom) for atom in names if self._kept(atom)]
-        return chosen.transpose([kept.index(atom) for axis in right for atom in axis])
+        left_over = [self._remaining(atom) for atom in names if self._remaining(atom)]
+        return chosen.transpose([left_over.index(atom) for axis in right for atom in axis])
 
     def _selection(self, atom: str, sizes: AxisSizes) -> int | slice:
-        """What of one axis belongs to the parameter."""
+        """The index of the parameter along one axis."""
         if atom.isdigit():
             return self.part
         parts = atom.split("+")
@@ -82,8 +82,8 @@ class View:
         start, name = sum(_size(part, sizes) for part in parts[: self.part]), parts[self.part]
         return start if name.isdigit() else slice(start, start + sizes[name])
 
-    def _kept(self, atom: str) -> str:
-        """The name of what is left of an axis; empty where nothing is."""
+    def _remaining(self, atom: str) -> str:
+        """The name of an axis after selection; empty if it disappears."""
         name = atom.split("+")[self.part] if "+" in atom else atom
         return "" if name.isdigit() else name
 
@@ -94,7 +94,7 @@ class View:
 
 
 def check_shape(view: View, sizes: AxisSizes, name: str, found: tuple[int, ...]) -> None:
-    """Raises ValueError for a tensor whose shape differs from what its config says."""
+    """Raises ValueError for a tensor whose shape differs from that of the config."""
     wanted = view.tensor_shape(sizes)
     check(tuple(found) == wanted, f"tensor {name!r} has shape {tuple(found)}; by config.json it must have {wanted}")
 
@@ -107,8 +107,8 @@ def _size(atom: str, sizes: AxisSizes) -> int:
     return sum(int(part) if part.isdigit() else sizes[part] for part in atom.split("+"))
 
 
-def _ways(axis: list[str], wanted: range, sizes: AxisSizes) -> list[tuple[tuple, slice]]:
-    """For an axis of the parameter, where its wanted part comes from in the split view, and where it goes to."""
+def _axis_pieces(axis: list[str], wanted: range, sizes: AxisSizes) -> list[tuple[tuple, slice]]:
+    """For an axis of the parameter, the pieces of its wanted part: index in the split view, and index in the part."""
     if len(axis) == 1:
         return [((slice(wanted.start, wanted.stop),), slice(None))]
     inner = sizes[axis[1]]

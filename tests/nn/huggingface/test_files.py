@@ -146,27 +146,27 @@ def one(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 BROKEN = {
-    "empty": (b"", "is no safetensors file: it has 0 bytes"),
-    "short": (b"1234567", "is no safetensors file: it has 7 bytes"),
-    "header too long": (file(one(), size=500), "is cut short or no safetensors file: its header would end behind"),
-    "header of 2^63 bytes": (file(one(), size=2**63), "is cut short or no safetensors file: its header would end"),
-    "pointer of git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "is cut short or no safetensors file"),
-    "not JSON": (file(b"{{{{"), "is no safetensors file: its header is not JSON"),
-    "too deep": (file(b"[" * 100_000), "is no safetensors file: its header is not JSON"),
-    "not text": (file(b"\xff\xfe{}"), "is no safetensors file: its header is not JSON"),
-    "a list": (file([1]), "is no safetensors file: its header is [1], not an object"),
-    "cut short": (file(one(), bytes(7)), "is cut short: tensor 'one' ends behind its end"),
+    "empty": (b"", "is not a safetensors file: it has 0 bytes"),
+    "short": (b"1234567", "is not a safetensors file: it has 7 bytes"),
+    "header too long": (file(one(), size=500), "is cut short or not a safetensors file: its header ends after"),
+    "header of 2^63 bytes": (file(one(), size=2**63), "is cut short or not a safetensors file: its header ends"),
+    "pointer of git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "is cut short or not a safetensors file"),
+    "not JSON": (file(b"{{{{"), "is not a safetensors file: its header is not JSON"),
+    "too deep": (file(b"[" * 100_000), "is not a safetensors file: its header is not JSON"),
+    "not text": (file(b"\xff\xfe{}"), "is not a safetensors file: its header is not JSON"),
+    "a list": (file([1]), "is not a safetensors file: its header is [1], not an object"),
+    "cut short": (file(one(), bytes(7)), "is cut short: tensor 'one' ends after the end of the file"),
     "unknown dtype": (file(one("F8_E4M3")), "tensor 'one' in {} has dtype F8_E4M3; F64, F32, F16, BF16, "),
     "too few bytes": (file(one(shape=(3,))), "is broken: tensor 'one' has 8 bytes, which do not fit its shape (3,)"),
     "too many bytes": (file(one(shape=(1,))), "is broken: tensor 'one' has 8 bytes, which do not fit its shape (1,)"),
     "ends before it starts": (file(one(offsets=(8, 0))), "is broken: tensor 'one' has -8 bytes"),
-    "starts in the header": (file(one(offsets=(-8, 0))), "is broken: its header says {{'dtype': 'F32', "),
-    "negative shape": (file(one(shape=(-1, -2))), "is broken: its header says {{'dtype': 'F32', 'shape': [-1, -2], "),
-    "no whole shape": (file(one(shape=(2.0,))), "is broken: its header says {{'dtype': 'F32', 'shape': [2.0], "),
-    "one offset": (file(one(offsets=(0,))), "is broken: its header says {{'dtype': 'F32', "),
-    "a dtype that is a list": (file(one(["F32"])), "is broken: its header says {{'dtype': ['F32'], "),
-    "no shape": (file({"one": {"dtype": "F32"}}), "is broken: its header says {{'dtype': 'F32'}} of tensor 'one'"),
-    "a number for a tensor": (file({"one": 3}), "is broken: its header says 3 of tensor 'one'"),
+    "starts in the header": (file(one(offsets=(-8, 0))), "is broken: its header has {{'dtype': 'F32', "),
+    "negative shape": (file(one(shape=(-1, -2))), "is broken: its header has {{'dtype': 'F32', 'shape': [-1, -2], "),
+    "no whole shape": (file(one(shape=(2.0,))), "is broken: its header has {{'dtype': 'F32', 'shape': [2.0], "),
+    "one offset": (file(one(offsets=(0,))), "is broken: its header has {{'dtype': 'F32', "),
+    "a dtype that is a list": (file(one(["F32"])), "is broken: its header has {{'dtype': ['F32'], "),
+    "no shape": (file({"one": {"dtype": "F32"}}), "is broken: its header has {{'dtype': 'F32'}} for tensor 'one'"),
+    "a number for a tensor": (file({"one": 3}), "is broken: its header has 3 for tensor 'one'"),
 }
 
 
@@ -194,7 +194,7 @@ def test_every_file_that_is_cut_is_refused(tmp_path):
     content = path.read_bytes()
     for size in range(len(content)):
         path.write_bytes(content[:size])
-        assert_refused(tmp_path, "is no safetensors file" if size < 8 else "is cut short")
+        assert_refused(tmp_path, "is not a safetensors file" if size < 8 else "is cut short")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_every_file_that_is_cut_is_refused(tmp_path):
         ("{", "is not valid JSON"),
         ("{}", "is broken: it has no weight_map"),
         ('{"weight_map": ["a"]}', "is broken: it has no weight_map"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "names 'gone.safetensors', which is not there"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "names 'gone.safetensors', which does not exist"),
     ],
 )
 def test_a_broken_index(index, words, tmp_path):
@@ -230,7 +230,7 @@ def test_what_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/gone: there is no such folder"):
         TensorFolder(tmp_path / "gone")
     released.write_config(tmp_path, released.CASES["gpt2"])
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} holds no \*.safetensors file"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no \*.safetensors file"):
         from_pretrained(tmp_path)
 
 

@@ -407,7 +407,7 @@ REFUSED = {
     ),
     "frequencies": (
         {"more": {"rope_freqs.weight": np.ones(8, np.float32)}},
-        "has frequencies of its own (rope_freqs.weight), whose rule the file does not say",
+        "has its own frequencies (rope_freqs.weight), but not their rule",
     ),
     "longrope": (
         {"edit": scaled(gguf.RopeScalingType.LONGROPE)},
@@ -415,11 +415,11 @@ REFUSED = {
     ),
     "a part of yarn": (
         {"edit": lambda writer: writer.add_rope_scaling_attn_factors(1.5)},
-        "llama.rope.scaling.attn_factor is a part of a rope scaling that is not known here",
+        "llama.rope.scaling.attn_factor is a part of a rope scaling that is not supported",
     ),
     "an old scaling": (
         {"edit": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)},
-        "llama.rope.scale_linear is a part of a rope scaling that is not known here",
+        "llama.rope.scale_linear is a part of a rope scaling that is not supported",
     ),
     "a window": (
         {"edit": lambda writer: writer.add_sliding_window(9)},
@@ -435,7 +435,7 @@ REFUSED = {
     ),
     "no heads": (
         {"edit": lambda writer: writer.kv_data[0].pop("llama.attention.head_count")},
-        "tiny.gguf does not say llama.attention.head_count",
+        "tiny.gguf has no llama.attention.head_count",
     ),
     "another tensor": ({"more": {"blk.0.attn_sinks": np.ones(4, np.float32)}}, "unexpected tensors: blk.0.attn_sinks;"),
 }

@@ -50,7 +50,7 @@ TENSORS = {
     ),
     "unexpected": (
         lambda tensors: tensors | {"model.layers.0.self_attn.sinks": np.zeros(4, np.float32)},
-        ["unexpected tensors: model.layers.0.self_attn.sinks;", "config.json of llama says nothing of them"],
+        ["unexpected tensors: model.layers.0.self_attn.sinks;", "config.json of llama does not describe them"],
     ),
     "many unexpected": (
         lambda tensors: tensors | {f"extra.{n}": np.zeros(4, np.float32) for n in range(5)},
@@ -82,11 +82,11 @@ CONFIGS = {
     "unknown": (LLAMA | {"model_type": "lama"}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
     "several modalities": (
         {"model_type": "gemma3", "text_config": released.CASES["gemma3_text"]},
-        ["config.json: 'gemma3' reads more than text, which Decoder does not; its text part alone can be read"],
+        ["config.json: 'gemma3' reads more than text, which Decoder does not; only its text part can be read"],
     ),
     "quantised": (
         LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        ["the tensors are quantised by 'gptq'; read the model that they were made from"],
+        ["the tensors are quantised by 'gptq'; read the model before quantisation"],
     ),
     "no width": (
         {key: LLAMA[key] for key in LLAMA if key not in ("hidden_size", "rope_parameters")},
@@ -117,7 +117,7 @@ CONFIGS = {
         released.CASES["mpt"] | {"attn_config": {"alibi": False}},
         ["attn_config.alibi False is an option that Decoder does not have; True would work"],
     ),
-    "mpt heads": (released.CASES["mpt"] | {"n_heads": 6}, ["n_heads 6: MPT orders the slopes of ALiBi otherwise"]),
+    "mpt heads": (released.CASES["mpt"] | {"n_heads": 6}, ["n_heads 6: MPT orders the slopes of ALiBi differently"]),
     "mpt biases": (
         released.CASES["mpt"] | {"no_bias": False},
         ["no_bias False is an option that Decoder"],
@@ -162,7 +162,7 @@ CONFIGS = {
     "smollm3 rope": (released.CASES["smollm3"] | {"no_rope_layers": [1, 0]}, ["no_rope_layers names 2 layers of 3"]),
     "gemma3 rule": (
         released.CASES["gemma3_text"] | {"rope_parameters": released.rope(1e3)},
-        ["rope_parameters {'rope_type': 'default', 'rope_theta': 1000.0}: gemma3_text has those of full_attention and"],
+        ["rope_parameters {'rope_type': 'default', 'rope_theta': 1000.0}: gemma3_text has separate ones for full_att"],
     ),
     "gemma3 cap": (
         released.CASES["gemma3_text"] | {"attn_logit_softcapping": 2.0},
@@ -259,34 +259,34 @@ def test_a_text_config_with_nothing_in_it_says_nothing():
 
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
-CAN = "What released models have can be written: RoPE under a rule with a to_hf"
+CAN = "Released layouts can store RoPE with a rule that has to_hf"
 SCHEMES = {
-    "coca": ({"scheme": pj.scheme("coca-slack")}, ["scheme: Coca(variant='slack'", "CoCA and other maps", CAN]),
-    "xpos": ({"scheme": pj.scheme("xpos")}, ["scheme: XPos(", CAN]),
+    "coca": ({"scheme": pj.scheme("coca-slack")}, ["cannot store Coca(variant='slack'", "CoCA and other maps", CAN]),
+    "xpos": ({"scheme": pj.scheme("xpos")}, ["cannot store XPos(", CAN]),
     "rerope": (
         {"scheme": pj.scheme("rerope", window=4)},
-        ["scheme: the layout of llama has no place for far ReRoPE(window=4); it can say far None", CAN],
+        ["scheme: the layout of llama cannot store far ReRoPE(window=4), only far None", CAN],
     ),
-    "t5": ({"scheme": pj.scheme("t5")}, ["scheme: the layout of llama has no place for", "bias T5(", "bias None", CAN]),
-    "cosine": ({"scheme": pj.scheme("cosine", length=8)}, ["norm CosineNorm(", "it can say norm None", CAN]),
+    "t5": ({"scheme": pj.scheme("t5")}, ["scheme: the layout of llama cannot store", "bias T5(", "bias None", CAN]),
+    "cosine": ({"scheme": pj.scheme("cosine", length=8)}, ["norm CosineNorm(", "only norm None", CAN]),
     "sinusoidal": ({"scheme": pj.scheme("sinusoidal")}, ["embedding Sinusoidal(", CAN]),
     "two windows": (
         {"scheme": pj.Layers(((tuple(pj.scheme("rope", mask=masks.Window(n)) for n in (3, 4)), 1),))},
-        ["scheme: the layout of llama has no place for mask Window(size=3); it can say mask None", CAN],
+        ["scheme: the layout of llama cannot store mask Window(size=3), only mask None", CAN],
     ),
-    "layer norm": ({"norm": Norm("layer")}, ["norm: the layout of llama has no place for Norm(kind='layer'"]),
-    "gelu": ({"activation": "gelu"}, ["activation: the layout of llama has no place for 'gelu'"]),
+    "layer norm": ({"norm": Norm("layer")}, ["norm: the layout of llama cannot store Norm(kind='layer'"]),
+    "gelu": ({"activation": "gelu"}, ["activation: the layout of llama cannot store 'gelu'"]),
     "relu": ({"activation": "reglu"}, ["hidden_act: unknown value 'reglu'"]),
     "one bias": (
         {"biases": ("output",)},
-        ["biases: the layout of llama has no place for {'output'}; it can say set()"],
+        ["biases: the layout of llama cannot store {'output'}, only set()"],
     ),
-    "first norm": ({"residual": Residual(first_norm=False)}, ["residual: the layout of llama has no place for"]),
+    "first norm": ({"residual": Residual(first_norm=False)}, ["residual: the layout of llama cannot store"]),
     "cap": (
         {"attention_softcap": 3.0},
-        ["attention_softcap: the layout of llama has no place for 3.0; it can say None"],
+        ["attention_softcap: the layout of llama cannot store 3.0, only None"],
     ),
-    "encoder": ({"causal": False}, ["causal: the layout of llama has no place for False; it can say True"]),
+    "encoder": ({"causal": False}, ["causal: the layout of llama cannot store False, only True"]),
 }
 
 
@@ -294,7 +294,7 @@ SCHEMES = {
 def test_decoders_that_no_layout_can_say(name, tmp_path):
     options, words = SCHEMES[name]
     refuse(
-        [*words, "no released layout can say this decoder; llama's: "],
+        [*words, "no released layout can store this decoder; llama's: "],
         save_pretrained,
         decoder(**options),
         tmp_path / "out",
@@ -365,18 +365,22 @@ NAMED = {
         "llama",
         {"scheme": pj.scheme("rope", norm=norms.QKNorm())},
         [
-            "scheme: the layout of llama has no place for norm QKNorm(",
-            "it can say norm None",
+            "scheme: the layout of llama cannot store norm QKNorm(",
+            "only norm None",
             "norms of queries and keys",
         ],
     ),
-    "window": ("llama", {"scheme": pj.scheme("window", size=5)}, ["mask Window(size=5); it can say mask None"]),
-    "chunks": ("mistral", {"scheme": pj.scheme("chunked", size=6)}, ["scheme: mask Chunked(", "a window has"]),
+    "window": ("llama", {"scheme": pj.scheme("window", size=5)}, ["mask Window(size=5), only mask None"]),
+    "chunks": (
+        "mistral",
+        {"scheme": pj.scheme("chunked", size=6)},
+        ["scheme: config.json cannot store mask Chunked(", "a window"],
+    ),
     "two windows": ("mistral", SCHEMES["two windows"][0], ["scheme: config.json has one window for all layers"]),
     "granite's scale": (
         "llama",
         {"logit_scale": 0.5},
-        ["logit_scale: the layout of llama has no place for 0.5; it can"],
+        ["logit_scale: the layout of llama cannot store 0.5, only"],
     ),
     "gpt2": ("gpt2", {}, ["embedding: GPT-2 has learned positions, found None"]),
     "another frequency rule": (
