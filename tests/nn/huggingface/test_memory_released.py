@@ -18,7 +18,7 @@ from nn.huggingface import released
 from posjax.nn import Decoder
 from posjax.nn.huggingface import FAMILIES, files, read_config
 from posjax.nn.huggingface.family import sizes_of
-from posjax.nn.huggingface.load import named_parameters, location_of, tensors_of
+from posjax.nn.huggingface.load import location_of, named_parameters, tensors_of
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("memory_worker.py")
