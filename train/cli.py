@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from train.config import load
-from train.runtime.lines import in_a_line
+from train.config.sections import about_sections, keys_beside_sections
+from train.config.settings.checks import nearest
+from train.runtime.lines import in_lines
 from train.runtime.paths import is_store_error
 
 INTERRUPTED = 130  # the exit status of a program that was stopped by Ctrl-C
@@ -183,6 +185,28 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bench": bench,
     "plan": plan,
 }
+_YAML = "a YAML file, on this machine or at a URL"
+_MODEL = (
+    "a run's directory, whose newest checkpoint is taken, or the folder of a released model in the layout of Hugging "
+    "Face, each on this machine or at a URL; a GGUF file on this machine; or the YAML file that a run was made from, "
+    "whose URL ends in .yaml or .yml"
+)
+_CONFIGS = {
+    "fit": _YAML,
+    "tokenize": _YAML,
+    "compare": f"{_YAML}, with compare.schemes",
+    "evaluate": _MODEL,
+    "generate": _MODEL,
+    "search": _MODEL,
+    "export": _MODEL,
+    "verify": "a run's directory, on this machine or at a URL; or the YAML file that it was made from, whose URL ends "
+    "in .yaml or .yml",
+    "tasks": f"{_YAML}, as configs/tasks.yaml; it has the keys of TasksConfig in train/languages/config.py",
+    "bench": f"{_YAML}, as configs/bench.yaml; it has the keys of BenchConfig in train/workshop/bench.py, and with "
+    "--loop those of a config of fit",
+    "plan": _YAML,
+}
+"""What CONFIG may be."""
 _ARGUMENTS = {
     "bench": {
         "--schedule": {"metavar": "CHIPS", "help": "compile TPU kernels for these chips instead, as in v5e,v6e"},
@@ -259,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Of `verify`, 1 for a run with a damaged checkpoint.
 
-    A mistake is told in one line on standard error, ``error: ...``; ``--traceback`` shows where it was noticed.
+    A mistake is told in one line on standard error, ``error: ...``, which the runs of a comparison may follow where one
+    of them must be named; ``--traceback`` shows where it was noticed.
     """
     options = _parse(arguments)
     name, traceback = options.pop("command"), options.pop("traceback")
@@ -271,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback or not (isinstance(error, ValueError | OSError | ImportError) or is_store_error(error)):
             raise
-        print("error:", in_a_line(error), file=sys.stderr)
+        print("error:", in_lines(error), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         print("stopped" + ("; the same command resumes" if name in _RESUMABLE else ""), file=sys.stderr)
@@ -290,26 +315,61 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     """The arguments by name; overrides may stand anywhere behind the config."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
+    _check_command(parser, arguments)
     options, rest = parser.parse_known_args(arguments)
     strange = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
     if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+        hint = _nearest_option(strange, options.command)
+        options.parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
+    del options.parser
     options.overrides += rest
     return vars(options)
 
 
-_CONFIG_HELP = "a YAML file; evaluate, generate, search, export and verify also take a run's folder or a released model"
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Ends the program, with the nearest command, where the first argument names none."""
+    name = next(iter(arguments), "--help")
+    if not name.startswith("-") and name not in COMMANDS:
+        parser.error(f"unknown command {name!r}{nearest(name, list(COMMANDS))} (known: {', '.join(COMMANDS)})")
+
+
+def _nearest_option(strange: Sequence[str], command: str) -> str:
+    """What suggests an option of a command in place of the first that it does not have; empty without one."""
+    known = [name for name in (*_ARGUMENTS.get(command, {}), "--traceback", "--help") if name.startswith("-")]
+    found = next((argument.partition("=")[0] for argument in strange if argument.startswith("-")), "")
+    return nearest(found, known)
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="python -m train", description="Train and compare position schemes.")
+    end = "python -m train COMMAND --help says what CONFIG may be and which options there are."
+    parser = _Parser(prog="python -m train", description="Train and compare position schemes.", epilog=end)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
-        sub.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
+        sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__, **_end_of_help(name))
+        sub.add_argument("config", metavar="CONFIG", help=_CONFIGS[name])
         for argument, settings in _ARGUMENTS.get(name, {}).items():
             sub.add_argument(argument, **settings)
-        sub.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config")
+        sub.add_argument(
+            "overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config, as train.steps=100"
+        )
         sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
+        sub.set_defaults(parser=sub)
     return parser
+
+
+def _end_of_help(command: str) -> dict[str, Any]:
+    """What the help of a command says of the keys of a config, which `tasks` and `bench` have others of."""
+    if command == "fit":
+        return {"epilog": _about_config(), "formatter_class": argparse.RawDescriptionHelpFormatter}
+    own = command in ("tasks", "bench")
+    return {} if own else {"epilog": "python -m train fit --help lists the sections of a config."}
+
+
+def _about_config() -> str:
+    """The sections of a config, a line each, and where all keys are."""
+    sections = [f"  {name:10}{about}" for name, about in about_sections().items()]
+    beside = f"beside them: {', '.join(keys_beside_sections())}"
+    where = "every key and its default: train/config/settings/, or the config.yaml of any run"
+    return "\n".join(["sections of a config:", *sections, beside, where, "how they go together: docs/training.md"])

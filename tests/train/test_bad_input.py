@@ -168,7 +168,7 @@ def test_command_lines(capsys, arguments, message):
         (f"train.accumulate={2**40}", f"divide the 16 rows of a batch, found {2**40}; 16 would work"),
         (f"train.mesh.data={2**40}", rf"train.mesh \(data={2**40}\) needs .* whose product is 8 would work"),
         (f"train.loss_chunks={2**40}", "train.loss_chunks.*260.*would work"),
-        ("scheme=coca", r"unknown scheme 'coca'; did you mean 'coca-\w+'.*63 are known, among them coca-.*README.md"),
+        ("scheme=coca", r"unknown scheme 'coca'; did you mean 'coca-\w+'.*64 are known, among them coca-.*README.md"),
         ("train.loss_chunks=7", "train.loss_chunks.*260.*7.*would work"),
         ("train.stop_after_skips=0", "train.stop_after_skips must be positive"),
         ("train.trains=[nothing.*]", "train.trains.*'nothing.*'.*embed"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from flags import environment
 from object_store import of_the_store
 
 from train import cli
+from train.config.sections import about_sections
 
 CHECKOUT = Path(cli.__file__).parents[1]
 CONFIG = """
@@ -104,16 +106,94 @@ def test_a_store_that_lets_nobody_in_is_one_line(config, command):
     assert re.match("error: .*Anonymous caller does not have storage.objects.get access, 401\n$", done.stderr)
 
 
-def test_unknown_commands_are_named(capsys):
+def stopped(*arguments):
+    """The exit status of a command line that ends the program."""
     with pytest.raises(SystemExit) as error:
-        cli.main(["fitt", "mine.yaml"])
-    assert error.value.code == 2
-    assert "fitt" in capsys.readouterr().err
+        cli.main(arguments)
+    return error.value.code
 
 
-def test_help_does_not_start_jax():
-    code = "import sys, train.cli; train.cli._parser().format_help(); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evalute", "RUN"], r"unknown command 'evalute'; did you mean 'evaluate'\? \(known: fit, .*; see python"),
+        (["zzz", "RUN"], r"unknown command 'zzz' \(known: fit, "),
+        (["generate", "RUN", "--tokns", "5"], r"unrecognized arguments: --tokns 5; did you mean '--tokens'\?; see"),
+        (["generate", "RUN", "--topk=5", "--seed", "5"], r"unrecognized arguments: --topk=5; did you mean '--top-k'\?"),
+        (["fit", "RUN", "--tracebak"], r"unrecognized arguments: --tracebak; did you mean '--traceback'\?"),
+        (["fit", "RUN", "--tokns", "5"], r"unrecognized arguments: --tokns 5; see python -m train fit --help"),
+    ],
+)
+def test_unknown_commands_and_options_suggest_the_nearest(capsys, arguments, message):
+    assert stopped(*arguments) == 2
+    told = capsys.readouterr().err
+    assert re.match(f"error: {message}", told)
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["--help"], ["fit", "--help"]])
+def test_help_does_not_start_jax(command):
+    code = f"import sys, train.cli\ntry: train.cli.main({command})\nexcept SystemExit: sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
+
+
+MODEL = (
+    "a run's directory, whose newest checkpoint is taken, or the folder of a released model in the layout of Hugging "
+    "Face, each on this machine or at a URL; a GGUF file on this machine; or the YAML file that a run was made from"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "accepted"),
+    [
+        *((name, "CONFIG a YAML file, on this machine or at a URL") for name in ("fit", "tokenize", "compare", "plan")),
+        *((name, f"CONFIG {MODEL}") for name in ("evaluate", "generate", "search", "export")),
+        ("verify", "CONFIG a run's directory, on this machine or at a URL; or the YAML file that it was made from"),
+        ("tasks", "the keys of TasksConfig in train/languages/config.py"),
+        ("bench", "the keys of BenchConfig in train/workshop/bench.py"),
+    ],
+)
+def test_help_says_what_config_may_be(capsys, command, accepted):
+    assert stopped(command, "--help") == 0
+    assert accepted in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_of_every_command_says_what_config_may_be():
+    assert list(cli._CONFIGS) == list(cli.COMMANDS)
+
+
+def test_the_help_of_fit_has_a_line_for_every_section_and_says_where_the_keys_are(capsys):
+    assert stopped("fit", "--help") == 0
+    told = capsys.readouterr().out.splitlines()
+    for name, about in about_sections().items():
+        assert [line.split() for line in told].count([name, *about.split()]) == 1
+    assert "beside them: name, output, seed, imports" in told
+    places = re.findall(r"(?:train|docs)/[\w/.]+", "\n".join(told))
+    assert places == ["train/config/settings/", "docs/training.md"]
+    assert all((CHECKOUT / place).exists() for place in places)
+
+
+@pytest.mark.parametrize("reported", [True, False])
+@pytest.mark.parametrize(
+    "command", [["generate"], ["evaluate"], ["search", "--length", "64"], ["export", "out"], ["verify"]]
+)
+def test_a_comparison_is_not_a_run_and_its_runs_are_listed(config, capsys, command, reported):
+    """Its folder has a config of its own once the comparison has ended."""
+    folders = [*(["mine"] if reported else []), "mine/alibi-seed0", "mine/rope-seed0", "mine/trials/rope-1"]
+    for folder in folders:
+        Path("runs", folder).mkdir(parents=True)
+        shutil.copy(config, f"runs/{folder}/config.yaml")
+    Path("runs/mine/rope-seed0.log").touch()
+    assert cli.main([command[0], "runs/mine", *command[1:]]) == 2
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [
+        "error: runs/mine is not a run; name one of those in it:",
+        "  runs/mine/alibi-seed0",
+        "  runs/mine/rope-seed0",
+    ]
+    assert not told.out
 
 
 def run_fit(config, *, interrupt_at=None):

@@ -260,9 +260,8 @@ def test_generate_continues_a_prompt_as_the_forward_pass_does(released, capsys):
         tokens.append(made[-1])
         if made[-1] == tokenizer.eos:
             break
-    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(np.asarray(made)).decode(errors="replace").rstrip(
-        "\n"
-    )
+    found = tokenizer.decode(np.asarray(made)).decode(errors="replace")
+    assert capsys.readouterr().out.rstrip("\n") == f"{prompt}{found}".rstrip("\n")
 
 
 def test_characters_of_several_tokens_are_written_whole(released, capsys, monkeypatch):
@@ -272,7 +271,7 @@ def test_characters_of_several_tokens_are_written_whole(released, capsys, monkey
             "train.evaluate.generate.tokens_after", lambda *_, text=text: iter(tokenizer.tokens(text.encode()))
         )
         assert cli.main(["generate", str(released[0]), "--prompt", "The cat"]) == 0
-        assert capsys.readouterr().out == f"{text}\n"
+        assert capsys.readouterr().out == f"The cat{text}\n"
 
 
 def test_what_is_found_of_a_model_is_kept_apart(released, values, trained, tmp_path, monkeypatch, capsys):

@@ -153,4 +153,4 @@ def test_a_chat_model_ends_its_turn_by_its_own_token(tiny, capsys):
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos, first]}))
     assert ends_of_text(config.data, tokenizer) == {tokenizer.eos, first}
     assert cli.main(["generate", str(tiny), "--prompt", "The cat", "--tokens", "8", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == "\n"
+    assert capsys.readouterr().out == "The cat\n"

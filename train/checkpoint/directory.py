@@ -9,8 +9,9 @@ from train.checkpoint.kept import KEPT, keep_files
 from train.checkpoint.steps import finished_steps
 from train.config import Config, differences, dump, parse_text
 from train.runtime.distributed import decide
+from train.runtime.lines import Listed
 from train.runtime.machine import own_versions
-from train.runtime.paths import write_file
+from train.runtime.paths import names_in, write_file
 
 FOUND = "longrope.json"
 """Where the command `search` leaves what it found."""
@@ -77,6 +78,19 @@ def read_config(directory: Path) -> Config:
     if not found:
         raise FileNotFoundError(f"{directory} is no run directory: it has no config.yaml")
     return parse_text(path.read_text(encoding="utf-8"), str(path))
+
+
+def check_one_run(directory: Path) -> None:
+    """Raises `Listed`, with the runs in it, for a folder that only holds runs, such as that of a comparison."""
+    with reaching(directory):
+        runs = [] if (directory / "checkpoints").exists() else _runs_in(directory)
+    if runs:
+        raise Listed(f"{directory} is not a run; name one of those in it:", runs)
+
+
+def _runs_in(folder: Path) -> list[str]:
+    names = names_in(folder) if folder.is_dir() else []
+    return [str(folder / name) for name in names if (folder / name / "config.yaml").exists()]
 
 
 def refuse_another(saved: Config, found: Config, where: str) -> None:

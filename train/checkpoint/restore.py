@@ -13,7 +13,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from posjax.nn import from_pretrained, logical_axes
 from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.load import is_gguf, is_released
-from train.checkpoint.directory import read_config
+from train.checkpoint.directory import check_one_run, read_config
 from train.checkpoint.kept import with_kept_tokenizer, with_moved_tokenizer
 from train.checkpoint.manager import whole_steps
 from train.checkpoint.reading import Damaged, read_whole
@@ -35,12 +35,14 @@ def is_run(place: str | Path) -> bool:
 def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a saved run, with overrides of what its training did not depend on; or that of a released model.
 
-    Raises FileNotFoundError without either, and ValueError for overrides that would need another training.
+    Raises FileNotFoundError without either, and ValueError for a folder of several runs and for overrides that would
+    need another training.
     """
     if not is_run(place) and is_released(place):
         return _config_of_released(place, overrides)
     if is_gguf(place):
         raise FileNotFoundError(f"there is no {place}")
+    check_one_run(path(place))
     if not is_run(place):
         raise FileNotFoundError(f"{place} is neither a run nor a released model")
     directory = path(place)

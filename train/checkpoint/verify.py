@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from train.checkpoint import integrity
-from train.checkpoint.directory import read_config
+from train.checkpoint.directory import check_one_run, read_config
 from train.checkpoint.reading import damages
 from train.checkpoint.steps import finished_steps, unfinished
 from train.runtime.distributed import decide
@@ -18,10 +18,11 @@ def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
     All processes call it together and share the reading. What is there stays as it is: the next ``fit`` removes what
     is not finished, and puts aside what is damaged and newer than what it resumes from.
 
-    Raises FileNotFoundError without a run, and ValueError where no checkpoint can be.
+    Raises FileNotFoundError without a run, and ValueError for a folder of several runs and where no checkpoint can be.
     """
     folder = path(directory) / "checkpoints"
     check_checkpoints(folder)
+    check_one_run(path(directory))
     decide(lambda: read_config(path(directory)).name)
     whole, steps = True, decide(lambda: finished_steps(folder))
     for step in steps:

@@ -336,7 +336,7 @@ def _report(config: Config, found: _Found, held_out: Sequence[np.ndarray], conso
     if found.trials:
         write_rows(config.directory / TRIALS, found.trials)
     report.write(config.directory, rows, about(config, held_out, read_versions(done[0].directory)), found.trials)
-    report.show(rows, console, [report.chosen_rates(found.trials)] if found.trials else [])
+    report.show(rows, console, [*report.updates_to_loss(rows), *report.chosen_rates(found.trials)])
     console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")
 
 

@@ -32,8 +32,8 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """Nats per token at the training length; infinite where the training diverged."""
-        first = self.rows[0]
+        """Nats per token at the shortest length, which is that of training; infinite where training diverged."""
+        first = min(self.rows, key=lambda row: row.get("length", 0))
         return math.inf if first["error"] else first["window_nll"]
 
 
@@ -44,9 +44,9 @@ Run = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]
 def sweep(config: Config, settings: SweepConfig, run: Run) -> tuple[Choice, list[Trial]]:
     """The best choice for the scheme of a config, and all trials.
 
-    All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns
-    anything of positions. Then, at most ``extensions`` times, what lies next to the best choice and was not tried: see
-    `neighbours`.
+    All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns anything of
+    positions. Then, at most ``extensions`` times, what lies next to the best choice and was not tried, as `neighbours`
+    says.
 
     Raises ValueError when all trials diverged.
     """

@@ -69,6 +69,10 @@ class Config:
         check_seed("seed", self.seed)
         check(not self.scheme.train, "scheme.train belongs to entries of compare.schemes; set keys of train here")
         object.__setattr__(self, "_resolved", self._resolve())
+        check(
+            not any(stage.train.stop_loss for stage in self._resolved),
+            "train.stop_loss ends a run of one stage; leave it or the stages out",
+        )
         folders = self._local_folders()
         check(
             len(folders) < 2,

@@ -3,6 +3,7 @@
 import glob
 import os
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -61,6 +62,7 @@ class Span(NamedTuple):
 
 _PART = ".part"
 _copies: WeakValueDictionary[tuple[str, str], np.ndarray] = WeakValueDictionary()
+_copying = threading.Lock()
 
 
 class Folder(Protocol):
@@ -217,12 +219,13 @@ class RemoteFolder:
     def map(self, name: str, kind: np.dtype) -> np.ndarray:
         """The numbers in a file: a copy on this machine's disk, mapped; one for all that look at it."""
         path = f"{self._path}/{name}"
-        found = _copies.get((self.url, name))
-        if found is None:
-            with tempfile.NamedTemporaryFile() as local:
-                self._system.get_file(path, local.name)
-                found = _copies[self.url, name] = np.memmap(local.name, kind, "r")  # and its name may go
-        return found
+        with _copying:  # of two threads one copies
+            found = _copies.get((self.url, name))
+            if found is None:
+                with tempfile.NamedTemporaryFile() as local:
+                    self._system.get_file(path, local.name)
+                    found = _copies[self.url, name] = np.memmap(local.name, kind, "r")  # and its name may go
+            return found
 
     def sweep(self) -> None:
         """Object stores show nothing that is not whole."""

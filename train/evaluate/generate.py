@@ -24,6 +24,8 @@ from train.model.build import check_vocabulary, evaluated_scheme
 
 _UNFINISHED = "\ufffd".encode()
 """What some tokenizers decode the first bytes of a character to."""
+_CONTEXT = 16
+"""Tokens at the end of a prompt that are decoded with what follows: all of a long one would be slow."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,9 @@ def generate(
     overrides: Sequence[str] = (),
     write: Callable[[str], object] | None = None,
 ) -> str:
-    """Continues a prompt with the model saved in `directory`, handing the text to `write` as it comes.
+    """Continues a prompt with the model saved in `directory`, handing the prompt and the text to `write` as they come.
 
-    Without `write` the first process prints it, and a line's end.
+    Without `write` the first process prints them, and a line's end, so that standard output has the whole text.
 
     Special tokens that the prompt spells out are those tokens, so a chat model can be asked in its own form.
     `overrides` may change what training did not depend on: ``scheme.extend``, to run past the training length.
@@ -135,8 +137,9 @@ def generate(
     entry = entry_in_stage(config.scheme, config, stage)
     model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
     ends = ends_of_text(config.data, tokenizer)
+    write(prompt)
     with on(mesh):
-        text = _written(tokens_after(model, tokens, sampling, ends, mesh), tokenizer, write)
+        text = _written(tokens_after(model, tokens, sampling, ends, mesh), tokens, tokenizer, write)
     if write is _print:
         _print("\n")
     return text
@@ -153,11 +156,14 @@ def _check_embedded(tokens: Int[np.ndarray, "prompt"], vocabulary: int) -> None:
     check(not beyond.size, f"--prompt: the model has {vocabulary} tokens, and no embedding for {beyond[:1].tolist()}")
 
 
-def _written(tokens: Iterable[int], tokenizer: Tokenizer, write: Callable[[str], object]) -> str:
-    """Hands the text of tokens to `write` as they come, whole characters at a time, and returns it."""
+def _written(
+    tokens: Iterable[int], prompt: Int[np.ndarray, "prompt"], tokenizer: Tokenizer, write: Callable[[str], object]
+) -> str:
+    """Hands the text of tokens after a prompt to `write` as they come, whole characters at a time, and returns it."""
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
-    made: list[int] = []
-    written, whole = 0, b""
+    made = prompt[-_CONTEXT:].tolist()  # some tokenizers leave out the space of a text's first token
+    whole = tokenizer.decode(np.asarray(made))
+    written = len(whole)
     for token in tokens:
         made.append(token)
         # What a token adds can depend on those before it: spaces, and characters of several tokens.

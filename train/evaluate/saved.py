@@ -142,8 +142,8 @@ def _rows_of_program(
 ) -> Iterator[tuple[int, report.Row]]:
     """The rows of models that one program measures: of held-out text, then of tasks."""
     config = found[0].run.config
-    predictor, _ = predictor_of(found[0].model.with_scheme(scheme), config.seed, mesh)
-    models = [predictor_of(each.model.with_scheme(scheme), config.seed, mesh)[1] for each in found]
+    measured = [predictor_of(each.model.with_scheme(scheme), config.seed, mesh) for each in found]
+    predictor, models = measured[0][0], [parameters for _, parameters in measured]
     about = [{**_which(each, entry), **_costs(each.run.directory, entry)} for each in found]
     for at_length in measure_held_out(predictor, models, config, held_out):
         for each, columns, perplexity in zip(found, about, at_length, strict=True):
@@ -158,7 +158,17 @@ def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
     base = found.stage.scheme.label if entry.only_measured else None
     seed, length = found.run.config.seed, own_length(found.stage)
     of = family(scheme_of(found.stage))
-    return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length}
+    return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length, **_ending(found)}
+
+
+def _ending(found: _Restored) -> dict[str, Any]:
+    """Of a training that ends at a loss: that loss, and the updates it took, None where all were not enough."""
+    train = found.stage.train
+    if not train.stop_loss:
+        return {}
+    fitted = read_result(found.run.directory)
+    reached = fitted is not None and fitted.final_loss is not None and fitted.final_loss < train.stop_loss
+    return {"stop_loss": train.stop_loss, "updates": train.steps, "updates_to_loss": fitted.steps if reached else None}
 
 
 def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from train.report.numbers import Estimate, Row, estimate
 from train.report.page import FILES, About, pictures, render, write
+from train.report.reached import updates_to_loss
 from train.report.tables import Table, show, tables
 from train.report.trials import chosen_rates
 
@@ -17,5 +18,6 @@ __all__ = [
     "render",
     "show",
     "tables",
+    "updates_to_loss",
     "write",
 ]

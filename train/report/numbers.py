@@ -3,7 +3,7 @@
 Everything in a report is made from rows of plain numbers, as ``results.jsonl`` and ``evaluation.jsonl`` keep them. All
 have the `label` of the scheme; `base`, for one extended without retraining the label of the scheme that was trained;
 the `seed`; `length`, the evaluation length in tokens; `train_length`; `error`, why there are no numbers; and `family`,
-see `train.report.families`, which older rows lack.
+see `train.report.families`, which older rows lack. Trainings that end at a loss have more, see `train.report.reached`.
 
 Rows of perplexity, one for each (scheme, seed, length):
 
@@ -59,8 +59,12 @@ def held_out(rows: Sequence[Row]) -> list[Row]:
 
 
 def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of every task, in the order of the documentation."""
-    found = {name: [row for row in rows if row.get("task") == name] for name in SECTIONS}
+    """The rows of every task, in the order of the documentation.
+
+    Of trainings that end at a loss those that reached it: what the others answer says nothing of other lengths.
+    """
+    counted = [row for row in rows if not (row.get("stop_loss") and row["updates_to_loss"] is None)]
+    found = {name: [row for row in counted if row.get("task") == name] for name in SECTIONS}
     return {name: mine for name, mine in found.items() if mine}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from train.report import curves, figure, grids
+from train.report import curves, figure, grids, reached
 from train.report.findings import findings
 from train.report.groups import MOST, baseline
 from train.report.numbers import (
@@ -28,7 +28,7 @@ from train.report.tables import Table, details, tables
 from train.report.trials import tables_of_trials
 
 INDEX, FIGURE = "index.html", "figure.png"
-FIGURES = (FIGURE, "training.png", "positions.png", "tasks.png", "depths.png")
+FIGURES = (FIGURE, "training.png", "reached.png", "positions.png", "tasks.png", "depths.png")
 FILES = (INDEX, *FIGURES)
 """What a report may leave in a directory."""
 
@@ -81,6 +81,8 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     trained = [row for row in texts if row["label"] in measured]
     if trained:
         found.append(Picture("training.png", curves.draw_training(rows), _TRAINING_ALT, _caption(_TRAINING, trained)))
+    if reached.times(rows):
+        found.append(Picture("reached.png", reached.draw(rows), _REACHED_ALT, _REACHED))
     known = [label for label in labels(texts) if positions(texts, label)[0]]
     placed = [row for row in texts if row["label"] in known]
     if placed:
@@ -118,6 +120,11 @@ _TRAINING = (
     "The loss of held-out rows at the training length while the schemes trained, from the same weights or seeds on. "
     "The axis ends 1.5 nats above the lowest value."
 )
+_REACHED_ALT = "The share of seeds that have not reached the loss against updates, one line for each trained scheme"
+_REACHED = (
+    "The share of trainings whose logged loss was not yet below the one that ends them. A line that stays high belongs "
+    "to seeds that did not reach it within all updates."
+)
 _POSITIONS_ALT = "Perplexity against the number of tokens before, one line for each scheme"
 _POSITIONS = (
     "The tokens of the windows of the longest length that each scheme can be measured at on at least {few} windows, "
@@ -141,9 +148,9 @@ def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trial
     return page(
         about,
         pictures,
-        [*tables(rows), *tables_of_trials(trials)],
+        [*tables(rows), *reached.updates_to_loss(rows), *tables_of_trials(trials)],
         findings=findings(rows),
-        notes=notes(rows),
+        notes=[*reached.note(rows), *notes(rows)],
         remark=spread,
         details=details(rows),
     )

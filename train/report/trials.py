@@ -13,11 +13,13 @@ from train.report.tables import Table, number
 
 def tables_of_trials(trials: Sequence[Row]) -> list[Table]:
     """What was chosen for each scheme, and every trial; nothing without trials."""
-    return [chosen_rates(trials), _every_trial(trials)] if trials else []
+    return [*chosen_rates(trials), _every_trial(trials)] if trials else []
 
 
-def chosen_rates(trials: Sequence[Row]) -> Table:
-    """The rates of every scheme, and how its best trial compares with the second best."""
+def chosen_rates(trials: Sequence[Row]) -> list[Table]:
+    """The rates of every scheme, and how its best trial compares with the second best; nothing without trials."""
+    if not trials:
+        return []
     body = []
     for label in labels(trials):
         mine = _by_choice([row for row in trials if row["label"] == label])
@@ -27,7 +29,7 @@ def chosen_rates(trials: Sequence[Row]) -> Table:
         body.append((label, f"{rate:.3g}", f"{factor:.3g}", f"{losses[0]:.4f}", second, str(len(losses))))
     header = ("scheme", "learning rate", "factor for positions", "loss", "second best", "trials")
     title = "Learning rates, chosen by the loss at the training length on text that is not reported on"
-    return Table(title, header, tuple(body))
+    return [Table(title, header, tuple(body))]
 
 
 def _every_trial(trials: Sequence[Row]) -> Table:

@@ -9,9 +9,11 @@ from flax import nnx
 
 from posjax.nn import logical_axes
 from train.checkpoint import Checkpoints, check_run, create_run, read_config
+from train.checkpoint.directory import check_one_run
 from train.config import parse, to_dict
 from train.model.build import build_model
 from train.model.state import is_axis_names
+from train.runtime.lines import Listed
 from train.runtime.paths import path, write_file
 
 
@@ -60,3 +62,19 @@ def test_a_run_directory_may_be_in_an_object_store():
 def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():
     with pytest.raises(ValueError, match=r"memory://runs/x/checkpoints: checkpoints cannot be written to memory://"):
         Checkpoints(config(), path("memory://runs/x"), [])
+
+
+def test_runs_are_listed_for_a_folder_of_runs_alone_wherever_it_is(tmp_path):
+    for root in (path(tmp_path), path("memory://several")):
+        for name in ("a", "b", "b/profile"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+            write_file(root / name / "config.yaml", "")
+        with pytest.raises(Listed) as error:
+            check_one_run(root)
+        assert str(error.value).splitlines()[1:] == [f"  {root}/a", f"  {root}/b"]
+        (root / "b/checkpoints/1").mkdir(parents=True)
+        write_file(root / "b/checkpoints/1/_METADATA", "")
+        check_one_run(root / "b")
+        check_one_run(root / "a")
+        check_one_run(root / "nothing")
+        check_one_run(root / "a" / "config.yaml")

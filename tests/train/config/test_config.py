@@ -201,3 +201,10 @@ def test_text_of_a_stage_decides_its_training_and_the_cache_does_not():
 def test_reading_a_config_does_not_start_jax():
     code = "import sys, train.config; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_of_stages_does_not_end_at_a_loss():
+    with pytest.raises(ValueError, match=r"train\.stop_loss ends a run of one stage"):
+        parse({"train": {"stop_loss": 1.0}, "stages": [{}, {}]})
+    with pytest.raises(ValueError, match=r"train\.stop_loss must not be negative, found -1"):
+        parse({"train": {"stop_loss": -1.0}})

@@ -164,7 +164,7 @@ def children_of(process):
 
 
 DRIVER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from train import cli
 from train.data import building, tokenize
@@ -176,6 +176,7 @@ marks = Path(sys.argv[2])
 {patch}
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
     sys.exit(cli.main(["tokenize", sys.argv[1], "--workers", "2"]))
 """
 

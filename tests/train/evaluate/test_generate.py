@@ -12,8 +12,8 @@ from posjax import rotary
 from train import cli
 from train.checkpoint import restore_model
 from train.config import load
-from train.data.tokenizer import EOS, encode
-from train.evaluate.generate import Draws, choose, tokens_after
+from train.data.tokenizer import EOS, HuggingFaceTokenizer, encode
+from train.evaluate.generate import Draws, _written, choose, tokens_after
 from train.evaluate.saved import held_out_tokens
 from train.evaluate.search import _fitness, check_searchable
 from train.evaluate.windows import full_pieces, last_windows
@@ -44,7 +44,21 @@ def run(tmp_path_factory):
 
 def test_the_command_streams_what_the_model_learned(run, capsys):
     assert cli.main(["generate", str(run), "--prompt", "abcdefghijkl", "--tokens", "9", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == "mnopqrstu\n"
+    assert capsys.readouterr().out == "abcdefghijklmnopqrstu\n"
+
+
+@pytest.mark.parametrize("prompt", ["the cat", "the cat " * 20 + "sat"])
+def test_the_text_goes_on_with_the_space_that_stands_between_words(prompt):
+    """A tokenizer such as Llama's leaves out the space of the first token that it decodes."""
+    library = pytest.importorskip("tokenizers")
+    words = {"<s>": 0, "</s>": 1, "▁the": 2, "▁cat": 3, "▁sat": 4}
+    own = library.Tokenizer(library.models.WordLevel(words, unk_token="<s>"))
+    own.pre_tokenizer, own.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    tokenizer = HuggingFaceTokenizer(own.to_str().encode(), {"bos": "<s>", "eos": "</s>"}, "here", own=True)
+    assert tokenizer.decode(np.array([4, 2])) == b"sat the"
+    pieces = []
+    assert _written(iter([4, 2]), tokenizer.prompt(prompt.encode()), tokenizer, pieces.append) == " sat the"
+    assert pieces[:2] == [" sat", " the"]
 
 
 def test_a_prompt_in_chunks_and_beyond_the_training_length_is_the_full_forward_pass(run):
@@ -67,7 +81,7 @@ def test_extended_schemes_go_by_the_whole_length(run, capsys):
     for extra in ([], [extend]):
         assert cli.main([*arguments, *extra]) == 0
         outputs.append(capsys.readouterr().out)
-    assert all(len(output) == 41 for output in outputs)
+    assert all(len(output) == 44 for output in outputs)
 
 
 def test_choices_follow_the_distribution_and_its_seed():

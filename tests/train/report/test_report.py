@@ -218,13 +218,14 @@ TASKS = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
-    report.write(directory, sliding(ROWS) + TASKS, ABOUT)
+    ending = {"stop_loss": 2.0, "updates": 9, "updates_to_loss": 6}
+    report.write(directory, [{**row, **ending} for row in sliding(ROWS)] + TASKS, ABOUT)
     return directory
 
 
 def test_the_page_carries_every_figure(whole):
     page = Page((whole / "index.html").read_text(encoding="utf-8"))
-    names = ["figure.png", "training.png", "positions.png", "tasks.png", "depths.png"]
+    names = ["figure.png", "training.png", "reached.png", "positions.png", "tasks.png", "depths.png"]
     assert sorted(path.name for path in whole.iterdir()) == sorted([*names, "index.html"]) == sorted(report.FILES)
     assert [base64.b64decode(data.partition(",")[2]) for data in page.loads] == [
         (whole / name).read_bytes() for name in names

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.runtime.lines import in_a_line
+from train.runtime.lines import Listed, in_a_line, in_lines
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,8 @@ from train.runtime.lines import in_a_line
 )
 def test_an_error_is_a_line(error, longest, told):
     assert in_a_line(error, longest) == told
+
+
+def test_what_would_work_is_listed_a_line_each():
+    assert in_lines(Listed("name one:", ["a", "b"])) == "name one:\n  a\n  b"
+    assert in_lines(ValueError("two\n  lines")) == "two lines"

@@ -26,10 +26,14 @@ def check_fraction(name: str, value: float) -> None:
 
 def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueError:
     """The error for a name that is not known, with the nearest one that is."""
-    near = get_close_matches(str(found), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     listed = map(repr, known) if any("," in name for name in known) else known
-    return ValueError(f"{path}: unknown {what} {found!r}{hint} (known: {', '.join(listed)})")
+    return ValueError(f"{path}: unknown {what} {found!r}{nearest(str(found), known)} (known: {', '.join(listed)})")
+
+
+def nearest(found: str, known: Sequence[str]) -> str:
+    """The part of a message that suggests the nearest known name; empty where none is near."""
+    near = get_close_matches(found, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def divisor_near(number: int, most: int) -> int:

@@ -43,7 +43,7 @@ class ResidualConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields of `posjax.nn.DecoderConfig` but the scheme, which has its own place."""
+    """The shape of the model: the fields of `posjax.nn.DecoderConfig` but the scheme, which has its own section."""
 
     num_layers: int = 2
     model_dim: int = 96

@@ -7,7 +7,10 @@ from train.config.settings.checks import check
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """Nothing here changes a number of the training. Metrics are written every `train.log_every` steps."""
+    """What a run tells and watches while it runs; nothing here changes a number of the training.
+
+    Metrics are written every `train.log_every` steps.
+    """
 
     tensorboard: bool = True
     wandb: str = ""  # a project of Weights & Biases, if it is installed

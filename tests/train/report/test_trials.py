@@ -1,0 +1,40 @@
+"""The tables of trials."""
+
+from train.report.trials import chosen_rates, tables_of_trials
+
+
+def trial(label, rate, factor, nlls, *, chosen=False):
+    rows = [
+        {"length": length, "window_nll": nll, "window_perplexity": 2**nll, "error": None}
+        for length, nll in zip((32, 64), nlls, strict=False)
+    ] or [{"error": "training diverged"}]
+    which = {"label": label, "learning_rate": rate, "position_factor": factor, "chosen": chosen}
+    return [{**row, **which} for row in rows]
+
+
+TRIALS = [
+    *trial("t5", 1e-3, 1.0, [2.5, 3.0]),
+    *trial("t5", 1e-3, 30.0, [2.0, 2.1], chosen=True),
+    *trial("t5", 1.0, 30.0, []),
+    *trial("rope", 3e-3, 1.0, [2.2, 4.0], chosen=True),
+]
+
+
+def test_what_was_chosen_stands_beside_the_second_best():
+    (table,) = chosen_rates(TRIALS)
+    assert table.rows == (("t5", "0.001", "30", "2.0000", "0.5000", "3"), ("rope", "0.003", "1", "2.2000", "-", "1"))
+
+
+def test_every_trial_is_shown_with_what_it_does_beyond():
+    _, table = tables_of_trials(TRIALS)
+    assert table.header == ("scheme", "learning rate", "factor for positions", "32", "64", "")
+    assert table.rows == (
+        ("t5", "0.001", "1", "5.66", "8.00", ""),
+        ("t5", "0.001", "30", "4.00", "4.29", "chosen"),
+        ("t5", "1", "30", "-", "-", "training diverged"),
+        ("rope", "0.003", "1", "4.59", "16.00", "chosen"),
+    )
+
+
+def test_without_trials_there_are_no_tables():
+    assert tables_of_trials([]) == chosen_rates([]) == []
