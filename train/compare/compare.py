@@ -64,7 +64,7 @@ def compare(config: Config, console: Console | None = None) -> Path:
     if config.compare.sweep.learning_rate:
         held_out_tokens(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)
-    found = _Found(config.compare, console)
+    found = _Progress(config.compare, console)
     for base, group in zip(_bases(config), planned, strict=True):
         found.add(group, tune=bool(config.compare.sweep.learning_rate) and "learning_rate" not in base.train)
     _report(config, found, held_out, console)
@@ -75,7 +75,7 @@ def compare(config: Config, console: Console | None = None) -> Path:
     return config.directory
 
 
-class _Found:
+class _Progress:
     """What was trained and measured so far: members, why some failed, and the trials before them."""
 
     def __init__(self, settings: CompareConfig, console: Console):
@@ -319,7 +319,7 @@ def _cause(stderr: str) -> str:
     return (told or lines or ["no message"])[-1]
 
 
-def _report(config: Config, found: _Found, held_out: Sequence[np.ndarray], console: Console) -> None:
+def _report(config: Config, found: _Progress, held_out: Sequence[np.ndarray], console: Console) -> None:
     """Writes and shows what the members found, in the order of ``compare.schemes``; nothing if all of them failed."""
     failures = found.failures
     done = [member for member in found.members if member.name not in failures]

@@ -37,11 +37,11 @@ class Trial:
         return math.inf if first["error"] else first["window_nll"]
 
 
-Run = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]
+Runner = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]
 """Trains configs and gives the rows of each; see `train.compare.compare`."""
 
 
-def sweep(config: Config, settings: SweepConfig, run: Run) -> tuple[Choice, list[Trial]]:
+def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, list[Trial]]:
     """The best choice for the scheme of a config, and all trials.
 
     All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns anything of

@@ -76,22 +76,6 @@ def perplexity(nll: float | None) -> float | None:
 
 def measure(
     predictor: Predictor,
-    parameters: Any,
-    documents: Sequence[Tokens],
-    *,
-    lengths: Sequence[int],
-    train_length: int,
-    tokens: int,
-    batch_tokens: int,
-    stride: int = 0,
-) -> Iterator[Perplexity]:
-    """Yields one `Perplexity` for each of `lengths`, in nats per token; see `measure_each`."""
-    given = {"lengths": lengths, "train_length": train_length, "tokens": tokens, "batch_tokens": batch_tokens}
-    return (found for (found,) in measure_each(predictor, [parameters], documents, stride=stride, **given))
-
-
-def measure_each(
-    predictor: Predictor,
     models: Sequence[Any],
     documents: Sequence[Tokens],
     *,

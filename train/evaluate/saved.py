@@ -19,7 +19,7 @@ from train.data import held_out_documents, load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on
-from train.evaluate.perplexity import Perplexity, check_lengths, measure_each
+from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
@@ -78,11 +78,11 @@ def _measure(
     entries: Sequence[SchemeConfig],
     told: Callable[[str], Any] = lambda _: None,
 ) -> list[report.Row]:
-    return measure_runs([Run(directory, config)], held_out, entries, told)[0]
+    return measure_runs([SavedRun(directory, config)], held_out, entries, told)[0]
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """A saved run, and the config it is measured by."""
 
     directory: Path
@@ -90,7 +90,7 @@ class Run:
 
 
 def measure_runs(
-    runs: Sequence[Run],
+    runs: Sequence[SavedRun],
     held_out: Sequence[np.ndarray],
     entries: Sequence[SchemeConfig],
     told: Callable[[str], Any] = lambda _: None,
@@ -120,7 +120,7 @@ class _Restored:
     """Run number `number`, with the config of a stage and the model as it was trained there."""
 
     number: int
-    run: Run
+    run: SavedRun
     stage: Config
     model: nnx.Module
 
@@ -232,7 +232,7 @@ def measure_held_out(
     predictor: Predictor, models: Sequence[Any], config: Config, held_out: Sequence[np.ndarray]
 ) -> Iterator[list[Perplexity]]:
     """The perplexity of every one of the parameters `models` on the held-out documents, length by length."""
-    return measure_each(
+    return measure(
         predictor,
         models,
         held_out,

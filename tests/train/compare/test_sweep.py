@@ -8,7 +8,7 @@ from train.compare.compare import compare
 from train.compare.member import DIVERGED
 from train.compare.sweep import Choice, neighbours, sweep, trial_config, tuned
 from train.config import parse
-from train.evaluate.saved import held_out_tokens, read_rows
+from train.evaluate.saved import evaluate, held_out_tokens, read_rows
 from train.model.build import learned_positions
 
 SWEEP = {"learning_rate": [1e-3, 2e-3, 4e-3], "position_factor": [1, 10], "extensions": 2}
@@ -172,6 +172,9 @@ def test_a_comparison_with_a_sweep_from_text_to_page(values, monkeypatch):
     assert [(row["seed"], row["length"]) for row in rows] == [(seed, length) for seed in (0, 1) for length in (8, 16)]
     run = parse({**values, "output": str(directory), "name": "t5-seed0"}).directory
     assert f"learning_rate: {best['learning_rate']}" in (run / "config.yaml").read_text()
+    for seed in (0, 1):  # measured by one program, and each by itself
+        again = {row["length"]: row["window_nll"] for row in evaluate(directory / f"t5-seed{seed}")}
+        assert again == pytest.approx({row["length"]: row["window_nll"] for row in rows if row["seed"] == seed})
     page = (directory / "index.html").read_text()
     assert "Every trial" in page
     assert "factor for positions" in page

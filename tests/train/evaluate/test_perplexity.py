@@ -37,7 +37,7 @@ def by_position(parameters, tokens, length):
 def run(apply, documents, parameters=None, **changes):
     options = {"lengths": (4, 8, 16), "train_length": 4, "tokens": 10_000, "batch_tokens": 32}
     predictor = Predictor(apply, lambda parameters, hidden: hidden)
-    return list(measure(predictor, parameters, documents, **{**options, **changes}))
+    return [found for (found,) in measure(predictor, [parameters], documents, **{**options, **changes})]
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_logits_in_parts_are_the_same_numbers(documents, monkeypatch):
         return hidden
 
     given = {"lengths": (4, 8, 16), "train_length": 4, "tokens": 10_000, "batch_tokens": 32}
-    for part, found in zip(measure(Predictor(bigram, logits), table, documents, **given), whole, strict=True):
+    for (part,), found in zip(measure(Predictor(bigram, logits), [table], documents, **given), whole, strict=True):
         assert part.window_nll == pytest.approx(found.window_nll, rel=1e-6)
         assert part.position_nll == pytest.approx(found.position_nll, rel=1e-6)
     assert (
