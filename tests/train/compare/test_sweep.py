@@ -184,3 +184,18 @@ def test_a_comparison_with_a_sweep_from_text_to_page(values, monkeypatch):
     compare(parse(values))
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert len({row["learning_rate"] for row in read_rows(directory / "trials.jsonl")}) == 3
+
+
+@pytest.mark.slow
+def test_seeds_that_draw_positions_in_use_draw_their_own(values):
+    """Though one process measures them all."""
+    values["compare"] = {
+        "seeds": [0, 1],
+        "together": 2,
+        "schemes": [{"name": "randomised", "max_length": 40, "test": "random"}],
+    }
+    directory = compare(parse(values))
+    rows = read_rows(directory / "results.jsonl")
+    for seed in (0, 1):
+        again = {row["length"]: row["window_nll"] for row in evaluate(directory / f"randomised-seed{seed}")}
+        assert again == pytest.approx({row["length"]: row["window_nll"] for row in rows if row["seed"] == seed})
