@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from killed import killed
 
 from train.checkpoint import local as module
 from train.config import parse, to_dict
@@ -45,22 +46,6 @@ def losses(directory):
 @pytest.fixture(scope="module")
 def straight(config, tmp_path_factory):
     return losses(fit(config, tmp_path_factory.mktemp("straight") / "run").directory)
-
-
-def killed(config, directory, after, monkeypatch):
-    """The first update of a run that ends like one that is killed once so many updates are saved."""
-    steps = []
-
-    def before(self, step, state):
-        steps.append(step)
-        if step > after:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Monitor, "before", before)
-        with pytest.raises(KeyboardInterrupt):
-            fit(config, directory)
-    return steps[0]
 
 
 def resumed_at(config, directory, monkeypatch):

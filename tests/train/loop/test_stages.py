@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from killed import killed
 from programs import shared_programs
 
 from posjax.coca import Coca
@@ -143,19 +144,6 @@ def test_the_middle_step_of_a_conversion_moves_attentions_projections(straight):
     assert before.keys() == after.keys()
     moved = {name for name in after if not np.array_equal(before[name], after[name])}
     assert moved == {f"stacks/0/0/attention/{name}" for name in "qkv"}
-
-
-def killed(config, directory, after, monkeypatch):
-    """A run that ends after so many steps, in a way that saves nothing more."""
-
-    def before(self, step, state):
-        if step > after:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Monitor, "before", before)
-        with pytest.raises(KeyboardInterrupt):
-            fit(config, directory)
 
 
 def test_a_run_killed_in_every_stage_goes_on_bit_for_bit(config, straight, tmp_path, monkeypatch):

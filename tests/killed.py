@@ -1,0 +1,21 @@
+"""Trainings that end as if they were killed: nothing more is saved."""
+
+import pytest
+
+from train.loop import fit as loop
+
+
+def killed(config, directory, after, monkeypatch):
+    """The first update of a run that ends once it has made so many."""
+    steps = []
+
+    def before(self, step, state):
+        steps.append(step)
+        if step > after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Monitor, "before", before)
+        with pytest.raises(KeyboardInterrupt):
+            loop.fit(config, directory)
+    return steps[0]
