@@ -1,4 +1,7 @@
-"""Several small trainings as one program: their states are stacked, and one update moves all of them."""
+"""Several small trainings as one program: their states are stacked, and one update moves all of them.
+
+On a CPU the update takes them in turn: nine small products there are faster than one of nine times the size.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,10 +35,10 @@ _OWN = ("seed", "train.learning_rate", "train.learning_rate_factors")
 def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> list[FitResult]:
     """Trains configs that differ in seed, learning rate and its factors alone, and saves each in its own directory.
 
-    Training k of n has the update of `train.loop.step.update` on its own state, batch and seed, under ``vmap``. Its
-    rate is that of the first config times ``learning_rate_k / learning_rate_1`` and its factors, so that one program
-    trains all. Over several devices the trainings are split, not their rows. What an accelerator gains is larger
-    products; on a CPU that one training fills it gains the compilations alone.
+    Training k of n has the update of `train.loop.step.update` on its own state, batch and seed, under ``vmap``; on a
+    CPU in turn. Its rate is that of the first config times ``learning_rate_k / learning_rate_1`` and its factors, so
+    that one program trains all. Over several devices the trainings are split, not their rows. An accelerator gains
+    larger products, a CPU the compilations alone.
 
     A training that diverges is returned with ``finished`` false, and nothing of it is saved. Nothing is saved before
     the end. `progress` is the label under which the mean loss is shown.
@@ -159,10 +162,12 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     seeds = jnp.asarray([config.seed for config in filled], jnp.uint32)
     rates = jax.tree.map(lambda *each: jnp.asarray(each, jnp.float32), *(_rates(parts, each) for each in filled))
 
+    over = _in_turn if devices[0].platform == "cpu" else jax.vmap
+
     def split(function: Callable, inputs: int) -> Callable:
         specs = (PartitionSpec(_AXIS),) * inputs
         return jax.shard_map(
-            jax.vmap(function), mesh=mesh, axis_names={_AXIS}, in_specs=specs, out_specs=PartitionSpec(_AXIS),
+            over(function), mesh=mesh, axis_names={_AXIS}, in_specs=specs, out_specs=PartitionSpec(_AXIS),
             check_vma=False,
         )  # fmt: skip
 
@@ -182,6 +187,11 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
             return first(seeds)
 
     return StackedProgram(begin, step)
+
+
+def _in_turn(function: Callable) -> Callable:
+    """The function of each training, one after the other."""
+    return lambda *stacked: jax.lax.map(lambda each: function(*each), stacked)
 
 
 def _of_one_training(mesh: Mesh) -> AbstractMesh:
