@@ -1,6 +1,8 @@
 """The documentation: every method has a page, pages say what the library says, and the examples run."""
 
 import importlib
+import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -51,8 +53,29 @@ def test_pages_are_complete_and_their_examples_are_the_schemes_of_the_figures():
 def test_a_page_shows_its_figure_and_every_section(path):
     text = pages.page(PAGES[path], "A caption.")
     assert f"]({path.split('/')[1]}.svg)\n\n*A caption.*" in text
-    wanted = ["Definition"] * (path != "methods/nope") + ["Options", "Composes with", "Use"]
+    wanted = ["Measured"] * (path == "methods/rerope")
+    wanted += ["Definition"] * (path != "methods/nope") + ["Options", "Composes with", "Use"]
     assert [title for title in re.findall(r"^## (.*)$", text, re.M) if title != "Layers"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("path", "label", "trains"),
+    [
+        ("methods/t5", "t5", "from the start"),
+        ("methods/alibi", "alibi from 4", "from the start"),
+        ("methods/streaming", "rope + StreamingLLM", "nothing, on trained rope"),
+        ("methods/scale-clipped-log-n", "rope + ReRoPE, log n", "nothing, on trained rope"),
+    ],
+)
+def test_a_page_shows_what_was_measured_beside_plain_rope(path, label, trains):
+    rows = [json.loads(line) for line in (ROOT / "docs" / "tuned.jsonl").read_text().splitlines()]
+    for name, how in ((label, trains), ("rope", "from the start")):
+        seeds = [row for row in rows if row["label"] == name and not row.get("trial") and row["length"] == 2048]
+        perplexity = sum(math.exp(row["window_nll"]) for row in seeds) / len(seeds)
+        (line,) = (line for line in pages.measurements(PAGES[path]).splitlines() if line.startswith(f"| {name} |"))
+        assert line.startswith(f"| {name} | {how} | ")
+        assert line.endswith(f" | {perplexity:.2f} |")
+    assert pages.measurements(PAGES["methods/gemma3"]) == ""
 
 
 def test_a_refusal_is_quoted_with_its_reason():

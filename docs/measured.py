@@ -1,0 +1,66 @@
+"""What a comparison of small decoders found about a method, from ``tuned.jsonl`` beside this file."""
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from methods import Method, page_of
+
+_HERE = Path(__file__).parent
+_ENTRIES = yaml.safe_load((_HERE.parent / "configs" / "tuned.yaml").read_text(encoding="utf-8"))["compare"]["schemes"]
+LENGTHS = (128, 512, 2048)
+CONTROL = "rope"
+
+
+def rows(method: Method) -> list[tuple[str, ...]]:
+    """Of every entry of the comparison that shows the method, and of plain RoPE: label, what it trains, perplexities.
+
+    Empty for a method that was not measured.
+    """
+    labels = {_label(entry): entry for entry in map(_as_mapping, _ENTRIES) if method in _shown(entry)}
+    found = [label for label in labels if label in perplexities()]
+    if not found:
+        return []
+    listed = dict.fromkeys([*found, CONTROL])
+    return [(label, _trains(labels.get(label, {})), *map(_shown_number, perplexities()[label])) for label in listed]
+
+
+@functools.cache
+def perplexities() -> dict[str, list[float]]:
+    """By label: the mean over the seeds at each of `LENGTHS`."""
+    losses = defaultdict(list)
+    for line in (_HERE / "tuned.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if not row.get("trial"):
+            losses[row["label"], row["length"]].append(row["window_nll"])
+    labels = dict.fromkeys(label for label, _ in losses)
+    return {label: [float(np.mean(np.exp(losses[label, length]))) for length in LENGTHS] for label in labels}
+
+
+def _as_mapping(entry: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"name": entry} if isinstance(entry, str) else entry
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    return entry.get("label", entry["name"])
+
+
+def _shown(entry: Mapping[str, Any]) -> list[Method]:
+    """The pages that an entry belongs to: what it extends by, else its preset."""
+    put_on = {slot: spec for slot, spec in entry.get("extend", {}).items() if isinstance(spec, Mapping)}
+    if put_on:
+        return [page_of(slot, spec["name"]) for slot, spec in put_on.items()]
+    return [Method(f"methods/{entry['name']}", entry["name"])] if "extend" not in entry else []
+
+
+def _trains(entry: Mapping[str, Any]) -> str:
+    return f"nothing, on trained {entry['name']}" if "extend" in entry else "from the start"
+
+
+def _shown_number(value: float) -> str:
+    return f"{value:.2f}"
