@@ -16,6 +16,9 @@ from pages import GROUPS, members, overview, page
 
 import posjax as pj
 
+_GUIDES = ("index.md", "choosing.md", "released.md", "own-model.md", "own-methods.md", "decoding.md")
+_TRAINING = ("training.md", "launching.md", "checkpoints.md", "evaluation.md", "comparing.md", "plans.md")
+_RESULTS = ("results.md", "studies.md")
 MODULES = tuple(found.name for found in pkgutil.iter_modules(pj.__path__) if not found.name.startswith("_"))
 
 
@@ -40,7 +43,8 @@ def generated() -> list[tuple[str, str]]:
     # The figures compile once each and run once each: compiling fast is what counts.
     jax.config.update("jax_disable_most_optimizations", True)
     draw_ahead(methods())
-    found = [("methods/index.md", overview()), *((f"api/{name}.md", api(name)) for name in MODULES)]
+    found = [("methods/index.md", overview()), ("studies.md", studies())]
+    found += [(f"api/{name}.md", api(name)) for name in MODULES]
     for method in methods():
         drawn, caption = figure(method)
         found += [(f"{method.path}.md", page(method, caption)), (f"{method.path}.svg", drawn)]
@@ -48,11 +52,23 @@ def generated() -> list[tuple[str, str]]:
 
 
 def navigation() -> list[Any]:
-    """The menu; whatever else is written by hand in this folder stands between the methods and the modules."""
+    """The menu: ways in, the methods by what they are about, and what is looked up."""
     groups = [{title: [{m.name: f"{m.path}.md"} for m in members(slot)]} for slot, title in GROUPS.items()]
-    written = sorted(path.name for path in Path(__file__).parent.glob("*.md") if path.name != "index.md")
-    modules = {"Modules": [{f"posjax.{name}": f"api/{name}.md"} for name in MODULES]}
-    return [{"posjax": "index.md"}, {"All methods": "methods/index.md"}, *groups, *written, modules]
+    modules = [{f"posjax.{name}": f"api/{name}.md"} for name in MODULES]
+    return [
+        *_GUIDES,
+        {"Train on a pod": list(_TRAINING)},
+        {"Methods": [{"All methods": "methods/index.md"}, *groups]},
+        {"Results": list(_RESULTS)},
+        {"Modules": modules},
+        "changelog.md",
+    ]
+
+
+def studies() -> str:
+    """RESULTS.md of the checkout as a page: its links are taken from this folder."""
+    text = (Path(__file__).parent.parent / "RESULTS.md").read_text(encoding="utf-8")
+    return text.replace("](docs/", "](").replace("# Results\n", "# Studies\n", 1)
 
 
 def api(name: str) -> str:
