@@ -302,8 +302,10 @@ def _warn_of_mesh(x: Operands, why: str | None) -> None:
 
 def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
     """Why cuDNN is not the default for a call, or None; a host without a suitable GPU is a reason too."""
-    why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
-    return why or (None if cudnn.has_gpu() else "this host has no GPU that it runs on")
+    if why := cudnn.refusal(x, with_lse):
+        return why
+    # In this order: without a GPU nothing of cuDNN is traced.
+    return cudnn.unsupported(x) if cudnn.has_gpu() else "this host has no GPU that it runs on"
 
 
 def _say(choice: str) -> None:

@@ -384,6 +384,16 @@ def gpu(monkeypatch):
 HALF = partial(inputs, dtype=jnp.bfloat16)
 
 
+def test_a_host_without_a_gpu_traces_nothing_of_cudnn(monkeypatch):
+    tried = []
+    monkeypatch.setattr(cudnn, "unsupported", lambda x: tried.append(x) or "it was tried")
+    for has_gpu in (True, False):
+        tried.clear()
+        monkeypatch.setattr(cudnn, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        traced(causal, *HALF())
+        assert bool(tried) == has_gpu
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("mask", "kind", "window", "implementation"),
