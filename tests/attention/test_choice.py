@@ -423,6 +423,24 @@ def test_on_a_host_with_a_gpu_other_platforms_have_what_they_have_elsewhere():
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("of", "error"),
+    [
+        (lambda f: f, (TypeError, r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function")),
+        (gradient, (NotImplementedError, r"Differentiation rule for .* not implemented")),
+    ],
+    ids=["forward", "forward over reverse"],
+)
+def test_derivatives_that_cudnn_lacks_are_there_by_another_name(of, error):
+    def along(**options):
+        return lambda *x: jax.jvp(of(partial(causal, **options)), x, x)[1]
+
+    with pytest.raises(error[0], match=error[1]):
+        lowered(along(), *HALF(), platform="cuda")
+    lowered(along(implementation="blockwise"), *HALF(), platform="cuda")
+
+
+@pytest.mark.usefixtures("gpu")
 def test_cudnn_inside_shard_map():
     sharded = jax.shard_map(causal, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
     assert kernels(gradient(sharded), *HALF(), platform="cuda") == {CUDNN, CUDNN_BACKWARD}
