@@ -1,4 +1,4 @@
-"""Linear attention in three forms that agree: chunked, recurrent and bidirectional.
+"""Linear attention in linear time: causal, chunk by chunk, and bidirectional.
 
     o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi_i . psi_j exp(c_j)    over the keys j that i may see
 
@@ -130,10 +130,11 @@ def chunked(
         segment_ids: see this module.
         state: the state after the earlier tokens, from an earlier call; empty if absent. Without ``segment_ids`` the
             tokens continue its document.
-        chunk_size: tokens per chunk. The backward pass stores one state for each.
+        chunk_size: tokens per chunk. The backward pass stores one state for each. With 1 this is the recurrence
+            ``S_i = S_{i-1} + psi_i v_i^T``.
 
     Returns:
-        The output, and the state after the last token for the next chunk of a prompt or for :func:`recurrent`.
+        The output, and the state after the last token for the tokens after it.
 
     Raises:
         ValueError: for shapes that do not fit each other, and a ``chunk_size`` that is not positive.
@@ -141,31 +142,6 @@ def chunked(
     check_count("chunk_size", chunk_size)
     x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state)
     state, out = _scan(x, _start(x, state), chunk_size, partial(_divide, dtype=v.dtype))
-    return _heads_last(_join(out, phi.shape[1], 3)), state
-
-
-def recurrent(
-    phi: Float[Array, "batch length heads m"],
-    psi: Float[Array, "batch length kv_heads m"],
-    v: Float[Array, "batch length kv_heads value_size"],
-    *,
-    log_scale: Float[Array, "batch length kv_heads"] | None = None,
-    q_numerator: Float[Array, "batch length heads n"] | None = None,
-    k_numerator: Float[Array, "batch length kv_heads n"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    state: LinearState | None = None,
-) -> tuple[Float[Array, "batch length heads value_size"], LinearState]:
-    """Causal linear attention one token at a time, ``S_i = S_{i-1} + psi_i v_i^T``: for decoding, often with length 1.
-
-    Arguments and results as in :func:`chunked`.
-    """
-    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state)
-
-    def step(before: LinearState, token: _Tokens):
-        after = _absorb(before, token)
-        return after, _divide(_read(after, token), v.dtype)
-
-    state, out = jax.lax.scan(step, _start(x, state), _split(x, 1))
     return _heads_last(_join(out, phi.shape[1], 3)), state
 
 
