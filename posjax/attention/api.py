@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax._numbers import is_number
+from posjax._shapes import grouped, ungrouped
 from posjax.attention import cudnn
 from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
 from posjax.attention.blockwise import TILE_ELEMENTS
@@ -86,14 +87,14 @@ def prepared(
     q, k, v = without_padding(mask, q, k, v)
     far = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in far)
     x = Operands(
-        q=_group(q, kv_heads),
+        q=grouped(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
         v=jnp.moveaxis(v, 1, 2),
         bias=without_padded_gates(mask, bias),
         mask=mask,
         q_positions=checked_positions("q_positions", q_positions, q),
         kv_positions=checked_positions("kv_positions", kv_positions, k),
-        far=tuple(FarPair(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
+        far=tuple(FarPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
         decay=rates(decay, statistics_dtype(q)),
         softcap=checked_softcap(softcap, q),
     )
@@ -102,7 +103,7 @@ def prepared(
 
 def finished(out, lse, sinks, return_residuals: bool):
     """The result of ``attention`` from the output and log-sum-exp of a backend."""
-    out, lse = _ungroup(out), None if lse is None else _ungroup(lse)
+    out, lse = ungrouped(out), None if lse is None else ungrouped(lse)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_residuals else out
@@ -169,7 +170,7 @@ def _grouped_scale(scale, q, kv_heads: int):
     sizes = zip(reversed(scale.shape), reversed(q.shape[:3]), strict=False)
     fits = scale.ndim <= 3 and all(size in (1, wanted) for size, wanted in sizes)
     check(fits, f"scale must broadcast to [batch, queries, heads] = {q.shape[:3]}, found {scale.shape}")
-    return _group(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
+    return grouped(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
 
 
 def bound(bias, heads: int) -> Bias | None:
@@ -316,16 +317,6 @@ def _say(choice: str) -> None:
 @functools.cache
 def _say_once(choice: str) -> None:
     _log.debug(choice)
-
-
-def _group(q, kv_heads: int):
-    batch, queries, heads, size = q.shape
-    return jnp.transpose(q.reshape(batch, queries, kv_heads, heads // kv_heads, size), (0, 2, 3, 1, 4))
-
-
-def _ungroup(x):
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
 
 def _with_sinks(out, lse, sinks):
