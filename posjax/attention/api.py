@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax._numbers import is_number
 from posjax._shapes import grouped, ungrouped
+from posjax._slots import OverPairs
 from posjax.attention import cudnn
 from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
 from posjax.attention.blockwise import TILE_ELEMENTS
@@ -152,7 +153,8 @@ def reads_positions(bias, mask: Mask | None, far, decay) -> bool:
     """Whether a call depends on positions; a bias that is not bound yet counts as if it did."""
     arrays = jax.Array | np.ndarray
     slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
-    return bool(far) or decay is not None or any(getattr(slot, "reads_positions", True) for slot in slots)
+    read = any(not isinstance(slot, OverPairs) or slot.reads_positions for slot in slots)
+    return read or bool(far) or decay is not None
 
 
 def needs_ranges(x: Operands) -> bool:
