@@ -26,7 +26,7 @@ from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
 from posjax.far import Branch, branches
-from posjax.lowered import PLATFORMS, mesh_of, split_by_compiler
+from posjax.lowered import PLATFORMS, mesh_of_types, split_by_compiler
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 
@@ -297,7 +297,7 @@ def _tpu_refusal(x: Operands) -> str | None:
 
 def _warn_of_mesh(x: Operands, why: str | None) -> None:
     """Warns, on a mesh of TPUs, if the kernel is not used only because no partition was given."""
-    device = mesh_of(x.q, x.k, x.v).abstract_device
+    device = mesh_of_types(x.q, x.k, x.v).abstract_device
     split = split_by_compiler(x.q, x.k, x.v)
     if device is not None and device.platform == "tpu" and split and entry.refusal(x) is None:
         warnings.warn(f"attention runs without its TPU kernel: {why}", stacklevel=2)
