@@ -55,22 +55,25 @@ def program(
     backward: bool = True,
     mapped: int = 0,
 ):
-    """A function and its abstract arguments; heads lie before tokens, as in the kernels, so that nothing is copied."""
+    """A function and its abstract arguments; heads lie side by side, as a model's projections give them."""
     on = next(known for known in blocks.TARGETS.values() if known.name == chip)
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     values = {
-        "q": array((1, kv_heads, heads // kv_heads, tokens, size)),
-        "k": array((1, kv_heads, tokens, size)),
-        "v": array((1, kv_heads, tokens, size)),
+        "q": array((1, tokens, kv_heads, heads // kv_heads, size)),
+        "k": array((1, tokens, kv_heads, size)),
+        "v": array((1, tokens, kv_heads, size)),
     }
     for n in range({"rerope": 1, "two branches": 2}.get(name, 0)):
         values |= {f"q{n}": values["q"], f"k{n}": values["k"]}
+    features = tuple(values)
     values |= parameters(name, heads, tokens)
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def run(values, ids):
+        values = values | {key: jnp.moveaxis(values[key], 1, -2) for key in features}
         x = Operands(values["q"], values["k"], values["v"], **slots(name, values, ids, heads))
-        return attend_here(TPU(Options(on=on)), x, size**-0.5)
+        out, lse = attend_here(TPU(Options(on=on)), x, size**-0.5)
+        return jnp.moveaxis(out, -2, 1), lse
 
     def gradients(values, ids, d_out):
         return jax.vjp(lambda values: run(values, ids)[0], values)[1](d_out)
