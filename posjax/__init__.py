@@ -8,6 +8,7 @@ from posjax import (
     bias,
     coca,
     far,
+    layout,
     linear,
     masks,
     norms,
@@ -32,7 +33,7 @@ from posjax.scheme.registry import register
 __version__ = "0.1.0"
 
 _serial.register(
-    *(RotaryTable, Frequencies, positions.Range, far.Branch, Cache, linear.LinearState),
+    *(RotaryTable, Frequencies, positions.Range, far.Branch, Cache, linear.LinearState, layout.Layout),
     *_serial.below(masks.Mask),
     *_serial.below(bias.Bias),
 )

@@ -175,15 +175,15 @@ ad.primitive_jvps[_lowered_p] = _differentiated
 ad.primitive_transposes[_lowered_p] = _transposed
 
 
-def mesh_of(*arrays: Array) -> AbstractMesh:
-    """The mesh of the arrays."""
+def mesh_of_types(*arrays: Array) -> AbstractMesh:
+    """The mesh in the types of arrays."""
     meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def split_by_compiler(*arrays: Array) -> list[str]:
     """The mesh axes of arrays outside any ``shard_map``: a kernel cannot run on arrays split along them."""
-    mesh = mesh_of(*arrays)
+    mesh = mesh_of_types(*arrays)
     axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     return axes if mesh.size > 1 or mesh.manual_axes else []
 

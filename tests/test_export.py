@@ -12,6 +12,7 @@ from jax import export
 
 import posjax as pj
 from posjax._serial import _plain, _restored
+from posjax.layout import Layout
 from posjax.masks import Causal, Segments, Sinks, Window
 from posjax.positions import Range
 
@@ -69,6 +70,14 @@ def test_a_rotary_table_comes_out():
     found = again(export.export(run)(at)).call(at)
     assert isinstance(found, pj.RotaryTable)
     chex.assert_trees_all_close(found, run(at))
+
+
+def test_a_layout_goes_in_and_comes_out():
+    run = jax.jit(lambda layout, x: (layout, layout.apply(x)))
+    given = Layout("zigzag", 2), jnp.arange(8)
+    found, moved = again(export.export(run)(*given)).call(*given)
+    assert found == given[0]
+    np.testing.assert_array_equal(moved, [0, 1, 6, 7, 2, 3, 4, 5])
 
 
 @pytest.mark.parametrize("name", ["rope", "linear-elu"])

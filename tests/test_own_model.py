@@ -1,6 +1,7 @@
 """The page of models of one's own: its examples run, and its tables of derivatives say what JAX does."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import posjax as pj
+from posjax.attention.sharded import Placement, attend_on_mesh
 
 TEXT = (Path(__file__).parent.parent / "docs/own-model.md").read_text(encoding="utf-8")
 START, *REST = re.split(r"^## (.*)$", TEXT, flags=re.M)
@@ -83,6 +85,7 @@ METHODS = {
     '`"tpu"`': ("alibi", "tpu", 128),
     "CoPE": ("cope", "blockwise", 4),
     "linear attention": ("linear-elu", None, 4),
+    "a ring": ("rope", "dense", 4),
 }
 
 
@@ -97,6 +100,16 @@ def attending(name, implementation):
         return scheme.attend(x, x, x, params=params, **chosen)
 
     return attend
+
+
+def around(name, implementation, strategy="ring"):
+    """``attending`` with the text split over the devices of a mesh."""
+    scheme, placement = pj.scheme(name), Placement(context="tensor", strategy=strategy)
+
+    def local(params, projected, per_row):
+        return scheme.attend(*projected, params=params, across=placement, implementation=implementation)
+
+    return lambda x: attend_on_mesh(local, placement, {}, (x, x, x), {})
 
 
 def error_of(function, x, platform="cpu"):
@@ -114,13 +127,21 @@ def test_the_table_of_derivatives(method):
     assert header[1:] == list(METHODS)
     assert [row[0] for row in rows] == list(DERIVATIVES)
     name, implementation, size = METHODS[method]
-    attend, x = attending(name, implementation), jnp.ones((1, size, 1, size))
+    ring, x = method == "a ring", jnp.ones((1, size, 1, size))
+    attend = (around if ring else attending)(name, implementation)
     platform = "tpu" if implementation == "tpu" else "cpu"
     for row in rows:
-        error = error_of(DERIVATIVES[row[0]](attend), x, platform)
+        with jax.set_mesh(meshes.mesh("auto")) if ring else nullcontext():
+            error = error_of(DERIVATIVES[row[0]](attend), x, platform)
         said = dict(zip(header, row, strict=True))[method]
         assert (error is None) == (said == "yes"), (row[0], error)
         assert error is None or _named(error), error
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_a_gather_has_the_derivatives_that_a_ring_lacks(derivative):
+    with jax.set_mesh(meshes.mesh("auto")):
+        assert error_of(DERIVATIVES[derivative](around("rope", "dense", "all-gather")), jnp.ones((1, 4, 1, 4))) is None
 
 
 def _named(error):

@@ -26,7 +26,7 @@ Scheme scheme scheme_names Layers nn.Attention nn.Block nn.Decoder nn.DecoderCon
 # built of another.
 FLOORS = [
     {"_checks"},
-    {"_numbers", "_serial"},
+    {"_numbers", "_serial", "_shapes"},
     {"positions"},
     {"axes"},
     {"_slots", "angles", "sampling", "layout", "lowered"},

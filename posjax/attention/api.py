@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax._numbers import is_number
+from posjax._shapes import grouped, ungrouped
+from posjax._slots import OverPairs
 from posjax.attention import cudnn
 from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
 from posjax.attention.blockwise import TILE_ELEMENTS
@@ -24,7 +26,7 @@ from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
 from posjax.far import Branch, branches
-from posjax.lowered import PLATFORMS, mesh_of, split_by_compiler
+from posjax.lowered import PLATFORMS, mesh_of_types, split_by_compiler
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 
@@ -86,14 +88,14 @@ def prepared(
     q, k, v = without_padding(mask, q, k, v)
     far = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in far)
     x = Operands(
-        q=_group(q, kv_heads),
+        q=grouped(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
         v=jnp.moveaxis(v, 1, 2),
         bias=without_padded_gates(mask, bias),
         mask=mask,
         q_positions=checked_positions("q_positions", q_positions, q),
         kv_positions=checked_positions("kv_positions", kv_positions, k),
-        far=tuple(FarPair(_group(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
+        far=tuple(FarPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
         decay=rates(decay, statistics_dtype(q)),
         softcap=checked_softcap(softcap, q),
     )
@@ -102,7 +104,7 @@ def prepared(
 
 def finished(out, lse, sinks, return_residuals: bool):
     """The result of ``attention`` from the output and log-sum-exp of a backend."""
-    out, lse = _ungroup(out), None if lse is None else _ungroup(lse)
+    out, lse = ungrouped(out), None if lse is None else ungrouped(lse)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_residuals else out
@@ -151,7 +153,8 @@ def reads_positions(bias, mask: Mask | None, far, decay) -> bool:
     """Whether a call depends on positions; a bias that is not bound yet counts as if it did."""
     arrays = jax.Array | np.ndarray
     slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
-    return bool(far) or decay is not None or any(getattr(slot, "reads_positions", True) for slot in slots)
+    read = any(not isinstance(slot, OverPairs) or slot.reads_positions for slot in slots)
+    return read or bool(far) or decay is not None
 
 
 def needs_ranges(x: Operands) -> bool:
@@ -169,7 +172,7 @@ def _grouped_scale(scale, q, kv_heads: int):
     sizes = zip(reversed(scale.shape), reversed(q.shape[:3]), strict=False)
     fits = scale.ndim <= 3 and all(size in (1, wanted) for size, wanted in sizes)
     check(fits, f"scale must broadcast to [batch, queries, heads] = {q.shape[:3]}, found {scale.shape}")
-    return _group(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
+    return grouped(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
 
 
 def bound(bias, heads: int) -> Bias | None:
@@ -294,7 +297,7 @@ def _tpu_refusal(x: Operands) -> str | None:
 
 def _warn_of_mesh(x: Operands, why: str | None) -> None:
     """Warns, on a mesh of TPUs, if the kernel is not used only because no partition was given."""
-    device = mesh_of(x.q, x.k, x.v).abstract_device
+    device = mesh_of_types(x.q, x.k, x.v).abstract_device
     split = split_by_compiler(x.q, x.k, x.v)
     if device is not None and device.platform == "tpu" and split and entry.refusal(x) is None:
         warnings.warn(f"attention runs without its TPU kernel: {why}", stacklevel=2)
@@ -302,8 +305,10 @@ def _warn_of_mesh(x: Operands, why: str | None) -> None:
 
 def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
     """Why cuDNN is not the default for a call, or None; a host without a suitable GPU is a reason too."""
-    why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
-    return why or (None if cudnn.has_gpu() else "this host has no GPU that it runs on")
+    if why := cudnn.refusal(x, with_lse):
+        return why
+    # In this order: without a GPU nothing of cuDNN is traced.
+    return cudnn.unsupported(x) if cudnn.has_gpu() else "this host has no GPU that it runs on"
 
 
 def _say(choice: str) -> None:
@@ -314,16 +319,6 @@ def _say(choice: str) -> None:
 @functools.cache
 def _say_once(choice: str) -> None:
     _log.debug(choice)
-
-
-def _group(q, kv_heads: int):
-    batch, queries, heads, size = q.shape
-    return jnp.transpose(q.reshape(batch, queries, kv_heads, heads // kv_heads, size), (0, 2, 3, 1, 4))
-
-
-def _ungroup(x):
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
 
 def _with_sinks(out, lse, sinks):

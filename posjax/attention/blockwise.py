@@ -91,8 +91,7 @@ def _put(whole, part, start, axis: int | None):
 
 def _differ(x: Operands) -> bool:
     """Whether masks or positions differ between the rows of the batch."""
-    masks = (x.mask, *(pair.where for pair in x.far))
-    several = any(size != 1 for size in sizes_of(masks, "batch"))
+    several = any(size != 1 for size in sizes_of(x.masks, "batch"))
     return several or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count
+from posjax._shapes import in_blocks, joined
 from posjax._slots import with_head_axis
 from posjax.attention.online import OnlineSoftmax
 from posjax.attention.operands import Operands, capped, group_mask, like_zeros, scores, statistics_dtype
@@ -81,7 +82,7 @@ def blockwise_contextual(
     queries, blocks = x.q.shape[3], (min(block, x.q.shape[3]), min(block, x.k.shape[2]))
     x = pad(x, *blocks)
     q = lengthen(q, x.q.shape[3] - queries, axis=3)
-    k, v = _split(x.k, 2, blocks[1]), _split(x.v, 2, blocks[1])
+    k, v = in_blocks(x.k, 2, blocks[1]), in_blocks(x.v, 2, blocks[1])
 
     def rows(part):
         i, scaled, raw = part
@@ -96,9 +97,9 @@ def blockwise_contextual(
         carry, _ = jax.lax.scan(step, _start(scaled, x.v), (jnp.arange(k.shape[0]), k, v), reverse=True)
         return carry.softmax.finished(x.v.dtype)
 
-    parts = _split(x.q, 3, blocks[0]), _split(q, 3, blocks[0])
+    parts = in_blocks(x.q, 3, blocks[0]), in_blocks(q, 3, blocks[0])
     results = jax.lax.map(jax.checkpoint(rows, prevent_cse=False), (jnp.arange(parts[0].shape[0]), *parts))
-    out, lse = (_join(a, 3) for a in results)
+    out, lse = (joined(a, 3) for a in results)
     return out[..., :queries, :], lse[..., :queries]
 
 
@@ -108,17 +109,6 @@ def _check(x: Operands, q: Array) -> None:
     check(found[1] == q.shape[-1], f"table must have the head size of q, {q.shape[-1]}, found shape {found}")
     one = not x.far and x.decay is None
     check(one, "a contextual bias counts along one score: it supports no far branches and no decaying features")
-
-
-def _split(x: Array, axis: int, size: int) -> Array:
-    """Its blocks along an axis, which become the first axis."""
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
-
-
-def _join(x: Array, axis: int) -> Array:
-    """The inverse of ``_split``."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def _allowed(x: Operands, i, j, blocks: tuple[int, int]) -> Bool[Array, "*#b q k"]:

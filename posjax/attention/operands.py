@@ -93,6 +93,20 @@ class Operands(WithAxes):
         """The queries and keys of the first pair of features and of every far one."""
         return ((self.q, self.k), *((pair.q, pair.k) for pair in self.far))
 
+    @property
+    def masks(self) -> tuple[Mask | None, ...]:
+        """The mask, and that of every far pair."""
+        return self.mask, *(pair.where for pair in self.far)
+
+    def with_slots(self, function: Callable) -> "Operands":
+        """The operands with ``function`` of the bias and of every mask, where there is one."""
+
+        def of(slot):
+            return None if slot is None else function(slot)
+
+        far = tuple(dataclasses.replace(pair, where=of(pair.where)) for pair in self.far)
+        return dataclasses.replace(self, bias=of(self.bias), mask=of(self.mask), far=far)
+
 
 class PerQuery(NamedTuple):
     """The inputs of a backward pass for each query.

@@ -85,20 +85,22 @@ _here.defvjp(_forward_here, _backward_here, symbolic_zeros=True)
 
 def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
     """Output and log-sum-exp of the keys so far and of these keys, in the dtype of the statistics."""
-    form, arrays = Form.of((x, scale), unique=has_own(x))
-    return tuple(run(_Merge(backends, form), *arrays, *so_far))
+    form, arrays = Form.of((x, scale, so_far), unique=has_own(x))
+    return tuple(run(_OfPart(backends, "merge", form, (-2, -1)), *arrays))
 
 
 def per_query_of(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery:
     """The input of the backward pass of a part of the keys, from output, log-sum-exp and the cotangents of both."""
-    return PerQuery(*run(_Correction(backends), *rows, *cotangents))
+    form, arrays = Form.of((rows, cotangents))
+    return PerQuery(*run(_OfPart(backends, "per_query_of", form, (2, 1, 1, 3)), *arrays))
 
 
 def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
     """Sums of cotangents (None if not wanted) plus those of these keys. Those of queries are of scaled queries."""
-    form, arrays = Form.of((x, scale), unique=has_own(x))
-    sums, structure = jax.tree.flatten(so_far)
-    return structure.unflatten(run(_Add(backends, form, structure), *arrays, *per_query, *sums))
+    form, arrays = Form.of((x, scale, per_query, so_far), unique=has_own(x))
+    structure = jax.tree.structure(so_far)
+    sums = tuple(range(-structure.num_leaves, 0))
+    return structure.unflatten(run(_OfPart(backends, "add", form, sums), *arrays))
 
 
 @dataclass(frozen=True)
@@ -182,48 +184,24 @@ def _of_bias(wanted: Operands) -> bool:
 
 
 @dataclass(frozen=True)
-class _Merge(Lowered):
-    """``Backend.merge`` of the arrays of a call, of output and of log-sum-exp."""
+class _OfPart(Lowered):
+    """What a backend computes for a part of the keys.
+
+    Args:
+        backends: of the call.
+        method: the name of the backend's method.
+        form: of its arguments.
+        alike: for each result the index of an array of the same type.
+    """
 
     backends: Backends
+    method: str
     form: Form
+    alike: tuple[int, ...]
 
     def types(self, *arrays):
-        return arrays[-2:]
+        return [arrays[n] for n in self.alike]
 
     def on(self, platform, *arrays):
         with self.form.as_set():
-            return self.backends.of(platform).merge(*self.form.filled(arrays[:-2]), arrays[-2:])
-
-
-@dataclass(frozen=True)
-class _Correction(Lowered):
-    """``Backend.per_query_of`` of output, log-sum-exp, and the cotangents of both."""
-
-    backends: Backends
-
-    def types(self, out, lse, d_out, d_lse):
-        return d_out, lse, lse, d_lse
-
-    def on(self, platform, *arrays):
-        return tuple(self.backends.of(platform).per_query_of(arrays[:2], arrays[2:]))
-
-
-@dataclass(frozen=True)
-class _Add(Lowered):
-    """``Backend.add`` of the arrays of a call, ``PerQuery``, and sums with a structure."""
-
-    backends: Backends
-    form: Form
-    structure: Any
-
-    def types(self, *arrays):
-        return arrays[-self.structure.num_leaves :]
-
-    def on(self, platform, *arrays):
-        sums = self.types(*arrays)
-        *primals, d_out, lse, correction, d_lse = arrays[: -len(sums)]
-        per_query, so_far = PerQuery(d_out, lse, correction, d_lse), self.structure.unflatten(sums)
-        with self.form.as_set():
-            found = self.backends.of(platform).add(*self.form.filled(primals), per_query, so_far)
-        return jax.tree.leaves(found)
+            return jax.tree.leaves(getattr(self.backends.of(platform), self.method)(*self.form.filled(arrays)))

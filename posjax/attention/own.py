@@ -26,14 +26,13 @@ def checked(x: Operands) -> Operands:
     Raises:
         ValueError: for a class that JAX does not know, or a tile of another shape or dtype, naming the class.
     """
-    slots = [x.bias, x.mask, *(branch.where for branch in x.far)]
+    slots = [x.bias, *x.masks]
     check_registered(slots)
     for part in (part for slot in slots for part in _own(slot)):
         _check_axes(part.whole if isinstance(part, OfSomeHeads) else part)
         _check_derived(_kind(part))
         _check_part(part, x)
-    far = tuple(dataclasses.replace(branch, where=on_device(branch.where)) for branch in x.far)
-    return dataclasses.replace(x, bias=on_device(x.bias), mask=on_device(x.mask), far=far)
+    return x.with_slots(on_device)
 
 
 def on_device(slot: Any) -> Any:
@@ -86,7 +85,7 @@ def _own(slot: OverPairs | None) -> Iterator[OverPairs]:
 
 def has_own(x: Operands) -> bool:
     """Whether a bias or mask of a call, or a part of one, was written outside the library."""
-    return any(True for slot in (x.bias, x.mask, *(branch.where for branch in x.far)) for _ in _own(slot))
+    return any(True for slot in (x.bias, *x.masks) for _ in _own(slot))
 
 
 def _check_axes(part: OverPairs) -> None:

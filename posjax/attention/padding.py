@@ -4,9 +4,10 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from posjax._numbers import LARGEST
+from posjax._shapes import zeros_at
 from posjax.attention.operands import Operands, PerQuery
 from posjax.axes import Names, each
 from posjax.bias import Bias
@@ -21,14 +22,14 @@ def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, .
     gives padding gradients of exactly zero.
     """
     found = padding_of(mask)
-    return (q, *keys) if found is None else (_blank(found[0], q), *(_blank(found[1], x) for x in keys))
+    return (q, *keys) if found is None else (zeros_at(found[0], q), *(zeros_at(found[1], x) for x in keys))
 
 
 def without_padded_scale(mask: Mask | None, scale, q: Array):
     """Factors of the queries with zeros for those that are padding by their mask."""
     found = padding_of(mask)
     of_tokens = found is not None and scale is not None and jnp.shape(scale)[:-1] == q.shape[:2]
-    return _blank(found[0], jnp.asarray(scale)) if of_tokens else scale
+    return zeros_at(found[0], jnp.asarray(scale)) if of_tokens else scale
 
 
 def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
@@ -42,16 +43,9 @@ def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
         sides = [name for name in names if name in hidden]
         # An array without a batch axis does not belong to the padding of one batch row.
         own = len(sides) == 1 and "batch" in names
-        return _blank(hidden[sides[0]], array, names.index("batch"), names.index(sides[0])) if own else array
+        return zeros_at(hidden[sides[0]], array, names.index("batch"), names.index(sides[0])) if own else array
 
     return each(bias, shown)
-
-
-def _blank(hidden: Bool[Array, "batch tokens"], x: Array, rows: int = 0, tokens: int = 1) -> Array:
-    """Zeros for the hidden tokens; ``rows`` and ``tokens`` are the batch and token axes of ``x``."""
-    others = [axis for axis in range(x.ndim) if axis not in (rows, tokens)]
-    hidden = jnp.expand_dims(hidden if rows < tokens else hidden.T, others)
-    return jnp.where(hidden, jnp.zeros((), x.dtype), x)
 
 
 def pad(x: Operands, q_block: int, k_block: int) -> Operands:

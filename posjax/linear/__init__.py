@@ -1,6 +1,6 @@
 """Linear attention: kernels that are inner products of features, and attention in time linear in the length."""
 
-from posjax.linear.forms import LinearState, bidirectional, chunked, empty_state, recurrent
+from posjax.linear.forms import LinearState, bidirectional, chunked, empty_state
 from posjax.linear.kernels import (
     Cosine,
     Elu,
@@ -28,6 +28,5 @@ __all__ = [
     "empty_state",
     "features",
     "limit_features",
-    "recurrent",
     "taylor_features",
 ]

@@ -1,4 +1,4 @@
-"""Linear attention in three forms that agree: chunked, recurrent and bidirectional.
+"""Linear attention in linear time: causal, chunk by chunk, and bidirectional.
 
     o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi_i . psi_j exp(c_j)    over the keys j that i may see
 
@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_count, check_counts, check_heads
 from posjax._numbers import at_least_float32
+from posjax._shapes import grouped, in_blocks, joined, ungrouped, zeros_at
 from posjax.lowered import vary, varying
 
 
@@ -130,10 +131,11 @@ def chunked(
         segment_ids: see this module.
         state: the state after the earlier tokens, from an earlier call; empty if absent. Without ``segment_ids`` the
             tokens continue its document.
-        chunk_size: tokens per chunk. The backward pass stores one state for each.
+        chunk_size: tokens per chunk. The backward pass stores one state for each. With 1 this is the recurrence
+            ``S_i = S_{i-1} + psi_i v_i^T``.
 
     Returns:
-        The output, and the state after the last token for the next chunk of a prompt or for :func:`recurrent`.
+        The output, and the state after the last token for the tokens after it.
 
     Raises:
         ValueError: for shapes that do not fit each other, and a ``chunk_size`` that is not positive.
@@ -141,32 +143,7 @@ def chunked(
     check_count("chunk_size", chunk_size)
     x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state)
     state, out = _scan(x, _start(x, state), chunk_size, partial(_divide, dtype=v.dtype))
-    return _heads_last(_join(out, phi.shape[1], 3)), state
-
-
-def recurrent(
-    phi: Float[Array, "batch length heads m"],
-    psi: Float[Array, "batch length kv_heads m"],
-    v: Float[Array, "batch length kv_heads value_size"],
-    *,
-    log_scale: Float[Array, "batch length kv_heads"] | None = None,
-    q_numerator: Float[Array, "batch length heads n"] | None = None,
-    k_numerator: Float[Array, "batch length kv_heads n"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    state: LinearState | None = None,
-) -> tuple[Float[Array, "batch length heads value_size"], LinearState]:
-    """Causal linear attention one token at a time, ``S_i = S_{i-1} + psi_i v_i^T``: for decoding, often with length 1.
-
-    Arguments and results as in :func:`chunked`.
-    """
-    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state)
-
-    def step(before: LinearState, token: _Tokens):
-        after = _absorb(before, token)
-        return after, _divide(_read(after, token), v.dtype)
-
-    state, out = jax.lax.scan(step, _start(x, state), _split(x, 1))
-    return _heads_last(_join(out, phi.shape[1], 3)), state
+    return ungrouped(_join(out, phi.shape[1], 3)), state
 
 
 def bidirectional(
@@ -189,8 +166,8 @@ def bidirectional(
     x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, square=segment_ids is not None)
     if segment_ids is None:
         whole = _absorb(_start(x, None), x._replace(ids=jnp.zeros((psi.shape[0], psi.shape[1]), jnp.int32)))
-        return _heads_last(_divide(_read(whole, x), v.dtype))
-    return _heads_last(_divide(_both_ways(x, chunk_size), v.dtype))
+        return ungrouped(_divide(_read(whole, x), v.dtype))
+    return ungrouped(_divide(_both_ways(x, chunk_size), v.dtype))
 
 
 def _lowest(dtype) -> float:
@@ -297,27 +274,19 @@ def _split(x: _Tokens, size: int) -> _Tokens:
     def split(a, axis):
         widths = [(0, 0)] * a.ndim
         widths[axis] = (0, -a.shape[axis] % size)
-        a = jnp.pad(a, widths, constant_values=-1 if a is x.ids else 0)
-        return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, size, *a.shape[axis + 1 :]), axis, 0)
+        return in_blocks(jnp.pad(a, widths, constant_values=-1 if a is x.ids else 0), axis, size)
 
     return _each(split, x)
 
 
 def _join(chunks, length: int, axis: int):
     """The inverse of ``_split``, cut to ``length`` tokens along ``axis``."""
-    a = jnp.moveaxis(chunks, 0, axis)
-    a = a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
-    return jax.lax.slice_in_dim(a, 0, length, axis=axis)
+    return jax.lax.slice_in_dim(joined(chunks, axis), 0, length, axis=axis)
 
 
 def _each(function, x: _Tokens) -> _Tokens:
     """``function(array, token axis)`` of every array."""
     return _Tokens(*(a if a is None else function(a, axis) for a, axis in zip(x, _TOKEN_AXES, strict=True)))
-
-
-def _heads_last(out: Float[Array, "batch kv_heads group n size"]) -> Float[Array, "batch n heads size"]:
-    batch, kv_heads, group, length, size = out.shape
-    return out.reshape(batch, kv_heads * group, length, size).swapaxes(1, 2)
 
 
 def _start(x: _Tokens, state: LinearState | None) -> LinearState:
@@ -345,12 +314,12 @@ def _tokens(
     """Checks the arguments of a form and transposes them; ``square`` requires as many keys as queries."""
     _check_arrays(phi, psi, v, q_numerator, k_numerator, square)
     x = _Tokens(
-        phi=_grouped(phi, psi.shape[2]),
+        phi=grouped(phi, psi.shape[2]),
         psi=_heads_first(psi),
         v=_heads_first(v),
         log_scale=_heads_first(_log_scale(log_scale, psi)),
         ids=_ids(segment_ids, phi, state),
-        phi_numerator=_grouped(q_numerator, psi.shape[2]),
+        phi_numerator=None if q_numerator is None else grouped(q_numerator, psi.shape[2]),
         psi_numerator=_heads_first(k_numerator),
     )
     return _without_padding(x) if phi.shape[1] == psi.shape[1] else x
@@ -358,14 +327,6 @@ def _tokens(
 
 def _heads_first(a: Array | None) -> Array | None:
     return None if a is None else a.swapaxes(1, 2)
-
-
-def _grouped(a: Array | None, kv_heads: int) -> Array | None:
-    """Heads before tokens, query heads grouped by key head."""
-    if a is None:
-        return None
-    batch, length, heads, size = a.shape
-    return a.swapaxes(1, 2).reshape(batch, kv_heads, heads // kv_heads, length, size)
 
 
 def _log_scale(log_scale: Array | None, psi: Array) -> Float[Array, "batch length kv_heads"]:
@@ -391,13 +352,7 @@ def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> In
 
 def _without_padding(x: _Tokens) -> _Tokens:
     """Zeros at padding: it may hold NaN, and ``0 * NaN`` is NaN."""
-
-    def blank(a, axis):
-        sizes = [a.shape[0]] + [1] * (a.ndim - 1)
-        sizes[axis] = a.shape[axis]
-        return jnp.where((x.ids < 0).reshape(sizes), jnp.zeros((), a.dtype), a)
-
-    return _each(blank, x)._replace(ids=x.ids)
+    return _each(lambda a, axis: zeros_at(x.ids < 0, a, tokens=axis), x)._replace(ids=x.ids)
 
 
 def _check_arrays(phi, psi, v, q_numerator, k_numerator, square: bool) -> None:

@@ -1,7 +1,7 @@
-"""The checked arguments of a call of a scheme: positions, new tokens, and the protocol of executors."""
+"""The checked arguments of a call of a scheme: positions and new tokens."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from posjax._checks import check, check_heads
 from posjax.attention.cache import Cache
 from posjax.attention.checks import checked_positions
 from posjax.attention.sharded import Placement
-from posjax.attention.sharded.split import Partition
 from posjax.linear import LinearState
 from posjax.positions import Positions, Range, as_array
 from posjax.scheme.slots import FeatureSlot
@@ -78,29 +77,6 @@ class NewTokens(NamedTuple):
     def ids(self) -> Int[Array, "batch tokens"]:
         """0 for a token, -1 for padding."""
         return jnp.where(self.valid, 0, -1)
-
-
-class Executor(Protocol):
-    """Computes attention with the choices of a scheme: ``SoftmaxAttention`` or ``LinearAttention``."""
-
-    caches: str
-
-    def attend(self, q: Array, k: Array, v: Array, params: Params, where: Where, **options) -> Any:
-        """``Scheme.attend`` for the batch rows and heads of one device."""
-
-    def stored(self, params: Params, k: Array, v: Array, at: Positions | Array, **sizes) -> tuple[Array, Array]:
-        """``Scheme.stored``."""
-
-    def attend_stored(self, q: Array, k: Array, v: Array, params: Params, where: Where, **options) -> Any:
-        """``Scheme.attend_stored``."""
-
-    def empty(self, batch: int, capacity: int, **options) -> Kept:
-        """``Scheme.init_cache``."""
-
-    def step(
-        self, projected, kept: Kept, params: Params, where: Where, new: NewTokens, options, partition: Partition | None
-    ) -> tuple[Array, Kept]:
-        """``Scheme.decode``, with everything but attention itself split by the compiler."""
 
 
 def check_projections(q, k, v, widths: tuple[float, float]) -> None:

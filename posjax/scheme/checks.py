@@ -77,7 +77,7 @@ def _check_hashable(scheme: Choices) -> None:
 
 
 def _check_temperature(scheme: Choices) -> None:
-    has_one = isinstance(getattr(scheme.features, "frequencies", None), rotary.YaRN | rotary.DynamicYaRN)
+    has_one = isinstance(scheme.maps.frequencies, rotary.YaRN | rotary.DynamicYaRN)
     check(
         not (has_one and isinstance(scheme.scale, scales.YaRNTemperature)),
         "scale: YaRN's frequencies have its temperature already; leave YaRNTemperature out, or use NTKByParts",

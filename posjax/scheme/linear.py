@@ -62,14 +62,6 @@ class LinearAttention:
     def _rotated(self, params: Params, at, x):
         return self.scheme.features.query(params.get("features", {}), x, at, head_dim=x.shape[-1])
 
-    def stored(self, params: Params, k, v, at, **sizes):
-        """Raises ValueError: single keys are not stored."""
-        raise ValueError("stored: linear attention keeps one state for all keys; use init_cache and decode")
-
-    def attend_stored(self, q, k, v, params: Params, where: Where, **options):
-        """Raises ValueError: single keys are not stored."""
-        raise ValueError("attend_stored: linear attention keeps one state for all keys; use init_cache and decode")
-
     def empty(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int, dtype
     ) -> LinearState:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import bias, masks
-from posjax._checks import check_counts, check_length
+from posjax._checks import check, check_counts, check_length
 from posjax.attention.api import check_aligned
 from posjax.attention.checks import check_masks
 from posjax.attention.sharded import Placement
@@ -27,7 +27,7 @@ from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, split_of
 from posjax.layout import Layout
 from posjax.positions import Positions
-from posjax.scheme.calls import Executor, Kept, NewTokens, Params, Where, check_projections, check_rows, row_positions
+from posjax.scheme.calls import Kept, NewTokens, Params, Where, check_projections, check_rows, row_positions
 from posjax.scheme.changes import check_same_parameters, replaced
 from posjax.scheme.checks import check_composition, check_direction, check_slots
 from posjax.scheme.choices import Choices
@@ -61,8 +61,13 @@ class Scheme(Choices):
         check_composition(self)
 
     @property
-    def _executor(self) -> Executor:
+    def _executor(self) -> SoftmaxAttention | LinearAttention:
         return SoftmaxAttention(self) if self.linear is None else LinearAttention(self)
+
+    def _softmax(self, asked: str) -> SoftmaxAttention:
+        why = f"{asked}: linear attention keeps one state for all keys; use init_cache and decode"
+        check(self.linear is None, why)
+        return SoftmaxAttention(self)
 
     @property
     def caches(self) -> str:
@@ -223,7 +228,8 @@ class Scheme(Choices):
         Raises:
             ValueError: for linear attention, which stores no keys.
         """
-        return self._executor.stored(params, k, v, positions, head_dim=self.maps.head_dim(k.shape[-1]), length=length)
+        sizes = {"head_dim": self.maps.head_dim(k.shape[-1]), "length": length}
+        return self._softmax("stored").stored(params, k, v, positions, **sizes)
 
     def attend_stored(
         self,
@@ -268,7 +274,7 @@ class Scheme(Choices):
         """
         across = Placement() if across is None else across
         where = Where(across, q_positions, kv_positions, coordinates, length, head_dim)
-        return self._executor.attend_stored(q, k, v, params, where, **options)
+        return self._softmax("attend_stored").attend_stored(q, k, v, params, where, **options)
 
     def init_cache(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None

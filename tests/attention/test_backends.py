@@ -32,8 +32,9 @@ from attention.tiles import in_tiles
 
 import posjax
 from posjax import masks
+from posjax._shapes import grouped
 from posjax.attention import attention
-from posjax.attention.api import BACKENDS, _group
+from posjax.attention.api import BACKENDS
 from posjax.attention.operands import FarPair, Operands
 from posjax.bias import T5, ALiBi
 from posjax.masks import Causal, Segments, Sinks, Window
@@ -192,7 +193,7 @@ def test_empty_tiles_are_not_visited():
 
     def run(q, k, v):
         operands = Operands(
-            _group(q, 2),
+            grouped(q, 2),
             jnp.moveaxis(k, 1, 2),
             jnp.moveaxis(v, 1, 2),
             None,
@@ -218,8 +219,8 @@ def test_tiles_on_one_side_of_a_boundary_compute_one_pair_of_features():
     always_near, long_far = slice(40, None), slice(40, None)
 
     def run(q, k, v, q_far, k_far):
-        far = (FarPair(_group(q_far, 2), jnp.moveaxis(k_far, 1, 2), Beyond(32)),)
-        pair = _group(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+        far = (FarPair(grouped(q_far, 2), jnp.moveaxis(k_far, 1, 2), Beyond(32)),)
+        pair = grouped(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
         return in_tiles(Operands(*pair, None, Causal(), Range(0, 64), Range(0, 64), far), 8, 8)[0]
 
     @jax.jit

@@ -384,6 +384,16 @@ def gpu(monkeypatch):
 HALF = partial(inputs, dtype=jnp.bfloat16)
 
 
+def test_a_host_without_a_gpu_traces_nothing_of_cudnn(monkeypatch):
+    tried = []
+    monkeypatch.setattr(cudnn, "unsupported", lambda x: tried.append(x) or "it was tried")
+    for has_gpu in (True, False):
+        tried.clear()
+        monkeypatch.setattr(cudnn, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        traced(causal, *HALF())
+        assert bool(tried) == has_gpu
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("mask", "kind", "window", "implementation"),
@@ -410,6 +420,24 @@ def test_on_a_host_with_a_gpu_other_platforms_have_what_they_have_elsewhere():
     program = jax.jit(lambda *x: causal(*x)).trace(*HALF())
     found = {name: named(program.lower(lowering_platforms=(name,)).as_text()) for name in ("cuda", "tpu", "cpu")}
     assert found == {"cuda": {CUDNN}, "tpu": {FORWARD}, "cpu": set()}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("of", "error"),
+    [
+        (lambda f: f, (TypeError, r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function")),
+        (gradient, (NotImplementedError, r"Differentiation rule for .* not implemented")),
+    ],
+    ids=["forward", "forward over reverse"],
+)
+def test_derivatives_that_cudnn_lacks_are_there_by_another_name(of, error):
+    def along(**options):
+        return lambda *x: jax.jvp(of(partial(causal, **options)), x, x)[1]
+
+    with pytest.raises(error[0], match=error[1]):
+        lowered(along(), *HALF(), platform="cuda")
+    lowered(along(implementation="blockwise"), *HALF(), platform="cuda")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -47,19 +47,10 @@ def test_the_gradient_of_a_log_sum_exp_is_counted_once(monkeypatch, kind, heads)
     np.testing.assert_allclose(got, np.full_like(q, 0.5), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "all"])
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_heads_that_wait_and_travel_side_by_side(kind, mask):
-    """Heads of whole lanes keep their order: values and gradients are those of one device."""
+def spread_over(kind):
+    """Attention by a ring, of queries, keys and values in the order of their tokens."""
     mesh = jax.make_mesh((SHARDS,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS])
     across = Placement((), "context", None, "ring", Layout(kind, SHARDS))
-    drawn = np.random.default_rng(0).standard_normal
-    q, k, v, weights = (drawn((2, LENGTH, heads, LANES)).astype(np.float32) for heads in (8, 4, 4, 8))
-    options = {"mask": mask, "implementation": "dense"}
-
-    def loss(attend, q, k, v, weights):
-        out = attend(q, k, v, **options)
-        return (out * weights).sum(), out
 
     def spread(q, k, v, **options):
         tokens = P(None, "context")
@@ -71,8 +62,36 @@ def test_heads_that_wait_and_travel_side_by_side(kind, mask):
         )
         return across.layout.restore(part(*(across.layout.apply(x, 1) for x in (q, k, v))), 1)
 
+    return spread
+
+
+@pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "all"])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_heads_that_wait_and_travel_side_by_side(kind, mask):
+    """Heads of whole lanes keep their order: values and gradients are those of one device."""
+    drawn = np.random.default_rng(0).standard_normal
+    q, k, v, weights = (drawn((2, LENGTH, heads, LANES)).astype(np.float32) for heads in (8, 4, 4, 8))
+    options = {"mask": mask, "implementation": "dense"}
+
+    def loss(attend, q, k, v, weights):
+        out = attend(q, k, v, **options)
+        return (out * weights).sum(), out
+
     got, wanted = (
         jax.jit(jax.grad(partial(loss, how), (0, 1, 2), has_aux=True))(q, k, v, weights)
-        for how in (spread, pj.attention)
+        for how in (spread_over(kind), pj.attention)
     )
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_forward_over_reverse_is_that_of_one_device(kind):
+    at = tuple(np.random.default_rng(0).standard_normal((3, ROWS, LENGTH, 2, SIZE)).astype(np.float32))
+
+    def product(attend):
+        """The Hessian times a direction."""
+        options = {"mask": Causal(), "implementation": "blockwise"}
+        slope = jax.grad(lambda at: jnp.square(attend(*at, **options)).sum())
+        return jax.jit(lambda at: jax.jvp(slope, (at,), (jax.tree.map(jnp.cos, at),))[1])(at)
+
+    chex.assert_trees_all_close(product(spread_over(kind)), product(pj.attention), rtol=1e-4, atol=1e-4)

@@ -4,7 +4,7 @@ import pytest
 from attention import spread
 
 from posjax.attention.sharded import Sizes
-from posjax.attention.sharded.choice import STRATEGIES, refusal
+from posjax.attention.sharded.choice import STRATEGIES, strategy_refusal
 from posjax.layout import KINDS, Layout
 
 ALL = {**spread.CASES, **spread.WINDOWS, **spread.WHOLE_ROWS, **spread.PER_HEAD}
@@ -24,7 +24,7 @@ def takes(name: str, mesh: str, strategy: str, kind: str) -> bool:
         layout=Layout(kind, shape[1]),
         ulysses=2,
     )
-    return refusal(strategy, sizes) is None
+    return strategy_refusal(strategy, sizes) is None
 
 
 GRID = [

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from posjax import masks
-from posjax.attention.api import _group, _ungroup, _with_sinks
+from posjax._shapes import grouped, ungrouped
+from posjax.attention.api import _with_sinks
 from posjax.attention.backends import TPU
 from posjax.attention.dense import dense
 from posjax.attention.operands import FarPair, Operands, vary_alike
@@ -327,18 +328,18 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
     scale, slots = case.size**-0.5, dict(placed)
     where = slots.pop("where")
     operands = Operands(
-        _group(scale * values["q"], case.kv_heads),
+        grouped(scale * values["q"], case.kv_heads),
         jnp.moveaxis(values["k"], 1, 2),
         jnp.moveaxis(values["v"], 1, 2),
         bias=bound(case, values),
         far=tuple(
-            FarPair(_group(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
+            FarPair(grouped(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
             for n, mask in enumerate(where)
         ),
         softcap=case.softcap,
         **slots,
     )
-    out, lse = map(_ungroup, backend(operands))
+    out, lse = map(ungrouped, backend(operands))
     return _with_sinks(out, lse, values["sinks"]) if case.sinks else (out, lse)
 
 

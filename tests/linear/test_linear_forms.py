@@ -45,11 +45,12 @@ def oracle(mapped, v, allowed):
     return out
 
 
+recurrent, by_four = (partial(linear.chunked, chunk_size=size) for size in (1, 4))
 ABOVE = (("phi", "q_numerator"), ("psi", "k_numerator"))
 FORMS = {
     "quadratic": lambda v, ids, mapped: quadratic(v=v, segment_ids=ids, **mapped),
     "chunked": lambda v, ids, mapped: linear.chunked(v=v, segment_ids=ids, chunk_size=5, **mapped)[0],
-    "recurrent": lambda v, ids, mapped: linear.recurrent(v=v, segment_ids=ids, **mapped)[0],
+    "recurrent": lambda v, ids, mapped: recurrent(v=v, segment_ids=ids, **mapped)[0],
     "all keys, quadratic": lambda v, ids, mapped: quadratic(v=v, segment_ids=ids, causal=False, **mapped),
     "bidirectional": lambda v, ids, mapped: linear.bidirectional(v=v, segment_ids=ids, chunk_size=5, **mapped),
 }
@@ -116,9 +117,8 @@ def in_two(cut, first, second, mapped, v, ids):
     """A row cut in two, the state handed over."""
 
     def run(form, part, state):
-        size = {"chunk_size": 4} if form is linear.chunked else {}
         named = jax.tree.map(part, mapped)
-        return form(v=part(v), segment_ids=None if ids is None else part(ids), state=state, **size, **named)
+        return form(v=part(v), segment_ids=None if ids is None else part(ids), state=state, **named)
 
     before, state = run(first, lambda x: x[:, :cut], None)
     after, state = run(second, lambda x: x[:, cut:], state)
@@ -128,9 +128,9 @@ def in_two(cut, first, second, mapped, v, ids):
 @pytest.mark.parametrize(
     ("cut", "first", "second", "ids"),
     [
-        (1, linear.chunked, linear.recurrent, None),
-        (9, linear.recurrent, linear.chunked, IDS),
-        pytest.param(14, linear.chunked, linear.chunked, IDS, marks=pytest.mark.wide),
+        (1, by_four, recurrent, None),
+        (9, recurrent, by_four, IDS),
+        pytest.param(14, by_four, by_four, IDS, marks=pytest.mark.wide),
     ],
 )
 def test_a_state_carries_over_any_cut(cut, first, second, ids):
@@ -156,7 +156,7 @@ def test_tokens_without_ids_go_on_with_the_document_of_the_state():
     def run(mapped, v):
         head, tail = (jax.tree.map(lambda x, at=at: x[:, at], (mapped, v)) for at in (slice(cut), slice(cut, None)))
         _, state = linear.chunked(v=head[1], segment_ids=ids[:, :cut], **head[0])
-        return linear.recurrent(v=tail[1], state=state, **tail[0])
+        return recurrent(v=tail[1], state=state, **tail[0])
 
     out, state = run(FULL, V)
     chex.assert_trees_all_close(out, np.asarray(gradients("quadratic", FULL, V, ids)[0])[:, cut:], atol=1e-5)
@@ -209,7 +209,7 @@ def test_in_float64_gradients_are_those_of_finite_differences():
 
 def test_outputs_have_the_dtype_of_values_and_states_are_float32():
     mapped, v = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (FULL, V))
-    for form in (linear.chunked, linear.recurrent):
+    for form in (linear.chunked, recurrent):
         out, state = jax.eval_shape(lambda form=form: form(v=v, **mapped))
         chex.assert_type(
             [out, state.s, state.z, state.log_scale, state.segment], ["bfloat16", *["float32"] * 3, "int32"]

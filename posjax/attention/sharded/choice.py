@@ -55,7 +55,7 @@ def copies(kv_heads: int, shards: int) -> int:
     return shards // math.gcd(kv_heads, shards)
 
 
-def refusal(strategy: str, sizes: Sizes) -> str | None:
+def strategy_refusal(strategy: str, sizes: Sizes) -> str | None:
     """Why a strategy cannot split a layer, with what would work; or None."""
     if strategy in ("ring", "ring-ulysses") and sizes.counts:
         return (
@@ -77,7 +77,7 @@ def refusal(strategy: str, sizes: Sizes) -> str | None:
 
 def prefer(strategies: Sequence[str], sizes: Sizes) -> str:
     """The first of the strategies that can split a layer. Raises ValueError if none can, with the reason of each."""
-    why = {name: refusal(name, sizes) for name in strategies}
+    why = {name: strategy_refusal(name, sizes) for name in strategies}
     fitting = [name for name in strategies if why[name] is None]
     check(bool(fitting), "; ".join(f"strategy={name!r}: {reason}" for name, reason in why.items()))
     return fitting[0]
@@ -137,11 +137,11 @@ def choose(sizes: Sizes) -> str:
        kernel is cut into parts, but nothing hides the transfer.
     4. ``"ring"`` otherwise: the same bytes, hidden behind attention to keys already received, in memory for two shards.
 
-    A strategy with a ``refusal`` is skipped; a gather has none.
+    A strategy with a ``strategy_refusal`` is skipped; a gather has none.
     """
-    if refusal("neighbour", sizes) is None:
+    if strategy_refusal("neighbour", sizes) is None:
         return "neighbour"
-    if refusal("ulysses", sizes) is None and bytes_exchanged(sizes) <= bytes_gathered(sizes):
+    if strategy_refusal("ulysses", sizes) is None and bytes_exchanged(sizes) <= bytes_gathered(sizes):
         return "ulysses"
     whole = bytes_gathered(sizes) * sizes.shards // max(1, sizes.shards - 1)
-    return "all-gather" if whole <= GATHER_BYTES or refusal("ring", sizes) else "ring"
+    return "all-gather" if whole <= GATHER_BYTES or strategy_refusal("ring", sizes) else "ring"

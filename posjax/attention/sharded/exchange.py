@@ -82,12 +82,10 @@ class _Exchange:
             return map_tokens(array, *[self.whole] * 2, names)
 
         def own(slot):
-            return slot if slot is None or width == 1 else slot.heads(self._position * heads, heads)
+            return slot if width == 1 else slot.heads(self._position * heads, heads)
 
         found = each(call, moved)
-        far = tuple(dataclasses.replace(pair, where=own(pair.where)) for pair in found.x.far)
-        x = dataclasses.replace(found.x, bias=own(found.x.bias), mask=own(found.x.mask), far=far)
-        return dataclasses.replace(found, x=x)
+        return dataclasses.replace(found, x=found.x.with_slots(own))
 
     @property
     def _position(self):

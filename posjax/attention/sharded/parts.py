@@ -40,14 +40,9 @@ class Call(WithAxes):
         def half(array, names: Names, n: int):
             return _half(array, names.index("kv_heads"), n) if "kv_heads" in names else array
 
-        def own(slot, n: int):
-            return slot if slot is None else slot.heads(n * heads * group, heads * group)
-
         def part(n: int) -> "Call":
-            plain = dataclasses.replace(self, x=dataclasses.replace(self.x, bias=None, mask=None))
-            found = each(plain, partial(half, n=n))
-            far = tuple(dataclasses.replace(pair, where=own(pair.where, n)) for pair in found.x.far)
-            x = dataclasses.replace(found.x, bias=own(self.x.bias, n), mask=own(self.x.mask, n), far=far)
+            found = each(self, partial(half, n=n))
+            x = found.x.with_slots(lambda slot: slot.heads(n * heads * group, heads * group))
             return dataclasses.replace(found, x=x)
 
         return part(0), part(1)

@@ -65,8 +65,7 @@ def ring(line: Line, implementation: str | None, call: Call) -> tuple:
     return outputs.unpacked(jnp.concatenate(out, 1 if outputs.heads is None else -1)), jnp.concatenate(lse, 1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
+def _attended(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
     """Output, packed, and log-sum-exp of every call; the calls are sent in alternating directions."""
     halves = _halves(config, calls)
     state = [(half.keys, half.nothing_yet()) for half in halves]
@@ -79,6 +78,9 @@ def _ring(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
     state, _ = jax.lax.scan(body, state, jnp.arange(config.line.shards - 1))
     last = config.line.shards - 1
     return tuple(half.output(half.merged(last, *each)) for half, each in zip(halves, state, strict=True))
+
+
+_ring = jax.custom_vjp(_attended, nondiff_argnums=(0,))
 
 
 def _halves(config: RingConfig, calls: tuple[Call, ...]) -> list["_Half"]:
@@ -340,7 +342,8 @@ def _ring_forward(config: RingConfig, calls):
     taken = [taken_apart(call) for call in calls]
     calls = tuple(call for call, _ in taken)
     wanted = tuple(_differentiable(*each) for each in taken)
-    rows = tuple(named(*each) for each in _ring(config, calls))
+    # Not by ``_ring``, which has no forward mode: so forward over reverse works.
+    rows = tuple(named(*each) for each in _attended(config, calls))
     return rows, _Saved(calls, rows, wanted)
 
 

@@ -38,7 +38,7 @@ from posjax.attention.tpu.backward_dma import (
     wait_written,
     write,
 )
-from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, product, scaled, work
+from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.dma import (
     KernelArrays,
     Tile,
@@ -152,7 +152,7 @@ def _begin(row: KeyRow) -> None:
     sums.dv[...] = jnp.zeros_like(sums.dv)
     row.dq.choices[PENDING] = 0
     if sums.k is not None:
-        sums.k[...] = scaled(row.config, row.x.k[...])
+        sums.k[...] = times_factor(row.config, row.x.k[...])
     row.make_columns()
     if row.d_bias:
 

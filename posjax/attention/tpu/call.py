@@ -115,7 +115,7 @@ def features_at(shape: tuple[int, ...], head, size: int) -> tuple:
     return 0, pl.ds(pl.multiple_of(head * size, LANES), size)
 
 
-def scaled(config: KernelConfig, x):
+def times_factor(config: KernelConfig, x):
     """Queries or keys times the factor of the queries, rounded once."""
     return x if config.factor == 1 else (x.astype(jnp.float32) * config.factor).astype(x.dtype)
 

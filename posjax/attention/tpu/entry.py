@@ -155,7 +155,7 @@ def refusal(x: Operands) -> str | None:
         return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
-    for mask in (x.mask, *(branch.where for branch in x.far)):
+    for mask in x.masks:
         if traced := traced_sizes(mask):
             return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
         if (why := mask_refusal(mask)) is not None:

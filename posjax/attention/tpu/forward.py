@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import Inputs, KernelConfig, product, scaled, work
+from posjax.attention.tpu.call import Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.dma import KernelArrays, Tile, block_spec, feature_spec, specs, start, wait, wait_for, walk
 from posjax.attention.tpu.forward_dma import ForwardSums, QueryRow, arrays_of, scratch
 from posjax.attention.tpu.schedule import tile_of
@@ -155,7 +155,7 @@ def _begin(row: QueryRow) -> None:
     config = row.config
     row.make_columns()
     if row.sums.q is not None:
-        row.sums.q[:, :, : config.size] = scaled(config, row.x.q[...])
+        row.sums.q[:, :, : config.size] = times_factor(config, row.x.q[...])
     if config.bounded:
         row.sums.tops[...] = _bound(row)
     _resume(row, bounded=config.bounded)
