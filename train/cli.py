@@ -1,6 +1,6 @@
 """The command line: ``python -m train COMMAND CONFIG [key.path=value ...]``.
 
-A command imports what it needs when it runs, so that help and mistakes in a config are told at once.
+A command imports what it needs only when it runs, so help and errors in a config appear at once.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def fit(path: str, overrides: Sequence[str]) -> int:
 
 
 def _tell(config: Any, result: Any) -> None:
-    """What came out of a training, in a line."""
+    """The result of a training, in one line."""
     from train.monitor.goodput import share
 
     if not result.finished:
@@ -81,7 +81,7 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
 
 
 def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
-    """The run or released model that an argument names: itself, on this machine or at a URL, or that of a config."""
+    """The run or released model that an argument names: a local path, a URL, or that of a config file."""
     url = "://" in path and not path.endswith((".yaml", ".yml"))
     here = url or Path(path).is_dir() or path.endswith(".gguf")
     if not here and not path.endswith((".yaml", ".yml")) and not Path(path).is_file():
@@ -206,7 +206,7 @@ _CONFIGS = {
     "--loop those of a config of fit",
     "plan": _YAML,
 }
-"""What CONFIG may be."""
+"""Help on what CONFIG may be, by kind of command."""
 _ARGUMENTS = {
     "bench": {
         "--schedule": {"metavar": "CHIPS", "help": "compile TPU kernels for these chips instead, as in v5e,v6e"},
@@ -275,16 +275,16 @@ _ARGUMENTS = {
         "--workers": {"type": int, "metavar": "N", "help": "processes of this job (one for each core)"},
     },
 }
-"""What a command takes beside a config and overrides."""
+"""The options of a command, in addition to a config and overrides."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0, 2 for a wrong input or a missing package, 130 when interrupted.
 
-    Of `verify`, 1 for a run with a damaged checkpoint.
+    `verify` returns 1 for a run with a damaged checkpoint.
 
-    A mistake is told in one line on standard error, ``error: ...``, which the runs of a comparison may follow where one
-    of them must be named; ``--traceback`` shows where it was noticed.
+    An error is printed as one line on standard error, ``error: ...``. If one run of a comparison must be named, the
+    list of its runs follows. ``--traceback`` shows where the error was raised.
     """
     options = _parse(arguments)
     name, traceback = options.pop("command"), options.pop("traceback")
@@ -307,14 +307,14 @@ _RESUMABLE = ("fit", "tokenize", "compare")
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that tells a mistake in one line, as everything else does."""
+    """A parser that reports an error in one line, as all other code does."""
 
     def error(self, message: str) -> None:
         self.exit(WRONG_INPUT, f"error: {message}; see {self.prog} --help\n")
 
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
-    """The arguments by name; overrides may stand anywhere behind the config."""
+    """The arguments by name; overrides may be anywhere after the config."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     _check_command(parser, arguments)
@@ -329,14 +329,14 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Ends the program, with the nearest command, where the first argument names none."""
+    """Ends the program if the first argument names no command, and suggests the nearest one."""
     name = next(iter(arguments), "--help")
     if not name.startswith("-") and name not in COMMANDS:
         parser.error(f"unknown command {name!r}{nearest(name, list(COMMANDS))} (known: {', '.join(COMMANDS)})")
 
 
 def _nearest_option(strange: Sequence[str], command: str) -> str:
-    """What suggests an option of a command in place of the first that it does not have; empty without one."""
+    """A hint at the option nearest to the first unknown one; empty if no option is near."""
     known = [name for name in (*_ARGUMENTS.get(command, {}), "--traceback", "--help") if name.startswith("-")]
     found = next((argument.partition("=")[0] for argument in strange if argument.startswith("-")), "")
     return nearest(found, known)
@@ -360,7 +360,7 @@ def _parser() -> _Parser:
 
 
 def _end_of_help(command: str) -> dict[str, Any]:
-    """What the help of a command says of the keys of a config, which `tasks` and `bench` have others of."""
+    """The help text on the keys of a config; `tasks` and `bench` have keys of their own."""
     if command == "fit":
         return {"epilog": _about_config(), "formatter_class": argparse.RawDescriptionHelpFormatter}
     own = command in ("tasks", "bench")
@@ -368,7 +368,7 @@ def _end_of_help(command: str) -> dict[str, Any]:
 
 
 def _about_config() -> str:
-    """The sections of a config, a line each, and where all keys are."""
+    """The sections of a config, one line each, and where to find all keys."""
     sections = [f"  {name:10}{about}" for name, about in about_sections().items()]
     beside = f"beside them: {', '.join(keys_beside_sections())}"
     where = "every key and its default: train/config/settings/, or the config.yaml of any run"

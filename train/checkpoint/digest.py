@@ -1,14 +1,14 @@
-"""A number for every array of a checkpoint, by which a bit that changed anywhere on its way is noticed.
+"""A digest of every array of a checkpoint, which shows whether any bit changed between save and restore.
 
-TensorStore checks the index of a checkpoint when it reads it, and not the values: a bit that flips in a file of values
-on a disk comes back as another weight. Reading every file after a save, to know its checksum, would cost as much as the
-save. So the values have a digest of their own, which the devices compute from what they hold, before a save and after
-a restore, wherever the values lay between.
+TensorStore checks the index of a checkpoint when it reads it, but not the values: a bit that flips in a file of values
+on a disk is read as another weight. Reading every file after a save, to compute its checksum, would cost as much as the
+save. So the values have a digest of their own. The devices compute it from what they hold, before a save and after a
+restore, whatever storage was between.
 
-The digest of an array is the sum, modulo 2^32, of a mixed word for each of its elements: of the element's bits and of
-where it stands. A sum does not depend on its order, so the digest is the same on every mesh, and that of an array
-is the sum of those of its blocks. A single element that changes always changes it; any other change goes unnoticed
-once in 2^32.
+The digest of an array is the sum, modulo 2^32, of a mixed word for each of its elements: of the element's bits and its
+position. A sum does not depend on its order, so the digest is the same on every mesh, and the digest of an array is the
+sum of the digests of its blocks. One changed element always changes the digest; any other change goes unnoticed with
+probability 2^-32.
 """
 
 import itertools
@@ -28,10 +28,10 @@ from jaxtyping import Array, UInt32
 
 from train.runtime.paths import is_local
 
-_AXIS = 0x9E3779B1  # odd, so that neighbours along any axis get words that have nothing to do with each other
+_AXIS = 0x9E3779B1  # odd, so that neighbours along any axis get unrelated words
 _MIX = (0x85EBCA6B, 0xC2B2AE35)  # MurmurHash3's last step, which maps words to words one to one
 _READERS = 8  # blocks read at a time
-# How TensorStore's errors begin that say nothing of the files; all that it raises is a ValueError.
+# Prefixes of TensorStore's errors that do not mean damaged files; it raises ValueError for everything.
 _UNREAD = (
     *("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"),
     *("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE"),
@@ -60,14 +60,14 @@ def by_name(arrays: Sequence[str], found: UInt32[Array, "arrays"]) -> dict[str, 
 
 
 def _words(array: Any) -> UInt32[Array, "..."]:
-    """The bits of every element as a word of 32, or as two along a last axis."""
+    """The bits of every element as one word of 32 bits, or as two along a last axis."""
     array = array.astype(jnp.uint8) if array.dtype == bool else array
     width = min(array.dtype.itemsize, 4)
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
 
 
 def _digest(words: Any, start: tuple[int, ...], xp: ModuleType) -> Any:
-    """The digest of a block of words that stands at `start` in its array; `xp` is numpy or jax.numpy."""
+    """The digest of a block of words that begins at `start` in its array; `xp` is numpy or jax.numpy."""
     words = words.reshape(words.shape or (1,))
     start = start + (0,) * (words.ndim - len(start))
     for axis, (first, size) in enumerate(zip(start, words.shape, strict=True)):
@@ -81,9 +81,10 @@ def _digest(words: Any, start: tuple[int, ...], xp: ModuleType) -> Any:
 
 
 def read_digests(folder: Path, item: str, process: int = 0, processes: int = 1) -> dict[str, int]:
-    """This process's part of the digests of an item's arrays, from its files; the parts of all add up to them.
+    """This process's part of the digests of an item's arrays, from its files; summed over all processes they are the
+    digests.
 
-    An array is read block by block, as its devices wrote it, so none has to fit into memory. Raises ValueError for
+    An array is read block by block, as its devices wrote it, so it need not fit into memory. Raises ValueError for
     files that TensorStore finds damaged, and OSError for those that it cannot read.
     """
     try:
@@ -117,7 +118,7 @@ def _read_digest(array: tensorstore.TensorStore, block: tuple[slice, ...]) -> in
 
 def _blocks(array: tensorstore.TensorStore) -> Iterator[tuple[slice, ...]]:
     """The blocks in which an array was written."""
-    sizes = array.chunk_layout.read_chunk.shape or ()  # None of a single number
+    sizes = array.chunk_layout.read_chunk.shape or ()  # None for a scalar
     axes = [
         [slice(first, min(first + step, size)) for first in range(0, size, step)]
         for size, step in zip(array.shape, sizes, strict=True)

@@ -1,4 +1,4 @@
-"""A run's directory: what it may hold, whether it is this config's, and the config that it was made with."""
+"""A run's directory: what it may hold, whether it belongs to a config, and the config that it was made with."""
 
 import json
 from pathlib import Path
@@ -14,18 +14,18 @@ from train.runtime.machine import own_versions
 from train.runtime.paths import names_in, write_file
 
 FOUND = "longrope.json"
-"""Where the command `search` leaves what it found."""
+"""The file in which the command `search` writes its result."""
 
 RESULTS = "results.jsonl"
-"""Where a comparison or a study keeps its rows."""
+"""The file in which a comparison or a study keeps its rows."""
 
 LOCAL_MARK = "local.txt"
-"""A name that tells the local checkpoints of a run from those of one that was in its directory before."""
+"""A name that distinguishes the local checkpoints of a run from those of an earlier run in the same directory."""
 
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "metrics", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
 ) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT, LOCAL_MARK}
-"""What a run directory may hold; one with anything else in it is not ours to write into."""
+"""What a run directory may hold; a folder with anything else in it is never written into."""
 
 
 def check_run(config: Config, directory: Path) -> None:
@@ -46,7 +46,7 @@ def _check_run(config: Config, directory: Path) -> None:
 
 
 def is_started(directory: Path) -> bool:
-    """Whether a training has saved anything there, which the next one resumes."""
+    """Whether a training has saved anything there that the next one would resume."""
     return decide(lambda: _started(directory))
 
 
@@ -65,7 +65,7 @@ def _create_run(config: Config, directory: Path) -> None:
 
 
 def _started(directory: Path) -> bool:
-    """Whether anything was saved; a run that failed in its first moments does not stand in a corrected one's way."""
+    """Whether anything was saved; a run that failed before its first save does not block a corrected one."""
     metrics = directory / "metrics.jsonl"
     return bool(finished_steps(directory / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
 

@@ -1,4 +1,4 @@
-"""A trained run in the layout of released models, for whatever reads those."""
+"""Exports a trained run in the layout of released models, for any program that reads those."""
 
 import dataclasses
 import json
@@ -33,16 +33,17 @@ def export(
 ) -> None:
     """Writes the model of a run, or a released one, into a folder in the layout of Hugging Face.
 
-    With ``scheme.extend`` it is written extended, and its options are told. The tokenizer's files go with it.
+    With ``scheme.extend`` the extended model is written, and its options are reported. The tokenizer's files are
+    copied.
 
     Args:
         place: the run or the released model.
         folder: to be written, local or at a URL.
         overrides: of the config.
-        dtype: of the tensors; when left out that of a released model, or float32, in which a run is trained.
-        told: takes a line.
+        dtype: of the tensors. The default is that of a released model's files, and float32 for a run.
+        told: is called with each line of the report.
 
-    Raises FileNotFoundError without a trained run, and ValueError for a model that the layout has no place for.
+    Raises FileNotFoundError without a trained run, and ValueError for a model that the layout cannot express.
     """
     config = config_of(place, overrides)
     like = _original(place, config)
@@ -62,10 +63,10 @@ def export(
 
 
 def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
-    """The length that the written model is for: its own, times an extension's factor that counts from that."""
+    """The length of the written model: its own, times the extension's factor if that counts from its own length."""
     own, change = own_length(config), extension_of(config, entry, longest).get("frequencies")
     if not isinstance(change, Mapping) or "factor" not in change or "original_length" in change:
-        return own  # a rule with an original length says itself how far it reaches
+        return own  # a rule with an original length states its own reach
     schemes = uniform(scheme_of(config, entry), config.model.num_layers).schemes
     rules = [each.features.frequencies for each in schemes if each.rotates]
     before = max(1.0 if isinstance(rule, UNSCALED) else getattr(rule, "factor", 1.0) for rule in rules)
@@ -73,21 +74,21 @@ def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
 
 
 def _tokenizers_of(place: str | Path, config: Config) -> tuple[str, ...]:
-    """Where the tokenizer is that goes with the released model's other files."""
+    """The folder of the tokenizer that is copied with the released model's other files."""
     if not config.init.path:
         return ()
     return own_tokenizer(config.init.path), str(path(place) / KEPT / "tokenizer.json")
 
 
 def _model(place: str | Path, config: Config) -> tuple[Config, nnx.Module]:
-    """The config of the newest stage and its model, a released one in the dtype of its files."""
+    """The config of the newest stage and its model; a released model has the dtype of its files."""
     return restore(place, config) if is_run(place) else (config, from_pretrained(place, dtype=None))
 
 
 def _original(place: str | Path, config: Config) -> str | None:
-    """The released model whose tokenizer and other keys go with what is written; None without one.
+    """The released model whose tokenizer and other keys are copied into the export; None without one.
 
-    Raises ValueError where neither the run kept them, nor the model is where it was.
+    Raises ValueError if the run did not keep them and the model is no longer where it was.
     """
     kept, original = path(place) / KEPT, config.init.path
     if not original or (is_run(place) and is_released(str(kept))):
@@ -100,7 +101,7 @@ def _original(place: str | Path, config: Config) -> str | None:
 
 
 def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
-    """Puts the run's own tokenizer in place of the released model's; none where it is no tokenizer.json."""
+    """Replaces the released model's tokenizer by the run's own; writes none if that is no tokenizer.json."""
     target, root = open_place(folder)
     for name in files_beside(like) if like else ():
         target.rm_file(f"{root}/{name}")

@@ -1,13 +1,13 @@
-"""Whether a checkpoint is still what was saved, by what was noted when it was: its seal.
+"""Whether a checkpoint is still what was saved, checked against its seal, which was written at the save.
 
-The seal has the name and size of every file, which one listing gives; the CRC-32 of the small files, which say where
-and what the arrays are; for files of arrays the checksum that an object store gives in the same listing, as Google's
-does; and the `digest` of every array, which restoring compares. So neither sealing nor checking reads an array.
+The seal has: the name and size of every file, from one listing; the CRC-32 of the small files, which describe the
+arrays; for files of arrays the checksum that an object store (such as Google's) gives in the same listing; and the
+`digest` of every array, which is compared at restore. So neither sealing nor checking reads an array.
 
-The processes share the work. Of n processes, number p seals the files whose name's own CRC-32 is p modulo n, so they
-need not agree on anything, and writes ``checksums/p-of-n.json`` into the folder, last of all: ``{"files": {name:
-[bytes, checksum]}, "arrays": {name: digest}}``. A folder is whole when all n of these are there and everything is as
-they say. Any other number of processes checks it. Earlier versions sealed the CRC-32 of every file, and no digests.
+The processes share the work. Of n processes, number p seals the files whose name's own CRC-32 is p modulo n, so the
+processes need no coordination. It writes ``checksums/p-of-n.json`` into the folder, after all else: ``{"files": {name:
+[bytes, checksum]}, "arrays": {name: digest}}``. A folder is complete when all n of these exist and everything matches
+them. Any number of processes can check it. Earlier versions sealed the CRC-32 of every file, and no digests.
 """
 
 import json
@@ -29,14 +29,14 @@ _READERS = 8  # files read at a time; zlib's CRC-32 lets other threads run
 
 
 class File(NamedTuple):
-    """A file in a listing: its bytes, and the checksum that the store keeps of it; None where it keeps none."""
+    """A file in a listing: its size in bytes, and the store's checksum of it; None if the store has none."""
 
     size: int
     mark: str | None
 
 
 class Seal(NamedTuple):
-    """What all parts of a seal say: of each file its bytes and checksum, if any; of each array its digest."""
+    """The content of all parts of a seal: size and checksum (if any) of each file, and the digest of each array."""
 
     files: dict[str, tuple[int, int | str | None]]
     arrays: dict[str, int]
@@ -47,7 +47,7 @@ class Unfinished(ValueError):
 
 
 def seal(folder: Path, process: int, processes: int, arrays: Mapping[str, int]) -> None:
-    """Writes this process's part of the seal; after all processes have written all else."""
+    """Writes this process's part of the seal. Call it after all processes have written everything else."""
     found = files(folder)
     mine = _share(found, process, processes)
     small = [name for name in mine if not _holds_values(name)]
@@ -63,18 +63,18 @@ def _holds_values(name: str) -> bool:
 
 
 def problem(folder: Path, process: int = 0, processes: int = 1) -> str:
-    """What is wrong with this process's share of a folder, in a few words; empty when nothing is.
+    """The first problem in this process's share of a folder, in a few words; empty if there is none.
 
-    Names and sizes are all compared first, which takes one listing; then the checksums of the share. No array is read
-    of a checkpoint that this version saved.
+    All names and sizes are compared first, which takes one listing; then the checksums of the share. For a checkpoint
+    that this version saved, no array is read.
 
-    Raises OSError for what cannot be read, as when the network is down: that is no damage.
+    Raises OSError for what cannot be read, for example when the network is down: that is not damage.
     """
     return next(problems(folder, process, processes), "")
 
 
 def problems(folder: Path, process: int = 0, processes: int = 1) -> Iterator[str]:
-    """All that `problem` gives the first of."""
+    """All problems, of which `problem` gives the first."""
     try:
         yield from _problems(folder, process, processes)
     except FileNotFoundError as error:
@@ -106,17 +106,17 @@ def _changed(name: str) -> str:
 
 
 def differing(folder: Path, arrays: Mapping[str, int]) -> list[str]:
-    """What is wrong with arrays that were read, by their digests."""
+    """The problems of arrays that were read, found by their digests."""
     expected = read_seal(folder).arrays
     other = [name for name, digest in arrays.items() if expected.get(name, digest) != digest]
     return [f"the array {name} holds other values than were saved" for name in other]
 
 
 def files(folder: Path) -> dict[str, File]:
-    """Every file under a folder but the seal, by its name from there, from one listing."""
+    """Every file under a folder except the seal, by its relative name, from one listing."""
     system, root = fsspec.core.url_to_fs(str(folder))
     system.invalidate_cache()  # other processes write there too
-    # Else a folder that cannot be read would pass for an empty one.
+    # Otherwise a folder that cannot be read would look like an empty one.
     found = system.find(root, detail=True, on_error="raise")
     names = {name: name[len(root) :].lstrip("/") for name in found}
     return {

@@ -15,7 +15,7 @@ KEPT = "released"
 def keep_files(config: Config, directory: Path) -> None:
     """Copies ``config.json`` and the tokenizer of the model under ``init`` into a run.
 
-    Then the run can be used and exported without the model.
+    So the run can be used and exported without the model.
     """
     folder = directory / KEPT
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def keep_files(config: Config, directory: Path) -> None:
 
 
 def with_moved_tokenizer(saved: Config, found: Config) -> Config:
-    """``found``, with the tokenizer beside the model that its ``init`` names now, if the run used the model's own."""
+    """``found``; if the run used the model's own tokenizer, with the one in the folder that ``init`` names now."""
     own = bool(found.init.path) and saved.data.tokenizer == own_tokenizer(saved.init.path) == found.data.tokenizer
     return _with_tokenizer(found, own_tokenizer(found.init.path)) if own else found
 

@@ -1,10 +1,11 @@
-"""Checkpoints on a disk of each host, between those that last: quick to write and to read, and lost with the host.
+"""Local checkpoints, on a disk of each host, between the permanent ones: fast, but lost with the host.
 
 Every process keeps its own under ``{train.local_folder}/{run}/P-of-N/STEP``: ``state.npz``, the shards of its devices
-as bytes and ``run``, the JSON that a checkpoint that lasts has, each with the CRC-32 of the ZIP format. One of them can
-be used where every process has it, whole, from the same place in the data, and its devices hold the same shards again.
+as bytes, and ``run``, the same JSON as in a permanent checkpoint, each with the CRC-32 of the ZIP format. A local
+checkpoint can be used if every process has it, complete, from the same place in the data, and the devices of each
+process hold the same shards again.
 
-Orbax' emergency manager does not serve here: it wants two replicas at least, and a run may have one.
+Orbax' emergency manager cannot be used here: it needs at least two replicas, and a run may have one.
 """
 
 import json
@@ -37,16 +38,16 @@ _ARRAYS, _RUN = "state.npz", "run"
 
 @dataclass(frozen=True)
 class LocalCheckpoint(Checkpoint):
-    """One that every process has on a disk of its own."""
+    """A checkpoint that every process has on a disk of its own."""
 
 
 class LocalCheckpoints:
     """The local checkpoints of a run; every process opens them and makes the same calls, in the same order.
 
-    Saving is asynchronous. Two stay at most: the newest that all processes have, and the one that is being written. A
-    disk that fails is told on standard error, and the run goes on.
+    Saving is asynchronous. At most two are kept: the newest that all processes have, and the one being written. A
+    failing disk is reported on standard error, and the run continues.
 
-    Raises ValueError, on every process, if one cannot write into its folder.
+    Raises ValueError, on every process, if any of them cannot write into its folder.
     """
 
     def __init__(self, config: Config, directory: Path, corpora: Sequence[str]):
@@ -63,7 +64,7 @@ class LocalCheckpoints:
         self._common: int | None = None  # the newest that all processes are known to have
 
     def newest(self, states: Sequence[TrainState], lasting: Checkpoint | None) -> LocalCheckpoint | None:
-        """The newest that every process can use, if it is newer than the `lasting` one.
+        """The newest that every process can use, if it is newer than the permanent one, `lasting`.
 
         `states` are the shapes and shardings of the states of all stages.
         """
@@ -76,7 +77,7 @@ class LocalCheckpoints:
         return None
 
     def _is_usable(self, step: int, states: Sequence[TrainState]) -> bool:
-        """Whether every process can use one, and all saved it at the same place."""
+        """Whether every process can use a checkpoint, and all saved it at the same place in the data."""
         if any(gather(self._problem(step, states))):
             return False
         places = gather(json.dumps({key: self._run(step)[key] for key in ("stage", "stream")}))
@@ -100,9 +101,9 @@ class LocalCheckpoints:
         self._writing = self._thread.submit(self._write, step, arrays)
 
     def forget(self) -> None:
-        """Removes them all; for a run that is finished."""
+        """Removes all of them, when the run is finished."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        with suppress(OSError):  # where other processes of the host have theirs, or have removed it
+        with suppress(OSError):  # not empty or already gone, because of other processes of the host
             self._root.rmdir()
 
     def _open(self) -> str:
@@ -120,12 +121,12 @@ class LocalCheckpoints:
         return sorted(int(place.name) for place in self._folder.iterdir() if place.name.isdigit())
 
     def _run(self, step: int) -> dict[str, Any]:
-        # NumPy would leave a damaged file open that it has opened itself.
+        # If NumPy opened the file itself, it would not close a damaged one.
         with (self._folder / str(step) / _ARRAYS).open("rb") as file, np.load(file) as arrays:
             return json.loads(arrays[_RUN].tobytes())
 
     def _problem(self, step: int, states: Sequence[TrainState]) -> str:
-        """Why this process cannot use one; what is not simply another run's is told."""
+        """Why this process cannot use a checkpoint; reported unless it simply belongs to another run."""
         try:
             run = self._run(step)
             if any(run[key] != self._said[key] for key in ("mark", "corpora")):
@@ -133,7 +134,7 @@ class LocalCheckpoints:
             if changed := differences(parse(run["config"]), self._config):
                 return changed[0]
             found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
-        except Exception as error:  # zipfile and NumPy raise no less for a damaged file
+        except Exception as error:  # zipfile and NumPy raise errors of any kind for a damaged file
             found = in_a_line(error)
         if found:
             self._tell_unused(step, found)
@@ -160,7 +161,7 @@ class LocalCheckpoints:
             shutil.rmtree(self._folder / str(step), ignore_errors=True)
 
     def _wait(self) -> str:
-        """What was wrong with the last one; empty when nothing was."""
+        """The problem of the last save; empty if there was none."""
         found = "" if self._writing is None else self._writing.result()
         self._writing = None
         return found
@@ -174,7 +175,7 @@ class LocalCheckpoints:
 
 
 def _mark(directory: Path) -> str:
-    """What tells the run from one that was in this directory before."""
+    """The name that distinguishes the run from an earlier one in the same directory."""
     place = directory / LOCAL_MARK
     if not place.exists():
         write_file(place, uuid.uuid4().hex)
@@ -182,13 +183,13 @@ def _mark(directory: Path) -> str:
 
 
 def _shards(state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
-    """Copies of what the devices of this process hold, each part once, as bytes by its leaf and its place."""
+    """Copies of what the devices of this process hold, each part once, as bytes by leaf and position."""
     leaves = jax.tree.leaves(state)
     jax.tree.map(lambda leaf: leaf.copy_to_host_async(), leaves)
     for number, leaf in enumerate(leaves):
         found = {_key(number, leaf.shape, shard.index): shard for shard in leaf.addressable_shards}
         for key, shard in found.items():
-            # A copy: on CPUs an array may be the device's own memory, which the next update takes.
+            # A copy: on CPUs an array may be the device's own memory, which the next update overwrites.
             yield key, np.array(shard.data, copy=True).reshape(-1).view(np.uint8)
 
 

@@ -1,10 +1,10 @@
-"""What a run leaves on disk, so that it resumes bit for bit and nothing saved is ever lost.
+"""What a run writes to disk, so that it resumes bit for bit and never loses anything saved.
 
 A run directory holds ``config.yaml`` (every key resolved), ``versions.json``, ``metrics.jsonl``, ``fit.json`` once the
 training is finished, ``released`` if it started from a released model, and ``checkpoints/STEP``. A checkpoint has three
 items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays of the `TrainState`, by name) and ``run``
-(JSON: the stage, the place in the data, the config, the corpora's digests). Beside them lie its checksums, written last
-(see `integrity.py`). docs/checkpoints.md says what of this is stable.
+(JSON: the stage, the place in the data, the config, the corpora's digests). Its checksums are in the same folder,
+written last (see `integrity.py`). docs/checkpoints.md says which parts of this format are stable.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from train.runtime.paths import check_checkpoints
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: after how many updates, in which stage (from 0), at which place in the data."""
+    """A complete checkpoint: the number of updates before it, its stage (from 0), and its place in the data."""
 
     step: int
     stage: int
@@ -52,13 +52,14 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of a run; every process of the run opens them and makes the same calls, in the same order.
 
-    Opening them finds the newest whole one. Newer ones that are not whole, because the run was killed while it saved
-    or because the disk lost something, are told on standard error; what Orbax had not finished is removed, anything
-    else is kept, as ``STEP.damaged``. So a step that was damaged can be saved again, and nothing whole is in the way.
-    No array is read for that: values that changed are found when they are restored, and the one before is taken then.
+    Opening finds the newest complete checkpoint. Newer ones that are incomplete, because the run was killed during a
+    save or the disk lost data, are reported on standard error. What Orbax had not finished is removed; anything else is
+    kept, as ``STEP.damaged``. So a damaged step can be saved again. Opening reads no array: changed values are found at
+    restore, and then the checkpoint before is used.
 
-    Saving is asynchronous. A checkpoint counts once its checksums are written; the ones before are removed only after
-    that. ``train.keep`` of them stay, and of each finished stage the last one. The end of a `with` waits for the last.
+    Saving is asynchronous. A checkpoint counts once its checksums are written; earlier ones are removed only after
+    that. ``train.keep`` of them are kept, and the last one of each finished stage. The end of a `with` waits for the
+    last save.
     """
 
     def __init__(self, config: Config, directory: Path, corpora: Sequence[str]):
@@ -75,9 +76,9 @@ class Checkpoints:
         self._sealing: Future | None = None
 
     def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint when these were opened; None when there was none.
+        """The newest complete checkpoint at the time of opening; None if there was none.
 
-        Raises ValueError, on every process, when it is of another config or other text.
+        Raises ValueError, on every process, if it belongs to another config or other text.
         """
         if self._newest is None:
             return None
@@ -89,20 +90,21 @@ class Checkpoints:
         return Checkpoint(self._newest, run["stage"], run["stream"])
 
     def resume(self, begin: Callable[[Checkpoint | None], Any]) -> Any:
-        """What `begin` returns, called with `newest()`; again with the one before each time it restores a damaged one.
+        """Returns ``begin(newest())``; if restoring finds a damaged checkpoint, calls `begin` again with the one
+        before.
 
-        Whether the values of a checkpoint are those that were saved is known when they are read.
+        Only reading the values of a checkpoint shows whether they are those that were saved.
         """
         while True:
             try:
                 return begin(self.newest())
             except Damaged:
-                continue  # it was told and put aside
+                continue  # it was already reported and set aside
 
     def restore(self, saved: Checkpoint, abstract: TrainState) -> TrainState:
         """The saved state, laid out as `abstract` says, whatever mesh and number of processes it was saved from.
 
-        Raises Damaged after putting aside a checkpoint with other values than were saved; then `newest` is another.
+        Raises Damaged for values other than those saved, after setting the checkpoint aside; then `newest` is another.
         """
         found = self._restore(saved.step, **_items(abstract))
         return dataclasses.replace(abstract, parameters=found["parameters"], **found["training"])
@@ -121,15 +123,15 @@ class Checkpoints:
         self._wait()
         run = {"stage": stage, "stream": stream, "config": to_dict(self._config), "corpora": self._corpora}
         items = _items(state)
-        found = digests(items)  # before the next update takes the state's memory
+        found = digests(items)  # before the next update reuses the state's memory
         arrays = {name: ocp.args.StandardSave(item) for name, item in items.items()}
-        # Orbax lets no process past this before all have come, so what was sealed before is sealed by all of them.
+        # Orbax makes all processes wait for each other here, so what one sealed before, all have sealed.
         self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays), force=True)
         self._stages[step] = stage
         self._sealing = self._thread.submit(self._seal, step, names(items), found)
 
     def _seal(self, step: int, arrays: list[str], found: jax.Array) -> None:
-        """Waits until all processes have written a checkpoint, adds the checksums, and thins out the earlier ones."""
+        """Waits until all processes have written a checkpoint, adds the checksums, and removes old checkpoints."""
         self._manager.wait_until_finished()
         process = jax.process_index()
         sums = by_name(arrays, found) if process == 0 else {}
@@ -137,7 +139,8 @@ class Checkpoints:
         self._thin(saving=step)
 
     def _thin(self, saving: int | None = None) -> None:
-        """Removes the checkpoints that are not kept; other processes may not have sealed the one they are `saving`."""
+        """Removes the checkpoints that are not kept. Other processes may not yet have sealed the one they are
+        `saving`."""
         for step in self._stages.keys() - kept_steps(self._stages, self._config.train.keep, saving):
             self._stages.pop(step)
             if jax.process_index() == 0:
@@ -160,7 +163,7 @@ class Checkpoints:
             raise
 
     def _find(self) -> int | None:
-        """The newest whole checkpoint; those that are not are told and put out of the way."""
+        """The newest complete checkpoint; newer incomplete ones are reported and set aside."""
         steps = decide(lambda: clean(self._folder))
         for step in steps:
             problem = self._problem(step)
@@ -170,7 +173,7 @@ class Checkpoints:
         return None
 
     def _problem(self, step: int) -> str:
-        """What any process finds wrong with its share of a checkpoint; empty when none does."""
+        """The problem that any process finds in its share of a checkpoint; empty if none finds one."""
         folder, process, processes = self._folder / str(step), jax.process_index(), jax.process_count()
         return next(filter(None, collect(lambda: integrity.problem(folder, process, processes))), "")
 
@@ -179,7 +182,7 @@ class Checkpoints:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any):
         if is_loss(error):
-            return  # what is being saved needs the process that was lost
+            return  # the current save cannot finish without the lost process
         self._wait()
         self._manager.close()
         self._thread.shutdown()
@@ -195,9 +198,10 @@ def _items(state: TrainState) -> dict[str, Any]:
 
 
 def kept_steps(stages: Mapping[int, int], keep: int, saving: int | None = None) -> set[int]:
-    """Of the steps saved, each with its stage, those that stay: the newest `keep`, and the last of each finished stage.
+    """The saved steps that are kept: the newest `keep`, and the last of each finished stage. `stages` maps each to its
+    stage.
 
-    `saving` is the newest one while it is being written, which stays, but does not count.
+    `saving` is the newest step while it is being written; it is kept, but does not count towards `keep`.
     """
     steps = sorted(stages)
     last = {step for step, after in pairwise(steps) if stages[after] > stages[step]}
@@ -205,10 +209,10 @@ def kept_steps(stages: Mapping[int, int], keep: int, saving: int | None = None) 
 
 
 def whole_steps(directory: Path, stage: int | None = None) -> Iterator[int]:
-    """The whole checkpoints of a run directory, or of one stage of it, the newest first; all is left as it is.
+    """The complete checkpoints of a run directory, or of one stage of it, the newest first; nothing is changed on disk.
 
-    Those that are not whole are told. Whether the values are those that were saved is known when they are read. All
-    processes go through them together, and have the same ones.
+    Incomplete ones are reported. Only reading the values shows whether they are those that were saved. All processes
+    iterate together and get the same checkpoints.
     """
     folder = directory / "checkpoints"
     for step in decide(lambda: _steps_of(folder, stage)):
@@ -224,7 +228,7 @@ def _steps_of(folder: Path, stage: int | None) -> list[int]:
 
 
 def _passes(folder: Path, step: int) -> bool:
-    """Whether a checkpoint is whole as far as its files say; one that is not is told."""
+    """Whether a checkpoint is complete, judged by its files; an incomplete one is reported."""
     problem = integrity.problem(folder / str(step))
     if problem:
         tell_passed(folder, step, problem)

@@ -1,7 +1,7 @@
-"""Reading what a checkpoint holds, and finding out whether it is still what was saved.
+"""Reads what a checkpoint holds, and checks whether it is still what was saved.
 
-All processes call these functions together. Each reads its share alone, with no barrier of Orbax's, so that one whose
-share is damaged keeps nobody waiting; then all agree on the outcome.
+All processes call these functions together. Each reads its share without a barrier of Orbax, so that a process with a
+damaged share blocks no other; then all agree on the outcome.
 """
 
 import gc
@@ -29,14 +29,14 @@ class Damaged(Exception):
 def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     """Items of a checkpoint, laid out as `wanted` says; their values are those that were saved.
 
-    Raises Damaged for other ones. What cannot be read for another reason raises that.
+    Raises Damaged for other values. If reading fails for a reason other than damage, that error is raised.
     """
     found, error = _attempt(lambda: _read(folder, wanted))
     told = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
     if not told:
         arrays = by_name(names(found), digests(found))
         problems = decide(lambda: integrity.differing(folder, arrays))
-    else:  # because of the files, or of the way to them
+    else:  # the files themselves, or the access to them
         problems = damages(folder)
     if problems:
         raise Damaged(problems[0])
@@ -46,17 +46,17 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
 
 
 def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a reading gives, or the error that it ends with; those of the devices, as too little memory, are raised."""
+    """What a reading gives, or its error; errors of the devices, such as too little memory, are raised."""
     usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         return read(), None
     except jax.errors.JaxRuntimeError:
         raise
-    except Exception as error:  # Orbax raises no less for a damaged file
+    except Exception as error:  # Orbax raises errors of any kind for a damaged file
         traceback.clear_frames(error.__traceback__)
         return None, error
     finally:
-        gc.collect()  # of the other readings, which Orbax leaves when one fails: Python would print each at length
+        gc.collect()  # of readings that Orbax abandons when one fails: Python would print a traceback each
         sys.unraisablehook = usual
 
 
@@ -71,9 +71,9 @@ def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def damages(folder: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, each in a few words, after reading all of it.
+    """All problems of a checkpoint, each in a few words, found by reading all of it.
 
-    Raises OSError, on every process, for what one of them cannot read.
+    Raises OSError, on every process, if any of them cannot read something.
     """
     shares = collect(lambda: [*integrity.problems(folder, jax.process_index(), jax.process_count())])
     found = sorted({line for share in shares for line in share})

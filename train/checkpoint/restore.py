@@ -1,4 +1,4 @@
-"""A model to be used: one that a run has trained, or a released one."""
+"""Restores a model for use: one that a run has trained, or a released one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,16 +27,16 @@ from train.runtime.paths import check_checkpoints, path, write_file
 
 
 def is_run(place: str | Path) -> bool:
-    """Whether a run is there."""
+    """Whether there is a run at a place."""
     with reaching(place):
-        return (path(place) / "config.yaml").exists()  # is_file answers no at gs:// where it may not look
+        return (path(place) / "config.yaml").exists()  # is_file answers no at gs:// if access is denied
 
 
 def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a saved run, with overrides of what its training did not depend on; or that of a released model.
+    """The config of a saved run, with overrides of keys that did not affect its training; or that of a released model.
 
-    Raises FileNotFoundError without either, and ValueError for a folder of several runs and for overrides that would
-    need another training.
+    Raises FileNotFoundError if there is neither, and ValueError for a folder of several runs and for overrides that
+    would need a new training.
     """
     if not is_run(place) and is_released(place):
         return _config_of_released(place, overrides)
@@ -65,13 +65,13 @@ def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
 
 
 def _labelled(entry: SchemeConfig) -> SchemeConfig:
-    """The entry by the names of its extension, so that tables tell it from the model as it is."""
+    """The entry, labelled by the names of its extension, so that tables distinguish it from the model without one."""
     names = [change.get("name", slot) if isinstance(change, Mapping) else slot for slot, change in entry.extend.items()]
     return dataclasses.replace(entry, label=" + ".join([entry.name, *names])) if entry.label == entry.name else entry
 
 
 def _whole(place: str | Path) -> str:
-    """A path or URL in the one form in which two of the same place are equal."""
+    """A path or URL in canonical form: two names of the same place become equal."""
     return str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
 
 
@@ -82,9 +82,9 @@ def restore(place: str | Path, config: Config, stage: str = "", mesh: Mesh | Non
         place: a run directory, or a released model.
         config: what `config_of` gave for it.
         stage: by name; that of the newest checkpoint when empty.
-        mesh: over which the parameters are split as they are read; the first device has all of them without it.
+        mesh: the parameters are split over it as they are read. Without it the first device holds all of them.
     """
-    if not is_run(place):  # nothing is trained: `remat` says nothing, and parameters can stay as narrow as they are
+    if not is_run(place):  # nothing is trained: `remat` has no effect, and parameters can keep their narrow dtype
         how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
         sharding = None if mesh is None else partial(named_sharding, mesh)
         return config, from_pretrained(place, dtype=None, sharding=sharding, **how)
@@ -96,10 +96,10 @@ def restore(place: str | Path, config: Config, stage: str = "", mesh: Mesh | Non
 def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = None) -> tuple[Config, nnx.Module]:
     """The config of a stage and the model as it was trained there, from a run directory; see `restore`.
 
-    Without a stage it is that of the newest whole checkpoint.
+    Without a stage it is that of the newest complete checkpoint.
 
-    Raises FileNotFoundError when there is no run or no checkpoint, and ValueError for an unknown stage, or an address
-    where no checkpoint can be.
+    Raises FileNotFoundError if there is no run or no checkpoint, and ValueError for an unknown stage, or an address
+    where checkpoints cannot be stored.
     """
     directory = path(directory)
     config, folder = read_config(directory), directory / "checkpoints"
@@ -124,13 +124,13 @@ def _restored(folder: Path, config: Config, mesh: Mesh | None) -> nnx.Module:
 
 
 def _with_shardings(shapes: Any, lies: Any) -> Any:
-    """Shapes with the sharding of each, or with one that all have."""
+    """Shapes with a sharding for each, or with one sharding for all."""
     lies = jax.tree.map(lambda _: lies, shapes) if isinstance(lies, Sharding) else lies
     return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, lies)
 
 
 def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:
-    """An entry as the stage has it: a stage that changed the scheme of the config changed that of its entries."""
+    """An entry as the stage sees it: a stage that changed the config's scheme changed its entries in the same way."""
     if stage.scheme.trained() == config.scheme.trained():
         return entry
     extend = entry.extend or stage.scheme.extend
@@ -155,4 +155,4 @@ def results_of(place: str | Path, config: Config) -> Path:
 
 
 _OF = "model.txt"
-"""Says of which released model a directory holds results."""
+"""Writes into a directory which released model its results belong to."""

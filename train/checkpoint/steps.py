@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: its steps, their stages, and what is set aside or removed."""
+"""The folder of a run's checkpoints: its steps and their stages, and how steps are set aside or removed."""
 
 import json
 import shutil
@@ -19,13 +19,13 @@ from train.runtime.distributed import decide, gather
 from train.runtime.paths import is_local, names_in, write_file
 
 COMMIT = ocp.path.atomicity.COMMIT_SUCCESS_FILE
-"""The file that Orbax writes last of all, also into a folder that it then renames."""
+"""The file that Orbax writes last, even into a folder that it then renames."""
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 def open_manager(folder: Path) -> ocp.CheckpointManager:
-    """Orbax's manager, which saves; what is kept and what is whole is decided here."""
+    """Orbax's manager, used for saving; which checkpoints are kept and which are complete is decided here."""
     options = ocp.CheckpointManagerOptions(
         preservation_policy=LatestN(), lightweight_initialize=True, save_root_metadata=False
     )
@@ -45,8 +45,8 @@ def finished_steps(folder: Path) -> list[int]:
 def unfinished(folder: Path) -> list[str]:
     """The checkpoints that Orbax had begun and not finished.
 
-    On a disk it renames one that is finished. An object store renames nothing, so there it writes a file last of all.
-    One that lost this file after it was sealed is not among them: it was whole once.
+    On a disk Orbax renames a finished checkpoint. An object store cannot rename, so there Orbax writes a file last. A
+    checkpoint that lost this file after it was sealed is not among them: it was complete once.
     """
     begun = [name for name in names_in(folder) if name.isdigit() or _TEMPORARY in name]
     return [name for name in begun if not _is_committed(folder / name)]
@@ -59,7 +59,7 @@ def _is_committed(folder: Path) -> bool:
 
 
 def stages_of(folder: Path) -> dict[int, int]:
-    """The stage of every checkpoint; one that was half removed is none."""
+    """The stage of every checkpoint; partly removed ones are left out."""
     stages = {}
     for step in finished_steps(folder):
         try:
@@ -70,7 +70,7 @@ def stages_of(folder: Path) -> dict[int, int]:
 
 
 def clean(folder: Path) -> list[int]:
-    """The steps to look at, after what Orbax had not finished writing is told and removed."""
+    """The steps to look at; what Orbax had not finished writing is reported and removed first."""
     for name in unfinished(folder):
         step = name.partition(_TEMPORARY)[0]
         tell(f"the checkpoint of step {step} in {folder} was not finished when the run ended; removing it")
@@ -79,7 +79,7 @@ def clean(folder: Path) -> list[int]:
 
 
 def set_aside(folder: Path, step: int, problem: str) -> None:
-    """Keeps a damaged checkpoint under a name that is no step."""
+    """Renames a damaged checkpoint to a name that is no step."""
     taken = names_in(folder)
     names = (f"{step}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, len(taken) + 3))))
     name = next(name for name in names if name not in taken)
@@ -96,9 +96,9 @@ def _move(source: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, first what says that it is finished, so that what an interruption leaves is removed next.
+    """Removes a checkpoint, first the mark that it is finished, so that the next run removes what an interruption left.
 
-    On a disk that is its name, in an object store a few files, which go in one request.
+    On a disk that mark is the folder's name; in an object store it is a few files, removed in one request.
     """
     if is_local(folder):
         gone = folder if _TEMPORARY in folder.name else folder.rename(folder.with_name(folder.name + _TEMPORARY))
@@ -112,7 +112,7 @@ def remove(folder: Path) -> None:
 
 
 def check_shared(folder: Path, patience: float = 30.0) -> None:
-    """Raises ValueError, on every process, unless what process 0 writes into the folder is seen by all of them."""
+    """Raises ValueError, on every process, unless all of them see what process 0 writes into the folder."""
     if jax.process_count() == 1:
         return
     token = folder / decide(lambda: _write_token(folder))
@@ -136,7 +136,7 @@ def _write_token(folder: Path) -> str:
 
 
 def tell_passed(folder: Path, step: int, problem: str) -> None:
-    """Tells of a damaged checkpoint that is left where it is."""
+    """Reports a damaged checkpoint that is left where it is."""
     tell(f"the checkpoint of step {step} in {folder} is damaged ({problem}); taking the one before")
 
 

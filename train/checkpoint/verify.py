@@ -1,4 +1,4 @@
-"""Every checkpoint of a run, read to its last byte: the command `verify`."""
+"""The command `verify`: reads every checkpoint of a run completely."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,13 @@ from train.runtime.paths import check_checkpoints, path
 
 
 def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
-    """Reads all checkpoints of a run and tells everything that is wrong with each; whether nothing is.
+    """Reads all checkpoints of a run and reports every problem of each; returns whether there is none.
 
-    All processes call it together and share the reading. What is there stays as it is: the next ``fit`` removes what
-    is not finished, and puts aside what is damaged and newer than what it resumes from.
+    All processes call it together and share the reading. Nothing is changed: the next ``fit`` removes unfinished
+    checkpoints, and sets aside damaged ones that are newer than the one it resumes from.
 
-    Raises FileNotFoundError without a run, and ValueError for a folder of several runs and where no checkpoint can be.
+    Raises FileNotFoundError if there is no run, and ValueError for a folder of several runs or an address that cannot
+    hold checkpoints.
     """
     folder = path(directory) / "checkpoints"
     check_checkpoints(folder)
@@ -45,7 +46,7 @@ _BEGUN = "a run is saving it, or was killed then"
 
 
 def _is_sealed(folder: Path) -> bool:
-    """Whether all processes have sealed a checkpoint, readably or not."""
+    """Whether all processes have sealed a checkpoint, whether or not the seals are readable."""
     try:
         integrity.read_seal(folder)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Published facts about chips: what their units, memory and links can do at most.
+"""Published facts about chips: the peak rates of their units, memory and links.
 
-What the kernels ask of a TPU is in ``posjax.attention.tpu.blocks.TARGETS``.
+What the kernels require of a TPU is in ``posjax.attention.tpu.blocks.TARGETS``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Network:
     link: float  # between two neighbours
     dcn: float  # of a chip to other slices
     dimensions: int
-    devices: int = 1  # that a chip shows itself as; they share its links
+    devices: int = 1  # that a chip appears as; they share its links
     within: float = 0.0  # between the devices of a chip
 
     def rings(self, sizes: Sequence[int]) -> tuple[bool, ...]:
-        """Along which dimensions of a slice the links close into rings.
+        """The dimensions of a slice along which the links form rings.
 
-        In three dimensions along all or none: optical switches join whole cubes of 4 x 4 x 4. In two along those that
-        are as wide as a whole pod, 16 chips.
+        A slice of three dimensions has rings along all or none: optical switches join whole cubes of 4 x 4 x 4. A slice
+        of two dimensions has rings along those as wide as a whole pod, 16 chips.
         """
         if self.dimensions == 3:
             return (all(size % 4 == 0 for size in sizes),) * 3
@@ -40,7 +40,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Chip:
-    """One TPU. Bandwidth and peak are published for a whole chip, whose cores share them."""
+    """One TPU. Bandwidth and peak are those published for a whole chip; its cores share them."""
 
     name: str
     peak: float  # bfloat16 FLOP/s
@@ -49,9 +49,9 @@ class Chip:
     multiply_adds: int  # of one core in one cycle, bf16
     gigahertz: float  # follows from the published peak: 2 x multiply-adds x cores x clock
     bandwidth: float  # GB/s of HBM
-    streaming: float  # GB/s that its compiler expects of the sum of two float32 arrays (jax 0.10.2, libtpu 0.0.42.1)
-    branch_slots: int  # bundles that still run behind a branch
-    network: Network | None = None  # None where no pod of it is planned
+    streaming: float  # GB/s that its compiler assumes for the sum of two float32 arrays (jax 0.10.2, libtpu 0.0.42.1)
+    branch_slots: int  # bundles that still run after a branch
+    network: Network | None = None  # None if pods of this chip are not planned
     clock_is_assumed: bool = False
 
     @property
@@ -61,12 +61,12 @@ class Chip:
 
     @property
     def device_streaming(self) -> float:
-        """`streaming` of one device: of a chip, or of the half of one that jax calls so."""
+        """`streaming` of one device of jax: of a chip, or of half a chip."""
         return self.streaming / (self.network.devices if self.network else 1)
 
     @property
     def array(self) -> int:
-        """How wide and how high one systolic array is."""
+        """The width, and height, of one systolic array."""
         return 256 if TARGETS[self.kind].wide else 128
 
     @property
@@ -75,18 +75,18 @@ class Chip:
         return self.bandwidth / self.cores / self.gigahertz
 
     def mxu_floor(self, products: Iterable[Product]) -> float:
-        """The least cycles that the matrix units of one core need for some matrix products.
+        """The minimum number of cycles that the matrix units of one core need for some matrix products.
 
         A product costs rows x up(contraction) x up(columns) / (multiply-adds per cycle), where `up` rounds up to whole
-        arrays: what stands in an array is contraction x columns, and a part of it that is not filled idles.
+        arrays: an array holds a block of contraction x columns, and its unfilled part idles.
         """
         products = [(rows, *(math.ceil(n / self.array) * self.array for n in held)) for rows, *held in products]
         return sum(map(math.prod, products)) / self.multiply_adds
 
 
-# The clock of 7x makes its published 2307 TFLOP/s out of arrays like those of v6e. The link inside a chip of 7x is said
-# to be six times as fast as one between chips. The data centre's network has 25 (v5e), 50 (v5p) and 100 Gb/s for each
-# chip by Google Cloud's pages of the chips.
+# The clock of 7x is the one that gives its published 2307 TFLOP/s with arrays like those of v6e. The link inside a chip
+# of 7x is, by its documentation, six times as fast as one between chips. The data centre's network has 25 (v5e), 50
+# (v5p) and 100 Gb/s for each chip by Google Cloud's pages of the chips.
 _ALL = (
     Chip("v4", 275e12, "v4:2x2x1", 2, 65_536, 1.05, 1228.0, 417.0, 1),
     Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 471.0, 4, Network(16, 45, 3.125, 2)),

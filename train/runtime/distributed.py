@@ -26,18 +26,19 @@ from train.runtime.paths import is_store_error
 from train.runtime.tether import tied
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""What names a process when no cluster does: where process 0 listens (host:port), how many there are, which this is."""
+"""Variables for processes without a cluster: the address of process 0 (host:port), the number of processes, this
+one's."""
 
 LOST = "another process ended or cannot be reached"
 LOST_LINE = "no sign of life from process"
 _SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED", LOST_LINE)
 _INTERRUPTED, _WRONG_INPUT, _FAILED = 130, 2, 1
-_GRACE = 1.0  # seconds between two processes that find the same mistake
+_GRACE = 1.0  # seconds between two processes that find the same error
 _leaving = threading.Lock()
 
 
 def start(environment: Mapping[str, str] = os.environ) -> None:
-    """Joins the other processes of this run, if the environment tells of any; before anything else uses jax's devices.
+    """Joins the other processes of this run, if the environment names any. Call it before anything uses jax's devices.
 
     In this order: `EXPLICIT` variables; a TPU pod slice, several slices or GKE; SLURM; Open MPI; else one process.
     Raises ValueError when only some of the `EXPLICIT` variables are set.
@@ -65,7 +66,7 @@ def _explicit(environment: Mapping[str, str]) -> tuple[str, int, int]:
 
 
 def _in_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether a cluster that jax can ask started this process; one host of a TPU VM counts, and is asked too."""
+    """Whether a cluster that jax detects started this process; a TPU VM of one host counts too."""
     on_cpu = environment.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
     return (
         (_has_tpu(environment) and not on_cpu)
@@ -76,14 +77,15 @@ def _in_cluster(environment: Mapping[str, str]) -> bool:
 
 
 def _has_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether this is a host of TPUs: chips as devices, and GKE's list of hosts or Google Cloud's metadata server."""
+    """Whether this is a host of TPUs: it has chips as devices, and GKE's list of hosts or Google Cloud's metadata
+    server."""
     chips = any(Path(device).exists() for device in ("/dev/accel0", "/dev/vfio/0"))
     listed = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"} & environment.keys()
     return chips and (bool(listed) or "TPU_SKIP_MDS_QUERY" not in environment)
 
 
 def gather(text: str) -> list[str]:
-    """The texts of all processes, by process, on each of them. All of them must call it."""
+    """The texts of all processes, in their order, returned on every process. All processes must call it."""
     if jax.process_count() == 1:
         return [text]
     own = np.frombuffer(text.encode(), np.uint8)
@@ -95,9 +97,9 @@ def gather(text: str) -> list[str]:
 
 
 def decide(function: Callable[[], Any]) -> Any:
-    """What `function` returns on process 0, which alone calls it, on every process; a value that JSON holds.
+    """Calls `function` on process 0 alone and returns its result on every process; it must be a JSON value.
 
-    A ValueError or OSError of it is raised on all of them, so that none waits for another.
+    A ValueError or OSError that it raises is raised on all processes, so that none waits for another.
     """
     if jax.process_count() == 1:
         return function()
@@ -105,7 +107,7 @@ def decide(function: Callable[[], Any]) -> Any:
 
 
 def collect(function: Callable[[], Any]) -> list[Any]:
-    """What `function` returns on every process, by process, on each of them; values that JSON holds.
+    """Calls `function` on every process and returns all results, in process order, on each; they must be JSON values.
 
     A ValueError or OSError of any of them is raised on all, so that none waits for another.
     """
@@ -120,11 +122,11 @@ def told_once() -> Callable[[str], Any]:
 
 
 _SHARED_ERRORS = (FileNotFoundError, OSError, ValueError)
-"""Kinds of errors that are raised on all processes, each before those that it is one of."""
+"""Kinds of errors that are raised on all processes; a subclass comes before its base class."""
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[int | None, Any]:
-    """What a function returns, or the number of the kind of its error and what that says."""
+    """What a function returns, or the number of its error's kind and the error's message."""
     try:
         return None, function()
     except _SHARED_ERRORS as error:
@@ -132,7 +134,7 @@ def _outcome(function: Callable[[], Any]) -> tuple[int | None, Any]:
 
 
 def _value(outcome: str) -> Any:
-    """The value of an `_outcome` in JSON; its error is raised."""
+    """The value of an `_outcome` in JSON; if it holds an error, that is raised."""
     kind, value = json.loads(outcome)
     if kind is not None:
         raise _SHARED_ERRORS[kind](value)
@@ -141,10 +143,10 @@ def _value(outcome: str) -> Any:
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one acts as usual. In the main thread only.
+    """An event that the first SIGINT or SIGTERM sets; a second one acts as usual. Works in the main thread only.
 
-    With several processes jax itself listens for SIGTERM, tells the others and has them all stop after the same step,
-    so SIGINT becomes a SIGTERM here; ask `reached_preemption`, not the event.
+    With several processes jax itself listens for SIGTERM, notifies the others and lets all stop after the same step. So
+    SIGINT becomes a SIGTERM here; ask `reached_preemption`, not the event.
     """
     stop = threading.Event()
     numbers = (signal.SIGINT,) if jax.distributed.is_initialized() else (signal.SIGINT, signal.SIGTERM)
@@ -168,10 +170,11 @@ def stop_requested() -> Iterator[threading.Event]:
 
 
 def reached_preemption(step: int, stop: threading.Event) -> bool:
-    """Whether to save after `step` updates and end, because a process was told to; the same answer on all of them.
+    """Whether to save after `step` updates and stop, because a process got a signal; the same answer on all processes.
 
-    All processes must ask after every step, and before the first one, with `listen`. The one that was told keeps going,
-    until the step after the furthest that any process has reached. Once the answer is yes, `stop` is set and it stays.
+    All processes must ask after every step, and before the first one, with `listen`. The process with the signal
+    continues until the step after the furthest that any process has reached. Once the answer is yes, `stop` is set and
+    the answer stays yes.
     """
     if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(step):
         stop.set()
@@ -179,10 +182,10 @@ def reached_preemption(step: int, stop: threading.Event) -> bool:
 
 
 def listen(step: int, stop: threading.Event) -> None:
-    """Asks at the beginning of a process's part, which resumes after `step` updates; call it on all processes.
+    """Asks for the first time, when a process resumes after `step` updates; call it on all processes.
 
-    jax answers yes at one step alone, the one after the furthest that was asked for. A process that was told before it
-    ever asked would wait for step 1, which a resumed run never asks for.
+    jax answers yes at one step only, the one after the furthest that was asked for. A process that got the signal
+    before its first question would wait for step 1, and a resumed run never asks for step 1.
     """
     reached_preemption(1, stop)
     reached_preemption(max(step, 1), stop)
@@ -190,10 +193,10 @@ def listen(step: int, stop: threading.Event) -> None:
 
 @contextmanager
 def processes() -> Iterator[None]:
-    """Joins the other processes for the time of a `with`; when this one fails, it ends at once, with one line.
+    """Joins the other processes for the duration of a `with`. If this process fails, it exits at once, with one line.
 
     Waiting for the others, as jax does at the end of a program, would hang: they wait for this one inside a step. They
-    find its `tether` torn, and end in the same way. On one host errors pass through.
+    notice the broken connection (see `tether`) and exit in the same way. On one host errors propagate.
     """
     start()
     if jax.process_count() == 1:
@@ -209,18 +212,19 @@ def processes() -> Iterator[None]:
 
 
 def _hosts() -> list[str]:
-    """Names under which the other processes may reach this one."""
+    """Host names by which the other processes may reach this one."""
     named = os.environ.get(EXPLICIT[0], "").rpartition(":")[0]
     return [name for name in (named, socket.gethostname(), socket.getfqdn()) if name]
 
 
 def _lost(process: int) -> None:
-    """Ends this process, from a thread; when process 0 dies, jax does so too, and may be first in its own words."""
+    """Ends this process, from a thread. When process 0 dies, jax does the same, and may be first, with its own
+    message."""
     _leave(TimeoutError(f"{LOST_LINE} {process}"))
 
 
 def _broken(process: int) -> None:
-    """Tells that a connection broke; the run goes on."""
+    """Warns that a connection broke; the run continues."""
     print(f"warning: the connection to process {process} broke; {_LATE}", file=sys.stderr, flush=True)
 
 
@@ -228,8 +232,8 @@ _LATE = "its loss would be noticed late, by the heartbeats of jax"
 
 
 def _leave(error: BaseException) -> None:
-    """Ends this process with a line for a mistake or a lost process, and a traceback for anything else."""
-    _leaving.acquire()  # for good: one thread leaves
+    """Ends this process, with one line for a wrong input or a lost process, and a traceback for anything else."""
+    _leaving.acquire()  # never released: only one thread may end the process
     where = f"process {jax.process_index()} of {jax.process_count()}"
     if isinstance(error, KeyboardInterrupt):
         message, status = f"{where} stopped; the same command resumes from the newest checkpoint", _INTERRUPTED
@@ -243,11 +247,11 @@ def _leave(error: BaseException) -> None:
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     if not is_loss(error):
-        time.sleep(_GRACE)  # the others may be about to tell the same
+        time.sleep(_GRACE)  # the others may be about to report the same error
     os._exit(status)
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether an error says that another process died, as far as its words tell."""
+    """Whether an error's message says that another process died."""
     runtime = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
     return (runtime and any(sign in str(error) for sign in _SIGNS_OF_LOSS)) or "Gloo" in str(error)

@@ -1,7 +1,7 @@
 """Flags of the TPU compiler that shorten training steps, by chip.
 
-libtpu reads them from ``LIBTPU_INIT_ARGS`` when a process first asks for its TPUs, so a run must be started with
-them. A process with a flag that libtpu does not know ends at once: those here are known to libtpu 0.0.42.1 (jax 0.10.2)
+libtpu reads them from ``LIBTPU_INIT_ARGS`` when a process first asks for its TPUs, so set them before a run starts. A
+process with a flag that libtpu does not know exits at once; the flags here are known to libtpu 0.0.42.1 (jax 0.10.2)
 and 0.0.50.1 (jax 0.12.0.1).
 """
 
@@ -12,7 +12,7 @@ from train.runtime.chips import CHIPS
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 
-_VMEM = "--xla_tpu_scoped_vmem_limit_kib"  # how much fast memory a fusion may use; the more, the fewer reads of HBM
+_VMEM = "--xla_tpu_scoped_vmem_limit_kib"  # how much fast memory a fusion may use; more means fewer reads of HBM
 _PERMUTES = "--xla_max_concurrent_async_collective_permutes=16"  # 5 by default; rings send eight arrays at once
 
 RECOMMENDED: Mapping[str, tuple[str, ...]] = {
@@ -21,20 +21,21 @@ RECOMMENDED: Mapping[str, tuple[str, ...]] = {
     "v6e": (f"{_VMEM}=98304", _PERMUTES),
     "7x": (f"{_VMEM}=61440",),
 }
-"""By chip; what a chip lacks was not tried there. docs/plans.md says what each one changes.
+"""Flags by chip; a flag missing for a chip was not tried there. docs/plans.md says what each one changes.
 
 The limits for v6e and 7x are those of MaxText's recipes.
 """
 
 
 def missing(chip: str, given: str) -> str:
-    """The recommended flags of a chip that `given` does not set. One that it sets to another value stays as it is."""
+    """The recommended flags of a chip that `given` does not set. A flag that `given` sets to another value is left as
+    is."""
     names = set(map(_name, given.split()))
     return " ".join(flag for flag in RECOMMENDED.get(chip, ()) if _name(flag) not in names)
 
 
 def advice(kind: str) -> str | None:
-    """What to tell a user whose devices are of this kind; None if no recommended flag is missing in the environment."""
+    """The hint for a user with devices of this kind; None if the environment has all recommended flags."""
     chip = next((chip.name for chip in CHIPS.values() if chip.kind == kind), "")
     given = os.environ.get(VARIABLE, "")
     wanted = missing(chip, given)

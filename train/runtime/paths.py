@@ -1,7 +1,7 @@
 """Where things are: folders of this machine, and addresses of object stores such as ``gs://bucket/runs``.
 
-Pods share no disk, so what a run reads and writes may be at any address that fsspec knows. Checkpoints may be in local
-folders and ``gs://`` only, because TensorStore writes their arrays.
+The hosts of a pod share no disk, so what a run reads and writes may be at any address that fsspec knows. Checkpoints
+may be in local folders and ``gs://`` only, because TensorStore writes their arrays.
 """
 
 import os
@@ -30,7 +30,7 @@ def path(text: str | os.PathLike) -> Path:
         return Path(text)
     if scheme in ("file", "local"):
         return Path(unquote(rest))
-    import fsspec  # a local run needs neither of them, and a mistake in a config is told at once
+    import fsspec  # a local run needs neither of them, and an error in a config appears at once
     from upath import UPath
 
     try:
@@ -43,32 +43,32 @@ def path(text: str | os.PathLike) -> Path:
 
 
 def is_local(place: Path) -> bool:
-    """Whether a path is on this machine, or on a disk that it sees as its own."""
+    """Whether a path is on this machine, or on a disk mounted there."""
     return isinstance(place, Path)
 
 
 def is_store_error(error: BaseException) -> bool:
-    """Whether it is an error that packages of Google's store have of their own, which is no OSError: no access, say."""
+    """Whether it is an error class of the packages for Google's store, which is no OSError; no access, for example."""
     return type(error).__module__.partition(".")[0] in ("gcsfs", "google", "aiohttp")
 
 
 def look_anew(place: Path) -> None:
-    """Forgets what an object store listed before: gcsfs keeps it, and does not see what others write."""
+    """Drops cached listings of an object store: gcsfs keeps them, and does not see what others write."""
     if not is_local(place):
         place.fs.invalidate_cache()
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder, sorted; none where there is none, as in an object store where an empty one does not exist.
+    """The names in a folder, sorted; none if it does not exist (in an object store an empty folder does not exist).
 
-    In an object store all that is there now, whoever wrote it.
+    In an object store the listing is current, with what other processes wrote.
     """
     look_anew(folder)
     return sorted(place.name for place in folder.iterdir()) if folder.exists() else []
 
 
 def check_output(output: str) -> None:
-    """Raises ValueError for a key `output` that names no place of runs."""
+    """Raises ValueError for a key `output` where no runs can be."""
     try:
         check_checkpoints(path(output))
     except ValueError as error:
@@ -86,9 +86,9 @@ def check_checkpoints(place: Path) -> None:
 
 
 def write_file(place: Path, text: str) -> None:
-    """Writes a file whole or not at all, wherever it is, and also where several processes write the same one."""
+    """Writes a file atomically, at any address, even if several processes write the same file."""
     if not is_local(place):
-        place.write_text(text, encoding="utf-8")  # object stores show no part of an object
+        place.write_text(text, encoding="utf-8")  # an object store never shows a partial object
         return
     part = place.with_name(f".{place.name}.{uuid.uuid4().hex}.part")
     try:

@@ -1,11 +1,11 @@
-"""A line between process 0 and every other, by which all notice at once when one dies.
+"""A connection between process 0 and every other process, by which all notice at once when one dies.
 
 A process that waits in a collective for one that died may wait until jax's heartbeats time out, after 100 seconds. The
-system closes the connections of a process that ends, however it ends, so an open connection is a sign of life. A
-process that ends well says goodbye first. When process 0 notices a loss it ends too, and so all others notice.
+system closes the connections of a process that ends, in whatever way, so an open connection is a sign of life. A
+process that ends normally says goodbye first. When process 0 notices a loss it ends too, so all others notice.
 
-A connection that breaks without being closed says nothing of the processes: the network may have dropped it, or a host
-has vanished. Then jax's heartbeats decide.
+A connection that breaks without being closed does not show that a process died: the network may have dropped it, or a
+host is gone. Then jax's heartbeats decide.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from typing import Any
 
 _GOODBYE = b"."
 _PATIENCE = 10.0  # seconds for an address of process 0 to answer
-_SECRET = 16  # bytes that only a process of this run knows
+_SECRET = 16  # bytes of a secret that only processes of this run know
 _NUMBER = 4  # bytes of a process's number
 
 
@@ -30,11 +30,11 @@ def tied(
     decide: Callable[[Callable[[], Any]], Any],
     gather: Callable[[str], list[str]],
 ) -> Iterator[list[int]]:
-    """For the time of a ``with``, calls ``lost(process)`` from a thread when a process has ended without a goodbye.
+    """During a ``with``, calls ``lost(process)`` from a thread when a process has ended without a goodbye.
 
-    Calls ``broken(process)`` when its connection broke, after which it goes unwatched. Process 0 is reached at one of
-    the `hosts` that it names. Gives the processes that cannot reach it in `_PATIENCE`, which go unwatched too. `decide`
-    and `gather` are those of `train.runtime.distributed`.
+    Calls ``broken(process)`` when its connection broke; that process is then no longer watched. Process 0 is reached at
+    one of the `hosts` that it names. Gives the processes that cannot reach it within `_PATIENCE`; they are not watched
+    either. `decide` and `gather` are those of `train.runtime.distributed`.
     """
     with ExitStack() as stack:
         server = stack.enter_context(_listen()) if index == 0 else None
@@ -52,7 +52,7 @@ def tied(
         done = threading.Event()
         for process, end in ends.items():
             stack.enter_context(end)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that no network drops it for being idle
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that no network drops an idle connection
             threading.Thread(target=_watch, args=(end, process, lost, broken, done), name="tether", daemon=True).start()
         yield apart
         done.set()
@@ -69,7 +69,7 @@ def _listen() -> socket.socket:
 
 
 def _connect(hosts: list[str], port: int, secret: str, index: int) -> socket.socket | None:
-    """This process's end of its line to process 0; None when no address of it answers."""
+    """This process's connection to process 0; None when no address of process 0 answers."""
     for host in hosts:
         with suppress(OSError):
             end = socket.create_connection((host, port), timeout=_PATIENCE)
@@ -80,7 +80,8 @@ def _connect(hosts: list[str], port: int, secret: str, index: int) -> socket.soc
 
 
 def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
-    """Process 0's ends of `count` lines, by process, or of fewer that come in time; strangers are turned away."""
+    """Process 0's connections to `count` processes, by number, or to the fewer that connect in time; others are
+    refused."""
     ends: dict[int, socket.socket] = {}
     server.settimeout(_PATIENCE)
     with suppress(TimeoutError):
@@ -98,7 +99,7 @@ def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.
 
 
 def _read_card(end: socket.socket) -> bytes:
-    """What a process says of itself, in as many pieces as it comes; less where the line ends before."""
+    """The bytes by which a process names itself, however they are split; fewer if the connection ends early."""
     card = b""
     while len(card) < _SECRET + _NUMBER and (piece := end.recv(_SECRET + _NUMBER - len(card))):
         card += piece
@@ -112,7 +113,8 @@ def _watch(
     broken: Callable[[int], None],
     done: threading.Event,
 ) -> None:
-    """Reads until the other side says goodbye, dies or is cut off, which means nothing once this side is done."""
+    """Reads until the other side says goodbye, dies or is cut off; the latter two are ignored once this side is
+    done."""
     try:
         said = end.recv(1)
     except OSError:
