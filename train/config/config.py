@@ -28,17 +28,19 @@ from train.runtime.paths import check_output, path
 class Config:
     """Everything that decides a run. The run's directory is ``{output}/{name}``.
 
-    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, data: {...}, scheme: ..., extend: {...}}``. What
-    a stage leaves out stays as in the stage before it, the first one's as in the config itself; each starts from the
-    weights of the one before, with a schedule of its own, and an optimizer of its own unless ``train.keep_moments``.
-    `scheme` is another scheme, `extend` changes options of the one there is, as in ``extend: {frequencies: {name: yarn,
-    ...}}``; text that `data` names stands in place of that before. Without stages the run is one.
+    `stages` makes a curriculum: a list of ``{name: ..., train: {...}, data: {...}, scheme: ..., extend: {...}}``.
+    Omitted keys are inherited from the stage before, or from the config itself for the first stage. Each stage starts
+    from the weights of the one before, with a schedule of its own, and with a new optimizer unless
+    ``train.keep_moments``. `scheme` replaces the scheme; `extend` changes options of the current one, as in ``extend:
+    {frequencies: {name: yarn, ...}}``; text that `data` names replaces the text before. A config without stages is a
+    run of one stage.
 
     `init` is the path of a released model, from which the training starts: shape, scheme and tokenizer are those of the
     model, so that `model` needs none of its keys, and `scheme` is ``released`` unless it names another.
 
     `imports` names modules that are imported before the scheme is built: those that register methods of one's own
-    (``posjax.register``). They lie in the working directory, on PYTHONPATH or are installed, wherever the run is used.
+    (``posjax.register``). They must be importable (in the working directory, on PYTHONPATH or installed) wherever the
+    run is used.
     """
 
     name: str = "run"
@@ -81,7 +83,7 @@ class Config:
         )
 
     def _resolve(self) -> tuple[Config, ...]:
-        """The config of every stage, without stages; none where it has none."""
+        """The config of every stage, each without stages; empty if the config has no stages."""
         resolved = [self]
         for number, stage in enumerate(self.stages):
             try:
@@ -91,17 +93,17 @@ class Config:
         return tuple(resolved[1:])
 
     def _local_folders(self) -> list[str]:
-        """Those of the stages that save checkpoints there, each once."""
+        """The local folders of the stages that save local checkpoints, each once."""
         return list(dict.fromkeys(stage.train.local_folder for stage in self.every_stage if stage.train.local_every))
 
     @property
     def local_folder(self) -> str:
-        """Where local checkpoints lie on every host; empty where no stage saves any."""
+        """The folder of local checkpoints on every host; empty if no stage saves any."""
         return next(iter(self._local_folders()), "")
 
     @property
     def stage_names(self) -> tuple[str, ...]:
-        """The name of every stage; its number where it has none."""
+        """The name of every stage; its number if it has no name."""
         return tuple(stage.name or str(n) for n, stage in enumerate(self.stages)) or ("0",)
 
     def stage_number(self, name: str) -> int:
@@ -119,7 +121,7 @@ class Config:
 
     @property
     def every_stage(self) -> tuple[Config, ...]:
-        """The config of every stage, each without stages; the config itself where it has none."""
+        """The config of every stage, each without stages; the config itself if it has no stages."""
         return self._resolved or (self,)
 
     def stage(self, number: int) -> Config:
@@ -133,7 +135,7 @@ class Config:
 
 
 def _next_stage(before: Config, stage: StageConfig) -> Config:
-    """The config of a stage: that of the one before, with what it changes."""
+    """The config of a stage: that of the stage before, with its changes."""
     found = before.scheme if stage.scheme is None else stage.scheme
     if stage.extend:
         found = scheme({**plain(found), **stage.extend}, "scheme")
@@ -142,7 +144,7 @@ def _next_stage(before: Config, stage: StageConfig) -> Config:
 
 
 def _next_data(before: DataConfig, changes: Mapping[str, Any]) -> DataConfig:
-    """The text of a stage: what it names is read instead of all that was; by the tokenizer that the model has."""
+    """The text of a stage: what it names replaces all text before; the model's tokenizer stays."""
     others = not changes.keys().isdisjoint(("source", "paths", "mixture"))
     after = changed(before, ({"paths": [], "mixture": []} if others else {}) | dict(changes), "data")
     for key in ("tokenizer", "special_tokens"):

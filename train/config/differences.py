@@ -1,4 +1,4 @@
-"""What decides the numbers of a training, and what may change before it is resumed."""
+"""Which keys determine the numbers of a training, and which may change before it is resumed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,9 @@ from train.config.config import Config
 from train.config.settings.init import own_tokenizer
 from train.config.typed import plain
 
-# What may change between the start of a run and its resumption without changing a single number of the training.
+# Keys that may change between the start of a run and its resumption without changing any number of the training.
 _FREE_SECTIONS = ("name", "output", "imports", "init.path", "data.cache", "monitor", "evaluate", "compare")
-# How a model computes, not what: equal up to rounding, and another mesh may need another.
+# How a model computes, not what: results are equal up to rounding, and another mesh may need other values.
 _FREE_MODEL = ("model.remat", "model.scan_layers")
 _FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
 _FREE_TRAIN = (
@@ -25,7 +25,7 @@ _FREE_TRAIN = (
 
 
 def differences(saved: Config, found: Config) -> list[str]:
-    """What differs between two configs among the keys that decide the training, as ``key: saved, now found``."""
+    """The differences between two configs in keys that determine the training, as ``key was saved, now found``."""
     before, after = _decisive(saved), _decisive(found)
     keys = [key for key in dict.fromkeys([*before, *after]) if not _is_free(key)]
     return [
@@ -34,10 +34,10 @@ def differences(saved: Config, found: Config) -> list[str]:
 
 
 def _decisive(config: Config) -> dict[str, Any]:
-    """Every key with its value, those of the stages as they are when filled in."""
+    """Every key with its value; keys of the stages with inherited values filled in."""
     values = _flatten({**plain(config), "stages": len(config.stages)})
     if config.init.path and config.data.tokenizer == own_tokenizer(config.init.path):
-        values["data.tokenizer"] = "that of the model under init"  # wherever that lies by now
+        values["data.tokenizer"] = "that of the model under init"  # wherever that is by now
     for number, each in enumerate(config.every_stage if config.stages else ()):
         stage = plain(each)
         del stage["data"]["tokenizer"]  # that of the config

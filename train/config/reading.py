@@ -1,7 +1,7 @@
 """Configs from YAML and from ``key.path=value`` overrides.
 
-Every mistake is a one-line ``ValueError`` that names the key, what was found and what would work. Nothing here imports
-jax or posjax before a config names a released model, so that a mistake is reported at once.
+Every error is a one-line ``ValueError`` that names the key, what was found and what would work. Nothing here imports
+jax or posjax unless a config names a released model, so that an error is reported at once.
 """
 
 import importlib
@@ -22,9 +22,9 @@ from train.runtime.paths import path
 def load(place: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
     """Reads a YAML file, local or at a URL, applies ``key.path=value`` overrides, and checks everything.
 
-    `kind` is the dataclass to make: a `Config`, or that of another command. Values of overrides are YAML.
-    Raises FileNotFoundError without the file and ValueError for anything wrong inside it, in one line.
-    A config without a name takes the file's.
+    `kind` is the dataclass to make: a `Config`, or that of another command. Values of overrides are YAML. Raises
+    FileNotFoundError if there is no such file, and a one-line ValueError for anything wrong in it. A config without a
+    name gets the file's name.
     """
     place = path(place)
     if not place.is_file():
@@ -56,10 +56,10 @@ def parse_text(text: str, where: str, kind: type = Config) -> Any:
 def parse(values: Mapping[str, Any], kind: type = Config) -> Any:
     """A config from the plain mapping that YAML gives; unknown keys, wrong types and bad values are refused.
 
-    A released model under `init` fills in what the config leaves to it. The modules named under `imports` are imported.
+    A released model under `init` fills in keys that the config omits. The modules named under `imports` are imported.
     """
     if kind is Config and isinstance(values, Mapping) and _starts_from(values.get("init")):
-        from train.config.released import resolved  # which imports jax, as a config without init need not
+        from train.config.released import resolved  # imports jax, which a config without init does not need
 
         values = resolved(values)
     config = section(values, kind, "")
@@ -74,7 +74,7 @@ def _starts_from(init: Any) -> bool:
 
 
 def _import(name: str) -> None:
-    """Imports a module. Raises ValueError where there is none, or where it fails, in one line."""
+    """Imports a module. Raises a one-line ValueError if there is none, or if its import fails."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -97,7 +97,7 @@ def dump(config: Config) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-3`` as text; here it is a number, as everywhere else."""
+    """A loader that reads ``1e-3`` as a number; in YAML 1.1 it is text."""
 
 
 _Loader.add_implicit_resolver(

@@ -1,4 +1,4 @@
-"""What a released model says of a config that starts from it: shape, scheme, tokenizer."""
+"""What a released model determines in a config that starts from it: shape, scheme, tokenizer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,16 +13,17 @@ from train.config.settings.checks import check, unknown
 from train.config.settings.init import own_tokenizer
 
 _HOW = ("compute_dtype", "remat", "scan_layers", "implementation")
-"""Keys of the model that say how it is computed: those of the config win."""
+"""Keys of the model that say how it is computed; for these the config takes precedence."""
 _NOT_SHAPE = ("scheme", "placement", *_HOW)
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's mapping with what its ``init`` says filled in: ``model``, ``scheme`` and ``data.tokenizer``.
+    """A config's mapping, completed from the model under its ``init``: ``model``, ``scheme`` and ``data.tokenizer``.
 
     Raises:
-        FileNotFoundError: without the model.
-        ValueError: for a model that cannot be read, and for a key of ``model`` that contradicts it, by name.
+        FileNotFoundError: if there is no model.
+        ValueError: for a model that cannot be read, and for a key of ``model`` that contradicts it; the message names
+          the key.
     """
     init = values["init"] if isinstance(values["init"], Mapping) else {"path": values["init"]}
     check(isinstance(init.get("path"), str), f"init: expected a path, found {init.get('path')!r}")
@@ -53,9 +54,9 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
-    """The length a model was made for: `given`, else what config.json says or its scaling reaches.
+    """The length a model was made for: `given`, else the length in config.json or the one that its scaling reaches.
 
-    Raises ValueError where neither config.json nor the config says it.
+    Raises ValueError if neither config.json nor the config gives it.
     """
     config = read_config(values)
     rules = {each.features.frequencies for each in config.layers.schemes if each.rotates}
@@ -69,7 +70,7 @@ def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
 def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
     """The sections ``train`` and ``evaluate`` with default lengths: the model's own, and up to four times that.
 
-    Of a model that is trained, none is below a length of its training.
+    If the model is trained, none is below a length of its training.
     """
     train, evaluate = _section(values, "train"), _section(values, "evaluate")
     if "length" not in train:
@@ -89,7 +90,7 @@ def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
 
 
 def _trained_lengths(length: Any, stages: Any) -> list[int]:
-    """Those of a training and its stages, as far as they are whole numbers: what else they are is told elsewhere."""
+    """The lengths of a training and its stages that are whole numbers; other values are reported elsewhere."""
     listed = [stage.get("train") for stage in stages if isinstance(stage, Mapping)] if _is_list(stages) else []
     found = [length, *(section.get("length") for section in listed if isinstance(section, Mapping))]
     return [each for each in found if type(each) is int]
@@ -106,7 +107,7 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _same(given: Any, found: Any) -> bool:
-    """Whether a key says the same; a section need not say everything, and lists are what YAML has for tuples."""
+    """Whether a key agrees with the model; a section may omit keys, and a YAML list equals a tuple."""
     if isinstance(given, Mapping) and isinstance(found, Mapping):
         return all(key in found and _same(value, found[key]) for key, value in given.items())
     return list(given) == list(found) if _is_list(given) and _is_list(found) else given == found

@@ -1,4 +1,4 @@
-"""What the sections of a config are about, from their docstrings: for the help of the command line."""
+"""Descriptions of the sections of a config, from their docstrings, for the command line's help."""
 
 import dataclasses
 import inspect
@@ -15,12 +15,12 @@ def about_sections() -> dict[str, str]:
 
 
 def keys_beside_sections() -> list[str]:
-    """The keys of a config that are no sections."""
+    """The keys of a config that are not sections."""
     return [field.name for field in dataclasses.fields(Config) if field.name not in about_sections()]
 
 
 def _kind(hint: Any) -> Any:
-    """The type of a key; of a list that of its items."""
+    """The type of a key; for a list the type of its items."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
 
 

@@ -1,4 +1,4 @@
-"""Plain values, as YAML gives them, to the typed sections of a config and back."""
+"""Converts plain values, as YAML gives them, to the typed sections of a config and back."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def changed(values: Section, changes: Mapping[str, Any], path: str) -> Section:
 
 
 def scheme(values: Any, path: str) -> SchemeConfig:
-    """A scheme entry: a name, or a mapping with a name; the keys that are none of its fields are options."""
+    """A scheme entry: a name, or a mapping with a name; keys that are not its fields are options of the scheme."""
     if isinstance(values, str):
         return SchemeConfig(values)
     check(
@@ -77,7 +77,7 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
 
 
 def _scalar(value: Any, kind: type, path: str) -> Any:
-    """An int, float, bool or str. A whole number is a float too; a bool is never a number."""
+    """An int, float, bool or str. A whole number also counts as a float; a bool never counts as a number."""
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
     accepted = (int, float) if kind is float else kind
     right = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))

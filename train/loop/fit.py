@@ -1,4 +1,4 @@
-"""Training from a config to a finished run directory: stage after stage, on every process of a run alike."""
+"""Training from a config to a finished run directory: stage by stage, in the same way on every process of a run."""
 
 import itertools
 import json
@@ -51,18 +51,19 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True)
 class FitResult:
-    """What came out of `fit`.
+    """The result of `fit`.
 
     Attributes:
       directory: the run directory.
-      steps: updates done, of all stages; fewer than asked for when the run was interrupted or reached its
+      steps: updates done, of all stages; fewer than the config says if the run was interrupted or reached its
         ``train.stop_loss``.
       finished: whether all of them are done, or the loss was reached.
       final_loss: the training loss of the last update that was logged, in nats per token.
       tokens_per_second: training tokens of all devices per second of wall time, of the last process that trained,
         without the first `WARM_STEPS` steps of every stage, checkpoints included.
-      seconds: what its wall-clock time was spent on, in all lives of the run; see `train.monitor.goodput`.
-      peak_memory_bytes: the most that process held, as `train.monitor.peak_memory_bytes` says.
+      seconds: what its wall-clock time was spent on, over all processes that trained the run; see
+        `train.monitor.goodput`.
+      peak_memory_bytes: the peak memory of that process, as `train.monitor.peak_memory_bytes` measures it.
     """
 
     directory: Path
@@ -75,14 +76,14 @@ class FitResult:
 
 
 def fit(config: Config, directory: str | Path | None = None, *, progress: str | None = None) -> FitResult:
-    """Trains the config in `directory` (its own by default), resuming whatever is there, and saves the result.
+    """Trains the config in `directory` (its own by default), resuming what is saved there, and saves the result.
 
     A finished run is returned as it is. SIGINT (Ctrl-C), SIGTERM and a pod's notice of preemption save a checkpoint and
-    return; the same call then resumes as if nothing had happened: bit for bit on the same devices. `progress` is the
-    label under which progress is shown; None shows nothing.
+    return. The same call then resumes as if there had been no interruption: bit for bit on the same devices. `progress`
+    is the label under which progress is shown; None shows nothing.
 
-    Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, a mesh,
-    a batch or a stage that cannot work, or a directory that belongs to another config.
+    Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, for an
+    invalid mesh, batch or stage, or for a directory of another config.
     """
     began, directory = time.time(), path(directory or config.directory)
     check_run(config, directory)
@@ -92,7 +93,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     check_monitor(config)
     enable_compilation_cache(config.monitor.compilation_cache)
     told = print if progress and jax.process_index() == 0 else lambda _: None
-    # Not to a run that resumes: with other flags than it began with it is no longer the same bit for bit.
+    # Not shown to a resumed run: with flags other than those it began with it would not be the same bit for bit.
     if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):
         told(advice)
     stages = prepare(config, told)
@@ -109,7 +110,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         )
         step, done = run.train()
         last, speed = run.monitor.last, run.monitor.tokens_per_second
-        run.monitor.goodput.spend("checkpoint")  # the last one is waited for
+        run.monitor.goodput.spend("checkpoint")  # waits for the last save
     seconds = run.monitor.goodput.seconds
     result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes(), seconds)
     if result.finished:
@@ -143,7 +144,7 @@ class Stage:
     program: Program
     layout: Layout
     rows: Any
-    held_out: Any  # rows of held-out text, or None where none are measured while it trains
+    held_out: Any  # rows of held-out text, or None if none are measured during training
 
     @property
     def last_step(self) -> int:
@@ -161,7 +162,7 @@ class Stage:
 
 
 def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
-    """All stages of a config, traced and checked against each other before any text is read; nothing is compiled."""
+    """All stages of a config, traced and checked against each other before any text is read, without compiling."""
     check_distinct("stages", config.stage_names, "give one of them its own name")
     built: list[tuple[Config, Mesh, Program]] = []
     for number, stage in enumerate(config.every_stage):
@@ -181,7 +182,7 @@ def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
 
 
 def _held_out(config: Config) -> Any:
-    """The rows that are measured while a stage trains, if any are; ValueError for too little held-out text."""
+    """The rows that are measured while a stage trains, or None; raises ValueError for too little held-out text."""
     if not config.monitor.evaluate_every:
         return None
     sample, length = held_out_sample(config), config.train.length
@@ -194,7 +195,7 @@ def _held_out(config: Config) -> Any:
 
 
 def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
-    """The program of a stage, traced: what attention or the loss refuses is refused here."""
+    """The program of a stage, traced; errors of attention or the loss are raised here."""
     train = config.train
     check(train.steps > 0, "train.steps is 0: there is nothing to train; evaluate and compare measure a model as it is")
     check_model(config)
@@ -212,7 +213,7 @@ def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program
 
 
 def _check_moments(before: Program | None, program: Program) -> None:
-    """Raises ValueError for a stage that cannot go on with the moments of the one before it."""
+    """Raises ValueError for a stage that cannot continue with the moments of the stage before it."""
     check(before is not None, "train.keep_moments: the first stage has no moments to keep; set it in a later one")
     shapes = [jax.tree.map(jax.typeof, each.abstract.optimizer) for each in (before, program)]
     check(
@@ -235,7 +236,7 @@ class Run:
     stop: threading.Event
 
     def train(self) -> tuple[int, bool]:
-        """Trains; the number of updates that the saved state has seen, and whether that is the end of the run."""
+        """Trains; returns the number of updates of the saved state, and whether that is the end of the run."""
         return self.checkpoints.resume(self._train)
 
     def _train(self, lasting: Checkpoint | None) -> tuple[int, bool]:
@@ -257,7 +258,7 @@ class Run:
         return (self.local.newest(states, lasting) if self.local else None) or lasting
 
     def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> tuple[int, bool]:
-        """Trains one stage from what is saved.
+        """Trains one stage from the saved state.
 
         Returns the number of updates of the run after it, or at a stop, and whether ``train.stop_loss`` was reached.
         """
@@ -271,7 +272,7 @@ class Run:
         if warm == step:
             self.monitor.begin()
         while step < stage.last_step:
-            # Dispatch is asynchronous: the loop waits for the devices only where it reads a number.
+            # Dispatch is asynchronous: the loop waits for the devices only when it reads a number.
             batch = self.monitor.next(stream)
             self.monitor.before(step + 1, state)
             state, metrics = stage.program.update(state, stage.on_devices(batch, train.rows, stage.part))
@@ -334,12 +335,12 @@ class Run:
 
 
 def _stream_seed(seed: int, stage: int) -> int:
-    """A seed for every stage. Each pass over the text takes the next one, so those of stages lie far apart."""
+    """A seed for every stage. Each pass over the text takes the next seed, so the seeds of stages are far apart."""
     return (seed + 104_729 * stage) % 2**32
 
 
 def _finite(value: Any) -> float | None:
-    """A number for JSON, which has no other."""
+    """A number, or None if it is not finite, since JSON has finite numbers only."""
     return float(value) if math.isfinite(float(value)) else None
 
 
@@ -358,7 +359,7 @@ class _Evaluation:
         self._last = step // self._every
 
     def measure(self, step: int, parameters: Any) -> dict[str, float]:
-        """``held_out_loss``, in nats per token, at the first log step after it is due; otherwise nothing."""
+        """``held_out_loss``, in nats per token, at the first log step after it is due; empty at other steps."""
         if step // self._every == self._last and step != self._stage.last_step:
             return {}
         self._last = step // self._every
@@ -368,7 +369,7 @@ class _Evaluation:
 
 
 def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
-    """Raises Diverged before anything of a training that diverged is written or saved."""
+    """Raises Diverged for a diverged training, before its values are written or saved."""
     in_row = int(metrics.skipped_in_row)
     never = in_row == step - stage.first_step and step == stage.last_step
     if in_row >= stage.config.train.stop_after_skips or never:

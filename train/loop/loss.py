@@ -1,4 +1,4 @@
-"""The loss of hidden states under an output matrix, without an array of [tokens, vocabulary] where that is too much."""
+"""The loss of hidden states under an output matrix, optionally without a full array of [tokens, vocabulary]."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from train.config.settings.checks import check_chunks
 
 Finish = Callable[[Array, Array | None], Array]
-"""What makes logits of products and a bias, one by one, as ``posjax.nn.DecoderConfig.finish_logits``."""
+"""An elementwise function from products and a bias to logits, such as ``posjax.nn.DecoderConfig.finish_logits``."""
 
 
 def as_they_are(products: Array, bias: Array | None) -> Array:
@@ -41,13 +41,13 @@ def token_losses(
     bias: Float[Array, "vocabulary"] | None = None,
     finish: Finish = as_they_are,
 ) -> Losses:
-    """The sums of what every token loses, of logits ``z = finish(hidden head, bias)``:
+    """The sums of the losses of all tokens, for logits ``z = finish(hidden head, bias)``:
 
         nll = log sum_v exp(z_v) - z_label,      z = (log sum_v exp(z_v))^2
 
-    Labels below 0 are not predicted. With several `chunks` the logits are made for one part of the vocabulary at a
-    time, and made again in the backward pass; no more than a part of them ever exists. Dividing once, after all sums,
-    weights every token alike.
+    Labels below 0 are not predicted. With several `chunks` the logits are computed for one part of the vocabulary at a
+    time, and recomputed in the backward pass; only one part exists at a time. Dividing once, after all sums, gives
+    every token the same weight.
 
     Raises:
       ValueError: if the chunks do not divide the vocabulary.
@@ -75,16 +75,16 @@ def _whole(finish, hidden, head, bias, label):
 
 
 def _parts(head, chunks: int):
-    """The columns of the output matrix, dealt out in turn: part c has v = c, c + chunks, ...
+    """The columns of the output matrix in interleaved parts: part c has v = c, c + chunks, ...
 
-    So every part lies over the devices as the whole matrix does.
+    So every part is sharded over the devices like the whole matrix.
     """
     size, vocabulary = head.shape
     return jnp.moveaxis(head.reshape(size, vocabulary // chunks, chunks), 2, 0)
 
 
 def _is_label(label, part, chunks: int, columns: int):
-    """Which logit of a part is that of the label."""
+    """The index of the label's logit within a part."""
     here = jnp.where(label % chunks == part, label // chunks, -1)
     return here[..., None] == jnp.arange(columns)
 
@@ -96,7 +96,7 @@ def _bias_parts(bias, chunks: int):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_chunks(chunks: int, finish: Finish, hidden, head, bias, label):
-    """`_whole`, a part of the vocabulary at a time."""
+    """`_whole`, computed for one part of the vocabulary at a time."""
 
     def part(carry, chunk):
         highest, total, picked = carry

@@ -1,4 +1,4 @@
-"""The optimizers, their schedule, and which parameters they move."""
+"""The optimizers, their schedule, and which parameters they train."""
 
 import math
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ MOVES, STAYS = "moves", "stays"
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """The rate of update number n, from 0: a line up to the peak, reached by update ``warmup_steps``, and then what
-    ``schedule`` says. The first update already moves.
+    """The rate of update number n, from 0: linear up to the peak, reached by update ``warmup_steps``, then by
+    ``schedule``. The rate of the first update is above 0.
 
-    ``cosine`` is half a cosine, ``linear`` a line, down to the final share of the peak, reached by the last update;
+    ``cosine`` is half a cosine and ``linear`` a line, both down to the final share of the peak at the last update;
     ``constant`` stays at the peak.
     """
     schedule = _SCHEDULES[config.schedule](config)
@@ -80,7 +80,7 @@ def _scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.Grad
 
 
 def factors(config: TrainConfig, axes: Any) -> Any:
-    """For every parameter the product of the factors whose patterns name it, as `labels` reads them; 1 without any."""
+    """For every parameter the product of the factors whose patterns match it, as in `labels`; 1 if none does."""
     names = _names(axes)
     _check_patterns("train.learning_rate_factors", config.learning_rate_factors, names)
     found = [
@@ -91,7 +91,7 @@ def factors(config: TrainConfig, axes: Any) -> Any:
 
 
 def kept_moments(before: Any, begun: Any) -> Any:
-    """The state of an optimizer, with its schedule, which is counted, as in the state that another stage has begun."""
+    """The state of an optimizer, with the schedule's count taken from the state that another stage has begun."""
     return jax.tree.map(lambda new, old: new if _is_schedule(new) else old, begun, before, is_leaf=_is_schedule)
 
 
@@ -100,11 +100,11 @@ def _is_schedule(node: Any) -> bool:
 
 
 def labels(config: TrainConfig, axes: Any) -> Any:
-    """For every parameter whether it moves.
+    """For every parameter whether it is trained.
 
-    A pattern of ``train.trains`` names one by its path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
+    A pattern of ``train.trains`` matches its path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
 
-    Raises ValueError for a pattern that names none.
+    Raises ValueError for a pattern that matches none.
     """
     names = _names(axes)
     _check_patterns("train.trains", config.trains, names)
@@ -140,8 +140,8 @@ def _adamw(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransfo
 def _muon(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
     """Muon on the matrices inside the blocks, AdamW on the rest (Jordan 2024).
 
-    Updates are scaled to the size of AdamW's, 0.2 a number (Liu et al., arXiv 2502.16982), so that its learning rates
-    fit.
+    Updates are scaled to the size of AdamW's, 0.2 per element (Liu et al., arXiv 2502.16982), so that AdamW's learning
+    rates fit.
     """
     return muon(
         learning_rate(config),
@@ -158,7 +158,7 @@ def _muon(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransfor
 
 
 def _adafactor(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
-    """Adafactor (Shazeer and Stern, arXiv 1804.04235): second moments as products of sums over rows and columns.
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235): second moments are products of sums over rows and columns.
 
     The learning rate is relative to the root mean square of each parameter; 1e-2 is usual.
     """
@@ -173,7 +173,7 @@ def _adafactor(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTra
 
 _OPTIMIZERS = {"adamw": _adamw, "muon": _muon, "adafactor": _adafactor}
 
-# Which axes of a block's matrices a vector comes in by; it goes out by the others.
+# The input axes of a block's matrices; the others are output axes.
 _INTO = {
     ("embed", "heads", "head_dim"): (0,),
     ("embed", "kv_heads", "head_dim"): (0,),
@@ -184,7 +184,7 @@ _INTO = {
 
 
 def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
-    """How Muon sees a parameter as a matrix, for every layer; None where it is none of a block's."""
+    """How Muon reshapes a parameter to a matrix, for every layer; None if it is not a matrix of a block."""
     own = tuple(name for name in names if name != "layers")
     if names[0] != "layers" or own not in _INTO:
         return None

@@ -1,4 +1,4 @@
-"""What a training from a released model starts with."""
+"""The initial parameters of a training from a released model."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from train.model.convert import convert
 def initial_parameters(config: Config, mesh: Mesh) -> Any:
     """The parameters of the released model under ``init`` as those of a config, read straight to the devices' shards.
 
-    Raises FileNotFoundError without the model, and ValueError for tensors that its config does not say.
+    Raises FileNotFoundError without the model, and ValueError for tensors that do not match its config.
     """
     released = as_released(config)
     abstract = build_program(released, mesh).abstract.parameters

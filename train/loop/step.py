@@ -30,10 +30,10 @@ from train.model.state import Guard, TrainState
 
 
 class StepMetrics(NamedTuple):
-    """What an update reports, as scalars on the devices."""
+    """The metrics of an update, as scalars on the devices."""
 
     loss: Float[Array, ""]  # nats per token, without the z-loss
-    gradient_norm: Float[Array, ""]  # before clipping, of the parameters that train
+    gradient_norm: Float[Array, ""]  # before clipping, of the trained parameters
     learning_rate: Float[Array, ""]
     skipped: Int32[Array, ""]
     skipped_in_row: Int32[Array, ""]
@@ -46,7 +46,7 @@ def mask_tokens(
     rate: float,
     tokenizer: Tokenizer,
 ) -> tuple[Int32[Array, "rows length"], Int32[Array, "rows length"]]:
-    """Tokens with a share `rate` of the text replaced by the mask token, and labels that are -1 everywhere else.
+    """Tokens, a share `rate` of them replaced by the mask token, and labels, which are -1 at all other tokens.
 
     The masked-token loss of Devlin et al. 2019, section 3.1, without its random and unchanged replacements.
     """
@@ -57,10 +57,10 @@ def mask_tokens(
 
 
 def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
-    """Where the tokens of a batch stand, as arguments of the model: counted in each document, or as the scheme draws.
+    """The positions of a batch, as arguments of the model: counted in each document, or drawn by the scheme.
 
-    Drawn ids run through a row, across its documents, which do not see each other; they are put into the places of the
-    `layout`, in which the batch is.
+    Drawn ids run through a whole row, across its documents, which do not see each other. They are reordered to the
+    `layout` of the batch.
     """
     return {"positions": batch.positions} | _drawn(config, key, batch, layout)
 
@@ -96,11 +96,11 @@ def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], paramete
 
 @dataclass(frozen=True)
 class Program:
-    """What a stage's config compiles to over a mesh.
+    """The functions that a stage's config compiles to, over a mesh.
 
     ``initialize()`` gives the first state, ``begin(parameters)`` that of given parameters. ``update(state, batch)``
-    gives the next state and the metrics, and takes the buffers of the state it is given. ``loss(parameters, batch)``
-    gives the ``Losses`` of a batch. ``abstract`` holds the shapes, dtypes and shardings of a state.
+    gives the next state and the metrics, and donates the buffers of the given state. ``loss(parameters, batch)`` gives
+    the ``Losses`` of a batch. ``abstract`` holds the shapes, dtypes and shardings of a state.
     """
 
     initialize: Any
@@ -112,7 +112,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an update is made of, known when tracing."""
+    """The static parts of an update, known when tracing."""
 
     config: Config
     mesh: Mesh
@@ -123,7 +123,7 @@ class Parts:
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
-    """Compiles nothing yet; raises ValueError for a model, a scheme or a mesh that cannot work."""
+    """The program of a stage, not yet compiled. Raises ValueError for an invalid model, scheme or mesh."""
     parts = parts_of(config, mesh)
     shapes = jax.eval_shape(partial(initialize, parts, config.seed))
     parameters = tree_shardings(mesh, parts.axes, shapes.parameters)
@@ -165,7 +165,7 @@ def _begin(parts: Parts, parameters: Any) -> TrainState:
 def update(
     parts: Parts, seed: int | Int32[Array, ""], state: TrainState, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
-    """The state after a batch, and what is reported; what is drawn for it follows from the seed and the step."""
+    """The state after a batch, and its metrics; random draws depend only on the seed and the step."""
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     for_batch, for_features = jax.random.split(key)
     before = redraw(parts.config, for_features, state.step, state.parameters)
@@ -185,10 +185,11 @@ def _choose(condition, chosen: Any, otherwise: Any) -> Any:
 
 
 def _guard(parts: Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
-    """Whether an update is to be made, and what is known after it.
+    """Whether to apply an update, and the statistics after it.
 
-    It is left out if a number is not finite, or its norm is more than ``spike_factor`` times the running mean
-    ``m <- 0.95 m + 0.05 norm``. After ``stop_after_skips`` in a row all are, until the loop looks and stops.
+    An update is skipped if a number is not finite, or its norm is more than ``spike_factor`` times the running mean ``m
+    <- 0.95 m + 0.05 norm``. After ``stop_after_skips`` in a row all updates are skipped, until the loop notices and
+    stops.
     """
     train = parts.config.train
     sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (before.in_row < train.stop_after_skips)
@@ -219,14 +220,14 @@ def _gradients(parts: Parts, key, parameters: Any, batch: Batch) -> tuple[Losses
 
 
 class _BatchPart(NamedTuple):
-    """Rows of a batch, and what the scheme draws for them, by the names of the model's arguments."""
+    """Rows of a batch, and the scheme's draws for them, by the names of the model's arguments."""
 
     rows: Batch
     drawn: dict[str, Array]
 
 
 def _of_piece(parts: Parts, parameters: Any, predicted, piece: _BatchPart) -> tuple[Losses, Any]:
-    """The losses of some rows, and the gradient of their sum over all that the batch predicts."""
+    """The losses of some rows, and the gradient of their sum divided by the number of predicted tokens of the batch."""
 
     def objective(parameters):
         losses = _losses_at(parts, parameters, piece.rows, {"positions": piece.rows.positions} | piece.drawn)
@@ -249,14 +250,15 @@ def _added(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tupl
 
 
 def _divides_by_replica(mesh: Mesh) -> bool:
-    """Whether replicas add up their own parts first. XLA's partitioner dies of gathers over `tensor` beside that."""
+    """Whether replicas add up their own parts first. Not with `tensor`: XLA's partitioner crashes on its gathers
+    then."""
     return mesh.shape["replica"] > 1 and mesh.shape["tensor"] == 1
 
 
 def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
     """`_added` for the rows of every replica, and then over the replicas.
 
-    So what crosses the network between slices does so once a step, and not once a part.
+    So gradients cross the network between slices once per step, not once per part.
     """
     own, rows = _of_one_replica(parts), pieces.rows.tokens.shape[1:]
 
@@ -266,7 +268,7 @@ def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPa
     def of_replica(parameters, predicted, pieces):
         return jax.lax.psum(_added(own, parameters, predicted, pieces), "replica")
 
-    # Unchecked: a check would have every part's gradient of the parameters, which all replicas share, added up at once.
+    # Unchecked: a check would sum every part's gradient of the parameters, which all replicas share, at once.
     return jax.shard_map(
         of_replica,
         mesh=parts.mesh,
@@ -286,18 +288,18 @@ def _of_one_replica(parts: Parts) -> Parts:
 
 
 def _prepared(parts: Parts, key, batch: Batch) -> Batch:
-    """The batch as the model sees it: with tokens masked, where the model predicts those."""
+    """The batch as the model sees it: with masked tokens, if the model is trained to predict those."""
     if parts.config.model.causal:
         return batch
     rate, tokenizer = parts.config.train.mask_rate, load_tokenizer(parts.config.data)
-    # Drawn in the tokens' own order, so that the layout changes nothing.
+    # Drawn in the tokens' own order, so the result does not depend on the layout.
     own = (parts.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
     tokens, predicted = map(parts.layout.apply, mask_tokens(key, *own, rate, tokenizer))
     return batch._replace(tokens=tokens, labels=predicted)
 
 
 def _in_parts(parts: Parts, batch: Batch) -> Batch:
-    """The rows dealt out in turn, ``[parts, rows, length]``, so that no device gives up a row of its own."""
+    """The rows in interleaved parts, ``[parts, rows, length]``, so that no row moves to another device."""
     count = parts.config.train.accumulate
     sharding = named_sharding(parts.mesh, (None, "batch", "length")).spec
 
@@ -308,7 +310,7 @@ def _in_parts(parts: Parts, batch: Batch) -> Batch:
 
 
 def _batch_loss(parts: Parts, parameters: Any, batch: Batch) -> Losses:
-    """The losses of a batch as it is, positions counted in each document."""
+    """The losses of a batch without masking or draws, with positions counted in each document."""
     return _losses_at(parts, parameters, batch, {"positions": batch.positions})
 
 
@@ -321,7 +323,7 @@ def _losses_at(parts: Parts, parameters: Any, batch: Batch, where: dict[str, Arr
 
 
 def _cast(parts: Parts, parameters: Any) -> Any:
-    """The parameters as the model computes with them: matrices narrow, before they travel; the frozen ones constant."""
+    """The parameters as the model uses them: matrices cast before communication, frozen ones without a gradient."""
     moves = labels(parts.config.train, parts.axes)
     held = jax.tree.map(lambda leaf, label: jax.lax.stop_gradient(leaf) if label == STAYS else leaf, parameters, moves)
     return narrowed(held, parts.axes, jnp.dtype(parts.config.model.compute_dtype), parts.mesh)

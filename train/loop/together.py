@@ -1,6 +1,6 @@
-"""Several small trainings as one program: their states are stacked, and one update moves all of them.
+"""Several small trainings as one program: their states are stacked, and one update advances all of them.
 
-On a CPU the update takes them in turn: nine small products there are faster than one of nine times the size.
+On a CPU the update runs them one after the other: nine small products are faster there than one of nine times the size.
 """
 
 import math
@@ -28,20 +28,20 @@ from train.model.state import TrainState
 from train.monitor import MetricsLog, enable_compilation_cache, peak_memory_bytes
 from train.monitor.progress import show_progress
 
-_AXIS = "data"  # of the mesh, over which the trainings are split
+_AXIS = "data"  # the mesh axis over which the trainings are split
 _OWN = ("seed", "train.learning_rate", "train.learning_rate_factors")
 
 
 def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> list[FitResult]:
-    """Trains configs that differ in seed, learning rate and its factors alone, and saves each in its own directory.
+    """Trains configs that differ only in seed, learning rate and its factors, and saves each in its own directory.
 
     Training k of n has the update of `train.loop.step.update` on its own state, batch and seed, under ``vmap``; on a
-    CPU in turn. Its rate is that of the first config times ``learning_rate_k / learning_rate_1`` and its factors, so
-    that one program trains all. Over several devices the trainings are split, not their rows. An accelerator gains
-    larger products, a CPU the compilations alone.
+    CPU one after the other. Its rate is that of the first config times ``learning_rate_k / learning_rate_1`` and its
+    factors, so that one program trains all. Over several devices the trainings are split, not their rows. On an
+    accelerator the products are larger and faster; a CPU saves compilations only.
 
-    A training that diverges is returned with ``finished`` false, and nothing of it is saved. Nothing is saved before
-    the end. `progress` is the label under which the mean loss is shown.
+    A training that diverges is returned with ``finished`` false, and is not saved. Nothing is saved before the end.
+    `progress` is the label under which the mean loss is shown.
 
     Raises ValueError, before anything is compiled, for configs that differ in more, that have stages or start from a
     released model, and for directories that hold another run.
@@ -72,7 +72,7 @@ def check_together(configs: Sequence[Config]) -> None:
 
 @dataclass(frozen=True)
 class _Trained:
-    """What came of one training: its last state, its place in the data, and what it logged."""
+    """The result of one training: its last state, its place in the data, and its metrics."""
 
     state: TrainState
     place: Any
@@ -101,7 +101,7 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
 
 
 def _taken(number: int, states: TrainState, place: Any, lines: list[dict[str, Any]]) -> _Trained:
-    """One training as it is now; the others go on."""
+    """The result of one training at this point, while the others continue."""
     own = jax.device_get(jax.tree.map(lambda leaf: leaf[number], states))
     return _Trained(jax.tree.map(jnp.asarray, own), place, lines)
 
@@ -142,7 +142,8 @@ def _mean(lines: Sequence[dict[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class StackedProgram:
-    """``initialize()`` gives the stacked first states; ``update(state, batches)``, a batch each, the next ones."""
+    """``initialize()`` gives the stacked first states; ``update(state, batches)``, with one batch each, the next
+    ones."""
 
     initialize: Callable[[], TrainState]
     update: Callable[[TrainState, Sequence[Batch]], tuple[TrainState, StepMetrics]]
@@ -151,8 +152,8 @@ class StackedProgram:
 def stacked_program(configs: Sequence[Config], devices: list | None = None) -> StackedProgram:
     """The program of several trainings that share all but seeds, rates and factors.
 
-    Every array of a state has a leading axis of the trainings, split over as many devices as there are trainings for.
-    Where they do not divide evenly the last one is computed several times.
+    Every array of a state has a leading axis for the trainings, split over at most as many devices as trainings. If
+    they do not divide evenly, the last training is computed several times.
     """
     devices = (jax.devices() if devices is None else devices)[: len(configs)]
     mesh = mesh_of(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
@@ -195,13 +196,13 @@ def _in_turn(function: Callable) -> Callable:
 
 
 def _of_one_training(mesh: Mesh) -> AbstractMesh:
-    """The axes of the mesh that one training sees."""
+    """The mesh axes that are visible to one training."""
     axes = {axis: size for axis, size in mesh.shape.items() if axis != _AXIS}
     return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
 def _rates(parts: Parts, config: Config) -> Any:
-    """What the updates of every parameter are multiplied by, beside those of the shared program."""
+    """The factors on the updates of every parameter, relative to those of the shared program."""
     rate = config.train.learning_rate / parts.config.train.learning_rate
     return jax.tree.map(lambda factor: rate * factor, factors(config.train, parts.axes))
 

@@ -1,1 +1,1 @@
-"""A decoder from a config: its scheme, its extensions, where it lies on a mesh, what it costs."""
+"""A decoder from a config: its scheme, its extensions, its sharding over a mesh, its cost."""

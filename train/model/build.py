@@ -29,10 +29,11 @@ RELEASED = "released"
 
 
 def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Layers:
-    """The scheme that is trained, that of the config or of another entry, without the entry's extension.
+    """The scheme that is trained: that of the config or of another entry, without the entry's extension.
 
-    That of a released model may be trained with changes, which are options of the entry: slots of `Scheme.extend`.
-    Raises ValueError as `build_scheme` does, and for the scheme of a released model where there is none.
+    The scheme of a released model may be trained with changes; these are options of the entry: slots of
+    `Scheme.extend`. Raises ValueError as `build_scheme` does, and for the scheme of a released model if the config
+    names no such model.
     """
     entry = config.scheme if entry is None else entry
     if entry.name != RELEASED:
@@ -65,10 +66,10 @@ def build_scheme(entry: SchemeConfig, num_layers: int) -> Scheme | Layers:
 
 
 def evaluated_scheme(config: Config, entry: SchemeConfig | None = None, length: int | None = None) -> Scheme | Layers:
-    """The scheme of an entry with its extension, for texts of a length; the longest of the evaluation when left out.
+    """The scheme of an entry with its extension, for texts of a length; by default the longest of the evaluation.
 
-    Options that the extension leaves out follow from that and from the length the model was made for. Raises ValueError
-    for a scheme that does not exist or cannot extend.
+    Options that the extension omits follow from that length and from the length the model was made for. Raises
+    ValueError for a scheme that does not exist or cannot extend.
     """
     entry = config.scheme if entry is None else entry
     longest = max(config.evaluate.lengths) if length is None else length
@@ -78,7 +79,7 @@ def evaluated_scheme(config: Config, entry: SchemeConfig | None = None, length: 
 def extension_of(config: Config, entry: SchemeConfig, length: int) -> dict[str, Any]:
     """The extension of an entry with all options, for texts of a length.
 
-    Raises ValueError for one that would replace what a released model has itself.
+    Raises ValueError for an extension that would replace a rule of the released model itself.
     """
     own = own_length(config)
     if entry.name != RELEASED:
@@ -87,18 +88,18 @@ def extension_of(config: Config, entry: SchemeConfig, length: int) -> dict[str, 
 
 
 def own_length(config: Config) -> int:
-    """The length that the model was made for: that of its training, unless a released one was made for more.
+    """The length that the model was made for: its training length, or that of the released model if that is longer.
 
-    A released model that is given another scheme was trained with that at ``train.length`` alone.
+    A released model with another scheme was trained with that scheme at ``train.length`` only.
     """
     released = config.model.trained_length or 0 if config.scheme.name == RELEASED else 0
     return max(released, config.train.length)
 
 
 def check_model(config: Config) -> None:
-    """Raises ValueError for a scheme that does not fit the model or the length it is trained at; computes nothing.
+    """Raises ValueError for a scheme that does not fit the model or its training length; computes nothing.
 
-    So too for a vocabulary in which the tokenizer's tokens have no place.
+    Also raises it for a vocabulary that is too small for the tokenizer.
     """
     check_vocabulary(config)
     check_chunks(decoder_config(config).vocab_size, config.train.loss_chunks)
@@ -114,7 +115,7 @@ def check_model(config: Config) -> None:
 
 
 def check_vocabulary(config: Config) -> None:
-    """Raises ValueError for a tokenizer whose tokens have no place in the model's vocabulary."""
+    """Raises ValueError for a tokenizer with more tokens than the model's vocabulary."""
     tokenizer = load_tokenizer(config.data)
     found, needed = config.model.vocabulary, tokenizer.encoded_size
     check(
@@ -127,7 +128,7 @@ def check_vocabulary(config: Config) -> None:
 
 
 def _check_reach(config: Config) -> None:
-    """Absolute embeddings may have an end, behind which they are NaN."""
+    """Raises ValueError for a table of absolute embeddings that is shorter than the text; beyond its end it is NaN."""
     length, name = config.train.length, config.scheme.name
     reach = getattr(scheme_of(config).embedding, "reach", length)
     works = f"train.length={reach}" if name == RELEASED else f"scheme.max_length={length}"
@@ -155,7 +156,7 @@ def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig
 
 
 def placement(config: Config, mesh: Mesh | None) -> Placement:
-    """How activations lie over the mesh of a stage. Raises ValueError for a mesh that the model cannot use."""
+    """How activations are sharded over the mesh of a stage. Raises ValueError for a mesh that the model cannot use."""
     if mesh is None:
         return Placement()
     shards, context = mesh.shape["context"], config.train.context
@@ -175,9 +176,9 @@ def placement(config: Config, mesh: Mesh | None) -> Placement:
 
 
 def build_model(config: Config, mesh: Mesh | None = None, seed: int | Int32[Array, ""] | None = None) -> nn.Decoder:
-    """The decoder that a config trains, with parameters drawn from a seed, its own unless another one is given.
+    """The decoder that a config trains, with parameters drawn from a seed, by default the config's own.
 
-    Raises ValueError for what cannot be built.
+    Raises ValueError for a decoder that cannot be built.
     """
     return nn.Decoder(
         decoder_config(config, mesh), rngs=nnx.Rngs(jax.random.key(config.seed if seed is None else seed))
@@ -185,9 +186,10 @@ def build_model(config: Config, mesh: Mesh | None = None, seed: int | Int32[Arra
 
 
 def learned_positions(config: Config) -> tuple[str, ...]:
-    """Patterns of the names of what a config's scheme learns, as ``train.learning_rate_factors`` takes them.
+    """Patterns of the names of the parameters that a config's scheme learns, as in ``train.learning_rate_factors``.
 
-    Nothing for schemes that learn nothing; what linear attention projects with tells no position.
+    Empty for schemes without parameters. The projections of linear attention do not encode position and are not among
+    them.
     """
     names = [name.split("/") for name, _ in named_leaves(nn.logical_axes(nnx.eval_shape(lambda: build_model(config))))]
     inside = [parts[parts.index("learned") + 1] for parts in names if "learned" in parts]

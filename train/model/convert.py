@@ -1,4 +1,4 @@
-"""From the weights of one stage to those that the next one starts from."""
+"""Converts the weights of one stage to those that the next stage starts from."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ def check_continues(before: Config, after: Config) -> None:
 def convert(before: Config, after: Config, parameters: Any) -> Any:
     """The parameters of one stage as those of the next.
 
-    Where the next scheme has parameters of the same names and shapes they are taken over. RoPE turns into CoCA (Zhu et
-    al., arXiv 2309.08646, section 4.1): the projection ``t`` of half the width is the mean of the keys' projection over
-    the two channels of each plane, and so is the query's of tied CoCA.
+    Parameters that have the same names and shapes in the next scheme are copied. RoPE turns into CoCA (Zhu et al.,
+    arXiv 2309.08646, section 4.1): the projection ``t`` of half the width is the mean of the keys' projection over the
+    two channels of each plane, and the projection of the query of tied CoCA is such a mean too.
 
     Raises ValueError for schemes that do not follow from each other.
     """
@@ -55,7 +55,7 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
 
 
 def _schemes(before: Config, after: Config):
-    """For every block's name its scheme in both stages, where the stages' layers lie in the same patterns."""
+    """For every block's name its scheme in both stages, if the layers of both stages follow the same pattern."""
     patterns = [decoder_config(config).layers.patterns for config in (before, after)]
     for p, ((old, old_repeats), (new, new_repeats)) in enumerate(zip(*patterns, strict=False)):
         if old_repeats == new_repeats:
@@ -68,5 +68,5 @@ def _becomes_coca(before: Scheme | None, after: Scheme | None) -> bool:
     old, new = before.features, after.features
     if not (isinstance(old, Rotary) and isinstance(new, Coca) and old.pairing == new.pairing):
         return False
-    # CoCA rotates every plane: where a part of the channels does not rotate, the planes of both are not the same.
+    # CoCA rotates every plane: if some channels of the other scheme do not rotate, the planes are not the same.
     return old.frequencies.partial_rotary_factor == 1

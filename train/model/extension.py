@@ -67,11 +67,11 @@ _OPTIONS: dict[str, dict[str, Sizes]] = {
         "drope": lambda own, length: {"extension": max(1.0, length / own)},
     },
 }
-"""What each method needs to know, by its slot and name. Windows are those that the authors advise."""
+"""The options that each method needs, by its slot and name. Windows are those that the authors recommend."""
 
 
 def completed(extend: Mapping[str, Any], own: int, length: int) -> dict[str, Any]:
-    """An extension with the options that it leaves out.
+    """An extension with its omitted options filled in.
 
     Args:
         extend: slots of ``Scheme.extend``, as a config has them.
@@ -87,13 +87,13 @@ def _completed(slot: str, change: Any, own: int, length: int) -> Any:
 
 
 def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, length: int) -> dict[str, Any]:
-    """An extension of a released model: `completed`, beginning where the model's own rule and windows end.
+    """An extension of a released model: `completed`, and continuing the model's own rule and windows.
 
-    * Layers that see a window alone know all their distances already: the extension passes over them.
+    * Layers with only a local window have seen all their distances in training: the extension skips them.
     * Up to its own length a model keeps its own frequencies, unless the extension names a factor or an original length,
       or is HoPE or LongRoPE.
-    * Beyond that, where its RoPE is scaled already, a rule of the same kind replaces it (linear; or YaRN, NTK-by-parts
-      and Llama 3's rule), with the model's original length and the product of both factors. The factor of the extension
+    * Beyond that, if its RoPE is already scaled, a rule of the same kind replaces it (linear; or YaRN, NTK-by-parts and
+      Llama 3's rule), with the model's original length and the product of both factors. The factor of the extension
       counts from the model's own length.
     * YaRN then multiplies the model's own temperature by ``m(product) / m(own factor)``, m(s) = 0.1 ln(s) + 1, so that
       a factor of 1 changes nothing.
@@ -103,8 +103,8 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
         extend, own, length: see `completed`.
 
     Raises:
-        ValueError: for a model whose layers all see a window alone, for a rule of another kind than its own, and for
-            one that would lose the model's own temperature.
+        ValueError: for a model whose layers all have local windows, for a rule of another kind than the model's own,
+          and for a rule that would lose the model's own temperature.
     """
     if not extend:
         return {}
@@ -118,32 +118,32 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     if scaled and isinstance(found.get("frequencies"), Mapping):
         found["frequencies"] = _continued(scaled[0], extend["frequencies"], found["frequencies"])
     if length <= own and _follows_length(extend.get("frequencies")):
-        scheme.extend(**found)  # what would not fit beyond the model's length is no row up to it either
+        scheme.extend(**found)  # an extension that is invalid beyond the model's length is refused up to it too
         del found["frequencies"]
     return found if found.keys() - {"layers"} else {}
 
 
 def _follows_length(change: Any) -> bool:
-    """Whether a rule by name leaves all frequencies alone up to the model's own length."""
+    """Whether the rule of this name changes no frequency up to the model's own length."""
     named = isinstance(change, Mapping) and change.get("name") in _OPTIONS["frequencies"].keys() - {"hope", "longrope"}
     return named and not change.keys() & {"factor", "original_length"}
 
 
 UNSCALED = (rotary.Plain, rotary.Proportional, rotary.DynamicNTK, rotary.DynamicLinear, rotary.DynamicYaRN)
-"""Rules that rotate, up to the length that the model was made for, as plain RoPE does."""
+"""Rules that equal plain RoPE up to the length that the model was made for."""
 _KINDS = (({"linear"}, rotary.Linear), ({"yarn", "ntk-by-parts", "llama3"}, (rotary.NTKByParts, rotary.Llama3)))
-"""Names of rules that can take the place of rules of a class, given its factor and original length."""
+"""Names of rules that can replace rules of a class, given its factor and original length."""
 
 
 def _check_named(extend: Mapping[str, Any]) -> None:
-    """Raises ValueError for a slot that is described without its name."""
+    """Raises ValueError for a slot whose description lacks a name."""
     for slot, change in extend.items():
         named = not isinstance(change, Mapping) or isinstance(change.get("name"), str)
         check(named, f"{slot}: expected {{name: ..., option: value}}, found {change!r}")
 
 
 def _check_masking(schemes: Sequence[Scheme], change: Any) -> None:
-    """Raises ValueError for a method of far pairs that masks, which layers without rotation would not do."""
+    """Raises ValueError for a method of far pairs that also masks: layers without rotation would not get the mask."""
     masks = isinstance(change, Mapping) and change["name"] in ("streaming", "lm-infinite")
     check(
         not masks or all(scheme.rotates for scheme in schemes),
@@ -153,9 +153,9 @@ def _check_masking(schemes: Sequence[Scheme], change: Any) -> None:
 
 
 def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any], own: int) -> tuple[Sequence[Scheme], dict[str, str]]:
-    """The layers that an extension changes, and the option of `Layers.extend` that says so.
+    """The layers that an extension changes, as an option of `Layers.extend`.
 
-    A window as long as the model's own length confines nothing that the model knows.
+    A window as long as the model's own length counts as no window.
     """
     full = [scheme for scheme in schemes if scheme.kept_keys is None or sum(scheme.kept_keys) >= own]
     if "layers" in extend or len(full) == len(schemes):
@@ -167,7 +167,7 @@ def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any], own: int) -> 
 def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """The options of a rule that replaces the model's own: `given` in the config; `change`, all of them.
 
-    A config that names both the factor and the original length says everything itself.
+    If the config names both the factor and the original length, they are used as given.
     """
     if {"factor", "original_length"} <= given.keys():
         return change
@@ -191,7 +191,8 @@ def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, 
 
 
 def _temperature(rule: FrequencyRule, factor: float) -> dict[str, float]:
-    """The option of a YaRN by `factor` that takes the place of a rule, where its temperature is not YaRN's own."""
+    """The temperature option of a YaRN by `factor` that replaces a rule; empty if the rule's temperature is YaRN's
+    own."""
     grown = rule.table_factor * yarn_magnitude(factor) / yarn_magnitude(rule.factor)
     own = math.isclose(grown, yarn_magnitude(factor)) or getattr(rule, "mscale_all_dim", None)
     return {} if own else {"attention_factor": grown}

@@ -1,4 +1,4 @@
-"""Model FLOPs of an update, counted exactly: by the model's own matrix products and by the pairs its masks allow."""
+"""Model FLOPs of an update, counted exactly, from the model's matrix products and the pairs that its masks allow."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from train.config import Config
 from train.model.build import decoder_config
 
 END = np.iinfo(np.int64).max // 4
-"""Behind the last position of any sequence."""
+"""A position after the end of any sequence."""
 
 _BLOCK = 2**22
-"""Ends of runs that are looked at together, so that a mask of many runs does not take much memory."""
+"""The number of run ends processed together, which bounds the memory for a mask of many runs."""
 
 Runs = list[tuple[np.ndarray, np.ndarray]]
 """For each of some positions, runs of other positions, ``low <= j < high``, which may overlap or be empty."""
 
 
 class Flops(NamedTuple):
-    """Model FLOPs of an update, over all devices: forward once, backward twice as much, nothing recomputed."""
+    """Model FLOPs of an update, over all devices: one forward pass and a backward pass of twice that, no
+    recomputation."""
 
     parameters: float  # products of tokens and parameters
     attention: float  # Q K^T and P V, of the pairs that the mask allows alone
@@ -43,9 +44,9 @@ class Flops(NamedTuple):
 
 
 def update_flops(config: Config, segment_ids: np.ndarray | None = None) -> Flops:
-    """`decoder_flops` of a config; without segment ids of a batch in which every row is one document.
+    """`decoder_flops` of a config; without segment ids every row of the batch counts as one document.
 
-    It reads the tokenizer, for the vocabulary: count many batches by `decoder_flops`.
+    Each call reads the tokenizer, for the vocabulary; to count many batches use `decoder_flops`.
     """
     ids = np.zeros((1, config.train.length), np.int32) if segment_ids is None else segment_ids
     found = decoder_flops(decoder_config(config), ids)
@@ -60,7 +61,7 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
         attention  = sum over layers of  6 heads pairs (d_qk + d_v)
 
     since a product of n multiply-adds costs 2 n FLOPs forward and 4 n backward. The lookup of embeddings, norms,
-    rotations, biases and the softmax are not counted, nor is what a scheme learns by itself. A layer of linear
+    rotations, biases and the softmax are not counted, nor are the parameters of a position scheme. A layer of linear
     attention has no pairs: it costs ``12 heads m d_v`` a token, m features updating and reading a state of ``m d_v``.
 
     Args:
@@ -76,7 +77,7 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
 
 
 def _pair_work(scheme: Scheme, decoder: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
-    """Multiply-adds of one head of one layer forward."""
+    """Multiply-adds of one head of one layer, forward pass."""
     size = decoder.head_dim
     if scheme.linear is not None:
         return 2 * tokens * scheme.linear.size(size) * size
@@ -86,7 +87,7 @@ def _pair_work(scheme: Scheme, decoder: DecoderConfig, length: int, documents: C
 
 @cache
 def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
-    """``d_qk``, the width of the features whose inner product is a score; some maps widen what they are given."""
+    """``d_qk``, the width of the features whose inner product is a score; some feature maps widen their input."""
     heads, size, few = decoder.num_heads, decoder.head_dim, 8
 
     def phi(key):
@@ -98,7 +99,8 @@ def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
 
 
 def maxtext_flops(config: Config) -> Flops:
-    """The same as MaxText counts it, for comparing with numbers it published: half of all pairs, whatever the mask,
+    """Attention FLOPs by MaxText's convention, for comparison with its published numbers: half of all pairs for any
+    mask,
 
     attention = layers x 12 heads d_head length^2 / 2 x rows.
     """
@@ -108,12 +110,12 @@ def maxtext_flops(config: Config) -> Flops:
 
 
 def product_parameters(decoder: DecoderConfig) -> int:
-    """N, the parameters that tokens are multiplied with: projections, hidden layers and the head,
+    """N, the parameters that are multiplied with tokens: projections, hidden layers and the head,
 
         layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
 
-    Of a mixture of experts those count that a token takes, and the router.
-    The embedding is looked up, and counts only where it is the head too.
+    Of a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
+    only if it is also the head.
     """
     size, hidden, experts = decoder.head_dim, (3 if decoder.gated else 2) * decoder.mlp_dim, decoder.experts
     hidden = hidden if experts is None else experts.per_token * hidden + experts.count
@@ -134,16 +136,16 @@ def pairs(
     num_layers: int = 1,
     causal: bool = True,
 ) -> list[float]:
-    """How many pairs of a query and a key each layer allows, over all rows; a mean over heads where masks differ.
+    """How many pairs of a query and a key each layer allows, over all rows; the mean over heads if their masks differ.
 
-    Positions are counted in each document, so a document of n tokens has as many pairs as its n-th prefix sum says.
-    Those sums are made once for a mask and a length, in O(length); then a batch costs O(documents).
+    Positions are counted in each document, so the pairs of a document of n tokens are the n-th prefix sum of the mask.
+    These sums are computed once for a mask and a length, in O(length); then a batch costs O(documents).
 
     Args:
         scheme: one for all layers, or `Layers`.
         length: of a row.
-        segment_ids: ``[rows, length]``, negative at padding; one row that is one document when left out.
-        num_layers: where `scheme` is one for all.
+        segment_ids: ``[rows, length]``, negative at padding; by default one row that is one document.
+        num_layers: if `scheme` is one for all layers.
         causal: whether a query sees only the keys at or before its position.
     """
     layers = uniform(scheme, len(scheme.schemes) if isinstance(scheme, Layers) else num_layers)
@@ -160,7 +162,7 @@ def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -
 
 
 def _documents(segment_ids: np.ndarray) -> Counter[int]:
-    """How many documents of each length stand in the rows; a document is a run of one id that is not negative."""
+    """How many documents of each length are in the rows; a document is a run of one id that is not negative."""
     ids = np.asarray(segment_ids)
     starts = np.ones(ids.shape, bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -170,13 +172,13 @@ def _documents(segment_ids: np.ndarray) -> Counter[int]:
 
 
 def allowed(scheme: Scheme, causal: bool) -> Mask | None:
-    """What the scheme lets a query see, beside the documents; None for everything."""
+    """The scheme's mask, in addition to that of documents; None if it allows everything."""
     return all_of(masks.Causal() if causal else None, scheme.own_mask)
 
 
 @cache
 def _masks_of_heads(scheme: Scheme, causal: bool) -> tuple[Mask | None, ...]:
-    """The mask of a head of each kind; one for all heads unless a dilation differs."""
+    """One mask for each kind of head; a single one unless dilations differ between heads."""
     whole = allowed(scheme, causal)
     kinds = max([1, *(len(each) for each in _dilations(whole))])
     return tuple(_of_head(whole, head) for head in range(kinds))
@@ -213,7 +215,7 @@ def prefix_pairs(mask: Mask | None, length: int) -> np.ndarray:
 
 
 def _seen(mask: Mask | None, at: np.ndarray, keys: bool) -> Runs:
-    """The keys that queries at positions `at` see, or the queries that see keys there."""
+    """The keys that queries at positions `at` see, or the queries that see the keys at `at`."""
     if isinstance(mask, masks.And):
         left, right = _seen(mask.left, at, keys), _seen(mask.right, at, keys)
         return [(np.maximum(a, c), np.minimum(b, d)) for a, b in left for c, d in right]
@@ -226,7 +228,7 @@ def _seen(mask: Mask | None, at: np.ndarray, keys: bool) -> Runs:
 
 
 def _run(mask: Mask | None, at: np.ndarray, keys: bool) -> tuple:
-    """The one run of a mask that is no combination."""
+    """The single run of a mask that is not a combination of others."""
     match mask:
         case None:
             return 0, END

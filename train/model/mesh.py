@@ -18,7 +18,7 @@ BATCH_AXES = ("replica", "data", "fsdp")
 
 
 def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
-    """How many devices lie along each axis, -1 filled in.
+    """The number of devices along each axis, with -1 filled in.
 
     Raises ValueError for axes that `devices` devices cannot fill or that need more of them.
     """
@@ -38,8 +38,8 @@ def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
 def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mesh:
     """A mesh of as many of the `devices` (all there are, unless given) as `config` asks for.
 
-    Raises ValueError, before anything is compiled, when there are too few devices, or the `rows` of a batch cannot be
-    shared evenly.
+    Raises ValueError, before anything is compiled, if there are too few devices, or the `rows` of a batch cannot be
+    split evenly.
     """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_shape(config, len(devices))
@@ -48,7 +48,7 @@ def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mes
 
 
 def mesh_of(sizes: dict[str, int], devices: list, key: str = "train.mesh") -> Mesh:
-    """A mesh of these sizes. Raises ValueError where a process has none of its devices; ``key`` is the config's."""
+    """A mesh of these sizes. Raises ValueError if a process has none of its devices; ``key`` is the config's."""
     used = {device.process_index for device in devices[: math.prod(sizes.values())]}
     idle = sorted({device.process_index for device in devices} - used)
     if idle:
@@ -60,7 +60,7 @@ def mesh_of(sizes: dict[str, int], devices: list, key: str = "train.mesh") -> Me
 
 
 def check_rows(sizes: dict[str, int], rows: int) -> None:
-    """Raises ValueError for a batch whose rows the mesh cannot share evenly."""
+    """Raises ValueError for a batch whose rows cannot be split evenly over the mesh."""
     shares = math.prod(sizes[axis] for axis in BATCH_AXES)
     if rows % shares:
         fits = divisor_near(rows, shares)

@@ -1,4 +1,4 @@
-"""How arrays lie over the mesh: logical axis names, and the one table that gives each a mesh axis."""
+"""How arrays are sharded over the mesh: logical axis names, and the table that maps each to a mesh axis."""
 
 import itertools
 import math
@@ -21,14 +21,14 @@ AXIS_RULES: dict[str, str | tuple[str, ...]] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
 }
-"""Logical axes that are not here are whole on every device."""
+"""Mesh axes by logical axis; logical axes that are not listed are replicated."""
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:
     """The sharding of an array whose axes have these logical names; None and names without a rule are replicated.
 
-    An axis of ``shape`` is split over those of its mesh axes that divide it, as many devices as possible. What is left
-    is replicated, which costs memory but is always right; `replicated` tells it.
+    An axis of ``shape`` is split over those of its mesh axes that divide it, over as many devices as possible. Over the
+    other axes it is replicated, which costs memory but is always correct; `replicated` reports it.
     """
     rules = [tuple(own for own in _mesh_axes(axis) if own in mesh.shape) for axis in axes]
     if shape is not None:
@@ -42,7 +42,7 @@ def _mesh_axes(name: str | None) -> tuple[str, ...]:
 
 
 def _dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Those of the mesh axes that together divide a size, over the most devices; the first ones of several."""
+    """The mesh axes that together divide a size, over the most devices; of equal choices the first."""
     choices = (chosen for n in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, n))
     return max((c for c in choices if size % _devices(mesh, c) == 0), key=lambda c: _devices(mesh, c))
 
@@ -52,7 +52,8 @@ def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def replicated(mesh: Mesh, axes: Any, shapes: Any) -> str:
-    """A line on what devices hold of parameters beyond their share, as `named_sharding` leaves it; empty if little.
+    """A message on parameters that `named_sharding` leaves replicated, with the memory this costs; empty if it is
+    little.
 
     Args:
         mesh: of the devices.
@@ -74,17 +75,17 @@ def replicated(mesh: Mesh, axes: Any, shapes: Any) -> str:
 
 
 def _beyond_share(mesh: Mesh, names: tuple[str | None, ...], leaf: Any) -> int:
-    """The bytes of a parameter that a device holds and would not, if the mesh divided it."""
+    """The bytes of a parameter that a device holds in excess of an even split over the mesh."""
     held = math.prod(named_sharding(mesh, names, leaf.shape).shard_shape(leaf.shape))
     share = leaf.size // math.prod(_devices(mesh, _mesh_axes(name)) for name in names)
     return (held - share) * leaf.dtype.itemsize
 
 
 LENGTH_AXES = {"positions": -1, "coordinates": -2}
-"""Which axis of what a scheme draws for a batch goes along the tokens, of what has one."""
+"""The token axis of each of a scheme's draws for a batch, for those that have one."""
 
 _LITTLE = 2**26
-"""Bytes that are not worth a line."""
+"""Excess bytes below which nothing is reported."""
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
@@ -98,9 +99,8 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 
 
 def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
-    """Parameters whose matrices have the dtype that the model computes in before they travel, split as they were.
-
-    In a program over the mesh.
+    """Parameters whose matrices are cast to the model's compute dtype before communication, with the same sharding. For
+    use in a program over the mesh.
     """
 
     def narrow(names: tuple, leaf: Array) -> Array:
@@ -112,10 +112,10 @@ def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
 
 
 def optimizer_shardings(mesh: Mesh, state: Any, parameters: Any, shardings: Any) -> Any:
-    """The shardings of an optimizer's state: moments lie like their parameters, all else is replicated.
+    """The shardings of an optimizer's state: moments are sharded like their parameters, all else is replicated.
 
-    A leaf belongs to the parameter in whose path its own ends, if it has the same shape. Adafactor's sums over rows and
-    columns have another, and are small.
+    A leaf belongs to the parameter whose path is the end of its own path, if both have the same shape. Adafactor's sums
+    over rows and columns have other shapes, and are small.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(parameters)
     lies = {path: (leaf.shape, own) for (path, leaf), own in zip(flat, jax.tree.leaves(shardings), strict=True)}
@@ -130,7 +130,7 @@ def optimizer_shardings(mesh: Mesh, state: Any, parameters: Any, shardings: Any)
 
 
 def rows_of_process(mesh: Mesh, rows: int, process: int | None = None) -> slice:
-    """Which rows of a batch the devices of this process hold a part of: the least range that has them all."""
+    """The rows of a batch of which this process's devices hold a part: the smallest range that has all of them."""
     process = jax.process_index() if process is None else process
     held = named_sharding(mesh, ("batch",)).devices_indices_map((rows,))
     own = [index[0] for device, index in held.items() if device.process_index == process]

@@ -1,4 +1,4 @@
-"""All that an update changes, and parameters by their names."""
+"""The state that an update changes, and parameters by their names."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Int32
 
 
 class Guard(NamedTuple):
-    """What tells a spike from a step.
+    """Statistics for detecting spikes.
 
     Attributes:
       norm: running mean of the gradient norms of the updates made; 0 before the first.
       skipped: updates left out so far in this stage.
-      in_row: the last of them that follow each other.
+      in_row: the number of consecutive skips up to now.
     """
 
     norm: Float[Array, ""]
@@ -26,7 +26,7 @@ class Guard(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "parameters", "optimizer", "guard"], meta_fields=[])
 @dataclass(frozen=True)
 class TrainState:
-    """All that an update changes. `parameters` is the plain nested dict of the model's parameters, in float32.
+    """The state that an update changes. `parameters` is the plain nested dict of the model's parameters, in float32.
 
     `step` counts the batches seen in this stage, whether they led to an update or were skipped.
     """

@@ -1,6 +1,6 @@
-"""What a run tells and watches while it runs; nothing here changes a number of the training.
+"""What a run reports and watches while it runs; nothing here changes a number of the training.
 
-Every value that is written, and how it is counted, is named in `train.monitor.meter`.
+`train.monitor.meter` names every metric and how it is computed.
 """
 
 from train.monitor.cache import enable_compilation_cache

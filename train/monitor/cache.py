@@ -1,4 +1,4 @@
-"""JAX's cache of compiled programs that outlives the process, so that a resumed run starts at once."""
+"""JAX's persistent cache of compiled programs, so that a resumed run starts at once."""
 
 import os
 import sys
@@ -13,9 +13,9 @@ _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 def enable_compilation_cache(setting: str) -> str | None:
     """Turns the cache on as ``monitor.compilation_cache`` says, and returns where it is; None when it is off.
 
-    ``auto`` is `user_cache`, or no cache where nothing can be written there; "" is none, and anything else a folder
-    or a URL. A folder that the environment names in JAX_COMPILATION_CACHE_DIR wins over all of them, and
-    JAX_ENABLE_COMPILATION_CACHE=false turns all of them off. Call it before anything is compiled.
+    ``auto`` is `user_cache`, or no cache if that cannot be written; "" is none; anything else is a folder or a URL. The
+    environment takes precedence: JAX_COMPILATION_CACHE_DIR names a folder, and JAX_ENABLE_COMPILATION_CACHE=false turns
+    the cache off. Call it before anything is compiled.
 
     Raises ValueError for a folder that cannot be written.
     """
@@ -24,7 +24,7 @@ def enable_compilation_cache(setting: str) -> str | None:
     place = os.environ.get(_VARIABLE) or _place(setting)
     if place != jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", place)
-        compilation_cache.reset_cache()  # JAX decides once in a process where it is
+        compilation_cache.reset_cache()  # JAX decides once per process where the cache is
     return place
 
 
@@ -48,7 +48,7 @@ def _place(setting: str) -> str | None:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether the folder is there, or could be made, and takes files."""
+    """Whether the folder exists or could be created, and files can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -2,14 +2,14 @@
 
 Every second from the first call of `fit` on is of one kind:
 
-* ``steps``: updates, as the training loop waits for them, and everything that has no other kind.
+* ``steps``: updates, measured while the training loop waits for them, and everything of no other kind.
 * ``input``: waiting for the next batch.
 * ``checkpoint``: waiting for a checkpoint. Most of a save is written while the next steps run.
 * ``evaluate``: the held-out loss.
 * ``compile``: the first update of a stage.
 * ``start``: reading text and models, tracing, and restoring, before the first update of a process or a stage.
-* ``restart``: from the last line of metrics of a process that ended early to the start of the next one, and the updates
-  that the next one repeats.
+* ``restart``: from the last metrics of a process that ended early to the start of the next process, and the updates
+  that the next process repeats.
 """
 
 import time
@@ -22,11 +22,11 @@ _NAME, _TIME = "seconds_{}", "time"
 
 
 class Goodput:
-    """The seconds of every kind since the run began, in all of its processes' lives.
+    """The seconds of every kind since the run began, over all processes that trained it in turn.
 
     Args:
         began: when `fit` was called, in seconds since 1970.
-        last: the last line of metrics of the life before, with what `read` gave for it; without it the run begins.
+        last: the last line of metrics of the process before, with the result of `read` in it; None for a new run.
         clock: the time.
     """
 
@@ -36,7 +36,7 @@ class Goodput:
         self._spent["restart"] += max(0.0, began - last.get(_TIME, began))
 
     def spend(self, kind: str) -> str:
-        """From now on time is of this kind; gives the one before."""
+        """Counts time as this kind from now on; returns the kind before."""
         now, before = self._clock(), self._kind
         self._spent[before] += now - self._since
         self._since, self._kind = now, kind
@@ -44,7 +44,7 @@ class Goodput:
 
     @contextmanager
     def spending(self, kind: str) -> Iterator[None]:
-        """The time inside is of this kind."""
+        """Counts the time inside a `with` as this kind."""
         before = self.spend(kind)
         try:
             yield
@@ -52,7 +52,7 @@ class Goodput:
             self.spend(before)
 
     def read(self) -> dict[str, float]:
-        """All seconds so far, as numbers of a line of metrics, and the time."""
+        """All seconds so far, as values for a line of metrics, and the current time."""
         return {**{_NAME.format(kind): seconds for kind, seconds in self.seconds.items()}, _TIME: self._since}
 
     @property

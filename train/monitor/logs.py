@@ -12,7 +12,7 @@ from train.runtime.paths import is_local, names_in, path
 
 
 class Log(Protocol):
-    """Takes the numbers of a step; those that are not known are None."""
+    """A log takes the metrics of a step; unknown ones are None."""
 
     def write(self, step: int, **values: Any) -> None:
         """Takes the numbers of a step."""
@@ -22,10 +22,10 @@ class Log(Protocol):
 
 
 class MetricsLog:
-    """One JSON object a line, each with a ``step``. Opened again, it continues after its last whole line.
+    """One JSON object per line, each with a ``step``. When opened again, it continues after its last complete line.
 
-    A resumed run repeats the steps since its checkpoint; those that stand there already are not written twice.
-    ``metrics.jsonl`` holds all lines on this machine, and in an object store the first ones, as `read_metrics` says.
+    A resumed run repeats the steps since its checkpoint; steps that are already in the file are not written again.
+    ``metrics.jsonl`` holds all lines on this machine, and in an object store only the first ones, see `read_metrics`.
     """
 
     def __init__(self, directory: Path):
@@ -38,14 +38,14 @@ class MetricsLog:
             self._file.truncate(len(whole))
 
     def write(self, step: int, **values: Any) -> None:
-        """Appends a line, unless one of this step or a later one stands there."""
+        """Appends a line, unless the file already has this step or a later one."""
         if step > self.last["step"]:
             self.last = {"step": step, **values}
             self._file.write(json.dumps(self.last).encode() + b"\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Nothing is written behind it."""
+        """Ends the log; needs no action."""
         self._file.close()
 
     def __enter__(self):
@@ -64,20 +64,21 @@ def _last_line(whole: bytes, place: Path) -> dict[str, Any]:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; none without any. What an interruption left of a last line is left out.
+    """The lines of a run's metrics; empty if there are none. An incomplete last line, left by an interruption, is
+    dropped.
 
-    An object store cannot append to an object. So there a run writes ``metrics.jsonl`` only until it has 64 KiB, and
-    then ``metrics/1.jsonl``, and so on: a log writes the newest part alone.
+    An object store cannot append to an object. So there a run writes ``metrics.jsonl`` only until it has 64 KiB, then
+    ``metrics/1.jsonl``, and so on: only the newest part is rewritten.
     """
     content = b"".join(place.read_bytes() for place in _parts(directory) if place.exists())
     return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
 
 
-_PART = 1 << 16  # bytes from which on a part is left as it is
+_PART = 1 << 16  # size in bytes from which a part is no longer extended
 
 
 def _parts(directory: Path) -> list[Path]:
-    """The places of all parts there may be lines in, in order; the first, whether it is there or not."""
+    """The places of all parts that may have lines, in order; always with the first, even if it does not exist."""
     first = directory / "metrics.jsonl"
     count = 0 if is_local(first) else len(names_in(directory / "metrics"))
     return [first, *(_part(directory, number) for number in range(1, count + 1))]
@@ -88,7 +89,7 @@ def _part(directory: Path, number: int) -> Path:
 
 
 class _ObjectParts:
-    """Lines in an object store; every `flush` writes the newest part, after `content` of it."""
+    """Lines in an object store; every `flush` rewrites the newest part, which began with `content`."""
 
     def __init__(self, directory: Path, content: bytes):
         self._directory, self._number, self._content = directory, len(_parts(directory)) - 1, bytearray(content)
@@ -102,11 +103,11 @@ class _ObjectParts:
         _part(self._directory, self._number).write_bytes(bytes(self._content))
 
     def close(self) -> None:
-        """All is written."""
+        """Ends the log; everything is already written."""
 
 
 class _Object:
-    """A file in an object store, where nothing is appended: every `flush` writes the whole of it."""
+    """A file in an object store, which cannot append: every `flush` writes the whole file."""
 
     def __init__(self, place: Path):
         self._place, self._content = place, bytearray()
@@ -128,7 +129,7 @@ class _Objects:
         return _Object(path(address))
 
     def directory_check(self, _: str) -> None:
-        """An object store has no folders to make."""
+        """Does nothing: an object store needs no folders."""
 
 
 class TensorBoardLog:
@@ -141,7 +142,7 @@ class TensorBoardLog:
 
         if not is_local(directory):
             register_writer_factory(directory.protocol, _Objects())
-        # A whole object is written at each flush, so those are rarer.
+        # Each flush writes the whole object, so flushes are rarer.
         seconds = 10 if is_local(directory) else 60
         # Files are named by the second, and a run that resumes within it must not write over its first one.
         self._writer = SummaryWriter(str(directory), flush_secs=seconds, filename_suffix=f".{time.time_ns()}")
@@ -152,7 +153,7 @@ class TensorBoardLog:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is still in its queue."""
+        """Writes what is still in the queue."""
         self._writer.close()
 
 
@@ -192,5 +193,5 @@ def check_wandb(project: str) -> None:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The values that are numbers and known."""
+    """The values that are known numbers."""
     return {name: value for name, value in values.items() if isinstance(value, int | float)}

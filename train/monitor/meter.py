@@ -1,16 +1,16 @@
-"""How fast a run is, what share of the chips' peak that is, and how much memory it takes.
+"""How fast a run is, which share of the chips' peak that is, and how much memory it uses.
 
-Metrics are written at log steps. The rates of a line are those of the updates since the line before, by the clock on
-the wall, all that happened between included (evaluation, checkpoints):
+Metrics are written at log steps. The rates of a line are those of the updates since the line before, in wall-clock
+time, which includes evaluation and checkpoints:
 
-* ``tokens_per_second``: tokens of the batches, padding included; ``tokens_per_second_per_chip``: the same by chip.
-* ``model_flops_per_second_per_chip``: `flops.py` names the convention: the FLOPs that the model's mathematics takes,
-  forward and backward, nothing computed again, and of attention only the pairs that the mask allows. The pairs are
-  counted in the batch of the log step, which stands for those since the last one.
-* ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null where `PEAK_FLOPS` has
-  none, as on CPUs.
-* ``data_wait``: the share of the time in which the loop waited for the next batch.
-* ``peak_memory_bytes``: the most that was held so far; see `peak_memory_bytes`.
+* ``tokens_per_second``: tokens of the batches, padding included; ``tokens_per_second_per_chip``: the same per chip.
+* ``model_flops_per_second_per_chip``: `flops.py` states the convention: the FLOPs of the model's mathematics, forward
+  and backward, without recomputation, and of attention only the pairs that the mask allows. The pairs are counted in
+  the batch of the log step, which represents the batches since the last one.
+* ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null for chips that are not in
+  `PEAK_FLOPS`, such as CPUs.
+* ``data_wait``: the share of time for which the loop waited for the next batch.
+* ``peak_memory_bytes``: the most memory used so far; see `peak_memory_bytes`.
 """
 
 import time
@@ -30,7 +30,7 @@ def peak_flops(devices: Sequence[Any]) -> float | None:
 
 
 def count_chips(devices: Sequence[Any]) -> int:
-    """Chips that the devices lie on. JAX shows a 7x as two devices, which have the same coordinates."""
+    """The number of chips of the devices. JAX shows a 7x as two devices, which have the same coordinates."""
     places = {
         (getattr(device, "slice_index", 0), tuple(getattr(device, "coords", None) or (device.id,)))
         for device in devices
@@ -39,16 +39,16 @@ def count_chips(devices: Sequence[Any]) -> int:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory held so far: by the fullest accelerator of this process; on a CPU, resident in RAM."""
+    """The peak memory so far, in bytes: of the fullest accelerator of this process; on a CPU, resident memory."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [found["peak_bytes_in_use"] for found in statistics if "peak_bytes_in_use" in found]
     return max(peaks) if peaks else resident_peak_bytes()
 
 
 class Meter:
-    """Rates between moments at which the devices are idle: `begin` (once what compiles is done) and every `read`.
+    """Rates between moments at which the devices are idle: `begin` (after compilation) and every `read`.
 
-    In between nothing waits for the devices: `step` only counts.
+    Between these it never waits for the devices: `step` only counts.
     """
 
     def __init__(self, chips: int, peak: float | None, clock: Callable[[], float] = time.perf_counter):
@@ -62,13 +62,13 @@ class Meter:
         self._steps, self._tokens, self._waited = 0, 0, 0.0
 
     def pause(self) -> None:
-        """Stops the clock until `begin`; what was counted since the last `read` is forgotten."""
+        """Stops the clock until `begin`; counts since the last `read` are dropped."""
         self.begin()
         self._began = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The time inside is spent waiting for data."""
+        """Counts the time inside a `with` as waiting for data."""
         began = self._clock()
         yield
         self._waited += self._clock() - began
@@ -79,7 +79,7 @@ class Meter:
         self._tokens += tokens
 
     def read(self, flops: float | None = None) -> dict[str, float | None]:
-        """The rates since `begin` or the last `read`; the devices must be idle. None while the clock stands still.
+        """The rates since `begin` or the last `read`; the devices must be idle. None while the clock is stopped.
 
         `flops` are the model FLOPs of one update over all chips.
         """

@@ -1,4 +1,4 @@
-"""One value for all that a run tells: the loop calls it, and knows nothing of bars, logs, clocks and threads."""
+"""One object for all that a run reports: the loop calls it, and knows nothing of bars, logs, clocks and threads."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ from train.monitor.watchdog import Watchdog
 
 
 def check_monitor(config: Config) -> None:
-    """Raises ValueError for what could not be told: steps to trace that never come, a package that is missing."""
+    """Raises ValueError for settings that cannot work: steps to trace beyond the last one, or a missing package."""
     check_wandb(config.monitor.wandb)
     steps, profile = config.steps, config.monitor.profile
     if profile and not 1 <= profile[0] <= profile[1] <= steps:
@@ -36,9 +36,9 @@ def check_monitor(config: Config) -> None:
 
 
 class Monitor:
-    """Everything that a run tells, as a context manager; steps count from 1, through all stages.
+    """Everything that a run reports, as a context manager; steps count from 1, through all stages.
 
-    Process 0 alone writes and shows; every process watches and traces itself. A loop does:
+    Only process 0 writes and shows metrics; every process watches and traces itself. A loop does:
 
         batch = monitor.next(stream)
         monitor.before(step, state)
@@ -46,9 +46,9 @@ class Monitor:
         monitor.after(step, metrics.loss)
         monitor.write(step, batch.segment_ids, loss=float(metrics.loss), ...)   # at log steps
 
-    and calls `begin` when the first steps of a stage, that compile, are done, and `pause` before they start. What else
-    its time is spent on it says by `goodput`. Only `begin` and `write` need idle devices; the numbers that `write` is
-    given have waited for them.
+    It calls `pause` before the first steps of a stage, which compile, and `begin` after them. By `goodput` it says what
+    else its time is spent on. Only `begin` and `write` need idle devices; computing the numbers for `write` has waited
+    for them.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Monitor:
         devices = jax.devices() if devices is None else devices
         self._config, self._directory, self._label = config, directory, label
         self._stages = config.every_stage
-        # Made once: a vocabulary may have to be read from a file.
+        # Computed once: the vocabulary may be in a file.
         self._decoders = [decoder_config(stage) for stage in self._stages]
         self._meter = Meter(count_chips(devices), peak_flops(devices))
         self._compiles = True
@@ -91,27 +91,27 @@ class Monitor:
         return self._stack.__exit__(*error)
 
     def pause(self) -> None:
-        """A stage is about to start, whose first step compiles."""
+        """Call it before a stage, whose first step compiles."""
         self._meter.pause()
         self._compiles = True
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of wall time, of all that was measured so far."""
+        """Tokens per second of wall time, over all that was measured so far."""
         return self._meter.tokens_per_second
 
     def next(self, stream: Iterator[Any]) -> Any:
-        """The next batch of a stream; the time it takes is time waited for data."""
+        """The next batch of a stream; its time counts as waiting for data."""
         with self._meter.waiting(), self.goodput.spending("input"):
             return next(stream)
 
     def before(self, step: int, state: Any) -> None:
-        """A step is about to be dispatched, from this state."""
+        """Call it before a step is dispatched, with the state that it starts from."""
         self.goodput.spend("compile" if self._compiles else "restart" if step <= self._known else "steps")
         self._trace.before(step, state)
 
     def after(self, step: int, value: Any) -> None:
-        """A step was dispatched; `value` is a scalar of its result, on the devices."""
+        """Call it after a step was dispatched; `value` is a scalar of its result, on the devices."""
         if self._compiles:
             self._compiles = False
             self.goodput.spend("steps")
@@ -120,7 +120,7 @@ class Monitor:
         self._trace.after(step, value)
 
     def write(self, step: int, segment_ids: np.ndarray | None = None, **values: Any) -> None:
-        """Writes and shows the values of a step, among them ``loss``, unless that step stands there already.
+        """Writes and shows the values of a step, among them ``loss``, unless that step is already written.
 
         Adds the stage's name, if there are stages, and the rates since the last time. `segment_ids` are those of this
         process's rows of the batch, from which the model FLOPs are counted.
@@ -155,7 +155,7 @@ class Monitor:
             yield log
 
     def _append(self, text: str) -> None:
-        """What the watchdog saw, where it is found later; each process has a file of its own."""
+        """Writes the watchdog's report to a file, one for each process."""
         place = self._directory / "watchdog" / f"process-{self._process}.txt"
         place.parent.mkdir(exist_ok=True)
         before = place.read_text(encoding="utf-8") if place.exists() else ""
@@ -163,19 +163,19 @@ class Monitor:
 
 
 def model_flops(train: TrainConfig, decoder: DecoderConfig, segment_ids: np.ndarray | None) -> float | None:
-    """Model FLOPs of an update over all processes, if all have rows like these; None where they cannot be counted.
+    """Model FLOPs of an update over all processes, if all have rows like these; None if they cannot be counted.
 
     Without segment ids every row is one document.
     """
     ids = np.zeros((1, train.length), np.int32) if segment_ids is None else segment_ids
     try:
         return decoder_flops(decoder, ids).total * train.rows / len(ids)
-    except ValueError:  # a mask that its positions alone do not decide
+    except ValueError:  # a mask that depends on more than positions
         return None
 
 
 def tokens_left(stages: Sequence[Config], step: int) -> int:
-    """Tokens of the steps behind `step`, of all stages."""
+    """Tokens of the steps after `step`, over all stages."""
     left = 0
     for stage in stages:
         left += max(0, stage.train.steps - max(0, step)) * stage.train.batch_tokens

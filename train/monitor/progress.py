@@ -13,7 +13,7 @@ Report = Callable[[int, Mapping[str, Any], int], None]
 
 @contextmanager
 def show_progress(label: str | None, steps: int) -> Iterator[Report]:
-    """A function ``report(step, values, tokens_left)`` that draws a bar on a terminal and else prints plain lines.
+    """A function ``report(step, values, tokens_left)`` that draws a bar on a terminal and prints plain lines elsewhere.
 
     `values` are those of a line of metrics; silent without a label.
     """
@@ -34,7 +34,7 @@ def _bar(console: Console) -> Progress:
 
 
 def status(values: Mapping[str, Any], tokens_left: int) -> str:
-    """``extend · loss 2.345 · 31,000 tokens/s · MFU 41.0% · 0:00:42 left``, without what is not known."""
+    """``extend · loss 2.345 · 31,000 tokens/s · MFU 41.0% · 0:00:42 left``, without unknown values."""
     parts = [values["stage"]] if values.get("stage") else []
     parts.append("loss not finite" if values["loss"] is None else f"loss {values['loss']:.4f}")
     if values.get("skipped"):

@@ -13,17 +13,17 @@ from train.runtime.paths import is_local
 class Trace:
     """Traces the steps ``[first, last]`` into `directory`: the devices are idle when it starts and when it ends.
 
-    A run that resumes inside them traces the rest; one that ends inside them keeps what there is.
+    A run that resumes inside this range traces the rest; one that ends inside it keeps the partial trace.
     """
 
     def __init__(self, steps: Sequence[int], directory: Path):
         self._first, self._last = steps or (0, 0)
         self._directory = directory
         self._running = False
-        self._near: tempfile.TemporaryDirectory | None = None  # where the profiler writes what belongs far away
+        self._near: tempfile.TemporaryDirectory | None = None  # local, if the target is an object store
 
     def before(self, step: int, state: Any) -> None:
-        """Called before a step is dispatched, with what it starts from."""
+        """Called before a step is dispatched, with the state that it starts from."""
         if self._first <= step <= self._last and not self._running:
             jax.block_until_ready(state)
             if not is_local(self._directory):
@@ -32,7 +32,7 @@ class Trace:
             self._running = True
 
     def after(self, step: int, result: Any) -> None:
-        """Called when a step is dispatched, with what it gives."""
+        """Called after a step is dispatched, with its result."""
         if self._running and step >= self._last:
             jax.block_until_ready(result)
             self._end()
@@ -53,7 +53,7 @@ class Trace:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copies all files under a folder to another place, also one of an object store."""
+    """Copies all files under a folder to another place, which may be in an object store."""
     for file in source.rglob("*"):
         if file.is_file():
             place = target.joinpath(*file.relative_to(source).parts)

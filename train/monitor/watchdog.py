@@ -1,4 +1,4 @@
-"""A thread that names a hang: which step, on which process, and what every Python thread is doing."""
+"""A thread that reports a hang: which step, on which process, and what every Python thread is doing."""
 
 import faulthandler
 import sys
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class Watchdog:
-    """Says so when no step has finished for `seconds`, on standard error and by `write`; it ends nothing.
+    """Reports when no step has finished for `seconds`, on standard error and by `write`; it stops nothing.
 
     `beat(step, value)` tells it that a step was dispatched whose result, a scalar on the devices, is `value`. Dispatch
-    runs ahead of the devices, so the thread asks the values themselves whether they are there, without waiting. Every
-    hang is told once, and once more when it is over. 0 seconds watch nothing.
+    runs ahead of the devices, so the thread asks the values whether they are ready, without waiting. Every hang is
+    reported once, and once more when it is over. With 0 seconds nothing is watched.
     """
 
     def __init__(self, seconds: float, write: Callable[[str], Any], *, process: int = 0):
@@ -28,7 +28,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int, value: Any) -> None:
-        """A step was dispatched that gives `value`."""
+        """Call it after a step was dispatched whose result is `value`."""
         if self._seconds:
             self._pending.append((step, value))
 
@@ -44,12 +44,12 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        # Often enough to be late by a tenth at most, seldom enough to cost nothing.
+        # Often enough to be at most a tenth late, and rarely enough to cost nothing.
         while not self._stop.wait(min(self._seconds / 10, 5.0)):
             self._look()
 
     def _look(self) -> None:
-        """One look at what has finished since the last."""
+        """Checks once what has finished since the last check."""
         moved = False
         while self._pending and self._pending[0][1].is_ready():
             self._finished, moved = self._pending.popleft()[0], True
@@ -77,12 +77,12 @@ class Watchdog:
 
 
 def thread_stacks() -> str:
-    """Where every Python thread of this process stands, by the name of the thread."""
+    """The stack of every Python thread of this process, by the name of the thread."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read()
-    # A thread that is being started has no identifier yet, and no stack.
+    # A thread that is just starting has no identifier yet, and no stack.
     for thread in (thread for thread in threading.enumerate() if thread.ident is not None):
         text = text.replace(f"hread 0x{thread.ident:016x}", f"hread {thread.name}")
     return text

@@ -1,4 +1,4 @@
-"""What the checks of values have in common; every mistake is a ValueError in one line that names the key."""
+"""Common checks of values; every error is a one-line ValueError that names the key."""
 
 import math
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueErro
 
 
 def nearest(found: str, known: Sequence[str]) -> str:
-    """The part of a message that suggests the nearest known name; empty where none is near."""
+    """The part of a message that suggests the nearest known name; empty if no name is near."""
     near = get_close_matches(found, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def divisor_near(number: int, most: int) -> int:
-    """A divisor of ``number`` up to ``most``, to name in a message: the largest, unless none lies within 65,536 of it.
+    """A divisor of ``number`` up to ``most``, for a message: the largest, if it is within 65,536 of ``most``.
 
-    Numbers in a config may be as large as one types; no message is worth a search through all of them.
+    A config may have very large numbers, and a message is not worth a long search.
     """
     top = min(number, most)
     return next((n for n in range(top, max(0, top - 2**16), -1) if number % n == 0), math.gcd(number, most))
@@ -51,7 +51,7 @@ def check_seed(name: str, seed: int) -> None:
 
 
 def check_distinct(name: str, values: Sequence[Any], remedy: str) -> None:
-    """Raises if a value stands there twice; ``remedy`` says what to do."""
+    """Raises if a value appears twice; ``remedy`` says what to do."""
     twice = [value for index, value in enumerate(values) if value in values[:index]]
     check(not twice, f"{name}: {twice[0] if twice else None!r} stands there twice; {remedy}")
 

@@ -1,4 +1,4 @@
-"""What is compared."""
+"""The settings of comparisons."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,16 +18,16 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """Trials that choose the learning rate of every scheme before its seeds train.
+    """Trials that choose the learning rate of every scheme before it is trained with its seeds.
 
-    Each scheme trains once for every pair of a rate and a factor, with a seed of its own. The pair with the least loss
-    at the training length counts, on held-out documents that nothing is reported on. Where that
-    pair lies at an end of the rates or factors tried, the next value beyond is tried with it.
+    Each scheme trains once for every pair of a rate and a factor, with a seed of its own. The pair with the lowest loss
+    at the training length is chosen, on held-out documents that are used for no reported number. If that pair is at an
+    end of the rates or factors tried, the next value beyond that end is tried too.
     """
 
-    learning_rate: tuple[float, ...] = ()  # none for no trials
-    position_factor: tuple[float, ...] = (1.0,)  # times the rate, for what a scheme learns of positions
-    extensions: int = 2  # rounds of trials beyond the ends
+    learning_rate: tuple[float, ...] = ()  # empty: no trials
+    position_factor: tuple[float, ...] = (1.0,)  # multiply the rate, for the parameters of a position scheme
+    extensions: int = 2  # maximal rounds of trials beyond the ends
     seed: int = 1000
 
     def __post_init__(self):
@@ -52,8 +52,8 @@ class CompareConfig:
 
     seeds: tuple[int, ...] = (0,)
     schemes: tuple[SchemeConfig, ...] = ()
-    only: tuple[str, ...] = ()  # labels of the extensions that are studied now; all of them when empty
-    texts: int = 3  # that are read, of a study
+    only: tuple[str, ...] = ()  # labels of the extensions to study now; all of them when empty
+    texts: int = 3  # texts that a study reads
     scored: int = 0  # tokens at the end of each text whose loss is measured; a quarter of the model's length when 0
     search: SearchConfig = field(default_factory=SearchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -8,7 +8,7 @@ from train.config.settings.checks import check, check_fraction, check_positive
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One part of a mixture: its files, and how much of the training they make up."""
+    """One part of a mixture: its files, and its share of the training."""
 
     paths: tuple[str, ...] = ()  # as `data.paths`
     weight: float = 1.0  # this part's share of the training tokens, beside the weights of the others
@@ -20,8 +20,8 @@ class DataConfig:
     """Which text to read, and how it becomes rows of tokens.
 
     A .txt or .py file is a document; .jsonl (each perhaps .gz or .zst), .parquet, .array_record and the folders that
-    Hugging Face `datasets` writes have a document in each line, row or record. Paths may be URLs, as gs://bucket/*.txt.
-    Whole documents are held out.
+    Hugging Face `datasets` writes have a document in each line, row or record. Paths may be URLs, such as
+    gs://bucket/*.txt. Whole documents are held out.
     """
 
     source: Literal["stdlib", "files"] = "stdlib"  # Python's own standard library, or `paths`, or `mixture`
@@ -29,10 +29,10 @@ class DataConfig:
     mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
     text_key: str = "text"  # the key or column of the text
     held_out: float = 0.05  # share of the documents kept from training, for evaluation
-    held_out_tokens: int = 2**26  # at most so many tokens of them are held out, 64 Mi, though at least one document
+    held_out_tokens: int = 2**26  # the most tokens that are held out, 64 Mi; at least one document is
     tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, a .model of SentencePiece, or a GGUF file
     special_tokens: Literal["added", "own"] = (
-        "added"  # ids for those of the four that a tokenizer lacks, or its own alone
+        "added"  # added: new ids for those of the four that a tokenizer lacks; own: only those that it has
     )
     packing: Literal["concatenate", "best-fit"] = "concatenate"  # how documents fill rows: see train.data.packing
     cache: str = ""  # folder or URL of the tokens; {output}/tokens when empty, and none for the bytes of a small corpus

@@ -27,9 +27,9 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The sizes that every task has. The cases are the same for every model, whatever its seed."""
+    """The sizes that every task has. Every model gets the same cases, whatever its seed."""
 
-    lengths: tuple[int, ...] = ()  # in tokens, answer included; when empty those of `evaluate.lengths` that hold it
+    lengths: tuple[int, ...] = ()  # in tokens, with the answer; if empty, `evaluate.lengths` that are long enough
     cases: int = 20  # at each length, or at each depth of each length
 
     def sizes(self) -> dict[str, int]:
@@ -46,25 +46,25 @@ class DepthConfig(TaskConfig):
 
 @dataclass(frozen=True)
 class PasskeyConfig(DepthConfig):
-    """A number of five digits in idle text, asked for at the end."""
+    """A number of five digits in filler text, asked for at the end."""
 
-    new_tokens: int = 64  # generated for the answer; part of the length
+    new_tokens: int = 64  # tokens generated for the answer; part of the length
 
 
 @dataclass(frozen=True)
 class PasskeyTokensConfig(DepthConfig):
-    """The same among random symbols, for small models."""
+    """A passkey among random symbols, for small models."""
 
     key_tokens: int = 5
 
 
 @dataclass(frozen=True)
 class NeedlesConfig(DepthConfig):
-    """Sentences that give things numbers, in idle text. Only the single needle has a depth."""
+    """Sentences that assign numbers to things, in filler text. Only the single needle has a depth."""
 
     keys: int = 4  # things with a number, one of which is asked for
     values: int = 4  # numbers of one thing
-    queries: int = 4  # things that are all asked for
+    queries: int = 4  # things, all of which are asked for
     digits: int = 5  # of every number
 
 
@@ -80,19 +80,19 @@ class VariablesConfig(TaskConfig):
 class WordsConfig(TaskConfig):
     """Lists of words, of which the most frequent are asked for."""
 
-    common: int = 3  # words of `common_words` that stand in the list often
-    often: int = 6  # times that they do
-    seldom: int = 2  # times that every other word does
+    common: int = 3  # words of `common_words` that appear often in the list
+    often: int = 6  # how often these appear
+    seldom: int = 2  # how often every other word appears
     frequent: int = 3  # words of `frequent_words` that are asked for
-    power: float = 2.0  # of the law by which the words of `frequent_words` are drawn
+    power: float = 2.0  # exponent of the power law by which the words of `frequent_words` are drawn
 
 
 @dataclass(frozen=True)
 class MqarConfig(TaskConfig):
-    """Pairs of symbols, and the first of each again."""
+    """Pairs of symbols, then the first symbol of each pair again; its partner must be recalled."""
 
     pairs: int = 4
-    power: float = 0.01  # of the law of the distance from a pair to its query
+    power: float = 0.01  # exponent of the power law of the distance from a pair to its query
 
 
 _TASK_SECTIONS = tuple(dict.fromkeys(SECTIONS.values()))
@@ -112,8 +112,8 @@ class EvaluateConfig:
     lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
     tokens: int = 131072  # tokens measured at each length
     batch_tokens: int = 4096  # tokens computed at a time, by all devices together
-    mesh: EvaluateMesh | None = None  # of all devices when left out: rows over as many as they fill, each over the rest
-    stride: int = 0  # tokens that a sliding window moves by, and scores; 0 for no sliding windows
+    mesh: EvaluateMesh | None = None  # default: all devices; rows over as many as possible, each row over the rest
+    stride: int = 0  # tokens by which a sliding window moves, which it scores; 0: no sliding windows
     tasks: tuple[str, ...] = ()
     passkey: PasskeyConfig = field(default_factory=PasskeyConfig)
     passkey_tokens: PasskeyTokensConfig = field(default_factory=PasskeyTokensConfig)
@@ -150,7 +150,7 @@ class EvaluateConfig:
         check(depths > 1, f"{name}.depths counts the first and the last, so it must be at least 2, found {depths}")
 
     def _check_lengths(self, name: str, lengths: tuple[int, ...]) -> None:
-        """Raises ValueError for lengths that do not rise from 2, or do not fit into what is computed at a time."""
+        """Raises ValueError for lengths that do not rise from 2, or exceed the tokens computed at a time."""
         check(min(lengths, default=2) > 1, f"{name} must all be above 1, found {min(lengths, default=2)}")
         rising = all(a < b for a, b in pairwise(lengths))
         check(rising, f"{name} must rise, found {list(lengths)}")

@@ -16,5 +16,5 @@ class InitConfig:
 
 
 def own_tokenizer(path: str) -> str:
-    """Where the tokenizer of a released model is."""
+    """The path of the tokenizer of a released model."""
     return path if path.endswith(".gguf") else f"{path.rstrip('/')}/tokenizer.json"

@@ -43,11 +43,11 @@ class ResidualConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model: the fields of `posjax.nn.DecoderConfig` but the scheme, which has its own section."""
+    """The shape of the model: the fields of `posjax.nn.DecoderConfig` except the scheme, which has its own section."""
 
     num_layers: int = 2
     model_dim: int = 96
-    vocabulary: int | None = None  # rows of the embedding; None takes as many as the tokenizer has tokens
+    vocabulary: int | None = None  # rows of the embedding; None: the number of the tokenizer's tokens
     num_heads: int = 4
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -67,12 +67,12 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     tied_head: bool = True
-    trained_length: int | None = None  # tokens that a released model was made for; from its config.json
+    trained_length: int | None = None  # the length in tokens that a released model was made for; from its config.json
     causal: bool = True  # False trains a bidirectional encoder with the masked-token loss
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters are float32 always
     remat: Literal["none", "dots", "offload", "attention", "full"] = "none"
     scan_layers: bool = True
-    implementation: str | None = None  # the attention backend; None picks the best one that can
+    implementation: str | None = None  # the attention backend; None picks the best one that supports the scheme
 
     def __post_init__(self):
         check_positive("model", self, "num_layers", "model_dim", "num_heads")
@@ -85,15 +85,15 @@ class SchemeConfig:
     """A position scheme: ``rope``, or ``{name: rope, label: ..., extend: {...}, stage: ..., option: value, ...}``.
 
     `options` go to ``posjax.scheme(name, **options)``. `extend` goes to ``Scheme.extend`` after training, without
-    retraining: the run is trained as ``trained()`` and evaluated extended. `train` has keys of ``train`` that an entry
-    of a comparison trains with in place of the config's: a learning rate that suits this scheme.
+    retraining: the run is trained as ``trained()`` and evaluated extended. In an entry of a comparison, `train` has
+      keys that replace the config's ``train`` keys, such as a learning rate that suits this scheme.
     """
 
     name: str = "rope"
-    label: str = ""  # in tables and figures; the name unless given
+    label: str = ""  # in tables and figures; default: the name
     options: Mapping[str, Any] = field(default_factory=dict)
     extend: Mapping[str, Any] = field(default_factory=dict)
-    stage: str = ""  # of a curriculum, whose weights are measured; those of the last one unless given
+    stage: str = ""  # the stage of a curriculum whose weights are measured; default: the last one
     train: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -101,9 +101,9 @@ class SchemeConfig:
 
     @property
     def only_measured(self) -> bool:
-        """Whether it names no training, but another way of measuring what one gave."""
+        """Whether the entry only measures a trained model in another way, and needs no training of its own."""
         return bool(self.extend or self.stage)
 
     def trained(self) -> SchemeConfig:
-        """What is trained: no label, extension or stage. Entries that agree here share one training."""
+        """The entry as it is trained, without label, extension or stage. Entries that agree here share one training."""
         return SchemeConfig(self.name, options=self.options, train=self.train)

@@ -1,4 +1,4 @@
-"""What a run tells and watches while it runs."""
+"""What a run reports and watches while it runs."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from train.config.settings.checks import check
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """What a run tells and watches while it runs; nothing here changes a number of the training.
+    """What a run reports and watches while it runs; nothing here changes a number of the training.
 
     Metrics are written every `train.log_every` steps.
     """
@@ -15,9 +15,9 @@ class MonitorConfig:
     tensorboard: bool = True
     wandb: str = ""  # a project of Weights & Biases, if it is installed
     profile: tuple[int, ...] = ()  # [first, last]: a profiler trace of these steps
-    evaluate_every: int = 0  # steps between measurements of held-out perplexity at the training length; 0 for none
+    evaluate_every: int = 0  # steps between measurements of held-out perplexity at the training length; 0: never
     evaluate_tokens: int = 8192  # held-out tokens of such a measurement
-    watchdog_seconds: float = 1800.0  # a step that takes longer is reported, with what every thread is doing; 0 never
+    watchdog_seconds: float = 1800.0  # a longer step is reported, with what every thread is doing; 0: never
     compilation_cache: str = "auto"  # a folder or URL for compiled programs; auto: in the user's cache; "" for none
 
     def __post_init__(self):

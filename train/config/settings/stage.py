@@ -8,7 +8,7 @@ from train.config.settings.model import SchemeConfig
 
 @dataclass(frozen=True)
 class StageConfig:
-    """What a stage changes: keys of ``train`` and ``data``, the scheme, or options of the scheme that there is."""
+    """What a stage changes: keys of ``train`` and ``data``, the scheme, or options of the current scheme."""
 
     name: str = ""
     train: Mapping = field(default_factory=dict)

@@ -12,16 +12,16 @@ STRATEGY_NAMES = ("auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neig
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices lie along each axis of the mesh; one of them may be -1 and takes all that are left.
+    """The number of devices along each axis of the mesh; one of them may be -1, which means all remaining devices.
 
     The batch is split over `replica`, `data` and `fsdp`, the sequence over `context`, heads and hidden units over
-    `tensor`. Parameters and moments are split over `fsdp`, `context` and `tensor`, and whole on each of `replica` and
+    `tensor`. Parameters and moments are split over `fsdp`, `context` and `tensor`, and replicated over `replica` and
     `data`.
     """
 
     key = "train.mesh"  # in messages
 
-    replica: int = 1  # slices of a multi-slice pod, which talk over the data-centre network
+    replica: int = 1  # slices of a multi-slice pod, connected by the data-centre network
     data: int = -1
     fsdp: int = 1
     context: int = 1
@@ -39,13 +39,13 @@ class MeshConfig:
 class ContextConfig:
     """How attention works on a sequence that is split over the mesh axis `context`; see `posjax.attention.sharded`.
 
-    `strategy` is one of `STRATEGY_NAMES`; or a list of them but `auto`, as in `[neighbour, ring]`, of which each layer
-    takes the first that can split it. `auto` chooses for each layer by the bytes that are moved.
+    `strategy` is one of `STRATEGY_NAMES`, or a list of them without `auto`, as in `[neighbour, ring]`: each layer uses
+    the first that supports it. `auto` chooses for each layer by the bytes that are moved.
     """
 
     strategy: tuple[str, ...] | str = "auto"
     layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"  # auto: zigzag where a ring is causal
-    ulysses: int = 1  # devices that exchange heads with each other, in ring-ulysses
+    ulysses: int = 1  # number of devices that exchange heads with each other, in ring-ulysses
 
     def __post_init__(self):
         check_positive("train.context", self, "ulysses")
@@ -75,10 +75,10 @@ class TrainConfig:
     """One run of training: `steps` updates of `batch_tokens` tokens each, in rows of `length` tokens."""
 
     length: int = 32
-    batch_tokens: int = 2048  # over all devices
-    accumulate: int = 1  # parts that a batch is computed in, one after the other
+    batch_tokens: int = 2048  # tokens of a batch, over all devices
+    accumulate: int = 1  # parts of a batch, computed one after the other
     steps: int = 700  # 0 measures a released model as it is
-    stop_loss: float = 0.0  # ends the run at the first logged loss below it, in nats per token; 0 trains all steps
+    stop_loss: float = 0.0  # the run ends at the first logged loss below this, in nats per token; 0: after all steps
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
     learning_rate: float = 3e-3  # the peak, reached after warm-up
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after warm-up
@@ -86,21 +86,21 @@ class TrainConfig:
     warmup_steps: int = 50
     learning_rate_factors: Mapping = field(default_factory=dict)  # by patterns of the names of parameters
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments
-    keep_moments: bool = False  # whether a stage goes on with the optimizer's moments of the stage before
+    keep_moments: bool = False  # whether a stage continues with the optimizer's moments of the stage before
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1  # on matrices only
     clip_norm: float = 1.0
     z_loss: float = 0.0  # weight of the squared log-normaliser of the logits
-    loss_chunks: int = 1  # parts of the vocabulary that the loss is computed in, so that no logits are kept whole
-    spike_factor: float = 0.0  # skips an update whose gradient norm is above so many times its running mean; 0 never
+    loss_chunks: int = 1  # parts of the vocabulary that the loss is computed in, so that the full logits never exist
+    spike_factor: float = 0.0  # skips an update whose gradient norm exceeds this multiple of its running mean; 0: never
     stop_after_skips: int = 10  # updates skipped in a row, for spikes or for numbers that are not finite
-    trains: tuple[str, ...] = ()  # patterns of the names of the parameters that move; all of them when empty
-    redraw_every: int = 0  # steps between new random features of Performer; 0 keeps the first ones
+    trains: tuple[str, ...] = ()  # patterns of the names of the trained parameters; all of them when empty
+    redraw_every: int = 0  # steps between new random features of Performer; 0: the first ones are kept
     mask_rate: float = 0.15  # share of the tokens to be predicted when model.causal is false
     checkpoint_every: int = 500
-    keep: int = 2  # how many checkpoints stay; the newest ones
-    local_every: int = 0  # steps between checkpoints on a disk of each host; 0 for none
+    keep: int = 2  # how many of the newest checkpoints are kept
+    local_every: int = 0  # steps between checkpoints on a disk of each host; 0: none
     local_folder: str = ""  # where, on every host
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
