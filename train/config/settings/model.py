@@ -86,7 +86,7 @@ class SchemeConfig:
 
     `options` go to ``posjax.scheme(name, **options)``. `extend` goes to ``Scheme.extend`` after training, without
     retraining: the run is trained as ``trained()`` and evaluated extended. In an entry of a comparison, `train` has
-      keys that replace the config's ``train`` keys, such as a learning rate that suits this scheme.
+    keys that replace the config's ``train`` keys, such as a learning rate that suits this scheme.
     """
 
     name: str = "rope"
