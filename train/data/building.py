@@ -1,4 +1,4 @@
-"""How a corpus comes to be: files in pieces that are encoded one by one, by anyone, in any order; then the index."""
+"""Builds a corpus: pieces of files are encoded one by one, by any process, in any order; then the index."""
 
 import hashlib
 import json
@@ -27,14 +27,15 @@ from train.data.sources import Document, SourceFile, Told, name_hash, no_text, r
 from train.data.storage import Folder, Scratch
 from train.data.tokenizer import Tokenizer, token_type
 
-SHARD_TOKENS = 2**25  # at least so many, except in the last shard of a piece; a document lies in one
-PIECE_BYTES = 2**26  # of files: larger ones are pieces of their own, smaller ones share one
-_GROUP_BYTES = 2**22  # of text, handed to the tokenizer at a time
-_AT_ONCE = 32  # small files that are read at the same time
+SHARD_TOKENS = 2**25  # the minimum, except in the last shard of a piece; a document is in one shard
+PIECE_BYTES = 2**26  # of files: a larger file is a piece by itself, smaller ones share a piece
+_GROUP_BYTES = 2**22  # of text that the tokenizer gets at a time
+_AT_ONCE = 32  # small files that are read in parallel
 
 
 class Piece(NamedTuple):
-    """Files that are encoded together: one, or several small ones. `first` is the number of the first of all files."""
+    """Files that are encoded together: one, or several small ones. `first` is its first file's number among all
+    files."""
 
     number: int
     first: int
@@ -42,12 +43,12 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the files."""
+        """The total size of the files."""
         return sum(file.size for file in self.files)
 
 
 def pieces_of(files: Sequence[SourceFile]) -> list[Piece]:
-    """All files, in order. It depends on their sizes alone, so every process finds the same pieces."""
+    """All files, in order. The result depends on file sizes only, so every process gets the same pieces."""
     groups: list[list[SourceFile]] = []
     room = -1
     for file in files:
@@ -63,18 +64,18 @@ def pieces_of(files: Sequence[SourceFile]) -> list[Piece]:
 
 
 def missing(folder: Folder, pieces: Sequence[Piece]) -> list[Piece]:
-    """Those of the pieces that are not in the folder, or not whole."""
+    """The pieces that are missing from the folder, or incomplete."""
     found = folder.sizes()
     return [piece for piece in pieces if _piece_name(piece.number) not in found]
 
 
 def build_piece(piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, told: Told = untold) -> None:
-    """Encodes the documents of a piece into shards of `folder`, and says so there when all are written.
+    """Encodes the documents of a piece into shards of `folder`, and marks the piece as complete at the end.
 
-    Shard n of piece p is two files: shard-p-n.tokens, then shard-p-n.npz, which says what is in it and where the text
-    after it begins; piece-p.json, written last, has their number and the damaged files. A build that was stopped
-    resumes after the last shard that has both; what it then writes is what it would have written without the stop, and
-    what another process writes at the same time. `told` gets a line for every full shard.
+    Shard n of piece p is two files: shard-p-n.tokens, then shard-p-n.npz, with its documents and the place in the text
+    after it. piece-p.json, written last, has the number of shards and the damaged files. A stopped build resumes after
+    the last shard that has both files. It then writes the same bytes as an uninterrupted build, or another process at
+    the same time. `told` gets a line for every full shard.
     """
     if folder.read(_piece_name(piece.number)) is not None:
         return
@@ -85,12 +86,12 @@ def build_piece(piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folde
 
 
 def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
-    """Writes the index of pieces that are all built. Of damaged files no document is meant by it, though what came
-    before the damage is in the shards.
+    """Writes the index, when all pieces are built. It leaves out all documents of damaged files, even those before the
+    damage, which are in the shards.
 
-    It takes memory for the documents of a few shards; several processes may write it, each the same.
+    It needs memory for the documents of a few shards. Several processes may write it; all write the same.
 
-    Raises ValueError when no file is readable, none has text, or a shard is gone.
+    Raises ValueError if no file is readable, none has text, or a shard is missing.
     """
     pieces = pieces_of(files)
     markers = _read_all(folder, [_piece_name(piece.number) for piece in pieces])
@@ -111,7 +112,7 @@ def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
 
 
 class _Columns:
-    """The numbers of all documents, on their way into the index, and what is known of each shard."""
+    """Collects the index entries of all documents, and the facts on each shard."""
 
     def __init__(self):
         self.sizes, self.hashes = Scratch(np.int64), Scratch(np.uint64)
@@ -144,7 +145,7 @@ class _Columns:
 
 
 def _read_all(folder: Folder, names: Sequence[str]) -> Iterator[bytes]:
-    """Files, one after the other; some are read at the same time, for one behind a URL takes a while to come."""
+    """Files, one after the other; some are read ahead in parallel, because a file at a URL is slow."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for first in range(0, len(names), _AT_ONCE):
             some = names[first : first + _AT_ONCE]
@@ -160,7 +161,7 @@ def _chunks(values: np.ndarray) -> Iterator[memoryview]:
 
 
 class _Built(NamedTuple):
-    """What is told of a piece that is built: its shards, and its damaged files by their number in it."""
+    """The record of a complete piece: its shards, and its damaged files by their number in it."""
 
     number: int
     first: int
@@ -176,7 +177,7 @@ class _Built(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shard:
-    """What is in a shard, by document; the place of the text after it; and the files known to be damaged so far."""
+    """The record of a shard: its documents, the place in the text after it, and the damaged files known so far."""
 
     sizes: np.ndarray
     files: np.ndarray
@@ -200,7 +201,7 @@ class _Shard:
 
 @dataclass
 class _Buffer:
-    """Documents on their way into a shard."""
+    """Documents that are being collected for a shard."""
 
     kind: np.dtype
     tokens: list[np.ndarray] = field(default_factory=list)
@@ -230,7 +231,7 @@ class _Buffer:
 
 
 class _Build:
-    """A piece on its way into a folder: how many shards it has there, and its damaged files so far."""
+    """A piece that is being built in a folder: how many shards it has there, and its damaged files so far."""
 
     def __init__(self, piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, told: Told):
         self._piece, self._text_key, self._tokenizer = piece, text_key, tokenizer
@@ -276,7 +277,8 @@ class _Build:
 
 
 def _groups(documents: Iterator[Document], done: int) -> Iterator[list[Document]]:
-    """The documents after the first `done`, some megabytes at a time; all that came before damage come before it."""
+    """The documents after the first `done`, some megabytes at a time; those before damage are given before the
+    error."""
     group: list[Document] = []
     size = 0
     try:
@@ -294,8 +296,8 @@ def _groups(documents: Iterator[Document], done: int) -> Iterator[list[Document]
 
 
 def _finished(folder: Folder, piece: int, kind: np.dtype) -> tuple[int, _Shard | None]:
-    """How many shards at the beginning of a piece are whole, and the last of them."""
-    if folder.read(_shard_name(piece, 0)) is None:  # as most often, and a folder of many files takes long to list
+    """How many shards at the beginning of a piece are complete, and the last of them."""
+    if folder.read(_shard_name(piece, 0)) is None:  # the usual case, and listing a folder of many files takes long
         return 0, None
     found, count, last = folder.sizes(), 0, None
     while _shard_name(piece, count) in found:

@@ -1,4 +1,4 @@
-"""Where the tokens of a corpus are kept, and which process builds them."""
+"""The cache of a corpus' tokens: where it is, and which process builds it."""
 
 import hashlib
 import json
@@ -17,22 +17,22 @@ from train.data.storage import Folder, LocalFolder, MemoryFolder, folder_at, is_
 from train.data.tokenizer import Tokenizer, token_type
 
 _FORMAT = 2  # of the folders
-_SMALL_BYTES = 2**26  # of files whose bytes are read anew at each start instead of being kept
+_SMALL_BYTES = 2**26  # of files: bytes up to this size are read again at each start and not cached
 TOKENS = "tokens"  # the folder of caches in ``config.output``
 _POLL_SECONDS = 2.0
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpus]:
-    """The encoded documents of every part of the mixture, trained on and held out, built unless they are there.
+    """The encoded documents of every part of the mixture, both training and held-out; missing ones are built.
 
     Each part has a folder of its own in ``data.cache``, named by a hash of names, sizes and stamps of its files (ETag
-    or time of change), of the tokenizer and of the settings that encoding depends on: what changed is built anew, what
-    did not is never built again. It is ``{output}/tokens`` by default. Bytes of a small corpus are encoded faster than
-    read, and kept nowhere unless ``data.cache`` says where or one cache serves several processes.
+    or time of change), of the tokenizer and of the settings that encoding depends on. So only what changed is built
+    again. ``data.cache`` is ``{output}/tokens`` by default. The bytes of a small corpus are encoded faster than a cache
+    is read; they are cached only if ``data.cache`` is set or several processes share the cache.
 
-    A cache behind a URL is one for all hosts: process 0 lists and builds, and the others, which need not see the
-    files, wait until it is whole. A cache on disk is each host's own: whichever of its processes comes first builds,
-    under a lock that ends with the process. `tokenize` builds faster, and beforehand.
+    A cache at a URL is shared by all hosts: process 0 lists and builds, and the others, which need not see the files,
+    wait until it is complete. A cache on disk is each host's own: the first of its processes builds, under a lock that
+    ends with the process. The command `tokenize` builds faster, before training.
 
     Raises FileNotFoundError and ValueError for text that is missing or unreadable.
     """
@@ -69,7 +69,7 @@ class TokensPlace(NamedTuple):
         return _join(self.cache, self.key)
 
     def folder(self) -> Folder:
-        """The folder, which is made if it is on disk."""
+        """The folder; created if it is on disk."""
         return folder_at(self.path)
 
 
@@ -79,7 +79,7 @@ def cache_of(config: Config) -> str:
 
 
 def places_of(config: Config, tokenizer: Tokenizer) -> list[TokensPlace]:
-    """Where the tokens of every part of the mixture lie, or will lie; the files are listed for that."""
+    """Where the tokens of every part of the mixture are, or will be; this lists the files."""
     return [
         TokensPlace(files, part.text_key, cache_of(config), _key(files, part.text_key, tokenizer))
         for files, part in zip(list_files(config.data), config.data.parts, strict=True)
@@ -87,7 +87,7 @@ def places_of(config: Config, tokenizer: Tokenizer) -> list[TokensPlace]:
 
 
 def is_forgotten(config: Config, places: Sequence[TokensPlace], tokenizer: Tokenizer) -> bool:
-    """Whether one process alone would rather read the bytes anew than keep them."""
+    """Whether a single process reads the bytes again at each start instead of caching them."""
     size = sum(file.size for place in places for file in place.files)
     return not config.data.cache and tokenizer.identity == "bytes" and size <= _SMALL_BYTES
 
@@ -102,7 +102,7 @@ def _key(files: Sequence[SourceFile], text_key: str, tokenizer: Tokenizer) -> st
 
 
 def _from_first(keys: list[str]) -> list[str]:
-    """Process 0's keys, on every process: other hosts may see other times of change, or no files at all."""
+    """Process 0's keys, on every process: other hosts may see other modification times, or no files at all."""
     from jax.experimental import multihost_utils
 
     mine = np.array([list(key.encode().ljust(32)) for key in keys], np.uint8)
@@ -138,7 +138,7 @@ def _build(place: TokensPlace, folder: Folder, tokenizer: Tokenizer, told: Told)
 
 @contextmanager
 def _lock(folder: Folder):
-    """Holds a lock file's lock where the folder is on disk. The system frees it when its process ends, however."""
+    """Holds a file lock if the folder is on disk. The system releases it when the process ends in any way."""
     if not isinstance(folder, LocalFolder):
         yield
         return

@@ -1,4 +1,4 @@
-"""Encoded documents in shards: which there are, and the tokens of any of them."""
+"""Encoded documents in shards: their index, and the tokens of any document."""
 
 import hashlib
 import io
@@ -14,14 +14,14 @@ from train.data.index import Choice, Index
 from train.data.storage import Folder, MemoryFolder, Span
 
 INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
-"""Of a folder: what is in it, written last; and two numbers of every document."""
+"""Two files of a folder: its contents, written last; and the index, with two numbers for every document."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded documents, of which not even the sizes are in memory. Places count tokens through all shards.
+    """Encoded documents; not even their sizes are in memory. Places count tokens through all shards.
 
-    `corrupt` maps each file that was left out to the reason; `files` counts them and the others.
+    `corrupt` maps each omitted file to the reason; `files` counts all files, omitted ones too.
     """
 
     folder: Folder
@@ -55,9 +55,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """A few documents of several corpora, one after the other, of which only sizes and places are in memory.
+    """A few documents of several corpora, one after the other; only their sizes and places are in memory.
 
-    It is read as if it were one corpus, whose places count the tokens of these documents alone.
+    It is read like one corpus, whose places count only the tokens of these documents.
     """
 
     corpora: Sequence[Corpus]
@@ -103,7 +103,7 @@ def sample(corpora: Sequence[Corpus], choices: Sequence[Choice]) -> HeldOutText:
 
 
 def open_corpus(folder: Folder) -> Corpus | None:
-    """The corpus in a folder; None while it is not whole. Raises ValueError when a file of it is missing or cut."""
+    """The corpus in a folder; None while it is incomplete. Raises ValueError if a file is missing or truncated."""
     content = folder.read(INDEX)
     if content is None:
         return None
@@ -122,7 +122,7 @@ def open_corpus(folder: Folder) -> Corpus | None:
 
 
 def damaged(folder: Folder, name: str) -> ValueError:
-    """The error for a file that is not as it was written."""
+    """The error for a file that changed after it was written."""
     return ValueError(f"data.cache: {folder}/{name} is damaged; delete {folder} to build it anew")
 
 
@@ -167,7 +167,7 @@ def load_arrays(content: bytes) -> dict[str, np.ndarray]:
 
 
 def collect(documents: Sequence[np.ndarray]) -> Corpus:
-    """A corpus of documents that are encoded already, in memory."""
+    """A corpus, in memory, of documents that are already encoded."""
     sizes = np.array([len(document) for document in documents], np.int64)
     tokens = np.concatenate(documents)
     content, folder, names = tokens.tobytes(), MemoryFolder(), shard_names([1])

@@ -1,4 +1,4 @@
-"""Which documents are held out of training: by their names, and no more of them than a number of tokens."""
+"""Which documents are held out of training, chosen by their names, up to a number of tokens."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from train.data.index import GONE
 
 _HASH_RANGE = 2**48
 _NONE = -1
-_MANY = 2**20  # documents that are kept before those too many are forgotten
+_MANY = 2**20  # documents that are kept before the excess is dropped
 
 Columns = Iterable[tuple[UInt64[np.ndarray, "n"], Int64[np.ndarray, "n"]]]
 """The hashes and sizes of a part's documents, some at a time."""
@@ -19,9 +19,9 @@ Columns = Iterable[tuple[UInt64[np.ndarray, "n"], Int64[np.ndarray, "n"]]]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is held out of one part: documents of a hash below `below`, but never number `never`, and always `always`.
+    """What is held out of one part: documents with a hash below `below`, never document `never`, and always `always`.
 
-    So nothing is kept for each document, however many there are.
+    So memory does not grow with the number of documents.
     """
 
     below: int
@@ -33,17 +33,17 @@ class HeldOut:
         return (hashes < np.uint64(self.below)) & (numbers != self.never) | (numbers == self.always)
 
     def trained(self, numbers: Int64[np.ndarray, "n"], hashes: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
-        """Which documents are trained on: the others, but those of damaged files."""
+        """Which documents are trained on: the others, without those of damaged files."""
         return ~self.out(numbers, hashes) & (hashes != GONE)
 
 
 def hold_out(parts: Sequence[Columns], share: float, tokens: float = math.inf) -> list[HeldOut]:
     """What is held out of each part of a mixture.
 
-    A document is held out when the hash of its name, read as a number in [0, 1), is below `share`; where those would
-    have more than `tokens` tokens, the documents of all parts with the lowest hashes, as long as they have no more. Of
-    every part at least one document is trained on, that of the highest hash; and at least one of all is held out, that
-    of the lowest among the parts with several, unless the share is 0, which holds out none.
+    A document is held out when the hash of its name, read as a number in [0, 1), is below `share`. If those have more
+    than `tokens` tokens, only the documents of all parts with the lowest hashes are, up to that many tokens. Of every
+    part at least one document is trained on, the one with the highest hash. At least one document overall is held out,
+    the one with the lowest hash among the parts with several documents, unless the share is 0.
 
     Raises ValueError when there is no such document.
     """
@@ -64,9 +64,9 @@ def hold_out(parts: Sequence[Columns], share: float, tokens: float = math.inf) -
 
 
 class _Lowest:
-    """The hash below which documents are held out, as far as documents were seen.
+    """The hash below which documents are held out, computed from the documents seen so far.
 
-    What turns out to be too many is forgotten every so often, so that memory is bounded.
+    Excess documents are dropped regularly, so memory is bounded.
     """
 
     def __init__(self, below: int, tokens: float):
@@ -84,7 +84,7 @@ class _Lowest:
             self.settle()
 
     def settle(self) -> int:
-        """The hash, from all that was seen; of equal hashes all are below it or none."""
+        """The hash, from all documents seen; of documents with equal hashes all are below it, or none."""
         if self._seen:
             hashes, sizes = (np.concatenate(column) for column in zip(*self._seen, strict=True))
             order = np.argsort(hashes, kind="stable")

@@ -1,6 +1,6 @@
-"""The index of a corpus: the length of each document and the hash of its name, mapped from disk and not loaded.
+"""The index of a corpus: the length of each document and the hash of its name, memory-mapped from disk.
 
-What is in memory are two numbers for each block of documents; documents of single blocks are looked up when asked for.
+Memory holds only two numbers for each block of documents; documents of a block are looked up on demand.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ from jaxtyping import Bool, Int64, UInt64
 
 BLOCK = 512  # documents
 GONE = np.uint64(2**64 - 1)
-"""The hash of a document of a damaged file, whose tokens nobody reads; no name has it."""
-_RUN = 2**7  # blocks looked through at a time
+"""The hash of documents of damaged files, which are never read; no name has this hash."""
+_RUN = 2**7  # blocks read at a time
 
 Choice = Callable[[Int64[np.ndarray, "n"], UInt64[np.ndarray, "n"]], Bool[np.ndarray, "n"]]
-"""Which documents are chosen, by their numbers and hashes."""
+"""A function that chooses documents, by their numbers and hashes."""
 
 
 def readable(_: Int64[np.ndarray, "n"], hashes: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
-    """All documents but those of damaged files."""
+    """All documents except those of damaged files."""
     return hashes != GONE
 
 
@@ -36,9 +36,9 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """Documents by number, in the order in which their tokens lie in the corpus; at least one.
+    """Documents by number, in the order of their tokens in the corpus; at least one.
 
-    `sizes` and `hashes` have all of them, `choice` says which are meant.
+    `sizes` and `hashes` have all of them; `choice` says which are chosen.
     """
 
     sizes: Int64[np.ndarray, "documents"]
@@ -46,7 +46,7 @@ class Index:
     choice: Choice = readable
 
     def select(self, choice: Choice) -> "Index":
-        """The same documents, of which others are chosen."""
+        """The same documents, with another choice of them."""
         return replace(self, choice=choice)
 
     @property
@@ -76,7 +76,7 @@ class Index:
             yield self.hashes[part], self.sizes[part]
 
     def load(self, blocks: Int64[np.ndarray, "blocks"]) -> Documents:
-        """The chosen documents of these blocks, which ascend."""
+        """The chosen documents of these blocks, which must be in ascending order."""
         counts = np.minimum(BLOCK, len(self.sizes) - blocks * BLOCK)
         numbers = ranges(blocks * BLOCK, counts)
         sizes = np.asarray(self.sizes[numbers])

@@ -15,7 +15,7 @@ from train.data.storage import Scratch
 from train.data.tokenizer import PADDING
 
 GROUP_PIECES = 2**21
-"""Pieces that are packed together by best fit: what does not fit into memory is packed in groups of about so many."""
+"""The number of pieces that best fit packs together: larger corpora are packed in groups of about so many pieces."""
 
 
 class Batch(NamedTuple):
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     `segment_ids` number the pieces of documents in a row from 0 and are -1 for padding; a document cut by a row's end
     is a new segment in the next row. `positions` count from 0 in each segment. `labels` are the next tokens of the same
-    document, in whichever row they lie, -1 after its last token and at padding: nothing is to be predicted there.
+    document, even if they are in another row; -1 after its last token and at padding, where nothing is predicted.
     """
 
     tokens: np.ndarray
@@ -33,8 +33,8 @@ class Batch(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Runs of tokens that follow each other in a row: where they begin in the corpus, how long they are, and whether
-    their document goes on after them."""
+    """Runs of tokens that follow each other in a row: their start in the corpus, their length, and whether their
+    document continues after them."""
 
     starts: Int64[np.ndarray, "pieces"]
     sizes: Int64[np.ndarray, "pieces"]
@@ -53,7 +53,7 @@ class Packing(Protocol):
 
 @dataclass(frozen=True)
 class Concatenated:
-    """All documents as one stream, split wherever a row is full.
+    """All documents as one stream, split whenever a row is full.
 
     Row r holds tokens [r*length, (r+1)*length) of the stream and predicts tokens [r*length + 1, (r+1)*length + 1), so
     every token but the first of each document is predicted exactly once. There are ceil((tokens - 1) / length) rows.
@@ -80,7 +80,7 @@ class Concatenated:
         return Pieces(starts[document] + inside, sizes, ends > stop), counts
 
     def _around(self, first: Int64[np.ndarray, "rows"], stop: Int64[np.ndarray, "rows"]) -> Documents:
-        """All documents that these stretches of the stream touch, and some more."""
+        """All documents that overlap these stretches of the stream, and some more."""
         block = np.searchsorted(self.index.stream, first, side="right") - 1
         last = np.searchsorted(self.index.stream, stop - 1, side="right") - 1
         return self.index.load(np.unique(ranges(block, last + 1 - block)))
@@ -92,7 +92,7 @@ class BestFit:
 
     pieces: Pieces
     first: Int64[np.ndarray, "rows+1"]
-    groups: int  # that were packed by themselves
+    groups: int  # that were packed separately
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -109,10 +109,10 @@ def best_fit(index: Index, length: int) -> BestFit:
     """Documents cut into pieces of at most `length` tokens; pieces, the largest first, each put into the row with the
     least room that holds it, or a new row (Ding et al. 2024, arXiv:2404.10830).
 
-    A document of n tokens is cut at multiples of `length`; a last piece of one token is left out, since it predicts
-    nothing and the piece before predicts it. Equal pieces keep their order, and of rows with equal room the one that
-    was filled so far last takes the piece. Neighbouring documents of `GROUP_PIECES` pieces or so are packed by
-    themselves, and the rows of all groups lie in a file that is mapped, so that memory is bounded.
+    A document of n tokens is cut at multiples of `length`; a last piece of one token is omitted, since it predicts
+    nothing and the piece before predicts it. Equal pieces keep their order; of rows with equal room the one filled most
+    recently takes the piece. Neighbouring documents with about `GROUP_PIECES` pieces are packed as one group, and the
+    rows of all groups are in a memory-mapped file, so that memory is bounded.
     """
     columns = Scratch(np.int64), Scratch(np.int32), Scratch(np.bool_)
     first, pieces, groups = Scratch(np.int64), 0, 0
@@ -163,8 +163,8 @@ def _cut(starts: Int64[np.ndarray, "documents"], sizes: Int64[np.ndarray, "docum
 def _rows_by_best_fit(sizes: Int64[np.ndarray, "pieces"], length: int) -> Int64[np.ndarray, "pieces"]:
     """The row of each piece, for sizes that descend.
 
-    A row that takes a piece of size s stays the one with the least room for the next as long as it has room for it, so
-    rows take floor(room / s) pieces of a size at once.
+    A row that takes a piece of size s remains the row with the least room for the next such piece, as long as it fits.
+    So a row takes floor(room / s) pieces of a size at once.
     """
     found = np.empty(len(sizes), np.int64)
     rooms = _Rooms(length)
@@ -185,8 +185,8 @@ class _Rooms:
 
     def __init__(self, length: int):
         self._length, self._count = length, 0
-        self._sizes: list[int] = []  # of the rooms that some row has, ascending
-        self._rows: dict[int, list[int]] = {}  # with a room of each of these sizes
+        self._sizes: list[int] = []  # the amounts of room that rows have, ascending
+        self._rows: dict[int, list[int]] = {}  # the rows with each amount of room
 
     def take(self, size: int) -> tuple[int, int]:
         """The row with the least room that holds `size`, or a new one, and its room."""
@@ -219,12 +219,12 @@ class Part:
 
     @property
     def tokens_per_row(self) -> float:
-        """Tokens in a row, on average; padding is none."""
+        """Tokens in a row, on average, without padding."""
         return self.corpus.tokens / len(self.packing)
 
     @property
     def digest(self) -> str:
-        """That of the corpus; and in how many groups it is packed, if in several, for that decides the rows too."""
+        """The corpus' hash, with the number of groups if there are several, because the rows depend on that too."""
         groups = getattr(self.packing, "groups", 1)
         return self.corpus.digest + (f"/{groups}" if groups > 1 else "")
 
@@ -252,7 +252,7 @@ class PackedRows:
         return sum(part.corpus.tokens for part in self.parts)
 
     def batch(self, rows: Int[np.ndarray, "rows"]) -> Batch:
-        """The named rows. Beyond the arrays returned it takes memory for the tokens of the rows alone."""
+        """The named rows. Beyond the returned arrays it needs memory only for the tokens of these rows."""
         shape = (len(rows), self.length)
         batch = Batch(
             np.full(shape, self.padding, np.int32),
@@ -269,14 +269,14 @@ class PackedRows:
         return batch
 
     def digest(self) -> str:
-        """A short hash of all tokens, document borders and weights, by which a resumed run knows its corpus again."""
+        """A short hash of all tokens, document borders and weights, by which a resumed run recognises its corpus."""
         if len(self.parts) == 1:
             return self.parts[0].digest
         return "-".join(f"{part.digest}:{part.weight:g}" for part in self.parts)
 
 
 def _fill(batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
-    """Fills rows `places` of the batch with rows `numbers` of a part. All of it is read at once: URLs are slow."""
+    """Fills rows `places` of the batch with rows `numbers` of a part. One read fetches all: URLs are slow."""
     (starts, sizes, more), counts = part.packing.rows(numbers)
     found = iter(zip(part.corpus.read(starts, sizes + more), sizes.tolist(), strict=True))
     for place, count in zip(places.tolist(), counts.tolist(), strict=True):
@@ -296,7 +296,7 @@ def pack_corpora(
 ) -> PackedRows:
     """Rows of `length` of encoded documents, in their order.
 
-    Raises ValueError when those of a part do not fill one row.
+    Raises ValueError if the documents of a part do not fill one row.
     """
     parts = []
     for corpus, weight in zip(corpora, weights, strict=True):

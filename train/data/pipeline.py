@@ -17,7 +17,7 @@ from train.data.storage import RemoteFolder
 from train.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    import grain  # brings jax: 150 MB that no worker of `tokenize` needs
+    import grain  # imports jax: 150 MB that workers of `tokenize` do not need
 
 _MANY_ROWS = 2**48
 _CYCLE = 2**14
@@ -25,9 +25,9 @@ _MANY_PASSES = 2**16
 
 
 def training_rows(config: Config, told: Told = untold) -> PackedRows:
-    """The packed rows of the training documents; `told` gets a line about files that are left out.
+    """The packed rows of the training documents; `told` gets a line about omitted files.
 
-    Where several processes share a cache behind a URL, all of them call this together.
+    If several processes share a cache at a URL, all of them must call this together.
 
     Raises FileNotFoundError and ValueError for missing, empty, unreadable or too little text.
     """
@@ -39,9 +39,9 @@ def training_rows(config: Config, told: Told = untold) -> PackedRows:
 
 
 def held_out_sample(config: Config, told: Told = untold) -> HeldOutText:
-    """The held-out documents, by part of the mixture, file and place in it; none is read before it is asked for.
+    """The held-out documents, by part of the mixture, file and place in it; each is read on demand.
 
-    Errors, and who has to call it, are as for `training_rows`.
+    The errors, and the processes that must call it, are those of `training_rows`.
     """
     check_held_out(config.data.held_out)
     corpora = open_corpora(config, load_tokenizer(config.data), told)
@@ -59,10 +59,10 @@ def _held_out(config: Config, corpora: Sequence[Corpus]) -> list[HeldOut]:
 
 
 def warnings_of_shared_text(config: Config) -> list[str]:
-    """A line for every stage that may train on documents that `evaluate` measures, which ``config.data`` holds out.
+    """A warning for every stage that may train on documents that ``config.data`` holds out and `evaluate` measures.
 
-    A stage that reads some of the same files as another text holds out others of their documents. Errors are as for
-    `training_rows`.
+    If a stage reads some of these files as part of another text, it holds out other documents of them. Errors are those
+    of `training_rows`.
     """
     found = []
     for name, stage in zip(config.stage_names, config.every_stage, strict=True):
@@ -74,7 +74,7 @@ def warnings_of_shared_text(config: Config) -> list[str]:
 
 
 def _documents_of(data: DataConfig) -> tuple:
-    """What decides which documents are held out: the files of every part, by name and place, and how many."""
+    """What determines the held-out documents: the files of every part, by name and place, and their number."""
     parts = [[(file.name, resolved(file.path)) for file in part] for part in list_files(data)]
     return parts, data.held_out, data.held_out_tokens
 
@@ -92,11 +92,11 @@ def _shared_text(stage: str, shared: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which part row n of the stream is from, and how many rows of that part came before it.
+    """The part of row n of the stream, and how many rows of that part come before it.
 
     The stream repeats a cycle of 16,384 rows. Part s has c_s of them, its share of the rows rounded by largest
     remainder, and its k-th is at (k + 1/2) / c_s of the cycle; ties go to the part named first. So any stretch of the
-    stream has each part's share, to within a row or so per part.
+    stream has each part's share, up to about one row per part.
     """
 
     owners: Int64[np.ndarray, "cycle"]
@@ -128,8 +128,8 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
 
     Batch number n holds the same rows in the same order on every process, whatever their number. The rows of each part
     of a mixture come in an order of their own, shuffled anew from `seed` at each pass over them, and are repeated as
-    often as needed; how parts are interleaved, `Mixture` says. Weights are by tokens: a part whose rows are emptier,
-    since best-fit left padding, gets more of them.
+    often as needed; `Mixture` defines how parts are interleaved. Weights count tokens: a part with emptier rows,
+    because best-fit left padding, gets more rows.
 
     ``get_state()`` and ``set_state(state)`` save and restore the place in the stream: the number of the next batch, so
     that nothing is read again.
@@ -145,11 +145,11 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
         return starts[owner] + int(orders[owner][rank])
 
     def read(number: int) -> Batch:
-        # By the batch, because a row by itself would cost Grain more than it costs us.
+        # By batch, because Grain's cost per row would exceed our own.
         own = range(number * batch_rows, (number + 1) * batch_rows)[part]
         return rows.batch(np.asarray([row(n) for n in own]))
 
-    # Rows are cut for a whole batch at once, so one thread, ahead by a few batches, is enough; URLs make threads wait.
+    # Rows are read for a whole batch at once, so one thread, a few batches ahead, is enough; at URLs threads wait.
     remote = any(isinstance(owner.corpus.folder, RemoteFolder) for owner in rows.parts)
     ahead = grain.ReadOptions(num_threads=8 if remote else 1, prefetch_buffer_size=8 if remote else 4)
     return iter(grain.MapDataset.range(_MANY_ROWS // batch_rows).map(read).to_iter_dataset(ahead))
@@ -159,5 +159,5 @@ def _order(rows: int, seed: int) -> "grain.MapDataset":
     """Rows in the order of pass after pass; Grain shuffles pass n by the seed plus n."""
     import grain
 
-    # Endless in name: Grain's own endless repetition has a length that no batch of one row can count.
+    # Practically endless: the length of Grain's own endless repetition is too large for batches of one row.
     return grain.MapDataset.range(rows).seed(seed % 2**32).shuffle().repeat(_MANY_ROWS // rows + 1)

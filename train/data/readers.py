@@ -17,18 +17,18 @@ _RECORDS = 1024  # read at a time, where a format has records
 
 
 class CorruptFile(Exception):
-    """A file whose content is not what its name says; the message says where and why."""
+    """A file whose content does not match its name; the message says where and why."""
 
 
 class NamedText(NamedTuple):
-    """One text of a file; `label` tells it from the file's others: ":3" for the third line or record."""
+    """One text of a file; `label` distinguishes it within the file: ":3" for the third line or record."""
 
     label: str
     content: bytes
 
 
 def texts(path: str, text_key: str) -> Iterator[NamedText]:
-    """The texts of a file, in order. Raises CorruptFile where its content turns out to be damaged."""
+    """The texts of a file, in order. Raises CorruptFile at the first damage in its content."""
     read = _READERS[_format(path)]
     system, name = open_url(path, "data.paths")
     with system.open(name, "rb") as file:
@@ -36,12 +36,12 @@ def texts(path: str, text_key: str) -> Iterator[NamedText]:
 
 
 def is_readable(path: str) -> bool:
-    """Whether the name ends as one of a known format."""
+    """Whether the name has the ending of a known format."""
     return _format(path) in _READERS
 
 
 def known_formats() -> str:
-    """What `texts` can read, in words."""
+    """The formats that `texts` can read, in words."""
     return ", ".join([*_READERS, "folders of Hugging Face datasets"])
 
 
@@ -61,7 +61,7 @@ def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[NamedText]
 
 
 def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
-    """The content of a file, unpacked if its name says that it is packed."""
+    """The content of a file, decompressed if its name says that it is compressed."""
     if path.endswith(".zst"):
         yield from _unpacked_zst(file)
         return
@@ -72,7 +72,7 @@ def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _unpacked_zst(file: BinaryIO) -> Iterator[bytes]:
-    """Frame after frame; the library's own stream reader takes a truncated file for a shorter one."""
+    """Decompresses frame after frame; the library's own stream reader does not notice a truncated file."""
     zstandard = optional("zstandard", "reading .zst")
     inside = None
     with _damage(zstandard.ZstdError):
@@ -140,7 +140,7 @@ def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterat
 
 
 def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[NamedText]:
-    """Every record is a text. The library reads local files only, so one behind a URL is fetched first."""
+    """Every record is a text. The library reads local files only, so a file at a URL is fetched first."""
     module = optional("array_record.python.array_record_module", "reading .array_record")
     with tempfile.NamedTemporaryFile() as local:
         if is_url(path):
@@ -158,13 +158,13 @@ def _records(reader: Any) -> Iterator[NamedText]:
         reader.read_all()  # says what is wrong
     for start in range(0, count, _RECORDS):
         for number, record in enumerate(reader.read(start, min(start + _RECORDS, count)), start=start + 1):
-            record.decode()  # a serialised message is no text
+            record.decode()  # a serialised message, which is not text
             yield NamedText(f":{number}", record)
 
 
 @contextmanager
 def _damage(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns what a library says of damaged content into CorruptFile, in one line."""
+    """Converts a library's error about damaged content to CorruptFile, in one line."""
     try:
         yield
     except kinds as error:
@@ -173,7 +173,7 @@ def _damage(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _arrow_damage() -> Iterator[None]:
-    """As `_damage`, for Arrow, which raises OSError also where the content is at fault; those have no error number."""
+    """As `_damage`, for Arrow, which raises OSError for damaged content too; such an error has no error number."""
     arrow = optional("pyarrow", "reading .parquet and .arrow")
     try:
         with _damage(arrow.ArrowException, UnicodeDecodeError):

@@ -18,7 +18,7 @@ from train.data.storage import find, is_url, open_url
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 Told = Callable[[str], Any]
-"""Gets lines for the person who waits: what is left out, what takes long."""
+"""Takes progress messages for the user: what is left out, what takes long."""
 
 
 def untold(_: str) -> None:
@@ -26,14 +26,14 @@ def untold(_: str) -> None:
 
 
 class Document(NamedTuple):
-    """One text. The name decides whether it is held out, and never depends on where the data lies on a machine."""
+    """One text. The name decides whether it is held out, and does not depend on where the data is on a machine."""
 
     name: str
     text: bytes
 
 
 class SourceFile(NamedTuple):
-    """A file of text. Size and stamp (its ETag or time of change) tell whether it is still the one that was read."""
+    """A file of text. Size and stamp (its ETag or time of change) show whether it has changed since it was read."""
 
     name: str
     path: str
@@ -44,10 +44,10 @@ class SourceFile(NamedTuple):
 def documents(config: DataConfig, split: Literal["train", "held_out"], told: Told = untold) -> list[Document]:
     """The documents of one split, by part of the mixture, file and place in it; empty ones are left out.
 
-    They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files are told of and
-    left out. Which documents are held out, `hold_out` says, without ``data.held_out_tokens``, since these are texts.
+    They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files are reported and
+    left out. `hold_out` decides which documents are held out, without ``data.held_out_tokens``, since these are texts.
 
-    Raises FileNotFoundError for a path that names nothing, and ValueError where no text can be read.
+    Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read.
     """
     parts = [
         _readable(files, part.text_key, told) for files, part in zip(list_files(config), config.parts, strict=True)
@@ -84,13 +84,13 @@ def _readable(files: Sequence[SourceFile], text_key: str, told: Told) -> list[Do
 
 
 def read(file: SourceFile, text_key: str) -> Iterator[Document]:
-    """The documents of a file, the empty ones too. Raises CorruptFile where it turns out to be damaged."""
+    """The documents of a file, with the empty ones. Raises CorruptFile at the first damage."""
     for label, text in texts(file.path, text_key):
         yield Document(file.name + label, text)
 
 
 def report_corrupt(corrupt: dict[str, str], files: int, told: Told, shown: int = 5) -> None:
-    """Tells which files were left out and why, or raises ValueError when none is left."""
+    """Reports which files were left out and why, or raises ValueError if none is left."""
     if not corrupt:
         return
     named = [f"{path} ({reason})" for path, reason in list(corrupt.items())[:shown]]
@@ -108,15 +108,15 @@ def no_text(files: Sequence[SourceFile]) -> ValueError:
 
 
 def name_hash(name: str) -> int:
-    """A whole number below 2^48 that depends on the name only."""
+    """An integer below 2^48 that depends on the name only."""
     return int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:6], "big")
 
 
 def list_files(config: DataConfig) -> list[list[SourceFile]]:
     """The files of every part of the mixture, by name.
 
-    Raises FileNotFoundError for a path that names nothing, and ValueError for files that cannot be told apart, lie in
-    two parts, or have no known format.
+    Raises FileNotFoundError for a path that names nothing, and ValueError for files that have the same name, are in two
+    parts, or have no known format.
     """
     if config.source == "stdlib":
         return [standard_library()]
@@ -145,13 +145,14 @@ def standard_library() -> list[SourceFile]:
 
 
 def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
-    """The files that the patterns name, under the part of the path that a pattern leaves open (or the file's name)."""
+    """The files that the patterns match, named by the part of the path after the fixed folders (or by the file's
+    name)."""
     files: dict[str, SourceFile] = {}
     seen: set[str] = set()
     for pattern in patterns:
         for file in _matches(pattern):
             place = resolved(file.path)
-            if place in seen:  # under another name it could be trained on and held out too
+            if place in seen:  # under two names it could be both trained on and held out
                 continue
             seen.add(place)
             if not is_readable(file.path):
@@ -163,7 +164,7 @@ def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
 
 
 def resolved(path: str) -> str:
-    """The path or URL by which a file is known, whatever links lead there."""
+    """The canonical path or URL of a file, with links resolved."""
     return path if is_url(path) else str(Path(path).resolve())
 
 

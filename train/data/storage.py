@@ -1,4 +1,4 @@
-"""Files on disk and behind URLs, and folders whose files are written whole or not at all."""
+"""Files on disk and at URLs, and folders whose files are written atomically."""
 
 import glob
 import os
@@ -20,7 +20,7 @@ from train.runtime.paths import path as place_at
 
 
 def is_url(path: str) -> bool:
-    """Whether a path lies elsewhere than on this machine's disks: every host then sees the same file under it."""
+    """Whether a path is not on this machine's disks; then every host sees the same file there."""
     return "://" in path and not path.startswith(("file://", "local://"))
 
 
@@ -35,12 +35,12 @@ def open_url(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def find(pattern: str, key: str) -> dict[str, dict[str, Any]]:
-    """What a path, glob or URL names: fsspec's information on each, by full path."""
+    """The files that a path, glob or URL names: fsspec's information on each, by full path."""
     system, path = open_url(pattern, key)
     if is_url(pattern):
         return {system.unstrip_protocol(name): info for name, info in system.glob(path, detail=True).items()}
     found = sorted(glob.glob(path, recursive=True))
-    return {name: system.info(name) for name in found if system.exists(name)}  # a link may lead nowhere
+    return {name: system.info(name) for name in found if system.exists(name)}  # a link may be broken
 
 
 def optional(module: str, wanted_by: str) -> ModuleType:
@@ -66,22 +66,22 @@ _copying = threading.Lock()
 
 
 class Folder(Protocol):
-    """Named files, each written whole or not at all."""
+    """Named files, each written atomically."""
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file."""
 
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Writes a file that need not fit into memory."""
+        """Writes a file from chunks; it need not fit into memory."""
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None when there is none."""
+        """The content of a file; None if it does not exist."""
 
     def map(self, name: str, kind: np.dtype) -> np.ndarray:
-        """The numbers in a file that is there and not empty, in memory only where they are looked at."""
+        """The numbers in an existing, nonempty file; loaded into memory only where they are accessed."""
 
     def sweep(self) -> None:
-        """Removes what killed writers left; whatever is still to be written must be there already."""
+        """Removes what killed writers left; files that may still be written must already exist."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
@@ -91,7 +91,7 @@ class Folder(Protocol):
 
 
 class MemoryFolder:
-    """Files of this process."""
+    """Files in the memory of this process."""
 
     def __init__(self):
         self._files: dict[str, bytes] = {}
@@ -101,7 +101,7 @@ class MemoryFolder:
         self._files[name] = content
 
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Keeps what the chunks make up."""
+        """Keeps the chunks, joined."""
         self.write(name, b"".join(chunks))
 
     def read(self, name: str) -> bytes | None:
@@ -113,7 +113,7 @@ class MemoryFolder:
         return np.frombuffer(self._files[name], kind)
 
     def sweep(self) -> None:
-        """Nothing is left in memory."""
+        """Does nothing: killed writers leave nothing in memory."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
@@ -140,9 +140,10 @@ class LocalFolder:
         self.write_chunks(name, [content])
 
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Writes beside the file, to disk, and then puts it in its place: whole or not at all.
+        """Writes a temporary file in the same folder, to disk, then renames it, so that the file is never partial.
 
-        Under a name of its own, since another host may write the same file; renaming is one step on network disks too.
+        The temporary name is unique, since another host may write the same file; renaming is atomic on network disks
+        too.
         """
         part = self.path / f".{name}.{uuid.uuid4().hex}{_PART}"
         with part.open("wb") as file:
@@ -153,11 +154,11 @@ class LocalFolder:
         try:
             os.replace(part, self.path / name)
         except FileNotFoundError:
-            if not (self.path / name).exists():  # else it was there before, and what this wrote was swept away
+            if not (self.path / name).exists():  # if it exists, it did before, and only this copy was swept away
                 raise
 
     def sweep(self) -> None:
-        """Removes what writers left that were killed."""
+        """Removes what killed writers left."""
         for part in self.path.glob(f".*{_PART}"):
             part.unlink(missing_ok=True)
 
@@ -172,11 +173,11 @@ class LocalFolder:
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
-        # What another process is writing may be gone before it is asked for.
+        # A file that another process is writing may be gone before its size is read.
         return {entry.name: entry.stat().st_size for entry in os.scandir(self.path) if entry.name[-5:] != _PART}
 
     def spans(self, wanted: Sequence[Span]) -> list[np.ndarray]:
-        """Views of the files, each mapped into memory once."""
+        """Views of the files, each of which is mapped into memory once."""
         return [self._map(span.name)[span.start : span.stop] for span in wanted]
 
     def _map(self, name: str) -> np.ndarray:
@@ -186,7 +187,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """Files behind a URL; object stores show a file only when it is whole. Neighbouring spans are one request."""
+    """Files at a URL; object stores show a file only when it is complete. Adjacent spans are one request."""
 
     def __init__(self, url: str):
         self.url = url
@@ -201,7 +202,7 @@ class RemoteFolder:
         self._system.pipe_file(f"{self._path}/{name}", content)
 
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Puts a file together on this machine's disk and sends it; nothing is sent when a chunk fails."""
+        """Assembles a file on this machine's disk and uploads it; nothing is uploaded if a chunk fails."""
         self._system.makedirs(self._path, exist_ok=True)
         with tempfile.NamedTemporaryFile() as local:
             for chunk in chunks:
@@ -217,18 +218,18 @@ class RemoteFolder:
             return None
 
     def map(self, name: str, kind: np.dtype) -> np.ndarray:
-        """The numbers in a file: a copy on this machine's disk, mapped; one for all that look at it."""
+        """The numbers in a file: memory-mapped from a copy on this machine's disk, one copy for all readers."""
         path = f"{self._path}/{name}"
-        with _copying:  # of two threads one copies
+        with _copying:  # only one of two threads copies
             found = _copies.get((self.url, name))
             if found is None:
                 with tempfile.NamedTemporaryFile() as local:
                     self._system.get_file(path, local.name)
-                    found = _copies[self.url, name] = np.memmap(local.name, kind, "r")  # and its name may go
+                    found = _copies[self.url, name] = np.memmap(local.name, kind, "r")  # the name is no longer needed
             return found
 
     def sweep(self) -> None:
-        """Object stores show nothing that is not whole."""
+        """Does nothing: object stores never show a partial file."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file, as the store lists them now."""
@@ -269,7 +270,7 @@ def folder_at(path: str) -> Folder:
 
 
 class Scratch:
-    """An array that grows in an unnamed file of the temporary folder (``TMPDIR``), for what memory should not hold."""
+    """An array that grows in an unnamed file of the temporary folder (``TMPDIR``), for data too large for memory."""
 
     def __init__(self, kind: type):
         self._kind, self._file = np.dtype(kind), tempfile.TemporaryFile()  # noqa: SIM115
@@ -279,11 +280,12 @@ class Scratch:
         self._file.write(np.ascontiguousarray(values, self._kind).data)
 
     def mapped(self) -> np.ndarray:
-        """All of them, mapped; there is at least one. Nothing can be added any more, and the file ends with the map."""
+        """All values, memory-mapped; there must be at least one. Nothing can be added afterwards; the file lives as
+        long as the map."""
         with self._file as file:
             file.flush()
             return np.memmap(file, self._kind, "r").view(np.ndarray)
 
     def close(self) -> None:
-        """Gives up what was not mapped."""
+        """Discards the file if it was not mapped."""
         self._file.close()

@@ -1,4 +1,5 @@
-"""``python -m train tokenize``: the cache of tokens alone, over all cores of a host, and by several hosts or jobs."""
+"""``python -m train tokenize``: builds only the cache of tokens, on all cores of a host, and with several hosts or
+jobs."""
 
 import heapq
 import multiprocessing
@@ -26,14 +27,14 @@ _THREADS = "RAYON_NUM_THREADS"
 
 
 class Job(NamedTuple):
-    """One of `count` jobs, which are started independently and share no more than the cache's folder."""
+    """One of `count` jobs, which are started independently and share only the cache's folder."""
 
     number: int = 0
     count: int = 1
 
 
 class _PieceOrder(NamedTuple):
-    """A piece to be built, and where."""
+    """A piece to be built, and its folder."""
 
     folder: str
     text_key: str
@@ -41,16 +42,16 @@ class _PieceOrder(NamedTuple):
 
 
 def tokenize(config: Config, told: Told = print, job: Job | None = None, workers: int | None = None) -> None:
-    """Builds this job's pieces of the cache that `fit` would build, and the index once those of all jobs are there.
+    """Builds this job's pieces of the cache that `fit` would build, and the index when the pieces of all jobs exist.
 
-    A piece is a file, or several small ones. Those that are whole are not built again; of one that was begun, the
-    shards that are whole are kept. `workers` processes work side by side, one for each core by default.
+    A piece is a file, or several small ones. Complete pieces are not built again; of an incomplete piece, the complete
+    shards are kept. `workers` processes work in parallel, by default one for each core.
 
-    Which pieces are whose, sizes and numbers alone decide. Nothing is claimed, so nothing is held by a job that died,
-    and it needs no more of a disk or an object store than that a file appears in one step: locks do not work on all
-    network disks, and not behind URLs. A job that never ran is made up for by any command with fewer jobs.
+    Sizes and job numbers alone decide which job builds which pieces. There are no locks, so a job that died holds
+    nothing; locks do not work on all network disks, nor at URLs. The disk or object store need only write files
+    atomically. To build the pieces of a job that never ran, run the command with fewer jobs.
 
-    Raises FileNotFoundError and ValueError for text that is missing or unreadable, and a job that cannot be.
+    Raises FileNotFoundError and ValueError for text that is missing or unreadable, and an invalid job.
     """
     check(workers is None or workers > 0, f"--workers must be positive, found {workers}")
     tokenizer = load_tokenizer(config.data)
@@ -70,12 +71,12 @@ def tokenize(config: Config, told: Told = print, job: Job | None = None, workers
 
 
 def _cores() -> int:
-    """Those that this process may use; some systems know only those of the machine."""
+    """The cores that this process may use; some systems know only the number of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _kept(config: Config, tokenizer: Tokenizer) -> list[TokensPlace]:
-    """The places of the text of all stages, each once, that `fit` would keep tokens of."""
+    """The places of the text of all stages, each once, whose tokens `fit` would cache."""
     found = {}
     for stage in config.every_stage:
         places = places_of(stage, tokenizer)
@@ -98,7 +99,7 @@ def _finish(place: TokensPlace, kind: np.dtype, told: Told) -> None:
 
 
 def share(sizes: Sequence[int], job: Job) -> list[int]:
-    """The numbers of a job's pieces: the largest first, each goes to the job with the least so far."""
+    """The numbers of a job's pieces: from the largest down, each goes to the job with the least work so far."""
     loads = [(0, number) for number in range(job.count)]
     mine = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -110,9 +111,9 @@ def share(sizes: Sequence[int], job: Job) -> list[int]:
 
 
 def job_of(environment: Mapping[str, str] = os.environ) -> Job:
-    """Which job this is, as the environment tells: what names the processes of `fit`, SLURM's tasks, its job arrays.
+    """Which job this is, read from the environment: the variables for processes of `fit`, SLURM's tasks, or job arrays.
 
-    The only job where it tells nothing. Raises ValueError for numbers that make no sense.
+    Without any, it is the only job. Raises ValueError for inconsistent numbers.
     """
     if environment.get("JAX_NUM_PROCESSES"):
         return _job(environment.get("JAX_PROCESS_ID", ""), environment["JAX_NUM_PROCESSES"], "JAX_PROCESS_ID")
@@ -121,7 +122,7 @@ def job_of(environment: Mapping[str, str] = os.environ) -> Job:
         first, step = (int(environment.get(f"SLURM_ARRAY_TASK_{name}", 1)) for name in ("MIN", "STEP"))
         number = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
         count = int(environment["SLURM_ARRAY_TASK_COUNT"])
-    if "SLURM_STEP_NODELIST" in environment:  # else it is the script, of which there is one
+    if "SLURM_STEP_NODELIST" in environment:  # else this is the batch script, which runs once
         tasks = int(environment.get("SLURM_NTASKS", 1))
         number, count = number * tasks + int(environment.get("SLURM_PROCID", 0)), count * tasks
     check(
@@ -133,7 +134,7 @@ def job_of(environment: Mapping[str, str] = os.environ) -> Job:
 
 
 def named_job(number: int | None, count: int | None) -> Job:
-    """The job of the command's options. Raises ValueError unless both are there and fit each other."""
+    """The job of the command's options. Raises ValueError unless both are given and consistent."""
     if number is None or count is None:
         raise ValueError("--job and --jobs go together: which job this is, from 0 on, and how many there are")
     return _job(number, count, "--job")
@@ -146,17 +147,17 @@ def _job(number: int | str, count: int | str, name: str) -> Job:
 
 
 def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iterator[None]:
-    """Builds pieces in processes of their own, unless one is enough; a step for each that is done.
+    """Builds pieces in processes of their own, unless one process is enough; yields after each piece.
 
-    The first error ends all of them, an interrupt at once. Raises OSError when the system ended one, most likely for
-    its memory.
+    The first error stops all of them; an interrupt stops them at once. Raises OSError if the system killed one, most
+    likely for lack of memory.
     """
     count = min(workers, len(tasks))
     if count < 2:
         _tokenizers[:] = [load_tokenizer(data)]
         yield from map(_build_one, tasks)
         return
-    # Not forked: a process with threads cannot be.
+    # Not forked: a process with threads cannot fork safely.
     context = multiprocessing.get_context("spawn")
     with _threads(workers // count), ProcessPoolExecutor(count, context, _begin, (data,)) as pool:
         try:
@@ -178,7 +179,7 @@ def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iter
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ctrl-C comes at the end, and never to processes that are started in between: whoever started them ends them."""
+    """Delays Ctrl-C until the end, and hides it from processes started in between: their parent ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -202,7 +203,7 @@ _tokenizers: list[Tokenizer] = []
 
 
 def _begin(data: DataConfig) -> None:
-    """In a new process: the tokenizer, and an end with the process that started it."""
+    """Set-up of a worker process: loads the tokenizer, and makes the worker end with its parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _tokenizers.append(load_tokenizer(data))
 

@@ -1,4 +1,4 @@
-"""Text as tokens: bytes, the tokenizers of Hugging Face, SentencePiece; with four special tokens each."""
+"""Text as tokens: bytes, tokenizers of Hugging Face, and SentencePiece, each with four special tokens."""
 
 import hashlib
 import json
@@ -29,11 +29,11 @@ _COMMON_NAMES = {
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids are below `vocabulary_size`; `opening` and `eos` stand around each document.
+    """Text to ids and back. Ids are below `vocabulary_size`; `opening` and `eos` surround each document.
 
-    `opening` is BOS, or nothing for a released tokenizer that adds none. `identity` differs between tokenizers that
-    encode anything differently: a cache of tokens goes by it. What `encode` gives, and the four special tokens, are
-    below `encoded_size`: a released tokenizer may have further special tokens, which no text becomes.
+    `opening` is BOS, or empty for a released tokenizer that adds none. `identity` differs between tokenizers that
+    encode anything differently; it is part of the key of a token cache. The results of `encode` and the four special
+    tokens are below `encoded_size`: a released tokenizer may have further special tokens, which no text is encoded to.
     """
 
     vocabulary_size: int
@@ -46,25 +46,26 @@ class Tokenizer(Protocol):
     identity: str
 
     def tokens(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """The tokens of a piece of text. Never special tokens for what the text spells out."""
+        """The tokens of a piece of text. Special tokens that are spelled out in it are encoded as plain text."""
 
     def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """The opening and the tokens of a text to be continued, which may spell out special tokens, as chats do."""
+        """The opening and the tokens of a prompt. Special tokens that are spelled out in it, as in chats, are
+        recognised."""
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """The tokens of one document: the opening, its text, EOS."""
 
     def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
-        """The tokens of several documents, on all cores where the library can."""
+        """The tokens of several documents, on all cores if the library supports it."""
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """The text of tokens, special ones left out."""
+        """The text of tokens, without special tokens."""
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer that ``data.tokenizer`` names.
 
-    Raises FileNotFoundError without its file, and ValueError for a file that is no tokenizer, or without its package.
+    Raises FileNotFoundError if there is no such file, and ValueError if it is not a tokenizer or a package is missing.
     """
     if config.tokenizer == "bytes":
         return ByteTokenizer()
@@ -76,7 +77,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         beside = f"; {posixpath.basename(model)} lies beside it: set data.tokenizer to that" if known else ""
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}{beside}")
     if path.endswith(".gguf"):
-        from posjax.nn.huggingface.gguf import GGUF  # which brings flax, as other tokenizers need not
+        from posjax.nn.huggingface.gguf import GGUF  # imports flax, which other tokenizers do not need
 
         files = GGUF(config.tokenizer).tokenizer_files()
         declared = _named(json.loads(files["tokenizer_config.json"]))
@@ -88,10 +89,10 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def ends_of_text(config: DataConfig, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a generated text: EOS, and those that the released model of the tokenizer names.
+    """The tokens that end a generated text: EOS, and those that the tokenizer's released model names.
 
-    They stand in ``config.json`` and ``generation_config.json`` beside a ``tokenizer.json``: a chat model ends its turn
-    by a token of its own.
+    These are in ``config.json`` and ``generation_config.json`` in the folder of ``tokenizer.json``: a chat model ends
+    its turn with a special token.
     """
     found = {tokenizer.eos}
     if config.tokenizer.endswith("tokenizer.json"):
@@ -160,9 +161,10 @@ class Specials(NamedTuple):
 
 
 def own_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`, and no others: without a mask token, and the end of a document in place of the rest.
+    """Special ids as `found`, and no new ones: no mask token, and the end of a document in place of the other missing
+    ones.
 
-    Raises ValueError without any end of a document.
+    Raises ValueError if there is no end of a document.
     """
     if not found.keys() & {"eos", "bos"}:
         raise ValueError("data.special_tokens: the tokenizer has neither bos nor eos of its own; 'added' would work")
@@ -171,21 +173,21 @@ def own_specials(size: int, found: dict[str, int]) -> Specials:
 
 
 def place_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`; those it lacks are put behind a vocabulary of `size` ids, in the order above."""
+    """Special ids as `found`; missing ones are added after a vocabulary of `size` ids, in the order above."""
     lacking = [role for role in _ROLES if role not in found]
     added = {role: size + index for index, role in enumerate(lacking)}
     return Specials(**{role: (found | added)[role] for role in _ROLES}, vocabulary_size=size + len(lacking))
 
 
 class _FileTokenizer:
-    """What the two tokenizers from files share: special tokens around the ids that `_ids` gives.
+    """Base class of the two tokenizers from files: special tokens around the ids that `_ids` gives.
 
     Args:
         size: how many ids there are.
         found: the special tokens among them.
         identity: the bytes of the file.
-        own: whether special tokens are its own alone; see ``data.special_tokens``.
-        begins: whether the tokenizer itself puts BOS before a text; without `own` it is put there anyway.
+        own: whether only the tokenizer's own special tokens are used; see ``data.special_tokens``.
+        begins: whether the tokenizer itself puts BOS before a text; without `own` it is always put there.
     """
 
     def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
@@ -231,7 +233,8 @@ def _words(text: bytes) -> str:
 
 
 class HuggingFaceTokenizer(_FileTokenizer):
-    """A tokenizer.json. Its special tokens are those that the files beside it declare, else those of common names.
+    """A tokenizer.json. Its special tokens are those declared by files in the same folder, else tokens with common
+    names.
 
     It begins texts with BOS if its post-processor does, as in transformers.
     """
@@ -240,10 +243,10 @@ class HuggingFaceTokenizer(_FileTokenizer):
         library = optional("tokenizers", "data.tokenizer with a tokenizer.json")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower class
             reason = in_a_line(error)
             raise ValueError(f"data.tokenizer: {path} is not a tokenizer.json of Hugging Face: {reason}") from None
-        # A row's length is not the tokenizer's business, and "<s>" in a text is text.
+        # The tokenizer must not truncate or pad rows, and "<s>" in a text is plain text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

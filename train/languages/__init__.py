@@ -1,4 +1,4 @@
-"""``python -m train tasks``: what a scheme does on longer strings and larger grids than it was trained on."""
+"""``python -m train tasks``: tests a scheme on longer strings and larger grids than it was trained on."""
 
 from train.languages.config import TasksConfig
 from train.languages.report import run

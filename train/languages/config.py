@@ -16,7 +16,7 @@ class TasksConfig:
     name: str = "tasks"
     output: str = "runs"
     seed: int = 0
-    imports: tuple[str, ...] = ()  # modules that register methods of one's own
+    imports: tuple[str, ...] = ()  # modules that register your own methods
     tasks: tuple[str, ...] = ("even pairs", "cycle navigation", "bucket sort", "grid neighbours")
     schemes: tuple[SchemeConfig, ...] = ()
     grid_schemes: tuple[SchemeConfig, ...] = ()

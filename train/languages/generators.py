@@ -1,12 +1,12 @@
 """Tasks whose difficulty is length: strings of formal languages, and grids.
 
-The strings are tasks of Deletang et al. (arXiv 2207.02098, appendix A), which Ruoss et al. (arXiv 2305.16843) and
-kexue.fm/archives/9444 judge positions by. Each stands on a rung of the Chomsky hierarchy: regular (R), deterministic
-context-free (DCF), context-sensitive (CS). Behind a string stands one slot for each symbol of its answer, and a
-bidirectional model writes the answer there.
+The strings are tasks of Deletang et al. (arXiv 2207.02098, appendix A), by which Ruoss et al. (arXiv 2305.16843) and
+kexue.fm/archives/9444 compare position encodings. Each has a level of the Chomsky hierarchy: regular (R), deterministic
+context-free (DCF), context-sensitive (CS). After a string comes one slot for each symbol of its answer; a bidirectional
+model predicts the answer there.
 
 A generator draws one example from a key and a length, which may be traced, into a buffer of static size. Symbol s is
-token ``FIRST + s``; behind the example is padding.
+token ``FIRST + s``; padding follows the example.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ COLOUR_COUNT = 4
 
 
 class Example(NamedTuple):
-    """One example, or a batch of them: tokens, what each place must predict, and where anything is asked.
+    """One example, or a batch of them: tokens, the target of each place, and the mask of places that have a target.
 
     ``grid`` is the (row, column) of every token of a grid, from 1, and (0, 0) elsewhere; None for strings.
     """
@@ -36,7 +36,8 @@ class Example(NamedTuple):
 
 
 def even_pairs(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """R. Is the number of ``ab`` and ``ba`` in a string over {a, b} odd? It is just if the first and last differ."""
+    """R. Is the number of ``ab`` and ``ba`` in a string over {a, b} odd? It is odd if and only if the first and last
+    symbol differ."""
     symbols = jax.random.randint(key, size, 0, 2)
     return _ask(symbols, length, 1, symbols[0] != symbols[length - 1])
 
@@ -66,7 +67,7 @@ def bucket_sort(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Examp
 
 
 def missing_duplicate(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """CS. Which symbol of ``w w``, w over {a, b}, is hidden behind a third one? The length is even, 2 at least."""
+    """CS. Which symbol of ``w w``, w over {a, b}, is replaced by a third symbol? The length is even, at least 2."""
     half = jnp.maximum(length // 2, 1)
     for_symbols, for_place = jax.random.split(key)
     symbols = jax.random.randint(for_symbols, size, 0, 2)[jnp.arange(size) % half]
@@ -75,7 +76,7 @@ def missing_duplicate(key: Key[Array, ""], length: Int[Array, ""], size: int) ->
 
 
 def _ask(symbols, length, slots, answers) -> Example:
-    """The string, so many slots behind it, and the answer: one symbol, or an array that has it from its start."""
+    """The string, a number of slots after it, and the answer: one symbol, or an array that begins with it."""
     index = jnp.arange(symbols.size)
     asked = (index >= length) & (index < length + slots)
     answers = jnp.broadcast_to(answers, symbols.shape)[jnp.where(asked, index - length, 0)]
@@ -86,8 +87,8 @@ def _ask(symbols, length, slots, answers) -> Example:
 def grid_neighbours(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
     """A direction, and a grid of four colours row by row: what colour is each cell's neighbour in that direction?
 
-    One side is ``length`` (2 at least), the other 2 .. length, whichever way round. In one axis the cell below is as
-    far as the grid is wide, which no token tells; in two axes it is one step away in every grid.
+    One side is ``length`` (at least 2), the other 2 .. length, in either orientation. With one axis, the distance to
+    the cell below is the grid's width, which no token states; with two axes it is one step in every grid.
     """
     for_side, for_turn, for_colours, for_direction = jax.random.split(key, 4)
     long = jnp.maximum(length, 2)
@@ -110,7 +111,7 @@ def grid_neighbours(key: Key[Array, ""], length: Int[Array, ""], size: int) -> E
 
 @dataclass(frozen=True)
 class Language:
-    """A generator, its level, how many answers there are, and the buffer that examples up to some length need."""
+    """A generator, its level, the number of possible answers, and the buffer size for examples up to a length."""
 
     level: str
     classes: int

@@ -18,11 +18,11 @@ from train.languages.generators import PAD, VOCABULARY_SIZE, Example, Language
 from train.model.build import build_scheme
 
 Rule = Sampling | int | None
-"""A scheme's rule of positions; or, where its features read several axes, how many; or None, the tokens' indices."""
+"""A scheme's rule of positions; or the number of axes, if its features read several; or None for token indices."""
 
 
 def build(entry: SchemeConfig, config: TasksConfig) -> tuple[nn.DecoderConfig, Rule]:
-    """The bidirectional model of an entry, and how its tokens are placed, by its first layer if layers differ."""
+    """The bidirectional model of an entry, and its rule of positions, taken from the first layer if layers differ."""
     sizes = {name: getattr(config, name) for name in ("num_layers", "model_dim", "num_heads")}
     built = build_scheme(entry, config.num_layers)
     decoder = nn.DecoderConfig(VOCABULARY_SIZE, **sizes, causal=False, scheme=built, implementation="dense")
@@ -33,9 +33,9 @@ def build(entry: SchemeConfig, config: TasksConfig) -> tuple[nn.DecoderConfig, R
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def place(rule: Rule, key: Key[Array, ""], example: Example, training: bool) -> dict[str, Array]:
-    """Where the tokens of a batch stand, as keyword arguments of ``Decoder``.
+    """The positions of a batch's tokens, as keyword arguments of ``Decoder``.
 
-    On two axes a token of a grid stands at (row, column), on three at (time, row, column): the question at 0, the grid
+    With two axes a token of a grid is at (row, column), with three at (time, row, column): the question at 0, the grid
     at time 1, as M-RoPE places an image after one token of text.
     """
     if rule is None:
@@ -55,13 +55,14 @@ def place(rule: Rule, key: Key[Array, ""], example: Example, training: bool) -> 
 def _leave_out(
     key: Key[Array, ""], ids: Int32[Array, "batch size"], used: Bool[Array, "batch size"]
 ) -> Int32[Array, "batch size"]:
-    """Padding's ids, any of the row's, leave the row: short strings would only ever stand at the lowest ids else."""
+    """Removes a random id of the row for each padding token: otherwise short strings would always get the lowest
+    ids."""
     kept = jnp.argsort(jax.random.uniform(key, ids.shape), axis=1) < used.sum(1, keepdims=True)
     return jnp.sort(jnp.where(kept, ids, jnp.iinfo(jnp.int32).max), axis=1)
 
 
 def draw(task: Language, rule: Rule, key: Key[Array, ""], batch: int, length: int, training: bool):
-    """A batch of examples, in training of all lengths up to the one given, and where their tokens stand."""
+    """A batch of examples, in training of all lengths up to the given one, and the positions of their tokens."""
     for_example, for_place = jax.random.split(key)
     example = task.sample(for_example, batch, length, training)
     return example, place(rule, for_place, example, training)
@@ -80,9 +81,9 @@ def check_fit(task: Language, entry: SchemeConfig, config: TasksConfig) -> None:
 
 @functools.cache
 def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """Adam after clipping, with a warm-up over a tenth of the steps and half a cosine down to nothing.
+    """Adam after clipping, with a warm-up over a tenth of the steps and half a cosine down to 0.
 
-    One and the same for the same numbers, so that models of one shape share one compiled ``update``.
+    Cached: the same arguments give the same object, so models of one shape share one compiled ``update``.
     """
     rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
@@ -94,7 +95,7 @@ def _logits(graph: Any, state: Any, example: Example, where: dict[str, Array]):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def update(graph: Any, optimizer: Any, state: Any, moments: Any, example: Example, where: dict[str, Array]):
-    """One step down the mean loss of what is asked: the next parameters and moments."""
+    """One optimizer step on the mean loss of all targets: the next parameters and moments."""
 
     def loss(state):
         logits = _logits(graph, state, example, where)
@@ -107,7 +108,7 @@ def update(graph: Any, optimizer: Any, state: Any, moments: Any, example: Exampl
 
 @functools.partial(jax.jit, static_argnums=0)
 def count(graph: Any, state: Any, example: Example, where: dict[str, Array]):
-    """How many answers are right, and how many are asked for."""
+    """The number of right answers, and of all answers."""
     right = _logits(graph, state, example, where).argmax(-1) == example.targets
     return jnp.sum(right, where=example.weights), jnp.sum(example.weights)
 

@@ -84,7 +84,7 @@ def _parts(head, chunks: int):
 
 
 def _is_label(label, part, chunks: int, columns: int):
-    """The index of the label's logit within a part."""
+    """Which logit of a part is the label's, as booleans."""
     here = jnp.where(label % chunks == part, label // chunks, -1)
     return here[..., None] == jnp.arange(columns)
 

@@ -99,8 +99,7 @@ def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
 
 
 def maxtext_flops(config: Config) -> Flops:
-    """Attention FLOPs by MaxText's convention, for comparison with its published numbers: half of all pairs for any
-    mask,
+    """Model FLOPs by MaxText's convention, for comparison with its published numbers: half of all pairs for any mask,
 
     attention = layers x 12 heads d_head length^2 / 2 x rows.
     """

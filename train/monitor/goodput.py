@@ -26,7 +26,7 @@ class Goodput:
 
     Args:
         began: when `fit` was called, in seconds since 1970.
-        last: the last line of metrics of the process before, with the result of `read` in it; None for a new run.
+        last: the last line of metrics of the process before, with the result of `read` in it; empty for a new run.
         clock: the time.
     """
 

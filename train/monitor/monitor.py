@@ -155,7 +155,7 @@ class Monitor:
             yield log
 
     def _append(self, text: str) -> None:
-        """Writes the watchdog's report to a file, one for each process."""
+        """Appends the watchdog's report to a file, one for each process."""
         place = self._directory / "watchdog" / f"process-{self._process}.txt"
         place.parent.mkdir(exist_ok=True)
         before = place.read_text(encoding="utf-8") if place.exists() else ""

@@ -28,7 +28,7 @@ class Network:
     within: float = 0.0  # between the devices of a chip
 
     def rings(self, sizes: Sequence[int]) -> tuple[bool, ...]:
-        """The dimensions of a slice along which the links form rings.
+        """For each dimension of a slice, whether its links form rings.
 
         A slice of three dimensions has rings along all or none: optical switches join whole cubes of 4 x 4 x 4. A slice
         of two dimensions has rings along those as wide as a whole pod, 16 chips.
@@ -85,7 +85,7 @@ class Chip:
 
 
 # The clock of 7x is the one that gives its published 2307 TFLOP/s with arrays like those of v6e. The link inside a chip
-# of 7x is, by its documentation, six times as fast as one between chips. The data centre's network has 25 (v5e), 50
+# of 7x is said to be six times as fast as one between chips. The data centre's network has 25 (v5e), 50
 # (v5p) and 100 Gb/s for each chip by Google Cloud's pages of the chips.
 _ALL = (
     Chip("v4", 275e12, "v4:2x2x1", 2, 65_536, 1.05, 1228.0, 417.0, 1),

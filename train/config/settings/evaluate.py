@@ -92,7 +92,7 @@ class MqarConfig(TaskConfig):
     """Pairs of symbols, then the first symbol of each pair again; its partner must be recalled."""
 
     pairs: int = 4
-    power: float = 0.01  # exponent of the power law of the distance from a pair to its query
+    power: float = 0.01  # parameter of the power law of the distance from a pair to its query
 
 
 _TASK_SECTIONS = tuple(dict.fromkeys(SECTIONS.values()))
