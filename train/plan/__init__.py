@@ -1,5 +1,5 @@
-"""``python -m train plan``: what a run will need and how fast it will be on a pod, from a machine without one.
+"""``python -m train plan``: predicts a run's memory and speed on a pod, from a machine without one.
 
-The TPU compiler (libtpu) runs on any host and compiles the exact train step for the exact pod. What it says of memory
-is final; what a step takes is predicted, from the program it wrote: see `train.plan.timeline`.
+The TPU compiler (libtpu) runs on any host and compiles the exact train step for the exact pod. Its memory numbers are
+final. The time of a step is predicted from the compiled program; see `train.plan.timeline`.
 """

@@ -1,4 +1,4 @@
-"""Compiled steps beside each other, ours and others', by one ruler, on a terminal."""
+"""Compares compiled steps, ours and others', measured in the same way, on a terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from train.plan.ruler import Launches, Reading, Sent, Spent, totals
 
 _PASSES = PASSES[:3]
 _SHOWN = 1e-3
-"""Parts that take less of a step are left out."""
+"""Parts with a smaller share of a step are left out."""
 
 
 def show(readings: Sequence[Reading], model: Flops, tokens: int, on: Pod, console: Console) -> None:
-    """Prints where the time of each step goes, beside each other, then what each part executes and moves.
+    """Prints the time of each step by parts, side by side, then what each part executes and moves.
 
     Args:
         readings: of the steps.
@@ -50,7 +50,7 @@ def _summary(readings: Sequence[Reading], flops: float, on: Pod) -> Table:
 
 
 def _heads(flops: float, on: Pod) -> dict:
-    """The rows that are one number of a reading."""
+    """The rows with one number per reading."""
     return {
         "HBM GiB: arguments": lambda one: f"{one.memory.arguments / GIB:.2f}",
         "HBM GiB: temporaries": lambda one: f"{one.memory.temp / GIB:.2f}",
@@ -81,7 +81,7 @@ def _most(reading: Reading) -> str:
 
 
 def _passes(reading: Reading, part: str) -> str:
-    """``2.005 = .556 / .440 / 1.009``; what belongs to no pass is in the sum alone."""
+    """``2.005 = .556 / .440 / 1.009``; time that belongs to no pass is only in the sum."""
     each = [reading.parts[part, name].seconds if (part, name) in reading.parts else 0.0 for name in _PASSES]
     whole = totals(reading)[part]
     return f"{whole:.3g} = " + " / ".join(f"{seconds:.3g}" for seconds in each) if sum(each) else f"{whole:.3g}"

@@ -20,18 +20,18 @@ from train.plan.ruler import Reading
 from train.plan.sweep import sweep as rank
 
 _WIDTH = 120
-"""Of tables where there is no terminal."""
+"""The width of tables if there is no terminal."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Compiled steps in folders: those to lay beside ours, or beside each other; and how ours is compiled and kept."""
+    """Compiled steps in folders to compare with ours, or with each other; and how ours is compiled and kept."""
 
     against: tuple[Path, ...] = ()
     keep: Path | None = None
-    blocks: Blocks | None = None  # of kernels whose calls do not tell theirs
-    flags: str | None = None  # of the compiler, for ours; None for those that are recommended for the chip
-    evaluate: bool = False  # ours is what `evaluate` computes
+    blocks: Blocks | None = None  # block sizes of kernels whose calls do not state them
+    flags: str | None = None  # compiler flags for our step; None for those recommended for the chip
+    evaluate: bool = False  # our program is that of `evaluate`
 
     @classmethod
     def of(
@@ -42,7 +42,7 @@ class Steps:
         flags: str | None = None,
         evaluate: bool = False,
     ) -> Steps:
-        """What the command line says."""
+        """The options of the command line."""
         check(
             not evaluate or not (against or keep),
             "--evaluate: train steps are kept and compared, not evaluations; leave it out, or --keep and --against",
@@ -59,9 +59,10 @@ class Steps:
 
 
 def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: Steps | None = None) -> None:
-    """Plans every stage of a config on slices of a pod, or compiles `sweep` ways to run it there and ranks them.
+    """Plans every stage of a config on slices of a pod, or compiles `sweep` candidates for running it there and ranks
+    them.
 
-    `steps` says which kept steps are laid beside ours, and how ours is compiled and kept. Raises ValueError for a pod
+    `steps` says which kept steps are compared with ours, and how ours is compiled and kept. Raises ValueError for a pod
     that does not exist, a config that does not fit it, or a folder without a step.
     """
     steps = steps or Steps()
@@ -100,7 +101,7 @@ def _check_alone(config: Config, sweep: int) -> None:
 
 
 def _compare(config: Config, on: Pod, steps: Steps, console: Console) -> None:
-    """Compiles our step, unless several are there to compare, keeps it if asked, and prints all of them."""
+    """Compiles our step, unless several kept steps are compared, keeps it if asked, and prints all of them."""
     (stage,) = config.every_stage
     theirs = [kept.read(folder, on) for folder in steps.against]
     readings = [_reading(stage, on, one, steps.blocks) for one in theirs]

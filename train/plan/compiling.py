@@ -1,6 +1,6 @@
-"""Compiles the train step of a config, or what measures it, for a pod, in a process of its own.
+"""Compiles the train step or the evaluation of a config for a pod, in a process of its own.
 
-So a compiler that runs out of memory or time, or dies, is a line in a table and not the end of a sweep.
+So if the compiler runs out of memory or time, or crashes, a sweep continues and reports it in one line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = (
     re.compile(r"temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
     re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm"),
 )
-"""How the compiler says so: of temporaries alone, or of all."""
+"""The compiler's messages on too little memory: for temporaries alone, or for everything."""
 
 _UNKNOWN_FLAG = re.compile(r"Unknown command line flag '([^']*)'")
 
@@ -43,45 +43,45 @@ class Memory:
     parameters: float
     optimizer: float
     batch: float
-    arguments: float  # all that the step is given, as it lies in HBM: padded
-    temp: float  # activations, gradients, what collectives gather
+    arguments: float  # all inputs of the step, with their padding in HBM
+    temp: float  # activations, gradients, gathered arrays
     program: float  # the instructions
-    kept: float  # results that take no argument's place
+    kept: float  # results that do not reuse the memory of an argument
 
     @property
     def total(self) -> float:
-        """At most, while the step runs."""
+        """The peak while the step runs."""
         return self.arguments + self.temp + self.program + self.kept
 
     @property
     def padding(self) -> float:
-        """What lies between the numbers of arguments."""
+        """The separator between the numbers of arguments."""
         return max(0.0, self.arguments - self.parameters - self.optimizer - self.batch)
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What the compiler made of a step."""
+    """A step as the compiler compiled it."""
 
     text: str  # the optimised program
     memory: Memory
     axes: dict[str, int]  # of the mesh
     places: tuple[Place, ...]  # of the devices of its first slice, in order
-    flags: str | None = None  # of the compiler; None where nobody says
+    flags: str | None = None  # of the compiler; None if unknown
 
 
 UPDATE, EVALUATION = "update", "evaluation"
-"""What is compiled: a train step, or the loss of a batch at the longest of ``evaluate.lengths``."""
+"""The kinds of programs: a train step, or the loss of a batch at the longest of ``evaluate.lengths``."""
 
 
 def compile_step(
     config: Config, on: Pod, timeout: int = 3600, flags: str | None = None, kind: str = UPDATE
 ) -> CompiledStep:
-    """Compiles the step of a config without stages, with `flags` beside those of ``LIBTPU_INIT_ARGS``.
+    """Compiles the step of a config without stages, with `flags` in addition to those of ``LIBTPU_INIT_ARGS``.
 
-    `kind` is `UPDATE` or `EVALUATION`. Without `flags` it is compiled with those that are recommended for the chip, as
-    far as the environment leaves them.
-    Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` for one that the compiler refuses.
+    `kind` is `UPDATE` or `EVALUATION`. If `flags` is None, it is compiled with the flags recommended for the chip that
+    the environment does not set. Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` if the
+    compiler fails.
     """
     check_compiler()
     flags = compiler_flags(on.generation, flags)
@@ -94,7 +94,7 @@ def compile_step(
 
 
 def compiler_flags(chip: str, flags: str | None = None) -> str:
-    """What ``LIBTPU_INIT_ARGS`` holds, and behind it `flags`, or the recommended ones that it does not set."""
+    """The content of ``LIBTPU_INIT_ARGS``, followed by `flags`, or by the recommended ones that it does not set."""
     given = os.environ.get(VARIABLE, "")
     return f"{given} {missing(chip, given) if flags is None else flags}".strip()
 
@@ -105,7 +105,7 @@ def _run(directory: str, on: Pod, timeout: int, flags: str, kind: str) -> dict[s
         VARIABLE: flags,
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a TPU, so nobody needs a lock
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no process holds a TPU, so no lock is needed
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": python_path(),
     }
@@ -140,7 +140,7 @@ def _problem(reply: dict[str, Any], details: str) -> ValueError:
 
 
 def out_of_memory(message: str) -> str | None:
-    """What a user is told of a program that needs more HBM than there is; None for any other error of the compiler."""
+    """The message for a program that needs more HBM than a device has; None for any other error of the compiler."""
     found = next(filter(None, (pattern.search(message) for pattern in _OUT_OF_MEMORY)), None)
     if not found:
         return None
@@ -152,10 +152,10 @@ def out_of_memory(message: str) -> str | None:
 
 
 def devices_of(on: Pod) -> list:
-    """The devices of a pod as the compiler knows them. Raises ValueError for one that it does not know."""
+    """The devices of a pod as the compiler sees them. Raises ValueError for a pod that it does not know."""
     from jax.experimental import topologies
 
-    rings = (*on.rings, False)[:3]  # libtpu takes three, and closes none by itself
+    rings = (*on.rings, False)[:3]  # libtpu expects three, and closes no ring by default
     try:
         found = topologies.get_topology_desc(on.topology, "tpu", num_slices=on.slices, wrap=rings)
     except Exception as error:
@@ -164,7 +164,7 @@ def devices_of(on: Pod) -> list:
 
 
 def _child(directory: Path, on: Pod, kind: str) -> dict[str, Any]:
-    """Compiles, writes the program, and tells of its memory."""
+    """Compiles, writes the program, and returns its memory."""
     import jax
 
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
@@ -185,12 +185,12 @@ def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     from train.model.mesh import make_mesh
 
     mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices)
-    program = build_program(config, mesh)  # outside: what it computes on the way would be sent to the mesh
+    program = build_program(config, mesh)  # outside, because values computed inside would be sent to the mesh
     return mesh, program.update, (program.abstract, abstract_batch(config, mesh))
 
 
 def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfig:
-    """``train`` of a config with length, rows and mesh of a batch at the longest of ``evaluate.lengths``."""
+    """The section ``train`` with length, rows and mesh of a batch at the longest of ``evaluate.lengths``."""
     from train.evaluate.mesh import sizes_for
     from train.model.mesh import BATCH_AXES
 
@@ -203,7 +203,7 @@ def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfi
 
 
 def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
-    """The same for the loss of a batch, under the extension of the config's scheme."""
+    """Mesh, program and arguments for the loss of a batch, under the extension of the config's scheme."""
     import jax
     from flax import nnx
 
@@ -240,7 +240,7 @@ def abstract_batch(config: Config, mesh: Any) -> Any:
 
 
 def _memory(analysis: Any, state: Any, *batch: Any) -> Memory:
-    """Of a state, or of parameters alone."""
+    """The memory of a program whose first argument is a state, or parameters alone."""
     parameters = getattr(state, "parameters", state)
     return Memory(
         parameters=_bytes(parameters),
@@ -254,7 +254,7 @@ def _memory(analysis: Any, state: Any, *batch: Any) -> Memory:
 
 
 def _bytes(tree: Any) -> float:
-    """Of one device's shards; what has no sharding is whole."""
+    """The bytes of one device's shards; an array without a sharding counts whole."""
     import jax
 
     def size(x):

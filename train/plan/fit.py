@@ -1,7 +1,7 @@
-"""Two numbers, the same for all chips, by which predictions come closer to published runs.
+"""Fits two numbers, the same for all chips, that bring predictions closer to published runs.
 
-The compiler's cycles are an estimate: what is bound by memory is expected to take longer than chips take, and products
-are expected at half to three quarters of the peak. How much of each is real is fitted from runs whose time is known.
+The compiler's cycles are an estimate. For memory-bound work it predicts more time than chips need, and it assumes half
+to three quarters of the peak for matrix products. A correction factor for each is fitted from runs with a known time.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import numpy as np
 
 
 class Timed(NamedTuple):
-    """A run that was planned and that someone has measured; seconds of a step."""
+    """A run that was planned and also measured by someone; in seconds per step."""
 
     chip: str
-    products: float  # of what multiplies matrices, kernels left out, as expected
-    memory: float  # of everything else that computes, as expected
+    products: float  # expected time of matrix products, without kernels
+    memory: float  # expected time of all other computation
     kernels: float
     exposed: float  # waiting for collectives
     measured: float
 
 
 class Rates(NamedTuple):
-    """How much of what the compiler expects is real."""
+    """The ratios of real time to the compiler's estimate."""
 
     products: float
     memory: float
 
     def seconds(self, run: Timed) -> float:
-        """A step,
+        """The predicted time of a step,
 
         products' rate x products + memory's rate x memory + kernels + waiting.
         """
@@ -38,16 +38,16 @@ class Rates(NamedTuple):
 
 
 RAW = Rates(1.0, 1.0)
-"""What the compiler expects."""
+"""The compiler's own estimate, without correction."""
 
 
 def fit(runs: Sequence[Timed]) -> Rates:
-    """The rates a, b >= 0 that are least wrong over all runs, by the sum of squares of relative errors,
+    """The rates a, b >= 0 with the smallest sum of squared relative errors over all runs,
 
         minimum over a, b of  sum over runs of ((a products + b memory + kernels + waiting) / measured - 1)^2.
 
-    Of rates that would be negative, the best with one of them 0 is taken. One run, or several of the same mix, fix no
-    two numbers: of all that fit, these are then the smallest.
+    If a rate would be negative, the best solution with one rate 0 is taken. One run, or several with the same mix, do
+    not determine two numbers; then the smallest solution is taken.
     """
     sides = np.array([[run.products / run.measured, run.memory / run.measured] for run in runs])
     left = np.array([1 - (run.kernels + run.exposed) / run.measured for run in runs])
@@ -66,7 +66,7 @@ def _least(sides: np.ndarray, left: np.ndarray, held: tuple[int, ...]) -> np.nda
 
 
 def without_own(runs: Sequence[Timed]) -> dict[str, Rates]:
-    """For each chip the rates fitted from all runs on other chips; nothing where fewer than two are left."""
+    """For each chip the rates fitted from all runs on other chips; chips with fewer than two such runs are left out."""
     found = {}
     for chip in {run.chip for run in runs}:
         others = [run for run in runs if run.chip != chip]

@@ -1,4 +1,4 @@
-"""Reads the text of an optimised XLA program: its computations, what they call and how often loops run."""
+"""Reads the text of an optimised XLA program: its computations, their calls, and the trip counts of loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
-"""Of one number; four for types that are not here, one for those of eight bits."""
+"""Bytes of one number; four for types that are not listed, one for those of eight bits."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -21,7 +21,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ONE_CALL = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _HOST = 5
-"""The number of the host's memory, which is reached through HBM."""
+"""The number of the host's memory space, which is reached through HBM."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Array:
 
     dtype: str
     shape: tuple[int, ...]
-    space: int = 0  # the memory it lies in
+    space: int = 0  # the memory space it is in
 
     @property
     def bytes(self) -> int:
@@ -40,7 +40,7 @@ class Array:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it does not lie in a memory of the cores."""
+        """Whether it is outside the cores' own memories."""
         return self.space in (0, _HOST)
 
 
@@ -52,24 +52,24 @@ class Instruction:
     opcode: str
     type: str
     operands: tuple[str, ...]
-    arguments: str  # what stands in the parentheses behind the opcode
+    arguments: str  # the text in the parentheses after the opcode
     attributes: str
     is_root: bool
 
     @property
     def results(self) -> list[Array]:
-        """The arrays it makes; of a tuple all of them."""
+        """The arrays it produces; for a tuple all of them."""
         return arrays(self.type)
 
     @property
     def op_name(self) -> str:
-        """What it was in the traced function, ``jit(update)/jvp()/while/body/dot_general``; empty for what was none."""
+        """Its name in the traced function, ``jit(update)/jvp()/while/body/dot_general``; empty if it has none."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
     @property
     def cycles(self) -> int | None:
-        """What the compiler expects it to take, on all cores of a device at once; None where it does not say."""
+        """The cycles that the compiler expects, on all cores of a device at once; None if it gives no estimate."""
         found = _CYCLES.search(self.attributes)
         return int(found[1]) if found else None
 
@@ -82,22 +82,22 @@ class Instruction:
         return _ONE_CALL.findall(self.attributes)
 
     def attribute(self, pattern: str) -> str | None:
-        """What stands behind an attribute's name, by a pattern with one group."""
+        """The value of an attribute, matched by a pattern with one group."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
 
 @dataclass(frozen=True)
 class Module:
-    """A program. A computation is the list of its instructions, in the order in which they are started."""
+    """A program. A computation is the list of its instructions, in the order in which they start."""
 
     entry: str
     computations: dict[str, list[Instruction]]
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a loop runs: as the compiler says, or as its counter tells, which runs up to a constant.
+        """How often a loop runs: as stated by the compiler, or derived from a counter that runs up to a constant.
 
-        None if neither does.
+        None if neither is available.
         """
         known = _TRIPS.search(loop.attributes)
         if known:
@@ -115,11 +115,11 @@ class Module:
         return {name: {line.name: line for line in lines} for name, lines in self.computations.items()}
 
     def called(self, line: Instruction) -> list[str]:
-        """The computations that an instruction runs, as far as the text holds them."""
+        """The computations that an instruction runs, if the text contains them."""
         return [name for name in line.calls if name in self.computations]
 
     def _step(self, body: str, index: int | None) -> int:
-        """How far the counter at this place of the loop's state moves in a trip: the sum of what is added to it."""
+        """The increment per trip of the counter at this place of the loop's state: the sum of what is added to it."""
         lines = self.named[body]
         root = next(line for line in lines.values() if line.is_root)
         if index is None or root.opcode != "tuple":
@@ -134,7 +134,7 @@ class Module:
 
 
 def _bound(condition: dict[str, Instruction]) -> tuple[int | None, int | None]:
-    """The constant that a loop's counter is compared with, and where in the loop's state the counter stands."""
+    """The constant that a loop's counter is compared with, and the counter's index in the loop's state."""
     numbers = [number for line in condition.values() if (number := _constant(line)) is not None]
     places = [line.attribute(r"index=(\d+)") for line in condition.values() if line.opcode == "get-tuple-element"]
     if len(numbers) != 1:
@@ -148,7 +148,7 @@ def _constant(line: Instruction) -> int | None:
 
 
 def arrays(text: str) -> list[Array]:
-    """The types of arrays that stand in a text, in order."""
+    """The types of arrays that appear in a text, in order."""
     return [
         Array(dtype, tuple(map(int, filter(None, shape.split(",")))), int(space or 0))
         for dtype, shape, space in _ARRAY.findall(text)
@@ -158,7 +158,7 @@ def arrays(text: str) -> list[Array]:
 def parse(text: str) -> Module:
     """The program of `Compiled.as_text()`.
 
-    Raises ValueError for a text in which no program is found.
+    Raises ValueError for a text without a program.
     """
     computations: dict[str, list[Instruction]] = {}
     entry = None
@@ -175,7 +175,7 @@ def parse(text: str) -> Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines of a program. What a kernel says of itself may run over several; they are one."""
+    """The lines of a program. The metadata of a kernel may span several lines, which are joined."""
     whole: list[str] = []
     for line in text.splitlines():
         if whole and (not line or line == "}" or _NAME.match(line) or _HEAD.match(line)):
@@ -201,7 +201,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, opening: int) -> int:
-    """Behind the parenthesis that closes the one at `opening`."""
+    """The index after the parenthesis that closes the one at `opening`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(line, opening):
         depth += 1 if found[0] == "(" else -1
@@ -211,7 +211,7 @@ def _closing(line: str, opening: int) -> int:
 
 
 def inside(module: Module, computation: str) -> Iterator[Instruction]:
-    """All instructions of a computation and of what it calls."""
+    """All instructions of a computation and of the computations that it calls."""
     for line in module.computations[computation]:
         yield line
         for name in module.called(line):

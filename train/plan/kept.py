@@ -1,12 +1,12 @@
-"""A compiled step kept in a folder, of any trainer: so that steps can be laid beside each other without compiling.
+"""A compiled step of any trainer, kept in a folder, so that steps can be compared without compiling.
 
     program.txt    the optimised program: ``compiled.as_text()``
     step.json      {"memory": sizes of ``compiled.memory_analysis()`` in bytes, by its names,
                     "axes":   ``dict(mesh.shape)``,
                     "places": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
-    schedules/     what the compiler dumped of its kernels, if that is kept: for those that are not ours
+    schedules/     the compiler's dump of its kernels, if that is kept; used for kernels that are not ours
 
-In `step.json` may also stand ``"tokens"`` of a step over all devices, and the ``"flags"`` that it was compiled with.
+`step.json` may also have ``"tokens"``, of a step over all devices, and ``"flags"``, with which it was compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SIZES = {
     "program": "generated_code_size_in_bytes",
     "kept": "output_size_in_bytes",
 }
-"""Names of `Memory` and of ``compiled.memory_analysis()``; what takes an argument's place is taken from ``kept``."""
+"""Names of `Memory` and of ``compiled.memory_analysis()``; results that reuse an argument's memory are subtracted from
+``kept``."""
 
 _ALIAS = "alias_size_in_bytes"
 _OWN = ("parameters", "optimizer", "batch")
@@ -37,7 +38,7 @@ _OWN = ("parameters", "optimizer", "batch")
 
 @dataclass(frozen=True)
 class Kept:
-    """What a folder holds."""
+    """The content of a folder."""
 
     name: str
     step: CompiledStep
@@ -58,7 +59,7 @@ def keep(folder: Path, step: CompiledStep, tokens: int) -> None:
 def read(folder: Path, on: Pod) -> Kept:
     """The step that a folder holds, compiled for a pod.
 
-    Raises ValueError for a folder without one, or with one of another pod.
+    Raises ValueError for a folder without a step, or with a step for another pod.
     """
     for name in (PROGRAM, STEP):
         check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")

@@ -1,4 +1,4 @@
-"""How long posjax's own attention kernels take, by the measured cost of their tiles and the tiles that they visit."""
+"""The time of posjax's own attention kernels, from the measured cost of tiles and the tiles that they visit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from train.plan.pods import Pod
 from train.workshop.schedule.compiling import STREAMING
 
 HEAD = 128
-"""The head size that the costs were measured with; a wider head takes as many times as long, a narrower one as long."""
+"""The head size of the measured costs; a wider head takes proportionally longer, a narrower one the same time."""
 
 Share = Callable[[int, int], float]
-"""Of tiles of so many queries and keys, the share that is visited."""
+"""From a tile's queries and keys to the share of such tiles that is visited."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Kernels:
 
     pod: Pod
     share: Share
-    spread: float = float("inf")  # so many queries, or more, are no run of the row but lie all over it
+    spread: float = float("inf")  # from this many queries on, they are spread over the row, not a run of it
 
     def seconds(self, line: Instruction) -> float | None:
-        """The time of a custom call; None for a kernel that is not known, 0 for what is no kernel.
+        """The time of a custom call; None for an unknown kernel, 0 for an instruction that is no kernel.
 
             cycles = batch x heads x (rows x columns x share x tile + rows x row) x head size / 128 / cores
 
-        Tile and row are the costs in `posjax.attention.tpu.costs`, of whole tiles; masked ones, a few in a hundred,
+        Tile and row are the costs in `posjax.attention.tpu.costs`, of whole tiles. Masked tiles, a few percent of all,
         cost little more.
         """
         if line.attribute(r'custom_call_target="([^"]*)"') != "tpu_custom_call":
@@ -56,10 +56,10 @@ class Kernels:
         return cycles * self.pod.seconds_per_cycle
 
     def chance(self, line: Instruction) -> float | None:
-        """How likely it is that the mask allows anything between the queries and the keys of a call.
+        """The probability that the mask allows any pair of the queries and keys of a call.
 
         A ring calls the kernel for a part of the queries and a part of the keys, if they see each other at all. None
-        for what is no kernel of ours.
+        for anything but a kernel of ours.
         """
         call = _call(line)
         if call is None:
@@ -68,7 +68,7 @@ class Kernels:
 
 
 class KernelCall(NamedTuple):
-    """What a call of a kernel says of itself."""
+    """The facts that a kernel's call states."""
 
     table: dict  # of costs, by generation
     heads: int  # times batch
@@ -89,7 +89,7 @@ def _operands(line: Instruction) -> list[Array]:
 
 
 def _moved(line: Instruction) -> float:
-    """Bytes of what a kernel that reads and writes everything once is given and makes."""
+    """Bytes of the operands and results of a kernel that reads and writes everything once."""
     return sum(array.bytes for array in (*_operands(line), *line.results))
 
 
@@ -114,8 +114,8 @@ def _backward(found: list[Array], rows: int, columns: int) -> KernelCall:
 def _sizes(found: list[Array]) -> tuple[int, int, int, int]:
     """Heads times batch, queries, keys and head size: queries and keys are ``[batch, heads, pairs, tokens, size]``.
 
-    Or ``[batch, 1, pairs, tokens, heads x size]``, from which only arrays of one number for each query, ``[batch,
-    heads, 1, queries]``, tell how many heads there are.
+    Or ``[batch, 1, pairs, tokens, heads x size]``; then the number of heads is taken from arrays with one number for
+    each query, ``[batch, heads, 1, queries]``.
     """
     q, k = [array for array in found if len(array.shape) == 5 and array.dtype in ("bf16", "f32")][:2]
     batch, several, _, queries, columns = q.shape
@@ -135,10 +135,10 @@ def _cost(table: dict, queries: int, keys: int) -> tuple[float, float]:
 
 
 def visited_share(layers: Layers, length: int, causal: bool) -> Share:
-    """The mean over layers of the share of tiles that some pair of a row of `length` tokens needs.
+    """The mean over layers of the share of tiles that contain an allowed pair, in a row of `length` tokens.
 
-    A row is taken as one document, the most work it can be. On several shards of the sequence it is the share of all
-    tiles: exact where the layout balances the shards.
+    A row counts as one document, which is the most work possible. With several shards of the sequence it is the share
+    of all tiles, which is exact if the layout balances the shards.
     """
     masks = [allowed(scheme, causal) for scheme in layers.schemes if scheme.linear is None]
 

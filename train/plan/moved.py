@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from train.plan.hlo import Instruction, Module, inside
 
 LOOKUPS = ("gather", "scatter", "sort")
-"""What the compiler gives no cycles for."""
+"""Opcodes for which the compiler gives no cycles."""
 
 _PUT = {"dynamic-update-slice": 1, "scatter": 2}
-"""What puts a part into an array, and which of its operands the part is."""
+"""Opcodes that put a part into an array, and which operand is the part."""
 
 _SAME = ("bitcast", "reshape", "convert", "copy", "transpose")
-"""What passes on all of its operand: whoever slices it then reads a slice."""
+"""Opcodes that pass their whole operand on: if the result is sliced, only a slice is read."""
 
 
 def is_lookup(module: Module, line: Instruction) -> bool:
@@ -22,14 +22,14 @@ def is_lookup(module: Module, line: Instruction) -> bool:
 
 
 def moved_bytes(module: Module, computation: str, line: Instruction) -> float:
-    """What an instruction reads from HBM and writes to it,
+    """The bytes that an instruction reads from HBM and writes to it,
 
         sum over operands of what is read of them + sum over results of what is written of them.
 
-    Of an operand that is only sliced or gathered from, what is taken is read; a result that is an operand with a part
-    put in (dynamic-update-slice, scatter) is written for that part, which a scatter reads first. What lies in a memory
-    of the cores, ``S(1)`` in its type, is not moved. Padding is not counted, nor what is kept between steps of a
-    fusion, so it is the least that can be.
+    If an operand is only sliced or gathered from, only the part taken counts as read. If a result is an operand with a
+    part put in (dynamic-update-slice, scatter), only that part counts as written; a scatter also reads it first. Arrays
+    in a memory of the cores, ``S(1)`` in the type, are not moved. Padding and intermediate results of a fusion are not
+    counted, so this is a lower bound.
     """
     named = module.named[computation]
     read = sum(_read_of(module, line, named.get(name), place) for place, name in enumerate(line.operands))
@@ -47,7 +47,7 @@ def _size(line: Instruction) -> int:
 
 
 def _read_of(module: Module, line: Instruction, operand: Instruction | None, place: int) -> float:
-    """What is read of one operand, the one at this place."""
+    """The bytes read of the operand at this place."""
     if operand is None or not _size(operand):
         return 0
     taken = _taken(module, line, place)
@@ -55,25 +55,25 @@ def _read_of(module: Module, line: Instruction, operand: Instruction | None, pla
 
 
 def _taken(module: Module, line: Instruction, place: int) -> float | None:
-    """What an instruction takes of its operand at this place; None for all."""
+    """The bytes that an instruction takes of its operand at this place; None for all."""
     if line.opcode in ("gather", "dynamic-slice", "slice"):
         return sum(array.bytes for array in line.results) if place == 0 else None
     if line.opcode == "dynamic-update-slice":
         return 0 if place == 0 else None
     if line.opcode == "scatter":
-        return None if place else 0  # what it adds to is counted with what it writes
+        return None if place else 0  # the target is counted with the writes
     if line.opcode == "fusion" and module.called(line):
         return _taken_inside(module, module.called(line)[0], place)
     return None
 
 
 def _taken_inside(module: Module, computation: str, place: int) -> float | None:
-    """What a fusion takes of its parameter of this number."""
+    """The bytes that a fusion takes of its parameter with this number."""
     lines = module.computations[computation]
     number = str(place)
     names = {line.name for line in lines if line.opcode == "parameter" and line.arguments == number}
     total = 0.0
-    for line in lines:  # operands stand before what uses them
+    for line in lines:  # operands come before their users
         at = next((n for n, name in enumerate(line.operands) if name in names), None)
         if at is None:
             continue
@@ -88,7 +88,7 @@ def _taken_inside(module: Module, computation: str, place: int) -> float | None:
 
 
 def _written(module: Module, named: dict[str, Instruction], line: Instruction) -> float:
-    """What is written of the results, and read before by scatters."""
+    """The bytes written of the results, and those that scatters read first."""
     written = _size(line)
     for name, part in _puts(module, line):
         whole = sum(array.bytes for array in part.results)
@@ -98,7 +98,7 @@ def _written(module: Module, named: dict[str, Instruction], line: Instruction) -
 
 
 def _puts(module: Module, line: Instruction) -> Iterator[tuple[str | None, Instruction]]:
-    """What puts a part into an array that is there already: the instruction itself, or those inside by computation."""
+    """The instructions that put a part into an existing array: this one, or those inside it, by computation."""
     if line.opcode in _PUT:
         yield None, line
     if line.opcode == "fusion":
@@ -111,14 +111,14 @@ def _puts(module: Module, line: Instruction) -> Iterator[tuple[str | None, Instr
 
 
 def _put(named: dict[str, Instruction], line: Instruction) -> int:
-    """Bytes that go to memory, and before from it, for the part that is put in."""
+    """Bytes written to memory, and read from it before, for the part that is put in."""
     part = named.get(line.operands[_PUT[line.opcode]])
     size = sum(array.bytes for array in part.results) if part else 0
     return 2 * size if line.opcode == "scatter" else size
 
 
 def _is_given(named: dict[str, Instruction], name: str) -> bool:
-    """Whether an array of a fusion comes from outside of it, and so lies in memory."""
+    """Whether an array of a fusion comes from outside it, and so is in memory."""
     line = named.get(name)
     while line is not None and line.opcode in _SAME and line.operands:
         line = named.get(line.operands[0])

@@ -1,23 +1,23 @@
-"""Collectives of a compiled program: over which axes of the mesh they run, what they move and how long that takes.
+"""Collectives of a compiled program: the mesh axes over which they run, the bytes they move, and their time.
 
-B bytes, on n devices that fill a box of the torus, k_d of them along dimension d with a link of W_d bytes a second one
-way, r_d = 2 directions where the row is a ring and 1 where it is not:
+For B bytes on n devices that fill a box of the torus, k_d of them along dimension d, with links of W_d bytes a second
+one way, and r_d = 2 directions if the row is a ring, else 1:
 
     all-gather, reduce-scatter   B (n - 1) / n / sum_d r_d W_d               B: the whole, gathered or before scattering
     all-reduce                   twice that
     all-to-all                   max_d  B k_d / (8 or 4) / W_d               B: of one device; 8 on a ring, 4 on a row
     collective-permute           B x (pairs routed over the busiest link) / W
 
-and `LATENCY` for each hop. Where s devices apart stand between neighbours of a group, s groups share the links.
+and `LATENCY` for each hop. If neighbours of a group are s devices apart, s groups share the links.
 
-What goes from slice to slice passes through the hosts. The compiler takes such a collective apart, does within a slice
-what it can, and lets hosts exchange the rest, each device as much as its share: of k slices, W bytes a second a device,
+Data between slices passes through the hosts. The compiler splits such a collective: it does what it can within a slice,
+and hosts exchange the rest, each device its share. For k slices and W bytes a second per device,
 
     all-reduce                   2 B (k - 1) / k / W
     all-gather, reduce-scatter   B (k - 1) / k / W                           B: the larger of what is given and got
     others                       B / W
 
-and `DCN_LATENCY`, which several exchanges on their way have in common.
+and `DCN_LATENCY`, which concurrent exchanges share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from train.plan.pods import DCN_LATENCY, LATENCY, Place, Pod, box
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
 
 DCN = "replica (DCN)"
-"""What goes to other slices, in place of axes of the mesh; they lie along `replica` alone."""
+"""The label for traffic between slices, in place of mesh axes; slices are along `replica` only."""
 
 _EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -46,20 +46,20 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def kind_of(line: Instruction) -> str | None:
-    """Which collective an instruction is or starts; None for any other, and for one that only waits."""
+    """Which collective an instruction is or starts; None for others, and for instructions that only wait."""
     opcode = line.opcode.removesuffix("-start")
     return opcode if opcode in COLLECTIVES else None
 
 
 def between_slices(line: Instruction) -> str | None:
-    """Which collective an instruction is the hosts' part of, ``all-reduce`` say; None for any other instruction."""
+    """The collective, such as ``all-reduce``, of which an instruction is the hosts' part; None for others."""
     found = _BETWEEN_SLICES.search(line.attributes)
     kind = found[1].lower().replace("_", "-") if found else None
     return "collective-permute" if kind == "one-to-one" else kind
 
 
 def groups_of(line: Instruction, devices: int) -> list[list[int]]:
-    """The groups of devices that talk to each other; of a permutation the pairs of source and target."""
+    """The groups of devices that communicate; for a permutation the pairs of source and target."""
     if found := _PAIRS.search(line.attributes):
         return [list(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)\}", found[1])]
     if found := _NAMED.search(line.attributes):
@@ -74,7 +74,7 @@ def groups_of(line: Instruction, devices: int) -> list[list[int]]:
 
 
 def _named_groups(axes: str, ids: str | None, used: str) -> list[list[int]]:
-    """Groups along some axes of a mesh that the text writes down, ``['a'=2,'b'=4] {'b'}``; ``'b':(2)2`` is a part."""
+    """Groups along some axes of a mesh given in the text, ``['a'=2,'b'=4] {'b'}``; ``'b':(2)2`` is part of an axis."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     parts = {
         name: (int(before or 1), int(size or 0))
@@ -109,7 +109,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 WAYS = ("ahead", "back")
-"""Links carry in both directions at once."""
+"""The two directions of a link, which work at the same time."""
 
 
 def _way(pairs: Sequence[Sequence[int]]) -> str:
@@ -122,12 +122,12 @@ def _way(pairs: Sequence[Sequence[int]]) -> str:
 class Traffic:
     """One run of a collective."""
 
-    axes: str  # of the mesh, as in "fsdp" or "data+fsdp"; "all" where no axis varies alone
+    axes: str  # of the mesh, as in "fsdp" or "data+fsdp"; "all" if no axis varies alone
     bytes: float  # that one device sends
     seconds: float  # for which it keeps its links
-    delay: float = 0.0  # until it is there, when they are free again
+    delay: float = 0.0  # additional time until arrival, when the links are free again
     dtype: str = ""  # of what is sent
-    ways: tuple[str, ...] = WAYS  # in which the links carry it
+    ways: tuple[str, ...] = WAYS  # the directions in which it is sent
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Fabric:
         return Traffic(self.axes_of(groups), moved * share, seconds)
 
     def crossing(self, line: Instruction, kind: str) -> Traffic:
-        """What its host moves to other slices for a device."""
+        """The traffic to other slices that a host sends for one device."""
         slices, network = self.pod.slices, self.pod.network
         size = float(sum(array.bytes for array in line.results if array.shape))
         others = (slices - 1) / slices
@@ -178,7 +178,7 @@ class Fabric:
         """For every dimension along which a group extends: devices, bytes a second one way, whether it is a ring."""
         places, network = [self.places[device] for device in group], self.pod.network
         sides = box(places)
-        if sides is None:  # no box: as a row of chips
+        if sides is None:  # no box: treated as a row of chips
             yield len(group), network.link * 1e9, False
             return
         *chips, (on_chip, _) = sides
@@ -202,7 +202,7 @@ class Fabric:
         return slowest + LATENCY * sum(count // (2 if closed else 1) for count, _, closed in links)
 
     def _permute(self, pairs: Sequence[Sequence[int]], moved: float) -> float:
-        """Every pair is routed the shortest way, one dimension after the other."""
+        """The time if every pair is routed the shortest way, one dimension after the other."""
         load: Counter[tuple] = Counter()
         hops = 0
         for source, target in pairs:
@@ -228,11 +228,12 @@ class Fabric:
 
 
 def _moved(line: Instruction, kind: str, size: int) -> float:
-    """Bytes of the whole that a group of `size` devices gathers, scatters or reduces; of one device for the others."""
+    """Bytes of the whole array that a group of `size` devices gathers, scatters or reduces; for other kinds, of one
+    device."""
     results = [array.bytes for array in line.results]
     if line.opcode.endswith("-start"):
         # The state of what was started: its operands, its results, and what synchronises them.
         results = [array.bytes for array in line.results if array.shape]
         results = results[len(results) // 2 :] if len(results) > 1 and kind != "all-reduce" else results
-    # An all-reduce of which each device keeps its part is a reduce-scatter too, but names the whole as its result.
+    # An all-reduce after which each device keeps its part is a reduce-scatter too, but its result is the whole array.
     return float(sum(results)) * (size if line.opcode.startswith("reduce-scatter") else 1)

@@ -1,7 +1,7 @@
-"""How long attention kernels of others take: jax's and tokamax' splash kernels, jax's flash kernel.
+"""The time of other libraries' attention kernels: jax's and tokamax' splash kernels, jax's flash kernel.
 
-What a tile costs is read from the schedules that the compiler dumped when it compiled the step; how many tiles there
-are follows from the call and from the mask. A kernel of which either is not known stays unknown.
+The cost of a tile is read from the schedules that the compiler dumped when it compiled the step. The number of tiles
+follows from the call and the mask. If either is unknown, the kernel's time is unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Program = Callable[[KernelShape, int, int, int], KernelProgram]
 
 
 class OthersCall(NamedTuple):
-    """What a call of a kernel says of itself."""
+    """The facts that a kernel's call states."""
 
     name: str
     heads: int  # times batch
@@ -48,16 +48,16 @@ class OthersCall(NamedTuple):
 class AnyKernels(Kernels):
     """Kernels of a program on one device, ours and others'."""
 
-    schedules: Path | None = None  # what the compiler dumped
-    blocks: Blocks | None = None  # of calls that do not tell theirs
+    schedules: Path | None = None  # folder of the compiler's dump
+    blocks: Blocks | None = None  # of calls that do not state theirs
 
     def seconds(self, line: Instruction) -> float | None:
-        """The time of a custom call; of one that is not ours
+        """The time of a custom call; for a kernel that is not ours
 
             cycles = cycles for 512 x 512 of area  x  heads x queries x keys x share of tiles visited / 512^2 / cores
 
-        by the bundles of its tiles, starts and ends of rows included, no part below what its products need. None for
-        one whose schedule, blocks or parts are not known.
+        from the bundles of its tiles, with starts and ends of rows, and no part below the minimum for its products.
+        None if the schedule, blocks or parts are unknown.
         """
         own = super().seconds(line)
         call = None if own is not None else others_call(line, self.blocks)
@@ -71,7 +71,7 @@ class AnyKernels(Kernels):
 
     def _cost(self, call: OthersCall, line: Instruction) -> Cost | None:
         kernel = next((self._dumped[name] for name in (call.name, _base(call.name)) if name in self._dumped), None)
-        heads, rest = divmod(call.heads * call.queries, call.keys)  # of square attention of the same area
+        heads, rest = divmod(call.heads * call.queries, call.keys)  # as square attention of the same area
         if kernel is None or rest:
             return None
         shape = KernelShape(call.keys, heads, call.head_size)
@@ -80,7 +80,7 @@ class AnyKernels(Kernels):
 
     @cached_property
     def _dumped(self) -> dict[str, Kernel]:
-        """Kernels by the names of their calls, and by those without numbers."""
+        """Kernels by the names of their calls, and by these names without numbers."""
         if self.schedules is None:
             return {}
         slots = self.pod.chip.branch_slots
@@ -94,7 +94,7 @@ def _base(name: str) -> str:
 
 
 def _attempt(kernel: Kernel, program: KernelProgram, index: int, on: Kernels) -> Cost | None:
-    """The cost of a kernel by one way to run it; None if its parts are not those of that way."""
+    """The cost of a kernel for one way to run it; None if its parts do not match that way."""
     try:
         return cost(kernel, program.launches[index], on.pod.chip)
     except ValueError:
@@ -104,8 +104,8 @@ def _attempt(kernel: Kernel, program: KernelProgram, index: int, on: Kernels) ->
 def others_call(line: Instruction, blocks: Blocks | None = None) -> OthersCall | None:
     """The call of an attention kernel of others; None for anything else.
 
-    Queries and keys are ``[..., heads, tokens, size]``. Block sizes stand in the metadata of splash's calls; `blocks`
-    are those of calls without.
+    Queries and keys are ``[..., heads, tokens, size]``. Splash's calls have their block sizes in the metadata; `blocks`
+    are used for calls without.
     """
     operands = arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
     tokens = [array.shape for array in operands if array.dtype in _FLOAT and len(array.shape) >= 3]
@@ -127,7 +127,7 @@ def told_blocks(line: Instruction) -> Blocks | None:
 
 
 def _programs(line: Instruction) -> list[tuple[_Program, int]]:
-    """Ways in which a kernel of that name may run, and which kernel of theirs it is."""
+    """Programs that a kernel of that name may belong to, and its index among their kernels."""
     if "_dq" in line.name:
         return [(contenders.splash_two_kernel_backward, 1)]
     if "_dkv" in line.name:
@@ -139,7 +139,7 @@ def _programs(line: Instruction) -> list[tuple[_Program, int]]:
 
 
 def _gives_dq(results: list[Array]) -> bool:
-    """Whether a backward kernel makes three gradients."""
+    """Whether a backward kernel computes all three gradients."""
     return sum(len(array.shape) >= 3 and array.shape[-1] >= HEAD // 2 for array in results) >= 3
 
 

@@ -1,7 +1,7 @@
 """Which part of a decoder an instruction of a compiled step belongs to, in a program of any trainer.
 
-It is told by three things, the surer first: the sizes of the matrix products in it, the name that it had in the traced
-function (``op_name``), and the sizes of the largest array that it makes.
+Three properties decide it, the most reliable first: the sizes of its matrix products, its name in the traced function
+(``op_name``), and the sizes of the largest array that it produces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORWARD, AGAIN, BACKWARD, NEITHER = "forward", "again", "backward", ""
 PASSES = (FORWARD, AGAIN, BACKWARD, NEITHER)
 
 _SMALLEST_SHARD = 256
-"""A dimension may be split over devices; parts smaller than this could be anything."""
+"""A dimension may be split over devices; a part smaller than this identifies nothing."""
 
 _EMBEDDING_NAME = re.compile(r"embed(?!\w*[./]attend)", re.IGNORECASE)
 _HEAD_NAME = re.compile(r"logits|unembed|lm_head|cross_entropy|softmax_loss", re.IGNORECASE)
@@ -42,7 +42,7 @@ _LAYER_NAME = re.compile(r"while/body|closed_call|layer", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes by which parts are told apart."""
+    """The sizes by which parts are distinguished."""
 
     model: int
     hidden: int
@@ -50,24 +50,25 @@ class Widths:
     heads: tuple[int, ...]  # of queries, and of keys
     head: int
     length: int
-    devices: int = 1  # over which any of them may be split
+    devices: int = 1  # over which each of them may be split
 
     @classmethod
     def of(cls, decoder: DecoderConfig, length: int, devices: int) -> Widths:
-        """Those of a decoder."""
+        """The sizes of a decoder."""
         heads = (decoder.num_heads, decoder.num_kv_heads)
         return cls(decoder.model_dim, decoder.mlp_dim, decoder.vocab_size, heads, decoder.head_dim, length, devices)
 
     def shards(self, size: int) -> set[int]:
-        """A size, and what is left of it on a device if it is split; not what another size is whole."""
+        """A size, and its part on a device if it is split; without values that equal another whole size."""
         others = {self.model, self.hidden, self.vocabulary, self.length, self.head, *self.heads} - {size}
         others |= {heads * self.head for heads in self.heads}
         return {size} | (self._split(size) - others)
 
     def features(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape without its tokens: its first size that is the length or a part of it, but never its last one.
+        """A shape without its token dimension: the first size that is the length or a part of it, except the last
+        dimension.
 
-        So a vocabulary or hidden width that is as large as the length is told from it.
+        So a vocabulary or hidden width that equals the length is not confused with it.
         """
         tokens = {self.length} | self._split(self.length)
         place = next((n for n, size in enumerate(shape[:-1]) if size in tokens), None)
@@ -79,7 +80,7 @@ class Widths:
 
 
 def pass_of(op_name: str) -> str:
-    """Which pass an instruction belongs to; neither for what is not differentiated: the optimizer."""
+    """The pass of an instruction; neither for the optimizer, which is not differentiated."""
     if "rematted_computation" in op_name:
         return AGAIN
     if "transpose(" in op_name:
@@ -88,7 +89,7 @@ def pass_of(op_name: str) -> str:
 
 
 def part_of(module: Module, computation: str, line: Instruction, widths: Widths) -> str:
-    """The part of an instruction that is neither kernel nor collective."""
+    """The decoder part of an instruction that is neither a kernel nor a collective."""
     found = list(products_of(module, computation, line))
     if found:
         return _of_products(found, line.op_name, widths)
@@ -111,9 +112,10 @@ def _of_products(found: list[Product], op_name: str, widths: Widths) -> str:
 
 
 def _is_of_heads(product: Product, op_name: str, widths: Widths) -> bool:
-    """Whether it is one product for every head: of scores, or of what they weigh.
+    """Whether it is one product for every head: the scores, or the weighted values.
 
-    All its sides have heads, and tokens, where parameters have none; of tokens in parts the name has to tell.
+    Both operands and the result have heads and tokens; parameters have no tokens. If the tokens are split, the name
+    decides.
     """
     sides = (set(product.left), set(product.right), set(product.result))
     has_tokens = all(widths.length in side for side in sides) or bool(_ATTEND_NAME.search(op_name))
@@ -121,7 +123,7 @@ def _is_of_heads(product: Product, op_name: str, widths: Widths) -> bool:
 
 
 def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:
-    """What the name says, or the sizes that are the vocabulary's."""
+    """The part given by the name, or by sizes that are the vocabulary's."""
     name = line.op_name
     in_layer = bool(_LAYER_NAME.search(name))
     if _HEAD_NAME.search(name):
@@ -137,7 +139,7 @@ def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:
 
 
 def _looks_up(module: Module, line: Instruction) -> bool:
-    """Whether it is, or prepares, a gather or scatter outside of the layers."""
+    """Whether it is, or prepares, a gather or scatter outside the layers."""
     return is_lookup(module, line) or any(word in line.op_name.rpartition("/")[2] for word in LOOKUPS)
 
 
@@ -153,6 +155,7 @@ def _of_sizes(line: Instruction, widths: Widths) -> str:
 
 
 def _has_heads(sizes: set[int], widths: Widths) -> bool:
-    """Whether an array has a dimension of heads or of their features, halves of which are rotated, and none wider."""
+    """Whether an array has a dimension of heads, or of their features (or half of these, as in rotations), and no
+    larger one."""
     wide = widths.shards(widths.model) | widths.shards(widths.hidden)
     return bool(sizes & {widths.head, widths.head // 2, *widths.heads}) and not sizes & wide

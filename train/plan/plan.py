@@ -27,7 +27,7 @@ from train.plan.timeline import Player, Tally
 
 @dataclass(frozen=True)
 class Plan:
-    """What the compiler says of a step, and what is predicted from it."""
+    """The compiler's facts on a step, and the prediction from them."""
 
     config: Config
     pod: Pod
@@ -35,33 +35,34 @@ class Plan:
     memory: Memory
     flops: Flops
     tally: Tally
-    reading: Reading | None = None  # by parts and passes
-    flags: str = ""  # that it was compiled with
+    reading: Reading | None = None  # the time by parts and passes
+    flags: str = ""  # with which it was compiled
     share: float = 1.0  # of the FLOPs of an update: a third for a forward pass alone
 
     @property
     def seconds(self) -> float:
-        """Of a step, predicted."""
+        """The predicted time of a step."""
         return self.tally.seconds
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory. A program that the compiler has made does, but for what it cannot see."""
+        """Whether the step fits into a device's memory. A compiled program does, except for memory that the compiler
+        cannot see."""
         return self.memory.total <= self.pod.hbm_bytes
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: what `update_flops` counts, over what the chips could do in that time."""
+        """Model FLOPs utilisation: the FLOPs of `update_flops`, over the chips' peak in that time."""
         return self._utilisation(self.flops)
 
     @property
     def maxtext_mfu(self) -> float:
-        """The same by MaxText's count."""
+        """Model FLOPs utilisation by MaxText's count."""
         return self._utilisation(maxtext_flops(self.config))
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one chip."""
+        """Tokens per second of one chip."""
         return self.config.train.batch_tokens / self.seconds / self.pod.chips
 
     def _utilisation(self, flops: Flops) -> float:
@@ -69,7 +70,7 @@ class Plan:
 
 
 def check_split(config: Config, on: Pod) -> None:
-    """Raises ValueError for rows, heads or a length that the mesh cannot share, or slices that it cannot span."""
+    """Raises ValueError for rows, heads or a length that the mesh cannot split, or slices that it cannot span."""
     sizes, train = mesh_shape(config.train.mesh, on.devices), config.train
     check_slices(sizes, on.slices)
     check_rows(sizes, train.rows // train.accumulate)
@@ -88,15 +89,15 @@ def check_split(config: Config, on: Pod) -> None:
 
 def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
-    check_split(config, on)  # by name and at once, also where there is no compiler
+    check_split(config, on)  # an error names the key and comes at once, even without a compiler
     return plan_of(config, on, compile_step(config, on, timeout, flags))
 
 
 def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles what `evaluate` computes of a batch at the longest of ``evaluate.lengths``, and predicts its time.
 
-    It measures the last stage, under the config's extension. The plan's config has length, rows and mesh of that under
-    ``train``.
+    The last stage is used, under the config's extension. The plan's config has the length, rows and mesh of this batch
+    under ``train``.
     """
     last = config.every_stage[-1]
     last = replace(last, scheme=entry_in_stage(config.scheme, config, last))
@@ -106,7 +107,7 @@ def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | N
 
 
 def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
-    """The plan of a config whose step is compiled."""
+    """The plan of a config with a compiled step."""
     reading = read_step("this step", config, on, compiled)
     return Plan(
         config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading, compiled.flags or ""
@@ -122,16 +123,16 @@ def read_step(
     schedules: Path | None = None,
     blocks: Blocks | None = None,
 ) -> Reading:
-    """What the ruler says of a compiled step, of any trainer, for the model of a config.
+    """The time by parts of a compiled step, of any trainer, for the model of a config.
 
     Args:
         name: of the step.
-        config: whose model, mask and length it has.
+        config: the model, mask and length of the step.
         on: the pod that it is compiled for.
         compiled: the step.
-        tokens: of a step, if they are not the config's.
-        schedules: where the compiler dumped what kernels that are not ours cost.
-        blocks: of such kernels, where their calls do not tell.
+        tokens: of a step, if they differ from the config's.
+        schedules: folder of the compiler's dump, for the costs of kernels that are not ours.
+        blocks: of such kernels, if their calls do not state them.
     """
     decoder, train = decoder_config(config), config.train
     share = visited_share(decoder.layers, train.length, decoder.causal)
@@ -143,16 +144,16 @@ def read_step(
 
 
 def _in_a_slice(axes: dict[str, int], slices: int) -> dict[str, int]:
-    """The mesh of a slice. Slices lie along `replica`; along the first axis that they divide in a mesh without it."""
+    """The mesh of a slice. Slices are along `replica`; in a mesh without it, along the first axis that they divide."""
     split = "replica" if "replica" in axes else next((name for name, size in axes.items() if size % slices == 0), None)
     check(split is not None, f"--slices: expected a mesh that {slices} slices divide, found {axes}")
     return {**axes, split: axes[split] // slices}
 
 
 def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
-    """Of a row in a group of devices that exchange heads, or on one, where its layout spreads them over the row.
+    """The tokens of a row in a group of devices that exchange heads, or on one device, if the layout spreads them.
 
-    Nothing is known of layouts over a mesh with axes that are not ours.
+    For a mesh with axes that are not ours the layout is unknown.
     """
     if set(axes) != set(AXES):
         return float("inf")
@@ -162,5 +163,5 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
 
 
 def stages(config: Config) -> Iterator[tuple[str, Config]]:
-    """Every stage of a config by name; the config itself where it has none."""
+    """Every stage of a config by name; the config itself if it has no stages."""
     return zip(config.stage_names, config.every_stage, strict=True)

@@ -1,4 +1,4 @@
-"""TPU pods by name: ``v5p:8x8x8``. What a chip of each generation holds, and how chips and slices are linked."""
+"""TPU pods by name: ``v5p:8x8x8``. The memory of each generation's chips, and how chips and slices are linked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.runtime.chips import CHIPS, Chip, Network
 GIB = 2**30
 
 KNOWN = {name: chip for name, chip in CHIPS.items() if chip.network is not None}
-"""Chips of which pods are planned."""
+"""The chips for whose pods plans are possible."""
 
 Place = tuple[int, ...]
 """Where a device is: the chip's coordinates, and the device's number on its chip."""
@@ -29,7 +29,7 @@ DCN_LATENCY = 1e-4
 
 @dataclass(frozen=True)
 class Pod:
-    """One slice of a pod, or several alike, joined by the data centre's network (DCN)."""
+    """One slice of a pod, or several equal ones, joined by the data centre's network (DCN)."""
 
     generation: str
     chips_along: tuple[int, ...]  # of a slice
@@ -37,7 +37,7 @@ class Pod:
 
     @property
     def chip(self) -> Chip:
-        """What one chip can do."""
+        """The data of one chip."""
         return CHIPS[self.generation]
 
     @property
@@ -47,17 +47,17 @@ class Pod:
 
     @property
     def chips(self) -> int:
-        """All of them."""
+        """The number of chips of all slices."""
         return self.slices * math.prod(self.chips_along)
 
     @property
     def devices(self) -> int:
-        """What jax calls devices: a chip, or half of one."""
+        """The number of jax's devices; each is a chip, or half a chip."""
         return self.chips * self.network.devices
 
     @property
     def cores(self) -> int:
-        """Cores of one device, which share its work."""
+        """The number of cores of one device, which share its work."""
         return self.chip.cores // self.network.devices
 
     @property
@@ -77,34 +77,34 @@ class Pod:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """Along which dimensions of a slice the links close into rings."""
+        """For each dimension of a slice, whether its links form rings."""
         return self.network.rings(self.chips_along)
 
     @property
     def hbm_bytes(self) -> float:
-        """Of one device."""
+        """HBM of one device, in bytes."""
         return self.network.hbm_gib * GIB / self.network.devices
 
     @property
     def hbm_bandwidth(self) -> float:
-        """Of one device, bytes a second."""
+        """HBM bandwidth of one device, in bytes per second."""
         return 1e9 * self.chip.bandwidth / self.network.devices
 
     @property
     def peak_flops(self) -> float:
-        """Of one chip in bfloat16, a second: 2 x multiply-adds x cores x clock."""
+        """FLOP/s of one chip in bfloat16: 2 x multiply-adds x cores x clock."""
         return 2 * self.chip.multiply_adds * self.chip.cores * self.chip.gigahertz * 1e9
 
     @property
     def seconds_per_cycle(self) -> float:
-        """Of a core."""
+        """Seconds of one clock cycle of a core."""
         return 1e-9 / self.chip.gigahertz
 
 
 def pod(name: str, slices: int = 1) -> Pod:
-    """The pod of that name, so many slices of it.
+    """The pod of that name, with this number of slices.
 
-    Raises ValueError for a name that is not one, a shape that the compiler refuses, or no slices.
+    Raises ValueError for an invalid name, a shape that the compiler refuses, or a number of slices below 1.
     """
     check(slices > 0, f"--slices: expected at least one, found {slices}")
     found = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
@@ -124,7 +124,8 @@ def pod(name: str, slices: int = 1) -> Pod:
 
 
 def box(places: Sequence[Place]) -> list[tuple[int, int]] | None:
-    """The dimensions of the box that some devices fill: how many stand along each, and how far apart; None for others.
+    """The dimensions of the box that some devices fill: how many are along each, and how far apart; None if they fill
+    no box.
 
     The device on its chip is the last dimension.
     """

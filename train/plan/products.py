@@ -24,11 +24,11 @@ class Product:
     right: tuple[int, ...]
     result: tuple[int, ...]
     multiply_adds: int
-    looks_up: bool = False  # whether a side holds but zeros and ones: rows are picked by a product
+    looks_up: bool = False  # whether an operand has only zeros and ones: the product selects rows
 
     @property
     def flops(self) -> int:
-        """Two for a multiplication and an addition."""
+        """FLOPs: two for each multiply-add."""
         return 2 * self.multiply_adds
 
 
@@ -51,7 +51,7 @@ def _product(named: dict[str, Instruction], line: Instruction) -> Product:
 
 
 def _is_of_ones(named: dict[str, Instruction], name: str) -> bool:
-    """Whether an operand is a comparison, or one as numbers."""
+    """Whether an operand is a comparison, or a comparison converted to numbers."""
     line = named.get(name)
     while line is not None and line.opcode in ("convert", "bitcast", "reshape") and line.operands:
         line = named.get(line.operands[0])
@@ -63,17 +63,17 @@ def _shape(line: Instruction | None) -> tuple[int, ...]:
 
 
 def _of_dot(line: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> int:
-    """Numbers of the result x sizes of what is contracted."""
+    """Multiply-adds: elements of the result x sizes of the contracted dimensions."""
     contracted = line.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
     return math.prod(result) * math.prod(left[int(n)] for n in contracted.split(",") if n)
 
 
 def _of_convolution(line: Instruction, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> int:
-    """Multiply-adds of numbers that are there,
+    """Multiply-adds of actual numbers,
 
         result's batch x result's features x kernel's inputs x product over window dimensions of  places hit
 
-    where padding and holes of a dilated side are not hit: a product of matrices with a batch is written with them.
+    where padding and the holes of a dilated operand are not hit: batched matrix products are written with these.
     """
     labels = _LABELS.search(line.attributes)
     if labels is None:
@@ -89,10 +89,10 @@ def _of_convolution(line: Instruction, left: tuple[int, ...], right: tuple[int, 
 
 
 def _hits(left: int, window: int, result: int, setting: dict[str, str]) -> int:
-    """How many pairs of a place of the result and one of the window meet a number of the left side.
+    """How many pairs of a place of the result and a place of the window meet a number of the left operand.
 
-    Place o and tap t meet  p = o stride + t dilation - padding, which is a number if it is a multiple of the left
-    side's dilation that lies within it.
+    Place o and tap t meet  p = o stride + t dilation - padding. This is a number if p is a multiple of the left
+    operand's dilation and within its size.
     """
     stride, of_left, of_right = (int(setting.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     padding = int(setting.get("pad", "0_0").split("_")[0])

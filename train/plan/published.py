@@ -1,16 +1,16 @@
-"""Runs whose speed others have published, for holding predictions against.
+"""Runs whose speed others have published, for comparison with predictions.
 
-Shapes, chips, lengths and strategies are as published, and rows and flags where a recipe tells them. What was not
-published is a guess and says so in `guessed`; so is what is recomputed where this trainer cannot keep the same: MaxText
-offloads chosen tensors, and here it is the least that fits.
+Shapes, chips, lengths and strategies are as published, and so are rows and flags if a recipe states them. Values that
+were not published are guesses, listed in `guessed`. Recomputation is a guess too if this trainer cannot keep the same
+tensors: MaxText offloads chosen ones, and here the least recomputation that fits is used.
 
-MaxText has counted FLOPs in three ways, and a log that tells the time of a step shows in which:
+MaxText has counted FLOPs in three ways; a log with the time of a step shows which one was used:
 
     6 N + 6 layers heads size length         a token, since July 2025: half of the pairs
     6 N + 12 layers heads size length        before: all pairs; most numbers for v6e
     6 (N + lookup) + 6 layers heads size length    in its first year: the lookup of the embedding too, half of the pairs
 
-N being the parameters that tokens are multiplied with. All are compared by the first.
+where N is the number of parameters that tokens are multiplied with. All runs are compared by the first count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Published:
     model: Mapping[str, Any]
     length: int
     rows: int  # of a step, over all chips
-    teraflops: float  # a second and chip, as published
+    teraflops: float  # per second and chip, as published
     mesh: Mapping[str, int]
     strategy: str = "auto"
     remat: str = "attention"
@@ -58,11 +58,11 @@ class Published:
     pairs: Literal["half", "all"] = "half"  # of attention, that the number counts
     counts_lookup: bool = False  # whether it counts the embedding as a product
     accumulate: int = 1
-    flags: str = ""  # of the compiler, as far as the present one takes them
+    flags: str = ""  # of the compiler, those that the present one accepts
 
     @property
     def config(self) -> Config:
-        """The same run here."""
+        """The config of the same run here."""
         fixed = {"tied_head": False, "compute_dtype": "bfloat16", "remat": self.remat}
         train = {"length": self.length, "batch_tokens": self.rows * self.length, "loss_chunks": 4}
         split = {
@@ -84,25 +84,25 @@ class Published:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step on all chips: as logged, or what follows from the count."""
+        """Seconds of a step on all chips: as logged, or derived from the count."""
         chips = pod(self.topology, self.slices).chips
         return self.seconds or self.counted / (1e12 * self.teraflops * chips)
 
     @property
     def comparable(self) -> float:
-        """TFLOP a second and chip, as MaxText counts now: published x half of the pairs, without lookup / counted."""
+        """TFLOP per second and chip, as MaxText counts now: published x half of the pairs, without lookup / counted."""
         return self.teraflops * maxtext_flops(self.config).total / self.counted
 
     @property
     def count(self) -> str:
-        """How its number counts, and whether a logged step shows it."""
+        """How its number is counted, and whether a logged step confirms this."""
         counted = f"{self.pairs} of the pairs" if self.pairs == "half" else "all pairs"
         lookup = ", lookup" if self.counts_lookup else ""
         return counted + lookup + ("" if self.seconds else ": not checked")
 
 
 def count_error(run: Published) -> float | None:
-    """How far the logged step is from what its number counts, as a share; None where no step was logged,
+    """The relative difference of the logged step from its counted number; None if no step was logged,
 
     teraflops x chips x seconds / counted - 1.
     """
@@ -160,7 +160,7 @@ _7X_128K = (
     "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=true "
     "--xla_tpu_use_single_sparse_core_for_all_gather_offload=true"
 )
-"""Flags of recipes. One is left out that the present compiler does not know, ``2a886c8_chip_config_name``."""
+"""Flags of recipes, without ``2a886c8_chip_config_name``, which the present compiler does not know."""
 
 _KEPT_MORE = "what is recomputed: there queries, keys and values are kept too"
 _OFFLOADED = "what is recomputed: there layers' inputs, queries, keys and values lie in the host's memory"
@@ -203,9 +203,9 @@ PUBLISHED = (
               remat="full", slices=4, seconds=14.37, guessed="what is recomputed: axlearn offloads it; and flags"),
 )  # fmt: skip
 """As collected in August and November 2026 from the documentation, recipes, configs and pull requests of MaxText, and
-one run from comments in axlearn's, whose number here is that of its step.
+one run from comments in axlearn's code, whose number here is derived from its step.
 
-Rows follow from the tokens and seconds that logs tell. 70B on v6e runs five rows a chip at once there. Llama-2-70B on
-v5p is said to do about 692 tokens a second and chip: that is 1% from half of the pairs, with the lookup or without, and
-2% from all.
+Rows follow from the tokens and seconds in logs. 70B on v6e runs five rows per chip at once there. Llama-2-70B on v5p is
+reported at about 692 tokens per second and chip: that differs by 1% from half of the pairs, with or without the lookup,
+and by 2% from all.
 """

@@ -1,4 +1,4 @@
-"""What a plan looks like on a terminal."""
+"""Prints a plan on a terminal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def compiled_with(flags: str) -> str:
-    """The flags of the compiler, and how a run gets them."""
+    """The flags of the compiler, and how to set them for a run."""
     return f'compiled with these flags, which a run needs too: export {VARIABLE}="{flags}"' if flags else _NO_FLAGS
 
 
 def mesh_text(axes: dict[str, int]) -> str:
-    """``fsdp 64 x context 8``: the axes that have more than one device."""
+    """``fsdp 64 x context 8``: the axes with more than one device."""
     return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
 
 
@@ -93,7 +93,7 @@ def _between_slices(plan: Plan) -> str:
 
 
 def assumptions(plan: Plan) -> str:
-    """What a prediction rests on."""
+    """The assumptions of a prediction."""
     pod = plan.pod
     clock = f"{pod.chip.gigahertz:g} GHz{' (assumed)' if pod.chip.clock_is_assumed else ''}"
     unknown = ", ".join(f"{name} x {count}" for name, count in plan.tally.unknown.items())

@@ -1,4 +1,4 @@
-"""Measures a compiled step, of any trainer, by one ruler: where its time goes by parts of a decoder and by passes."""
+"""Measures a compiled step, of any trainer, in one way: its time by parts of a decoder and by passes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from train.plan.timeline import Player, Tally
 
 
 class Visit(NamedTuple):
-    """An instruction of the program that runs by itself: in the entry, a loop or a branch."""
+    """An instruction of the program that runs separately: in the entry, a loop or a branch."""
 
     computation: str
     line: Instruction
-    times: float  # by the trips of loops
-    chance: float  # that the branches it stands in are taken
+    times: float  # how often it runs, from the trips of loops
+    chance: float  # probability that its enclosing branches are taken
 
 
 @dataclass
 class Spent:
-    """What the instructions of a part take of a device in a step."""
+    """The cost of a part's instructions on one device in a step."""
 
     seconds: float = 0.0
     flops: float = 0.0
-    moved: float = 0.0  # bytes between HBM and the cores, at least
-    products: float = 0.0  # seconds of those that multiply matrices
+    moved: float = 0.0  # bytes between HBM and the cores, a lower bound
+    products: float = 0.0  # seconds of matrix products
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Launches:
     """All launches of a kernel."""
 
     times: float = 0.0
-    seconds: float | None = 0.0  # None where nothing is known of it
+    seconds: float | None = 0.0  # None if unknown
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Sent:
 
 @dataclass
 class Reading:
-    """What the ruler says of a step."""
+    """The measurements of a step."""
 
     name: str
     memory: Memory
@@ -67,7 +67,7 @@ class Reading:
 
     @property
     def flops(self) -> float:
-        """That products execute on a device; what kernels execute is not known."""
+        """FLOPs of matrix products on a device; those of kernels are unknown."""
         return sum(spent.flops for spent in self.parts.values())
 
     @property
@@ -77,7 +77,7 @@ class Reading:
 
 
 def passes(reading: Reading) -> dict[str, dict[str, float]]:
-    """Seconds of each pass: of products, of what else computes, and of kernels of which the time is known."""
+    """Seconds of each pass: of products, of other computation, and of kernels whose time is known."""
     found: dict[str, dict[str, float]] = {}
     for (_, name), spent in reading.parts.items():
         one = found.setdefault(name, {"products": 0.0, "memory": 0.0, "kernels": 0.0})
@@ -90,9 +90,9 @@ def passes(reading: Reading) -> dict[str, dict[str, float]]:
 
 
 def measure(name: str, player: Player, memory: Memory, tokens: int, widths: Widths) -> Reading:
-    """Plays a program and sums its instructions by part and pass.
+    """Simulates a program and sums its instructions by part and pass.
 
-    The seconds of all parts are what the timeline calls compute; kernels, and what is waited for, come on top.
+    The seconds of all parts add up to the timeline's compute; kernels and waiting come in addition.
     """
     reading = Reading(name, memory, tokens, player.play())
     for visit in visits(player):
@@ -109,7 +109,7 @@ def measure(name: str, player: Player, memory: Memory, tokens: int, widths: Widt
 
 
 def _collectives(player: Player) -> Iterator[tuple[float, str, Traffic]]:
-    """How often each collective within a slice is started; one that is spread over fusions counts once."""
+    """How often each collective within a slice starts; a collective that is spread over fusions counts once."""
     seen = set()
     for computation, line, times, _ in visits(player):
         if kind := kind_of(line):
@@ -122,7 +122,7 @@ def _collectives(player: Player) -> Iterator[tuple[float, str, Traffic]]:
 
 
 def visits(player: Player, computation: str | None = None, times: float = 1, chance: float = 1) -> Iterator[Visit]:
-    """Every instruction that runs by itself, with how often: through loops, and the longest branch of conditionals."""
+    """Every instruction that runs separately, with its count: through loops, and the longest branch of conditionals."""
     module, name = player.module, computation or player.module.entry
     for line in module.computations[name]:
         if line.opcode == "while":
@@ -138,7 +138,7 @@ def visits(player: Player, computation: str | None = None, times: float = 1, cha
 
 def _add_kernel(reading: Reading, player: Player, visit: Visit) -> None:
     seconds = player.kernels.seconds(visit.line)
-    if seconds == 0:  # no kernel: a custom call that names a buffer
+    if seconds == 0:  # not a kernel but a custom call that names a buffer
         return
     launches = reading.kernels[re.sub(r"[.\d]+$", "", visit.line.name), pass_of(visit.line.op_name)]
     launches.times += visit.times

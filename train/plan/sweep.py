@@ -1,7 +1,8 @@
 """Ranks meshes, remat policies and context strategies of a config on a pod.
 
-There are hundreds, and a compile takes a minute. So what cannot be split is left out, what cannot fit by a rough count
-of memory too, and of the rest those are compiled that look fastest by a rough count of work and traffic.
+There are hundreds of candidates, and compiling one takes a minute. So candidates that cannot be split or, by a rough
+count of memory, cannot fit are left out. Of the rest, those that look fastest by a rough count of work and traffic are
+compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from train.runtime.lines import in_a_line
 SWEPT = ("ring", "all-gather", "ulysses")
 
 _HEADROOM = 1.3
-"""The rough count may be wrong by so much before a candidate is left out."""
+"""The tolerance of the rough memory count before a candidate is left out."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Candidate:
 
     config: Config
     axes: dict[str, int]
-    bytes: float  # of HBM on a device, roughly
-    seconds: float  # of a step, roughly
+    bytes: float  # of HBM on a device, rough
+    seconds: float  # of a step, rough
 
     @property
     def name(self) -> str:
-        """The mesh, the policy, and the strategy where the sequence is split."""
+        """The mesh, the policy, and, if the sequence is split, the strategy."""
         split = f", {self.config.train.context.strategy}" if self.axes["context"] > 1 else ""
         return f"{mesh_text(self.axes)}, {self.config.model.remat}{split}"
 
@@ -51,7 +52,8 @@ class Candidate:
 def sweep(
     config: Config, on: Pod, count: int, console: Console, flags: str | None = None
 ) -> list[tuple[Candidate, Plan | str]]:
-    """Compiles `count` candidates and prints them, the fastest first; what does not compile last, with the reason.
+    """Compiles `count` candidates and prints them, the fastest first; those that do not compile come last, with the
+    reason.
 
     Raises ValueError if there is no candidate at all.
     """
@@ -78,7 +80,7 @@ def _attempt(one: Candidate, on: Pod, console: Console, flags: str | None) -> Pl
 
 
 def candidates(config: Config, on: Pod) -> Iterator[Candidate]:
-    """All that can be split evenly, by powers of two along each axis."""
+    """All candidates that split evenly, by powers of two along each axis."""
     devices = on.devices // on.slices
     powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
     for fsdp, context, tensor in itertools.product(powers, repeat=3):
@@ -93,7 +95,7 @@ def candidates(config: Config, on: Pod) -> Iterator[Candidate]:
 
 
 def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, on: Pod) -> Config | None:
-    """The config so changed; None if it cannot be split so."""
+    """The config with these changes; None if it cannot be split this way."""
     mesh = dataclasses.replace(config.train.mesh, **axes)
     context = dataclasses.replace(config.train.context, strategy=strategy)
     train = dataclasses.replace(config.train, mesh=mesh, context=context)
@@ -106,13 +108,13 @@ def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, on
 
 
 def _tokens(config: Config, axes: dict[str, int]) -> float:
-    """Of one device at a time."""
+    """Tokens of one device at a time."""
     shares = prod(axes[name] for name in ("replica", "data", "fsdp", "context"))
     return config.train.batch_tokens / config.train.accumulate / shares
 
 
 def rough_bytes(config: Config, axes: dict[str, int]) -> float:
-    """HBM of a device: state, gradients, what a layer keeps for each token, one layer at work, and the logits.
+    """HBM of a device: state, gradients, what a layer keeps for each token, one active layer, and the logits.
 
     State and gradients are 16 bytes a parameter, for AdamW in float32; two layers' parameters are gathered in bfloat16.
     """
@@ -135,7 +137,7 @@ def rough_bytes(config: Config, axes: dict[str, int]) -> float:
 
 
 def _inner(decoder: DecoderConfig) -> int:
-    """Numbers of a token inside a layer: projections and hidden units."""
+    """How many numbers a token has inside a layer: projections and hidden units."""
     return decoder.head_dim * 2 * (decoder.num_heads + decoder.num_kv_heads) + 3 * decoder.mlp_dim
 
 
@@ -144,17 +146,17 @@ def _all_parameters(decoder: DecoderConfig) -> int:
 
 
 def _work(config: Config) -> float:
-    """FLOPs of an update, recomputed ones too: a third more of what the backward pass runs again."""
+    """FLOPs of an update with recomputation: a third more for the part that the backward pass runs again."""
     flops = update_flops(config)
     again = {"attention": flops.total - flops.attention, "full": flops.total}
     return flops.total + again.get(config.model.remat, 0.0) / 3
 
 
 def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
-    """What takes longest of work, the links and the way to other slices; and what layers wait for.
+    """A rough time of a step: the longest of work, links and exchange between slices, plus the waits of layers.
 
     Work runs at 60% of the peak. Over the links, parameters are gathered twice and their gradients scattered once, in
-    bfloat16, and keys and values go round `context` three times. To k slices each device sends its share of the
+    bfloat16, and keys and values circulate around `context` three times. To k slices each device sends its share of the
     gradients, 4 P / devices x (k - 1) / k bytes for each of ``train.accumulate`` parts. Along `tensor` layers wait for
     four sums of their tokens.
     """

@@ -1,7 +1,8 @@
-"""``python -m train.plan.table``: plans what is in `configs/pods` and what others have published, and writes the page.
+"""``python -m train.plan.table``: plans the configs in `configs/pods` and published runs of others, and writes the
+page.
 
-A plan takes minutes, so results are kept in a file, one a line, and only what is missing there is planned; give names
-to plan these anew. ``--page`` plans nothing.
+A plan takes minutes, so results are kept in a file, one per line, and only missing ones are planned. Give names to plan
+these again. ``--page`` plans nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OVERRIDES = {
     ("70b", "128k", "v6e:16x16"): ("train.accumulate=2", _FULL),
     ("70b", "1m", "v6e:16x16"): ("train.mesh.context=256", "train.accumulate=4", _FULL),
 }
-"""Where a pod needs another mesh or less memory than the file asks for."""
+"""Overrides for pods that need another mesh or less memory than the config file."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,17 @@ class Planned:
     topology: str
     config: Config
     slices: int = 1
-    command: str = ""  # of ours; of others what is planned
+    command: str = ""  # for our runs the command; for others what is planned
     run: Published | None = None
 
     @property
     def pod(self) -> Pod:
-        """What it runs on."""
+        """The pod that it runs on."""
         return pod(self.topology, self.slices)
 
     @property
     def key(self) -> str:
-        """By which its result is found."""
+        """The key of its result."""
         return f"{self.name} on {self.pod.name}"
 
 
@@ -78,14 +79,14 @@ def entries() -> Iterator[Planned]:
 
 
 def _settings(run: Published) -> str:
-    """What decides a plan of a published run, so that one with other settings is planned anew."""
+    """The settings of a published run; if they change, it is planned again."""
     parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
     return f"{run.rows} rows of {run.length}{parts}, {run.strategy}, {run.remat} {run.flags}".strip()
 
 
 def _ours(size: str, length: str, topology: str) -> Planned:
     path, on = f"configs/pods/llama-{size}-{length}.yaml", pod(topology)
-    # Four million tokens are too many at once for half the devices that the files are made for.
+    # Four million tokens at once are too many for half the devices that the files are made for.
     halved = () if on.devices >= 512 else ("train.accumulate=2",)
     # Chips with memory to spare need to recompute less.
     kept = ("model.remat=dots",) if size == "8b" and on.hbm_bytes > 64 * GIB else ()
@@ -107,7 +108,7 @@ def _plan(entry: Planned) -> Plan:
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
-    """What the page tells of a plan."""
+    """The numbers of a plan for the page."""
     memory, tally = plan.memory, plan.tally
     return {
         "mesh": mesh_text(plan.axes),
@@ -142,13 +143,13 @@ def _by_axes(plan: Plan) -> dict[str, float]:
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """Results by key; the last one of a key counts."""
+    """Results by key; for equal keys the last one counts."""
     lines = RESULTS_FILE.read_text(encoding="utf-8").splitlines() if RESULTS_FILE.exists() else []
     return {found["key"]: found for found in map(json.loads, lines)}
 
 
 def result(results: dict[str, dict[str, Any]], entry: Planned) -> dict[str, Any] | None:
-    """What was planned for an entry; None if nothing was, or another command was planned."""
+    """The result for an entry; None if there is none, or if it is of another command."""
     found = results.get(entry.key)
     return found if found and found["command"] == entry.command else None
 
@@ -160,7 +161,7 @@ def write(results: dict[str, dict[str, Any]]) -> None:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """The whole page, by the template beside this file."""
+    """The whole page, from the template in this folder."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
     ours, theirs = ([entry for entry in entries() if (entry.run is None) == own] for own in (True, False))
     runs = [run for entry in theirs if (run := _run(entry, result(results, entry)))]
@@ -177,12 +178,12 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _each(name: str) -> str:
-    """A number of every generation's network."""
+    """A number of the network of every generation."""
     return ", ".join(f"{getattr(chip.network, name):g} ({generation})" for generation, chip in KNOWN.items())
 
 
 def _run(entry: Planned, found: dict[str, Any] | None) -> Timed | None:
-    """A published run as the fit takes it; None for one whose plan does not tell products from the rest."""
+    """A published run as input of the fit; None if its plan does not separate products from the rest."""
     if found is None or "products" not in found:
         return None
     memory = found["compute"] - found["products"]
@@ -207,7 +208,7 @@ def _error(predicted: float, entry: Planned) -> str:
 
 
 def _calibrated(entry: Planned, found: dict[str, Any], rates: dict[str, Rates]) -> tuple[str, str]:
-    """The prediction by the rates of the other chips, and its error; nothing where there are none."""
+    """The prediction with the rates of the other chips, and its error; empty if there are no rates."""
     run, known = _run(entry, found), rates.get(entry.pod.generation)
     if run is None or known is None:
         return "", ""
@@ -227,7 +228,7 @@ def _planned(entry: Planned, found: dict[str, Any] | None) -> str:
 
 
 def _share(found: dict[str, Any]) -> str:
-    """Of the HBM."""
+    """The share of HBM used, as text."""
     return f"{found['hbm']:.0%}" + (": does not fit" if found["hbm"] > 1 else "")
 
 
@@ -236,7 +237,7 @@ def _row(*cells: str) -> str:
 
 
 def main() -> int:
-    """Plans what is missing or named; 2 for a name that is none."""
+    """Plans what is missing or named; returns 2 for an unknown name."""
     parser = argparse.ArgumentParser(prog="python -m train.plan.table", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="as in 'llama-8b-1m on v5p:8x8x8', or a part of it")
     parser.add_argument("--page", action="store_true", help="write the page from the results there are")

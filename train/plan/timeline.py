@@ -1,12 +1,13 @@
-"""Predicts the time of a compiled program by playing it through.
+"""Predicts the time of a compiled program by simulating it.
 
 The instructions of a computation run in the order in which the compiler scheduled them. A fusion takes the cycles that
-the compiler expects of it, its traffic with HBM included; a look-up or a sort, of which it expects nothing, the time of
-the bytes that it moves; a kernel what `train.plan.kernels` says; a loop its trips; a conditional its longest branch, as
-often as the mask lets the kernels in it run. A collective that is started and awaited later runs beside what stands
-between, one inside a fusion beside the fusion, and those over the same axes of the mesh queue up, but for permutations
-in opposite directions; any other stops everything. What hosts send to other slices starts where it is sent or, if the
-compiler defers it, with the next that is not deferred, and runs until what comes back is awaited.
+the compiler expects, with its HBM traffic. A look-up or a sort, for which the compiler gives no cycles, takes the time
+of the bytes that it moves. A kernel takes the time of `train.plan.kernels`, a loop that of all its trips, a conditional
+that of its longest branch, times the probability that the mask lets the kernels in it run. A collective that is started
+first and awaited later overlaps with the instructions between; one inside a fusion overlaps with the fusion.
+Collectives over the same mesh axes queue up, except permutations in opposite directions. Any other collective blocks
+everything. An exchange between slices starts when the hosts send it or, if the compiler defers it, with the next
+exchange that is not deferred, and runs until its result is awaited.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from train.plan.network import Fabric, Traffic, between_slices, kind_of
 
 @dataclass
 class Tally:
-    """Where the time of a computation goes, in seconds on one device, and what it moves."""
+    """The time of a computation by kind, in seconds on one device, and the bytes it moves."""
 
     compute: float = 0.0  # fusions, copies
     kernels: float = 0.0  # written by hand
     exposed: float = 0.0  # waiting for collectives
     moved: Counter = field(default_factory=Counter)  # bytes by axes and kind of collective
     busy: Counter = field(default_factory=Counter)  # seconds of collectives by axes, hidden ones too
-    unknown: Counter = field(default_factory=Counter)  # of which no time or number is known
+    unknown: Counter = field(default_factory=Counter)  # instructions whose time or count is unknown
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """The total time."""
         return self.compute + self.kernels + self.exposed
 
     def add(self, other: Tally, times: int = 1) -> None:
-        """Another computation, run so often."""
+        """Adds another computation, run this many times."""
         self.compute += times * other.compute
         self.kernels += times * other.kernels
         self.exposed += times * other.exposed
@@ -48,7 +49,7 @@ class Tally:
 
 @dataclass
 class Player:
-    """Plays a program; every computation once."""
+    """Simulates a program; every computation once."""
 
     module: Module
     fabric: Fabric
@@ -56,20 +57,20 @@ class Player:
     _played: dict[str, Tally] = field(default_factory=dict)
 
     def play(self, computation: str | None = None) -> Tally:
-        """What a computation takes; the whole program by default."""
+        """The time of a computation; by default of the whole program."""
         name = computation or self.module.entry
         if name not in self._played:
             self._played[name] = _Walk(self, name, Tally()).through(self.module.computations[name])
         return self._played[name]
 
     def seconds(self, computation: str, line: Instruction) -> float:
-        """What an instruction takes that is neither kernel nor collective,
+        """The time of an instruction that is neither a kernel nor a collective,
 
             cycles / clock                                      as the compiler expects
             bytes moved / (bandwidth of HBM / devices a chip)   for a look-up or a sort without cycles
 
-        and 0 for others without cycles: scalars, and what only names an array. The second is the least that a look-up
-        can take; rows that are shorter than what HBM hands out at once take longer.
+        and 0 for others without cycles: scalars, and instructions that only name an array. The second is a lower bound
+        for a look-up; rows shorter than one HBM access take longer.
         """
         pod = self.fabric.pod
         if line.cycles is not None:
@@ -79,12 +80,12 @@ class Player:
         return moved_bytes(self.module, computation, line) / pod.hbm_bandwidth
 
     def chance(self, branch: str) -> float:
-        """How likely a branch is taken: that of the likeliest kernel in it, or 1."""
+        """The probability that a branch is taken: that of the likeliest kernel in it, or 1."""
         found = (self.kernels.chance(line) for line in self._inside(branch) if line.opcode == "custom-call")
         return max((chance for chance in found if chance is not None), default=1.0)
 
     def hidden_traffic(self, line: Instruction) -> list[tuple[str, Traffic, str]]:
-        """The collectives inside a fusion, or that an instruction starts: kind, traffic and channel."""
+        """The collectives inside a fusion, or started by an instruction: kind, traffic and channel."""
         found = [(kind, part) for name in line.calls for part in self._inside(name) if (kind := _kind(name, part))]
         channel = r"channel_id=(\d+)"
         return [(kind, self.fabric.traffic(part, kind), part.attribute(channel) or part.name) for kind, part in found]
@@ -94,27 +95,28 @@ class Player:
 
 
 def _kind(computation: str, line: Instruction) -> str | None:
-    """Which collective; for TPUs a reduce-scatter is an all-reduce in a fusion that cuts each device's part out."""
+    """The kind of collective; on TPUs a reduce-scatter is an all-reduce in a fusion that slices out each device's
+    part."""
     kind = kind_of(line)
     return "reduce-scatter" if kind == "all-reduce" and computation.startswith("all-reduce-scatter") else kind
 
 
 def _exchange(line: Instruction) -> str | None:
-    """The name by which what is sent and what is received find each other."""
+    """The name that matches a send with its receive."""
     return line.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 @dataclass
 class _Walk:
-    """One computation on its way."""
+    """The simulation of one computation."""
 
     player: Player
     computation: str
     tally: Tally
     free: dict = field(default_factory=lambda: defaultdict(float))  # when links of some axes, one way, are free again
-    done: dict[str, float] = field(default_factory=dict)  # when what was started will be there
+    done: dict[str, float] = field(default_factory=dict)  # when a started transfer will be complete
     halves: dict[str | None, list[Instruction]] = field(default_factory=dict)  # what is sent and received, by exchange
-    deferred: list[Instruction] = field(default_factory=list)  # sent with the next that is not
+    deferred: list[Instruction] = field(default_factory=list)  # deferred: sent with the next exchange that is not
 
     def through(self, lines: list[Instruction]) -> Tally:
         for line in lines:
@@ -134,7 +136,7 @@ class _Walk:
             self._branch(line)
         elif kind:
             self._collective(line, kind, self.player.fabric.traffic(line, kind))
-        elif line.opcode in ("async-start", "call-start"):  # the second on the SparseCores of 7x
+        elif line.opcode in ("async-start", "call-start"):  # the latter on the SparseCores of 7x
             self._asynchronous(line)
         elif between_slices(line):
             self._cross(line)
@@ -164,7 +166,8 @@ class _Walk:
         longest = max(parts, key=lambda name: parts[name].seconds)
         self.tally.add(parts[longest])
         if len(parts) > 1:
-            # Its kernels count only the tiles that they visit, on average: no tiles where it does not run.
+            # Kernels in it count the mean number of visited tiles, which includes no tiles when the branch does not
+            # run.
             spared = 1 - self.player.chance(longest)
             self.tally.compute -= spared * parts[longest].compute
             self.tally.exposed -= spared * parts[longest].exposed
@@ -182,9 +185,9 @@ class _Walk:
         return found
 
     def _fused(self, line: Instruction, kind: str, traffic: Traffic, channel: str) -> float:
-        """When a fusion has what the collective inside it brings.
+        """When a fusion has the result of the collective inside it.
 
-        One that is started by a fusion and awaited by another stands once more in each fusion that runs beside it.
+        A collective that one fusion starts and another awaits also appears in each fusion that overlaps with it.
         """
         if line.name.startswith("async-collective-done"):
             return self.done.pop(channel, 0.0)
@@ -220,7 +223,7 @@ class _Walk:
         self.deferred.clear()
 
     def _send(self, line: Instruction) -> None:
-        """Starts an exchange with other slices, which the ends of both its halves await."""
+        """Starts an exchange with other slices; the ends of its send and of its receive await it."""
         halves = self.halves[_exchange(line)]
         if len(halves) == 1:
             self.tally.unknown["exchange without its other half"] += 1
@@ -231,7 +234,7 @@ class _Walk:
             self.done |= {half.name: end for half in halves}
 
     def _start(self, kind: str, traffic: Traffic) -> float:
-        """When it will be done."""
+        """The time at which it will be done."""
         self.tally.moved[traffic.axes, kind] += traffic.bytes
         self.tally.busy[traffic.axes] += traffic.seconds
         links = [(traffic.axes, way) for way in traffic.ways]
