@@ -1,9 +1,9 @@
-"""Schemes side by side: one config but for the position scheme and the seed, trained, measured and reported.
+"""Compares schemes: one config, with several position schemes and seeds, trained, measured and reported.
 
-Each (scheme, seed) trains in a process of its own (`member.py`), one after the other, so that its speed and its
-peak memory are its own; or ``compare.together`` of one scheme in one process, as one program. Entries that extend a
-scheme without retraining are measured by the process that trained it. With ``compare.sweep`` trials choose the learning
-rates of every scheme before (`sweep.py`).
+Each (scheme, seed) trains in a process of its own (`member.py`), one after the other, so that speed and peak memory are
+measured separately; or ``compare.together`` trainings of one scheme run in one process, as one program. Entries that
+extend a scheme without retraining are measured by the process that trained it. With ``compare.sweep``, trials first
+choose the learning rates of every scheme (`sweep.py`).
 """
 
 import json
@@ -48,10 +48,10 @@ def compare(config: Config, console: Console | None = None) -> Path:
     With ``train.steps: 0`` the released model under ``init`` is studied instead; see `run_study`.
 
     The run's directory, which is returned, gets one directory for each training, ``config.yaml``, ``results.jsonl``,
-    ``figure.png`` and ``index.html``. What is finished there already is not trained or measured again.
+    ``figure.png`` and ``index.html``. Finished trainings and measurements are not repeated.
 
-    Raises ValueError, before anything is trained, for a list of schemes that cannot be compared; and in one line when
-    some trainings failed, after the report of the others is written.
+    Raises ValueError, before anything is trained, for a list of schemes that cannot be compared; and, after the report
+    of the others is written, in one line if some trainings failed.
     """
     console = console or Console(highlight=False)
     if not config.steps:
@@ -60,7 +60,7 @@ def compare(config: Config, console: Console | None = None) -> Path:
     _refuse_other_things(config.directory)
     if not config.compare.sweep.learning_rate:
         _refuse_others([member for group in planned for member in group])
-    held_out = held_out_tokens(replace(config, output=str(config.directory)))  # members find these tokens encoded
+    held_out = held_out_tokens(replace(config, output=str(config.directory)))  # encoded here once, for all members
     if config.compare.sweep.learning_rate:
         held_out_tokens(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def compare(config: Config, console: Console | None = None) -> Path:
 
 
 class _Progress:
-    """What was trained and measured so far: members, why some failed, and the trials before them."""
+    """The work done so far: members, the reasons of failures, and the trials before them."""
 
     def __init__(self, settings: CompareConfig, console: Console):
         self._settings, self._console = settings, console
@@ -85,7 +85,7 @@ class _Progress:
         self.trials: list[report.Row] = []
 
     def add(self, group: Sequence[Config], tune: bool) -> None:
-        """Trains and measures the members of one scheme; to `tune` is to have trials choose its rates first."""
+        """Trains and measures the members of one scheme; with `tune`, trials choose its rates first."""
         group, why = self._tuned(group) if tune else (group, "")
         self.members += group
         if why:
@@ -96,7 +96,7 @@ class _Progress:
         self.failures |= run_members(group, self._settings.together, self._console)
 
     def _tuned(self, group: Sequence[Config]) -> tuple[list[Config], str]:
-        """The members with the rates of the best trial, and why there is none."""
+        """The members with the rates of the best trial, and the reason if there is none."""
         try:
             choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
         except ValueError as error:
@@ -117,11 +117,11 @@ class _Progress:
 def members(config: Config) -> list[list[Config]]:
     """The config of every training that a comparison needs: a group for each scheme, of all seeds.
 
-    Each has a directory inside the comparison's, and a ``compare`` section of its own seed and of the entries that are
-    measured with its parameters: the one trained, first, and its extensions.
+    Each has a directory inside the comparison's, and a ``compare`` section with its own seed and the entries to measure
+    with its parameters: first the trained one, then its extensions.
 
-    Raises ValueError without schemes, for a scheme that cannot be built, for an extension of one that is not trained
-    here, and for models without a perplexity.
+    Raises ValueError without schemes, for a scheme that cannot be built, for an extension of a scheme that is not
+    trained here, and for models without a perplexity.
     """
     check_causal(config)
     entries = config.compare.schemes
@@ -196,7 +196,7 @@ def _trained_as(config: Config, entry: SchemeConfig) -> Config:
 
 
 def _refuse_other_things(directory: Path) -> None:
-    """Raises ValueError for a directory that holds more than comparisons leave: a run, or somebody's own files."""
+    """Raises ValueError for a directory with other content than a comparison: a run, or other files."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file; choose another name for the comparison")
     for path in sorted(directory.glob("*")):
@@ -232,7 +232,7 @@ def finished(member: Config) -> bool:
 
 
 def run_members(configs: Sequence[Config], together: int, console: Console, trials: bool = False) -> dict[str, str]:
-    """Trains and measures those that are not finished, so many `together` in one process; why some failed."""
+    """Trains and measures unfinished members, up to `together` in one process; returns the reasons of failures."""
     errors, asked = {}, [config for config in configs if not finished(config)]
     for config in configs:
         if config not in asked:
@@ -247,10 +247,10 @@ def run_members(configs: Sequence[Config], together: int, console: Console, tria
 
 
 def run_group(group: Sequence[Config], trials: bool) -> str | None:
-    """Trains and measures configs in a process of their own; what went wrong, in one line, or None.
+    """Trains and measures configs in a process of their own; returns the error, in one line, or None.
 
-    Its progress goes to this process's standard output. Its standard error goes to a file beside the first directory,
-    which is kept when it failed. An interrupt reaches both processes; this one waits until the other has saved.
+    Its progress goes to this process's standard output. Its standard error goes to a file next to the first directory,
+    which is kept if the process failed. An interrupt reaches both processes; this one waits until the other has saved.
     """
     command = [sys.executable, "-m", "train.compare.member"]
     group[0].directory.parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +274,7 @@ def run_group(group: Sequence[Config], trials: bool) -> str | None:
 
 @contextmanager
 def _log(member: Config) -> Iterator[tuple[Path, IO[str]]]:
-    """A member's log and an open file for it, on this machine; in an object store it is written at the end."""
+    """A member's log and an open local file for it; in an object store it is written at the end."""
     place = member.directory.with_name(f"{member.name}.log")
     if is_local(place):
         with place.open("w", encoding="utf-8") as file:
@@ -290,9 +290,9 @@ def _log(member: Config) -> Iterator[tuple[Path, IO[str]]]:
 
 @contextmanager
 def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
-    """Sends a signal that this process gets on to another one, so that no training is left behind.
+    """Forwards signals of this process to another one, so that no training keeps running alone.
 
-    Raises KeyboardInterrupt at the end if there was one: nothing more is to be started.
+    Raises KeyboardInterrupt at the end if there was a signal, so that nothing more is started.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -313,14 +313,14 @@ def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
 
 
 def _cause(stderr: str) -> str:
-    """The line that says what went wrong: the member's own, else the last one."""
+    """The line with the error: the member's own, else the last one."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     told = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return (told or lines or ["no message"])[-1]
 
 
 def _report(config: Config, found: _Progress, held_out: Sequence[np.ndarray], console: Console) -> None:
-    """Writes and shows what the members found, in the order of ``compare.schemes``; nothing if all of them failed."""
+    """Writes and shows the members' results, in the order of ``compare.schemes``; nothing if all of them failed."""
     failures = found.failures
     done = [member for member in found.members if member.name not in failures]
     if not done:

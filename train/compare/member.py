@@ -17,16 +17,16 @@ from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
 MEMBER = "member.yaml"  # the config that the results belong to
-ERROR = "error: "  # begins the line on standard error that says what went wrong
+ERROR = "error: "  # begins the line with the error on standard error
 DIVERGED = "training diverged"
 
 
 def run(configs: Sequence[Config], trials: bool) -> None:
     """Trains the configs, measures every scheme of their ``compare.schemes``, and writes the rows and their config.
 
-    `trials` are measured on text of their own. One that diverges has a row that says so.
+    `trials` are measured on text of their own. A trial that diverges gets a row with that error.
 
-    Raises ValueError when a training was interrupted or diverged; what is done is saved, and running it again resumes.
+    Raises ValueError if a training was interrupted or diverged. Finished work is saved; another run resumes.
     """
     failed = _train(configs, trials)
     done = [config for config in configs if config not in failed]
@@ -43,7 +43,7 @@ def run(configs: Sequence[Config], trials: bool) -> None:
 
 
 def _train(configs: Sequence[Config], trials: bool) -> list[Config]:
-    """Trains them, as one program where several have not begun; those that diverged."""
+    """Trains the configs, as one program if several have not begun; returns those that diverged."""
     new = [config for config in configs if not is_started(config.directory)]
     together = new if len(new) > 1 else []
     failed = [config for config in configs if config not in together and not _fit(config, trials)]
@@ -55,7 +55,7 @@ def _train(configs: Sequence[Config], trials: bool) -> list[Config]:
 
 
 def _fit(config: Config, trial: bool) -> bool:
-    """Trains a config by itself; whether it did not diverge, which of a trial is told by False."""
+    """Trains one config; returns False only for a trial that diverged."""
     try:
         fitted = fit(config, progress=config.scheme.label)
     except Diverged:
@@ -74,7 +74,7 @@ def _write(config: Config, rows: list) -> None:
 
 
 def main() -> int:
-    """Reads a group from standard input and runs it; a bad input is one line on standard error and status 1."""
+    """Reads a group from standard input and runs it; an invalid input gives one line on standard error and status 1."""
     try:
         group = json.load(sys.stdin)
         run([parse(values) for values in group["configs"]], group["trials"])

@@ -1,4 +1,4 @@
-"""Trials choose the learning rate of each scheme, and a multiple of it for what the scheme learns of positions."""
+"""Trials choose the learning rate of each scheme, and a factor on it for the scheme's own parameters."""
 
 import math
 import re
@@ -17,7 +17,7 @@ TRIALS_FOLDER = "trials"
 
 
 class Choice(NamedTuple):
-    """A learning rate, and the factor of it for what a scheme learns of positions."""
+    """A learning rate, and the factor on it for the parameters of the position scheme."""
 
     learning_rate: float
     position_factor: float
@@ -32,7 +32,7 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """Nats per token at the shortest length, which is that of training; infinite where training diverged."""
+        """Nats per token at the shortest length, which is that of training; infinite if training diverged."""
         first = min(self.rows, key=lambda row: row.get("length", 0))
         return math.inf if first["error"] else first["window_nll"]
 
@@ -44,11 +44,10 @@ Runner = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]
 def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, list[Trial]]:
     """The best choice for the scheme of a config, and all trials.
 
-    All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter where the scheme learns anything of
-    positions. Then, at most ``extensions`` times, what lies next to the best choice and was not tried, as `neighbours`
-    says.
+    All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter only if the scheme has parameters.
+    Then, at most ``extensions`` times, the untried `neighbours` of the best choice are tried.
 
-    Raises ValueError when all trials diverged.
+    Raises ValueError if all trials diverged.
     """
     names = learned_positions(config)
     factors = settings.position_factor if names else (1.0,)
@@ -70,8 +69,8 @@ def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, l
 def neighbours(best: Choice, tried: Sequence[Choice]) -> list[Choice]:
     """The choices next to the best one in either dimension that were not tried.
 
-    They lie at the values tried before, or beyond their end in the ratio of the last two. A dimension of a single value
-    has none.
+    They are at values tried before, or beyond the end of these by the ratio of the last two. A dimension with a single
+    value has none.
     """
     found = []
     for field in Choice._fields:
@@ -84,7 +83,7 @@ def neighbours(best: Choice, tried: Sequence[Choice]) -> list[Choice]:
 
 
 def tuned(config: Config, choice: Choice, names: Sequence[str]) -> Config:
-    """The config with a choice's rates; `names` are patterns of what its scheme learns of positions."""
+    """The config with a choice's rates; `names` are patterns of its position scheme's parameters."""
     factors = dict(config.train.learning_rate_factors)
     if choice.position_factor != 1:
         factors |= {name: factors.get(name, 1.0) * choice.position_factor for name in names}
@@ -94,10 +93,10 @@ def tuned(config: Config, choice: Choice, names: Sequence[str]) -> Config:
 
 
 def own_section(config: Config, seed: int, schemes: Sequence[SchemeConfig]) -> CompareConfig:
-    """The ``compare`` section of one training: its seed, and what is measured with its parameters.
+    """The ``compare`` section of one training: its seed, and the entries to measure with its parameters.
 
-    Of a sweep the training's own rate is left, which says that some of the held-out text is for trials. So more trials,
-    or more of them together, do not make another training of this one.
+    Of a sweep only the training's own rate is kept, which marks that some of the held-out text is for trials. So a
+    change in the number of trials, or in how many run together, does not make this a different training.
     """
     sweep = config.compare.sweep
     own = SweepConfig((config.train.learning_rate,), seed=sweep.seed) if sweep.learning_rate else sweep

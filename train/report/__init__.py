@@ -1,4 +1,4 @@
-"""What an evaluation found: figures, tables for the terminal, and one HTML page that carries everything."""
+"""Reports of an evaluation: figures, tables for the terminal, and one HTML page with everything."""
 
 from train.report.numbers import Estimate, Row, estimate
 from train.report.page import FILES, About, pictures, render, write

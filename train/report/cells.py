@@ -1,4 +1,4 @@
-"""How numbers and names stand in tables and sentences."""
+"""The format of numbers and names in tables and sentences."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,14 +28,14 @@ def mebibytes(value: float) -> str:
 
 
 def shown(value: Estimate | None, number: Callable[[float], str]) -> str:
-    """A mean with its spread; a dash where there is none."""
+    """A mean with its spread; a dash if there is none."""
     if value is None:
         return "-"
     return number(value.mean) + (f" ±{number(value.spread)}" if value.spread is not None else "")
 
 
 def headings(lengths: Sequence[int], train_length: int | None) -> list[str]:
-    """Lengths in tokens, and in times the training length where there is one."""
+    """Lengths in tokens, and as multiples of the training length if there is one."""
     return [f"{n} ({n / train_length:.3g}x)" if train_length else str(n) for n in lengths]
 
 

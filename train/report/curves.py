@@ -1,4 +1,4 @@
-"""Figures of lines: perplexity against position, loss while training, accuracy on tasks against length."""
+"""Figures of lines: perplexity against position, loss during training, accuracy on tasks against length."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ from train.report.numbers import (
     trainings,
 )
 
-_LARGEST_NLL = 700.0  # exp of more is no float64
+_LARGEST_NLL = 700.0  # exp of more exceeds float64
 _TICKS = 10  # of the axis of positions
-_ROOM = 1.5  # nats that the figure of training shows
-# Standard deviations from which on a band would hide what single seeds do: over the mean, and of accuracy.
+_ROOM = 1.5  # range in nats of the figure of training
+# Standard deviations from which a band would hide the single seeds: relative to the mean, and of accuracy.
 _APART, _APART_RIGHT = 0.25, 0.1
 
 
 def draw_positions(rows: Sequence[Row]) -> bytes:
-    """Perplexity of tokens against how many stand before them in the window, as a PNG of 1800 pixels' width.
+    """Perplexity of tokens against the number of tokens before them in the window, as a PNG 1800 pixels wide.
 
-    A part of several positions is drawn at the middle of its range, on the logarithmic axis.
+    A part with several positions is drawn at the middle of its range on the logarithmic axis.
     """
     points = {label: found for label in labels(held_out(rows)) if (found := _by_position(rows, label))}
     rows = [row for row in held_out(rows) if row["label"] in points]
@@ -48,7 +48,7 @@ def draw_positions(rows: Sequence[Row]) -> bytes:
 
 
 def draw_training(rows: Sequence[Row]) -> bytes:
-    """The held-out loss while the schemes trained, against the tokens that they had seen, from the lowest up to 1.5."""
+    """The held-out loss during training against the tokens seen, from the lowest value to 1.5 nats above it."""
     from matplotlib.ticker import EngFormatter
 
     points = trainings(rows)
@@ -84,7 +84,7 @@ def _grid(
 
 
 def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
-    """Perplexity by the middle of the range of tokens before; its spread is that of exp(NLL), to first order."""
+    """Perplexity by the middle of the range of tokens before; its spread is that of exp(NLL) to first order."""
     ends, parts = positions(rows, label)
     starts = [1, *(end + 1 for end in ends)]
     middles = [math.sqrt(start * end) for start, end in zip(starts, ends, strict=False)]
@@ -97,7 +97,7 @@ def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
 
 
 def _powers(longest: int) -> list[int]:
-    """Powers of two up to a length, each, every second or every third, so that they can be read."""
+    """Powers of two up to a length: all, every second or every third, so that labels are readable."""
     count = longest.bit_length()
     return [2**n for n in range(0, count, -(-count // _TICKS))]
 

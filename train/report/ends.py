@@ -5,8 +5,8 @@ from typing import Any
 
 _GID = "end of a line"
 _SIZE = 8.5
-_GAP = 1.25  # lines of text from one name to the next
-_LEFT = 1.03  # where names begin, in widths of the panel
+_GAP = 1.25  # distance between names, in lines of text
+_LEFT = 1.03  # where names begin, as a fraction of the panel's width
 
 
 def name(panel: Any, label: str, colour: str, xs: Sequence[float], ys: Sequence[float]) -> None:
@@ -19,13 +19,13 @@ def name(panel: Any, label: str, colour: str, xs: Sequence[float], ys: Sequence[
 
 
 def darker(colour: str) -> str:
-    """The colour for text, which is thinner than lines."""
+    """A darker colour for text, which is thinner than lines."""
     parts = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
     return "#" + "".join(f"{round(0.75 * part):02x}" for part in parts)
 
 
 def place(figure: Any) -> None:
-    """Moves the names of every panel to the height of their lines, as far apart as the text is high.
+    """Moves the names of every panel to the height of their lines, without overlap.
 
     A line that leaves the panel at the top or the bottom is named there, with an arrow.
     """
@@ -35,13 +35,13 @@ def place(figure: Any) -> None:
     for panel, texts in named.items():
         for text in texts:
             _hold(panel, text)
-    figure.get_layout_engine().execute(figure)  # says how high panels are
+    figure.get_layout_engine().execute(figure)  # computes the height of panels
     for panel, texts in named.items():
         _set_apart(panel, texts, figure.dpi)
 
 
 def _hold(panel: Any, text: Any) -> None:
-    """Moves the end of a line that lies outside the panel to its edge."""
+    """Moves the end of a line that is outside the panel to the panel's edge."""
     (x, y), (low, high) = text.xy, panel.get_ylim()
     text.xy = (x, min(max(y, low), high))
     text.set_text(text.get_text() + (" ↑" if y > high else " ↓" if y < low else ""))
@@ -56,10 +56,10 @@ def _set_apart(panel: Any, texts: Sequence[Any], dpi: float) -> None:
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places in 0 to 1, each as near to the wanted one as a distance of `gap` between neighbours lets it be.
+    """Places in 0 to 1, each as near to the wanted one as a distance of `gap` between neighbours allows.
 
-    The order stays. Where there are too many for the gap it shrinks. Names that crowd are moved as blocks: each is as
-    far above what it wants in the mean as below.
+    The order is kept. If there are too many for the gap, it shrinks. Names that are too close are moved as blocks, so
+    that the mean distance to the wanted places is 0.
     """
     gap = min(gap, 1 / len(wanted)) if wanted else gap
     blocks: list[list[int]] = []
@@ -77,7 +77,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _lowest(block: Sequence[int], wanted: Sequence[float], gap: float) -> float:
-    """Where the lowest of a block lies, so that all of it is inside with half a gap to the edges."""
+    """The place of a block's lowest name, so that the whole block is inside, with half a gap to the edges."""
     mean = sum(wanted[index] for index in block) / len(block)
     extent = gap * (len(block) - 1)
     return min(max(mean - extent / 2, gap / 2), 1 - gap / 2 - extent)

@@ -1,4 +1,4 @@
-"""The family of a method, by which figures of many schemes are taken apart."""
+"""The family of a method, by which figures of many schemes are split."""
 
 from posjax import Layers, Scheme, coca
 
@@ -6,14 +6,14 @@ ABSOLUTE, ROTATIONS, BIASES = "absolute embeddings and none", "rotations", "bias
 WINDOWS, COCA, LINEAR = "windows and distances", "CoCA", "linear attention"
 OTHER = "scales, norms, drawn positions"
 FAMILIES = (ABSOLUTE, ROTATIONS, BIASES, WINDOWS, COCA, LINEAR, OTHER)
-"""In the order in which figures show them."""
+"""The families, in the order of the figures."""
 
 
 def family(scheme: Scheme | Layers) -> str:
     """One of `FAMILIES`, by the slots that the scheme fills.
 
     A scheme that fills several belongs to the first of: linear attention, biases, windows and far branches, CoCA, the
-    rest beside rotations (scales, norms, sinks, drawn positions), rotations, embeddings. Layers that differ count
+    rest beside rotations (scales, norms, sinks, drawn positions), rotations, embeddings. The slots of all layers count
     together.
     """
     layers = scheme.schemes if isinstance(scheme, Layers) else (scheme,)

@@ -27,11 +27,11 @@ _TITLES = {
     "last": "last {length} tokens only, context growing",
     "sliding": "sliding window",
 }
-_APART = 0.25  # standard deviation over mean from which on a band would hide what single seeds do
+_APART = 0.25  # standard deviation over mean from which a band would hide the single seeds
 
 
 def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
-    """Perplexity against length, as a PNG of 1800 pixels' width: measurements side by side, groups below each other."""
+    """Perplexity against length, as a PNG 1800 pixels wide: measurements side by side, groups below each other."""
     rows = held_out(rows)
     found, limits = shown_measures(rows), _limits(rows)
     ticks, own = lengths(rows), train_length(rows)
@@ -54,7 +54,7 @@ def _is_wide(point: Estimate) -> bool:
 
 
 def shown_measures(rows: Sequence[Row]) -> list[str]:
-    """What was measured on enough windows to draw it."""
+    """The measurements with enough windows to be drawn."""
     return [name for name in measures(rows) if name != "last" or endings(held_out(rows)) >= FEW]
 
 
@@ -78,7 +78,7 @@ def _below(rows: Sequence[Row]) -> list[str]:
 
 
 def _clipped(rows: Sequence[Row]) -> list[str]:
-    """One line naming what lies above the top of the figure, if anything does."""
+    """One line that names the values above the top of the figure, if there are any."""
     top = _limits(rows)[1]
     above: dict[str, tuple[float, str, int, str]] = {}
     for point in _means(rows):

@@ -1,4 +1,4 @@
-"""What came out, in sentences."""
+"""The main results, in sentences."""
 
 from collections.abc import Sequence
 
@@ -22,12 +22,12 @@ from train.report.pairs import difference
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """A sentence on perplexity, then one for every kind of figure that would show nothing."""
+    """A sentence on perplexity, then one for every kind of figure that is omitted because it would be empty."""
     return [*_on_perplexity(held_out(rows)), *_on_few_windows(held_out(rows)), *_on_guesses(rows)]
 
 
 def _on_perplexity(rows: Sequence[Row]) -> list[str]:
-    """Which scheme is best and which worst at the longest length that several have numbers for."""
+    """The best and the worst scheme at the longest length for which several have numbers."""
     found = {n: _at(rows, n) for n in lengths(rows)}
     most = max(map(len, found.values()), default=0)
     longest = max((n for n, means in found.items() if len(means) >= min(2, most) > 0), default=0)
@@ -60,7 +60,7 @@ def _where(rows: Sequence[Row], length: int) -> str:
 
 
 def _alone(rows: Sequence[Row], length: int, label: str, where: str) -> str:
-    """The only scheme, beside what it has at the shortest length."""
+    """The only scheme's perplexity, with that at the shortest length."""
     points = curve(rows, label, "window")
     short = min(points)
     beside = f", {number(points[short].mean)} at {short:,} tokens" if short < length else ""
@@ -68,7 +68,7 @@ def _alone(rows: Sequence[Row], length: int, label: str, where: str) -> str:
 
 
 def _distance(rows: Sequence[Row], best: str, second: str, length: int) -> str:
-    """Whether seeds tell the best from the second; nothing with one seed."""
+    """Whether the best differs from the second by more than the noise of seeds; empty with one seed."""
     found = difference(rows, second, best, length)
     if found is None:
         return ""
@@ -79,7 +79,7 @@ def _distance(rows: Sequence[Row], best: str, second: str, length: int) -> str:
 
 
 def _on_few_windows(rows: Sequence[Row]) -> list[str]:
-    """What is not drawn because too few windows were measured."""
+    """The curves that are omitted because too few windows were measured."""
     found = []
     if any(row.get("last_tokens") for row in rows) and endings(rows) < FEW:
         found.append(
@@ -93,7 +93,7 @@ def _on_few_windows(rows: Sequence[Row]) -> list[str]:
 
 
 def _on_guesses(rows: Sequence[Row]) -> list[str]:
-    """The tasks that nothing has learned."""
+    """The tasks that no scheme has learned."""
     idle = [spoken(name) for name, mine in tasks(rows).items() if _is_guessed(mine)]
     what = ", ".join(idle)
     return [f"{what}: no scheme is above a guess by more than noise, so there is no figure."] if idle else []

@@ -9,15 +9,15 @@ from train.report.cells import spoken
 from train.report.numbers import Row, at_depth, depths, is_above_chance, labels, lengths, tasks
 
 _COLUMNS, _MOST = 4, 5
-_WIDE = 3.2  # inches of a map, where there are few
-_LIGHT = 0.55  # from this accuracy on a cell is dark, and its number light
+_WIDE = 3.2  # inches of a map, if there are few
+_LIGHT = 0.55  # from this accuracy a cell is dark and its number light
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """Maps of every task that has depths and that some scheme has learned: length to the right, depth downwards as one
-    reads; a task has its own row of maps where there are few schemes.
+    """Maps of every task that has depths and that some scheme has learned: length to the right, depth downwards, as in
+    reading. With few schemes each task has its own row of maps.
 
-    A cell is the darker the more answers are right, with the share in % in it; without a number it is left white.
+    The more answers are right, the darker the cell, which shows the share in %. A cell without a number is white.
     """
     found = {name: mine for name, mine in tasks(rows).items() if depths(mine) and is_above_chance(mine)}
     maps = [(name, mine, label) for name, mine in found.items() for label in labels(mine)]

@@ -1,4 +1,4 @@
-"""Which schemes share a panel: all where they are few, else those of one family, beside one that is in every panel."""
+"""Which schemes share a panel: all if they are few, else those of one family, with a reference in every panel."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,14 @@ from train.report.families import FAMILIES
 from train.report.numbers import Row, labels
 
 MOST = 8
-"""Lines of a panel."""
-_OWN = 4  # schemes of one training from which on they have a panel of their own in a family that needs several
+"""The maximal number of lines in a panel."""
+_OWN = 4  # schemes of one training from which they get panels of their own, in a family of several panels
 
 
 @dataclass(frozen=True)
 class Group:
-    """The schemes of a panel, and the one among them that all panels share; the title is empty for the only panel."""
+    """The schemes of a panel, and the reference that all panels share; the title is empty if there is one panel
+    only."""
 
     title: str
     labels: tuple[str, ...]
@@ -21,10 +22,10 @@ class Group:
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """One group of all schemes up to `MOST`; of more, groups of that size at most.
+    """One group of all schemes if they are at most `MOST`; otherwise groups of at most that size.
 
-    Their families are those of the column `family`. A scheme and what extends it stay together, in panels of their own
-    where they are many. Rows without that column are one family.
+    Families are read from the column `family`. A scheme and its extensions stay together, in panels of their own if
+    they are many. Rows without that column form one family.
     """
     names, reference = labels(rows), baseline(rows)
     if len(names) <= MOST:
@@ -45,7 +46,7 @@ def baseline(rows: Sequence[Row]) -> str:
 
 
 def _families(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
-    """The trainings of each family by the name of what was trained: itself where it is listed, and its extensions."""
+    """For each family its trainings, by the trained scheme's name: that scheme, if it is listed, and its extensions."""
     units: dict[str, list[str]] = {}
     for label, base in {row["label"]: row["base"] for row in rows}.items():
         units.setdefault(base or label, []).append(label)
@@ -71,7 +72,7 @@ def _panels(family: str, units: dict[str, list[str]], reference: str) -> Iterato
 
 
 def _packed(units: Sequence[list[str]], room: int) -> list[list[str]]:
-    """As few panels as hold the units whole, about equally full."""
+    """The fewest panels that hold the units without splitting them, about equally full."""
     count = sum(map(len, units))
     full = -(-count // -(-count // room))
     parts: list[list[str]] = [[]]
@@ -83,6 +84,6 @@ def _packed(units: Sequence[list[str]], room: int) -> list[list[str]]:
 
 
 def _numbered(titles: Sequence[str], n: int) -> str:
-    """The n-th title, with its number among those that are equal."""
+    """The n-th title, numbered among equal titles."""
     times = titles.count(titles[n])
     return titles[n] + (f" ({titles[: n + 1].count(titles[n])} of {times})" if times > 1 else "")

@@ -1,9 +1,10 @@
 """The rows of an evaluation, and means over seeds.
 
-Everything in a report is made from rows of plain numbers, as ``results.jsonl`` and ``evaluation.jsonl`` keep them. All
-have the `label` of the scheme; `base`, for one extended without retraining the label of the scheme that was trained;
-the `seed`; `length`, the evaluation length in tokens; `train_length`; `error`, why there are no numbers; and `family`,
-see `train.report.families`, which older rows lack. Trainings that end at a loss have more, see `train.report.reached`.
+A report is made from rows of plain numbers, as in ``results.jsonl`` and ``evaluation.jsonl``. All have the `label` of
+the scheme; `base`, the label of the trained scheme if this one extends it without retraining; the `seed`; `length`, the
+evaluation length in tokens; `train_length`; `error`, the reason if there are no numbers; and `family`, see
+`train.report.families`, which older rows lack. Trainings that end at a loss have more columns, see
+`train.report.reached`.
 
 Rows of perplexity, one for each (scheme, seed, length):
 
@@ -33,8 +34,8 @@ Row = Mapping[str, Any]
 
 MEASURES = ("window", "last", "sliding")
 FEW, FEW_TOKENS = 32, 256
-"""A curve of tokens at one place in windows stands on at least so many windows, each point of it on so many tokens."""
-_CLEAR = 0.05  # more right answers than a guess has that are worth a figure
+"""The least number of windows for a curve of tokens at one place in windows, and of tokens for each point of it."""
+_CLEAR = 0.05  # the least advantage in accuracy over guessing that is worth a figure
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Estimate:
 
 
 def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """Mean and spread over seeds; None if any seed has no number, since a mean over the others would flatter."""
+    """Mean and spread over seeds; None if any seed has no number, since a mean over the others would be too good."""
     values = list(values)
     if not values or any(value is None for value in values):
         return None
@@ -61,7 +62,7 @@ def held_out(rows: Sequence[Row]) -> list[Row]:
 def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of every task, in the order of the documentation.
 
-    Of trainings that end at a loss those that reached it: what the others answer says nothing of other lengths.
+    Of trainings that end at a loss, only those that reached it: the others' answers say nothing about other lengths.
     """
     counted = [row for row in rows if not (row.get("stop_loss") and row["updates_to_loss"] is None)]
     found = {name: [row for row in counted if row.get("task") == name] for name in SECTIONS}
@@ -69,33 +70,33 @@ def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def measures(rows: Sequence[Row]) -> list[str]:
-    """What was measured of perplexity: over windows, of the last tokens, and perhaps in sliding windows."""
+    """The measures of perplexity: over windows, of the last tokens, and, if present, in sliding windows."""
     return [name for name in MEASURES if name != "sliding" or any(row.get("sliding_tokens") for row in rows)]
 
 
 def last_length(rows: Sequence[Row]) -> int:
-    """How many tokens count as the last ones: the training length, of a curriculum that of its shortest rows."""
+    """The number of last tokens: the training length; for a curriculum that of its shortest rows."""
     return next((row["last_length"] for row in rows if row.get("last_length")), rows[0]["train_length"])
 
 
 def train_length(rows: Sequence[Row]) -> int | None:
-    """The training length, if it is one for all rows that have numbers."""
+    """The training length, if all rows with numbers have the same."""
     found = {row["train_length"] for row in rows if not row["error"]} or {row["train_length"] for row in rows}
     return found.pop() if len(found) == 1 else None
 
 
 def windows(row: Row) -> int:
-    """How many windows a row of perplexity was measured on."""
+    """The number of windows behind a row of perplexity."""
     return (row.get("window_tokens") or 0) // row["length"]
 
 
 def endings(rows: Sequence[Row]) -> int:
-    """How many windows the last tokens were measured on, at most."""
+    """The maximal number of windows behind the last tokens' numbers."""
     return max(row.get("last_tokens") or 0 for row in rows) // last_length(rows)
 
 
 def each_seed(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of every seed."""
+    """The rows, grouped by seed."""
     return [[row for row in rows if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in rows)]
 
 
@@ -105,7 +106,7 @@ def labels(rows: Sequence[Row]) -> list[str]:
 
 
 def lengths(rows: Sequence[Row]) -> list[int]:
-    """The lengths evaluated at, rising."""
+    """The evaluated lengths, in ascending order."""
     return sorted({row["length"] for row in rows})
 
 
@@ -117,10 +118,10 @@ def curve(rows: Sequence[Row], label: str, measure: str) -> dict[int, Estimate]:
 
 
 def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Estimate | None]]:
-    """NLL by position for one scheme: where its parts end, and each part's.
+    """NLL by position for one scheme: the ends of its parts, and the NLL of each part.
 
-    At the longest length that has numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
-    number. Nothing where no part has one.
+    At the longest length with numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
+    number. Empty if no part has one.
     """
     mine = [row for row in held_out(rows) if row["label"] == label and row.get("position_ends") and windows(row) >= FEW]
     longest = [row for row in mine if row["length"] == max(lengths(mine))]
@@ -133,7 +134,7 @@ def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Es
 
 
 def trainings(rows: Sequence[Row]) -> dict[str, dict[int, Estimate]]:
-    """The held-out loss of every trained scheme against the tokens it had seen, where that was measured."""
+    """The held-out loss of every trained scheme against the tokens seen, if it was measured."""
     found = {label: _training([row for row in rows if row["label"] == label]) for label in labels(rows)}
     return {label: curve for label, curve in found.items() if curve}
 
@@ -153,7 +154,7 @@ def accuracies(rows: Sequence[Row], label: str) -> dict[int, Estimate]:
 
 
 def _over_depths(rows: Sequence[Row]) -> list[float | None]:
-    """The mean of the rows of every seed; None where one has no number."""
+    """The mean of the rows of every seed; None if one has no number."""
     by_seed: dict[int, list[float | None]] = {}
     for row in rows:
         by_seed.setdefault(row["seed"], []).append(row["accuracy"])
@@ -161,8 +162,8 @@ def _over_depths(rows: Sequence[Row]) -> list[float | None]:
 
 
 def is_above_chance(rows: Sequence[Row]) -> bool:
-    """Whether some scheme at some length has more right answers on a task than a guess: by a twentieth of all, and by
-    three standard errors of so many cases.
+    """Whether some scheme at some length has clearly more right answers on a task than guessing: by a twentieth of all,
+    and by three standard errors for that number of cases.
     """
     points: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
@@ -179,12 +180,12 @@ def _beats_guess(rows: Sequence[Row]) -> bool:
 
 
 def depths(rows: Sequence[Row]) -> list[float]:
-    """The depths of a task, rising; none if it has no depth."""
+    """The depths of a task, in ascending order; empty if it has no depth."""
     return sorted({row["depth"] for row in rows if row["depth"] is not None})
 
 
 def at_depth(rows: Sequence[Row], label: str) -> dict[tuple[float, int], float]:
-    """Accuracy on one task at each (depth, length) for one scheme, the mean over seeds; without those that lack one."""
+    """Accuracy on one task at each (depth, length) for one scheme, the mean over seeds; missing ones are left out."""
     cells: dict[tuple[float, int], list[float | None]] = {}
     for row in rows:
         if row["label"] == label:
@@ -194,7 +195,7 @@ def at_depth(rows: Sequence[Row], label: str) -> dict[tuple[float, int], float]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """One line for each scheme, or scheme and task, without a number at some length, with the reason at the first."""
+    """One line for each scheme, or scheme and task, that lacks a number at some length, with the first reason."""
     failed: dict[str, list[Row]] = {}
     for row in rows:
         if row["error"]:

@@ -1,4 +1,4 @@
-"""One HTML page that carries everything: figures, tables, notes, config and versions, without outside resources."""
+"""One HTML page with everything: figures, tables, notes, config and versions, without external resources."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ from train.report.trials import tables_of_trials
 INDEX, FIGURE = "index.html", "figure.png"
 FIGURES = (FIGURE, "training.png", "reached.png", "positions.png", "tasks.png", "depths.png")
 FILES = (INDEX, *FIGURES)
-"""What a report may leave in a directory."""
+"""The files that a report may write into a directory."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What the page says besides the numbers: `text` and `model` in words, the config as YAML, the versions."""
+    """The page's information besides the numbers: `text` and `model` in words, the config as YAML, the versions."""
 
     title: str
     text: str
@@ -46,7 +46,7 @@ class About:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG with its file's name, what it shows in a few words, and the text below it."""
+    """A PNG with its file's name, a short description, and the text below it."""
 
     name: str
     png: bytes
@@ -55,12 +55,12 @@ class Picture:
 
     @property
     def base64(self) -> str:
-        """The PNG as text."""
+        """The PNG as base64 text."""
         return base64.b64encode(self.png).decode("ascii")
 
 
 def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[Row] = ()) -> None:
-    """Writes ``index.html``, which needs no other file, and its figures into `directory`; older ones go.
+    """Writes ``index.html``, which needs no other file, and its figures into `directory`; removes older figures.
 
     `trials` are those that chose the learning rates, if there were any.
     """
@@ -73,7 +73,7 @@ def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[R
 
 
 def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
-    """The figures that the rows have enough numbers for."""
+    """The figures for which the rows have enough numbers."""
     texts = held_out(rows)
     by_length = figure.draw(rows, about.title, f"{about.model}. {about.text}.")
     found = [Picture("figure.png", by_length, _ALT, _caption(_CAPTION.format(length=last_length(texts)), texts))]
@@ -97,7 +97,7 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
 
 
 def _caption(text: str, rows: Sequence[Row]) -> str:
-    """The text, and what is seen in every figure of lines of these rows."""
+    """The text, and the explanation that all line figures of these rows share."""
     said = {
         "Dashed: not retrained.": any(row["base"] for row in rows),
         f"Grey, in every panel: {baseline(rows)}. All panels have the same axes.": len(labels(rows)) > MOST,
@@ -142,7 +142,7 @@ _DEPTHS = "The share of right answers by where in the text they stand: 0 is its 
 
 
 def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trials: Sequence[Row] = ()) -> str:
-    """The HTML page: findings, figures, tables, notes, config and versions in one file without outside resources."""
+    """The HTML page: findings, figures, tables, notes, config and versions in one file without external resources."""
     seeds = len({row["seed"] for row in rows})
     spread = f"Mean ± standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
     return page(
@@ -166,14 +166,14 @@ def page(
     remark: str = "",
     details: Sequence[Table] = (),
 ) -> str:
-    """The page of these parts, by the template beside this file.
+    """The page of these parts, from the template in this folder.
 
     Args:
         about: title, config and versions; `remark` follows its text.
-        pictures, tables: in their order.
+        pictures, tables: in this order.
         findings: sentences above the figures.
-        notes: what is not measured, and why.
-        details: tables that are folded up.
+        notes: which numbers are missing, and why.
+        details: tables that are collapsed at first.
     """
     versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)

@@ -10,7 +10,7 @@ from train.report.numbers import Row, held_out
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean, and the interval that holds it with 95 % confidence."""
+    """A mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -25,8 +25,8 @@ class Interval:
 def difference(rows: Sequence[Row], label: str, other: str, length: int) -> Interval | None:
     """The mean NLL of one scheme less that of another, in nats per token over whole windows, paired by seed.
 
-    None if fewer than two seeds have both, or one of either's seeds has no number, since a mean over the others would
-    flatter.
+    None if fewer than two seeds have both, or if any seed of either has no number, since a mean over the others would
+    be too good.
     """
     mine, theirs = _by_seed(rows, label, length), _by_seed(rows, other, length)
     seeds = mine.keys() & theirs.keys()
@@ -48,7 +48,7 @@ def interval(values: Sequence[float]) -> Interval:
     """
     if len(values) < 2:
         raise ValueError(f"values: found {len(values)}; the noise of a mean takes at least 2")
-    from scipy.stats import t  # takes a second, and only comparisons of several seeds need it
+    from scipy.stats import t  # a slow import that only comparisons of several seeds need
 
     mean = statistics.fmean(values)
     half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))

@@ -14,9 +14,9 @@ COLUMNS = 2  # side by side
 
 
 def new(count: int, columns: int = COLUMNS, *, above: float = 0.0) -> tuple[Any, list[Any]]:
-    """A figure as wide as a page, and `count` panels in it that share their axes; a single one is larger.
+    """A figure as wide as a page, with `count` panels that share their axes; a single panel is larger.
 
-    `above` are inches for what stands around the panels.
+    `above` is the height in inches for everything around the panels.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
@@ -40,9 +40,9 @@ def draw(
     """The lines of a group, with their names.
 
     Args:
-        curve: the points of one scheme, of rows that hold one seed or all.
-        differ: whether seeds differ so widely at a point that a band would hide what they do; then each is a thin line.
-        low: where bands end at the bottom.
+        curve: the points of one scheme, from rows of one seed or of all.
+        differ: whether seeds differ so much at a point that a band would hide them; then each seed is a thin line.
+        low: the lower limit of bands.
     """
     for label, look in style.lines(rows, group.labels, group.reference).items():
         mine = [row for row in rows if row["label"] == label]
@@ -63,7 +63,7 @@ def around(
     above: Sequence[str] = (),
     below: Sequence[str] = (),
 ) -> None:
-    """The titles of the axes, at the outer panels alone; a title and lines of text above, lines of text below."""
+    """The titles of the axes, at the outer panels only; a title and lines of text above, lines of text below."""
     for panel in panels:
         place = panel.get_subplotspec()
         is_lowest = place.rowspan.stop == place.get_gridspec().nrows or panel in panels[-place.get_gridspec().ncols :]
@@ -79,6 +79,6 @@ def around(
 
 
 def of_lengths(what: str, ticks: Sequence[int], train_length: int | None) -> str:
-    """The title of an axis of lengths, which says what stands in brackets and what is dotted."""
+    """The title of an axis of lengths, which explains the values in brackets and the dotted line."""
     dotted = ", dotted" if style.is_marked(ticks, train_length) else ""
     return f"{what}\n(times the training length{dotted})" if train_length else what

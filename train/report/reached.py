@@ -1,9 +1,9 @@
 """Trainings that end at a loss (``train.stop_loss``): how many updates each took, as a table and as survival curves.
 
-Rows of such trainings have, beside the columns of `train.report.numbers`,
+Rows of such trainings have, in addition to the columns of `train.report.numbers`,
 
     stop_loss         the loss in nats per token;  updates: how many updates were allowed
-    updates_to_loss   after how many it was reached; None where it was not
+    updates_to_loss   after how many it was reached; None if it was not
 """
 
 import statistics
@@ -17,7 +17,7 @@ from train.report.tables import Table
 
 
 def times(rows: Sequence[Row]) -> dict[str, list[int | None]]:
-    """The updates that every seed of a trained scheme took; None where all were not enough."""
+    """The updates that every seed of a trained scheme took; None if the loss was not reached."""
     found = {label: _of_seeds([row for row in rows if row["label"] == label]) for label in labels(rows)}
     return {label: mine for label, mine in found.items() if mine}
 
@@ -30,8 +30,8 @@ def _of_seeds(rows: Sequence[Row]) -> list[int | None]:
 def survival(updates: Sequence[int | None], most: int) -> list[tuple[int, float]]:
     """Corners of the share of trainings that have not reached the loss, from update 0 to the last.
 
-    ``S(u) = #{trainings that need more than u updates} / #{trainings}``, as Kaplan and Meier estimate it where all are
-    watched to the same end.
+    ``S(u) = #{trainings that need more than u updates} / #{trainings}``, the Kaplan-Meier estimate if all are observed
+    to the same end.
     """
     reached = sorted(each for each in updates if each is not None)
     falls = [(each, 1 - (n + 1) / len(updates)) for n, each in enumerate(reached)]
@@ -39,7 +39,7 @@ def survival(updates: Sequence[int | None], most: int) -> list[tuple[int, float]
 
 
 def updates_to_loss(rows: Sequence[Row]) -> list[Table]:
-    """The updates of every seed, those of the median seed first; nothing where trainings do not end at a loss."""
+    """The updates of every seed, with the median first; empty if trainings do not end at a loss."""
     found = times(rows)
     if not found:
         return []
@@ -50,14 +50,14 @@ def updates_to_loss(rows: Sequence[Row]) -> list[Table]:
 
 
 def note(rows: Sequence[Row]) -> list[str]:
-    """A line on the seeds that count in tasks, where some do not."""
+    """A line on the seeds that count in tasks, if some do not."""
     short = {label: mine for label, mine in times(rows).items() if None in mine}
     told = ", ".join(f"{label} {_count(mine)} of {len(mine)}" for label, mine in short.items())
     return [f"Accuracy on tasks is that of trainings whose loss fell below {_loss(rows):g}: {told}."] if told else []
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """The share of seeds that have not reached the loss, against updates: a PNG of 1800 pixels' width."""
+    """The share of seeds that have not reached the loss, against updates: a PNG 1800 pixels wide."""
     found, most = times(rows), _most(rows)
     trained = [row for row in held_out(rows) if row["label"] in found]
     shown = groups(trained)
@@ -93,7 +93,7 @@ def _count(updates: Sequence[int | None]) -> int:
 
 
 def _median(updates: Sequence[int | None]) -> str:
-    """Of all seeds: unknown where half of them or more have not reached the loss."""
+    """The median over all seeds; unknown if half of them or more have not reached the loss."""
     middle = statistics.median_high(float("inf") if each is None else each for each in updates)
     return "-" if middle == float("inf") else f"{middle:,.0f}"
 

@@ -9,21 +9,21 @@ from typing import Any
 from train.report import ends
 from train.report.numbers import Estimate, Row
 
-WIDTH = 12.0  # inches, of every figure of lines: that of a page, so that letters are read at their own size
-# Okabe and Ito's palette, tellable apart with any colour vision; a dark red for its yellow, too pale for lines.
+WIDTH = 12.0  # inches, of every line figure: the width of a page, so that text keeps its size
+# Okabe and Ito's palette, distinguishable with any colour vision; a dark red replaces its yellow, too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#882255")
 _REFERENCE = "#8c8c8c"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 DASHES = ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
-# Perplexities more than this many times the lowest one leave the figure at the top; the note below says which.
+# Perplexities above this multiple of the lowest one are outside the figure; the note below names them.
 _CLIP = 40.0
-_MARKED = 12  # points up to which each has a marker
-_FEW = 20  # lines that a legend names at its ease
+_MARKED = 12  # lines with up to this many points have markers
+_FEW = 20  # the most lines for a readable legend
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one scheme is drawn: a colour, and a dash for a way of extending what was trained."""
+    """How one scheme is drawn: a colour and a marker, and dashes for an extension of a trained scheme."""
 
     colour: str
     marker: str
@@ -33,8 +33,8 @@ class Look:
 def lines(rows: Sequence[Row], labels: Sequence[str] = (), reference: str | None = None) -> dict[str, Look]:
     """How each scheme of a panel is drawn, by its label; all of the rows unless `labels` names them.
 
-    Extensions have the colour of what was trained as long as there are dashes to tell them apart, else their own. The
-    reference of all panels is grey.
+    Extensions have the colour of their trained scheme if there are enough dashes to distinguish them, else their own.
+    The reference of all panels is grey.
     """
     base = {row["label"]: row["base"] for row in rows}
     names = list(labels or base)
@@ -56,7 +56,7 @@ def lines(rows: Sequence[Row], labels: Sequence[str] = (), reference: str | None
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches, 150 pixels each, that needs no screen."""
+    """An empty figure of this size in inches, 150 pixels each, that needs no screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -66,12 +66,12 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def lay_out(figure: Any) -> None:
-    """Room for everything, with some air around it."""
+    """Makes room for everything, with a margin."""
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a file, with the names at the ends of lines where they do not meet."""
+    """The figure as a file, with the names at the ends of lines, moved so that they do not overlap."""
     ends.place(figure)
     content = io.BytesIO()
     figure.savefig(content, format="png")
@@ -88,7 +88,7 @@ def plot(
 ) -> None:
     """One scheme's line, with a band of one standard deviation, not below `low`, when there are several seeds.
 
-    Where each seed's own line is given, in `threads`, those stand in place of the band.
+    If `threads` has a line for each seed, these are drawn instead of the band.
     """
     xs, means = list(points), [point.mean for point in points.values()]
     spreads = [point.spread or 0.0 for point in points.values()]
@@ -109,7 +109,8 @@ def plot(
 
 
 def length_axis(panel: Any, lengths: Sequence[int], train_length: int | None) -> None:
-    """A logarithmic axis with ticks at the lengths; a dotted line at the training length if it lies among them."""
+    """A logarithmic axis with ticks at the lengths, and a dotted line at the training length if it is in their
+    range."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     def written(length: float, _: int) -> str:
@@ -127,7 +128,7 @@ def length_axis(panel: Any, lengths: Sequence[int], train_length: int | None) ->
 
 
 def is_marked(lengths: Sequence[int], train_length: int | None) -> bool:
-    """Whether there is one training length, and it lies on an axis of these lengths."""
+    """Whether there is one training length, and it is on an axis of these lengths."""
     return train_length is not None and min(lengths) <= train_length <= max(lengths)
 
 
@@ -144,13 +145,13 @@ def value_axis(panel: Any, low: float, top: float) -> None:
 
 
 def limits(values: Sequence[float]) -> tuple[float, float]:
-    """An axis for these perplexities, with a top that explosions do not set."""
+    """An axis for these perplexities, whose top does not depend on exploding values."""
     values = values or [1.0]
     return min(values) / 1.08, min(max(values) * 1.12, min(values) * _CLIP)
 
 
 def _ticks(low: float, top: float) -> list[float]:
-    """Round numbers between the limits, about a dozen at most."""
+    """Round numbers between the limits, at most about a dozen."""
     steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if top / low < 20 else (1, 2, 5)
     if top / low < 4:
         steps = (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
@@ -162,7 +163,7 @@ def _ticks(low: float, top: float) -> list[float]:
 
 
 def legend(figure: Any, panel: Any, extended: bool) -> None:
-    """One legend for all panels, the highest scheme at its longest length first, as the lines lie."""
+    """One legend for all panels, in the order of the lines: the highest scheme at its longest length first."""
     lines = sorted(panel.get_lines(), key=lambda line: -(line.get_ydata()[-1] if len(line.get_ydata()) else 0.0))
     lines = [line for line in lines if not line.get_label().startswith("_")]
     heading = "solid: as trained\ndashed: not retrained" if extended else None

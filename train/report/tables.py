@@ -42,7 +42,7 @@ class Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Perplexity at each length, by every measurement, differences, what training cost, and accuracy on tasks."""
+    """Perplexity at each length, by every measure; differences; the cost of training; and accuracy on tasks."""
     perplexities = held_out(rows)
     found = []
     for measure in measures(perplexities):
@@ -60,7 +60,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def details(rows: Sequence[Row]) -> list[Table]:
-    """What is known but says little of a method: how fast it was measured."""
+    """Tables that say little about a method: the speed of its evaluation."""
     perplexities = held_out(rows)
     columns = {
         f"at {n}": {label: _measured(perplexities, label, "tokens_per_second", n) for label in labels(perplexities)}
@@ -71,7 +71,7 @@ def details(rows: Sequence[Row]) -> list[Table]:
 
 
 def _differences(rows: Sequence[Row]) -> list[Table]:
-    """How far every scheme is from the first one, by the same seeds."""
+    """The difference of every scheme from the first one, by the same seeds."""
     first, seeds = baseline(rows), len({row["seed"] for row in rows})
     own = train_length(rows)
     at = sorted({own if own in lengths(rows) else lengths(rows)[0], *lengths(rows)[-2:]})
@@ -118,7 +118,7 @@ def _by_length(
 
 
 def _costs(rows: Sequence[Row]) -> list[Table]:
-    """Speed and memory of the trainings that had a process of their own; nothing if there are none.
+    """Speed and memory of the trainings that had a process of their own; empty if there are none.
 
     Those that trained together as one program have no speed, and the memory of their process is that of all.
     """
@@ -144,13 +144,13 @@ def _measured(rows: Sequence[Row], label: str, column: str, length: int) -> Esti
 
 
 def _alike(values: dict[str, Estimate | None], best: Callable, written: Callable[[float], str]) -> dict[str, str]:
-    """Every value in words, with a sign where it is as good as the best."""
+    """Every value as text, with a sign if it is as good as the best."""
     top = best((value for value in values.values() if value is not None), key=lambda value: value.mean, default=None)
     return {label: _mark(value, top) + shown(value, written) for label, value in values.items()}
 
 
 def _mark(value: Estimate | None, best: Estimate | None) -> str:
-    """A sign for what differs from the best by less than the standard deviation of such differences."""
+    """A sign for values that differ from the best by less than the standard deviation of such differences."""
     if value is None or value is best or value.spread is None or best.spread is None:
         return ""
     return "≈ " if abs(value.mean - best.mean) <= math.hypot(value.spread, best.spread) else ""
@@ -163,7 +163,7 @@ def _by_scheme(title: str, columns: dict[str, dict[str, Estimate | None]], writt
 
 
 def _times(rows: Sequence[Row]) -> list[Table]:
-    """What the wall-clock time of training was spent on, where it is known."""
+    """What the wall-clock time of training was spent on, if it is known."""
     seconds = {label: [row.get("train_seconds") for row in rows if row["label"] == label] for label in labels(rows)}
     known = {label: [each for each in found if each] for label, found in seconds.items()}
     kinds = [kind for found in known.values() for each in found for kind in each]
@@ -178,7 +178,7 @@ def _times(rows: Sequence[Row]) -> list[Table]:
 
 
 def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
-    """Prints the findings, the tables, others behind them, and notes on a `rich.console.Console`."""
+    """Prints the findings, the tables, further tables, and notes on a `rich.console.Console`."""
     for sentence in findings(rows):
         console.print(sentence, markup=False, highlight=False)
     for table in (*tables(rows), *others):

@@ -12,12 +12,12 @@ from train.report.tables import Table, number
 
 
 def tables_of_trials(trials: Sequence[Row]) -> list[Table]:
-    """What was chosen for each scheme, and every trial; nothing without trials."""
+    """The choice for each scheme, and every trial; empty without trials."""
     return [*chosen_rates(trials), _every_trial(trials)] if trials else []
 
 
 def chosen_rates(trials: Sequence[Row]) -> list[Table]:
-    """The rates of every scheme, and how its best trial compares with the second best; nothing without trials."""
+    """The rates of every scheme, and how its best trial compares with the second best; empty without trials."""
     if not trials:
         return []
     body = []

@@ -1,4 +1,4 @@
-"""Extensions of one model side by side: a study of many short cells, each kept as it is finished."""
+"""A study compares extensions of one model, in many short measurements (cells), each saved when finished."""
 
 from train.compare.study.run import run_study
 

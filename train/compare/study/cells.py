@@ -1,4 +1,4 @@
-"""The cells of a study, in the order in which they are measured, and the file that keeps what is done."""
+"""The cells of a study, in the order of measurement, and the file with finished results."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ TEXT, PASSKEY = "text", "passkey"
 
 @dataclasses.dataclass(frozen=True)
 class StudyText:
-    """A text to be read: a name, as many tokens as the longest cell needs, and what the model's texts begin with."""
+    """A text to read: a name, as many tokens as the longest cell needs, and the opening of the model's texts."""
 
     name: str
     tokens: np.ndarray
@@ -38,7 +38,7 @@ class StudyText:
         return np.array([*self.opening, *self.tokens[-rest:]], np.int32)
 
     def digest(self, length: int) -> str:
-        """Differs between texts that end in different tokens."""
+        """A hash of the tokens: it differs between texts that end differently."""
         return hashlib.sha256(self.last(length).tobytes()).hexdigest()[:12]
 
 
@@ -49,13 +49,13 @@ class Cell:
     Args:
         model_digest: of the model; see `digest_of_model`.
         entry: the extension.
-        extend: its slots with all options, at this length; those of the entry where they do not fit the model.
-        refusal: why they do not; empty where they do.
+        extend: its slots with all options, at this length; those of the entry if they do not fit the model.
+        refusal: why they do not fit; empty if they do.
         kind: ``"text"`` or ``"passkey"``.
         length: in tokens.
-        text: that is read, of a cell of text.
-        depth: of the pass key, of a cell of that kind.
-        sizes: what else decides the numbers.
+        text: the text to read, for a cell of text.
+        depth: of the pass key, for a cell of that kind.
+        sizes: all other settings that determine the numbers.
     """
 
     model_digest: str
@@ -70,7 +70,7 @@ class Cell:
 
     @cached_property
     def key(self) -> dict[str, Any]:
-        """What tells it from all others; a row that has the same is its result."""
+        """The key that identifies it; a row with the same key is its result."""
         text = {} if self.text is None else {"text": self.text.name, "digest": self.text.digest(self.length)}
         found = {"model": self.model_digest, "label": self.entry.label, "extend": self.extend, "kind": self.kind}
         found |= {"length": self.length, "depth": self.depth, "sizes": self.sizes}
@@ -78,13 +78,13 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """It, in a line."""
+        """A description in one line."""
         what = f"pass key at depth {self.depth:.2f}" if self.text is None else self.text.name
         return f"{self.entry.label} at {self.length:,}: {what}"
 
 
 def chosen_entries(config: Config) -> list[SchemeConfig]:
-    """The extensions that are studied. Raises ValueError for a label in ``compare.only`` that is none of them."""
+    """The extensions to study. Raises ValueError for an unknown label in ``compare.only``."""
     entries, only = config.compare.schemes, config.compare.only
     labels = [entry.label for entry in entries]
     for label in only:
@@ -102,13 +102,13 @@ def is_to_be_searched(entry: SchemeConfig) -> bool:
 def cells_of(
     config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]
 ) -> list[Cell]:
-    """All cells: those of text, then those of the pass key where ``evaluate.tasks`` names it.
+    """All cells: those of text, then those of the pass key if ``evaluate.tasks`` names it.
 
     Args:
         config: of the study.
         model_digest: of the model.
-        entries: the extensions, with what was searched for them.
-        texts: to be read.
+        entries: the extensions, with the factors found by searches.
+        texts: the texts to read.
     """
     cells = [*_text_cells(config, model_digest, entries, texts)]
     return cells + ([*_passkey_cells(config, model_digest, entries)] if PASSKEY in config.evaluate.tasks else [])
@@ -117,7 +117,7 @@ def cells_of(
 def _text_cells(
     config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]
 ) -> Iterator[Cell]:
-    """Shorter ones first, and text by text, so that all extensions can be compared soon."""
+    """The cells of text: shorter ones first, and text by text, so that all extensions can be compared early."""
     sizes = {"scored": scored(config)}
     for length in config.evaluate.lengths:
         extended = [(entry, *_extension(config, entry, length)) for entry in entries]
@@ -127,7 +127,7 @@ def _text_cells(
 
 
 def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
-    """Each length that holds a pass key, and each depth."""
+    """Each length that is long enough for a pass key, with each depth."""
     section = config.evaluate.passkey
     sizes = {"cases": section.cases}
     for length in lengths_of(PASSKEY, config.evaluate, Vocabulary(load_tokenizer(config.data))):
@@ -138,7 +138,7 @@ def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeCo
 
 
 def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
-    """The slots of an entry with all options at a length; or as they are, and why they do not fit the model."""
+    """The slots of an entry with all options at a length; or its own slots, and why they do not fit the model."""
     if is_to_be_searched(entry):
         return entry.extend, _why_not_searched(config)
     try:
@@ -161,14 +161,14 @@ def all_documents(config: Config) -> list[Document]:
 
 
 def scored(config: Config) -> int:
-    """How many tokens at the end of a text are scored."""
+    """The number of scored tokens at the end of a text."""
     return config.compare.scored or max(1, own_length(config) // 4)
 
 
 def digest_of_model(config: Config) -> str:
-    """Differs between models whose weights, config, tokenizer or dtype of computation differ.
+    """A hash that differs between models with different weights, config, tokenizer or compute dtype.
 
-    The files are read whole where they are local; at a URL the file system's own mark of their contents is taken.
+    Local files are read completely; at a URL the file system's own checksum of the contents is used.
     """
     place = config.init.path
     files, root = open_place(place)
@@ -185,14 +185,14 @@ def _file_digest(name: str) -> str:
 
 
 def finished_rows(directory: Path) -> list[dict[str, Any]]:
-    """What is done. A last line that was cut off by an interruption is left out."""
+    """The finished results. An incomplete last line, left by an interruption, is dropped."""
     place = directory / RESULTS
     lines = place.read_text(encoding="utf-8").split("\n") if place.exists() else [""]
     return [json.loads(line) for line in lines[:-1] if line]
 
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:
-    """Keeps a result. What an interruption left of a line before is removed first."""
+    """Saves a result. An incomplete line, left by an interruption, is removed first."""
     place, line = directory / RESULTS, json.dumps(row).encode() + b"\n"
     whole = place.read_bytes() if place.exists() else b""
     end = whole.rfind(b"\n") + 1
@@ -206,9 +206,10 @@ def append_row(directory: Path, row: Mapping[str, Any]) -> None:
 
 
 def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row of a cell; None where it is not measured yet.
+    """The row of a cell; None if it is not measured yet.
 
-    That of another label will do if all else is the same, as where extensions change nothing up to the model's length.
+    The row of another label is used if all else is equal, as for extensions that change nothing up to the model's
+    length.
     """
     wanted = [(name, value) for name, value in cell.key.items() if name != "label"]
     found = [row for row in rows if all(row.get(name) == value for name, value in wanted)]
@@ -216,7 +217,7 @@ def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] |
 
 
 def _ignored(config: Config) -> dict[str, bool]:
-    """Whether keys are given that are of a training or of another evaluation."""
+    """For keys of a training or of another kind of evaluation, whether the config sets them."""
     return {
         "stages": bool(config.stages),
         "train.mesh": config.train.mesh != MeshConfig(),
@@ -226,7 +227,7 @@ def _ignored(config: Config) -> dict[str, bool]:
 
 
 def check_entries(config: Config) -> None:
-    """Raises ValueError for a study without extensions, or with an entry that would have to be trained."""
+    """Raises ValueError for a study without extensions, or with an entry that needs training."""
     check(
         bool(config.compare.schemes), "compare.schemes is empty: list the extensions, as {name: released, extend: ...}"
     )

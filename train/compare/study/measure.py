@@ -1,4 +1,5 @@
-"""One cell of a study: the loss of a text under an extension, or whether a pass key is found; with time and memory."""
+"""Measures one cell of a study: the loss of a text under an extension, or whether a pass key is found; time and
+memory."""
 
 import time
 from collections.abc import Callable
@@ -26,9 +27,9 @@ _SEED = 7
 
 
 def measure(config: Config, model: nnx.Module, cell: Cell, mesh: Mesh | None = None) -> dict[str, Any]:
-    """The numbers of a cell. What the model or the scheme refuses with ValueError is the ``error``.
+    """The numbers of a cell. A ValueError of the model or the scheme becomes the ``error``.
 
-    Over the devices of a mesh, if the model is split over one.
+    Computed over the devices of a mesh, if the model is split over one.
     """
     if cell.refusal:
         return {"error": cell.refusal}
@@ -66,10 +67,10 @@ def _read(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 
 
 def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> dict[str, Any]:
-    """The share of pass keys of which every token is the likeliest one, given the text and the key up to it.
+    """The share of pass keys whose tokens are all the likeliest ones, given the text and the key up to each token.
 
-    That is what greedy decoding writes. ``answer_nll`` is the mean negative log-likelihood of the key's tokens, in
-    nats. Time and memory are those of the last case.
+    Exactly these keys would be written by greedy decoding. ``answer_nll`` is the mean negative log-likelihood of the
+    key's tokens, in nats. Time and memory are those of the last case.
     """
     vocabulary = Vocabulary(load_tokenizer(config.data))
     right, losses, costs = [], [], {}
@@ -93,7 +94,8 @@ def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 
 
 def _prompt(vocabulary: Vocabulary, cell: Cell, case: int) -> tuple[np.ndarray, int]:
-    """A text of the cell's length that ends in the pass key, and how many tokens that has; whatever the extension."""
+    """A text of the cell's length that ends in the pass key, and the key's number of tokens; the same for any
+    extension."""
 
     def drawn(room: int) -> Prompt:
         generator = np.random.default_rng([_SEED, cell.length, round(1000 * cell.depth), case])
@@ -111,7 +113,7 @@ def _answer(vocabulary: Vocabulary, key: str) -> np.ndarray:
 
 
 def _run(function: Callable, parameters: Any, tokens: np.ndarray) -> tuple[Any, dict[str, float]]:
-    """What a compiled function gives, the seconds it takes, and the bytes that its program holds at most."""
+    """The result of a compiled function, its time in seconds, and the peak memory of its program in bytes."""
     compiled = jax.jit(function).lower(parameters, tokens).compile()
     start = time.perf_counter()
     found = jax.block_until_ready(compiled(parameters, tokens))

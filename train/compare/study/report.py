@@ -1,4 +1,4 @@
-"""What a study found: a sentence for each length, tables, a figure, one page."""
+"""The report of a study: a sentence for each length, tables, a figure, one page."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def write(config: Config, directory: Path, rows: Sequence[Row], console: Console) -> None:
-    """Writes ``figure.png`` and ``index.html``, shows the sentences and tables; nothing before a text has a loss."""
+    """Writes ``figure.png`` and ``index.html``, and shows the sentences and tables; nothing until a text has a loss."""
     done = [row for row in rows if row["kind"] in (TEXT, PASSKEY)]
     if not any(row["kind"] == TEXT and not row["error"] for row in done):
         return
@@ -65,7 +65,7 @@ def labels(config: Config, rows: Sequence[Row]) -> list[str]:
 
 
 def lengths(rows: Sequence[Row]) -> list[int]:
-    """The lengths that have a result, rising."""
+    """The lengths that have a result, in ascending order."""
     return sorted({row["length"] for row in rows})
 
 
@@ -78,11 +78,11 @@ def losses(rows: Sequence[Row], label: str, length: int) -> dict[str, float]:
 def at_length(
     config: Config, rows: Sequence[Row], label: str, length: int, texts: Collection[str] = ()
 ) -> Estimate | None:
-    """Mean over texts, and the standard deviation of what changes; None unless all of them have a number.
+    """Mean over texts, and the standard deviation of the changes; None unless all texts have a number.
 
-    The texts are those that all extensions share at this length, unless they are named.
-    What changes is the loss of a text beside that of the model as released at its own length; if that is not measured,
-    at the nearest shorter length, else at the shortest one.
+    The texts are those that all extensions share at this length, unless `texts` names them. A change is the loss of a
+    text minus that of the model as released at its own length; if that is not measured, at the nearest shorter length,
+    else at the shortest one.
     """
     texts, found = set(texts) or shared_texts(rows, length), losses(rows, label, length)
     if not texts or not texts <= found.keys():
@@ -93,7 +93,7 @@ def at_length(
 
 
 def shared_texts(rows: Sequence[Row], length: int) -> set[str]:
-    """The texts that every extension which worked so far has read at a length, so that means are over the same ones."""
+    """The texts that all extensions without an error have read at a length, so that means are over the same texts."""
     mine = [row for row in rows if row["kind"] == TEXT and row["length"] == length]
     failed = {row["label"] for row in mine if row["error"]}
     found = [losses(mine, label, length).keys() for label in {row["label"] for row in mine} - failed]
@@ -101,12 +101,12 @@ def shared_texts(rows: Sequence[Row], length: int) -> set[str]:
 
 
 def common_texts(rows: Sequence[Row]) -> set[str]:
-    """The texts that are shared at every length, so that a line over lengths is of the same ones."""
+    """The texts that are shared at every length, so that a line over lengths uses the same texts."""
     return set.intersection(*(shared_texts(rows, length) for length in lengths(rows)))
 
 
 def _levels(config: Config, rows: Sequence[Row], texts: Collection[str]) -> dict[str, float]:
-    """How hard these texts are for the model as released; empty unless that is measured of all of them."""
+    """The losses of these texts for the model as released; empty unless all of them are measured."""
     plain, own = plain_label(config), own_length(config)
     measured = [n for n in lengths(rows) if set(texts) <= losses(rows, plain, n).keys()]
     at = max((n for n in measured if n <= own), default=min(measured, default=0))
@@ -114,7 +114,7 @@ def _levels(config: Config, rows: Sequence[Row], texts: Collection[str]) -> dict
 
 
 def plain_label(config: Config) -> str:
-    """The label of the model without an extension; empty where it is not studied."""
+    """The label of the model without an extension; empty if it is not studied."""
     return next((entry.label for entry in config.compare.schemes if not entry.extend), "")
 
 
@@ -128,7 +128,7 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
     means = {label: value.mean for label, value in found.items() if value is not None}
     if len(means) < 2:
         return ""
-    # Rounded as they are written, so that what ties stays in the order of the config.
+    # Rounded as in the text, so that ties keep the order of the config.
     order, plain = sorted(means, key=lambda label: round(means[label], 3)), plain_label(config)
     best = order[0]
     written = {label: {text: round(nll, 3) for text, nll in losses(rows, label, length).items()} for label in order}
@@ -142,7 +142,7 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
 
 
 def _difference(rows: Sequence[Row], length: int, best: str, other: str) -> str:
-    """By how much one is behind, in words: the mean over texts, its standard error, and on how many texts it is."""
+    """By how much one is behind, in words: the mean over texts, its standard error, and the number of texts."""
     one, two = losses(rows, best, length), losses(rows, other, length)
     behind = [two[text] - one[text] for text in sorted(shared_texts(rows, length))]
     if len(behind) < 2:
@@ -174,7 +174,7 @@ def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
 
 
 def _column(rows: Sequence[Row], length: int, own: int, texts: int) -> str:
-    """A length, in tokens and times the model's own; and how many texts it has, where others have more."""
+    """A length, in tokens and as a multiple of the model's own; and its number of texts, if others have more."""
     found = len({row["text"] for row in rows if row["length"] == length})
     fewer = "" if found == texts else f", {found} of {texts} texts"
     return f"{length:,} ({length / own:.3g}x{fewer})"
@@ -211,7 +211,7 @@ def _costs(config: Config, rows: Sequence[Row]) -> Table:
     body = []
     for label in labels(config, rows):
         mine = [row for row in rows if (row["label"], row["length"]) == (label, longest) and not row["error"]]
-        # The fastest of the texts: what else a machine does can only slow it.
+        # The fastest of the texts: other load can only slow it down.
         speed = f"{max(row['tokens_per_second'] for row in mine):,.0f}" if mine else "-"
         held = [row["memory_bytes"] for row in mine if row["memory_bytes"] is not None]
         memory = f"{max(held) / 2**20:,.0f}" if held else "-"
@@ -221,7 +221,7 @@ def _costs(config: Config, rows: Sequence[Row]) -> Table:
 
 
 def _notes(config: Config, rows: Sequence[Row]) -> list[str]:
-    """What was not measured and why, and for which length LongRoPE's factors were searched."""
+    """The missing measurements with reasons, and the length for which LongRoPE's factors were searched."""
     failed = {f"{row['label']} at {row['length']:,}: {row['error']}" for row in rows if row["error"]}
     shown, asked = labels(config, rows), filter(is_to_be_searched, config.compare.schemes)
     length = config.compare.search.length or 2 * own_length(config)

@@ -1,4 +1,4 @@
-"""A study, from a config to a page. No finished cell is measured again."""
+"""Runs a study, from a config to a page. Finished cells are not measured again."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -46,11 +46,11 @@ from train.runtime.paths import write_file
 def run_study(config: Config, console: Console | None = None) -> Path:
     """Measures a released model under every extension of ``compare.schemes``, and writes the report.
 
-    Its directory, which is returned, gets ``config.yaml``, ``results.jsonl``, ``figure.png`` and ``index.html``. A cell
-    is kept when it is finished; the same command, also with other schemes, lengths or texts, adds what is missing. The
-    report is of the cells of this config alone.
+    Its directory, which is returned, gets ``config.yaml``, ``results.jsonl``, ``figure.png`` and ``index.html``. Each
+    finished cell is saved; the same command, also with other schemes, lengths or texts, adds missing cells. The report
+    covers only the cells of this config.
 
-    Raises ValueError, before anything is computed, for what cannot be studied.
+    Raises ValueError, before anything is computed, for a config that cannot be studied.
     """
     console = console or Console(highlight=False)
     check_entries(config)
@@ -74,7 +74,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Study:
-    """A study under way; `rows` grows with what is measured."""
+    """A running study; `rows` grows with each measurement."""
 
     config: Config
     model_digest: str
@@ -86,23 +86,24 @@ class _Study:
     mesh: Mesh | None
 
     def run(self, entries: Sequence[SchemeConfig]) -> None:
-        """Measures what is not done yet, cell after cell."""
+        """Measures the missing cells, one after the other."""
         model = restore(self.config.init.path, self.config, mesh=self.mesh)[1]
         entries = [self._searched(entry, model) for entry in entries]
         cells = cells_of(self.config, self.model_digest, entries, self.texts)
         for number, cell in enumerate(cells, start=1):
             if result(cell, self.rows) is None:
                 self._say(f"[{number}/{len(cells)}] {cell.words}: {self._measure(model, cell)}")
-                jax.clear_caches()  # every cell is a program of its own
+                jax.clear_caches()  # every cell compiles its own program
 
     def current(self) -> list[Mapping[str, Any]]:
-        """The rows of this config's cells, and no others that the directory may hold."""
+        """The rows of this config's cells, without other rows in the directory."""
         entries = [self._known(entry) for entry in self.config.compare.schemes]
         cells = cells_of(self.config, self.model_digest, entries, self.texts)
         return [row for cell in cells if (row := result(cell, self.rows)) is not None]
 
     def _measure(self, model: nnx.Module, cell: Cell) -> str:
-        """The result of a cell in words. It is saved if something was computed; a refusal may not hold next time."""
+        """The result of a cell in words. It is saved only if something was computed; a refusal may not apply next
+        time."""
         try:
             found = measure(self.config, model, cell, self.mesh)
         except jax.errors.JaxRuntimeError as error:
@@ -115,7 +116,7 @@ class _Study:
         return _in_words(row)
 
     def _searched(self, entry: SchemeConfig, model: nnx.Module) -> SchemeConfig:
-        """The entry with what a search finds for it; as it is where the model allows none."""
+        """The entry with the result of a search; unchanged if the model allows none."""
         known = self._known(entry)
         if self.search is None or not is_to_be_searched(known):
             return known
@@ -131,7 +132,7 @@ class _Study:
             return entry
 
     def _known(self, entry: SchemeConfig) -> SchemeConfig:
-        """The entry with what was found before."""
+        """The entry with the result of an earlier search."""
         found = self.search.known(self.rows) if self.search is not None and is_to_be_searched(entry) else None
         return entry if found is None else with_factors(entry, found)
 
@@ -150,13 +151,14 @@ _TOO_LARGE = "more memory is needed than this machine has"
 
 
 def _check_memory(error: jax.errors.JaxRuntimeError) -> None:
-    """Raises the error again, unless it says that memory is not enough."""
+    """Raises the error again, unless it is about too little memory."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         raise error
 
 
 def _search(config: Config, model_digest: str, chosen: Sequence[SchemeConfig]) -> Search | None:
-    """The search of LongRoPE's factors; None without an entry for it, or without its text where none is chosen."""
+    """The search of LongRoPE's factors; None if no entry needs it, or if its text is missing and no such entry is
+    selected."""
     if not any(map(is_to_be_searched, config.compare.schemes)):
         return None
     try:
@@ -170,12 +172,12 @@ def _search(config: Config, model_digest: str, chosen: Sequence[SchemeConfig]) -
 def _check_schemes(config: Config) -> None:
     """Raises ValueError, with the entry's label, for a slot, method or option that does not exist.
 
-    One that exists may still not fit this model; its cells then say so.
+    An existing method may still not fit this model; its cells then have an error.
     """
     rope = Scheme(features=Rotary())
     for entry in config.compare.schemes:
         change = completed(entry.extend, own_length(config), max(config.evaluate.lengths))
-        change.pop("layers", None)  # of models whose layers differ
+        change.pop("layers", None)  # for models whose layers differ
         try:
             if not is_to_be_searched(entry):
                 rope.replace(**change)
@@ -191,14 +193,15 @@ def _in_words(found: dict) -> str:
 
 
 def read_texts(config: Config) -> list[StudyText]:
-    """The documents that hold the longest length, the longest ones first: the end of each, ``compare.texts`` at most.
+    """The ends of documents that are long enough for the longest length, the longest documents first, at most
+    ``compare.texts``.
 
-    Raises ValueError where there is none, and for a length that is shorter than what is scored.
+    Raises ValueError if there is none, and for a length that is shorter than the scored part.
     """
     span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
     least = min(config.evaluate.lengths)
     check(least >= scored(config), f"evaluate.lengths: {least} is below compare.scored, {scored(config)} tokens")
-    # A token has a byte at least, so shorter documents need not be tokenised.
+    # A token has at least one byte, so shorter documents need not be tokenised.
     long = [document for document in all_documents(config) if len(document.text) > span]
     long.sort(key=lambda document: -len(document.text))
     texts = []
@@ -216,13 +219,13 @@ def read_texts(config: Config) -> list[StudyText]:
 
 
 def _new_name(name: str, texts: Sequence[StudyText]) -> str:
-    """The name of a document; with a number where another one has it, as in another part of a mixture."""
+    """The name of a document; with a number if another one has the same name, as in another part of a mixture."""
     same = sum(text.name.partition(" #")[0] == name for text in texts)
     return f"{name} #{same + 1}" if same else name
 
 
 def _open_directory(config: Config, directory: Path) -> None:
-    """Makes the directory, with the config. Raises ValueError for one that holds other things than this study."""
+    """Creates the directory, with the config. Raises ValueError if it has other content than this study."""
     if directory.exists() and any(directory.iterdir()):
         where = f"{directory} holds other things than a study; choose another name"
         check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), where)

@@ -1,4 +1,4 @@
-"""LongRoPE's factors for a study, found once, on text that no cell reads."""
+"""Searches LongRoPE's factors for a study, once, on text that no cell reads."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ from train.evaluate.search import Effort, check_searchable, options_of, search_f
 from train.model.build import extension_of, own_length
 
 TRIED, CHOSEN = "search", "found"
-"""The kinds of rows of a search: a rule that was tried, and what was found in the end."""
+"""The kinds of rows of a search: a rule that was tried, and the final result."""
 
 Row = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ class Search:
         config: of the study.
         model_digest: of the model.
         tokens: one text of the length that is searched for, with the token that is predicted last.
-        effort: how far it goes.
+        effort: the size of the search.
     """
 
     config: Config
@@ -48,11 +48,11 @@ class Search:
 
     @property
     def scored(self) -> int:
-        """How many tokens at the end are scored."""
+        """The number of scored tokens at the end."""
         return min(scored(self.config), self.length)
 
     def refusal(self, entry: SchemeConfig) -> str:
-        """Why there is nothing to search for an entry: its model allows none, or the extension does not fit it."""
+        """Why no search is possible for an entry: its model allows none, or the extension does not fit it."""
         try:
             check_searchable(self.config)
             extension_of(self.config, with_factors(entry, {"long_factor": ()}), self.length)
@@ -62,12 +62,12 @@ class Search:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a rule's fitness depends on."""
+        """Everything that a rule's fitness depends on."""
         digest = hashlib.sha256(np.asarray(self.tokens, np.int32).tobytes()).hexdigest()[:12]
         return {"model": self.model_digest, "length": self.length, "scored": self.scored, "digest": digest}
 
     def known(self, rows: Sequence[Row]) -> dict[str, Any] | None:
-        """The options that this search found before."""
+        """The options that this search found earlier."""
         key = {"kind": CHOSEN, "effort": dataclasses.asdict(self.effort)} | self.key
         found = (row["options"] for row in rows if all(row.get(name) == value for name, value in key.items()))
         return next(found, None)
@@ -80,7 +80,7 @@ class Search:
         told: Callable[[str], object],
         mesh: Mesh | None = None,
     ) -> dict[str, Any]:
-        """Searches, on the mesh that the model is split over, and keeps every rule that is tried, and what is found."""
+        """Searches, on the model's mesh, and saves every tried rule and the result."""
         tried = [row for row in rows if row["kind"] == TRIED and self.key.items() <= row.items()]
         nll = {row["rule"]: row["nll"] for row in tried}
 
@@ -104,13 +104,13 @@ class Search:
 
 
 def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfig:
-    """An entry that is to be searched, with what was found."""
+    """An entry that needs a search, with its result."""
     change = entry.extend["frequencies"]
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
 
 
 def search_of(config: Config, model_digest: str) -> Search:
-    """The search that a config names. Raises ValueError for sizes or texts with which none is possible."""
+    """The search that a config names. Raises ValueError for sizes or texts that allow no search."""
     section = config.compare.search
     return Search(
         config, model_digest, search_text(config), Effort(section.population, section.iterations, config.seed)
@@ -118,9 +118,9 @@ def search_of(config: Config, model_digest: str) -> Search:
 
 
 def search_text(config: Config) -> np.ndarray:
-    """The beginning of the longest document, far from its end, which cells read.
+    """The beginning of the longest document; cells read only its end.
 
-    Raises ValueError where no document holds both, and for a length that is not beyond the model's own.
+    Raises ValueError if no document is long enough for both, and for a length that is not beyond the model's own.
     """
     own = own_length(config)
     length = config.compare.search.length or 2 * own
