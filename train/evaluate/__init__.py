@@ -1,1 +1,1 @@
-"""Measuring a trained model beyond its training length."""
+"""Measures a trained model beyond its training length."""

@@ -1,4 +1,4 @@
-"""What a report says besides the numbers."""
+"""The information of a report besides the numbers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
 
 
 def read_versions(directory: Path) -> dict[str, str]:
-    """The versions that a run was trained with, and this machine's processor, which measures it.
+    """The versions that a run was trained with, and the processor of this machine, which measures it.
 
-    Those of this machine where nothing was trained.
+    The versions are those of this machine if nothing was trained.
     """
     place = directory / "versions.json"
     trained = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else own_versions()

@@ -20,13 +20,14 @@ from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import LENGTH_AXES, named_sharding, narrowed
 
-_CHUNK, _CHUNK_ON_MESH = 64, 256  # tokens of a prompt at a time
+_CHUNK, _CHUNK_ON_MESH = 64, 256  # tokens of a prompt per chunk
 
 
 def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tuple[Predictor, Any]:
-    """The model as pure functions, and its parameters. `seed` is that of positions drawn in use, if its scheme does.
+    """The model as pure functions, and its parameters. `seed` is for positions that its scheme draws at use, if it
+    draws any.
 
-    On a mesh the functions are called with that in use (`train.evaluate.mesh.on`).
+    On a mesh the functions must be called with that mesh in use (`train.evaluate.mesh.on`).
     """
     if mesh is not None:
         return _predictor_on(model, seed, mesh)
@@ -44,7 +45,7 @@ def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tupl
 
 
 def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, Any]:
-    """The same on a mesh: rows are split, and each of them too."""
+    """The predictor on a mesh: rows are split over devices, and each row too."""
     parameters = nnx.to_pure_dict(nnx.state(model))
     narrow = partial(narrowed, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
 
@@ -69,7 +70,7 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
 
 
 def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
-    """What a rule of positions says of a row's tokens, in their places; the last one's for what fills the row up."""
+    """The values of a rule of positions in the order of a row's layout; filling tokens get the last token's values."""
 
     def put(x, axis):
         last = jax.lax.slice_in_dim(x, row.length - 1, row.length, axis=axis)
@@ -87,22 +88,22 @@ def _check_reach(model: nn.Decoder, length: int) -> None:
 
 
 def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> Drawn:
-    """What the model's rule of positions draws in use; nothing without a rule."""
+    """The draws of the model's rule of positions at use; empty without a rule."""
     rule = model.config.layers.positions
     return Drawn() if rule is None else rule.evaluate(length, key=jax.random.key(seed), batch=rows)
 
 
 def _given(drawn: Drawn) -> dict[str, Array]:
-    """What a rule of positions says, as arguments of the model."""
+    """The draws of a rule of positions, as arguments of the model."""
     return {name: value for name, value in drawn._asdict().items() if value is not None}
 
 
 Step = Callable[[Any, Any, Int[Array, "rows chunk"], Array], tuple[Float[Array, "rows chunk vocabulary"], Any]]
-"""``step(parameters, cache, tokens, valid)`` gives logits and the cache with these tokens."""
+"""``step(parameters, cache, tokens, valid)`` gives logits and the cache extended by these tokens."""
 
 
 def decoding(graph: nnx.GraphDef, drawn: Drawn, total: int) -> Step:
-    """A step of decoding `total` tokens. The length is frozen at that, from the first token on."""
+    """A step of decoding `total` tokens. The scheme sees that as the length, from the first token on."""
 
     def step(parameters, cache, tokens, valid):
         index = jnp.minimum(cache.used[:, None] + jnp.arange(tokens.shape[1]), total - 1)
@@ -113,9 +114,10 @@ def decoding(graph: nnx.GraphDef, drawn: Drawn, total: int) -> Step:
 
 
 def to_decode(model: nn.Decoder, mesh: Mesh | None) -> tuple[nnx.GraphDef, Callable[[Any], Any]]:
-    """The graph of a decoder that decodes, and what makes its parameters of those of `predictor_of`.
+    """The graph of a decoder for decoding, and a function that converts the parameters of `predictor_of` to its own.
 
-    On a mesh the compiler splits attention over the slots of the cache, as it can where it sees all of the logits.
+    On a mesh the compiler splits attention over the slots of the cache; it can do so in the dense implementation, where
+    it sees all logits.
     """
     if mesh is None:
         return nnx.split(model)[0], lambda parameters: parameters
@@ -126,7 +128,7 @@ def to_decode(model: nn.Decoder, mesh: Mesh | None) -> tuple[nnx.GraphDef, Calla
 def cache_for(
     graph: nnx.GraphDef, parameters: Any, prompts: Int[Array, "rows prompt"], total: int, mesh: Mesh | None = None
 ) -> Any:
-    """An empty cache for `total` tokens, of which `read` takes the prompts; on a mesh its slots are split too."""
+    """An empty cache for `total` tokens, into which `read` reads the prompts; on a mesh its slots are split too."""
     (rows, size), model = prompts.shape, nnx.merge(graph, parameters)
     if mesh is None:
         return model.init_cache(rows, total, chunk=_chunk(size, mesh))
@@ -136,14 +138,14 @@ def cache_for(
 
 
 def _chunk(size: int, mesh: Mesh | None) -> int:
-    """Tokens of a prompt at a time: more where all devices send each other something for each of them."""
+    """Tokens of a prompt per chunk; more on a mesh, where each chunk needs communication."""
     return min(_CHUNK if mesh is None else _CHUNK_ON_MESH, size)
 
 
 def read(
     step: Step, parameters: Any, cache: Any, prompts: Int[Array, "rows prompt"], mesh: Mesh | None = None
 ) -> tuple[Float[Array, "rows vocabulary"], Any]:
-    """Reads prompts in chunks into an empty cache: the logits of the token after each, and the cache."""
+    """Reads prompts in chunks into an empty cache; returns the logits of the token after each prompt, and the cache."""
     rows, size = prompts.shape
     chunk = _chunk(size, mesh)
     padded = jnp.pad(prompts, ((0, 0), (0, -size % chunk)))
@@ -155,7 +157,7 @@ def read(
         logits, cache = step(parameters, carry[1], *tokens_and_valid)
         return (logits[:, column], cache), None
 
-    # The logits of the last chunk alone are kept: those of all chunks would be as many as the vocabulary is large.
+    # Of each chunk only one column of logits is kept: all of them would be as large as tokens x vocabulary.
     nothing = jax.eval_shape(part, (None, cache), jax.tree.map(lambda x: x[0], parts))[0][0]
     return jax.lax.scan(part, (jnp.zeros(nothing.shape, nothing.dtype), cache), parts)[0]
 
@@ -163,7 +165,7 @@ def read(
 def _greedy(
     model: nn.Decoder, seed: int, mesh: Mesh | None, parameters: Any, prompts: Int[Array, "rows prompt"], new: int
 ) -> Int[Array, "rows new"]:
-    """The likeliest token after the prompts, again and again."""
+    """Greedy decoding: the likeliest token after the prompts, repeatedly."""
     graph, ready = to_decode(model, mesh)
     total, parameters = prompts.shape[1] + new, ready(parameters)
     step = decoding(graph, drawn_in_use(model, total, seed, len(prompts)), total)
@@ -180,7 +182,7 @@ def _greedy(
 
 
 def _at(drawn: Drawn, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:
-    """What a rule of positions says in use of the tokens of these indices, in rows of `total` tokens."""
+    """The values of a rule of positions for the tokens with these indices, in rows of `total` tokens."""
     found = _given(drawn)
     if "positions" in found:
         ids = jnp.broadcast_to(found["positions"], (len(index), total))

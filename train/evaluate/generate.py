@@ -1,4 +1,4 @@
-"""Text from a saved run: the prompt decoded in chunks, then token after token."""
+"""Generates text with a saved run: the prompt is read in chunks, then tokens are decoded one by one."""
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -23,9 +23,10 @@ from train.evaluate.saved import check_causal
 from train.model.build import check_vocabulary, evaluated_scheme
 
 _UNFINISHED = "\ufffd".encode()
-"""What some tokenizers decode the first bytes of a character to."""
+"""The result of some tokenizers for an incomplete character."""
 _CONTEXT = 16
-"""Tokens at the end of a prompt that are decoded with what follows: all of a long one would be slow."""
+"""Number of tokens at the end of a prompt that are decoded together with the text after it; a whole long prompt would
+be slow."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Draws:
     """How the next token is chosen.
 
     Attributes:
-      tokens: how many are generated at most; the end of the document ends it earlier.
-      temperature: of the distribution that is drawn from; 0 takes the likeliest token.
-      top_k: draw from so many of the likeliest tokens; 0 for all.
+      tokens: the maximal number of generated tokens; the end of the document stops earlier.
+      temperature: of the distribution for the draws; 0 takes the likeliest token.
+      top_k: draw from this many of the likeliest tokens; 0 for all.
       seed: of the draws.
     """
 
@@ -57,7 +58,8 @@ class Draws:
 def choose(
     key: Key[Array, ""], logits: Float[Array, "rows vocabulary"], temperature: float, top_k: int
 ) -> Int[Array, "rows"]:
-    """The next token of every row, drawn from ``softmax(logits / temperature)``, perhaps of the likeliest alone."""
+    """The next token of every row, drawn from ``softmax(logits / temperature)``, optionally of the likeliest tokens
+    only."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
     if 0 < top_k < logits.shape[-1]:
@@ -69,12 +71,12 @@ def choose(
 def tokens_after(
     model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Draws, ends: Set[int], mesh: Mesh | None = None
 ) -> Iterator[int]:
-    """Yields the tokens that follow a prompt, until one of `ends` (see `ends_of_text`) or as many as asked for.
+    """Yields the tokens after a prompt, until one of `ends` (see `ends_of_text`) or the maximal number.
 
-    On a mesh, which must be in use, parameters are split over it, and so is what is kept of the tokens seen. Schemes
-    that read the current length go by that of prompt and generated tokens together, from the first chunk on.
+    A given mesh must be in use; parameters and the cache are split over it. Schemes that depend on the current length
+    use that of prompt and generated tokens together, from the first chunk on.
 
-    Raises ValueError for a model that gives no finite logits there, such as a learned embedding past its table.
+    Raises ValueError if the logits are not finite, as for a learned embedding beyond its table.
     """
     prompts, total = np.asarray(prompt, np.int32)[None], len(prompt) + sampling.tokens
     graph, ready = to_decode(model, mesh)
@@ -114,15 +116,16 @@ def generate(
     overrides: Sequence[str] = (),
     write: Callable[[str], object] | None = None,
 ) -> str:
-    """Continues a prompt with the model saved in `directory`, handing the prompt and the text to `write` as they come.
+    """Continues a prompt with the model saved in `directory`, passing the prompt and the text to `write` as they are
+    decoded.
 
-    Without `write` the first process prints them, and a line's end, so that standard output has the whole text.
+    Without `write` the first process prints them, with a final line break, so standard output has the whole text.
 
-    Special tokens that the prompt spells out are those tokens, so a chat model can be asked in its own form.
-    `overrides` may change what training did not depend on: ``scheme.extend``, to run past the training length.
+    Special tokens that are spelled out in the prompt are recognised, so a chat model can be used with its own format.
+    `overrides` may change keys that did not affect the training: ``scheme.extend``, to run beyond the training length.
 
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
-    that would need another training, for models that do not predict the next token, and for a prompt without a token.
+    that would need a new training, for models that do not predict the next token, and for a prompt without a token.
     """
     write = write or _print
     config = config_of(directory, overrides)
@@ -151,7 +154,8 @@ def _print(text: str) -> None:
 
 
 def _check_embedded(tokens: Int[np.ndarray, "prompt"], vocabulary: int) -> None:
-    """A released tokenizer may have special tokens that the model has not."""
+    """Raises ValueError for tokens without an embedding: a released tokenizer may have more special tokens than the
+    model."""
     beyond = tokens[tokens >= vocabulary]
     check(not beyond.size, f"--prompt: the model has {vocabulary} tokens, and no embedding for {beyond[:1].tolist()}")
 
@@ -159,14 +163,15 @@ def _check_embedded(tokens: Int[np.ndarray, "prompt"], vocabulary: int) -> None:
 def _written(
     tokens: Iterable[int], prompt: Int[np.ndarray, "prompt"], tokenizer: Tokenizer, write: Callable[[str], object]
 ) -> str:
-    """Hands the text of tokens after a prompt to `write` as they come, whole characters at a time, and returns it."""
+    """Passes the text of tokens after a prompt to `write` as they are decoded, in complete characters, and returns
+    it."""
     text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     made = prompt[-_CONTEXT:].tolist()  # some tokenizers leave out the space of a text's first token
     whole = tokenizer.decode(np.asarray(made))
     written = len(whole)
     for token in tokens:
         made.append(token)
-        # What a token adds can depend on those before it: spaces, and characters of several tokens.
+        # The text of a token can depend on those before it: spaces, and characters of several tokens.
         whole = tokenizer.decode(np.asarray(made))
         if whole.endswith(_UNFINISHED):
             continue

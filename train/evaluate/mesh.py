@@ -1,4 +1,4 @@
-"""The devices that a model is measured on, and how rows, parameters and caches lie over them."""
+"""The devices that a model is measured on, and how rows, parameters and caches are sharded over them."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ from train.model.sharding import named_sharding
 def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | None:
     """The mesh of ``evaluate.mesh``; None for one device. See `sizes_for`.
 
-    Raises ValueError as that does, and where a process would have no device.
+    Raises ValueError as that does, and if a process would have no device.
     """
     devices = jax.devices() if devices is None else devices
     slices = len({getattr(device, "slice_index", 0) for device in devices})
@@ -37,12 +37,12 @@ def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | N
 
 
 def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:
-    """How many devices lie along each axis of ``evaluate.mesh``.
+    """The number of devices along each axis of ``evaluate.mesh``.
 
-    When the key is left out it has all devices: batches of ``rows`` rows are split over as many of them as they fill,
-    and every row over those that are left.
+    Without the key it has all devices: batches of ``rows`` rows are split over as many of them as possible, and every
+    row over the remaining ones.
 
-    Raises ValueError for axes that the devices cannot fill, and for rows that the scheme cannot split.
+    Raises ValueError for axes that the devices cannot fill, and for a split of rows that the scheme does not support.
     """
     sizes = mesh_shape(config.evaluate.mesh or _chosen(config, rows, devices, slices), devices)
     check(
@@ -67,7 +67,7 @@ def _is_linear(config: Config) -> bool:
 
 @contextmanager
 def on(mesh: Mesh | None) -> Iterator[None]:
-    """What runs inside runs on the mesh; without one, on the first device."""
+    """Runs the body of a `with` on the mesh; without one, on the first device."""
     if mesh is None:
         yield
         return
@@ -76,9 +76,9 @@ def on(mesh: Mesh | None) -> Iterator[None]:
 
 
 def placement(mesh: Mesh, length: int) -> Placement:
-    """How rows of a length lie over the mesh while they are read as a whole.
+    """The layout of rows of a length over the mesh in a full forward pass.
 
-    In a zigzag where they are split, so that under a causal mask all devices have the same work.
+    Split rows are in a zigzag, so that all devices have the same work under a causal mask.
     """
     shards = mesh.shape["context"]
     return Placement(
@@ -90,7 +90,7 @@ def placement(mesh: Mesh, length: int) -> Placement:
 
 
 def computed(model: nn.Decoder, **changes: Any) -> nnx.GraphDef:
-    """The graph of a decoder over the same parameters, with other fields of the config on how it is computed."""
+    """The graph of a decoder with the same parameters, and with changed config fields on how it is computed."""
     config = dataclasses.replace(model.config, **changes)
     return nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))[0]
 
@@ -102,7 +102,7 @@ def whole(x: Array) -> Array:
 
 
 def with_whole_head(parameters: Any, tied: bool, dtype: Any, mesh: Mesh) -> Any:
-    """Parameters whose output matrix is gathered but for its vocabulary, once for many products."""
+    """Parameters with the output matrix gathered along all axes except the vocabulary, once for many products."""
     name, axes = ("embed", ("vocab", None)) if tied else ("head", (None, "vocab"))
     lies = named_sharding(mesh, axes, parameters[name].shape)
     return {**parameters, name: jax.lax.with_sharding_constraint(parameters[name].astype(dtype), lies)}

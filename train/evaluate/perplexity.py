@@ -1,4 +1,4 @@
-"""Perplexity against length: over whole windows, in sliding windows, of the last tokens while the context grows, and by
+"""Perplexity against length: over whole windows, in sliding windows, of the last tokens with growing context, and by
 position within a window.
 """
 
@@ -20,18 +20,18 @@ from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, p
 from train.report.numbers import MEASURES
 from train.runtime.lines import in_a_line
 
-_LARGEST_NLL = 700.0  # exp of more is no float64
+_LARGEST_NLL = 700.0  # exp of more exceeds float64
 
 
 @dataclass(frozen=True)
 class Perplexity:
     """What was measured at one evaluation length. NLL is in nats per token, the mean over all scored tokens.
 
-    `window` scores every token of non-overlapping windows; `last` only the final tokens, the same ones at each length,
-    `last_length` of each window; `sliding` those that a window uncovers with every step, also the same at each
-    length. `position_nll` tells the tokens of `window` apart by where they stand: the mean over those with more than
-    ``position_ends[n - 1]`` and up to ``position_ends[n]`` tokens before them. Where the model refused the length,
-    `error` says why and the numbers are None.
+    `window` scores every token of non-overlapping windows; `last` only the final `last_length` tokens of each window,
+    the same ones at each length; `sliding` the new tokens of each step of a window, also the same at each length.
+    `position_nll` splits the tokens of `window` by position: the mean over those with more than ``position_ends[n -
+    1]`` and up to ``position_ends[n]`` tokens before them. If the model refused the length, `error` says why and the
+    numbers are None.
     """
 
     length: int
@@ -43,7 +43,7 @@ class Perplexity:
     sliding_nll: float | None = None
     sliding_tokens: int = 0
     position_ends: tuple[int, ...] = ()
-    position_nll: tuple[float | None, ...] = ()  # None where no token stands
+    position_nll: tuple[float | None, ...] = ()  # None if a part has no token
     tokens_per_second: float | None = None  # tokens computed, compilation excluded
     error: str | None = None
 
@@ -91,13 +91,13 @@ def measure(
     2. *Last tokens*: `train_length` targets at the end of pieces that have full context at every length, in one
        document; documents shorter than the longest length are left out. At most `tokens` tokens are computed.
     3. *Sliding window*, unless `stride` is 0: a window of each length moves on by `stride` tokens and scores those, so
-       each has a context of more than ``length - stride`` tokens, or of all but as many. The same targets at every
-       length: those that the longest window can reach. At most `tokens` tokens are computed.
+    each scored token has a context of more than ``length - stride`` tokens. The targets are the same at every length:
+    those that the longest window can reach. At most `tokens` tokens are computed.
 
-    All are sums of NLL over all scored tokens divided by their number, never means of windows. A window lies in one
+    All are sums of NLL over all scored tokens divided by their number, never means of windows. A window is within one
     document and starts at position 0. The model is compiled once for each length, for batches of about `batch_tokens`
-    tokens. A length beyond the training length that it refuses with ValueError gives a `Perplexity` with that error:
-    a learned embedding has no row for it.
+    tokens. If the model refuses a length beyond the training length with ValueError, the `Perplexity` has that error:
+    for example, a learned embedding has no row for it.
 
     Raises ValueError, before anything compiles, for a length below `train_length` or above every document's.
     """
@@ -122,7 +122,7 @@ def measure(
 
 
 def check_lengths(documents: Sequence[Sized], lengths: Sequence[int], train_length: int) -> None:
-    """Raises ValueError for a length below the training length, or above what the longest document can fill."""
+    """Raises ValueError for a length below the training length, or longer than the longest document allows."""
     shortest, span = min(lengths), max(lengths)
     if shortest < train_length:
         raise ValueError(f"evaluate.lengths: {shortest} is below train.length, {train_length}; leave it out")
@@ -163,9 +163,9 @@ def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows]
 
 
 def position_ends(length: int) -> tuple[int, ...]:
-    """Where the parts of a window end that it is cut into by position: 1, 2, 3, 4, 6, 8, 12, ..., 2^n, 3 2^(n-1), ...
+    """The ends of the parts into which a window is cut by position: 1, 2, 3, 4, 6, 8, 12, ..., 2^n, 3 2^(n-1), ...
 
-    Two parts for each doubling, so that each is about as wide as the others on a logarithmic axis; `length` ends the
+    There are two parts for each doubling, so that all are about equally wide on a logarithmic axis; `length` ends the
     last one.
     """
     doublings = [2**n for n in range(length.bit_length())]
@@ -174,7 +174,7 @@ def position_ends(length: int) -> tuple[int, ...]:
 
 
 def _by_position(sums: Float[np.ndarray, "length"], windows: Windows) -> tuple[tuple[int, ...], tuple]:
-    """The ends of the parts of a window, and the mean NLL in each of them; None where nothing was scored."""
+    """The ends of the parts of a window, and the mean NLL in each part; None if nothing was scored there."""
     ends = position_ends(len(sums))
     starts, counts = [0, *ends[:-1]], windows.weights.sum(axis=0, dtype=np.float64)
     totals, scored = np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
@@ -182,7 +182,7 @@ def _by_position(sums: Float[np.ndarray, "length"], windows: Windows) -> tuple[t
 
 
 def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """A batch's jitted program, and the shapes that it takes behind the parameters.
+    """A batch's jitted program, and the shapes of its arguments after the parameters.
 
     `(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL at each place [length]`
     """
@@ -196,13 +196,13 @@ def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[ja
 
 
 def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
-    """One call before the clock starts: the first touches memory that the others find ready."""
+    """One call before timing starts, because the first call allocates memory for the others."""
     tokens, weights = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), np.float32)
     jax.block_until_ready(score(parameters, tokens, weights))
 
 
 def _nll_by_place(score: Callable, parameters: Any, windows: Windows, rows: int) -> Float[np.ndarray, "length"]:
-    """The sum of NLL over windows at each place, in float64; the last batch is filled up with what does not count."""
+    """The sum of NLL over windows at each place, in float64; the last batch is filled up with windows of weight 0."""
     missing = _batches(windows, rows) * rows - len(windows.tokens)
     filled = [np.pad(values, ((0, missing), (0, 0))) for values in windows]
     batches = zip(*(np.split(values, len(values) // rows) for values in filled), strict=True)

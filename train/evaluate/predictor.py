@@ -1,7 +1,7 @@
-"""A trained model as pure functions, and what is asked of it: what the next tokens cost, and which are likeliest.
+"""A trained model as pure functions, and its uses: the loss of the next tokens, and the likeliest tokens.
 
-Logits are made for the places that are asked about, a part of them at a time. So no array of
-[rows, length, vocabulary] is kept, however long the rows are.
+Logits are computed only for the needed places, one part at a time. So no array of [rows, length, vocabulary] is kept,
+however long the rows are.
 """
 
 import math
@@ -17,26 +17,26 @@ from jaxtyping import Array, Float, Int
 from posjax.layout import CONTIGUOUS, Layout
 
 NOT_FINITE = -1
-"""In place of the likeliest token, where the model gives no finite logits."""
+"""Replaces the likeliest token if the logits are not finite."""
 
-_LOGITS = 2**26  # of a device at a time: 256 MiB of float32
+_LOGITS = 2**26  # logits on a device at a time: 256 MiB of float32
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the tokens of a row lie over devices: filled up to ``places``, in the order of ``layout``."""
+    """How the tokens of a row are arranged over devices: padded to ``places``, in the order of ``layout``."""
 
     length: int
     layout: Layout = CONTIGUOUS
 
     @property
     def places(self) -> int:
-        """Tokens and filling."""
+        """The number of tokens with padding."""
         unit = self.layout.shards * self.layout.chunks
         return -(-self.length // unit) * unit
 
     def apply(self, x: Array, fill: int = 0, axis: int = 1) -> Array:
-        """What belongs to the tokens along an axis, in their places."""
+        """Values of the tokens along an axis, padded and reordered to the layout."""
         widths = [(0, 0)] * x.ndim
         widths[axis] = 0, self.places - self.length
         return self.layout.apply(jnp.pad(x, widths, constant_values=fill), axis)
@@ -46,7 +46,7 @@ class RowLayout:
         return self.layout.restore(x, 1)[:, : self.length]
 
     def places_of(self, tokens: Int[Array, "rows tokens"]) -> Int[Array, "rows tokens"]:
-        """Where tokens of the row are."""
+        """The places of tokens in the layout."""
         return jnp.asarray(np.argsort(self.layout.order(self.places)))[tokens]
 
 
@@ -54,13 +54,12 @@ class RowLayout:
 class Predictor:
     """A language model as pure functions of its parameters. `length` and `new` are Python integers.
 
-    hidden(parameters, tokens [rows, places], length) -> [rows, places, width], of rows as `row` says they lie. Refuses
-    lengths with ValueError.
-    logits(parameters, hidden [rows, places, width]) -> [rows, places, vocabulary] of the tokens that follow.
-    greedy(parameters, prompts [rows, prompt], new) -> tokens [rows, new] that follow, the likeliest one each time, and
-    `NOT_FINITE` from where on there is none.
-    ready(parameters) -> parameters for many calls of `logits`.
-    row(length) says how rows lie over devices. `rows` devices share the rows of a batch, whose number it divides.
+    hidden(parameters, tokens [rows, places], length) -> [rows, places, width], for rows arranged by `row`. Refuses
+    lengths with ValueError. logits(parameters, hidden [rows, places, width]) -> [rows, places, vocabulary] of the
+    tokens that follow. greedy(parameters, prompts [rows, prompt], new) -> tokens [rows, new] that follow, the likeliest
+    one each time, and `NOT_FINITE` from the first place without finite logits. ready(parameters) -> parameters for many
+    calls of `logits`. row(length) gives the layout of rows over devices. `rows` devices share the rows of a batch; it
+    must divide their number.
     """
 
     hidden: Callable[[Any, Int[Array, "rows places"], int], Float[Array, "rows places width"]]
@@ -71,14 +70,15 @@ class Predictor:
     rows: int = 1
 
     def filled(self, rows: int) -> int:
-        """The least number of rows, at least so many, that the devices share evenly."""
+        """The smallest number of rows, at least this many, that the devices share evenly."""
         return -(-rows // self.rows) * self.rows
 
 
 def next_nll(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length+1"], length: int
 ) -> Float[Array, "rows length"]:
-    """What every token but the first costs given those before it: ``logsumexp(logits) - logits[token]``, in nats."""
+    """The loss of every token except the first, given those before it: ``logsumexp(logits) - logits[token]``, in
+    nats."""
     row, ready = predictor.row(length), predictor.ready(parameters)
 
     def nll(hidden, targets):
@@ -92,7 +92,7 @@ def next_nll(
 def likeliest_next(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows places"], length: int
 ) -> Int[Array, "rows places"]:
-    """The likeliest token to follow each of the tokens `at` these places of the rows, given the row up to it."""
+    """The likeliest token after each of the tokens `at` these places of the rows, given the row up to there."""
     ready = predictor.ready(parameters)
 
     def likeliest(hidden):
@@ -105,23 +105,23 @@ def likeliest_next(
 def hidden_at(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
 ) -> Float[Array, "rows asked width"]:
-    """What the model makes of the tokens `at` these places of the rows."""
+    """The hidden states of the tokens `at` these places of the rows."""
     row = predictor.row(length)
     hidden = predictor.hidden(parameters, row.apply(tokens), length)
     return jnp.take_along_axis(hidden, row.places_of(at)[..., None], axis=1)
 
 
 def best(logits: Float[Array, "*places vocabulary"]) -> Int[Array, "*places"]:
-    """The likeliest token; `NOT_FINITE` where any logit is NaN or infinite."""
+    """The likeliest token; `NOT_FINITE` if any logit is NaN or infinite."""
     return jnp.where(jnp.isfinite(logits).all(-1), jnp.argmax(logits, axis=-1), NOT_FINITE)
 
 
 def _in_parts(
     predictor: Predictor, row: RowLayout, function: Callable[..., Array], ready: Any, hidden: Array, *more: Array
 ) -> Array:
-    """``function(hidden, *more)`` over parts of the second axis, each with so many logits on a device at a time.
+    """``function(hidden, *more)`` over parts of the second axis, each with a bounded number of logits on a device.
 
-    Every device has a share of every part: the places of a shard lie side by side.
+    Every device has a share of every part, since the places of a shard are contiguous.
     """
     (rows, places, _), shards = hidden.shape, row.layout.shards
     vocabulary = jax.eval_shape(predictor.logits, ready, hidden[:, :1]).shape[-1]

@@ -1,4 +1,4 @@
-"""Measuring saved runs: the rows of `train.report`, from a run directory."""
+"""Measures saved runs: the rows of `train.report`, from a run directory."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -38,10 +38,10 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     ``index.html`` and ``evaluation.jsonl`` go into the run's directory, or into ``{output}/{name}`` for a
     released model.
 
-    `overrides` may change what training did not depend on: ``evaluate.*``, and ``scheme.extend``, which evaluates the
-    trained parameters under an extended scheme. The rows are returned and replace those in ``evaluation.jsonl``.
+    `overrides` may change keys that did not affect the training: ``evaluate.*``, and ``scheme.extend``, which evaluates
+    the trained parameters under an extended scheme. The rows are returned and replace those in ``evaluation.jsonl``.
 
-    Raises FileNotFoundError without a trained run, and ValueError for overrides that would need another training, for
+    Raises FileNotFoundError without a trained run, and ValueError for overrides that would need a new training, for
     models without a perplexity and for held-out documents that are too short.
     """
     config = config_of(directory, overrides)
@@ -83,7 +83,7 @@ def _measure(
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A saved run, and the config it is measured by."""
+    """A saved run, and the config for its measurement."""
 
     directory: Path
     config: Config
@@ -132,7 +132,7 @@ def _rows(
     config, stage = found[0].run.config, found[0].stage
     own = entry_in_stage(entry, config, stage)
     scheme = evaluated_scheme(stage, own)
-    # A rule draws positions in use from the run's own seed, so each run then has a program of its own.
+    # A rule draws positions from the run's own seed, so each run then needs its own program.
     for part in [found] if scheme.positions is None else [[each] for each in found]:
         yield from _rows_of_program(part, held_out, own, scheme, mesh)
 
@@ -140,7 +140,7 @@ def _rows(
 def _rows_of_program(
     found: Sequence[_Restored], held_out: Sequence[np.ndarray], entry: SchemeConfig, scheme: Any, mesh: Mesh | None
 ) -> Iterator[tuple[int, report.Row]]:
-    """The rows of models that one program measures: of held-out text, then of tasks."""
+    """The rows of models that share one program: of held-out text, then of tasks."""
     config = found[0].run.config
     measured = [predictor_of(each.model.with_scheme(scheme), config.seed, mesh) for each in found]
     predictor, models = measured[0][0], [parameters for _, parameters in measured]
@@ -154,7 +154,7 @@ def _rows_of_program(
 
 
 def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
-    """The columns of a row that say what was measured."""
+    """The columns of a row that identify the measurement."""
     base = found.stage.scheme.label if entry.only_measured else None
     seed, length = found.run.config.seed, own_length(found.stage)
     of = family(scheme_of(found.stage))
@@ -162,7 +162,7 @@ def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
 
 
 def _ending(found: _Restored) -> dict[str, Any]:
-    """Of a training that ends at a loss: that loss, and the updates it took, None where all were not enough."""
+    """For a training that ends at a loss: that loss, and the updates it took, None if the loss was not reached."""
     train = found.stage.train
     if not train.stop_loss:
         return {}
@@ -172,7 +172,7 @@ def _ending(found: _Restored) -> dict[str, Any]:
 
 
 def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
-    """What the training of an entry cost; None for one that was not trained."""
+    """The cost of an entry's training; None for an entry that was not trained."""
     fitted = None if entry.only_measured else read_result(directory)
     return {
         "train_tokens_per_second": fitted.tokens_per_second if fitted else None,
@@ -183,24 +183,25 @@ def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
 
 
 def _training(place: str | Path) -> dict[str, list] | None:
-    """The held-out loss while a run trained, by the tokens it had seen; None where it was not measured."""
+    """The held-out loss during training, by the tokens seen; None if it was not measured."""
     measured = [line for line in read_metrics(path(place)) if line.get("held_out_loss") is not None]
     return {key: [line[key] for line in measured] for key in ("tokens", "held_out_loss")} if measured else None
 
 
 def shortest_stage(config: Config) -> int:
-    """The training length, of a curriculum that of its shortest rows; of a released model the shortest evaluated."""
+    """The training length; for a curriculum that of its shortest rows; for a released model the shortest evaluated
+    length."""
     if config.init.path and not config.steps:
         return min(config.evaluate.lengths)
     return min(stage.train.length for stage in config.every_stage)
 
 
 def held_out_tokens(config: Config, trials: bool = False) -> list[np.ndarray]:
-    """The held-out documents as tokens: those that are reported on, or those that `trials` are chosen by.
+    """The held-out documents as tokens: those for reports, or those by which `trials` are compared.
 
-    Where ``compare.sweep`` has trials every second document is theirs, and reports are on the others alone.
+    If ``compare.sweep`` has trials, every second document is for trials, and reports use only the others.
 
-    Raises ValueError when a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
+    Raises ValueError if a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
     ``evaluate.tasks``.
     """
     check_causal(config)
@@ -219,7 +220,7 @@ def held_out_tokens(config: Config, trials: bool = False) -> list[np.ndarray]:
 
 
 def _in_words(row: report.Row) -> str:
-    """A row as a line for the terminal."""
+    """A row as one line for the terminal."""
     where = f"{row['label']} at {row['length']}"
     if "task" in row:
         depth = "" if row["depth"] is None else f", depth {row['depth']:.2f}"
@@ -258,7 +259,7 @@ def _vocabulary(config: Config) -> Vocabulary:
 
 
 def check_causal(config: Config) -> None:
-    """Raises ValueError for models that do not predict the next token, since they give no text a probability."""
+    """Raises ValueError for models that do not predict the next token, since they define no probability of a text."""
     if not config.model.causal:
         raise ValueError(
             "model.causal is false: a masked-token model gives a text no probability, so it has no perplexity to "
@@ -267,7 +268,7 @@ def check_causal(config: Config) -> None:
 
 
 def write_rows(place: Path, rows: Sequence[report.Row]) -> None:
-    """Writes rows as JSON lines, whole or not at all."""
+    """Writes rows as JSON lines, atomically."""
     write_file(place, "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""LongRoPE's search on a saved run: the rescale factors with which its model reads a longer text best."""
+"""LongRoPE's search on a saved run: the rescale factors with the lowest loss on longer text."""
 
 import dataclasses
 import json
@@ -33,7 +33,8 @@ from train.runtime.paths import write_file
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Traced(rotary.FrequencyRule):
-    """A LongRoPE whose long list and first unscaled tokens are traced, so that all of them share one program."""
+    """A LongRoPE whose long list and number of unscaled first tokens are traced, so that all candidates share one
+    program."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -62,16 +63,16 @@ def search(
 
     See ``posjax.rotary.longrope.search``.
 
-    The fitness is the mean negative log-likelihood of the last tokens of held-out text, in context of that length. What
-    is found is printed, and written to ``longrope.json`` in the run's directory, or in ``{output}/{name}`` for a
-    released model, ready for ``scheme.extend``.
+    The fitness is the mean negative log-likelihood of the last tokens of held-out text, in context of that length. The
+    result is printed, and written to ``longrope.json`` in the run's directory, or in ``{output}/{name}`` for a released
+    model, ready for ``scheme.extend``.
 
-    Raises ValueError for a model without plain RoPE, or a length that is not beyond its training.
+    Raises ValueError for a model without plain RoPE, or a length that is not beyond its training length.
     """
     config = config_of(directory, overrides)
     plain = is_run(directory) or not config.scheme.extend
     check(plain, "scheme.extend: a search starts from the model as it is; leave it out")
-    scored = min(shortest_stage(config), length)  # before `_at`: of a released model the shortest length of the config
+    scored = min(shortest_stage(config), length)  # before `_at`, which changes it for a released model
     config = dataclasses.replace(config, evaluate=_at(config, length))
     mesh = mesh_for(config, rows=1)
     stage, model = restore(directory, config, mesh=mesh)
@@ -92,7 +93,7 @@ def search(
 
 
 def options_of(rule: LongRoPE) -> dict[str, Any]:
-    """What a search decides of a rule, as a config has it."""
+    """The options of a rule that a search determines, as in a config."""
     options = {name: getattr(rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
@@ -104,7 +105,7 @@ def _keep(folder: Path, found: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How far a search goes: rules at the start, generations, the seed of its draws."""
+    """The size of a search: rules at the start, generations, the seed of its draws."""
 
     population: int = 64
     iterations: int = 40
@@ -184,7 +185,7 @@ def _fitness(
 
 
 def _at(config: Config, length: int) -> EvaluateConfig:
-    """The evaluation at one length, with room for one text of it at a time."""
+    """The evaluation at one length, with batches of one text."""
     section = config.evaluate
     sizes = {name: max(getattr(section, name), length) for name in ("tokens", "batch_tokens")}
     return dataclasses.replace(section, lengths=(length,), stride=0, **sizes)

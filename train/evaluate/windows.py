@@ -1,7 +1,7 @@
 """Which tokens of the held-out documents are scored, and in what context.
 
 All measurements look at *pieces*: runs of at most `span + 1` tokens of one document, where `span` is the longest
-evaluation length. The pieces are the same at every length, so the curves differ by the context alone.
+evaluation length. The pieces are the same at every length, so the curves differ only by the context.
 """
 
 import math
@@ -29,8 +29,8 @@ class Windows(NamedTuple):
 def pieces(documents: Sequence[Tokens], span: int, tokens: int) -> list[Tokens]:
     """Cuts every document into pieces of at most `span + 1` tokens and keeps about `tokens` targets of them.
 
-    Neighbouring pieces share one token, the last target of one and the first input of the next, so that every token
-    but a document's first is a target once. The kept ones lie evenly over all documents, in order.
+    Neighbouring pieces share one token, the last target of one and the first input of the next, so that every token but
+    a document's first is a target once. The kept pieces are spread evenly over all documents, in order.
     """
     starts = [(document, start) for document in documents for start in range(0, len(document) - 1, span)]
     cut = [document[start : start + span + 1] for document, start in starts]
@@ -70,7 +70,7 @@ def last_windows(chosen: Sequence[Tokens], length: int, scored: int) -> Windows:
 
 
 def _padded(cut: Sequence[Tokens], length: int) -> Windows:
-    """Stacks windows of up to `length + 1` tokens; those too short end in zeros that do not count."""
+    """Stacks windows of up to `length + 1` tokens; shorter ones are padded with zeros of weight 0."""
     tokens = np.zeros((len(cut), length + 1), np.int32)
     weights = np.zeros((len(cut), length), np.float32)
     for row, window in enumerate(cut):
@@ -86,7 +86,7 @@ def _evenly(values: Sequence, count: int) -> list:
 
 
 def _share(wanted: int, total: int, count: int) -> int:
-    """How many of `count` things that hold `total` together hold about `wanted`; at least one."""
+    """How many of `count` items, with `total` together, have about `wanted`; at least one."""
     return count if wanted >= total else max(1, math.floor(wanted / total * count))
 
 

@@ -1,4 +1,4 @@
-"""Tasks whose answers are right or wrong: where they come from, and how a model does on them."""
+"""Tasks whose answers are right or wrong: their cases, and the score of a model on them."""
 
 from train.evaluate.tasks.registry import TASKS, cases, check_tasks, lengths_of
 from train.evaluate.tasks.scoring import measure_task

@@ -1,7 +1,7 @@
 """Texts of tasks to train on: ``python -m train.evaluate.tasks NAME LENGTH --cases N --seed S > NAME.jsonl``.
 
-One JSON line a text of LENGTH bytes with its answers; where an answer stands at a depth, at a random one. The cases
-that `evaluate` draws come from other seeds, so none is trained on.
+One JSON line for each text of LENGTH bytes with its answers; tasks with a depth get a random one. The cases of
+`evaluate` come from other seeds, so none of them is trained on.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from train.evaluate.tasks.passkey import Prompt
 from train.evaluate.tasks.registry import TASKS
 from train.evaluate.tasks.vocabulary import Vocabulary
 
-_SEED = 0x7EA1  # of all that is drawn here, before the user's
-_ANSWER = 7  # bytes of a pass key behind its question
+_SEED = 0x7EA1  # first part of the seed, before the user's
+_ANSWER = 7  # bytes of a pass key after its question
 
 
 def texts(name: str, length: int, cases: int, seed: int) -> Iterator[str]:
@@ -28,7 +28,7 @@ def texts(name: str, length: int, cases: int, seed: int) -> Iterator[str]:
     sizes |= {"new_tokens": _ANSWER} if "new_tokens" in task.sizes else {}
     for _ in range(cases):
         depth = {"depth": float(generator.random())} if task.has_depth else {}
-        # The token that begins a document is none of its bytes.
+        # The token that begins a document is not one of its bytes.
         made = task.draw(generator, Vocabulary(tokenizer), length + 1, **depth, **sizes)
         text = tokenizer.decode(made.tokens).decode()
         yield f"{text} {made.answer.decode()}." if isinstance(made, Prompt) else text

@@ -1,4 +1,4 @@
-"""Common and frequent words: which words of a list stand there most often (RULER, arXiv 2404.06654, section 3)."""
+"""Common and frequent words: which words appear most often in a list (RULER, arXiv 2404.06654, section 3)."""
 
 import bisect
 import itertools
@@ -20,10 +20,10 @@ LIST = "\nList:"
 def common_words(
     generator: np.random.Generator, vocabulary: Vocabulary, length: int, common: int, often: int, seldom: int
 ) -> Sample:
-    """A list in random order: `common` words `often` times each, and others, as many as there is room for, `seldom`.
+    """A list in random order: `common` words `often` times each, and as many others as fit, `seldom` times each.
 
-    Asked for: the common ones, in the order in which they first appear. Raises ValueError for a length that does not
-    hold them and one other.
+    Asked for: the common ones, in the order in which they first appear. Raises ValueError for a length that is too
+    short for them and one other.
     """
     words = itertools.chain(generator.permutation(NOUNS).tolist(), _made_up(generator))
     chosen = list(itertools.islice(words, common))
@@ -46,12 +46,12 @@ def frequent_words(
     generator: np.random.Generator, vocabulary: Vocabulary, length: int, frequent: int, power: float
 ) -> Sample:
     """A list of made-up words in random order, the n-th of them ``round(c n**-power)`` times, as in natural text; c is
-    the largest whole number for which there is room and the asked ones differ in their counts.
+    the largest integer for which the list fits and the words asked for differ in their counts.
 
     Asked for: the `frequent` most frequent ones, the most frequent first. Raises ValueError for a length that is too
     short for any such number.
     """
-    most = math.ceil((2 * length) ** (1 / power))  # words that round(c n**-power) leaves, for a c of the length
+    most = math.ceil((2 * length) ** (1 / power))  # words with round(c n**-power) > 0, for c equal to the length
     words = list(itertools.islice(_made_up(generator), frequent + 1 + min(length, most)))
     sizes = _sizes(vocabulary, words)
     question = f"\nThe {frequent} most frequent words, the most frequent first, are"
@@ -76,7 +76,7 @@ def _counts(c: int, words: int, power: float) -> Int[np.ndarray, "words"]:
 
 
 def _text(generator, vocabulary, length: int, words: Sequence[str], ending: Sequence[Answer]) -> Sample:
-    """Idle sentences, the list, the end."""
+    """Filler sentences, the list, the end."""
     return compose(vocabulary, length, _OPENING, drawn(generator), [_written(words)], [1.0], ending)
 
 
@@ -85,7 +85,7 @@ def _written(words: Sequence[str]) -> str:
 
 
 def _size(vocabulary: Vocabulary, words: Sequence[str], question: str, answers: Sequence[str]) -> int:
-    """The tokens of a text with such a list and such an end, and a token of idle talk."""
+    """The number of tokens of a text with this list and this end, and one token of filler."""
     ends = sum(len(vocabulary.tokens(part)) for part, _ in [(_OPENING, False), (question, False), *listed(answers)])
     return 2 + ends + len(vocabulary.tokens(_written([]))) + int(_sizes(vocabulary, words).sum())
 
@@ -95,7 +95,7 @@ def _sizes(vocabulary: Vocabulary, words: Sequence[str]) -> Int[np.ndarray, "wor
 
 
 def _made_up(generator: np.random.Generator) -> Iterator[str]:
-    """Different words of three syllables that mean nothing."""
+    """Different meaningless words of three syllables."""
     seen = set(NOUNS)
     while True:
         pairs = zip(generator.choice(list("bdfgklmnprstvz"), 3), generator.choice(list("aeiou"), 3), strict=True)

@@ -1,4 +1,4 @@
-"""Needles in a haystack: sentences that give things numbers (Hsieh et al., RULER, arXiv 2404.06654, section 3)."""
+"""Needles in a haystack: sentences that assign numbers to things (Hsieh et al., RULER, arXiv 2404.06654, section 3)."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _OPENING = "Some things in this text have numbers. Keep them in mind.\n"
 def needle_single(
     generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float, digits: int
 ) -> Sample:
-    """One thing with a number, at a depth of the idle text; its number is asked for."""
+    """One thing with a number, at a depth of the filler text; its number is asked for."""
     (thing,), (number,) = _things(generator, 1), _numbers(generator, 1, digits)
     return _text(generator, vocabulary, length, [(thing, number)], [depth], _one(thing, number))
 
@@ -23,7 +23,7 @@ def needle_single(
 def needle_multi_key(
     generator: np.random.Generator, vocabulary: Vocabulary, length: int, keys: int, digits: int
 ) -> Sample:
-    """`keys` things with a number each, anywhere in the idle text; the number of one of them is asked for."""
+    """`keys` things with a number each, anywhere in the filler text; the number of one of them is asked for."""
     pairs = list(zip(_things(generator, keys), _numbers(generator, keys, digits), strict=True))
     asked = pairs[generator.integers(keys)]
     return _text(generator, vocabulary, length, pairs, _depths(generator, keys), _one(*asked))
@@ -67,7 +67,7 @@ def _things(generator: np.random.Generator, count: int) -> list[str]:
 
 
 def _numbers(generator: np.random.Generator, count: int, digits: int) -> list[str]:
-    """Different numbers of so many digits."""
+    """Different numbers with this many digits."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[str(generator.integers(10 ** (digits - 1), 10**digits))] = None
@@ -75,5 +75,5 @@ def _numbers(generator: np.random.Generator, count: int, digits: int) -> list[st
 
 
 def _depths(generator: np.random.Generator, count: int) -> list[float]:
-    """Random depths, lowest first, so that needles stand in the text as they stand in the list."""
+    """Random depths, lowest first, so that needles have the same order in the text as in the list."""
     return sorted(generator.random(count).tolist())

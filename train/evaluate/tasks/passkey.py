@@ -1,4 +1,4 @@
-"""A number hidden in idle text (Mohtashami and Jaggi, arXiv 2305.16300)."""
+"""A number hidden in filler text (Mohtashami and Jaggi, arXiv 2305.16300)."""
 
 import itertools
 from typing import NamedTuple
@@ -21,7 +21,7 @@ QUESTION = "\nWhat is the pass key? The pass key is"
 
 
 class Prompt(NamedTuple):
-    """A text that ends in a question, and what the text that follows it must hold."""
+    """A text that ends in a question, and the answer that its continuation must contain."""
 
     tokens: np.ndarray
     answer: bytes
@@ -45,10 +45,10 @@ def passkey(
 def passkey_tokens(
     generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float, key_tokens: int
 ) -> Sample:
-    """The same for models too small for words: random symbols, among them a marker with a key of `key_tokens` symbols
-    behind it. At the end the marker stands once more, and then the key, every symbol of which is an answer.
+    """A pass key for models too small for words: random symbols, among them a marker followed by a key of `key_tokens`
+    symbols. At the end the marker appears again, and then the key, every symbol of which is an answer.
 
-    The marker, drawn too, stands nowhere else. A share `depth` of the other symbols stands before it.
+    The marker is random too and appears nowhere else. A share `depth` of the other symbols is before it.
 
     Raises ValueError for a length that does not hold it.
     """

@@ -1,4 +1,4 @@
-"""Associative recall, copying and induction: random symbols whose continuation stands earlier in the row."""
+"""Associative recall, copying and induction: random symbols whose continuation appears earlier in the row."""
 
 import numpy as np
 
@@ -9,11 +9,11 @@ from train.evaluate.tasks.vocabulary import Vocabulary
 def mqar(generator: np.random.Generator, vocabulary: Vocabulary, length: int, pairs: int, power: float) -> Sample:
     """Multi-query associative recall (Arora et al., arXiv 2312.04927, section 4 and appendix).
 
-    `pairs` pairs of a key and a value, then every key once more, each with its value behind it, which is an answer.
-    The g-th of the slots of two symbols behind the pairs is taken with a chance in proportion to ``g**(power - 1)``,
-    as in the paper; the others hold values. No key stands anywhere else. Here values may repeat.
+    `pairs` pairs of a key and a value, then every key again, each followed by its value, which is an answer. The g-th
+    of the slots of two symbols after the pairs is chosen with probability proportional to ``g**(power - 1)``, as in the
+    paper; the other slots have values. No key appears anywhere else. Unlike in the paper, values may repeat.
 
-    Raises ValueError for a length that does not hold every pair twice, or more pairs than keys.
+    Raises ValueError for a length that is too short for every pair twice, or more pairs than keys.
     """
     symbols = generator.permutation(vocabulary.symbols)
     all_keys, values = np.split(symbols, [len(symbols) // 2])
@@ -34,9 +34,9 @@ def mqar(generator: np.random.Generator, vocabulary: Vocabulary, length: int, pa
 
 
 def copy(generator: np.random.Generator, vocabulary: Vocabulary, length: int) -> Sample:
-    """A string of random symbols, a marker that stands nowhere in it, and the string again, every symbol an answer.
+    """A string of random symbols, a marker that does not appear in it, and the string again, every symbol an answer.
 
-    Where the length is odd the second string lacks its last symbol.
+    If the length is odd, the second string lacks its last symbol.
     """
     size = length // 2 - 1 + length % 2
     if length < 4:
@@ -48,10 +48,10 @@ def copy(generator: np.random.Generator, vocabulary: Vocabulary, length: int) ->
 
 
 def induction(generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float) -> Sample:
-    """What induction heads do (Olsson et al., arXiv 2209.11895): ``... a b ... a`` goes on with ``b``.
+    """The task of induction heads (Olsson et al., arXiv 2209.11895): ``... a b ... a`` continues with ``b``.
 
-    Random symbols, a pair of them at a depth, and at the end the first of the pair again; the answer is the second.
-    The first stands nowhere else; a share `depth` of the other symbols stands before the pair.
+    Random symbols, a pair of them at a depth, and at the end the first of the pair again; the answer is the second. The
+    first appears nowhere else; a share `depth` of the other symbols is before the pair.
     """
     idle = length - 1 - 4
     if idle < 0:

@@ -20,18 +20,19 @@ from train.evaluate.tasks.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Task:
-    """A generator of samples, or of prompts that a model continues. Its sizes are those of the config that it names."""
+    """A generator of samples, or of prompts that a model continues. Its sizes are those of the config section that it
+    names."""
 
     draw: Callable[..., Sample | Prompt]
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The names of the sizes that it takes, the depth among them if it has one."""
+        """The names of its size parameters, with the depth if it has one."""
         return tuple(inspect.signature(self.draw).parameters)[3:]
 
     @property
     def has_depth(self) -> bool:
-        """Whether an answer stands at a depth that is chosen."""
+        """Whether its answer is at a depth that can be chosen."""
         return "depth" in self.sizes
 
 
@@ -63,9 +64,9 @@ class Cases:
 
 
 def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -> Iterator[Cases]:
-    """The cases of a task at a length, depth by depth; the same ones every time, and for every model.
+    """The cases of a task at a length, depth by depth; always the same ones, for every model.
 
-    Raises ValueError for a length that does not hold the task.
+    Raises ValueError for a length that is too short for the task.
     """
     task = TASKS[name]
     sizes = {size: getattr(section, size) for size in task.sizes if size != "depth"}
@@ -77,9 +78,9 @@ def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -
 
 
 def lengths_of(name: str, config: EvaluateConfig, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """The lengths that a task is measured at: its own, or those of ``evaluate.lengths`` that hold it.
+    """The lengths at which a task is measured: its own, or those of ``evaluate.lengths`` that are long enough.
 
-    Raises ValueError for lengths of its own that do not hold it, and where no other does.
+    Raises ValueError for own lengths that are too short, and if no length of ``evaluate.lengths`` is long enough.
     """
     section = config.section(name)
     reasons = {n: _refusal(name, section, vocabulary, n) for n in section.lengths or config.lengths}
@@ -91,7 +92,7 @@ def lengths_of(name: str, config: EvaluateConfig, vocabulary: Vocabulary) -> tup
 
 
 def _refusal(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -> str | None:
-    """Why there are no cases of a task at a length; None where there are."""
+    """Why there are no cases of a task at a length; None if there are."""
     try:
         list(cases(name, section, vocabulary, length))
     except ValueError as error:
@@ -100,6 +101,6 @@ def _refusal(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int
 
 
 def check_tasks(config: EvaluateConfig, vocabulary: Vocabulary) -> None:
-    """Raises ValueError for a task that cannot be measured, before anything is."""
+    """Raises ValueError for a task that cannot be measured, before any measurement."""
     for name in config.tasks:
         lengths_of(name, config, vocabulary)

@@ -1,4 +1,4 @@
-"""One case of a task: tokens, of which some are the answers."""
+"""One case of a task: tokens, some of which are the answers."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ Tokens = Int[np.ndarray, "n"]
 
 
 class Sample(NamedTuple):
-    """Tokens of exactly the length asked for; the answers are their parts ``tokens[start:stop]``, in order.
+    """Tokens of exactly the requested length; the answers are their parts ``tokens[start:stop]``, in order.
 
-    `choices` is how many answers there are to guess from, each as likely as the others; 0 for far too many.
+    `choices` is the number of equally likely answers for guessing; 0 if there are too many to guess.
     """
 
     tokens: Tokens
@@ -29,5 +29,5 @@ def joined(parts: list[tuple[Tokens, bool]], choices: int = 0) -> Sample:
 
 
 def too_short(length: int, needed: int) -> ValueError:
-    """The error of a length that does not hold a case of a task."""
+    """The error for a length that is too short for a case of a task."""
     return ValueError(f"a length of {length} tokens is too short: it takes {needed} at least")

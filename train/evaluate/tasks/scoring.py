@@ -1,4 +1,4 @@
-"""How a model does on a task: the share of answers that are right."""
+"""The score of a model on a task: the share of right answers."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from train.runtime.lines import in_a_line
 
 
 class _Refused(Exception):
-    """What a model said of a length that it refuses."""
+    """The message of a model that refuses a length."""
 
 
 def measure_task(
@@ -33,9 +33,9 @@ def measure_task(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of results for the task at this length, or one for each of its depths.
 
-    `accuracy` is the mean over cases of the share of answers that are right; `chance` is that of a guess, None where it
-    is next to nothing. A length that the model refuses with ValueError, or where it gives no finite logits, gives rows
-    with that as their `error`. The model is compiled once, for batches of about `batch_tokens` tokens.
+    `accuracy` is the mean over cases of the share of answers that are right; `chance` is that of guessing, None if it
+    is nearly 0. If the model refuses a length with ValueError, or its logits are not finite, the rows have that as
+    their `error`. The model is compiled once, for batches of about `batch_tokens` tokens.
     """
     groups = list(cases(name, section, vocabulary, length))
     samples = [sample for group in groups for sample in group.samples]
@@ -63,9 +63,9 @@ def _row(group: Cases, shares: np.ndarray, error: str | None) -> dict[str, Any]:
 def _forced(
     predictor: Predictor, parameters: Any, _: Vocabulary, samples: Sequence[Sample], __: TaskConfig, rows: int
 ) -> np.ndarray:
-    """For every sample the share of its answers that are right; NaN where any of the logits asked for is not finite.
+    """For every sample the share of right answers; NaN if any of the needed logits is not finite.
 
-    Every token of an answer must be the likeliest one to follow what stands before it. So an answer is right just if
+    Every token of an answer must be the likeliest one after the tokens before it. So an answer is right if and only if
     greedy decoding, given the text up to it, writes it. All tokens are read in one forward pass.
     """
     places = [np.concatenate([np.arange(*span) for span in sample.answers]) for sample in samples]
@@ -99,7 +99,7 @@ def _continued(
     section: TaskConfig,
     rows: int,
 ) -> np.ndarray:
-    """For every prompt 1 if the answer is anywhere in the text that greedy decoding writes behind it, else 0."""
+    """For every prompt 1 if the answer is anywhere in the text that greedy decoding writes after it, else 0."""
     tokens = np.stack([prompt.tokens for prompt in prompts])
     write = functools.partial(_greedy, predictor, section.new_tokens, parameters)
     found = _batched(predictor, write, rows, tokens)
@@ -112,7 +112,8 @@ def _greedy(predictor: Predictor, new: int, parameters: Any, prompts: Any) -> An
 
 
 def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"]) -> float:
-    """Whether the text, up to the end of the document, has the answer in it; NaN if it breaks off before."""
+    """Whether the text, up to the end of the document, contains the answer; NaN if logits stop being finite before
+    that."""
     ends = np.flatnonzero((text == vocabulary.tokenizer.eos) | (text == NOT_FINITE))
     if ends.size and text[ends[0]] == NOT_FINITE:
         return np.nan
@@ -122,7 +123,7 @@ def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"])
 def _batched(predictor: Predictor, function: Any, rows: int, *arrays: np.ndarray) -> np.ndarray:
     """``function(*arrays)`` in batches of about `rows` rows; the last one is filled up with its last row.
 
-    Raises _Refused for what the model refuses.
+    Raises _Refused if the model refuses the length.
     """
     count = len(arrays[0])
     rows = predictor.filled(max(1, min(rows, count)))

@@ -1,7 +1,6 @@
-"""Texts of an exact number of tokens: an opening, idle sentences with others hidden among them, a question, answers.
+"""Texts of an exact number of tokens: an opening, filler sentences with others hidden among them, a question, answers.
 
-Every part is made into tokens by itself, so no token spans two of them, and lengths and places are exact with any
-tokenizer.
+Every part is tokenised separately, so no token spans two parts, and lengths and places are exact with any tokenizer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,20 +28,20 @@ IDLE = (
     "Every path here leads uphill. ",
     "They talked about the weather. ",
 )
-"""Sentences that say nothing to the purpose."""
+"""Sentences that are irrelevant to any question."""
 
 Answer = tuple[str, bool]
 """A part of the end of a text, and whether it is an answer."""
 
 
 def drawn(generator: np.random.Generator, sentences: Sequence[str] = IDLE) -> Iterator[str]:
-    """The sentences in random order, without end: all of them once, then again in another order."""
+    """The sentences in random order, endlessly: all of them once, then again in another order."""
     while True:
         yield from (sentences[index] for index in generator.permutation(len(sentences)))
 
 
 def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list[Tokens]:
-    """Sentences of `size` tokens together, one at least; the first one lacks its beginning where it does not fit."""
+    """Sentences with `size` tokens together, at least one; if the first one does not fit, its beginning is cut off."""
     chosen, surplus = [], -size
     while surplus < 0:
         chosen.append(vocabulary.tokens(next(sentences)))
@@ -53,10 +52,10 @@ def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list
 
 
 def hidden(filling: Sequence[Tokens], needles: Sequence[Tokens], depths: Sequence[float]) -> list[Tokens]:
-    """The filling with every needle where the sentence begins that is nearest to its depth; 0 is the front, 1 the back.
+    """The filling with every needle inserted at the sentence start nearest to its depth; 0 is the front, 1 the back.
 
-    Needles go in by depth, lowest first, those of one place in the order given. A needle at depth x has a share x of
-    the filling before it, to within half a sentence.
+    Needles are in order of depth; those at one place keep the given order. A needle at depth x has a share x of the
+    filling before it, up to half a sentence.
     """
     places = np.cumsum([0, *map(len, filling)])
     nearest = [int(np.argmin(np.abs(places - depth * places[-1]))) for depth in depths]
@@ -77,11 +76,11 @@ def compose(
     ending: Sequence[Answer],
     room: int = 0,
 ) -> Sample:
-    """The beginning of a document, opening, needles in as much filling as it takes, ending; `length` tokens in all.
+    """The beginning of a document, opening, needles in as much filling as needed, ending; `length` tokens in all.
 
-    With `room` the text ends so many tokens earlier, for an answer that is to be generated.
+    With `room` the text ends that many tokens earlier, for an answer to be generated.
 
-    Raises ValueError for a length that does not hold them with some filling.
+    Raises ValueError for a length that is too short for them with some filling.
     """
     first = [vocabulary.begin, vocabulary.tokens(opening)]
     last = [(vocabulary.tokens(text), answer) for text, answer in ending]

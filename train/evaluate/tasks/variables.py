@@ -17,7 +17,7 @@ def variable_tracking(
     """`chains` chains of ``hops + 1`` variables; the first of a chain gets a number, the next the value of the first,
     and so on. Asked for: the variables that have the number of one chain, in the order of the text.
 
-    The lines of all chains are scattered over idle text; those of one chain keep their order.
+    The lines of all chains are scattered over filler text; those of one chain keep their order.
     """
     names = _names(generator, chains * (hops + 1))
     values = generator.choice(np.arange(10_000, 100_000), chains, replace=False).tolist()

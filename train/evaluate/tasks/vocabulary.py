@@ -1,4 +1,4 @@
-"""What tasks are written in: text by way of a tokenizer, and single tokens as symbols."""
+"""The vocabulary of tasks: text through a tokenizer, and single tokens as symbols."""
 
 import string
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Vocabulary:
     tokenizer: Tokenizer
 
     def tokens(self, text: str) -> Tokens:
-        """The tokens of a piece of text, without those of a document's ends."""
+        """The tokens of a piece of text, without the tokens around a document."""
         return np.asarray(self.tokenizer.tokens(text.encode()), np.int32)
 
     @cached_property
     def begin(self) -> Tokens:
-        """What begins a document: a token, or none."""
+        """The tokens that begin a document: one or none."""
         return np.array(self.tokenizer.opening, np.int32)
 
     @cached_property
