@@ -1,1 +1,1 @@
-"""For the project's engineers: benches, and the static schedules by which kernels choose their tiles."""
+"""For the project's developers: benchmarks, and static schedules, by which kernels choose their tiles."""

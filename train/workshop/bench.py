@@ -1,7 +1,7 @@
-"""``python -m train bench``: attention against named peers, time and peak memory, side by side in one run.
+"""``python -m train bench``: compares attention with other libraries, time and peak memory, in one run.
 
-Every measurement is a process of its own, so that its peak memory is its own: the most the process ever held, its
-interpreter, libraries and compiler included. Time is the best of several calls after one that compiles.
+Every measurement is a process of its own, so that peak memory is measured separately; it includes the interpreter,
+libraries and compiler. Time is the best of several calls after one that compiles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from train.workshop.schedule.config import ScheduleConfig
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What is measured: causal ALiBi attention, batch 1, every contender at every length in every direction."""
+    """The measurements: causal ALiBi attention, batch 1, every contender at every length in every direction."""
 
     name: str = "bench"
     output: str = "runs"
@@ -51,7 +51,7 @@ class BenchConfig:
 
     @property
     def directory(self) -> Path:
-        """Where the numbers go."""
+        """The directory of the results."""
         return Path(self.output) / self.name
 
     @property
@@ -64,7 +64,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Timing:
-    """One process's result; `problem` says why there are no numbers."""
+    """The result of one process; `problem` says why there are no numbers."""
 
     contender: str
     shape: Shape
@@ -112,7 +112,7 @@ def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Timing:
 
 
 def table(config: BenchConfig, results: Sequence[Timing]) -> Table:
-    """The measurements, one row a direction and length, one column a contender."""
+    """The measurements: one row for each direction and length, one column for each contender."""
     title = f"Causal ALiBi attention, {config.heads} heads x {config.head_dim}, {config.dtype}: seconds, peak memory"
     grid = Table("direction", "tokens", *config.contenders, title=title)
     for shape in config.shapes:
@@ -129,7 +129,7 @@ def _child(order: str) -> None:
     """Measures one contender and prints the numbers as the last line."""
     order = json.loads(order)
     if Path("/proc/self/oom_score_adj").exists():
-        # Should memory run out, this process is to go, not the one that waits for it.
+        # If memory runs out, the system should kill this process, not its parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
     run = CONTENDERS[order["contender"]](Shape(**order["shape"]))
     run()

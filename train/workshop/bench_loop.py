@@ -1,10 +1,10 @@
-"""``python -m train bench CONFIG --loop``: a step of the training loop beside the bare jitted step, in one run.
+"""``python -m train bench CONFIG --loop``: compares a step of the training loop with the bare jitted step, in one run.
 
-The loop is the one that `fit` runs, with its data, its logs, its watchdog and its clock; checkpoints are left out, and
-evaluation. It runs in blocks of ``train.log_every`` steps, so each block writes one line of metrics. Before each block
-the devices come to rest, and a block of as many bare steps runs: the same program, over one batch that lies on the
-devices already. So whatever else the machine does meets both alike; the processor's time, told beside the time on the
-wall, hardly depends on it at all.
+The loop is that of `fit`, with its data, logs, watchdog and clock, but without checkpoints and evaluation. It runs in
+blocks of ``train.log_every`` steps, so each block writes one line of metrics. Before each block the devices become
+idle, and a block of the same number of bare steps runs: the same program, over one batch that is already on the
+devices. So other load on the machine affects both equally. Processor time, which is shown with wall-clock time, hardly
+depends on such load.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from train.runtime.machine import processor
 
 BLOCKS = 24
 WARM_BLOCKS = 2
-"""Left out at the beginning: they compile, and fill caches."""
+"""Blocks at the beginning that are not counted: they compile, and fill caches."""
 
 
 class Times(NamedTuple):
-    """Seconds on the wall, and of the processor, all threads together."""
+    """Seconds of wall-clock time, and of processor time over all threads."""
 
     wall: float
     processor: float
@@ -44,9 +44,9 @@ def now() -> Times:
 
 @dataclass
 class TimedBlocks:
-    """Seconds a step in blocks of `size` steps, of the loop and of the bare step in turn.
+    """Seconds per step in blocks of `size` steps, alternating between the loop and the bare step.
 
-    ``around(program)`` gives a program whose update runs the bare blocks and keeps the time.
+    ``around(program)`` gives a program whose update runs the bare blocks and measures the time.
     """
 
     size: int
@@ -69,7 +69,7 @@ class TimedBlocks:
         return dataclasses.replace(program, update=update)
 
     def _turn(self, program: Any, own: list, state: Any, batch: Any) -> None:
-        """The loop has done a block: takes its time, and runs a bare one."""
+        """Call it after a block of the loop: records its time, and runs a bare block."""
         jax.block_until_ready((state, batch))
         if self._began:
             self.loop.append(self._since(self._began))
@@ -85,13 +85,13 @@ class TimedBlocks:
         return Times(*((end - start) / self.size for end, start in zip(self.clock(), began, strict=True)))
 
     def medians(self) -> tuple[Times, Times]:
-        """A step of the loop, and a bare one, without the first blocks."""
+        """The times of a step of the loop and of a bare step, without the first blocks."""
         both = self.loop[WARM_BLOCKS:], self.bare[WARM_BLOCKS : len(self.loop)]
         return tuple(Times(*map(statistics.median, zip(*blocks, strict=True))) for blocks in both)
 
 
 def bench_loop(config: Config) -> tuple[Times, Times]:
-    """Measures the first stage of a config; prints and returns the medians. Nothing is left on disk."""
+    """Measures the first stage of a config; prints and returns the medians. No files are kept."""
     size = config.train.log_every
     steps = BLOCKS * size + 1
     train = dataclasses.replace(config.stage(0).train, steps=steps, checkpoint_every=steps)

@@ -1,4 +1,4 @@
-"""``python -m train.workshop.schedule FILE.py:FACTORY CHIP``: what every kernel of a function issues, part by part.
+"""``python -m train.workshop.schedule FILE.py:FACTORY CHIP``: the bundles of every kernel of a function, part by part.
 
 FACTORY() returns a function and a list of its abstract arguments (`jax.ShapeDtypeStruct`).
 """
@@ -13,7 +13,7 @@ from train.workshop.schedule.kernels import Kernel
 
 
 def describe(kernel: Kernel) -> str:
-    """One line for every loop and conditional, nested ones indented and not counted in the outer."""
+    """One line for every loop and conditional; nested ones are indented and not counted in the outer one."""
     slots = list(kernel.parts[0].slots)
     lines = [f"{kernel.name}: {kernel.bundles} bundles"]
     if kernel.resident:
@@ -27,7 +27,7 @@ def describe(kernel: Kernel) -> str:
 
 
 def main() -> int:
-    """Compiles and prints; 2 for a mistake in what was given."""
+    """Compiles and prints; returns 2 for invalid arguments."""
     parser = argparse.ArgumentParser(prog="python -m train.workshop.schedule", description=__doc__.splitlines()[0])
     parser.add_argument("factory", metavar="FILE.py:FACTORY", help="returns a function and its abstract arguments")
     parser.add_argument("chips", metavar="CHIP", nargs="+", help=f"one or several of {', '.join(CHIPS)}")

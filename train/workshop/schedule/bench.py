@@ -1,4 +1,4 @@
-"""``python -m train bench CONFIG --schedule v5e,v6e``: what attention kernels cost on TPUs, by static schedules."""
+"""``python -m train bench CONFIG --schedule v5e,v6e``: the cost of attention kernels on TPUs, by static schedules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from train.workshop.schedule.program import Blocks, KernelShape
 from train.workshop.schedule.report import by_shape, notes, table
 
 _WIDTH = 190
-"""Of the tables where there is no terminal."""
+"""The width of tables if there is no terminal."""
 
 
 def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list[Prediction | layer.AttentionLayer]:
@@ -64,7 +64,7 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
 
 
 def measure_all(name: str, chip: str, shape: KernelShape, timeout: int) -> Iterator[Prediction]:
-    """One contender on one chip at all of its block sizes."""
+    """Measures one contender on one chip at all of its block sizes."""
     problem = missing(name)
     if problem:
         yield Prediction(chip, name, shape, {}, problem=problem)
@@ -75,7 +75,7 @@ def measure_all(name: str, chip: str, shape: KernelShape, timeout: int) -> Itera
 
 
 def measure(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeout: int = 600) -> Prediction:
-    """One program; what does not compile, or not into the expected parts, is told as a problem."""
+    """Measures one program; if it does not compile, or not into the expected parts, the result has a problem."""
     try:
         return Prediction(chip, name, shape, blocks, *schedule_of(name, chip, shape, blocks, timeout))
     except ValueError as error:

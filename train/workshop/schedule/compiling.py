@@ -1,6 +1,6 @@
 """Compiles one function for one TPU in a process of its own, and reads the schedules of its kernels.
 
-libtpu reads its flags once, when it is loaded: so the process that compiles is started with them.
+libtpu reads its flags once, when it is loaded, so the compiling process is started with them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from train.runtime.paths import python_path
 from train.workshop.schedule.kernels import Kernel, read_kernels
 
 _LISTINGS = "final_bundles|packed-bundles-post-ra|final_hlo-static"
-"""Those that are read, of about seventy."""
+"""The listings that are read, of about seventy kinds."""
 
 STREAMING = ("posjax_rotation", "posjax_coca", "posjax_coca_gradient", "posjax_attention_correction")
-"""Our kernels that are bound by memory: they take as long as the compiler expects of a fusion that moves as much."""
+"""Our memory-bound kernels: they take the time that the compiler expects of a fusion that moves the same bytes."""
 
 
 class DoesNotCompile(ValueError):
-    """The program could not be made or compiled; the message is the first error's, cut to one line."""
+    """The program could not be built or compiled; the message is that of the first error, cut to one line."""
 
-    details = ""  # all that the compiling process wrote
+    details = ""  # everything that the compiling process wrote
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one program on one chip."""
+    """The compiler's facts on one program on one chip."""
 
-    temp_bytes: int  # HBM beside arguments and outputs
+    temp_bytes: int  # HBM in addition to arguments and outputs
     kernels: tuple[Kernel, ...]
 
 
@@ -56,9 +56,9 @@ def check_compiler() -> None:
 def compile_for(
     chip: str, factory: str, arguments: Mapping[str, Any] | None = None, keep: Path | None = None, timeout: int = 600
 ) -> Compiled:
-    """Compiles what a factory makes, ``MODULE:NAME`` or ``FILE.py:NAME``, called with `arguments`.
+    """Compiles the function of a factory, ``MODULE:NAME`` or ``FILE.py:NAME``, which is called with `arguments`.
 
-    The factory returns a function and a list of its abstract arguments. The dump stays in `keep` if that is given.
+    The factory returns a function and a list of its abstract arguments. The dump is kept in `keep` if that is given.
     """
     with tempfile.TemporaryDirectory(prefix="schedule-") as temporary:
         directory = Path(keep or temporary).resolve()
@@ -70,20 +70,21 @@ def compile_for(
 
 
 def expected_cycles(chip: str, factory: str, arguments: Mapping[str, Any] | None = None, timeout: int = 600) -> float:
-    """What the compiler expects of all but attention kernels, compiled as by `compile_for`, in cycles of one core,
+    """The compiler's estimate for everything except attention kernels, in cycles of one core, compiled as by
+    `compile_for`,
 
         sum of `estimated_cycles` in the optimised program + bytes of streaming kernels / streaming x clock
 
     where a streaming kernel is one of ours that reads and writes everything once, at the speed that the compiler
-    expects of its own sum of float32 arrays. Loops are not multiplied by trips.
+    assumes for its own sum of float32 arrays. Loops are not multiplied by trips.
     """
     reply, found = _run(chip, factory, arguments, "", timeout), find_chip(chip)
     return reply["expected_cycles"] + reply["streamed_bytes"] / found.device_streaming * found.gigahertz
 
 
 def streamed_bytes(program: str) -> int:
-    """Bytes that the kernels of an optimised program read and write that do so once."""
-    # The shapes of everything that a call is given and makes stand before its metadata.
+    """Bytes read and written by the streaming kernels of an optimised program."""
+    # The shapes of all operands and results of a call come before its metadata.
     call = re.compile(rf"%({'|'.join(STREAMING)})\S* = .* custom-call\(")
     lines = [line.partition("metadata=")[0] for line in program.splitlines() if call.search(line)]
     shapes = itertools.chain(*(re.findall(r"\b(\w+?)(\d+)\[([\d,]*)\]", line) for line in lines))
@@ -98,8 +99,8 @@ def _run(chip: str, factory: str, arguments: Mapping[str, Any] | None, flags: st
         "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a TPU, so nobody needs a lock
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache leaves no dump
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no process holds a TPU, so no lock is needed
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cached program would leave no dump
         "PYTHONPATH": python_path(),
     }
     command = [sys.executable, "-m", "train.workshop.schedule.compiling", json.dumps(order)]
@@ -126,7 +127,7 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     mesh = jax.sharding.Mesh([device], ("all",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which tells a function for which chip it is made
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells the function for which chip it is compiled
         compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
     program = compiled.as_text()
     return {

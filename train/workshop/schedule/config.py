@@ -1,4 +1,4 @@
-"""What ``--schedule`` compiles, and what is predicted for it."""
+"""The programs that ``--schedule`` compiles, and their predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.workshop.schedule.program import Blocks, KernelShape
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What is compiled: causal attention in bfloat16, batch 1, every contender at every one of its block sizes.
+    """The programs: causal attention in bfloat16, batch 1, every contender at all of its block sizes.
 
     Our own causal kernels are compiled for all `lengths` and `head_dims` too, if there are any, and whole attention
     layers of all schemes named in `layers`, whose features need no other kernel than causal attention.
@@ -42,7 +42,7 @@ class ScheduleConfig:
 
     @property
     def shape(self) -> KernelShape:
-        """What is attended over."""
+        """The shape of the attention."""
         return KernelShape(self.length, self.heads, self.head_dim)
 
     @property
@@ -63,5 +63,5 @@ class Prediction:
     shape: KernelShape
     blocks: Blocks
     costs: tuple[Cost, ...] = ()  # one for every kernel of the contender
-    temp_bytes: int | None = None  # of the whole function: a gradient's forward pass too
+    temp_bytes: int | None = None  # of the whole function, with the forward pass of a gradient
     problem: str | None = None

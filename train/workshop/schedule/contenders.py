@@ -1,7 +1,7 @@
 """Attention kernels to compile: causal, bfloat16, batch 1, every query head with its own keys.
 
-A contender is a function of the shape and of its block sizes that returns a `KernelProgram`: how to make the function
-to compile, and how often which part of its kernels runs. To add one, write that function and name it in `SCHEDULED`.
+A contender is a function of the shape and of its block sizes that returns a `KernelProgram`: how to build the function
+to compile, and how often each part of its kernels runs. To add one, write that function and name it in `SCHEDULED`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from train.workshop.schedule.program import Blocks, Contender, KernelProgram, Ke
 
 
 def make(name: str, shape: Mapping[str, int], blocks: Blocks, chip: str) -> tuple[Callable, list]:
-    """The function and its abstract arguments; this is what the compiling process calls."""
+    """The function and its abstract arguments; called by the compiling process."""
     return SCHEDULED[name].program(KernelShape(**shape), blocks, chip).make()
 
 
 def order(name: str, shape: KernelShape, blocks: Blocks, chip: str) -> dict[str, Any]:
-    """The arguments of `make`, as they travel to the compiling process."""
+    """The arguments of `make`, as they are sent to the compiling process."""
     return {"name": name, "shape": asdict(shape), "blocks": dict(blocks), "chip": chip}
 
 
@@ -37,7 +37,7 @@ def missing(name: str) -> str | None:
 
 
 def schedule_of(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeout: int) -> tuple[tuple[Cost, ...], int]:
-    """Compiles one program: the cost of each of its kernels, and the HBM that it takes beside arguments and results."""
+    """Compiles one program: the cost of each of its kernels, and its HBM in addition to arguments and results."""
     arguments = order(name, shape, blocks, chip)
     compiled = compile_for(chip, "train.workshop.schedule.contenders:make", arguments, timeout=timeout)
     launches = SCHEDULED[name].program(shape, blocks, chip).launches
@@ -46,7 +46,7 @@ def schedule_of(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeou
 
 
 def causal_tiles(length: int, q: int, kv: int) -> tuple[int, int]:
-    """How many q x kv tiles hold pairs with key <= query only, and how many hold others too.
+    """How many q x kv tiles have only pairs with key <= query, and how many also have others.
 
     A row of queries [start, end) has floor((start + 1) / kv) tiles of the first kind, out of ceil(end / kv).
     """
@@ -61,12 +61,12 @@ def forward_products(q: int, kv: int, compute: int, head_dim: int) -> tuple[Prod
 
 
 def key_products(q: int, kv: int, compute: int, head_dim: int) -> tuple[Product, ...]:
-    """K Q^T, P^T dO, V dO^T and dS^T Q of one tile: what gradients of keys and values take."""
+    """K Q^T, P^T dO, V dO^T and dS^T Q of one tile: the products for gradients of keys and values."""
     return ((compute, head_dim, q), (compute, q, head_dim)) * (2 * kv // compute)
 
 
 def query_products(q: int, kv: int, head_dim: int) -> tuple[Product, ...]:
-    """Q K^T, dO V^T and dS K of one tile: what the gradient of queries takes alone."""
+    """Q K^T, dO V^T and dS K of one tile: the products for the gradient of queries alone."""
     return (q, head_dim, kv), (q, head_dim, kv), (q, kv, head_dim)
 
 
@@ -76,17 +76,17 @@ def splash_forward(shape: KernelShape, q: int, kv: int, compute: int) -> KernelP
     Its grid is (heads, rows, key blocks). A block above the diagonal is a step without a tile, and loads nothing new.
     """
     launch = _by_rows("splash_mha_fwd", shape, q, kv, forward_products(q, kv, compute, shape.head_dim))
-    # A row moves its queries and outputs too, and the queries' positions: 128 lanes of int32.
+    # A row also moves its queries and outputs, and the queries' positions: 128 lanes of int32.
     launch = _moving(launch, shape.heads * shape.length * (2 * 2 * shape.head_dim + 512))
     sizes = {"block_q": q, "block_kv": kv, "block_kv_compute": compute}
     return KernelProgram(lambda: (_splash(shape, **sizes), _inputs(shape, 3)), (launch,))
 
 
 def splash_fused_backward(shape: KernelShape, q: int, kv: int, compute: int) -> KernelProgram:
-    """jax's splash attention, backward in one kernel, which writes a dq for every key block; XLA adds these up."""
+    """jax's splash attention, backward in one kernel, which writes a dq for every key block; XLA sums these."""
     products = key_products(q, kv, compute, shape.head_dim) + ((q, compute, shape.head_dim),) * (kv // compute)
     launch = _by_columns(shape, q, kv, products)
-    launch = _moving(launch, launch.steps * q * 2 * shape.head_dim)  # every step writes a dq, with a tile or without
+    launch = _moving(launch, launch.steps * q * 2 * shape.head_dim)  # every step writes a dq, even without a tile
     sizes = {**_FORWARD, **_backward_sizes(q, kv, compute), "use_fused_bwd_kernel": True}
     return KernelProgram(lambda: (_gradient(_splash(shape, **sizes)), _inputs(shape, 4)), (launch,))
 
@@ -95,7 +95,7 @@ def splash_two_kernel_backward(shape: KernelShape, q: int, kv: int, compute: int
     """jax's splash attention, backward in one kernel for keys and values and one for queries."""
     keys = _by_columns(shape, q, kv, key_products(q, kv, compute, shape.head_dim))
     queries = _by_rows("splash_mha_dq", shape, q, kv, query_products(q, kv, shape.head_dim))
-    # A row moves queries, outputs' gradients and the result, positions, and two float32 a query.
+    # A row moves queries, outputs' gradients and the result, positions, and two float32 per query.
     queries = _moving(queries, shape.heads * shape.length * (3 * 2 * shape.head_dim + 512 + 2 * 4))
     sizes = {**_FORWARD, **_backward_sizes(q, kv, compute), "block_q_dq": q, "block_kv_dq": kv}
     return KernelProgram(lambda: (_gradient(_splash(shape, **sizes)), _inputs(shape, 4)), (keys, queries))
@@ -154,7 +154,7 @@ def _by_columns(shape: KernelShape, q: int, kv: int, products: tuple[Product, ..
 
 
 def _visited_only(launch: Launch, shape: KernelShape, q: int, kv: int) -> Launch:
-    """The same without the grid's empty steps, and with a part of its own for tiles that need no mask."""
+    """Splash's grid without empty steps, and with a separate part for tiles that need no mask."""
     full, masked = (shape.heads * tiles for tiles in causal_tiles(shape.length, q, kv))
     start, tile, finish = launch.runs
     tiles = Runs("full tile", full, tile.products), Runs("masked tile", masked, tile.products)
@@ -166,7 +166,7 @@ def _moving(launch: Launch, more: float) -> Launch:
 
 
 _FORWARD = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
-"""The forward pass that a gradient needs; it is not measured."""
+"""The forward pass that a gradient needs, which is not measured."""
 
 
 def _splash(shape: KernelShape, **sizes) -> Callable:
@@ -208,7 +208,7 @@ def _grid(**sizes: tuple[int, ...]) -> tuple[Blocks, ...]:
     return tuple(dict(zip(sizes, choice, strict=True)) for choice in itertools.product(*sizes.values()))
 
 
-# Blocks of 512 lose to larger ones; they are here because kernels are often quoted in them.
+# Blocks of 512 are slower than larger ones; they are here because published numbers often use them.
 _SIZES = (
     {"q": 512, "kv": 512, "compute": 512},
     *_grid(q=(1024, 2048), kv=(1024, 2048), compute=(256, 512, 1024)),

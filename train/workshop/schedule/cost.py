@@ -1,7 +1,7 @@
 """From bundles to cycles: a kernel's parts, times how often each one runs.
 
-A schedule says what one run of a part costs, not how often it runs. Whoever wrote the kernel knows that, and states it
-as `Runs`s in program order. They are matched to the parts that the compiler made, hot ones to hot ones.
+A schedule gives the cost of one run of a part, not how often it runs. The author of the kernel states that as `Runs`,
+in program order. They are matched to the compiler's parts, hot ones to hot ones.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from train.runtime.chips import Chip, Product
 from train.workshop.schedule.kernels import Kernel, KernelPart
 
 TILE = 512
-"""Costs are given for so many queries times so many keys."""
+"""Costs are given for this many queries times this many keys."""
 
 _SMALL = 16
-"""Conditionals of fewer bundles need no `Runs`: they count as often as what surrounds them."""
+"""Conditionals with fewer bundles need no `Runs`: they count as often as the part around them."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """How often one part of a kernel runs in a launch; it is hot if it multiplies matrices."""
+    """How often one part of a kernel runs in a launch; a part is hot if it multiplies matrices."""
 
     name: str
     times: float
     products: tuple[Product, ...] = ()  # of one run
-    inside: tuple[Runs, ...] = ()  # conditionals in a hot part that run less often than it does
+    inside: tuple[Runs, ...] = ()  # conditionals in a hot part that run less often than the part
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a contender: what its author knows of one launch, and the compiler does not say."""
+    """One kernel of a contender: the facts on one launch that its author knows and the compiler does not state."""
 
-    kernel: str  # what the kernel's name contains; jax wraps names in those of transformations
+    kernel: str  # part of the kernel's name; jax adds the names of transformations
     steps: int  # of the grid
-    runs: tuple[Runs, ...]  # in program order; what is not named runs once a step
+    runs: tuple[Runs, ...]  # in program order; parts that are not named run once per step
     area: float  # the query-key pairs of all visited tiles, over all heads
-    needed: float  # those of them that the mask allows
+    needed: float  # the pairs among them that the mask allows
     moved_bytes: float  # between HBM and VMEM
 
 
@@ -56,17 +56,17 @@ class Hot:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one launch costs, in cycles of one core for 512 x 512 of visited area."""
+    """The cost of one launch, in cycles of one core for 512 x 512 of visited area."""
 
     kernel: str
     hot: tuple[Hot, ...]
-    bundles: float  # no hot part below its matrix units' floor
-    cycles: float  # the same from the scheduler's cycles, which count latencies and busy units too
+    bundles: float  # with every hot part at least at the floor of its matrix units
+    cycles: float  # from the scheduler's cycles, which include latencies and busy units
     floor: float
     memory_cycles: float  # that HBM needs to move the bytes, at the chip's bandwidth
     area: float
     needed: float  # the area that the mask allows
-    resident: tuple[str, ...] = ()  # operands that were moved into VMEM before: not by this kernel
+    resident: tuple[str, ...] = ()  # operands that were moved into VMEM before, not by this kernel
 
     @property
     def total(self) -> float:
@@ -75,12 +75,12 @@ class Cost:
 
     @property
     def total_with_stalls(self) -> float:
-        """The same by the scheduler's cycles."""
+        """Cycles of the whole launch, by the scheduler's cycles."""
         return self.cycles * self.area / TILE**2
 
     @property
     def by_need(self) -> float:
-        """Cycles for 512 x 512 of allowed pairs, by bundles: larger tiles visit more that is forbidden."""
+        """Cycles for 512 x 512 of allowed pairs, by bundles: larger tiles visit more masked pairs."""
         return self.bundles * self.area / self.needed
 
 
@@ -97,7 +97,7 @@ def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
 
         512^2 / area  x  sum over parts of  times x max(bundles, MXU floor).
 
-    The memory needs  moved bytes / area x 512^2 / (HBM bytes per cycle)  cycles beside that.
+    In parallel the memory needs  moved bytes / area x 512^2 / (HBM bytes per cycle)  cycles.
     """
     named = match_runs(kernel, launch)
     times = _times(kernel, launch, named, chip)
@@ -123,10 +123,10 @@ def _hot(part: KernelPart, run: Runs, floor: float) -> Hot:
 
 
 def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Runs]:
-    """Which part each stated run is, by the index of the part.
+    """The part that each stated run belongs to, by the index of the part.
 
-    Hot parts are matched in program order. Conditionals between two hot parts are too: the largest ones, where there
-    are more than were stated. If there are none, the compiler has merged them into what surrounds them.
+    Hot parts are matched in program order. So are conditionals between two hot parts; if there are more than stated,
+    the largest ones. If there are none, the compiler has merged them into the code around them.
     """
     stated, found = _segments(launch.runs, lambda run: bool(run.products)), _candidates(kernel, _grid(kernel, launch))
     expected = f"{kernel.name}: expected {_words(run.name for run in launch.runs)}"
@@ -158,7 +158,7 @@ def _largest(kernel: Kernel, parts: list[int], runs: Sequence[Runs]) -> dict[int
 
 
 def _segments(items: Sequence, is_hot) -> list[tuple]:
-    """[(None, cold items before the first hot one), (hot item, cold items behind it), ...]."""
+    """[(None, cold items before the first hot one), (hot item, cold items after it), ...]."""
     segments = [(None, [])]
     for item in items:
         if is_hot(item):
@@ -173,10 +173,10 @@ def _words(names) -> str:
 
 
 def _candidates(kernel: Kernel, grid: int | None) -> list[int]:
-    """Parts that a run can name.
+    """The parts that a run can name.
 
-    These are hot parts, loops around them whose trips the compiler does not know, and any other loop or conditional of
-    some size, unless it lies in one of these.
+    These are hot parts, loops around them whose trips the compiler does not know, and any other loop or conditional
+    that is not small, unless it is inside one of these.
     """
     around, found = _around_hot(kernel), []
     for i, part in enumerate(kernel.parts):
@@ -196,7 +196,7 @@ def _above(kernel: Kernel, index: int) -> Iterator[int]:
 
 
 def _times(kernel: Kernel, launch: Launch, named: dict[int, Runs], chip: Chip) -> list[float]:
-    """How often each part runs, over all cores; what no run names runs as often as what surrounds it."""
+    """How often each part runs, over all cores; a part that no run names runs as often as the part around it."""
     grid = _grid(kernel, launch)
     cores, trips = (1, 1) if grid is None else _cores_and_trips(kernel, kernel.parts[grid], launch.steps, chip)
     never, found = _never(kernel, named), []
@@ -218,24 +218,24 @@ def _times(kernel: Kernel, launch: Launch, named: dict[int, Runs], chip: Chip) -
 
 
 def _never(kernel: Kernel, named: dict[int, Runs]) -> set[int]:
-    """Conditionals of which every hot part is stated to run not once."""
+    """Conditionals whose hot parts are all stated to run 0 times."""
     alive = {above for i, run in named.items() if run.times for above in _above(kernel, i)}
     return {i for i in _around_hot(kernel) - alive if kernel.parts[i].kind == "branch"}
 
 
 def _around_hot(kernel: Kernel) -> set[int]:
-    """The parts in which hot ones lie."""
+    """The parts that contain hot ones."""
     return {above for i, part in enumerate(kernel.parts) if part.is_hot for above in _above(kernel, i)}
 
 
 def _grid(kernel: Kernel, launch: Launch) -> int | None:
-    """The loop over the grid: the outermost one around hot parts. A grid of one step needs no loop."""
+    """The loop over the grid: the outermost loop around hot parts. A grid of one step needs no loop."""
     around = _around_hot(kernel) if launch.steps > 1 else ()
     return next((i for i, part in enumerate(kernel.parts) if part.kind == "loop" and i in around), None)
 
 
 def _cores_and_trips(kernel: Kernel, grid: KernelPart, steps: int, chip: Chip) -> tuple[int, int]:
-    """How many cores share the grid, and how often each runs its loop: up to two trips more than it has steps."""
+    """How many cores share the grid, and how often each runs its loop: up to two trips more than its steps."""
     if grid.trips is None:  # a grid whose size the compiler does not know
         return 1, steps + 2
     for cores in range(1, chip.cores + 1):

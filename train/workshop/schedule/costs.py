@@ -1,4 +1,4 @@
-"""``python -m train bench CONFIG --costs v5e,v6e``: what tiles of posjax's own kernels cost on TPUs.
+"""``python -m train bench CONFIG --costs v5e,v6e``: the cost of tiles of posjax's own kernels on TPUs.
 
 It writes the table by which the kernels choose the sizes of their tiles. Chips that are not named keep their entries.
 """
@@ -27,7 +27,7 @@ Entry = tuple[int, int, int]
 
 COSTS_FILE = ROOT / "posjax" / "attention" / "tpu" / "costs.py"
 COST_SHAPE = KernelShape(32768, 4, 128)
-"""Causal attention in which the costs are measured: enough rows that their ends weigh little."""
+"""The causal attention for measuring costs: with so many rows that their ends matter little."""
 
 FORWARD_SIZES = (
     (256, 512, 512),
@@ -54,7 +54,7 @@ BACKWARD_SIZES = (
 
 
 def write_costs(config: ScheduleConfig, chips: str, file: Path = COSTS_FILE) -> None:
-    """Compiles the candidates for every chip, prints what each costs, and writes the table."""
+    """Compiles the candidates for every chip, prints their costs, and writes the table."""
     names = [name.strip() for name in chips.split(",")]
     for name in names:
         check_choice("--costs", name, tuple(CHIPS))
@@ -72,7 +72,7 @@ def write_costs(config: ScheduleConfig, chips: str, file: Path = COSTS_FILE) -> 
 
 
 def entries(name: str, chip: str, sizes: tuple[Sizes, ...], timeout: int) -> Iterator[tuple[Sizes, Entry]]:
-    """What tiles of these sizes cost on a chip; those that do not fit into its fast memory are left out."""
+    """The cost of tiles of these sizes on a chip; sizes that do not fit into its fast memory are left out."""
     for size in sizes:
         blocks = dict(zip(("q", "kv", "part"), size, strict=True))
         try:
@@ -89,9 +89,9 @@ def entries(name: str, chip: str, sizes: tuple[Sizes, ...], timeout: int) -> Ite
 
 
 def entry(cost: Cost, rows: int) -> Entry:
-    """Cycles of a whole tile, of a masked tile, and of a row beside its tiles.
+    """Cycles of a whole tile, of a masked tile, and of a row without its tiles.
 
-    A tile costs no less than its matrix products; a row is what remains of the cycles of everything, divided by rows.
+    A tile costs no less than its matrix products; a row is the rest of all cycles, divided by the number of rows.
     """
     kinds = ((part.name.partition(",")[0], part) for part in cost.hot if part.times)
     tiles = {kind: part for kind, part in kinds if kind in ("whole", "masked")}

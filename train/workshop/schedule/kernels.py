@@ -17,14 +17,14 @@ _SLOTS = {"VLOAD:FILL": "FILL", "VSTORE:SPILL": "SPILL"}
 
 @dataclass(frozen=True)
 class KernelPart:
-    """One region of a kernel with what it holds, nested regions left out."""
+    """One region of a kernel and its contents, without nested regions."""
 
     kind: str  # kernel, loop or branch
     depth: int
-    parent: int | None  # its index in the kernel's parts
+    parent: int | None  # its index among the kernel's parts
     trips: int | None  # of a loop that counts to a constant
     bundles: int
-    cycles: int  # with the empty bundles that the scheduler put in for latencies and busy units
+    cycles: int  # with the scheduler's empty bundles for latencies and busy units
     slots: dict[str, int]  # how many of each unit's issue slots are used; FILL and SPILL move spilled registers
 
     @property
@@ -44,14 +44,14 @@ class Kernel:
 
     @property
     def bundles(self) -> int:
-        """All of its bundles."""
+        """The number of all its bundles."""
         return sum(part.bundles for part in self.parts)
 
 
 def read_kernels(directory: Path, branch_slots: int, part: str = "") -> tuple[Kernel, ...]:
     """Every kernel whose final schedule was dumped, or those with `part` in their names.
 
-    Of a name that was compiled twice it is the last.
+    If a name was compiled twice, the last one is taken.
     """
     found = {}
     for path in sorted(directory.iterdir()):
@@ -72,7 +72,8 @@ def _read_kernel(path: Path, stamp: str, name: str, branch_slots: int) -> Kernel
     head = text[: text.find("\n", text.find("/* entry bundle"))]
     is_custom = "= custom-call(" in head.rpartition("/* entry bundle")[2]
     if not is_custom and _shape(final) != _shape(scheduled):
-        # Of an operation of XLA's own, such as `reverse` for 7x, a loop may go in between; its stalls are not known.
+        # XLA's own operations, such as `reverse` for 7x, may lose a loop between the two listings; their stalls are
+        # unknown.
         scheduled = final
     parts = tuple(_parts(final, scheduled, names, rows, name))
     return Kernel(name, is_custom, parts, tuple(_OPERAND.findall(head)))
@@ -90,7 +91,7 @@ def _only(directory: Path, pattern: re.Pattern) -> Path:
 
 
 def _utilization(text: str) -> tuple[list[str], list[list[int]]]:
-    """The names of the issue slots, and how many of each every bundle uses."""
+    """The names of the issue slots, and how many of each slot every bundle uses."""
     head, _, body = text.partition("== UTILIZATION:")
     names = next(line for line in head.splitlines() if "MXU" in line).split(",")
     rows = [[int(number) for number in line.split()] for line in body.splitlines() if line.strip()]

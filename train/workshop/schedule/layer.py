@@ -1,4 +1,4 @@
-"""A whole attention layer by the compiler's cycles: projections, features and the kernel, as `posjax.nn` has them."""
+"""The compiler's cycles of a whole attention layer: projections, features and the kernel, as in `posjax.nn`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train.workshop.schedule.contenders import schedule_of
 from train.workshop.schedule.program import KernelShape
 
 LAYER_SHAPE = KernelShape(8192, 32, 128)
-"""Of the layer; its tokens are as wide as all heads together."""
+"""The shape of the layer; its tokens are as wide as all heads together."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class AttentionLayer:
 
     chip: str
     scheme: str
-    others: float  # expected by the compiler of everything but the kernel
+    others: float  # the compiler's estimate for everything except the kernel
     kernel: float  # by the kernel's schedule, stalls included
     blocks: tuple[int, int, int]
 
     @property
     def total(self) -> float:
-        """One after the other."""
+        """The sum, as they run one after the other."""
         return self.others + self.kernel
 
 
 def measure(scheme: str, chip: str, timeout: int) -> AttentionLayer:
     """Compiles the layer of a named scheme whose features need no other kernel than causal attention.
 
-    The kernel is compiled alone, at the sizes it has in the layer: listings of the projections take minutes to write.
+    The kernel is compiled alone, at its sizes in the layer, because listings of the projections take minutes to write.
     """
     others = expected_cycles(chip, "train.workshop.schedule.layer:make", {"scheme": scheme}, timeout)
     blocks = cheapest_forward(own.on(chip), own.operands(own.Case(), *own.arguments(LAYER_SHAPE)))
@@ -51,7 +51,7 @@ def measure(scheme: str, chip: str, timeout: int) -> AttentionLayer:
 
 
 def make(scheme: str) -> tuple[Callable, list]:
-    """The layer as a function of its parameters and of tokens, all bfloat16, and abstract arguments."""
+    """The layer as a function of its parameters and of tokens, all bfloat16, and its abstract arguments."""
     width = LAYER_SHAPE.heads * LAYER_SHAPE.head_dim
     config = DecoderConfig(1, num_layers=1, model_dim=width, num_heads=LAYER_SHAPE.heads, compute_dtype="bfloat16")
     abstract = nnx.eval_shape(lambda: Attention(config, named(scheme), rngs=nnx.Rngs(0)))
@@ -62,7 +62,7 @@ def make(scheme: str) -> tuple[Callable, list]:
 
 
 def table(layers: Sequence[AttentionLayer]) -> Table:
-    """One row a chip and scheme; ratios to the chip's first scheme."""
+    """One row for each chip and scheme, with ratios to the chip's first scheme."""
     title = (
         f"A whole attention layer forward, {LAYER_SHAPE.heads} heads x {LAYER_SHAPE.head_dim}, "
         f"{LAYER_SHAPE.length:,} tokens, bfloat16: millions of cycles of one core"

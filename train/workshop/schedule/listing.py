@@ -1,8 +1,9 @@
-"""Reads the compiler's bundle listings: which loops and branches a kernel has, and what each of them issues.
+"""Reads the compiler's bundle listings: the loops and branches of a kernel, and the bundles of each.
 
-A listing has one bundle a line, ``0x1d LB: >> { ... }``: its number, a label where a branch may arrive, one ``>`` for
-every loop around it, and its instructions. Branches are relative, ``sbr.rel (!%p6) target = $region145``, and comments
-say where regions start. A backward branch closes a loop; a forward branch skips what lies before its target.
+A listing has one bundle per line, ``0x1d LB: >> { ... }``: its number, a label if it is the target of a branch, one
+``>`` for every loop around it, and its instructions. Branches are relative, ``sbr.rel (!%p6) target = $region145``, and
+comments mark the starts of regions. A backward branch closes a loop; a forward branch skips the bundles before its
+target.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class Region:
     kind: Literal["kernel", "loop", "branch"]
     start: int
     stop: int
-    trips: int | None = None  # of a loop that counts up to a constant
+    trips: int | None = None  # the trips of a loop that counts up to a constant
     parts: tuple[Region, ...] = field(default=())
 
     @property
     def bundles(self) -> int:
-        """Its own bundles, those of nested regions left out."""
+        """Its own bundles, without those of nested regions."""
         return self.stop - self.start - sum(part.stop - part.start for part in self.parts)
 
     def own(self, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """The rows of its own bundles, out of one row a bundle of the listing."""
+        """The rows of its own bundles, from the listing's rows, one per bundle."""
         edges = [self.start, *(edge for part in self.parts for edge in (part.start, part.stop)), self.stop]
         return [row for start, stop in zip(edges[::2], edges[1::2], strict=True) for row in rows[start:stop]]
 
@@ -61,13 +62,13 @@ class _Bundle:
 
 
 def parse(text: str, branch_slots: int) -> Region:
-    """The control flow of a kernel from its listing; `branch_slots` bundles run behind every branch."""
+    """The control flow of a kernel from its listing; `branch_slots` bundles still run after every branch."""
     bundles = list(_bundles(text))
     return _nest(Region("kernel", 0, len(bundles)), sorted(_regions(bundles, branch_slots), key=_outer_first))
 
 
 def _outer_first(region: Region) -> tuple:
-    # A loop's guard skips exactly the loop: it is the outer one of the two.
+    # A loop's guard skips exactly the loop, so it is the outer of the two regions.
     return region.start, -region.stop, region.kind
 
 
@@ -81,7 +82,7 @@ def _bundles(text: str) -> Iterator[_Bundle]:
 
 
 def _regions(bundles: Sequence[_Bundle], branch_slots: int) -> Iterator[Region]:
-    """Every loop, and every stretch that a branch skips."""
+    """Every loop, and every range that a branch skips."""
     starts = _starts(bundles)
     for index, bundle in enumerate(bundles):
         for predicate, name, number in _BRANCH.findall(bundle.text):
@@ -96,7 +97,7 @@ def _regions(bundles: Sequence[_Bundle], branch_slots: int) -> Iterator[Region]:
 
 
 def _starts(bundles: Sequence[_Bundle]) -> dict[str, int]:
-    """Where each region starts. A branch out of the kernel goes to a region of no name, the exit."""
+    """Where each region starts. A branch out of the kernel goes to a region without a name, the exit."""
     starts = {}
     for index, bundle in enumerate(bundles):
         for name in _START.findall(bundle.text):
@@ -107,7 +108,7 @@ def _starts(bundles: Sequence[_Bundle]) -> dict[str, int]:
 
 
 def _behind(bundles: Sequence[_Bundle], branch: int) -> int:
-    """Where a loop's closing branch falls through to: the first bundle outside, or where the next loop starts.
+    """The bundle after a loop's closing branch: the first one outside, or the start of the next loop.
 
     An empty bundle shows no depth.
     """
@@ -119,7 +120,7 @@ def _behind(bundles: Sequence[_Bundle], branch: int) -> int:
 
 
 def _behind_slots(bundles: Sequence[_Bundle], branch: int, slots: int) -> int:
-    """Where a forward branch that is not taken goes on: behind its slots, of which a listing may drop empty ones."""
+    """Where execution continues if a forward branch is not taken: after its slots; a listing may omit empty ones."""
     for index in range(branch + 1, min(branch + 1 + slots, len(bundles))):
         if bundles[index].label:
             return index

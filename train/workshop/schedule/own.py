@@ -1,6 +1,6 @@
-"""posjax's own kernels as contenders: what each attends with, and how often the parts of its kernels run.
+"""posjax's own kernels as contenders: their extra operands, and how often the parts of their kernels run.
 
-How often is counted by the very plan of tiles that the kernels walk along (`posjax.attention.tiles`).
+The counts come from the plan of tiles that the kernels themselves use (`posjax.attention.tiles`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from train.workshop.schedule.cost import Launch, Runs
 from train.workshop.schedule.program import Contender, KernelProgram, KernelShape
 
 NUMBERS = (32, 8)
-"""Learned numbers of a bias, for at most eight heads: rows of T5's table, or one row for every parameter."""
+"""The shape of a bias' learned numbers, for at most eight heads: rows of T5's table, or one row per parameter."""
 
 DOCUMENTS = 8
-"""Equal ones, where segments are counted; the compiler does not know them."""
+"""The number of equal segments that counts assume; the compiler does not know them."""
 
 _ELSEWHERE = Blocks(512, 512, 512)
-"""Blocks of the kernel that is not measured."""
+"""The block sizes of the kernel that is not measured."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is attended with, beside queries, keys and values."""
+    """The operands and options of attention, in addition to queries, keys and values."""
 
     bias: Callable[[Any, int], Any] | None = None  # of learned numbers and of how many heads there are
     mask: Callable[[Any], Mask] = lambda ids: Causal()  # of the tokens' segments
-    beyond: int | None = None  # the distance from which on a second pair of features scores
-    bounded: bool | None = False  # whether a bound replaces the running maximum; None: as the chip likes it
+    beyond: int | None = None  # the distance from which a second pair of features scores
+    bounded: bool | None = False  # whether a bound replaces the running maximum; None: as is best for the chip
     learned: bool = False  # whether gradients of the bias' numbers are wanted
 
     def is_bounded(self, chip: str) -> bool:
@@ -56,7 +56,7 @@ class Case:
 
 
 def on(chip: str) -> Target:
-    """What the kernels know of a chip."""
+    """The kernels' facts on a chip."""
     return next(found for found in TARGETS.values() if found.name == chip)
 
 
@@ -85,7 +85,7 @@ def _segments(ids) -> Mask:
 
 
 def operands(case: Case, q, k, v, numbers, ids) -> Operands:
-    """An attention call. Features of far pairs are others than those of near ones; which does not matter."""
+    """An attention call. The features of far pairs differ from those of near ones; their values do not matter."""
     heads, tokens = k.shape[1:3]
     far = () if case.beyond is None else (FarPair(_other(q), _other(k), Beyond(case.beyond)),)
     bias = case.bias and case.bias(numbers, heads)
@@ -97,7 +97,7 @@ def _other(x):
 
 
 def arguments(shape: KernelShape) -> list:
-    """Abstract ones of `operands`; every query head has its own keys."""
+    """Abstract arguments for `operands`; every query head has its own keys."""
     keys = jax.ShapeDtypeStruct((1, shape.heads, shape.length, shape.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((1, shape.heads, 1, *keys.shape[2:]), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, shape.length), jnp.int32)
@@ -105,7 +105,7 @@ def arguments(shape: KernelShape) -> list:
 
 
 def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
-    """How many tiles of each kind a head has. Kinds that only other segments would bring are there, without tiles."""
+    """How many tiles of each kind a head has. Kinds that would occur only with other segments have 0 tiles."""
     kinds: list[Kind] = []
     jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(shape)[-1])
     found = _planned(case, shape, blocks, documents(shape))
@@ -150,8 +150,8 @@ def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
 def forward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: str) -> KernelProgram:
     """The forward kernel: for each block of queries one loop for every kind of tile.
 
-    Where a bound replaces the running maximum, a row whose weights all vanish under it is computed again: loops that
-    are counted as never run.
+    If a bound replaces the running maximum, a row whose weights all vanish under it is computed again; these loops are
+    counted as never run.
     """
     blocks = Blocks(q, kv, part)
     counts = tiles(case, shape, blocks)
@@ -162,7 +162,7 @@ def forward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: st
         lengths = ((8, shape.head_dim, q),) * (1 + (case.beyond is not None))
         runs.insert(0, Runs("lengths of queries", rows, lengths))
     moved = _moved(case, shape, blocks, counts, tokens=kv, each=4 * shape.head_dim)
-    # A row brings its queries, and leaves outputs and log-sum-exp.
+    # A row reads its queries, and writes outputs and log-sum-exp.
     moved += rows * q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
     launch = _launch("posjax_attention_forward", case, shape, blocks, counts, rows, runs, moved)
     return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(shape)), (launch,))
@@ -176,8 +176,8 @@ def backward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: s
     runs = _with_ends(_runs(counts, shape, partial(_backward_products, blocks)), shape, ends(case, shape, blocks))
     if case.learned:
         runs.insert(0, Runs("head start", shape.heads))  # where sums for the bias begin
-    # A tile brings queries, the outputs' gradient and two numbers for each, and takes the queries' gradient there and
-    # back; a row brings keys and values, and leaves their gradients.
+    # A tile reads queries, the outputs' gradient and two numbers for each, and reads and writes the queries' gradient;
+    # a row reads keys and values, and writes their gradients.
     moved = _moved(case, shape, blocks, counts, tokens=q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
     moved += rows * kv * 4 * 2 * shape.head_dim
     launch = _launch("posjax_attention_backward", case, shape, blocks, counts, rows, runs, moved)
@@ -200,7 +200,7 @@ def _runs(
 
 
 def _with_ends(runs: list[Runs], shape: KernelShape, ends: tuple) -> list[Runs]:
-    """In every kind of tile what only the first or the last tile of a block of queries runs."""
+    """For every kind of tile, the code that runs only in the first or the last tile of a block of queries."""
     first, last = ({_name(kind): shape.heads * count for kind, count in counts.items()} for counts in ends)
 
     def inside(name: str) -> tuple[Runs, Runs]:
@@ -229,7 +229,7 @@ def _backward_products(blocks: Blocks, size: int, kind: Kind) -> list[Product]:
 
 
 def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, int], tokens: int, each: int) -> float:
-    """Bytes that all tiles move: `each` a token, segments, more features, and a window of a bias by distance."""
+    """Bytes that all tiles move: `each` per token, segments, more features, and a window of a bias by distance."""
     has_segments = case.mask is _segments
     window = 32 * (blocks.q + blocks.k) if case.bias in (_t5, _kerple) else 0
     tile = tokens * (each + 4 * has_segments) + window
@@ -243,7 +243,7 @@ def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbe
 
 
 def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids, d_out):
-    """Those of queries, keys and values, and of the bias' numbers if they are learned."""
+    """Gradients of queries, keys and values, and of the bias' numbers if they are learned."""
     if not case.learned:
         return jax.vjp(lambda q, k, v: _attend(case, chip, blocks, q, k, v, numbers, ids), q, k, v)[1](d_out)
     return jax.vjp(lambda *x: _attend(case, chip, blocks, *x, ids), q, k, v, numbers)[1](d_out)
@@ -271,7 +271,7 @@ _BACKWARD = tuple(
     )
 )
 CAUSAL = _PLAIN, _BOUNDED, _BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
-"""Names of those without anything else."""
+"""The names of contenders without extra operands."""
 
 
 def _forward_contender(case: Case) -> Contender:
@@ -300,4 +300,4 @@ OWN_KERNELS = {
     "posjax T5 with its gradient, backward": _backward_contender(Case(_t5, bounded=None, learned=True)),
     "posjax KERPLE with its gradient, backward": _backward_contender(Case(_kerple, bounded=None, learned=True)),
 }
-"""By the names they have in tables and configs. Biases are in the mode that the chip likes."""
+"""Contenders by their names in tables and configs. Biases use the mode that is best for the chip."""

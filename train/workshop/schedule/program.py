@@ -1,4 +1,4 @@
-"""What a contender is: programs to compile, and what their author knows of their kernels."""
+"""Contenders: programs to compile, and their authors' facts on the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Blocks = Mapping[str, int]
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What is attended over."""
+    """The shape of the attention."""
 
     length: int
     heads: int
@@ -26,10 +26,10 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class KernelProgram:
-    """A function to compile, made only where it is compiled, and what its author knows of its kernels."""
+    """A function to compile, built only in the compiling process, and its author's facts on its kernels."""
 
     make: Callable[[], tuple[Callable, list]]  # the function and its abstract arguments
-    launches: tuple[Launch, ...]  # every one at its own best block sizes
+    launches: tuple[Launch, ...]  # one for each kernel, each at its own best block sizes
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Contender:
     sweep: tuple[Blocks, ...]
     needs: str | None = None  # a package that may not be installed
     by_chip: bool = False
-    against: Callable[[str], str] | None = None  # by the chip's name, the contender that its cost is a multiple of
+    against: Callable[[str], str] | None = None  # by the chip's name, the contender to which its cost is compared
 
     def program(self, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
         """The program for one chip."""

@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 def best(results: Sequence[Prediction]) -> list[Prediction]:
-    """Of one contender's measurements on one chip, the cheapest for each of its kernels, with that kernel alone."""
+    """For one contender on one chip, the cheapest measurement of each of its kernels, with only that kernel."""
     measured = [result for result in results if result.costs]
     kernels = range(len(measured[0].costs) if measured else 0)
     cheapest = [min(measured, key=lambda result, i=i: result.costs[i].bundles) for i in kernels]
@@ -37,7 +37,7 @@ def best(results: Sequence[Prediction]) -> list[Prediction]:
 
 
 def table(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -> Table:
-    """One chip's measurements: one row a kernel, and one for their sum where a contender has several."""
+    """One chip's measurements: one row for each kernel, and one for their sum if a contender has several."""
     title = (
         f"{chip}: cycles for 512 x 512 of visited area; causal, bfloat16, "
         f"{config.heads} heads x {config.head_dim}, {config.length:,} tokens"
@@ -52,7 +52,8 @@ def table(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -> T
 
 
 def by_shape(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -> Table:
-    """One chip's measurements at other lengths and head sizes: one row a kernel and head size, one column a length."""
+    """One chip's measurements at other lengths and head sizes: one row for each kernel and head size, one column for
+    each length."""
     lengths = sorted({result.shape.length for result in results})
     title = f"{chip}: cost, as a multiple of its floor, and blocks; causal, bfloat16, {config.heads} heads"
     grid = Table("kernel", "head size", *(f"{length:,} tokens" for length in lengths), title=title)
@@ -73,7 +74,7 @@ def _cell(results: Sequence[Prediction]) -> str:
 
 
 def against(chip: str, name: str, results: Sequence[Prediction]) -> Cost | None:
-    """The cost that a contender's is a multiple of, at the best blocks of either; None if it has none here."""
+    """The reference cost for a contender's ratio, each at its best blocks; None if there is none."""
     other = SCHEDULED[name].against
     found = best(_of(results, other(chip))) if other else []
     return found[0].costs[0] if found else None
@@ -114,7 +115,7 @@ def _words(blocks: Mapping[str, int]) -> str:
 
 
 def notes(chips: Sequence[str]) -> str:
-    """What the columns are, one line each."""
+    """The meaning of the columns, one line each."""
     lines = (
         "cost: the bundles of every part, times how often it runs; hot parts (those on the MXU) not below the floor",
         "floor: the cycles that the matrix units need at least",
