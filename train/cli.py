@@ -52,7 +52,7 @@ def _tell(config: Any, result: Any) -> None:
 
 
 def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | None, workers: int | None) -> int:
-    """build the cache of tokens that fit reads, over all cores and several hosts or jobs; or go on with it"""
+    """build, or resume building, the cache of tokens that fit reads, on all cores and several hosts or jobs"""
     config = load(path, overrides)
     from train.data.tokenize import job_of, named_job, tokenize
 
@@ -122,7 +122,7 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
 
 
 def verify(path: str, overrides: Sequence[str]) -> int:
-    """read every checkpoint of a run to its last byte, and tell what is damaged"""
+    """read every checkpoint of a run completely, and report damage"""
     directory = _run_of(path, overrides)
     from train.checkpoint.verify import verify
     from train.runtime.distributed import processes, told_once
@@ -164,7 +164,7 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
 
 
 def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> int:
-    """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and tell memory and speed"""
+    """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and predict memory and speed"""
     config = load(path, overrides)
     from train.plan.command import Steps, plan
 
@@ -212,9 +212,9 @@ _ARGUMENTS = {
         "--schedule": {"metavar": "CHIPS", "help": "compile TPU kernels for these chips instead, as in v5e,v6e"},
         "--costs": {
             "metavar": "CHIPS",
-            "help": "write what tiles cost on these chips, by which TPU kernels choose theirs",
+            "help": "write the cost of tiles on these chips, by which TPU kernels choose their tiles",
         },
-        "--loop": {"action": "store_true", "help": "time the training loop of a config beside its bare jitted step"},
+        "--loop": {"action": "store_true", "help": "time the training loop of a config and its bare jitted step"},
     },
     "export": {
         "folder": {"metavar": "FOLDER", "help": "to be written, local or at a URL"},
@@ -222,14 +222,14 @@ _ARGUMENTS = {
     },
     "generate": {
         "--prompt": {"default": "", "help": "the text to continue"},
-        "--tokens": {"type": int, "default": 200, "help": "how many tokens at most (200)"},
+        "--tokens": {"type": int, "default": 200, "help": "the maximal number of new tokens (200)"},
         "--temperature": {"type": float, "default": 0.8, "help": "of the draws; 0 takes the likeliest token (0.8)"},
-        "--top-k": {"type": int, "default": 0, "help": "draw from so many likeliest tokens; 0 for all (0)"},
+        "--top-k": {"type": int, "default": 0, "help": "draw from this many of the likeliest tokens; 0 for all (0)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
     },
     "plan": {
         "--topology": {"required": True, "metavar": "POD", "help": "as in v5p:8x8x8; chips are v5e, v5p, v6e and 7x"},
-        "--slices": {"type": int, "default": 1, "metavar": "N", "help": "so many of them, joined by DCN (1)"},
+        "--slices": {"type": int, "default": 1, "metavar": "N", "help": "how many of these slices, joined by DCN (1)"},
         "--sweep": {
             "type": int,
             "nargs": "?",
@@ -240,27 +240,27 @@ _ARGUMENTS = {
         },
         "--evaluate": {
             "action": "store_true",
-            "help": "plan what evaluate computes of a batch at the longest of evaluate.lengths, in place of a step",
+            "help": "plan the evaluation of a batch at the longest of evaluate.lengths, instead of a train step",
         },
-        "--keep": {"metavar": "FOLDER", "help": "keep the compiled step there"},
+        "--keep": {"metavar": "FOLDER", "help": "the folder in which to keep the compiled step"},
         "--against": {
             "metavar": "FOLDER",
             "action": "append",
             "default": [],
-            "help": "lay the step kept there, of any trainer, beside ours; given twice, beside each other",
+            "help": "compare a step kept in this folder, of any trainer, with ours; given twice, with each other",
         },
         "--blocks": {
             "metavar": "Q,K",
-            "help": "tiles of attention kernels in those folders whose calls do not tell, as in 2048,1024",
+            "help": "tiles of attention kernels in those folders whose calls do not state them, as in 2048,1024",
         },
         "--flags": {
             "metavar": "FLAGS",
-            "help": "compile with these, beside LIBTPU_INIT_ARGS, in place of those recommended for the chip, as in "
+            "help": "compile with these and LIBTPU_INIT_ARGS, instead of the flags recommended for the chip, as in "
             '--flags="--xla_a=1 --xla_b=2"; --flags= for none',
         },
     },
     "search": {
-        "--length": {"type": int, "required": True, "help": "the length to reach, beyond that of training"},
+        "--length": {"type": int, "required": True, "help": "the length to reach, beyond the training length"},
         "--population": {"type": int, "default": 64, "help": "rules at the start (64)"},
         "--iterations": {"type": int, "default": 40, "help": "generations (40)"},
         "--seed": {"type": int, "default": 0, "help": "of the search (0)"},
@@ -269,10 +269,10 @@ _ARGUMENTS = {
         "--job": {
             "type": int,
             "metavar": "N",
-            "help": "which of the jobs this is, from 0 on (as the environment tells)",
+            "help": "the number of this job, from 0 (read from the environment)",
         },
-        "--jobs": {"type": int, "metavar": "N", "help": "how many jobs share the files (as the environment tells)"},
-        "--workers": {"type": int, "metavar": "N", "help": "processes of this job (one for each core)"},
+        "--jobs": {"type": int, "metavar": "N", "help": "how many jobs share the files (read from the environment)"},
+        "--workers": {"type": int, "metavar": "N", "help": "processes of this job (one per core)"},
     },
 }
 """The options of a command, in addition to a config and overrides."""

@@ -234,11 +234,11 @@ def test_meshes(capsys, overrides, message):
         (["scheme={name: xpos}", "model.causal=false"], "(?i)xpos"),
         (
             ["scheme={name: learned, max_length: 8}"],
-            "scheme: learned tells 8 positions .* is 16; scheme.max_length=16 would work",
+            "scheme: learned has 8 positions, .* is 16; scheme.max_length=16 would work",
         ),
         (
             ["stages=[{}, {train: {length: 32}}]", "scheme={name: learned, max_length: 16}"],
-            "scheme: learned tells 16 positions .* is 32; scheme.max_length=32 would work",
+            "scheme: learned has 16 positions, .* is 32; scheme.max_length=32 would work",
         ),
         (["stages=3"], "stages: expected a list, found 3"),
         (["stages=[{trian: {}}]"], r"stages\[0\].*unknown key 'trian'; did you mean 'train'"),
@@ -246,7 +246,7 @@ def test_meshes(capsys, overrides, message):
         (["stages=[{}, {train: {length: 24}}]"], r"stages\[1\]: train.batch_tokens must be a multiple"),
         (["stages=[{}, {train: {steps: 2}}]"], r"stages\[1\]: train.warmup_steps"),
         (["stages=[{}, {scheme: ropes}]"], r"stages\[1\].*unknown scheme 'ropes'; did you mean 'rope'"),
-        (["stages=[{name: a}, {name: a}]"], "stages.*'a' stands there twice"),
+        (["stages=[{name: a}, {name: a}]"], "stages.*'a' appears twice"),
         (
             ["stages=[{}, {train: {mesh: {data: 2, tensor: 4}}}]"],
             r"stages\[1\].*axis 'tensor'.* 2 query heads.* would work",
@@ -386,7 +386,7 @@ def run(folder):
 
 def test_a_directory_with_other_things(capsys, run):
     (run / "thesis.tex").write_text("years of work")
-    assert "runs/mine holds other things than a run (thesis.tex); choose another name" in refused(
+    assert "runs/mine has files that are not of a run (thesis.tex); choose another name" in refused(
         capsys, "fit", "mine.yaml"
     )
 

@@ -45,7 +45,7 @@ def test_a_scheme_that_was_never_trained_is_not_measured_as_the_model(tiny, caps
     rest = [tiny.parent / "out"] if name == "export" else rest
     found = told(capsys, name, tiny, *rest, change)
     assert (
-        "scheme: nothing is trained here, so the model keeps its own; put what changes it under scheme.extend" in found
+        "scheme: nothing is trained here, so the model keeps its own scheme; put changes under scheme.extend" in found
     )
 
 
@@ -112,7 +112,7 @@ def test_a_place_with_nothing_in_it(tmp_path, capsys, command):
 def test_another_kind_of_tokenizer_beside_the_model_is_named(tiny, capsys):
     (tiny / "tokenizer.json").rename(tiny / "tokenizer.model")
     found = told(capsys, "generate", tiny, "--prompt", "The")
-    assert "tokenizer.json'; tokenizer.model lies beside it: set data.tokenizer to that" in found
+    assert "tokenizer.json'; tokenizer.model is in the same folder: set data.tokenizer to that" in found
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def _check_run(config: Config, directory: Path) -> None:
         raise ValueError(f"{directory} is a file; choose another name for the run")
     strange = sorted(path.name for path in directory.glob("*") if path.name not in RUN_FILES)
     if strange and directory.is_dir():
-        raise ValueError(f"{directory} holds other things than a run ({strange[0]}); choose another name")
+        raise ValueError(f"{directory} has files that are not of a run ({strange[0]}); choose another name")
     if (directory / "config.yaml").exists():
         saved = read_config(directory)
         if _started(directory):

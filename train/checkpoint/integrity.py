@@ -102,14 +102,14 @@ def _problems(folder: Path, process: int, processes: int) -> Iterator[str]:
 
 
 def _changed(name: str) -> str:
-    return f"{name} holds other bytes than were written"
+    return f"{name} has changed since it was written"
 
 
 def differing(folder: Path, arrays: Mapping[str, int]) -> list[str]:
     """The problems of arrays that were read, found by their digests."""
     expected = read_seal(folder).arrays
     other = [name for name, digest in arrays.items() if expected.get(name, digest) != digest]
-    return [f"the array {name} holds other values than were saved" for name in other]
+    return [f"the values of the array {name} have changed since they were saved" for name in other]
 
 
 def files(folder: Path) -> dict[str, File]:
@@ -130,10 +130,10 @@ def read_seal(folder: Path) -> Seal:
     """All parts of the seal together. Raises Unfinished when one is missing, and ValueError when one is unreadable."""
     parts = [folder / FOLDER / name for name in names_in(folder / FOLDER) if fnmatchcase(name, "*-of-*.json")]
     if not parts:
-        raise Unfinished("its writing was not finished")
+        raise Unfinished("it was not completely written")
     count = int(parts[0].stem.partition("-of-")[2])
     if len(parts) != count:
-        raise Unfinished(f"its writing was not finished: {len(parts)} of {count} parts of its checksums are there")
+        raise Unfinished(f"it was not completely written: {len(parts)} of {count} parts of its checksums exist")
     whole = Seal({}, {})
     for part in parts:
         try:

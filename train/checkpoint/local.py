@@ -208,9 +208,9 @@ def _problem_of_arrays(place: Path, abstract: TrainState) -> str:
     needed = set.union(*(_needed(number, leaf) for number, leaf in enumerate(jax.tree.leaves(abstract))))
     with zipfile.ZipFile(place) as file:
         if damaged := file.testzip():
-            return f"{damaged} holds other bytes than were written"
+            return f"{damaged} has changed since it was written"
         if {f"{key}.npy" for key in needed | {_RUN}} != set(file.namelist()):
-            return "its devices hold other parts of the state now: another mesh"
+            return "its devices now hold other parts of the state, because of another mesh"
     return ""
 
 

@@ -57,10 +57,10 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
 def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
     name = _whole(place).rpartition("/")[2].removesuffix(".gguf")
     config = load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
-    why = f"init: found {config.init.path}, but the command names {place}; leave init out"
+    why = f"init: found {config.init.path}, but the command is for {place}; leave init out"
     check(_whole(config.init.path) == _whole(place), why)
     own = config.scheme.name == RELEASED and not config.scheme.options
-    check(own, "scheme: nothing is trained here, so the model keeps its own; put what changes it under scheme.extend")
+    check(own, "scheme: nothing is trained here, so the model keeps its own scheme; put changes under scheme.extend")
     return dataclasses.replace(config, scheme=_labelled(config.scheme))
 
 

@@ -205,7 +205,7 @@ def _refuse_other_things(directory: Path) -> None:
         member = path.is_dir() and (path / "config.yaml").exists()
         empty = path.is_dir() and not any(path.iterdir())
         if not (ours or member or empty):
-            raise ValueError(f"{directory} holds other things than a comparison ({path.name}); choose another name")
+            raise ValueError(f"{directory} has files that are not of a comparison ({path.name}); choose another name")
     if (directory / "config.yaml").exists() and not read_config(directory).steps:
         raise ValueError(f"{directory} holds a study of a released model; choose another name for the comparison")
 

@@ -66,14 +66,14 @@ class Config:
         check_output(self.output)
         check(
             self.train.steps > 0 or bool(self.init.path),
-            "train.steps must be positive, found 0; with 0 a released model is measured, named as in init=PATH",
+            "train.steps must be positive, found 0; 0 measures a released model, which must be named, as in init=PATH",
         )
         check_seed("seed", self.seed)
         check(not self.scheme.train, "scheme.train belongs to entries of compare.schemes; set keys of train here")
         object.__setattr__(self, "_resolved", self._resolve())
         check(
             not any(stage.train.stop_loss for stage in self._resolved),
-            "train.stop_loss ends a run of one stage; leave it or the stages out",
+            "train.stop_loss works only without stages; leave out one of them",
         )
         folders = self._local_folders()
         check(

@@ -86,7 +86,7 @@ def _places(documents: tuple) -> set[str]:
 def _shared_text(stage: str, shared: Sequence[str]) -> str:
     return (
         f"stage {stage!r} reads {len(shared)} files of data as part of another text, as {shared[0]}, and may train on "
-        "documents in them that evaluate measures; let evaluate have files of its own, under data, which no stage reads"
+        "documents in them that evaluate measures; give data files of its own, which no stage reads"
     )
 
 

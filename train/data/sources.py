@@ -200,9 +200,9 @@ def _dataset_files(folder: str, start: str) -> list[SourceFile]:
         state = json.loads(system.cat_file(f"{path}/state.json"))
         names = [item["filename"] for item in state["_data_files"]]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"data.paths: {folder}/state.json is not what Hugging Face datasets writes") from None
+        raise ValueError(f"data.paths: {folder}/state.json was not written by Hugging Face datasets") from None
     if state.get("_indices_data_files"):
-        raise ValueError(f"data.paths: {folder} is a selection of rows; save it again after flatten_indices()")
+        raise ValueError(f"data.paths: {folder} has selected rows; call flatten_indices() and save it again")
     return [_source_file(f"{folder}/{name}", system.info(f"{path}/{name}"), start) for name in names]
 
 

@@ -57,7 +57,7 @@ def tokenize(config: Config, told: Told = print, job: Job | None = None, workers
     tokenizer = load_tokenizer(config.data)
     places = _kept(config, tokenizer)
     if not places:
-        told("data: so few bytes are encoded faster than read, and fit keeps them nowhere; set data.cache to keep them")
+        told("data: encoding so few bytes is faster than reading a cache, so fit has none; set data.cache to have one")
         return
     tasks = [_PieceOrder(place.path, place.text_key, piece) for place in places for piece in pieces_of(place.files)]
     absent = {(p.path, piece.number) for p in places for piece in missing(p.folder(), pieces_of(p.files))}
@@ -89,13 +89,13 @@ def _finish(place: TokensPlace, kind: np.dtype, told: Told) -> None:
     folder, pieces = place.folder(), pieces_of(place.files)
     absent = missing(folder, pieces)
     if absent:
-        told(f"data: {folder} waits for {len(absent)} of {len(pieces)} pieces, of other jobs")
+        told(f"data: {folder}: {len(absent)} of {len(pieces)} pieces, of other jobs, are still missing")
         return
     if folder.read(INDEX) is None:
         finish(folder, place.files, kind)
     corpus = open_corpus(folder)
     report_corrupt(corpus.corrupt, corpus.files, told)
-    told(f"data: {folder} is whole: {corpus.tokens:,} tokens")
+    told(f"data: {folder} is complete: {corpus.tokens:,} tokens")
 
 
 def share(sizes: Sequence[int], job: Job) -> list[int]:
@@ -127,7 +127,7 @@ def job_of(environment: Mapping[str, str] = os.environ) -> Job:
         number, count = number * tasks + int(environment.get("SLURM_PROCID", 0)), count * tasks
     check(
         number < count,
-        f"the job array has gaps: this is task {number + 1} of {count}, counted from the lowest number on; number them "
+        f"the job array has gaps: this is task {number + 1} of {count}, counted from the lowest number; number them "
         "without gaps, as in --array=0-15, or name the job by --job and --jobs",
     )
     return Job(number, count)
@@ -136,7 +136,7 @@ def job_of(environment: Mapping[str, str] = os.environ) -> Job:
 def named_job(number: int | None, count: int | None) -> Job:
     """The job of the command's options. Raises ValueError unless both are given and consistent."""
     if number is None or count is None:
-        raise ValueError("--job and --jobs go together: which job this is, from 0 on, and how many there are")
+        raise ValueError("--job and --jobs go together: the number of this job, from 0, and the number of jobs")
     return _job(number, count, "--job")
 
 
@@ -170,8 +170,8 @@ def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iter
             raise
         except BrokenProcessPool:
             raise OSError(
-                f"one of {count} workers was ended from outside, perhaps for want of memory; --workers takes fewer, "
-                "and what is built is kept"
+                f"one of {count} workers was killed, perhaps for lack of memory; lower --workers; "
+                "finished pieces are kept"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)

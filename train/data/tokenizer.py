@@ -74,7 +74,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     if not system.isfile(path):
         model = path.removesuffix(".json") + ".model"
         known = model != path and system.isfile(model)
-        beside = f"; {posixpath.basename(model)} lies beside it: set data.tokenizer to that" if known else ""
+        beside = f"; {posixpath.basename(model)} is in the same folder: set data.tokenizer to that" if known else ""
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}{beside}")
     if path.endswith(".gguf"):
         from posjax.nn.huggingface.gguf import GGUF  # imports flax, which other tokenizers do not need

@@ -197,7 +197,7 @@ def _held_out(config: Config) -> Any:
 def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
     """The program of a stage, traced; errors of attention or the loss are raised here."""
     train = config.train
-    check(train.steps > 0, "train.steps is 0: there is nothing to train; evaluate and compare measure a model as it is")
+    check(train.steps > 0, "train.steps is 0: there is nothing to train; use evaluate or compare to measure the model")
     check_model(config)
     mesh = make_mesh(train.mesh, train.rows // train.accumulate)
     program = build_program(config, mesh)
@@ -376,6 +376,6 @@ def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
         raise Diverged(
             f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}, and {in_row} "
-            "updates in a row were left out. What was saved before is kept; lower train.learning_rate, raise "
-            "train.spike_factor if it is set, or look at what the scheme does with these positions"
+            "updates in a row were skipped. Earlier checkpoints are kept; lower train.learning_rate, raise "
+            "train.spike_factor if it is set, or check the scheme at these positions"
         )

@@ -122,7 +122,7 @@ def check_vocabulary(config: Config) -> None:
         config.model.causal or tokenizer.mask != tokenizer.eos,
         "model.causal: the tokenizer has no mask token of its own; data.special_tokens=added would work",
     )
-    works = f"leave it out, or take {needed} or more"
+    works = f"leave it out, or use at least {needed}"
     works = "they do not belong together" if config.init.path else works
     check(not found or found >= needed, f"model.vocabulary: the tokenizer has {needed} tokens, found {found}; {works}")
 
@@ -134,7 +134,7 @@ def _check_reach(config: Config) -> None:
     works = f"train.length={reach}" if name == RELEASED else f"scheme.max_length={length}"
     check(
         reach >= length,
-        f"scheme: {name} tells {reach} positions apart, but train.length is {length}; {works} would work",
+        f"scheme: {name} has {reach} positions, but train.length is {length}; {works} would work",
     )
 
 

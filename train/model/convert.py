@@ -49,7 +49,7 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
     lost = sorted(found.keys() - {name for name, _ in names})
     if lost:
         raise ValueError(
-            f"scheme: {after.scheme.label!r} has no place for what {before.scheme.label!r} has learned: {lost[0]}"
+            f"scheme: {after.scheme.label!r} would lose parameters that {before.scheme.label!r} has learned: {lost[0]}"
         )
     return jax.tree.unflatten(jax.tree.structure(wanted), [taken(name, shape) for name, shape in names])
 

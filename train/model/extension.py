@@ -160,7 +160,7 @@ def _reached(schemes: Sequence[Scheme], extend: Mapping[str, Any], own: int) -> 
     full = [scheme for scheme in schemes if scheme.kept_keys is None or sum(scheme.kept_keys) >= own]
     if "layers" in extend or len(full) == len(schemes):
         return schemes, {}
-    check(bool(full), "every layer of this model sees a window of its own alone, so an extension has nothing to change")
+    check(bool(full), "every layer of this model has a local window, so an extension has nothing to change")
     return full, {"layers": "full"}
 
 
@@ -184,7 +184,7 @@ def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, 
     factor = rule.factor * change["factor"]
     check(
         name == "yarn" or rule.table_factor == 1,
-        f"frequencies: {name!r} has no place for the temperature of the model's own {type(rule).__name__}; 'yarn' has",
+        f"frequencies: {name!r} cannot keep the temperature of the model's own {type(rule).__name__}; use 'yarn'",
     )
     temperature = _temperature(rule, factor) if name == "yarn" else {}
     return {**kept, **temperature, **given, "factor": factor}

@@ -139,7 +139,7 @@ def _notes(readings: Sequence[Reading]) -> str:
         f"{name} x {count} of {reading.name}" for reading in readings for name, count in reading.tally.unknown.items()
     ]
     return (
-        "Predicted, not measured: cycles that the compiler expects, and bytes of look-ups. TFLOP are of matrix "
-        "products outside of kernels; GB are the least that HBM must move."
-        + (f" Left out, for nothing is known of it: {', '.join(left_out)}." if left_out else "")
+        "Predicted, not measured: cycles that the compiler expects, and bytes of look-ups. TFLOP count matrix "
+        "products outside kernels; GB are a lower bound of HBM traffic."
+        + (f" Not included, because unknown: {', '.join(left_out)}." if left_out else "")
     )

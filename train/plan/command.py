@@ -45,7 +45,7 @@ class Steps:
         """The options of the command line."""
         check(
             not evaluate or not (against or keep),
-            "--evaluate: train steps are kept and compared, not evaluations; leave it out, or --keep and --against",
+            "--evaluate: only train steps can be kept or compared; leave it out, or --keep and --against",
         )
         named = tuple(map(Path, against)), Path(keep) if keep else None
         for option, value, purpose in (("--keep", keep, "keep"), ("--flags", flags, "compile with them")):
@@ -54,7 +54,7 @@ class Steps:
                 f"{option}: nothing is compiled where --against names several folders, so there is nothing to "
                 f"{purpose}; leave out {option}, or all folders but one",
             )
-        check(not blocks or against, "--blocks: these are of kernels in a folder that --against names, found none")
+        check(not blocks or against, "--blocks: these describe kernels in a folder of --against, found no folder")
         return cls(*named, parse_blocks(blocks) if blocks else None, flags, evaluate)
 
 
@@ -66,11 +66,11 @@ def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: 
     that does not exist, a config that does not fit it, or a folder without a step.
     """
     steps = steps or Steps()
-    check(sweep >= 0, f"--sweep: expected how many ways to compile, found {sweep}")
+    check(sweep >= 0, f"--sweep: expected the number of ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     if steps.evaluate:
-        check(not sweep, "--sweep: ways to train are ranked, not evaluations; leave out --sweep or --evaluate")
+        check(not sweep, "--sweep ranks ways to train, not evaluations; leave out --sweep or --evaluate")
         report.show(plan_evaluation(config, on, flags=steps.flags), console)
         return
     if steps.against or steps.keep:
@@ -91,7 +91,7 @@ def _plan_stage(config: Config, on: Pod, sweep: int, console: Console, flags: st
 
 
 def _check_alone(config: Config, sweep: int) -> None:
-    check(not sweep, "--sweep: one step is kept or compared, not many; leave out --sweep, or --keep and --against")
+    check(not sweep, "--sweep: only a single step can be kept or compared; leave out --sweep, or --keep and --against")
     names = config.stage_names
     check(
         len(names) < 2,

@@ -101,5 +101,5 @@ def assumptions(plan: Plan) -> str:
         f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.network.link:g} GB/s one way, "
         f"{LATENCY * 1e6:g} us a hop;{_between_slices(plan)} every row one document; collectives overlap only what "
         "stands between their start and their end in the compiled program; no input, no host, no stragglers."
-        + (f" Left out, for nothing is known of it: {unknown}." if unknown else "")
+        + (f" Not included, because unknown: {unknown}." if unknown else "")
     )

@@ -66,7 +66,7 @@ def details(rows: Sequence[Row]) -> list[Table]:
         f"at {n}": {label: _measured(perplexities, label, "tokens_per_second", n) for label in labels(perplexities)}
         for n in sorted({lengths(perplexities)[0], lengths(perplexities)[-1]})
     }
-    title = "Speed of evaluation in tokens/s, which changes with what else the machine does"
+    title = "Speed of evaluation in tokens/s, which depends on other load on the machine"
     return [_by_scheme(title, columns, thousands)] if any(map(any, map(dict.values, columns.values()))) else []
 
 
@@ -136,7 +136,7 @@ def _costs(rows: Sequence[Row]) -> list[Table]:
 
 
 _ALIKE = "≈ is as good as the best, within the spreads of the two"
-_SINGLE = "single runs, which vary by some ten percent where a machine has other work too"
+_SINGLE = "single runs, which vary by some ten percent under other load on the machine"
 
 
 def _measured(rows: Sequence[Row], label: str, column: str, length: int) -> Estimate | None:

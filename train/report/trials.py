@@ -28,7 +28,7 @@ def chosen_rates(trials: Sequence[Row]) -> list[Table]:
         second = f"{losses[1] - losses[0]:.4f}" if len(losses) > 1 else "-"
         body.append((label, f"{rate:.3g}", f"{factor:.3g}", f"{losses[0]:.4f}", second, str(len(losses))))
     header = ("scheme", "learning rate", "factor for positions", "loss", "second best", "trials")
-    title = "Learning rates, chosen by the loss at the training length on text that is not reported on"
+    title = "Learning rates, chosen by the loss at the training length on text that is used for no other number"
     return [Table(title, header, tuple(body))]
 
 

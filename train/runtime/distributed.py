@@ -228,7 +228,7 @@ def _broken(process: int) -> None:
     print(f"warning: the connection to process {process} broke; {_LATE}", file=sys.stderr, flush=True)
 
 
-_LATE = "its loss would be noticed late, by the heartbeats of jax"
+_LATE = "a loss would be noticed late, by the heartbeats of jax"
 
 
 def _leave(error: BaseException) -> None:

@@ -108,6 +108,6 @@ def bench_loop(config: Config) -> tuple[Times, Times]:
         Run(config, [stage], checkpoints, None, monitor, threading.Event()).train()
     loop, bare = blocks.medians()
     print(f"{processor()} · medians of {BLOCKS - WARM_BLOCKS} blocks of {size} steps in turn")
-    for name, ours, least in zip(("on the wall", "of the processor"), loop, bare, strict=True):
+    for name, ours, least in zip(("wall-clock", "processor"), loop, bare, strict=True):
         print(f"{name}: the loop {1e3 * ours:.3f} ms a step · bare {1e3 * least:.3f} ms · {ours / least - 1:+.2%}")
     return loop, bare

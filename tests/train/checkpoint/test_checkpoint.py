@@ -174,12 +174,12 @@ def change_value(folder, value):
 
 def change_a_weight(folder):
     change_value(folder / "parameters", matrix_of(6)[3])
-    return "the array parameters/layers.0.weight holds other values than were saved"
+    return "the values of the array parameters/layers.0.weight have changed since they were saved"
 
 
 def change_a_moment(folder):
     change_value(folder / "training", -matrix_of(6)[3])
-    return "the array training/optimizer.0.mean.layers.0.weight holds other values than were saved"
+    return "the values of the array training/optimizer.0.mean.layers.0.weight have changed since they were saved"
 
 
 def garble_the_index(folder):
@@ -191,7 +191,7 @@ def garble_the_index(folder):
 def garble(folder):
     place = folder / "run" / "metadata"
     place.write_bytes(place.read_bytes().replace(b'"next":24', b'"next":25').replace(b'"next": 24', b'"next": 25'))
-    return "run/metadata holds other bytes than were written"
+    return "run/metadata has changed since it was written"
 
 
 def lose(folder):
@@ -206,12 +206,12 @@ def lose_all_arrays(folder):
 
 def leave_unsealed(folder):
     shutil.rmtree(folder / "checksums")
-    return "its writing was not finished"
+    return "it was not completely written"
 
 
 def leave_half_sealed(folder):
     (folder / "checksums" / "0-of-1.json").rename(folder / "checksums" / "0-of-2.json")
-    return "its writing was not finished: 1 of 2 parts of its checksums are there"
+    return "it was not completely written: 1 of 2 parts of its checksums exist"
 
 
 def garble_seal(folder):
@@ -222,7 +222,7 @@ def garble_seal(folder):
 def leave_nothing(folder):
     shutil.rmtree(folder)
     folder.mkdir()
-    return "its writing was not finished"
+    return "it was not completely written"
 
 
 DAMAGES = [
@@ -265,7 +265,7 @@ def test_any_other_bit_in_any_file_is_noticed_or_changes_nothing(copy):
         flip(folder / name)
         found = damages(folder)
         if "/d/" not in name:
-            assert f"{name} holds other bytes than were written" in found
+            assert f"{name} has changed since it was written" in found
         elif not found:
             unread.add(name)
             chex.assert_trees_all_equal(restored(copy)[1], state(6))
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_and_checked_by_its_checksums
     flip(largest(copy / "checkpoints" / "6"))
     saved, found = restored(copy)
     chex.assert_trees_all_equal(found, state(3))
-    assert re.search(r"damaged \(.*/d/\w+ holds other bytes than were written\)", capsys.readouterr().err)
+    assert re.search(r"damaged \(.*/d/\w+ has changed since it was written\)", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("sealing", "checking"), [(1, 1), (3, 1), (1, 3), (4, 3)])
@@ -421,7 +421,7 @@ def test_the_newest_checkpoint_may_be_in_the_middle_of_a_save(copy, capsys, leav
     assert capsys.readouterr().out == ("step 6: not finished: a run is saving it, or was killed then\nstep 3: whole\n")
     leave(copy / "checkpoints" / "3")
     assert main(["verify", str(copy)]) == 1
-    assert "step 3: its writing was not finished" in capsys.readouterr().out
+    assert "step 3: it was not completely written" in capsys.readouterr().out
 
 
 def test_a_run_without_checkpoints_is_told(tmp_path, capsys):

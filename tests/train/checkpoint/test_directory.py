@@ -55,7 +55,7 @@ def test_a_run_directory_may_be_in_an_object_store():
     with pytest.raises(ValueError, match=r"memory://runs/mine belongs to another config: seed was 0, now 3"):
         check_run(parse({**to_dict(config()), "seed": 3}), directory)
     write_file(directory / "thesis.tex", "")
-    with pytest.raises(ValueError, match="holds other things than a run"):
+    with pytest.raises(ValueError, match="has files that are not of a run"):
         check_run(config(), directory)
 
 

@@ -90,6 +90,6 @@ def test_a_run_in_an_object_store_goes_on_from_the_newest_whole_checkpoint(tmp_p
         folder = "gs://bucket/runs/mine/checkpoints"
         assert f"the checkpoint of step 6 in {folder} was not finished when the run ended; removing it" in told
         assert f"the checkpoint of step 4 in {folder} is damaged (" in told
-        assert f"{arrays.removeprefix(f'{RUN}/checkpoints/4/')} holds other bytes than were written" in told
+        assert f"{arrays.removeprefix(f'{RUN}/checkpoints/4/')} has changed since it was written" in told
         assert checkpoints() == {"2", "4", "4.damaged", "6"}
         assert metrics(store.objects["bucket", f"{RUN}/metrics.jsonl"][0]) == straight

@@ -268,7 +268,7 @@ def test_directories_of_other_things_are_left_alone(values, started, tmp_path):
     directory.mkdir(parents=True)
     for name in ("metrics.jsonl", "thesis.tex"):
         (directory / name).write_text("mine")
-        with pytest.raises(ValueError, match=rf"holds other things than a comparison \({name}\)"):
+        with pytest.raises(ValueError, match=rf"has files that are not of a comparison \({name}\)"):
             compare(parse(values), silent())
         (directory / name).unlink()
     (directory / "config.yaml").write_text("mine: true")

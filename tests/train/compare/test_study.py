@@ -410,7 +410,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
             "evaluate.stride: a study",
         ),
         ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocabulary: the tokenizer has 282 tokens"),
-        ({"init": "", "scheme": "rope"}, "a released model is measured, named as in init=PATH"),
+        ({"init": "", "scheme": "rope"}, "0 measures a released model, which must be named, as in init=PATH"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_read(values, changes, message, tmp_path):
@@ -482,7 +482,7 @@ def test_nothing_is_searched_for_a_model_that_no_extension_fits(values, tmp_path
     compare = {"schemes": [SCHEMES[0], LONG], "texts": 1}
     sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "compare": compare}
     run_study(parse({**values, **sections}), console)
-    why = "every layer of this model sees a window of its own alone"
+    why = "every layer of this model has a local window"
     assert f"LongRoPE: {why}" in console.file.getvalue()
 
 
@@ -537,7 +537,7 @@ def test_lengths_alone_may_be_named(values):
 def test_a_directory_of_something_else_is_left_alone(values, tmp_path):
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "letter.txt").write_text("Dear")
-    with pytest.raises(ValueError, match="holds other things than a study"):
+    with pytest.raises(ValueError, match="has files that are not of a study"):
         run_study(parse({**values, "output": str(tmp_path)}))
 
 

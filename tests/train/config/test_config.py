@@ -124,10 +124,10 @@ def test_an_empty_file_is_all_defaults(tmp_path, text):
         ({"scheme": 3}, "scheme: expected a scheme's name"),
         ({"scheme": {"label": "x"}}, "scheme: expected a scheme's name"),
         ({"scheme": {"name": "rope", "extend": 4}}, "scheme.extend: expected a section"),
-        ({"compare": {"schemes": ["rope", "rope"]}}, "compare.schemes: 'rope' stands there twice"),
+        ({"compare": {"schemes": ["rope", "rope"]}}, "compare.schemes: 'rope' appears twice"),
         ({"compare": {"schemes": ["rope", 4]}}, r"compare.schemes\[1\]: expected a scheme's name"),
         ({"compare": {"seeds": []}}, "compare.seeds is empty"),
-        ({"compare": {"seeds": [1, 1]}}, "compare.seeds: 1 stands there twice"),
+        ({"compare": {"seeds": [1, 1]}}, "compare.seeds: 1 appears twice"),
         ({"evaluate": {"lengths": []}}, "evaluate.lengths is empty"),
         ({"evaluate": {"lengths": [64, 32]}}, "evaluate.lengths must rise"),
         ({"evaluate": {"lengths": [1]}}, "evaluate.lengths must all be above 1"),
@@ -204,7 +204,7 @@ def test_reading_a_config_does_not_start_jax():
 
 
 def test_a_run_of_stages_does_not_end_at_a_loss():
-    with pytest.raises(ValueError, match=r"train\.stop_loss ends a run of one stage"):
+    with pytest.raises(ValueError, match=r"train\.stop_loss works only without stages"):
         parse({"train": {"stop_loss": 1.0}, "stages": [{}, {}]})
     with pytest.raises(ValueError, match=r"train\.stop_loss must not be negative, found -1"):
         parse({"train": {"stop_loss": -1.0}})

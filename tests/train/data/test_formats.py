@@ -115,10 +115,10 @@ def test_folders_of_hugging_face_datasets(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"it holds several datasets, so name one, as .*/sets/train"):
         documents(from_files(tmp_path / "sets"), "train")
     write_dataset(tmp_path / "some", [TEXTS], _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(ValueError, match=r"is a selection of rows; save it again after flatten_indices\(\)"):
+    with pytest.raises(ValueError, match=r"has selected rows; call flatten_indices\(\) and save it again"):
         documents(from_files(tmp_path / "some"), "train")
     (tmp_path / "some" / "state.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"some/state.json is not what Hugging Face datasets writes"):
+    with pytest.raises(ValueError, match=r"some/state.json was not written by Hugging Face datasets"):
         documents(from_files(tmp_path / "some"), "train")
 
 

@@ -99,8 +99,8 @@ def test_jobs_build_what_is_theirs_in_any_order_and_the_last_one_writes_the_inde
         assert len(set(built(tmp_path / "kept")) - seen) == 2
         seen.update(built(tmp_path / "kept"))
         assert ("index.npz" in contents(tmp_path / "kept")) == (count == 3)
-    assert lines[2][-1].endswith(f" waits for 4 of {FILES} pieces, of other jobs")
-    assert lines[1][-1].endswith(" is whole: 1,655 tokens")
+    assert lines[2][-1].endswith(f": 4 of {FILES} pieces, of other jobs, are still missing")
+    assert lines[1][-1].endswith(" is complete: 1,655 tokens")
     assert contents(tmp_path / "kept") == contents(tmp_path / "alone")
 
 
@@ -140,7 +140,7 @@ def test_a_worker_that_is_killed_is_told_of_in_one_line(texts, tmp_path):
     os.kill(int(mark.name.removeprefix("hangs-")), signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert err.splitlines()[-1].startswith("error: one of 2 workers was ended from outside, perhaps for want of memory")
+    assert err.splitlines()[-1].startswith("error: one of 2 workers was killed, perhaps for lack of memory")
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -297,7 +297,7 @@ def test_two_writers_of_one_file_leave_it_whole(tmp_path):
 def test_bytes_that_fit_keeps_nowhere_are_not_tokenised(texts, tmp_path):
     lines = []
     tokenize(config_of(texts, ""), lines.append)
-    assert "set data.cache to keep them" in lines[0]
+    assert "set data.cache to have one" in lines[0]
     assert not (tmp_path / "runs").exists()
 
 

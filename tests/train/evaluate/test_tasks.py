@@ -354,7 +354,7 @@ def test_room_for_an_answer_is_left():
     ("values", "message"),
     [
         ({"tasks": ("passky",)}, r"evaluate\.tasks: unknown task 'passky'; did you mean 'passkey'"),
-        ({"tasks": ("copy", "copy")}, r"evaluate\.tasks: 'copy' stands there twice"),
+        ({"tasks": ("copy", "copy")}, r"evaluate\.tasks: 'copy' appears twice"),
         ({"stride": 33}, r"evaluate\.stride must be from 0 to the shortest length, 32, found 33"),
         ({"stride": -1}, r"evaluate\.stride must be from 0"),
         ({"copy": {"lengths": (64, 8192)}}, r"evaluate\.batch_tokens must hold the longest window \(8192\)"),

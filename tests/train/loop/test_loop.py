@@ -276,12 +276,12 @@ def test_changed_text_is_refused(config, text, tmp_path, monkeypatch):
 
 def test_a_directory_of_other_things_is_refused(config, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"holds other things than a run \(thesis\.tex\); choose another name"):
+    with pytest.raises(ValueError, match=r"has files that are not of a run \(thesis\.tex\); choose another name"):
         fit(config, tmp_path)
     with pytest.raises(ValueError, match=r"thesis\.tex is a file; choose another name"):
         fit(config, tmp_path / "thesis.tex")
     (tmp_path / "config.yaml").write_text("mine: true")
-    with pytest.raises(ValueError, match="holds other things than a run"):
+    with pytest.raises(ValueError, match="has files that are not of a run"):
         fit(config, tmp_path)
     (tmp_path / "thesis.tex").unlink()
     with pytest.raises(ValueError, match="unknown key 'mine'"):

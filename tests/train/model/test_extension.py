@@ -132,7 +132,7 @@ def test_up_to_its_own_length_a_model_keeps_its_frequencies(rule, names):
         (rotary.Llama3(factor=8.0, original_length=512), "linear", "own Llama3; llama3 or ntk-by-parts or yarn can"),
         (rotary.Linear(factor=8.0), "dynamic-ntk", "'dynamic-ntk' would replace the model's own Linear; linear can"),
         (rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 512, factor=8.0), "yarn", "own LongRoPE; no rule can continue it"),
-        (rotary.YaRN(8.0, 512), "llama3", "'llama3' has no place for the temperature of the model's own YaRN; 'yarn'"),
+        (rotary.YaRN(8.0, 512), "llama3", "'llama3' cannot keep the temperature of the model's own YaRN; use 'yarn'"),
     ],
 )
 @pytest.mark.parametrize("length", [OWN // 2, 2 * OWN])
@@ -179,7 +179,7 @@ def test_a_slot_without_its_name_is_told(change):
 
 
 def test_a_model_of_windows_alone_has_nothing_to_extend():
-    with pytest.raises(ValueError, match="every layer of this model sees a window of its own alone"):
+    with pytest.raises(ValueError, match="every layer of this model has a local window"):
         continued(LOCAL, YARN, OWN, 2 * OWN)
     assert continued(LOCAL, {}, OWN, 2 * OWN) == {}
 

@@ -123,9 +123,9 @@ def test_a_folder_without_a_step_is_one_line(config, tmp_path, capsys):
             ("--against", "a", "--against", "b", "--flags="),
             "--flags: nothing is compiled where --against names several",
         ),
-        (("--blocks", "1024,1024"), "--blocks: these are of kernels in a folder that --against names, found none"),
+        (("--blocks", "1024,1024"), "--blocks: these describe kernels in a folder of --against, found no folder"),
         (("--against", "a", "--blocks", "many"), "--blocks: expected queries and keys of a tile"),
-        (("--against", "a", "--sweep", "2"), "--sweep: one step is kept or compared, not many"),
+        (("--against", "a", "--sweep", "2"), "--sweep: only a single step can be kept or compared"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(arguments, reason, config, capsys):
@@ -161,7 +161,7 @@ def test_two_kept_steps_stand_side_by_side_without_a_compiler(config, tmp_path, 
     assert cells(output, "HBM GiB: temporaries") == ["3.00", "3.00"]
     assert cells(output, "all-reduce f32")[0].startswith("1 x, 6.14e-06 GB")
     assert cells(output, "step")[0].startswith("> ")
-    assert "Left out, for nothing is known of it: kernel k x 1 of first" in " ".join(output.split())
+    assert "Not included, because unknown: kernel k x 1 of first" in " ".join(output.split())
     told = " ".join(output.split())
     assert 'second: compiled with these flags, which a run needs too: export LIBTPU_INIT_ARGS="--xla_flag=1"' in told
     assert "first: compiled" not in told  # its folder does not say

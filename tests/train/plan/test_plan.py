@@ -611,8 +611,8 @@ def test_the_evaluation_of_the_last_stage_is_planned_under_its_extension(monkeyp
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--keep", "kept"], "--evaluate: train steps are kept and compared, not evaluations"),
-        (["--sweep"], "--sweep: ways to train are ranked, not evaluations"),
+        (["--keep", "kept"], "--evaluate: only train steps can be kept or compared"),
+        (["--sweep"], "--sweep ranks ways to train, not evaluations"),
     ],
 )
 def test_evaluations_are_planned_alone(tmp_path, capsys, options, reason):

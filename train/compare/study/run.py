@@ -227,7 +227,7 @@ def _new_name(name: str, texts: Sequence[StudyText]) -> str:
 def _open_directory(config: Config, directory: Path) -> None:
     """Creates the directory, with the config. Raises ValueError if it has other content than this study."""
     if directory.exists() and any(directory.iterdir()):
-        where = f"{directory} holds other things than a study; choose another name"
+        where = f"{directory} has files that are not of a study; choose another name"
         check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), where)
         saved = read_config(directory)
         check(not saved.steps, f"{directory} holds a comparison of schemes that were trained; choose another name")

@@ -53,7 +53,7 @@ def check_seed(name: str, seed: int) -> None:
 def check_distinct(name: str, values: Sequence[Any], remedy: str) -> None:
     """Raises if a value appears twice; ``remedy`` says what to do."""
     twice = [value for index, value in enumerate(values) if value in values[:index]]
-    check(not twice, f"{name}: {twice[0] if twice else None!r} stands there twice; {remedy}")
+    check(not twice, f"{name}: {twice[0] if twice else None!r} appears twice; {remedy}")
 
 
 def check_chunks(vocabulary: int, chunks: int) -> None:

@@ -65,7 +65,8 @@ def _check_strategies(names: tuple[str, ...]) -> None:
             raise unknown("train.context.strategy", name, STRATEGY_NAMES, "value")
     check(
         len(names) == 1 or "auto" not in names,
-        f"train.context.strategy: 'auto' weighs all strategies for each layer and stands alone, found {list(names)}; "
+        f"train.context.strategy: 'auto' compares all strategies for each layer and cannot be in a "
+        f"list with others, found {list(names)}; "
         "give 'auto', or a list without it",
     )
 
@@ -160,5 +161,5 @@ def _check_factors(factors: Mapping) -> None:
         check(
             isinstance(pattern, str) and right,
             "train.learning_rate_factors: expected patterns of parameters' names with factors above 0, found "
-            f"{pattern!r}: {factor!r}; train.trains says what stays as it is",
+            f"{pattern!r}: {factor!r}; use train.trains to freeze parameters",
         )

@@ -121,13 +121,13 @@ def notes(chips: Sequence[str]) -> str:
         "floor: the cycles that the matrix units need at least",
         "stalls: as cost, with the bundles that the compiler's schedule leaves empty for latencies and busy units",
         "ratios: of the cost, and of that with stalls, to posjax's causal attention in the same direction and mode",
-        "needed: the cost for 512 x 512 of allowed pairs; larger tiles visit more that is forbidden",
-        "  a row that a bound has failed is computed again; that is counted as never happening",
+        "needed: the cost for 512 x 512 of allowed pairs; larger tiles visit more masked pairs",
+        "  a row for which a bound fails is computed again; this is counted as never happening",
         "HBM: cycles to move the bytes, bytes / (bytes a cycle and core); below the cost, memory keeps up",
         *(f"  {_rates(name)}" for name in chips),
-        "Mcycles: millions for everything, were it on one core",
-        "hot bundles, spills: of one run of each hot part; moves of registers that did not fit",
-        "temp: HBM beside arguments and results of the whole function, a gradient's forward pass included",
+        "Mcycles: millions of cycles in total, as if on one core",
+        "hot bundles, spills: of one run of each hot part; spills are moves of registers that did not fit",
+        "temp: HBM of the whole function in addition to arguments and results, with a gradient's forward pass",
     )
     return "\n".join(lines)
 
