@@ -158,7 +158,7 @@ def test_command_lines(capsys, arguments, message):
         ("train.context.strategy=[]", "train.context.strategy is empty: name at least one of auto, ring"),
         (
             "train.context.strategy=[ring, auto]",
-            "train.context.strategy: 'auto' .* stands alone, found .'ring', 'auto'.; ",
+            "train.context.strategy: 'auto' .* cannot be in a list with others, found .'ring', 'auto'.; ",
         ),
         ("train.context.layout=zigzags", "train.context.layout: unknown value 'zigzags'; did you mean 'zigzag'"),
         ("model.implementation=flash", "implementation.*'flash'.*blockwise"),
