@@ -89,6 +89,13 @@ def test_a_refusal_is_quoted_with_its_reason():
     assert "[cope](../methods/cope.md)" in rows[0].split("|")[3]
 
 
+def test_every_option_is_described():
+    rows = [(path, row) for path, method in PAGES.items() for row in pages.options(method).splitlines()[2:]]
+    assert len(rows) > len(PAGES)
+    missing = [f"{path}: {row.split('`')[1]}" for path, row in rows if row.endswith("|  |")]
+    assert not missing, missing
+
+
 def test_what_a_page_says_of_caches_and_directions():
     said = {name: pages.facts(PAGES[f"methods/{name}"]) for name in ("rope", "coca-strict", "window", "alibi", "fox")}
     assert "keys as the norm and the map of keys leave them |" in said["rope"]
