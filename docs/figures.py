@@ -142,6 +142,12 @@ def _svg(columns: int, draw) -> str:
         made = Figure(figsize=(5 * columns, 3.1))
         draw(made.subplots(1, columns))
         made.subplots_adjust(0.13 / columns, 0.15, 0.99, 0.96)
+        return as_svg(made)
+
+
+def as_svg(made: Figure) -> str:
+    """A figure as text, the same for the same figure."""
+    with matplotlib.rc_context(_STYLE):
         out = io.StringIO()
         made.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()

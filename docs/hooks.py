@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import rooms
 from docstrings import parse
 from figures import draw_ahead, figure
 from methods import methods
@@ -44,6 +45,7 @@ def generated() -> list[tuple[str, str]]:
     jax.config.update("jax_disable_most_optimizations", True)
     draw_ahead(methods())
     found = [("methods/index.md", overview()), ("studies.md", studies())]
+    found += [(f"rooms-{package}.svg", rooms.draw(package)) for package in ("posjax", "train")]
     found += [(f"api/{name}.md", api(name)) for name in MODULES]
     for method in methods():
         drawn, caption = figure(method)
@@ -61,6 +63,7 @@ def navigation() -> list[Any]:
         {"Methods": [{"All methods": "methods/index.md"}, *groups]},
         {"Results": list(_RESULTS)},
         {"Modules": modules},
+        "contributing.md",
         "changelog.md",
     ]
 

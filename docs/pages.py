@@ -186,7 +186,8 @@ def definitions(method: Method) -> str:
 def options(method: Method) -> str:
     """The options with their defaults and what the docstrings say of them."""
     said = {}
-    for thing in (method.make, *documents(method)):
+    make = getattr(method.make, "func", method.make)  # a partial has no docstring of its own
+    for thing in (make, *documents(method)):
         for one in reversed(inspect.getmro(thing)) if inspect.isclass(thing) else (thing,):
             said |= parse(one).options
     rows = [

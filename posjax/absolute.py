@@ -35,6 +35,7 @@ def sinusoidal(
         ``"concatenated"``: the same frequencies; all sines, then all cosines (GPT-J, RoFormer, DeepMind).
         ``"tensor2tensor"``: all sines, then all cosines, frequency base^(-t/(D/2 - 1)), so that the last one is exactly
         1/base (Tensor2Tensor, fairseq, Whisper, MaxText).
+    base: sets the longest wavelength, about 2 pi base positions; above 1.
 
     Within 2e-6 of float64 at any int32 position. Real-valued positions (a grid between the tokens) are taken in float32
     and so are their angles, which then err by 6e-8 of themselves: 6e-5 radians at position 1,000.
@@ -158,7 +159,10 @@ class Sinusoidal:
 class Learned:
     """A learned vector for each of ``max_length`` positions (Gehring et al., arXiv:1705.03122; BERT, GPT-2).
 
-    stddev: of the normal initial values; 0.02 is BERT's and GPT-2's. It cannot run past ``max_length``.
+    It cannot run past ``max_length``.
+
+    max_length: how many vectors are learned.
+    stddev: of the normal initial values; 0.02 is BERT's and GPT-2's.
     """
 
     max_length: int

@@ -75,7 +75,11 @@ class _OfQueriesAndKeys:
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(_OfQueriesAndKeys):
-    """Spec of ``key_norm``; queries pass through. It commutes with a rotation."""
+    """Spec of ``key_norm``; queries pass through. It commutes with a rotation.
+
+    Args:
+        eps: added to the mean square.
+    """
 
     eps: float = 1e-6
 
@@ -127,6 +131,9 @@ class CosineNorm(_OfQueriesAndKeys):
 
     It needs a scale to be of use: a cosine alone is nearly uniform attention. ``scales.CosineScale`` makes it CosA (Su,
     kexue.fm/archives/9859), ``scales.LearnedCosineScale`` the QK-norm of Henry et al. It commutes with a rotation.
+
+    Args:
+        eps: added to the mean square.
     """
 
     eps: float = 1e-6

@@ -263,6 +263,9 @@ class ClippedLogN(_OfCount):
     """Spec of ``clipped_log_n``, for a trained model. The factor is ``[..., length, 1]``.
 
     Shift invariant, because it reads the number of visible keys and no position.
+
+    Args:
+        length: ``L``, up to which the factor is 1: the training length in tokens, at least 2.
     """
 
     length: int
@@ -314,6 +317,10 @@ class Llama4Temperature(_OfPosition):
     """Spec of ``llama4_temperature``, for layers without rotation. The factor is ``[..., length, 1]``.
 
     Not shift invariant: it reads the position itself.
+
+    Args:
+        floor_scale: ``f``, how many positions make one step of the temperature.
+        attn_scale: ``a``, the factor of the logarithm.
     """
 
     floor_scale: int = 8192
@@ -336,6 +343,10 @@ class MinistralTemperature(_OfPosition):
     """Spec of ``ministral_temperature``. The factor is ``[..., length, 1]``.
 
     Not shift invariant: it reads the position itself.
+
+    Args:
+        length: ``L``, the training length in tokens; so many positions make one step of the temperature.
+        beta: the factor of the logarithm.
     """
 
     length: int
@@ -398,6 +409,9 @@ class Constant(_OneFactor):
     """A constant factor besides ``1 / sqrt(d)``. The factor is ``[1, 1]``.
 
     ``Constant(sqrt(d))`` cancels ``1 / sqrt(d)``, as in T5, and in Gemma 4 after its norms.
+
+    Args:
+        value: the factor, above 0.
     """
 
     value: float
@@ -408,7 +422,11 @@ class Constant(_OneFactor):
 
 @dataclasses.dataclass(frozen=True)
 class GradientMaximal(_OneFactor):
-    """Spec of ``gradient_maximal``: the constant for ``n`` visible keys. The factor is ``[1, 1]``."""
+    """Spec of ``gradient_maximal``: the constant for ``n`` visible keys. The factor is ``[1, 1]``.
+
+    Args:
+        n: how many keys a query sees, above 1.
+    """
 
     n: int
 
@@ -447,6 +465,9 @@ class LearnedCosineScale:
     """One learned factor of the cosine for each layer, from ``qk_norm_initial(length)``: use it with ``CosineNorm``.
 
     That is the QK-norm of Henry et al. (arXiv 2010.04245). The factor is ``[1, 1]``.
+
+    Args:
+        length: ``L``, the 97.5th percentile of the lengths of the training sequences in tokens, at least 2.
     """
 
     length: int

@@ -16,8 +16,8 @@ from posjax.scheme.registry import SLOTS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
-docstrings, methods, pages, hooks, figures = map(
-    importlib.import_module, ("docstrings", "methods", "pages", "hooks", "figures")
+docstrings, methods, pages, hooks, figures, rooms = map(
+    importlib.import_module, ("docstrings", "methods", "pages", "hooks", "figures", "rooms")
 )
 sys.path.pop(0)
 PAGES = {method.path: method for method in methods.methods()}
@@ -87,6 +87,13 @@ def test_a_refusal_is_quoted_with_its_reason():
     assert "features do not compose with CoPE" in rows[0]
     assert "[alibi](../methods/alibi.md)" in rows[0].split("|")[2]
     assert "[cope](../methods/cope.md)" in rows[0].split("|")[3]
+
+
+def test_every_option_is_described():
+    rows = [(path, row) for path, method in PAGES.items() for row in pages.options(method).splitlines()[2:]]
+    assert len(rows) > len(PAGES)
+    missing = [f"{path}: {row.split('`')[1]}" for path, row in rows if row.endswith("|  |")]
+    assert not missing, missing
 
 
 def test_what_a_page_says_of_caches_and_directions():
@@ -176,3 +183,18 @@ def test_the_methods_of_ones_own_run(names_of_slots):
         )
         assert jnp.isfinite(names.get("out", 0.0)).all()
     assert {"recency", "strided", "wavelengths", "log-rotary"} <= set().union(*SLOTS.values())
+
+
+def test_rooms_import_downwards_alone():
+    """The floors of the map; rooms that import each other have none."""
+    order = {"posjax": ("positions", "rotary", "coca", "attention", "scheme", "nn", "diagnostics"),
+             "train": ("runtime", "config", "data", "model", "loop", "evaluate", "compare", "cli")}  # fmt: skip
+    for package, wanted in order.items():
+        levels = rooms.floors(rooms.imports(package))
+        floor = {room: n for n, level in enumerate(levels) for room in level}
+        assert sorted(wanted, key=floor.get) == list(wanted), levels
+        assert len({floor[room] for room in wanted}) == len(wanted)
+        assert all(f">{room}<" in rooms.draw(package) for room in floor)
+    with pytest.raises(ValueError, match=r"these rooms import each other: \['a', 'b'\]"):
+        rooms.floors({"a": frozenset("b"), "b": frozenset("a"), "c": frozenset()})
+    assert rooms.steps({"a": frozenset(), "b": frozenset("a"), "c": frozenset("ab")}) == [("b", "a"), ("c", "b")]

@@ -170,6 +170,8 @@ class Expansion(ScaledKernel):
 
     Exact in the limit, which shows that the rank of softmax attention is not bounded by ``d``. Because of the width,
     practical only at order 2 with small heads.
+
+    order: n, the order of the expansion, even.
     """
 
     order: int = 2

@@ -31,6 +31,7 @@ class Performer(ScaledKernel):
     orthogonal: rows of each block of d are orthogonal, which lowers the variance a little; otherwise independent.
     norms: of orthogonal rows. ``"chi"``, those of Gaussian vectors, is unbiased; ``"constant"``, ``sqrt(d)``, is
         biased and has a lower variance.
+    eps: added to every feature, relative to the largest one of its token.
     scale: see ``ScaledKernel``.
     """
 

@@ -193,6 +193,9 @@ class Window(_Around):
     Without ``Causal`` it is the symmetric band of ``2 * size - 1`` keys that encoders use. ``Window(L)``, for a decoder
     trained at length ``L``, is the baseline of kexue.fm/archives/9431, where each token sees no more keys than in
     training; language models also need their first tokens, ``Window(L) | Sinks(n)`` (kexue.fm/archives/9948).
+
+    Args:
+        size: keys on each side, the query's own included.
     """
 
     size: Size
@@ -215,6 +218,9 @@ class Band(_Around):
     ``Band(L)`` is the bidirectional form of the baseline where each token sees ``L`` keys, the training length
     (kexue.fm/archives/9431, which does not say where the band lies; here it is centred). Near both ends of a sequence
     a token sees fewer, also in a sequence no longer than ``L``.
+
+    Args:
+        size: keys on both sides together, the query's own included.
     """
 
     size: Size
@@ -365,6 +371,9 @@ class Sinks(_First):
     """``j < count``: every query sees the first ``count`` positions.
 
     ``Causal() & (Window(w) | Sinks(n))`` is the lambda-shaped mask of StreamingLLM (arXiv 2309.17453) and LM-Infinite.
+
+    Args:
+        count: how many first positions every query sees.
     """
 
     count: Size
@@ -427,7 +436,11 @@ class Prefix(_First):
 @_sized
 @dataclasses.dataclass(frozen=True)
 class Chunked(_Chunks):
-    """``floor(i / size) == floor(j / size)``: attention inside chunks of ``size`` positions (Llama 4)."""
+    """``floor(i / size) == floor(j / size)``: attention inside chunks of ``size`` positions (Llama 4).
+
+    Args:
+        size: tokens of a chunk.
+    """
 
     size: Size
 

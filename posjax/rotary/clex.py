@@ -28,6 +28,7 @@ class CLEX(FrequencyRule):
 
     original_length: L. The scale is t = ceil(length / L), between 1 and ``max_factor``: give ``length = t * L`` in
         training, with t drawn from 1 .. max_factor, and the current length in use. Both may be traced.
+    max_factor: the largest t.
     param_factor: the width of the hidden layer over the rotary width. activation: ``"tanh"`` or ``"silu"``.
     steps: Runge-Kutta steps (of fourth order) per unit of t; the released code takes 100. One pass of
         steps * (max_factor - 1) small steps gives all integer scales, so a traced length does not compile again.

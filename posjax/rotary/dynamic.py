@@ -41,7 +41,10 @@ def excess(length: Length, original_length: float) -> np.ndarray | Float[Array, 
 
 @dataclass(frozen=True)
 class _Dynamic(FrequencyRule):
-    """theta_t times ``_multipliers(s)[t]``, with s the scale of the current length."""
+    """theta_t times ``_multipliers(s)[t]``, with s the scale of the current length.
+
+    original_length: L, the length in tokens that the model was trained on.
+    """
 
     original_length: int
 
@@ -85,6 +88,7 @@ class DynamicNTK(_Dynamic):
 
     factor = 1 gives s = l/L.
 
+    factor: how much s grows for every L tokens past L, at least 1.
     schedule: ``"continuous"``, as above; or ``"qwen"``, the steps of Qwen-1, whose frequencies change only where the
         length passes L, 2L, 4L, ...: s = 2^(k+1) - 1 with k = ceil(log2(l / L)), so 1, 3, 7, 15. It takes no factor.
     """
@@ -130,8 +134,12 @@ class DynamicYaRN(_Dynamic):
 
         theta_t ((1 - gamma_t) / s + gamma_t),    cos and sin times 0.1 ln s + 1
 
-    (arXiv:2309.00071, section 3.3; kexue.fm 9948.) gamma_t does not depend on s; for it and the other fields see
-    :class:`NTKByParts`.
+    (arXiv:2309.00071, section 3.3; kexue.fm 9948.) gamma_t does not depend on s; for it see :class:`NTKByParts`.
+
+    beta_fast: pairs that make more rotations than this over L keep their frequency.
+    beta_slow: pairs that make fewer rotations than this over L are interpolated.
+    ramp: how gamma_t falls between them, ``"index"`` or ``"rotations"``; see :class:`NTKByParts`.
+    truncate: round the range of the index ramp outwards (gpt-oss does not).
     """
 
     beta_fast: float = 32.0

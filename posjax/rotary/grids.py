@@ -253,6 +253,8 @@ class RoPETie(_OneDimensional):
 
     Text at (n, n) is exactly 1-D RoPE, so a language model computes the same as before;
     :func:`posjax.rotary.tie_positions` places images.
+
+    axes: how many coordinates a position has, at least 2.
     """
 
     axes: int = 2

@@ -25,9 +25,11 @@ class LongRoPE(FrequencyRule):
     """theta_t / lambda_t with searched factors, one list for short and one for long inputs (arXiv:2402.13753).
 
     short_factor, long_factor: lambda_t, w/2 numbers each. The long ones are used when the current length is greater
-    than ``original_length``, for the whole row (Hugging Face: for the whole batch).
-    factor: s, from which cos and sin are multiplied by sqrt(1 + ln s / ln original_length) (1 for s <= 1), for short
-        inputs too; or give that multiplier itself as ``attention_factor``. One of the two is needed.
+        than ``original_length``, for the whole row (Hugging Face: for the whole batch).
+    original_length: L, the length in tokens that the model was trained on.
+    factor: s, from which cos and sin are multiplied by sqrt(1 + ln s / ln L) (1 for s <= 1), for short inputs too.
+        It or ``attention_factor`` is needed.
+    attention_factor: that multiplier itself, if given.
     select: ``"by_length"``, or ``"short"`` or ``"long"`` to fix the choice, as servers do; then no length is read. Or
         ``"dynamic"`` (microsoft/LongRoPE): 1 + (lambda_t - 1) (s_cur - 1) / (s - 1) of the long list, with
         s_cur = max(1, length / original_length), which also replaces s in the multiplier; plain RoPE up to

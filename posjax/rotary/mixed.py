@@ -24,6 +24,9 @@ class MixedRotary(Features):
 
     At the start the pairs fall into one group per axis, group g of m pairs with magnitudes base^(-t/m) along direction
     g of a random rotation of the axes, one per head: for two axes base^(-4t/d) at orientations phi and phi + pi/2.
+
+    axes: how many coordinates a position has, at least 2.
+    base: of the magnitudes base^(-t/m) at the start, above 1. pairing: see :func:`posjax.rotary.apply_rotary`.
     """
 
     axes: int = 2

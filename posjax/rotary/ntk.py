@@ -26,7 +26,10 @@ def ntk_exponents(width: int) -> Float[np.ndarray, "width/2"]:
 
 @dataclass(frozen=True)
 class _Radix(FrequencyRule):
-    """theta_t times ``_multipliers(w/2)[t]``, which depend on ``factor`` and the index alone."""
+    """theta_t times ``_multipliers(w/2)[t]``, which depend on ``factor`` and the index alone.
+
+    factor: the length to reach over that of training, at least 1.
+    """
 
     factor: float
 
@@ -55,6 +58,8 @@ class NTKMixed(_Radix):
 
     (kexue.fm 9706.) ``exponent`` 1 is NTKFixed and 0 is position interpolation; the article takes 0.625, and the code
     of the rerope repository 0.75 (with a factor of 12).
+
+    exponent: how far the growth leans to the first digits, from 1, the same for all, to 0, all in the first.
     """
 
     exponent: float = 0.625

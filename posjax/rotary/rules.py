@@ -186,6 +186,9 @@ class Proportional(FrequencyRule):
     theta_t = base^(-2t/d) / factor for t < int(p d // 2), else 0, with p = ``partial_rotary_factor``: unlike partial
     rotary the exponents are over the full head size d. p = 1 is RoPE and p = 0 is NoPE. Gemma 4's global layers use
     p = 0.25; Hugging Face calls it "proportional".
+
+    partial_rotary_factor: p, the share of the pairs that rotate, those of the highest frequencies.
+    factor: the length to reach over that of training, at least 1.
     """
 
     partial_rotary_factor: float = field(default=0.75, kw_only=False)

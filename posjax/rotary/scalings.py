@@ -18,7 +18,10 @@ from posjax.rotary.tables import RotaryTable, rotary_table
 
 @dataclass(frozen=True)
 class Linear(FrequencyRule):
-    """Position interpolation: theta_t / factor, the same as dividing every position (arXiv:2306.15595, section 3.2)."""
+    """Position interpolation: theta_t / factor, the same as dividing every position (arXiv:2306.15595, section 3.2).
+
+    factor: the length to reach over that of training, at least 1.
+    """
 
     factor: float
 
@@ -41,6 +44,8 @@ class HoPE(FrequencyRule):
 
     46 of 64 stay for d = 128, b = 10,000, L = 4,096. For training from scratch. Other papers use the name for other
     methods (2505.20444, 2509.05218).
+
+    original_length: L, the length in tokens that the model was trained on.
     """
 
     original_length: int
@@ -79,6 +84,10 @@ class NTKByParts(FrequencyRule):
 
     gamma_t falls from 1 to 0 along a ramp between ``beta_fast`` and ``beta_slow`` rotations over ``original_length``.
 
+    factor: the length to reach over that of training, at least 1.
+    original_length: L, the length in tokens that the model was trained on.
+    beta_fast: pairs that make more rotations than this over L keep their frequency.
+    beta_slow: pairs that make fewer rotations than this over L are interpolated.
     ramp: ``"index"``, the default, falls linearly in the pair index, as the released code and every checkpoint do (see
         :func:`correction_range`); ``"rotations"`` falls linearly in the number of rotations r_t = L theta_t / 2 pi, as
         the paper prints: gamma_t = (r_t - beta_slow) / (beta_fast - beta_slow). They differ by up to 0.34.
@@ -196,6 +205,11 @@ class Llama3(FrequencyRule):
     L / low_freq_factor it is divided by ``factor``, between them ((1 - u) / factor + u) theta_t with
     u = (L / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor). With equal factors nothing is
     blended (Llama 4 Scout: both 1, ``factor`` 16).
+
+    factor: divides the frequencies of long wavelengths, at least 1.
+    original_length: L, the length in tokens that the model was trained on.
+    low_freq_factor: pairs that make fewer rotations than this over L are interpolated.
+    high_freq_factor: pairs that make more rotations than this over L keep their frequency.
     """
 
     factor: float = 8.0

@@ -34,13 +34,23 @@ def _clex(rule: rotary.CLEX) -> Scheme:
 
 
 def _axial(layout: str = "rope-vit") -> rotary.Rotary:
-    """One of the four public layouts of 2-D RoPE."""
+    """One of the four public layouts of 2-D RoPE.
+
+    Args:
+        layout: the model whose layout it is: ``"rope-vit"``, ``"llama4-vision"``, ``"pixtral"`` or ``"dinov3"``.
+    """
     check_known("layout", layout, rotary.AXIAL_LAYOUTS)
     return rotary.AXIAL_LAYOUTS[layout]
 
 
 def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_tokens: int = 1) -> masks.Mask:
-    """Longformer's pattern: a dilated window of ``window`` keys in total, and the first tokens global."""
+    """Longformer's pattern: a dilated window of ``window`` keys in total, and the first tokens global.
+
+    Args:
+        window: ``w``, keys of the window, half of them on each side of the query.
+        dilation: ``d``, or a tuple of Python ints, one for each head.
+        global_tokens: how many first tokens see all and are seen by all.
+    """
     check_count("window", window)
     check_count("global_tokens", global_tokens)
     return masks.Dilated(window // 2 + 1, dilation) | masks.GlobalFirst(global_tokens)
@@ -80,7 +90,16 @@ def _check_several(num_layers: int) -> None:
 def _hwfa(
     num_layers: int, length: int, alpha: float = 0.75, window: int | None = None, base: float = 10_000.0
 ) -> Layers:
-    """HWFA (kexue.fm/archives/9603): RoPE in windows, and a last full layer, without position, with log n."""
+    """HWFA (kexue.fm/archives/9603): RoPE in windows, and a last full layer, without position, with log n.
+
+    Args:
+        num_layers: how many layers the model has, at least 2.
+        length: ``L`` of log n, at which its factor is 1: the training length in tokens.
+        alpha: the share of the training length that the windows reach together at most; read without ``window`` only.
+        window: how many of the last keys a query sees in the windowed layers, its own included; when left out,
+            the largest that keeps to ``alpha``.
+        base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
+    """
     _check_several(num_layers)
     window = hwfa_window(num_layers, length, alpha) if window is None else window
     local = Scheme(features=rotary.Rotary(rotary.Plain(base)), mask=masks.Window(window))
@@ -94,6 +113,14 @@ def _hwfa2(
 
     The window is three times ``length / num_layers`` when left out (the article: two to four times). For longer texts
     ``extend(layers="full", far=ReRoPE(length // 2))``.
+
+    Args:
+        num_layers: how many layers the model has, more than ``full_layers``.
+        length: ``L`` of log n, at which its factor is 1: the training length in tokens.
+        full_layers: how many layers see all keys, at least 1.
+        window: how many of the last keys a query sees in the windowed layers, its own included; when left out,
+            ``3 length / num_layers``.
+        base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
     """
     for name, value in (("num_layers", num_layers), ("length", length), ("full_layers", full_layers)):
         check_count(name, value)
@@ -118,6 +145,13 @@ def _gemma3(
     """Gemma 3: five windowed layers, one full layer, QK-norm. 270M and 1B: window 512; 4B and up: factor 8.
 
     27B divides its logits by sqrt(168) instead of sqrt(128): the gain of the queries includes that.
+
+    Args:
+        num_layers: how many layers the model has, at least 6.
+        window: how many of the last keys a query sees in the windowed layers, its own included.
+        local_base: b of RoPE's theta_t = b^(-2t/d) in the windowed layers, d the size of a head.
+        global_base: b of RoPE's theta_t = b^(-2t/d) in the full layers, d the size of a head.
+        factor: the length to reach over that of training, at least 1; it divides the frequencies of the full layers.
     """
     wide = rotary.Plain(global_base) if factor == 1 else rotary.Linear(factor, base=global_base)
     local = Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rotary.Plain(local_base)), mask=masks.Window(window))
@@ -138,6 +172,16 @@ def _llama4(
 
     Scout: ``factor=16``, which divides frequencies of wavelengths above ``original_length``, and a QK-norm without gain
     in the layers with RoPE. Maverick: ``qk_norm=False``.
+
+    Args:
+        num_layers: how many layers the model has, at least 4.
+        chunk: tokens of a chunk.
+        base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
+        floor_scale: how many positions make one step of the temperature.
+        attn_scale: the factor of the logarithm in the temperature.
+        factor: divides the frequencies of long wavelengths, at least 1.
+        original_length: L, the length in tokens that the model was trained on.
+        qk_norm: whether the layers with RoPE have a QK-norm.
     """
     check_count("original_length", original_length)
     rule = rotary.Plain(base) if factor == 1 else rotary.Llama3(factor, original_length, 1.0, 1.0, base=base)
@@ -150,7 +194,12 @@ def _llama4(
 
 
 def _smollm3(num_layers: int, base: float = 5_000_000.0) -> Layers:
-    """SmolLM3: RoPE, and no position in every fourth layer; all layers are full."""
+    """SmolLM3: RoPE, and no position in every fourth layer; all layers are full.
+
+    Args:
+        num_layers: how many layers the model has, at least 4.
+        base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
+    """
     return _periodic((Scheme(features=rotary.Rotary(rotary.Plain(base))),) * 3 + (Scheme(),), num_layers)
 
 
@@ -161,14 +210,28 @@ def _gpt_oss(
     factor: float = 32.0,
     original_length: int = 4096,
 ) -> Layers:
-    """gpt-oss: windows in every other layer, YaRN without rounding and learned sinks in all of them."""
+    """gpt-oss: windows in every other layer, YaRN without rounding and learned sinks in all of them.
+
+    Args:
+        num_layers: how many layers the model has, at least 2.
+        window: how many of the last keys a query sees in the windowed layers, its own included.
+        base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
+        factor: the length to reach over that of training, at least 1.
+        original_length: L, the length in tokens that the model was trained on.
+    """
     features = rotary.Rotary(rotary.YaRN(factor, original_length, base=base, truncate=False))
     local = Scheme(features=features, mask=masks.Window(window), sinks=sinks.LearnedSinks())
     return _periodic((local, Scheme(features=features, sinks=sinks.LearnedSinks())), num_layers)
 
 
 def _rnope_swa(num_layers: int, window: int = 4096, base: float = 10_000.0) -> Layers:
-    """RNoPE-SWA (arXiv 2501.18795; Command A): three windowed layers of RoPE, one full layer without position."""
+    """RNoPE-SWA (arXiv 2501.18795; Command A): three windowed layers of RoPE, one full layer without position.
+
+    Args:
+        num_layers: how many layers the model has, at least 4.
+        window: how many of the last keys a query sees in the windowed layers, its own included.
+        base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
+    """
     local = Scheme(features=rotary.Rotary(rotary.Plain(base)), mask=masks.Window(window))
     return _periodic((local,) * 3 + (Scheme(),), num_layers)
 

@@ -17,6 +17,10 @@ def _lambda(window: int, sinks: int) -> masks.Mask:
 
     With the training length as ``window`` it is the baseline in which each token sees no more keys than in training,
     plus the first tokens that language models need (kexue.fm/archives/9948).
+
+    Args:
+        window: how many of the last keys a query sees, its own included.
+        sinks: how many first positions every query sees.
     """
     for name, value in (("window", window), ("sinks", sinks)):
         check_count(name, value)
