@@ -255,7 +255,7 @@ def _by_distance(limits: tuple[int, int | None], unit: int, at: np.ndarray, keys
 
 
 def _count(runs: Runs, stop: np.ndarray) -> np.ndarray:
-    """How many positions of ``[0, stop)`` lie in at least one of the runs, for every position."""
+    """How many positions of ``[0, stop)`` are in at least one of the runs, for every position."""
     if len(runs) == 1:
         (low, high) = runs[0]
         return np.maximum(np.minimum(high, stop) - np.maximum(low, 0), 0)

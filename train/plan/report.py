@@ -100,6 +100,6 @@ def assumptions(plan: Plan) -> str:
     return (
         f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.network.link:g} GB/s one way, "
         f"{LATENCY * 1e6:g} us a hop;{_between_slices(plan)} every row one document; collectives overlap only what "
-        "stands between their start and their end in the compiled program; no input, no host, no stragglers."
+        "is between their start and their end in the compiled program; no input, no host, no stragglers."
         + (f" Not included, because unknown: {unknown}." if unknown else "")
     )

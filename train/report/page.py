@@ -128,7 +128,7 @@ _REACHED = (
 _POSITIONS_ALT = "Perplexity against the number of tokens before, one line for each scheme"
 _POSITIONS = (
     "The tokens of the windows of the longest length that each scheme can be measured at on at least {few} windows, "
-    "by how many tokens of the window stand before them, in parts of at least {tokens} tokens. Where a line turns "
+    "by how many tokens of the window come before them, in parts of at least {tokens} tokens. Where a line turns "
     "upwards the model begins to fail. The axis ends at 40 times the lowest value."
 )
 _TASKS_ALT = "Accuracy against length, one panel for each task and one line for each scheme"

@@ -39,7 +39,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DepthConfig(TaskConfig):
-    """A task whose answer stands at a depth: 0 is the beginning of the text, 1 its end, just before the question."""
+    """A task whose answer is at a depth: 0 is the beginning of the text, 1 its end, just before the question."""
 
     depths: int = 5  # evenly from 0 to 1
 
