@@ -319,7 +319,7 @@ def test_any_number_of_processes_seals_and_checks(copy, sealing, checking):
     shutil.rmtree(folder / "checksums")
     sealed = {place.name for place in folder.glob("checksums/*")}
     for process in range(sealing):
-        assert "not finished" in integrity.problem(folder)
+        assert "not completely written" in integrity.problem(folder)
         integrity.seal(folder, process, sealing, {} if process else arrays)
     parts = [json.loads(place.read_text())["files"] for place in folder.glob("checksums/*")]
     assert not sealed
