@@ -190,6 +190,7 @@ def test_a_process_that_vanishes_is_noticed(folder):
     run.send(signal.SIGSTOP, 1)
     status = run._started[0].wait(timeout=TIMEOUT)
     run.send(signal.SIGKILL, 1)
+    run._started[1].wait(timeout=TIMEOUT)
     assert status
     assert "unhealthy (stopped sending heartbeats)" in run.printed(0)
 
