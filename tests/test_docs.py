@@ -194,7 +194,8 @@ def test_rooms_import_downwards_alone():
         floor = {room: n for n, level in enumerate(levels) for room in level}
         assert sorted(wanted, key=floor.get) == list(wanted), levels
         assert len({floor[room] for room in wanted}) == len(wanted)
-        assert all(f">{room}<" in rooms.draw(package) for room in floor)
+        drawn = rooms.draw(package)
+        assert all(f">{room}<" in drawn for room in floor)
     with pytest.raises(ValueError, match=r"these rooms import each other: \['a', 'b'\]"):
         rooms.floors({"a": frozenset("b"), "b": frozenset("a"), "c": frozenset()})
     assert rooms.steps({"a": frozenset(), "b": frozenset("a"), "c": frozenset("ab")}) == [("b", "a"), ("c", "b")]
