@@ -22,7 +22,7 @@ from posjax.rotary import (
     Proportional,
     YaRN,
     apply_rotary,
-    frequencies,
+    inverse_frequencies,
     rotary_table,
 )
 
@@ -42,7 +42,7 @@ def inputs(kv_heads=HEADS, *, tied=False, seed=0):
 
 @partial(jax.jit, static_argnames="size")
 def table(positions, size=SIZE):
-    return rotary_table(positions, frequencies(size))
+    return rotary_table(positions, inverse_frequencies(size))
 
 
 @partial(jax.jit, static_argnames=("variant", "pairing"))
@@ -426,7 +426,7 @@ def test_slot_is_the_function(variant, pairing, rule, length):
     q, t = (jnp.asarray(a) for a in inputs(2, tied=variant == "tied"))
     slot = coca.Coca(variant, rule, pairing)
     m, n = jnp.asarray(M), jnp.asarray(N)
-    theta, factor = rule.frequencies(length, head_dim=SIZE)
+    theta, factor = rule.at_length(length, head_dim=SIZE)
     tables = [rotary_table(p, theta, attention_factor=factor) for p in (m, n)]
     expected = coca.features(q, t, tables[0], kv_table=tables[1], variant=variant, pairing=pairing)
     found = slot(q, t, q_positions=m, kv_positions=n, head_dim=SIZE, length=length)

@@ -125,7 +125,7 @@ def shape(*sizes: int, dtype=jnp.bfloat16):
 
 def at_first(function, x, width: int, **options):
     """Features at positions 0, 1, 2, ... of heads that are ``width`` wide."""
-    return function(x, pj.rotary_table(np.arange(x.shape[1]), pj.rotary.frequencies(width)), **options)
+    return function(x, pj.rotary_table(np.arange(x.shape[1]), pj.rotary.inverse_frequencies(width)), **options)
 
 
 def loss(function, x):

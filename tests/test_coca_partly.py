@@ -12,7 +12,7 @@ import posjax as pj
 from posjax import coca
 from posjax.coca import PartlyCollinear
 from posjax.nn import DecoderConfig
-from posjax.rotary import DynamicNTK, Plain, Rotary, frequencies, rotary_table
+from posjax.rotary import DynamicNTK, Plain, Rotary, inverse_frequencies, rotary_table
 
 BATCH, QUERIES, KEYS, HEADS, SIZE = 2, 5, 7, 4, 16
 PLANES = SIZE // 2
@@ -90,7 +90,7 @@ def test_with_all_planes_it_is_strict_coca_of_merged_keys(pairing, dtype):
     @jax.jit
     def of_coca(q, k):
         t = coca.half_width(coca.merge_projection(k.astype(jnp.float32), pairing))
-        tables = [rotary_table(at, frequencies(SIZE)) for at in (M, N)]
+        tables = [rotary_table(at, inverse_frequencies(SIZE)) for at in (M, N)]
         phi, psi = coca.features(q, t, tables[0], kv_table=tables[1], variant="strict", pairing=pairing)
         return phi, psi.astype(dtype)
 

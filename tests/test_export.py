@@ -65,7 +65,7 @@ def test_a_mask_and_positions_are_arguments(mask):
 
 
 def test_a_rotary_table_comes_out():
-    run = jax.jit(lambda at: pj.rotary_table(at, pj.rotary.frequencies(16)))
+    run = jax.jit(lambda at: pj.rotary_table(at, pj.rotary.inverse_frequencies(16)))
     at = jnp.arange(5)
     found = again(export.export(run)(at)).call(at)
     assert isinstance(found, pj.RotaryTable)

@@ -219,7 +219,7 @@ DYNAMIC = DynamicNTK(8)
 )
 def test_the_frequencies_of_the_rule_are_kept(rule, far, distance):
     """The first frequency is 1 under NTK too, the second is not; the current length is passed on."""
-    theta = float(rule.frequencies(64, head_dim=SIZE)[0].value[1])
+    theta = float(rule.at_length(64, head_dim=SIZE)[0].value[1])
     assert theta != pytest.approx(THETA[1])
     second = np.zeros((1, 1, 1, SIZE), np.float32)
     second[..., 1] = 1

@@ -11,7 +11,7 @@ import pytest
 
 from posjax import norms, scales
 from posjax.positions import Range
-from posjax.rotary import apply_rotary, frequencies, rotary_table
+from posjax.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 close = partial(np.testing.assert_allclose, rtol=1e-6)
 
@@ -58,7 +58,7 @@ def test_norm_and_rotation_commute_as_declared(spec, commutes):
 
     @jax.jit
     def both(q, k):
-        rotate = partial(apply_rotary, table=rotary_table(Range(7, 5), frequencies(8)))
+        rotate = partial(apply_rotary, table=rotary_table(Range(7, 5), inverse_frequencies(8)))
         return jax.tree.map(rotate, spec.apply(params, q, k)), spec.apply(params, rotate(q), rotate(k))
 
     before, after = jax.device_get(both(heads(0), heads(1)))
@@ -125,7 +125,7 @@ def test_cosine_attention_from_norm_and_scale(scale):
 
     @jax.jit
     def run(q, k):
-        table = rotary_table(Range(0, 6), frequencies(8))
+        table = rotary_table(Range(0, 6), inverse_frequencies(8))
         normed = norms.CosineNorm().apply({}, q, k)
         late = norms.CosineNorm().apply({}, *(apply_rotary(x, table) for x in (q, k)))
         visible = jnp.arange(6) + 1

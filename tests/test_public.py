@@ -15,7 +15,7 @@ import posjax as pj
 SOURCES = Path(pj.__file__).parent
 NAMES = """
 positions.Range positions.as_array positions.arange positions.from_mask positions.from_segments
-rotary.frequencies rotary_table RotaryTable apply_rotary rotary.Plain.frequencies rotary.YaRN.to_hf rotary.from_hf
+rotary.inverse_frequencies rotary_table RotaryTable apply_rotary rotary.Plain.at_length rotary.YaRN.to_hf rotary.from_hf
 alibi_slopes alibi_bias bias.ALiBi bias.T5 bias.Kerple
 masks.Causal masks.Window masks.Sinks masks.Chunked masks.Prefix masks.Segments
 attention coca_attention coca.features

@@ -20,7 +20,7 @@ from posjax.scheme.registry import slot
 
 X, HALF = jnp.zeros((2, 6, 4, 8)), jnp.zeros((2, 6, 4, 4))
 IDS = jnp.zeros((2, 6), jnp.int32)
-TABLE = pj.rotary_table(Range(0, 6), rotary.frequencies(8))
+TABLE = pj.rotary_table(Range(0, 6), rotary.inverse_frequencies(8))
 ROPE, LINEAR = Scheme(features=rotary.Rotary()), Scheme(linear=linear.Elu())
 COCA = Scheme(features=coca.Coca("strict"))
 SIZES = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8}
@@ -105,12 +105,12 @@ BAD = {
     ),
     "a negative length of arange": (lambda: positions.arange(-1), "length must be a whole number of at least 0"),
     "a real length of arange": (lambda: positions.arange(2.5), "length must be .* found 2.5"),
-    "a negative length of a rule": (lambda: rotary.DynamicNTK(8).frequencies(-3, head_dim=8), "length .* found -3"),
+    "a negative length of a rule": (lambda: rotary.DynamicNTK(8).at_length(-3, head_dim=8), "length .* found -3"),
     "a negative length of LongRoPE": (
-        lambda: rotary.LongRoPE((1.0,) * 4, (2.0,) * 4, 8, factor=2.0).frequencies(-3, head_dim=8),
+        lambda: rotary.LongRoPE((1.0,) * 4, (2.0,) * 4, 8, factor=2.0).at_length(-3, head_dim=8),
         "length .* found -3",
     ),
-    "a negative length of CLEX": (lambda: rotary.CLEX(8).frequencies(np.array([4, -3]), head_dim=8), "length .*-3"),
+    "a negative length of CLEX": (lambda: rotary.CLEX(8).at_length(np.array([4, -3]), head_dim=8), "length .*-3"),
     "a negative length of attend": (attend(ROPE, length=-1), "length must be at least 1, found -1"),
     "a length of 0 of attend": (attend(ROPE, length=0), "length must be at least 1, found 0"),
     "a real length of attend": (attend(ROPE, length=6.0), "length must be a whole number .* found 6.0"),
@@ -174,10 +174,10 @@ BAD = {
     "a class in a scheme": (lambda: Scheme(bias=bias.ALiBi), r"bias: .*the class ALiBi; write ALiBi\(...\)"),
     "a rule for frequencies": (
         lambda: pj.rotary_table(Range(0, 6), rotary.YaRN(4.0, 32, head_dim=8)),
-        r"inverse_frequencies .*the rule YaRN: .*frequencies\(\)",
+        r"inverse_frequencies .*the rule YaRN: .*at_length\(\)",
     ),
     "frequencies with their factor": (
-        lambda: pj.rotary_table(Range(0, 6), rotary.YaRN(4.0, 32, head_dim=8).frequencies()),
+        lambda: pj.rotary_table(Range(0, 6), rotary.YaRN(4.0, 32, head_dim=8).at_length()),
         "inverse_frequencies .*factor = rule.frequencies.*attention_factor=factor",
     ),
     "a name for frequencies": (lambda: pj.rotary_table(Range(0, 6), "yarn"), "inverse_frequencies .*found 'yarn'"),

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from posjax import scales
 from posjax.positions import Range
-from posjax.rotary import apply_rotary, frequencies, rotary_table
+from posjax.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 close = partial(np.testing.assert_allclose, rtol=1e-6)
 
@@ -136,7 +136,7 @@ def test_yarn_temperature_on_the_logits_is_its_root_on_both_tables(factor):
 
     @jax.jit
     def rotated(attention_factor):
-        table = rotary_table(Range(0, 6), frequencies(8), attention_factor=attention_factor)
+        table = rotary_table(Range(0, 6), inverse_frequencies(8), attention_factor=attention_factor)
         return apply_rotary(q, table), apply_rotary(k, table)
 
     def logits(attention_factor):

@@ -291,7 +291,7 @@ def test_decoders_promote_nothing(name, stored, compute):
 
 
 def tables_and_whole_biases():
-    frequencies = pj.rotary.frequencies(SIZE)
+    frequencies = pj.rotary.inverse_frequencies(SIZE)
     for positions in (Range(0, LENGTH), AT):
         table = pj.rotary_table(positions, frequencies)
         for pairing in ("half", "interleaved"):

@@ -126,7 +126,7 @@ def _words(frequencies: Frequencies) -> np.ndarray:
 
 
 def _frequencies(rule: Rule, head_dim: int | None, length: int | None) -> Frequencies:
-    return rule.frequencies(length, head_dim=head_dim)[0] if isinstance(rule, FrequencyRule) else as_frequencies(rule)
+    return rule.at_length(length, head_dim=head_dim)[0] if isinstance(rule, FrequencyRule) else as_frequencies(rule)
 
 
 def radians(rule: Rule, head_dim: int | None = None, length: int | None = None) -> Float[np.ndarray, "half"]:

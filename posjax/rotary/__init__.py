@@ -13,7 +13,7 @@ from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.mixed import MixedRotary
 from posjax.rotary.ntk import NTKAware, NTKFixed, NTKMixed, NTKOld
 from posjax.rotary.rotation import apply_rotary, permute_projection
-from posjax.rotary.rules import FrequencyRule, Plain, Proportional, frequencies
+from posjax.rotary.rules import FrequencyRule, Plain, Proportional, inverse_frequencies
 from posjax.rotary.scalings import Ahead, HoPE, Linear, Llama3, NTKByParts, Stretched, YaRN
 from posjax.rotary.tables import RotaryTable, rotary_table
 from posjax.rotary.values import ValueRotary
@@ -76,9 +76,9 @@ __all__ = [
     "apply_rotary",
     "commute",
     "decompose",
-    "frequencies",
     "from_hf",
     "grid_coordinates",
+    "inverse_frequencies",
     "largest_context",
     "mrope_positions",
     "patch_centres",

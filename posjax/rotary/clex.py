@@ -73,10 +73,10 @@ class CLEX(FrequencyRule):
         alpha = 2 * np.arange(1, self.max_factor + 1) - 1.0
         return self.inverse_frequencies(head_dim) * alpha[:, None] ** ntk_exponents(self.rotary_dim(head_dim))
 
-    def frequencies(
+    def at_length(
         self, length: Length | None = None, *, head_dim: int | None = None, params: dict[str, Array] | None = None
     ) -> tuple[Frequencies, float]:
-        """As :meth:`FrequencyRule.frequencies`. Without ``params`` those of an untrained CLEX, exact; else float32."""
+        """As :meth:`FrequencyRule.at_length`. Without ``params`` those of an untrained CLEX, exact; else float32."""
         check_length(length)
         row = self._scale(self.original_length if length is None else length) - 1
         untrained = self._untrained(head_dim)
@@ -136,7 +136,7 @@ class CLEX(FrequencyRule):
         The frequencies are float32, the angles exact multiples of them: scores do not change far from zero.
         """
         check(length is not None, "CLEX reads the current length: pass length=")
-        values = self.frequencies(length, head_dim=head_dim, params=params or {})[0].value
+        values = self.at_length(length, head_dim=head_dim, params=params or {})[0].value
         check_choice("precision", precision, ("exact", "hf"))
         if precision == "hf":
             return rotary_table(positions, values, precision=precision)

@@ -62,10 +62,10 @@ class _Dynamic(FrequencyRule):
         """The factor of cos and sin."""
         return self.table_factor
 
-    def frequencies(
+    def at_length(
         self, length: Length | None = None, *, head_dim: int | None = None
     ) -> tuple[Frequencies, float | Float[Array, "*lengths 1 1"]]:
-        """As :meth:`FrequencyRule.frequencies`; ``length`` None means ``original_length``."""
+        """As :meth:`FrequencyRule.at_length`; ``length`` None means ``original_length``."""
         check_length(length)
         scale = self._scale(self.original_length if length is None else length)
         plain = self.inverse_frequencies(head_dim)

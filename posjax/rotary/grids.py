@@ -181,9 +181,9 @@ class _OneDimensional(SeveralAxes):
         """Those of the rule, in its order."""
         return self._rule.inverse_frequencies(head_dim)
 
-    def frequencies(self, length: Length | None = None, *, head_dim: int | None = None):
+    def at_length(self, length: Length | None = None, *, head_dim: int | None = None):
         """Those of the rule."""
-        return self._rule.frequencies(length, head_dim=head_dim)
+        return self._rule.at_length(length, head_dim=head_dim)
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """The rule's learned parameters, if it has any."""

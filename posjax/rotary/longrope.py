@@ -113,10 +113,10 @@ class LongRoPE(FrequencyRule):
             return float(self.attention_factor)
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
 
-    def frequencies(
+    def at_length(
         self, length: Length | None = None, *, head_dim: int | None = None
     ) -> tuple[Frequencies, float | Float[Array, "*lengths 1 1"]]:
-        """As :meth:`FrequencyRule.frequencies`, of the positions from ``unscaled_first`` on; ``length`` None means
+        """As :meth:`FrequencyRule.at_length`, of the positions from ``unscaled_first`` on; ``length`` None means
         ``original_length``.
         """
         check_length(length)

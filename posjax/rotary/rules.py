@@ -36,7 +36,7 @@ class FrequencyRule:
     """The base class of frequency rules.
 
     base: b of theta_t = b^(-2t/w).
-    head_dim: d, the size of a head; may be left to ``frequencies(head_dim=...)``.
+    head_dim: d, the size of a head; may be left to ``at_length(head_dim=...)``.
     partial_rotary_factor: the share of the head that is rotated, w = int(d * factor), as GPT-NeoX counts it.
     """
 
@@ -101,7 +101,7 @@ class FrequencyRule:
         """A factor of the logits besides ``table_factor``, which some models apply (see YaRN); 1 for other rules."""
         return 1.0
 
-    def frequencies(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
+    def at_length(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
         """(inverse frequencies, attention factor): the second multiplies cos and sin.
 
         ``length`` is read only by rules with ``reads_length``; None means their training length. A Python int or a
@@ -142,7 +142,7 @@ class FrequencyRule:
             length is not None or not self.reads_length,
             f"{type(self).__name__} reads the current length: pass length=",
         )
-        inverse_frequencies, factor = self.frequencies(length, head_dim=head_dim)
+        inverse_frequencies, factor = self.at_length(length, head_dim=head_dim)
         return rotary_table(positions, inverse_frequencies, attention_factor=factor, precision=precision)
 
     def to_hf(self) -> dict[str, Any]:
@@ -219,13 +219,13 @@ class Proportional(FrequencyRule):
         return np.where(np.arange(half) < rotating, inverse_frequencies, 0.0) / self.factor
 
 
-def frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary_factor: float = 1.0) -> Frequencies:
+def inverse_frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary_factor: float = 1.0) -> Frequencies:
     """RoPE's inverse frequencies theta_t = base^(-2t/w), t = 0 .. w/2 - 1, w = int(head_dim * partial_rotary_factor).
 
     Radians per position, in exact fixed point; NumPy and jnp functions use ``.value``, the float32 array ``[w/2]``.
     Raises ValueError for an odd width. (RoFormer, arXiv:2104.09864, section 3.2.2)
     """
-    return Plain(base, head_dim=head_dim, partial_rotary_factor=partial_rotary_factor).frequencies()[0]
+    return Plain(base, head_dim=head_dim, partial_rotary_factor=partial_rotary_factor).at_length()[0]
 
 
 def check_angles(frequencies: Any, precision: str) -> None:

@@ -265,7 +265,7 @@ class Stretched(FrequencyRule):
         check(isinstance(self.rule, FrequencyRule), f"rule must be a frequency rule, found {shown(self.rule)}")
         name = type(self.rule).__name__
         check(not self.rule.reads_length, f"rule: {name} reads the current length, so its frequencies are not fixed")
-        fixed = all(getattr(type(self.rule), hook) is getattr(FrequencyRule, hook) for hook in ("frequencies", "table"))
+        fixed = all(getattr(type(self.rule), hook) is getattr(FrequencyRule, hook) for hook in ("at_length", "table"))
         check(fixed, f"rule: {name} makes its own table; only position times frequency can be stretched")
         check_number("factor", self.factor)
         check_positive("factor", self.factor)
@@ -308,7 +308,7 @@ class Ahead(FrequencyRule):
     def table(self, positions, *, head_dim=None, length=None, params=None, precision="exact") -> RotaryTable:
         """The rule's table of ``positions + shift``."""
         cos, sin = self.rule.table(positions, head_dim=head_dim, precision=precision)
-        inverse_frequencies, _ = self.rule.frequencies(head_dim=head_dim)
+        inverse_frequencies, _ = self.rule.at_length(head_dim=head_dim)
         turn = rotary_table(np.array([self.shift]), inverse_frequencies, precision=precision)
         cos, sin, more_cos, more_sin = level(cos, sin, *turn)
         return RotaryTable(cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin)

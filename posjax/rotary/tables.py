@@ -67,13 +67,13 @@ def _check_frequencies(given) -> None:
     """Raises ValueError for anything but an array of frequencies, such as a rule."""
     name = "inverse_frequencies"
     check(
-        not hasattr(given, "frequencies"),
-        f"{name} must be an array, found the rule {type(given).__name__}: pass the first result of its frequencies()",
+        not hasattr(given, "at_length"),
+        f"{name} must be an array, found the rule {type(given).__name__}: pass the first result of at_length()",
     )
     check(
         not (isinstance(given, tuple) and any(isinstance(part, Frequencies) for part in given)),
         f"{name} must be an array, found it together with its factor: write "
-        f"{name}, factor = rule.frequencies(...) and pass attention_factor=factor",
+        f"{name}, factor = rule.at_length(...) and pass attention_factor=factor",
     )
     known = isinstance(given, Frequencies | jax.Array | np.ndarray | np.generic | list | tuple)
     check(known, f"{name} must be an array, found {shown(given)}")
@@ -90,9 +90,10 @@ def rotary_table(
 
     positions: int32 ``[length]`` or ``[batch, length]``, or a ``Range``; any value of int32, negative ones too. Or
         float32 of the same shapes, for methods that define real positions; they stay within 2^31.
-    inverse_frequencies: what ``frequencies`` or a rule's ``frequencies`` returned, radians per position: ``[w/2]``, or
-        ``[batch, w/2]`` for one set per row, or ``[batch, length, w/2]`` for one set per token. A NumPy array is made
-        exact on the host. A JAX array (learned, or traced) uses the float32 product and is differentiable.
+    inverse_frequencies: what ``inverse_frequencies`` or a rule's ``at_length`` returned, radians per position:
+        ``[w/2]``, or ``[batch, w/2]`` for one set per row, or ``[batch, length, w/2]`` for one set per token. A
+        NumPy array is made exact on the host. A JAX array (learned, or traced) uses the float32 product and is
+        differentiable.
     precision: ``"exact"``, within 2e-6 of float64 at every int32 position for frequencies known on the host; or
         ``"hf"``, the float32 product of PyTorch code (see :func:`posjax.angles.angles` for its error).
 

@@ -160,7 +160,7 @@ def test_coca_asks_for_bias_and_mask_alone():
     """The rotation is in the tables, which the caller aligns."""
     q, k, v = qkv(1)
     t = k[..., : SIZE // 2]
-    there = pj.rotary.frequencies(SIZE)
+    there = pj.rotary.inverse_frequencies(SIZE)
     tables = {"table": pj.rotary_table(Range(KEYS - 1, 1), there), "kv_table": pj.rotary_table(Range(0, KEYS), there)}
     last = jax.jit(coca_attention)(q, t, v, **tables)
     with refused(1):

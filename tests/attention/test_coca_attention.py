@@ -14,7 +14,7 @@ from posjax import coca, masks
 from posjax.attention.coca import coca_attention
 from posjax.bias import ALiBi
 from posjax.positions import Range
-from posjax.rotary import Linear, frequencies, rotary_table
+from posjax.rotary import Linear, inverse_frequencies, rotary_table
 
 BATCH, LENGTH, HEADS, SIZE = 2, 12, 4, 16
 THETA = 10_000.0 ** (-np.arange(0, SIZE, 2) / SIZE)
@@ -46,7 +46,7 @@ def oracle(q, t, v, variant, pairing="half", theta=THETA):
 
 
 def table(length=LENGTH, start=0):
-    return rotary_table(Range(start, length), frequencies(SIZE))
+    return rotary_table(Range(start, length), inverse_frequencies(SIZE))
 
 
 eager = partial(coca_attention, mask=masks.Causal())
@@ -99,7 +99,7 @@ def test_fused_attention_of_jax_runs_the_features(variant):
 
 def test_scaled_frequencies():
     q, t, v = inputs()
-    theta, factor = Linear(factor=4.0).frequencies(head_dim=SIZE)
+    theta, factor = Linear(factor=4.0).at_length(head_dim=SIZE)
     scaled = rotary_table(Range(0, LENGTH), theta, attention_factor=factor)
     np.testing.assert_allclose(causal(q, t, v, table=scaled), oracle(q, t, v, "strict", theta=THETA / 4), atol=1e-5)
 
@@ -119,7 +119,7 @@ def test_t10_decoding_from_cached_half_width_keys(variant):
             q,
             cache,
             v,
-            table=rotary_table(here, frequencies(SIZE)),
+            table=rotary_table(here, inverse_frequencies(SIZE)),
             kv_table=table(),
             variant=variant,
             q_positions=here,
@@ -205,4 +205,4 @@ def test_refuses_heads_that_do_not_fit(message, change):
 
 def test_refuses_a_partial_table():
     with pytest.raises(ValueError, match="no partial rotation"):
-        causal(*inputs(), table=rotary_table(Range(0, LENGTH), frequencies(SIZE // 2)))
+        causal(*inputs(), table=rotary_table(Range(0, LENGTH), inverse_frequencies(SIZE // 2)))

@@ -212,7 +212,7 @@ def test_linear_attention(form):
 
 
 def test_coca_attention():
-    table = pj.rotary_table(pj.positions.Range(0, LENGTH), pj.rotary.frequencies(SIZE))
+    table = pj.rotary_table(pj.positions.Range(0, LENGTH), pj.rotary.inverse_frequencies(SIZE))
     q, k, v = projections()
     run = partial(pj.coca_attention, table=table, mask=Causal() & Segments(IDS))
     assert_padding_is_nothing(run, (q, k[..., : SIZE // 2], v))

@@ -94,7 +94,7 @@ def test_sandwich_of_one_factor_is_the_mean_logit_that_strict_coca_starts_from()
 
     @jax.jit
     def features(q, t):
-        here, there = (pj.rotary_table(where, pj.rotary.frequencies(size)) for where in (at, far))
+        here, there = (pj.rotary_table(where, pj.rotary.inverse_frequencies(size)) for where in (at, far))
         return pj.coca.features(q, jnp.repeat(t, 5, axis=1), here, kv_table=there, variant="strict")
 
     phi, psi = (np.asarray(x, np.float64) for x in features(q, t))

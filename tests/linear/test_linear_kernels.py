@@ -12,7 +12,7 @@ from linear.quadratic import quadratic
 
 from posjax import apply_rotary, linear, rotary_table
 from posjax.linear import Cosine, Elu, Exponential, Limit, Performer, Taylor, limit_features, taylor_features
-from posjax.rotary import frequencies
+from posjax.rotary import inverse_frequencies
 
 B, T, H, K, D = 2, 9, 4, 2, 4
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -199,7 +199,7 @@ def test_no_gradient_reaches_a_projection():
 
 def rotated(kernel, shift=0):
     def rotate(x):
-        return apply_rotary(x, rotary_table(jnp.arange(T) + shift, frequencies(x.shape[-1], base=50.0)))
+        return apply_rotary(x, rotary_table(jnp.arange(T) + shift, inverse_frequencies(x.shape[-1], base=50.0)))
 
     params = PROJECTION if kernel.random else None
     return jax.jit(lambda q, k: linear.features(kernel, q, k, params=params, rotate_q=rotate, rotate_k=rotate))(Q, KEY)

@@ -43,13 +43,13 @@ def silu(x):
 def test_solution_of_the_equation(activation, act):
     rule = CLEX(32, max_factor=4, steps=10, activation=activation, param_factor=2)
     learned = params(rule)
-    traced = jax.jit(lambda n, p: rule.frequencies(n, head_dim=16, params=p)[0].value)
+    traced = jax.jit(lambda n, p: rule.at_length(n, head_dim=16, params=p)[0].value)
     for length, t in ((1, 1), (32, 1), (33, 2), (64, 2), (65, 3), (128, 4), (129, 4), (10**6, 4)):
         expected = oracle(learned, t, act)
         np.testing.assert_allclose(traced(length, learned), expected, rtol=2e-5)
     assert np.abs(expected / oracle({**learned, "down": 0 * learned["down"]}, 4, act) - 1).max() > 0.05
     assert traced._cache_size() == 1
-    np.testing.assert_allclose(rule.frequencies(65, head_dim=16, params=learned)[0], oracle(learned, 3, act), rtol=2e-5)
+    np.testing.assert_allclose(rule.at_length(65, head_dim=16, params=learned)[0], oracle(learned, 3, act), rtol=2e-5)
 
 
 def test_untrained_is_the_closed_form():
@@ -61,11 +61,11 @@ def test_untrained_is_the_closed_form():
     assert 0.95 * bound < np.abs(made["up"]).max() <= bound
     for length, t in ((32, 1), (64, 2), (500, 16), (513, 16)):
         expected = 10_000.0 ** (-np.arange(64) / 64) * (2 * t - 1.0) ** (-2 * np.arange(64) / 126)
-        exact, factor = rule.frequencies(length)
+        exact, factor = rule.at_length(length)
         assert exact.is_exact
         assert factor == 1.0
         np.testing.assert_allclose(exact, expected, rtol=1e-7)
-    np.testing.assert_array_equal(rule.frequencies(64, params=made)[0], rule.frequencies(64)[0])
+    np.testing.assert_array_equal(rule.at_length(64, params=made)[0], rule.at_length(64)[0])
     # the closed form solves the equation: the derivative term of the oracle is the slope of its logarithm
     still = {"up": np.zeros((8, 16)), "down": np.zeros((16, 8))}
     np.testing.assert_allclose(oracle(still, 4), PLAIN * 7**EXPONENTS, rtol=1e-5)
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_the_product():
         return jnp.sum(cos * jnp.arange(24.0).reshape(3, 8)) + jnp.sum(sin)
 
     def naive(p):
-        angle = jnp.array([1.0, 2.0, 40.0])[:, None] * RULE.frequencies(100, head_dim=16, params=p)[0].value
+        angle = jnp.array([1.0, 2.0, 40.0])[:, None] * RULE.at_length(100, head_dim=16, params=p)[0].value
         return jnp.cos(angle), jnp.sin(angle)
 
     places = np.array([1, 2, 40])
@@ -119,7 +119,7 @@ def test_scores_do_not_change_far_away():
 
 def test_plain_within_the_training_length():
     table = RULE.table(Range(0, 32), head_dim=16, length=32, params=params())
-    chex.assert_trees_all_close(table, rotary.rotary_table(Range(0, 32), rotary.frequencies(16)), atol=5e-6)
+    chex.assert_trees_all_close(table, rotary.rotary_table(Range(0, 32), rotary.inverse_frequencies(16)), atol=5e-6)
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ rules = pytest.mark.parametrize(("rule", "static"), RULES.values(), ids=RULES)
 @rules
 @pytest.mark.parametrize("length", [1, 31, L])
 def test_plain_up_to_the_training_length_even_when_traced(rule, static, length):
-    for found, factor in (rule.frequencies(length, head_dim=16), _traced(rule)(length)):
-        chex.assert_trees_all_equal(found, rotary.frequencies(16))
+    for found, factor in (rule.at_length(length, head_dim=16), _traced(rule)(length)):
+        chex.assert_trees_all_equal(found, rotary.inverse_frequencies(16))
         assert factor == 1.0
-    chex.assert_trees_all_equal(rule.frequencies(head_dim=16)[0], rotary.frequencies(16))
+    chex.assert_trees_all_equal(rule.at_length(head_dim=16)[0], rotary.inverse_frequencies(16))
 
 
 def _traced(rule):
-    return jax.jit(lambda n: rule.frequencies(n, head_dim=16))
+    return jax.jit(lambda n: rule.at_length(n, head_dim=16))
 
 
 @pytest.mark.parametrize("length", [1, L, 33, 100, 1_000_003])
@@ -46,7 +46,7 @@ def test_dynamic_ntk_grows_by_its_factor(length):
     s = 2.5 * max(length, L) / L - 1.5
     expected = 1 / (10_000 * s ** (16 / 14)) ** (np.arange(8) / 8)
     rule = DynamicNTK(L, factor=2.5)
-    np.testing.assert_allclose(rule.frequencies(length, head_dim=16)[0].value, expected, rtol=1e-6)
+    np.testing.assert_allclose(rule.at_length(length, head_dim=16)[0].value, expected, rtol=1e-6)
     np.testing.assert_allclose(_traced(rule)(length)[0].value, expected, rtol=2e-6)
 
 
@@ -54,8 +54,8 @@ def test_dynamic_ntk_grows_by_its_factor(length):
 def test_static_rule_at_the_current_scale(rule, static):
     traced = _traced(rule)
     for length in (33, 64, 100, 1_000_003):
-        expected, expected_factor = static(length / L).frequencies(head_dim=16)
-        found, factor = rule.frequencies(length, head_dim=16)
+        expected, expected_factor = static(length / L).at_length(head_dim=16)
+        found, factor = rule.at_length(length, head_dim=16)
         np.testing.assert_allclose(found, expected, rtol=1e-7)
         np.testing.assert_allclose(factor, expected_factor, rtol=1e-12)
         far = np.array([2**31 - 1, -1_000_003])
@@ -87,21 +87,21 @@ def _first(table):
 
 
 def test_yarn_temperature_follows_the_length():
-    found = [DynamicYaRN(4096).frequencies(n * 4096, head_dim=64)[1] for n in (1, 2, 16, 40)]
+    found = [DynamicYaRN(4096).at_length(n * 4096, head_dim=64)[1] for n in (1, 2, 16, 40)]
     np.testing.assert_allclose(found, [1, 1.06931, 1.27726, 1.36889], atol=5.1e-6)
-    factors = DynamicYaRN(4096).frequencies(np.array([4096, 8192]), head_dim=64)[1]
+    factors = DynamicYaRN(4096).at_length(np.array([4096, 8192]), head_dim=64)[1]
     chex.assert_shape(factors, (2, 1, 1))
 
 
 def test_longrope_magnitude_follows_the_length_unless_given():
     lists = ((1.0,) * 8, (2.0,) * 8)
     rule = LongRoPE(*lists, 4096, factor=512.0, select="dynamic")
-    found = [rule.frequencies(n * 4096, head_dim=16)[1] for n in (1, 32, 64, 512)]
+    found = [rule.at_length(n * 4096, head_dim=16)[1] for n in (1, 32, 64, 512)]
     np.testing.assert_allclose(found, [1, 1.19024, 1.22474, 1.32288], atol=5.1e-6)
-    full = rule.frequencies(512 * 4096, head_dim=16)[0]
-    np.testing.assert_allclose(full, np.asarray(rotary.frequencies(16)) / 2, rtol=1e-7)
+    full = rule.at_length(512 * 4096, head_dim=16)[0]
+    np.testing.assert_allclose(full, np.asarray(rotary.inverse_frequencies(16)) / 2, rtol=1e-7)
     fixed = LongRoPE(*lists, 4096, factor=512.0, attention_factor=1.5, select="dynamic")
-    assert [fixed.frequencies(n, head_dim=16)[1] for n in (1, 99_999)] == [1.5, 1.5]
+    assert [fixed.at_length(n, head_dim=16)[1] for n in (1, 99_999)] == [1.5, 1.5]
 
 
 def test_steps_of_qwen():
@@ -110,13 +110,13 @@ def test_steps_of_qwen():
     traced = _traced(rule)
     cases = {1: 1, 2048: 1, 2049: 3, 4096: 3, 4097: 7, 8192: 7, 8193: 15, 16384: 15, 16385: 31, 2048 * 1024: 2047}
     for length, alpha in cases.items():
-        expected = NTKAware(alpha).frequencies(head_dim=16)[0]
-        np.testing.assert_allclose(rule.frequencies(length, head_dim=16)[0], expected, rtol=1e-7)
+        expected = NTKAware(alpha).at_length(head_dim=16)[0]
+        np.testing.assert_allclose(rule.at_length(length, head_dim=16)[0], expected, rtol=1e-7)
         np.testing.assert_allclose(traced(length)[0], expected, rtol=2e-6)
         assert length <= 2048 or alpha == 2 ** int(np.ceil(np.log2(length / 2048) + 1)) - 1
-    rows = rule.frequencies(np.array([4096, 4097]), head_dim=16)[0]
-    np.testing.assert_allclose(rows.value[1], NTKAware(7.0).frequencies(head_dim=16)[0], rtol=1e-7)
-    assert rule.frequencies(2**31 - 1, head_dim=16)[0].value[-1] > 0
+    rows = rule.at_length(np.array([4096, 4097]), head_dim=16)[0]
+    np.testing.assert_allclose(rows.value[1], NTKAware(7.0).at_length(head_dim=16)[0], rtol=1e-7)
+    assert rule.at_length(2**31 - 1, head_dim=16)[0].value[-1] > 0
 
 
 @pytest.mark.parametrize("rule", [DynamicYaRN(4), CLEX(4, max_factor=4, steps=2)], ids=["yarn", "clex"])

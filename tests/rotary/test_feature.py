@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from posjax.positions import Range
-from posjax.rotary import DynamicNTK, Plain, Rotary, YaRN, apply_rotary, frequencies, rotary_table
+from posjax.rotary import DynamicNTK, Plain, Rotary, YaRN, apply_rotary, inverse_frequencies, rotary_table
 
 Q, K = (jax.random.normal(jax.random.key(seed), (2, 6, heads, 16)) for seed, heads in ((0, 4), (1, 2)))
 PLACES = {"q_positions": Range(3, 6), "kv_positions": Range(3, 6), "head_dim": 16}
@@ -14,7 +14,7 @@ PLACES = {"q_positions": Range(3, 6), "kv_positions": Range(3, 6), "head_dim": 1
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_features_are_the_rotated_projections(pairing):
     phi, psi = jax.jit(lambda q, k: Rotary(pairing=pairing)(q, k, **PLACES))(Q, K)
-    table = rotary_table(Range(3, 6), frequencies(16))
+    table = rotary_table(Range(3, 6), inverse_frequencies(16))
     chex.assert_trees_all_close((phi, psi), tuple(apply_rotary(x, table, pairing=pairing) for x in (Q, K)), atol=1e-6)
 
 

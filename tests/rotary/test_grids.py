@@ -120,7 +120,7 @@ def test_rules_of_one_axis_bring_their_scaling():
     assert dynamic.reads_length
     coordinates = mrope_positions([2, (2, 3)]).coordinates
     table = dynamic.table(coordinates, head_dim=D, length=32)
-    theta = dynamic.frequencies(32, head_dim=D)[0].value
+    theta = dynamic.at_length(32, head_dim=D)[0].value
     np.testing.assert_allclose(table.sin, np.sin(coordinates[:, [0, 0, 1, 1, 1, 2, 2, 2]] * theta), atol=2e-6)
     with pytest.raises(ValueError, match="reads the current length"):
         dynamic.table(coordinates, head_dim=D)

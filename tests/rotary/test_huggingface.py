@@ -124,7 +124,7 @@ def test_deepseek():
                                "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}  # fmt: skip
     found = from_hf(config)
     assert found == YaRN(40, 4096, mscale=1.0, mscale_all_dim=1.0, head_dim=64)
-    assert found.frequencies()[1] == 1.0
+    assert found.at_length()[1] == 1.0
     np.testing.assert_allclose(found.softmax_scale, 1.8738542, atol=5e-8)
 
 
@@ -190,7 +190,7 @@ def test_round_trip(rule):
 def test_rules_without_a_type_round_trip_in_value():
     for rule in (NTKAware(4.0, head_dim=16), NTKByParts(4.0, 32, head_dim=16)):
         back = from_hf({"rope_parameters": rule.to_hf(), "head_dim": 16})
-        np.testing.assert_array_equal(back.frequencies()[0], rule.frequencies()[0])
+        np.testing.assert_array_equal(back.at_length()[0], rule.at_length()[0])
         assert back.table_factor == rule.table_factor
 
 

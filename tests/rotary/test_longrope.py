@@ -21,7 +21,7 @@ def test_first_positions_keep_plain_angles(length):
     scaled = dataclasses.replace(RULE, unscaled_first=0)
     positions = np.array([[0, 3, 4, 5], [9, 1, -1, 100]])
     found = jax.jit(lambda p: RULE.table(p, head_dim=16, length=length))(positions)
-    plain = rotary_table(positions, Plain().frequencies(head_dim=16)[0])
+    plain = rotary_table(positions, Plain().at_length(head_dim=16)[0])
     other = scaled.table(positions, head_dim=16, length=length)
     for b, n in np.ndindex(2, 4):
         expected = plain if positions[b, n] < 4 else other

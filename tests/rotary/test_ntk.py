@@ -21,8 +21,8 @@ from posjax.rotary import (
     RoPETie,
     Stretched,
     YaRN,
-    frequencies,
     from_hf,
+    inverse_frequencies,
 )
 
 PLAIN = 10_000.0 ** (-np.arange(64) / 64)
@@ -96,8 +96,10 @@ def test_stretched_carries_what_its_rule_declares():
     assert Stretched(inner, 2.0) != Stretched(inner, 3.0)
     assert Stretched(Stretched(inner, 2.0), 4.0).rotary_dim() == 16
     nope = Stretched(Proportional(0.0), 2.0)
-    assert not nope.frequencies(head_dim=16)[0].value.any()
-    np.testing.assert_allclose(Stretched(Plain(), 4.0).frequencies(head_dim=16)[0], np.asarray(frequencies(16)) / 4)
+    assert not nope.at_length(head_dim=16)[0].value.any()
+    np.testing.assert_allclose(
+        Stretched(Plain(), 4.0).at_length(head_dim=16)[0], np.asarray(inverse_frequencies(16)) / 4
+    )
     assert Stretched(Plain(), 0.5).table(Range(0, 3), head_dim=16).cos.shape == (3, 8)
 
 
@@ -107,8 +109,8 @@ LISTS = ((1.0,) * 8, (2.0,) * 8)
 class OwnFrequencies(Plain):
     """A rule with a table as usual, of frequencies that are its own."""
 
-    def frequencies(self, length=None, *, head_dim=None):
-        return super().frequencies(length, head_dim=head_dim)
+    def at_length(self, length=None, *, head_dim=None):
+        return super().at_length(length, head_dim=head_dim)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ class OwnFrequencies(Plain):
         (lambda: Stretched(RoPETie(), 2.0), "RoPETie makes its own table"),
         (lambda: Stretched(OwnFrequencies(), 2.0), "OwnFrequencies makes its own table"),
         (lambda: Stretched(Plain(), 2.0).to_hf(), "no rope_type for Stretched"),
-        (lambda: Stretched(Plain(head_dim=8), 2.0).frequencies(head_dim=16), "the rule was made for head_dim=8"),
+        (lambda: Stretched(Plain(head_dim=8), 2.0).at_length(head_dim=16), "the rule was made for head_dim=8"),
     ],
 )
 def test_bad_rules_are_refused(build, message):

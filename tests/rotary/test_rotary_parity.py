@@ -63,11 +63,11 @@ def test_frequencies_of_every_type(name, length):
     hf = config(name)
     rule = from_hf(hf.to_dict())
     expected, expected_factor = reference(hf, name, length)
-    found, factor = rule.frequencies(length)
+    found, factor = rule.at_length(length)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert abs(factor - expected_factor) < 1e-12
     if length is not None and rule.reads_length:
-        np.testing.assert_allclose(jax.jit(lambda n: rule.frequencies(n)[0].value)(length), expected, rtol=2e-6)
+        np.testing.assert_allclose(jax.jit(lambda n: rule.at_length(n)[0].value)(length), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name.split(",")[0] not in ("proportional", "longrope")])
@@ -75,7 +75,7 @@ def test_frequencies_of_every_type(name, length):
 def test_frequencies_of_partial_rotary(name, share):
     hf = config(name, partial_rotary_factor=share)
     expected, _ = reference(hf, name, 5000)
-    np.testing.assert_allclose(from_hf(hf.to_dict()).frequencies(5000)[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(from_hf(hf.to_dict()).at_length(5000)[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -121,7 +121,7 @@ def test_half_rotation_of_llama(name, precision):
     positions = np.stack([np.arange(64), 1900 + np.arange(64)])
     cos, sin = LlamaRotaryEmbedding(hf)(torch.tensor(x), torch.tensor(positions))
     expected, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
-    frequencies, factor = from_hf(hf.to_dict()).frequencies()
+    frequencies, factor = from_hf(hf.to_dict()).at_length()
     table = rotary_table(positions, frequencies, attention_factor=factor, precision=precision)
     np.testing.assert_allclose(apply_rotary(x, table), expected.numpy(), atol=1e-3)
     near = rotary_table(positions[:1], frequencies, attention_factor=factor, precision=precision)
@@ -135,10 +135,10 @@ def test_interleaved_rotation_of_gptj_llama4_and_deepseek():
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
     from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
-    from posjax.rotary import frequencies, permute_projection
+    from posjax.rotary import inverse_frequencies, permute_projection
 
     x = np.random.default_rng(1).standard_normal((1, 32, 3, 2 * HALF)).astype(np.float32)
-    tensor, table = torch.tensor(x), rotary_table(np.arange(32), frequencies(2 * HALF))
+    tensor, table = torch.tensor(x), rotary_table(np.arange(32), inverse_frequencies(2 * HALF))
     cos, sin = (torch.tensor(np.array(part))[None] for part in table)
     found = apply_rotary(x, table, pairing="interleaved")
     np.testing.assert_allclose(found, apply_rotary_pos_emb(tensor, sin, cos).numpy(), atol=1e-6)
@@ -153,11 +153,11 @@ def test_partial_rotation(module):
     """The first half of each head rotates; glm4 pairs neighbours, the others halves."""
     import importlib
 
-    from posjax.rotary import frequencies
+    from posjax.rotary import inverse_frequencies
 
     theirs = importlib.import_module(f"transformers.models.{module}.modeling_{module}").apply_rotary_pos_emb
     x = np.random.default_rng(2).standard_normal((1, 32, 3, 2 * HALF)).astype(np.float32)
-    table = rotary_table(np.arange(32), frequencies(2 * HALF, partial_rotary_factor=0.5))
+    table = rotary_table(np.arange(32), inverse_frequencies(2 * HALF, partial_rotary_factor=0.5))
     doubled = (torch.tensor(np.concatenate([part, part], axis=-1))[None] for part in table)
     expected = theirs(torch.tensor(x), torch.tensor(x), *doubled, unsqueeze_dim=2)[0].numpy()
     found = apply_rotary(x, table, pairing="interleaved" if module == "glm4" else "half")
@@ -171,14 +171,14 @@ def test_configurations_of_models():
 
     oss = transformers.GptOssConfig()
     rule, module = from_hf(oss.to_dict()), GptOssRotaryEmbedding(oss)
-    np.testing.assert_allclose(rule.frequencies()[0], module.inv_freq.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(rule.at_length()[0], module.inv_freq.numpy(), rtol=1e-6)
     assert abs(rule.table_factor - module.attention_scaling) < 1e-12
     phi = transformers.Phi3Config(
         hidden_size=256, num_attention_heads=8, max_position_embeddings=131_072, original_max_position_embeddings=4096,
         rope_parameters={"rope_type": "longrope", "rope_theta": 10_000.0, **LISTS},
     )  # fmt: skip
     rule, module = from_hf(phi.to_dict()), Phi3RotaryEmbedding(phi)
-    np.testing.assert_allclose(rule.frequencies()[0], module.inv_freq.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(rule.at_length()[0], module.inv_freq.numpy(), rtol=1e-6)
     assert abs(rule.table_factor - module.attention_scaling) < 1e-12
     assert abs(rule.table_factor - 1.1902381) < 5e-8
 
@@ -193,7 +193,7 @@ def test_gemma3_layer_types():
     rules = from_hf(gemma.to_dict())
     assert set(rules) == {"full_attention", "sliding_attention"}
     for name, rule in rules.items():
-        np.testing.assert_allclose(rule.frequencies()[0], getattr(module, f"{name}_inv_freq").numpy(), rtol=1e-6)
+        np.testing.assert_allclose(rule.at_length()[0], getattr(module, f"{name}_inv_freq").numpy(), rtol=1e-6)
     old = {"model_type": "gemma3_text", "head_dim": gemma.head_dim, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     assert from_hf({**old, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}) == rules
 

@@ -35,7 +35,7 @@ def by_hand(x, positions, values, pairing):
 def test_rotation_is_the_formula(pairing, share):
     rule = Plain(head_dim=16, partial_rotary_factor=share)
     x = normal(0, 1, 4, 3, 16)
-    found = jax.jit(lambda x: apply_rotary(x, rotary_table(FAR, rule.frequencies()[0]), pairing=pairing))(x)
+    found = jax.jit(lambda x: apply_rotary(x, rotary_table(FAR, rule.at_length()[0]), pairing=pairing))(x)
     found = np.asarray(found)
     chex.assert_equal_shape([found, x])
     chex.assert_equal(found.dtype, x.dtype)
@@ -48,16 +48,16 @@ def test_rotation_is_the_formula(pairing, share):
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_norms_are_preserved(pairing):
     x = normal(1, 2, 4, 3, 16)
-    found = apply_rotary(x, rotary_table(FAR, rotary.frequencies(16)), pairing=pairing)
+    found = apply_rotary(x, rotary_table(FAR, rotary.inverse_frequencies(16)), pairing=pairing)
     np.testing.assert_allclose(np.linalg.norm(found, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
-    chex.assert_trees_all_equal(apply_rotary(x, rotary_table(np.zeros(4, int), rotary.frequencies(16))), x)
+    chex.assert_trees_all_equal(apply_rotary(x, rotary_table(np.zeros(4, int), rotary.inverse_frequencies(16))), x)
 
 
 @pytest.mark.parametrize("rule", [Plain(), Plain(partial_rotary_factor=0.5), Proportional(0.75)])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_scores_do_not_change_when_all_positions_shift(pairing, rule):
     q, k = normal(2, 1, 8, 2, 16), normal(3, 1, 8, 2, 16)
-    frequencies = rule.frequencies(head_dim=16)[0]
+    frequencies = rule.at_length(head_dim=16)[0]
 
     @jax.jit
     def scores(start):
@@ -74,7 +74,7 @@ def test_bfloat16_rounds_only_the_result(pairing):
 
     @jax.jit
     def run(x):
-        table = rotary_table(FAR, rotary.frequencies(64))
+        table = rotary_table(FAR, rotary.inverse_frequencies(64))
         cut = jax.tree.map(lambda part: part.astype(jnp.bfloat16), table)
         wide = x.astype(jnp.float32)
         return [apply_rotary(y, t, pairing=pairing) for y, t in ((x, table), (wide, table), (wide, cut))]
@@ -88,14 +88,14 @@ def test_bfloat16_rounds_only_the_result(pairing):
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         x = np.ones((1, 4, 2, 16))
-        run = jax.jit(lambda x: apply_rotary(x, rotary_table(FAR, rotary.frequencies(16))))
+        run = jax.jit(lambda x: apply_rotary(x, rotary_table(FAR, rotary.inverse_frequencies(16))))
         chex.assert_type(run(x), jnp.float64)
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 12, 4])
 def test_pairings_are_one_permutation_apart(rotary_dim):
     x = normal(5, 2, 4, 3, 16)
-    table = rotary_table(FAR, rotary.frequencies(rotary_dim or 16))
+    table = rotary_table(FAR, rotary.inverse_frequencies(rotary_dim or 16))
     options = {"rotary_dim": rotary_dim}
     half = permute_projection(x, "interleaved", "half", **options)
     chex.assert_trees_all_equal(
@@ -123,7 +123,7 @@ def test_permuted_weights_give_the_same_scores(share, rotary_dim, proportional):
     """Grouped queries (4 heads on 2), biases and norm weights, full, partial and p-RoPE."""
     size, model = 16, 12
     rule = Proportional(share) if proportional else Plain(partial_rotary_factor=share)
-    table = rotary_table(np.arange(6) * 1000, rule.frequencies(head_dim=size)[0])
+    table = rotary_table(np.arange(6) * 1000, rule.at_length(head_dim=size)[0])
     inputs = normal(6, 2, 6, model)
     weights = [
         {"w": normal(s, model, n, size), "b": normal(s + 2, n, size), "g": normal(s + 4, size)}
@@ -153,7 +153,7 @@ def test_gradient_is_the_inverse_rotation():
 
     @jax.jit
     def both(x, w):
-        forward, backward = (rotary_table(at, rotary.frequencies(16)) for at in (FAR, -FAR))
+        forward, backward = (rotary_table(at, rotary.inverse_frequencies(16)) for at in (FAR, -FAR))
         turned = {p: lambda x, p=p: (apply_rotary(x, forward, pairing=p) * w).sum() for p in PAIRINGS}
         return {p: (jax.grad(turned[p])(x), apply_rotary(w, backward, pairing=p)) for p in PAIRINGS}
 
@@ -166,7 +166,7 @@ def rotate(x, positions, frequencies):
 
 
 def test_under_vmap_and_without_a_batch_axis():
-    x, positions, frequencies = normal(11, 3, 4, 2, 16), np.arange(12).reshape(3, 4), rotary.frequencies(16)
+    x, positions, frequencies = normal(11, 3, 4, 2, 16), np.arange(12).reshape(3, 4), rotary.inverse_frequencies(16)
 
     @jax.jit
     def run(*given):
@@ -182,7 +182,7 @@ def test_under_shard_map(axis):
     """Frequencies enter as a replicated argument; positions are sharded with the tokens, gradients included."""
     mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec(*("devices" if name == axis else None for name in ("batch", "length", "heads")))
-    x, w, frequencies = normal(12, 8, 8, 8, 16), normal(13, 8, 8, 8, 16), rotary.frequencies(16)
+    x, w, frequencies = normal(12, 8, 8, 8, 16), normal(13, 8, 8, 8, 16), rotary.inverse_frequencies(16)
     positions = np.arange(64, dtype=np.int32).reshape(8, 8) * 1000
 
     def loss(x, positions, frequencies, w, sharded):
@@ -201,7 +201,7 @@ def test_under_shard_map(axis):
 
 
 def test_under_pmap():
-    x, frequencies = normal(14, 8, 1, 4, 2, 16), rotary.frequencies(16)
+    x, frequencies = normal(14, 8, 1, 4, 2, 16), rotary.inverse_frequencies(16)
     positions = np.arange(32, dtype=np.int32).reshape(8, 1, 4)
     found = jax.pmap(rotate, in_axes=(0, 0, None))(x, positions, frequencies)
     expected = jax.jit(rotate)(x[:, 0], positions[:, 0], frequencies)
@@ -224,4 +224,4 @@ def test_under_pmap():
 )
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        call(np.ones((2, 4, 3, 16), np.float32), rotary_table(np.arange(4), rotary.frequencies(16)))
+        call(np.ones((2, 4, 3, 16), np.float32), rotary_table(np.arange(4), rotary.inverse_frequencies(16)))

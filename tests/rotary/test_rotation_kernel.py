@@ -80,7 +80,7 @@ def shape(*sizes: int, dtype=jnp.bfloat16):
 )  # fmt: skip
 def test_it_stands_where_heads_fill_lanes_and_tokens_blocks(x, taken):
     def run(x):
-        return apply_rotary(x, pj.rotary_table(np.arange(x.shape[-3]), pj.rotary.frequencies(x.shape[-1])))
+        return apply_rotary(x, pj.rotary_table(np.arange(x.shape[-3]), pj.rotary.inverse_frequencies(x.shape[-1])))
 
     assert kernels(run, x) == taken
     assert not kernels(run, x, platform="cpu")
@@ -97,7 +97,7 @@ def test_a_mesh_that_the_compiler_divides_has_none_and_a_shard_map_has_it():
     x = jax.ShapeDtypeStruct((8, 256, 3, 128), jnp.float32, sharding=rows)
 
     def run(x):
-        return apply_rotary(x, pj.rotary_table(np.arange(256), pj.rotary.frequencies(128)))
+        return apply_rotary(x, pj.rotary_table(np.arange(256), pj.rotary.inverse_frequencies(128)))
 
     with jax.set_mesh(mesh):
         assert not kernels(run, x)

@@ -9,11 +9,11 @@ from posjax.rotary import Plain, Proportional
 
 
 def test_frequencies_is_the_formula_in_float32():
-    found = rotary.frequencies(8, 500.0)
+    found = rotary.inverse_frequencies(8, 500.0)
     chex.assert_shape(found.value, (4,))
     chex.assert_type([found.value, found.high, found.low], [np.float32, np.uint32, np.uint32])
     np.testing.assert_allclose(found, [1, 500**-0.25, 500**-0.5, 500**-0.75], rtol=1e-7)
-    np.testing.assert_allclose(rotary.frequencies(128), 10_000.0 ** -(np.arange(64) / 64), rtol=1e-7)
+    np.testing.assert_allclose(rotary.inverse_frequencies(128), 10_000.0 ** -(np.arange(64) / 64), rtol=1e-7)
 
 
 def test_frequencies_are_the_digits_of_a_number_in_base_beta():
@@ -28,8 +28,10 @@ def test_frequencies_are_the_digits_of_a_number_in_base_beta():
 def test_partial_rotary_counts_exponents_over_the_rotary_width(head_dim, share, width):
     rule = Plain(head_dim=head_dim, partial_rotary_factor=share)
     assert rule.rotary_dim() == width
-    np.testing.assert_allclose(rule.frequencies()[0], 10_000.0 ** -(np.arange(0, width, 2) / width), rtol=1e-7)
-    np.testing.assert_array_equal(rotary.frequencies(head_dim, partial_rotary_factor=share), rule.frequencies()[0])
+    np.testing.assert_allclose(rule.at_length()[0], 10_000.0 ** -(np.arange(0, width, 2) / width), rtol=1e-7)
+    np.testing.assert_array_equal(
+        rotary.inverse_frequencies(head_dim, partial_rotary_factor=share), rule.at_length()[0]
+    )
 
 
 @pytest.mark.parametrize(("share", "turning"), [(0.25, 64), (0.75, 192), (0.3, 76), (1.0, 256), (0.0, 0)])
@@ -42,8 +44,8 @@ def test_proportional_counts_exponents_over_the_full_head(share, turning):
 
 
 def test_proportional_ends_are_rope_and_nope():
-    np.testing.assert_array_equal(Proportional(1.0, head_dim=16).frequencies()[0], rotary.frequencies(16))
-    table = rotary.rotary_table(np.array([5, 1_000_003]), Proportional(0.0, head_dim=16).frequencies()[0])
+    np.testing.assert_array_equal(Proportional(1.0, head_dim=16).at_length()[0], rotary.inverse_frequencies(16))
+    table = rotary.rotary_table(np.array([5, 1_000_003]), Proportional(0.0, head_dim=16).at_length()[0])
     x = jax.random.normal(jax.random.key(0), (1, 2, 3, 16))
     chex.assert_trees_all_equal(rotary.apply_rotary(x, table), x)
     halved = Proportional(0.5, head_dim=16, factor=2.0).inverse_frequencies()
@@ -51,17 +53,17 @@ def test_proportional_ends_are_rope_and_nope():
 
 
 def test_rules_take_the_head_size_from_either_place():
-    np.testing.assert_array_equal(Plain().frequencies(head_dim=8)[0], Plain(head_dim=8).frequencies()[0])
-    np.testing.assert_array_equal(Plain(head_dim=8).frequencies(head_dim=8)[0], Plain(head_dim=8).frequencies()[0])
+    np.testing.assert_array_equal(Plain().at_length(head_dim=8)[0], Plain(head_dim=8).at_length()[0])
+    np.testing.assert_array_equal(Plain(head_dim=8).at_length(head_dim=8)[0], Plain(head_dim=8).at_length()[0])
     with pytest.raises(ValueError, match="Plain needs a head_dim: set its field or pass head_dim="):
-        Plain().frequencies()
+        Plain().at_length()
     with pytest.raises(ValueError, match="head_dim=16 but the rule was made for head_dim=8"):
-        Plain(head_dim=8).frequencies(head_dim=16)
+        Plain(head_dim=8).at_length(head_dim=16)
 
 
 def test_rules_are_static_arguments_of_jit():
-    compiled = jax.jit(lambda rule: jnp.asarray(rule.frequencies(head_dim=8)[0]), static_argnums=0)
-    np.testing.assert_array_equal(compiled(Plain(500.0)), rotary.frequencies(8, 500.0))
+    compiled = jax.jit(lambda rule: jnp.asarray(rule.at_length(head_dim=8)[0]), static_argnums=0)
+    np.testing.assert_array_equal(compiled(Plain(500.0)), rotary.inverse_frequencies(8, 500.0))
     compiled(Plain(500))
     assert compiled._cache_size() == 1
     assert Plain() != Proportional(1.0)
@@ -70,9 +72,12 @@ def test_rules_are_static_arguments_of_jit():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: rotary.frequencies(7), "head_dim must be a positive even number, found 7"),
-        (lambda: rotary.frequencies(0), "head_dim must be a positive even number, found 0"),
-        (lambda: rotary.frequencies(28, partial_rotary_factor=0.25), r"rotary width int\(28 \* 0.25\) .* found 7"),
+        (lambda: rotary.inverse_frequencies(7), "head_dim must be a positive even number, found 7"),
+        (lambda: rotary.inverse_frequencies(0), "head_dim must be a positive even number, found 0"),
+        (
+            lambda: rotary.inverse_frequencies(28, partial_rotary_factor=0.25),
+            r"rotary width int\(28 \* 0.25\) .* found 7",
+        ),
         (lambda: Plain(base=1.0), "base must be greater than 1, found 1.0"),
         (lambda: Plain(base="1e4"), "base must be a number, found '1e4'"),
         (lambda: Plain(base=None), "base must be a number, found None"),

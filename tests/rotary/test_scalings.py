@@ -22,8 +22,8 @@ def test_linear_divides_every_frequency():
 
 
 def test_linear_is_division_of_positions():
-    scaled = rotary.rotary_table(np.array([0, 4, 4096, -400]), Linear(4.0).frequencies(head_dim=16)[0])
-    plain = rotary.rotary_table(np.array([0, 1, 1024, -100]), Plain().frequencies(head_dim=16)[0])
+    scaled = rotary.rotary_table(np.array([0, 4, 4096, -400]), Linear(4.0).at_length(head_dim=16)[0])
+    plain = rotary.rotary_table(np.array([0, 1, 1024, -100]), Plain().at_length(head_dim=16)[0])
     chex.assert_trees_all_close(scaled, plain, atol=1e-6)
 
 
@@ -47,41 +47,41 @@ def test_scaling_the_base_by_the_factor_itself_falls_short():
 
 @pytest.mark.parametrize("length", [1, 31, 32])
 def test_dynamic_ntk_is_plain_up_to_the_training_length(length):
-    found, factor = DynamicNTK(32, factor=2.0).frequencies(length, head_dim=16)
-    np.testing.assert_array_equal(found, rotary.frequencies(16))
+    found, factor = DynamicNTK(32, factor=2.0).at_length(length, head_dim=16)
+    np.testing.assert_array_equal(found, rotary.inverse_frequencies(16))
     assert factor == 1.0
-    traced = jax.jit(lambda n: DynamicNTK(32, factor=2.0).frequencies(n, head_dim=16)[0])(np.uint32(length))
-    np.testing.assert_array_equal(traced, rotary.frequencies(16))
+    traced = jax.jit(lambda n: DynamicNTK(32, factor=2.0).at_length(n, head_dim=16)[0])(np.uint32(length))
+    np.testing.assert_array_equal(traced, rotary.inverse_frequencies(16))
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_dynamic_ntk_is_ntk_aware_at_the_current_factor(factor):
     for length in (33, 64, 1000):
         scale = factor * length / 32 - (factor - 1)
-        found = DynamicNTK(32, factor=factor).frequencies(length, head_dim=16)[0]
-        chex.assert_trees_all_close(found, NTKAware(scale).frequencies(head_dim=16)[0], rtol=1e-7)
-        traced = jax.jit(lambda n: DynamicNTK(32, factor=factor).frequencies(n, head_dim=16)[0])(length)
+        found = DynamicNTK(32, factor=factor).at_length(length, head_dim=16)[0]
+        chex.assert_trees_all_close(found, NTKAware(scale).at_length(head_dim=16)[0], rtol=1e-7)
+        traced = jax.jit(lambda n: DynamicNTK(32, factor=factor).at_length(n, head_dim=16)[0])(length)
         np.testing.assert_allclose(traced, found, rtol=1e-6)
-    unchanged = DynamicNTK(32, factor=factor).frequencies(None, head_dim=16)[0]
-    np.testing.assert_array_equal(unchanged, rotary.frequencies(16))
+    unchanged = DynamicNTK(32, factor=factor).at_length(None, head_dim=16)[0]
+    np.testing.assert_array_equal(unchanged, rotary.inverse_frequencies(16))
 
 
 @pytest.mark.parametrize("rule", [DynamicNTK(32), LongRoPE(*LISTS, 32, factor=4.0)], ids=["dynamic", "longrope"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_length_for_each_row_or_token(rule, traced):
     lengths = np.array([[16, 32, 33], [64, 100, 8]])
-    call = lambda n: rule.frequencies(n, head_dim=16)[0]  # noqa: E731
+    call = lambda n: rule.at_length(n, head_dim=16)[0]  # noqa: E731
     call = jax.jit(call) if traced else call
     rows, tokens = call(lengths[0]), call(lengths)
     chex.assert_shape([rows.value, rows.high, tokens.value, tokens.low], [(3, 8), (3, 8), (2, 3, 8), (2, 3, 8)])
     for i, length in enumerate(lengths[0].tolist()):
-        expected = rule.frequencies(length, head_dim=16)[0]
+        expected = rule.at_length(length, head_dim=16)[0]
         np.testing.assert_allclose(rows.value[i], expected, rtol=1e-6)
         np.testing.assert_allclose(tokens.value[0, i], expected, rtol=1e-6)
 
 
 def test_a_traced_length_does_not_compile_again():
-    compiled = jax.jit(lambda n: DynamicNTK(32).frequencies(n, head_dim=16)[0])
+    compiled = jax.jit(lambda n: DynamicNTK(32).at_length(n, head_dim=16)[0])
     compiled(jnp.int32(40))
     compiled(jnp.int32(4000))
     assert compiled._cache_size() == 1
@@ -155,8 +155,8 @@ def test_yarn_temperature_to_more_digits():
 
 def test_yarn_without_extension_is_the_identity():
     for ramp in ("index", "rotations"):
-        found, factor = YaRN(1.0, 4096, ramp=ramp).frequencies(head_dim=128)
-        np.testing.assert_array_equal(found, rotary.frequencies(128))
+        found, factor = YaRN(1.0, 4096, ramp=ramp).at_length(head_dim=128)
+        np.testing.assert_array_equal(found, rotary.inverse_frequencies(128))
         assert factor == 1.0
 
 
@@ -195,15 +195,15 @@ def test_longrope_switches_above_the_original_length():
     rule = LongRoPE(*LISTS, 4096, factor=32.0, head_dim=16)
     plain = Plain(head_dim=16).inverse_frequencies()
     short, long = (np.float32(plain / np.array(values)) for values in LISTS)
-    traced = jax.jit(lambda n: rule.frequencies(n)[0])
+    traced = jax.jit(lambda n: rule.at_length(n)[0])
     for length, expected in ((None, short), (1, short), (4096, short), (4097, long)):
-        np.testing.assert_array_equal(rule.frequencies(length)[0], expected)
+        np.testing.assert_array_equal(rule.at_length(length)[0], expected)
         if length is not None:
-            chex.assert_trees_all_equal(traced(length), rule.frequencies(length)[0])
+            chex.assert_trees_all_equal(traced(length), rule.at_length(length)[0])
             assert traced(length).is_exact
     fixed = {select: LongRoPE(*LISTS, 4096, factor=32.0, head_dim=16, select=select) for select in ("short", "long")}
-    np.testing.assert_array_equal(fixed["short"].frequencies(9999)[0], short)
-    np.testing.assert_array_equal(fixed["long"].frequencies(3)[0], long)
+    np.testing.assert_array_equal(fixed["short"].at_length(9999)[0], short)
+    np.testing.assert_array_equal(fixed["long"].at_length(3)[0], long)
     assert (rule.reads_length, fixed["long"].reads_length) == (True, False)
 
 
@@ -239,7 +239,7 @@ def test_every_rule_is_registered_hashable_and_declares_its_length():
     reading = {name for name, rule in rules.items() if rule.reads_length}
     assert reading == {"dynamic-linear", "dynamic-ntk", "dynamic-yarn", "longrope", "clex"}
     for rule in rules.values():
-        values, factor = rule.frequencies(64, head_dim=16)
+        values, factor = rule.at_length(64, head_dim=16)
         chex.assert_shape(values.value, (8,))
         assert values.is_exact
         assert isinstance(factor, float)
@@ -251,7 +251,7 @@ def test_every_rule_is_registered_hashable_and_declares_its_length():
         (lambda: Linear(0.5), "factor must be a number of at least 1, found 0.5"),
         (lambda: Linear("2"), "factor must be a number of at least 1, found '2'"),
         (lambda: NTKAware(float("nan")), "factor must be a number of at least 1, found nan"),
-        (lambda: NTKAware(2.0, head_dim=2).frequencies(), "NTK scaling needs a rotary width of at least 4, found 2"),
+        (lambda: NTKAware(2.0, head_dim=2).at_length(), "NTK scaling needs a rotary width of at least 4, found 2"),
         (lambda: NTKAware(2.0).to_hf(), "set head_dim"),
         (lambda: DynamicNTK(0), "original_length must be a number of at least 1, found 0"),
         (lambda: YaRN(4.0, 4096, beta_fast=1, beta_slow=32), "beta_fast must be above beta_slow"),
@@ -260,7 +260,7 @@ def test_every_rule_is_registered_hashable_and_declares_its_length():
         (lambda: YaRN(4.0, 4096, ramp="rotations").to_hf(), "Hugging Face has no ramp 'rotations'"),
         (lambda: LongRoPE(*LISTS, 32), "LongRoPE needs factor"),
         (lambda: LongRoPE(*LISTS, 32, factor=2.0, head_dim=32), "short_factor must have 16 numbers .* found 8"),
-        (lambda: LongRoPE(*LISTS, 32, factor=2.0).frequencies(head_dim=32), "short_factor must have 16 numbers"),
+        (lambda: LongRoPE(*LISTS, 32, factor=2.0).at_length(head_dim=32), "short_factor must have 16 numbers"),
         (lambda: LongRoPE(LISTS[0], (1.0,), 32, factor=2.0, head_dim=16), "long_factor must have 8 numbers"),
         (lambda: LongRoPE((0.0,), (1.0,), 32, factor=2.0), "every short_factor must be positive, found 0.0"),
         (lambda: LongRoPE("ab", (1.0,), 32, factor=2.0), "short_factor must be a list of numbers, found 'ab'"),

@@ -26,7 +26,7 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_tables_are_exact_at_every_position_through_jit(rule):
-    frequencies, factor = rule.frequencies(131_072, head_dim=16)
+    frequencies, factor = rule.at_length(131_072, head_dim=16)
     table = jax.jit(rotary.rotary_table)(np.array(POSITIONS), frequencies)
     chex.assert_type(list(table), jnp.float32)
     chex.assert_shape(list(table), (len(POSITIONS), frequencies.shape[0]))
@@ -47,14 +47,14 @@ def _by_hand(rule, plain):
 def test_float32_tables_are_what_exactness_saves_from():
     """The float32 product errs by 1e-2 rad at one million, by everything at 2^31."""
     positions, values = np.array([1_000_003, 2**31 - 1]), 10_000.0 ** -(np.arange(64) / 64)
-    table = rotary.rotary_table(positions, rotary.frequencies(128), precision="hf")
+    table = rotary.rotary_table(positions, rotary.inverse_frequencies(128), precision="hf")
     error = np.abs(table.cos - cos_sin(positions, values)[0]).max(axis=1)
     assert error[0] > 1e-2
     assert error[1] > 0.5
 
 
 def test_hf_precision_is_bit_for_bit_the_float32_product():
-    frequencies = rotary.frequencies(16)
+    frequencies = rotary.inverse_frequencies(16)
     positions = np.array([3, 131_071, 1_000_003], np.int32)
     table = rotary.rotary_table(positions, frequencies, precision="hf")
     angle = jnp.asarray(positions.astype(np.float32)[:, None] * np.asarray(frequencies))
@@ -65,14 +65,14 @@ def test_arrays_in_place_of_frequencies():
     values = 10_000.0 ** -(np.arange(8) / 8)
     positions = np.array([1_000_003])
     chex.assert_trees_all_equal(
-        rotary.rotary_table(positions, values), rotary.rotary_table(positions, rotary.frequencies(16))
+        rotary.rotary_table(positions, values), rotary.rotary_table(positions, rotary.inverse_frequencies(16))
     )
     traced = jax.jit(rotary.rotary_table)(positions, jnp.float32(values))
     chex.assert_trees_all_close(traced, rotary.rotary_table(positions, values, precision="hf"), atol=1e-6)
 
 
 def test_positions_of_every_form_agree():
-    frequencies = rotary.frequencies(8)
+    frequencies = rotary.inverse_frequencies(8)
     expected = rotary.rotary_table(np.arange(5, 9), frequencies)
     chex.assert_shape(expected.cos, (4, 4))
     rows = rotary.rotary_table(np.arange(5, 9)[None] + np.array([[0], [0]]), frequencies)
@@ -85,9 +85,9 @@ def test_positions_of_every_form_agree():
 def test_real_positions():
     """The whole part is exact and the fraction added; hf is the float32 product."""
     positions = np.array([0.25, 70_000.5, -70_000.5], np.float32)
-    table = jax.jit(rotary.rotary_table)(positions, rotary.frequencies(8))
+    table = jax.jit(rotary.rotary_table)(positions, rotary.inverse_frequencies(8))
     np.testing.assert_allclose(table.sin, np.sin(positions[:, None] * 10.0 ** -np.arange(4.0)), atol=2e-6)
-    product = rotary.rotary_table(positions, rotary.frequencies(8), precision="hf")
+    product = rotary.rotary_table(positions, rotary.inverse_frequencies(8), precision="hf")
     np.testing.assert_allclose(product.sin[0], table.sin[0], atol=1e-6)
     np.testing.assert_allclose(product.sin[1], table.sin[1], atol=2e-2)
 
@@ -95,11 +95,11 @@ def test_real_positions():
 def test_frequencies_for_each_row_or_token():
     rule = DynamicNTK(32)
     lengths = np.array([[40, 64], [100, 8]])
-    rows = rotary.rotary_table(Range(3, 5), rule.frequencies(lengths[:, 0], head_dim=8)[0])
+    rows = rotary.rotary_table(Range(3, 5), rule.at_length(lengths[:, 0], head_dim=8)[0])
     chex.assert_shape(rows.cos, (2, 5, 4))
-    tokens = rotary.rotary_table(np.array([[3, 4], [3, 4]]), rule.frequencies(lengths, head_dim=8)[0])
+    tokens = rotary.rotary_table(np.array([[3, 4], [3, 4]]), rule.at_length(lengths, head_dim=8)[0])
     chex.assert_shape(tokens.cos, (2, 2, 4))
-    alone = rotary.rotary_table(Range(3, 5), rule.frequencies(100, head_dim=8)[0])
+    alone = rotary.rotary_table(Range(3, 5), rule.at_length(100, head_dim=8)[0])
     chex.assert_trees_all_close(jax.tree.map(lambda part: part[1], rows), alone, atol=1e-6)
     chex.assert_trees_all_close(tokens.sin[1, 0], alone.sin[0], atol=1e-6)
 
@@ -115,7 +115,10 @@ def test_tables_stay_float32_under_x64():
     with jax.enable_x64(True):
         for precision in ("exact", "hf"):
             table = rotary.rotary_table(
-                np.array([7, 2**31 - 1]), rotary.frequencies(8), attention_factor=np.float64(1.5), precision=precision
+                np.array([7, 2**31 - 1]),
+                rotary.inverse_frequencies(8),
+                attention_factor=np.float64(1.5),
+                precision=precision,
             )
             chex.assert_type(list(table), jnp.float32)
 
@@ -123,8 +126,8 @@ def test_tables_stay_float32_under_x64():
 @pytest.mark.parametrize(
     ("positions", "frequencies", "message"),
     [
-        (np.array([0.5], np.float16), rotary.frequencies(8), "must be integers or float32, found float16"),
-        (np.zeros((2, 2, 2), int), rotary.frequencies(8), "positions must be"),
+        (np.array([0.5], np.float16), rotary.inverse_frequencies(8), "must be integers or float32, found float16"),
+        (np.zeros((2, 2, 2), int), rotary.inverse_frequencies(8), "positions must be"),
         (np.arange(3), np.float64(1.0), "must have 1 to 3 axes"),
         (np.zeros((2, 3), int), np.ones((4, 8)), r"shape \(4, 8\) do not fit positions of shape \(2, 3\)"),
         (np.zeros((2, 3), int), np.ones((2, 5, 8)), r"shape \(2, 5, 8\) do not fit"),

@@ -178,7 +178,7 @@ def _fitness(
         return whole(jax.lax.map(row, (tokens, weights)).sum())
 
     def fitness(rule: LongRoPE) -> float:
-        found, factor = rule.frequencies(head_dim=model.config.head_dim)
+        found, factor = rule.at_length(head_dim=model.config.head_dim)
         return float(total(parameters, found.value, np.int32(rule.unscaled_first), factor)) / windows.scored
 
     return fitness

@@ -12,7 +12,7 @@ from train.config.settings.evaluate import SECTIONS
 from train.data.tokenizer import ByteTokenizer
 from train.evaluate.tasks import TASKS, Vocabulary, cases, check_tasks, lengths_of
 from train.evaluate.tasks import passkey as passkey_module
-from train.evaluate.tasks.frequencies import LIST, common_words
+from train.evaluate.tasks.common_words import LIST, common_words
 from train.evaluate.tasks.text import IDLE, compose, drawn, filling, hidden
 
 
