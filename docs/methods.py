@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "leaky-rerope": {"window": 16, "factor": 8.0},
     "self-extend": {"group": 4, "window": 16},
     "lm-infinite": {"n_local": TRAINED, "n_global": 4},
-    "streaming": {"sinks": 4, "recent": 28},
+    "streaming": {"first": 4, "recent": 28},
     "dual-chunk": {"length": TRAINED},
     "window": {"size": TRAINED},
     "chunked": {"size": TRAINED},
@@ -44,8 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dilated": {"size": 16, "dilation": 2},
     "band": {"size": TRAINED},
     "global-first": {"count": 4},
-    "sinks": {"count": 4},
-    "lambda": {"window": 28, "sinks": 4},
+    "first-tokens": {"count": 4},
+    "lambda": {"window": 28, "first": 4},
     "log-n": {"length": TRAINED},
     "clipped-log-n": {"length": TRAINED},
     "llama4": {"floor_scale": TRAINED},
@@ -82,7 +82,7 @@ RECIPE_OPTIONS: dict[str, dict[str, Any]] = {
 _ALSO = {bias.ALiBi: (bias.alibi_slopes,), bias.T5: (bias.t5_bucket,)}
 """Functions that define a spec but that its first line does not name."""
 NOPE = "No slot is filled: only the causal mask tells a decoder where its tokens stand (Kazemnejad et al., 2305.19466)."
-_SLOT_ORDER = ("embedding", "linear", "far", "sinks", "bias", "scale", "norm", "mask", "features", "positions")
+_SLOT_ORDER = ("embedding", "linear", "remap", "sinks", "bias", "scale", "norm", "mask", "features", "positions")
 
 
 @dataclass(frozen=True)

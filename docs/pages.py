@@ -32,7 +32,7 @@ GROUPS = {
     "features": "Maps of queries and keys",
     "frequencies": "Frequency rules",
     "bias": "Biases",
-    "far": "Near and far",
+    "remap": "Distances remapped",
     "mask": "Masks",
     "sinks": "Sinks",
     "scale": "Scales",

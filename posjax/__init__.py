@@ -7,13 +7,13 @@ from posjax import (
     absolute,
     bias,
     coca,
-    far,
     layout,
     linear,
     masks,
     norms,
     pope,
     positions,
+    remap,
     rotary,
     sampling,
     scales,
@@ -33,7 +33,7 @@ from posjax.scheme.registry import register
 __version__ = "0.1.0"
 
 _serial.register(
-    *(RotaryTable, Frequencies, positions.Range, far.Branch, Cache, linear.LinearState, layout.Layout),
+    *(RotaryTable, Frequencies, positions.Range, remap.Branch, Cache, linear.LinearState, layout.Layout),
     *_serial.below(masks.Mask),
     *_serial.below(bias.Bias),
 )
@@ -52,7 +52,6 @@ __all__ = [
     "coca",
     "coca_attention",
     "diagnostics",
-    "far",
     "linear",
     "masks",
     "nn",
@@ -60,6 +59,7 @@ __all__ = [
     "pope",
     "positions",
     "register",
+    "remap",
     "rotary",
     "rotary_table",
     "sampling",

@@ -34,7 +34,7 @@ OPTIONS = {
     "inverse-leaky": {"length": 16, "extension": 2.0},
     "self-extend": {"group": 2, "window": 4},
     "lm-infinite": {"n_local": 6, "n_global": 2},
-    "streaming": {"sinks": 2, "recent": 5},
+    "streaming": {"first": 2, "recent": 5},
     "dual-chunk": {"length": 8},
     "window": {"size": 5},
     "chunked": {"size": 6},

@@ -121,7 +121,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "posjax/attention/tpu/forward.py",
         "if kind.masked or len(found) > 1:",
         "(len(found) >= 1)",
-    ): "with neither a mask nor far pairs, the pattern finds nothing to do",
+    ): "with neither a mask nor remapped pairs, the pattern finds nothing to do",
     (
         "posjax/rotary/generators.py",
         'check_even("the size of the generators", matrices.shape[1])',

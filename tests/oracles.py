@@ -3,14 +3,14 @@
 import numpy as np
 
 
-def attention(q, k, v, *, bias=None, allowed=None, scale=None, sinks=None, softcap=None, far=(), decay=None):
+def attention(q, k, v, *, bias=None, allowed=None, scale=None, sinks=None, softcap=None, remap=(), decay=None):
     """Output ``[batch, queries, heads, value size]`` and log-sum-exp ``[batch, queries, heads]`` in float64.
 
     Args:
         q, k, v: ``[batch, length, heads, size]``.
         bias: ``[heads, q, k]`` or ``[batch, heads, q, k]``.
         allowed: bool, broadcastable to ``[batch, heads, q, k]``.
-        far: ``(q, k, where)`` of other features for the pairs of ``where``, bool ``[batch or 1, 1, q, k]``.
+        remap: ``(q, k, where)`` of other features for the pairs of ``where``, bool ``[batch or 1, 1, q, k]``.
         decay: ``[batch or 1, 1, q, k, size]``, a factor of every feature's part in a score.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -21,7 +21,7 @@ def attention(q, k, v, *, bias=None, allowed=None, scale=None, sinks=None, softc
     for b, i, h in np.ndindex(batch, queries, heads):
         group = h // (heads // k.shape[2])
         z = (k[b, :, group] * q[b, i, h] * (1 if decay is None else decay[b % len(decay), 0, i])).sum(-1)
-        for other_q, other_k, where in far:
+        for other_q, other_k, where in remap:
             z = np.where(where[b % len(where), 0, i], np.asarray(other_k)[b, :, group] @ other_q[b, i, h], z)
         z = z * (size**-0.5 if scale is None else scale) + bias[b, h, i]
         z = z if softcap is None else softcap * np.tanh(z / softcap)

@@ -13,7 +13,7 @@ from jax import export
 import posjax as pj
 from posjax._serial import _plain, _restored
 from posjax.layout import Layout
-from posjax.masks import Causal, Segments, Sinks, Window
+from posjax.masks import Causal, FirstTokens, Segments, Window
 from posjax.positions import Range
 
 
@@ -50,7 +50,7 @@ IDS = np.array([[0] * 3 + [1] * 5, [0] * 6 + [-1] * 2], np.int32)
 
 @pytest.mark.parametrize(
     "mask",
-    [Causal() & (Window(jnp.int32(3)) | Sinks(1)), ~Window(2) & Segments(IDS), Causal() & jnp.ones((8, 8), bool)],
+    [Causal() & (Window(jnp.int32(3)) | FirstTokens(1)), ~Window(2) & Segments(IDS), Causal() & jnp.ones((8, 8), bool)],
     ids=["sizes", "segments", "an array"],
 )
 def test_a_mask_and_positions_are_arguments(mask):

@@ -17,7 +17,7 @@ NAMES = """
 positions.Range positions.as_array positions.arange positions.from_mask positions.from_segments
 rotary.inverse_frequencies rotary_table RotaryTable apply_rotary rotary.Plain.at_length rotary.YaRN.to_hf rotary.from_hf
 alibi_slopes alibi_bias bias.ALiBi bias.T5 bias.Kerple
-masks.Causal masks.Window masks.Sinks masks.Chunked masks.Prefix masks.Segments
+masks.Causal masks.Window masks.FirstTokens masks.Chunked masks.Prefix masks.Segments
 attention coca_attention coca.features
 Scheme scheme scheme_names Layers nn.Attention nn.Block nn.Decoder nn.DecoderConfig nn.logical_axes
 """
@@ -30,13 +30,13 @@ FLOORS = [
     {"positions"},
     {"axes"},
     {"_slots", "angles", "sampling", "layout", "lowered"},
-    {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "far", "linear"},
+    {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "remap", "linear"},
     {"attention"},
     {"scheme"},
     {"nn"},
     {"diagnostics"},
 ]
-BUILT_OF = {("coca", "rotary"), ("pope", "rotary"), ("far", "masks"), ("far", "rotary"), ("linear", "rotary")}
+BUILT_OF = {("coca", "rotary"), ("pope", "rotary"), ("remap", "masks"), ("remap", "rotary"), ("linear", "rotary")}
 NUMERICS = {"jax", "numpy", "jaxtyping"}
 
 

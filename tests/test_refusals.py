@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import posjax as pj
-from posjax import bias, coca, far, linear, masks, norms, pope, positions, rotary, scales
+from posjax import bias, coca, linear, masks, norms, pope, positions, remap, rotary, scales
 from posjax.nn import Decoder, DecoderConfig
 from posjax.positions import Range
 from posjax.scheme import Scheme
@@ -81,7 +81,7 @@ BAD = {
     "frequencies on a device": (attend(Scheme(features=rotary.Rotary(Short(of=jnp.ones)))), "give a NumPy array"),
     "parameters left out": (attend(Scheme(bias=Recency())), "params must hold 'bias', .* Recency.bind fails without"),
     "lists of segments": (attention(mask=masks.Segments([[0] * 6] * 2)), "Segments q_ids must be an array, found"),
-    "a number for a branch": (attention(far=3), "far must be a posjax.far.Branch or several, found 3"),
+    "a number for a branch": (attention(remap=3), "remap must be a posjax.remap.Branch or several, found 3"),
     "a list of rates": (attention(decay=[0.1] * 8, mask=masks.Causal()), "decay must be an array, found"),
     "a flag for a start": (lambda: Range(True, 3), "start must be an integer .* found True"),
     "a flag for a length": (lambda: Range(0, True), "length must be a Python int, found bool"),
@@ -178,7 +178,7 @@ BAD = {
     ),
     "frequencies with their factor": (
         lambda: pj.rotary_table(Range(0, 6), rotary.YaRN(4.0, 32, head_dim=8).at_length()),
-        "inverse_frequencies .*factor = rule.frequencies.*attention_factor=factor",
+        "inverse_frequencies .*factor = rule.at_length.*attention_factor=factor",
     ),
     "a name for frequencies": (lambda: pj.rotary_table(Range(0, 6), "yarn"), "inverse_frequencies .*found 'yarn'"),
     "a pair for a table": (lambda: pj.apply_rotary(X, tuple(TABLE)), r"table must be .*RotaryTable\(cos, sin\)"),
@@ -235,11 +235,11 @@ BAD = {
     "a bias for a scale": (lambda: Scheme(scale=bias.ALiBi()), r"scale: .*ALiBi.*which has no factor\(\)"),
     "a rule for features": (lambda: Scheme(features=rotary.Plain()), "features: .*Plain.*which has no query_size"),
     "a kernel for features": (lambda: Scheme(features=linear.Elu()), "features: .*Elu.*which has no query_size"),
-    "features for far": (lambda: Scheme(far=rotary.Rotary()), r"far: .*Rotary.*which has no check\(\)"),
+    "features for far": (lambda: Scheme(remap=rotary.Rotary()), r"remap: .*Rotary.*which has no check\(\)"),
     "a norm for sinks": (lambda: Scheme(sinks=norms.QKNorm()), r"sinks: .*QKNorm.*which has no logits\(\)"),
     "a scale for a norm": (lambda: Scheme(norm=scales.SSMax()), r"norm: .*SSMax.*which has no apply\(\)"),
     "a bias for an embedding": (lambda: Scheme(embedding=bias.T5()), r"embedding: .*T5.*which has no embed\(\)"),
-    "a window beyond int32": (lambda: far.LeakyReRoPE(2**20, 2.0**20), "factor times window must fit in int32"),
+    "a window beyond int32": (lambda: remap.LeakyReRoPE(2**20, 2.0**20), "factor times window must fit in int32"),
     "a distance beyond int32": (lambda: bias.T5(max_distance=2**31), "max_distance must fit in int32"),
     "positions beyond int32 on a device": (
         lambda: positions.as_array(jnp.array([0, 2**31], jnp.uint32)),
@@ -327,8 +327,8 @@ def test_heads_of_another_size_are_checked_with_their_own():
     assert Scheme(features=xpos, positions=pj.sampling.Randomised(512)).features == xpos
     with pytest.raises(ValueError, match="positions: ids below 20000 may make a tile of xPos longer"):
         Scheme(features=xpos, positions=pj.sampling.Randomised(20_000))
-    with pytest.raises(ValueError, match="far: ReRoPE replaces the distances that the decay of XPos reads"):
-        Scheme(features=xpos, far=far.ReRoPE(8))
+    with pytest.raises(ValueError, match="remap: ReRoPE replaces the distances that the decay of XPos reads"):
+        Scheme(features=xpos, remap=remap.ReRoPE(8))
     for before, after in (
         (rotary.Rotary(WIDE), {"frequencies": {"name": "yarn", "factor": 2.0, "original_length": 32}}),
         (pope.PoPE(rotary.Plain(head_dim=256)), {"frequencies": {"name": "linear", "factor": 2.0}}),

@@ -19,10 +19,10 @@ from jax.experimental import checkify
 import posjax as pj
 from posjax import bias, masks
 from posjax.bias import CoPE, FoX, accumulate
-from posjax.far import Branch
-from posjax.masks import Beyond, Causal, Dilated, Globals, Segments, Sinks, Window
+from posjax.masks import Beyond, Causal, Dilated, FirstTokens, Globals, Segments, Window
 from posjax.nn import Decoder
 from posjax.positions import Range, from_segments
+from posjax.remap import Branch
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 8
 IDS = np.asarray([[0] * 6 + [1] * 6 + [-1] * 4, [-1] * 3 + [0] * 13], np.int32)
@@ -131,7 +131,7 @@ CASES = {name: lambda dtype, spec=spec: of_bias(spec, dtype) for name, spec in S
     "plain": plain(),
     "packed": plain(mask=PACKED, bias=bias.ALiBi(), softcap=3.0),
     "rows that see nothing": plain(mask=Beyond(9) & Segments(IDS), softcap=3.0, sinks=np.zeros(HEADS, np.float32)),
-    "lambda": plain(mask=Causal() & (Window(3) | Sinks(2))),
+    "lambda": plain(mask=Causal() & (Window(3) | FirstTokens(2))),
     "dilated heads": plain(mask=Dilated(3, (1, 2, 3, 4)) & masks.padding(IDS >= 0)),
     "longformer": plain(mask=(Window(3) | Globals(IDS == 0)) & Segments(IDS)),
     "traced window": learned("softcap", mask=Causal() & Window(np.int32(3))),
@@ -341,8 +341,8 @@ def test_far_branches_make_no_nan():
     q, k, v = projections(jnp.float32)
 
     def run(q, k, v):
-        far = Branch(q[..., ::-1], k * k, Beyond(4))
-        return pj.attention(q, k, v, mask=PACKED, far=far, implementation="blockwise", return_residuals=True)
+        remap = Branch(q[..., ::-1], k * k, Beyond(4))
+        return pj.attention(q, k, v, mask=PACKED, remap=remap, implementation="blockwise", return_residuals=True)
 
     with strict("ranks", "dtypes"):
         find_nan(run, q, k, v)

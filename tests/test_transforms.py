@@ -76,7 +76,7 @@ def test_tokens_that_are_all_alike_give_outputs_that_are_all_alike(name):
 
 def test_masks_and_biases_alone_under_vmap_and_pmap():
     at = np.arange(8 * LENGTH).reshape(8, LENGTH)
-    mask = pj.masks.Causal() & (pj.masks.Window(4) | pj.masks.Sinks(2)) & pj.masks.Chunked(16)
+    mask = pj.masks.Causal() & (pj.masks.Window(4) | pj.masks.FirstTokens(2)) & pj.masks.Chunked(16)
     spec = pj.bias.T5(8, 10)
     bias = spec.bind(spec.init(jax.random.key(0), HEADS), num_heads=HEADS)
 

@@ -18,17 +18,17 @@ from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
 from posjax.attention.blockwise import TILE_ELEMENTS
 from posjax.attention.checks import check_ahead, check_masks, check_sinks, checked_positions, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
-from posjax.attention.operands import FarPair, Operands, checked_softcap, statistics_dtype, vary_alike
+from posjax.attention.operands import Operands, RemappedPair, checked_softcap, statistics_dtype, vary_alike
 from posjax.attention.operation import Backends, attend, attend_here
 from posjax.attention.own import checked, heads_of
 from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
-from posjax.far import Branch, branches
 from posjax.lowered import PLATFORMS, mesh_of_types, split_by_compiler
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
+from posjax.remap import Branch, branches
 
 BACKENDS = {"dense": DENSE, "blockwise": BLOCKWISE}
 """Backends that support every call and run on every platform."""
@@ -70,7 +70,7 @@ def prepared(
     mask,
     scale,
     softcap,
-    far,
+    remap,
     decay,
     q_positions: Positions | None,
     kv_positions: Positions | None,
@@ -82,11 +82,11 @@ def prepared(
     bias = bound(bias, heads)
     if bias is not None:
         bias.check(q.shape[0], q.shape[1], k.shape[1])
-    far = branches(far)
-    _check_far(far, decay, q, k)
-    check_masks(q, k, mask, *(branch.where for branch in far))
+    remap = branches(remap)
+    _check_remap(remap, decay, q, k)
+    check_masks(q, k, mask, *(branch.where for branch in remap))
     q, k, v = without_padding(mask, q, k, v)
-    far = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in far)
+    remap = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in remap)
     x = Operands(
         q=grouped(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
@@ -95,7 +95,7 @@ def prepared(
         mask=mask,
         q_positions=checked_positions("q_positions", q_positions, q),
         kv_positions=checked_positions("kv_positions", kv_positions, k),
-        far=tuple(FarPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in far),
+        remap=tuple(RemappedPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in remap),
         decay=rates(decay, statistics_dtype(q)),
         softcap=checked_softcap(softcap, q),
     )
@@ -123,15 +123,17 @@ def check_shapes(q, k, v) -> None:
     )
 
 
-def _check_far(far: tuple[Branch, ...], decay, q, k) -> None:
-    for branch in far:
+def _check_remap(remap: tuple[Branch, ...], decay, q, k) -> None:
+    for branch in remap:
         found, wanted = (branch.q.shape, branch.k.shape), (q.shape, k.shape)
-        check(found == wanted, f"far: queries and keys must have the shapes of q and k, {wanted}, found {found}")
+        check(found == wanted, f"remap: queries and keys must have the shapes of q and k, {wanted}, found {found}")
     if decay is not None:
         check_array("decay", decay)
         found = decay.shape
         check(found == q.shape[-1:], f"decay must have shape {q.shape[-1:]}, one rate per feature, found {found}")
-        check(not far, "decay: the decay of xPos reads true distances, which far branches replace; leave one out")
+        check(
+            not remap, "decay: the decay of xPos reads true distances, which remapped branches replace; leave one out"
+        )
 
 
 def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) -> None:
@@ -149,12 +151,12 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
     )
 
 
-def reads_positions(bias, mask: Mask | None, far, decay) -> bool:
+def reads_positions(bias, mask: Mask | None, remap, decay) -> bool:
     """Whether a call depends on positions; a bias that is not bound yet counts as if it did."""
     arrays = jax.Array | np.ndarray
     slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
     read = any(not isinstance(slot, OverPairs) or slot.reads_positions for slot in slots)
-    return read or bool(far) or decay is not None
+    return read or bool(remap) or decay is not None
 
 
 def needs_ranges(x: Operands) -> bool:

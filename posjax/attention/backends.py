@@ -101,7 +101,7 @@ class TPU:
     def add(self, x, scale, per_query, so_far):
         """See ``Backend.add``."""
         of_bias, sums = bool(jax.tree.leaves(so_far.bias)), (so_far.q, so_far.k, so_far.v)
-        if x.far or any(array is None for array in sums):
+        if x.remap or any(array is None for array in sums):
             found = entry.gradients(_scaled_in_base_2(x, scale), per_query, self.options, of_bias=of_bias)
             return _sum(so_far, _with_queries(found, lambda q: q * entry.LOG2E))
         prepared, options = self._ready(x, scale)
@@ -136,8 +136,8 @@ def _scaled_in_base_2(x: Operands, scale) -> Operands:
 
 
 def _with_queries(x: Operands, function: Callable) -> Operands:
-    far = tuple(dataclasses.replace(branch, q=function(branch.q)) for branch in x.far)
-    return vary_alike(dataclasses.replace(x, q=function(x.q), far=far))
+    remap = tuple(dataclasses.replace(branch, q=function(branch.q)) for branch in x.remap)
+    return vary_alike(dataclasses.replace(x, q=function(x.q), remap=remap))
 
 
 DENSE = Backend(dense, dense_gradients)

@@ -8,7 +8,7 @@ log-sum-exp ``L``. The backward pass recomputes each tile's weights ``P = exp(S 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = dS K,   dK = dS^T Q,   d(bias) = the bias' own transpose of dS
 
 (Dao et al., arXiv 2205.14135, appendix B; ``dL`` is the gradient of the log-sum-exp itself). Empty tiles of the mask
-are never visited, full tiles are never masked, and of several pairs of features (see ``posjax.far``) a tile computes
+are never visited, full tiles are never masked, and of several pairs of features (see ``posjax.remap``) a tile computes
 those that it needs: for every block the tiles are listed by kind in advance.
 """
 
@@ -188,10 +188,11 @@ def _pair_masks(tile: Operands, kind: Kind) -> list:
     """For each pair of features of the kind, the mask of the scores that it computes; None for all."""
     if len(kind.pairs) == 1:
         return [None]
-    far = [
-        group_mask(branch.where.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3]) for branch in tile.far
+    remap = [
+        group_mask(branch.where.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
+        for branch in tile.remap
     ]
-    return [~reduce(jnp.logical_or, far), *far]
+    return [~reduce(jnp.logical_or, remap), *remap]
 
 
 def _tile_scores(tile: Operands, kind: Kind, masks: list):
@@ -353,8 +354,8 @@ def _cotangent(x: Operands, found: _TileGradients) -> Operands:
     leaves, rebuild = _inexact_leaves(_learned(zeros))
     bias, softcap = rebuild([a.astype(leaf.dtype) for a, leaf in zip(found.learned, leaves, strict=True)])
     d_q = [d.astype(q.dtype) for d, (q, _) in zip(found.q, x.pairs, strict=True)]
-    far = tuple(
-        dataclasses.replace(branch, q=q, k=k) for branch, q, k in zip(zeros.far, d_q[1:], found.k[1:], strict=True)
+    remap = tuple(
+        dataclasses.replace(branch, q=q, k=k) for branch, q, k in zip(zeros.remap, d_q[1:], found.k[1:], strict=True)
     )
     softcap = zeros.softcap if softcap is None else softcap
-    return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, far=far, softcap=softcap)
+    return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, remap=remap, softcap=softcap)

@@ -38,7 +38,7 @@ def refusal(x: Operands, with_lse: bool) -> str | None:
         (with_lse, "the log-sum-exp of cuDNN, for return_residuals and sinks, has no gradient"),
         (x.bias is not None, f"cuDNN does not know {type(x.bias).__name__}"),
         (x.softcap is not None, "cuDNN has no soft cap"),
-        (bool(x.far), "cuDNN has no far branches"),
+        (bool(x.remap), "cuDNN has no remapped branches"),
         (x.decay is not None, "cuDNN does not know the decay of xPos"),
         (
             dtypes not in (["bfloat16"], ["float16"]),

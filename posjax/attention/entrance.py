@@ -10,9 +10,9 @@ from posjax.attention.checks import check_masks, check_scale, check_sinks
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, Split, split_of
-from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
+from posjax.remap import Branch, branches
 
 
 def attention(
@@ -25,7 +25,7 @@ def attention(
     scale: float | Float[Array, "..."] | None = None,
     sinks: Float[Array, "heads"] | None = None,
     softcap: float | Float[Array, ""] | None = None,
-    far: Branch | Sequence[Branch] = (),
+    remap: Branch | Sequence[Branch] = (),
     decay: Float[Array, "size"] | None = None,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
@@ -56,8 +56,8 @@ def attention(
             ``1 / sqrt(size)`` when left out.
         sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
         softcap: bound of the logits (Gemma 2), or None; a scalar array, which may be learned.
-        far: ``posjax.far.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE). ``scale``
-            multiplies their queries too.
+        remap: ``posjax.remap.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE).
+            ``scale`` multiplies their queries too.
         decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
             overflow at any length as long as a query sees no key ahead of it, and no tile spans more than about
             ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). They get no gradient. Negative rates
@@ -91,26 +91,26 @@ def attention(
     check_shapes(q, k, v)
     check_scale(scale)
     bias, mask = bound(bias, q.shape[2]), None if mask is None else as_mask(mask)
-    options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "far": far}
+    options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "remap": remap}
     options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
     options |= {"implementation": implementation, "return_residuals": return_residuals}
-    check_aligned(q, k, q_positions, reads_positions(bias, mask, far, decay))
+    check_aligned(q, k, q_positions, reads_positions(bias, mask, remap, decay))
     split = split_of(q, k, v, partition)
     return local_attention(q, k, v, **options) if split is None else _over_mesh(split, q, k, v, **options)
 
 
-def _over_mesh(split: Split, q, k, v, *, scale, far, **options):
+def _over_mesh(split: Split, q, k, v, *, scale, remap, **options):
     """Attention on every device, for its own batch rows and heads."""
-    far = branches(far)
-    check_masks(q, k, options["mask"], *(branch.where for branch in far))
+    remap = branches(remap)
+    check_masks(q, k, options["mask"], *(branch.where for branch in remap))
     check_sinks(options["sinks"], q.shape[2])
-    options |= {"scale": _with_three_axes(scale), "where": tuple(branch.where for branch in far)}
+    options |= {"scale": _with_three_axes(scale), "where": tuple(branch.where for branch in remap)}
 
     def inside(q, k, v, *pairs, where, **given):
         branches = zip(pairs[::2], pairs[1::2], where, strict=True)
-        return context_attention(q, k, v, far=[Branch(*branch) for branch in branches], **given)
+        return context_attention(q, k, v, remap=[Branch(*branch) for branch in branches], **given)
 
-    projected = [q, k, v, *(x for branch in far for x in (branch.q, branch.k))]
+    projected = [q, k, v, *(x for branch in remap for x in (branch.q, branch.k))]
     return over_mesh(split, inside, projected, None, options)
 
 

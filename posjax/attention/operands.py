@@ -37,7 +37,7 @@ _KEYS = ("batch", "kv_heads", "keys", "size")
 
 @partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class FarPair(WithAxes):
+class RemappedPair(WithAxes):
     """A ``Branch`` with queries and keys in the layout of ``Operands``."""
 
     q: Float[Array, "batch kv_heads group queries size"]
@@ -60,7 +60,7 @@ class Operands(WithAxes):
         mask: a mask or None.
         q_positions: ``Range``, ``[queries]`` or ``[batch, queries]``.
         kv_positions: ``Range``, ``[keys]`` or ``[batch, keys]``.
-        far: the pairs of features that replace the first one in their masks.
+        remap: the pairs of features that replace the first one in their masks.
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
         run: if queries and keys are several runs of consecutive tokens from distant parts of the sequence, the length
@@ -75,7 +75,7 @@ class Operands(WithAxes):
     mask: Mask | None
     q_positions: Positions
     kv_positions: Positions
-    far: tuple[FarPair, ...] = ()
+    remap: tuple[RemappedPair, ...] = ()
     decay: Float[Array, "size"] | None = None
     softcap: float | Float[Array, ""] | None = None
     run: int | None = None
@@ -90,13 +90,13 @@ class Operands(WithAxes):
 
     @property
     def pairs(self) -> tuple[tuple[Array, Array], ...]:
-        """The queries and keys of the first pair of features and of every far one."""
-        return ((self.q, self.k), *((pair.q, pair.k) for pair in self.far))
+        """The queries and keys of the first pair of features and of every remapped one."""
+        return ((self.q, self.k), *((pair.q, pair.k) for pair in self.remap))
 
     @property
     def masks(self) -> tuple[Mask | None, ...]:
-        """The mask, and that of every far pair."""
-        return self.mask, *(pair.where for pair in self.far)
+        """The mask, and that of every remapped pair."""
+        return self.mask, *(pair.where for pair in self.remap)
 
     def with_slots(self, function: Callable) -> "Operands":
         """The operands with ``function`` of the bias and of every mask, where there is one."""
@@ -104,8 +104,8 @@ class Operands(WithAxes):
         def of(slot):
             return None if slot is None else function(slot)
 
-        far = tuple(dataclasses.replace(pair, where=of(pair.where)) for pair in self.far)
-        return dataclasses.replace(self, bias=of(self.bias), mask=of(self.mask), far=far)
+        remap = tuple(dataclasses.replace(pair, where=of(pair.where)) for pair in self.remap)
+        return dataclasses.replace(self, bias=of(self.bias), mask=of(self.mask), remap=remap)
 
 
 class PerQuery(NamedTuple):

@@ -5,10 +5,10 @@ The logits of a head are cut into tiles of ``q`` queries and ``k`` keys. A backe
 kind, so that each kind has its own code. Causal attention in 4 x 4 tiles, ``.`` never visited, ``#`` full, ``m``
 masked, and with a window of two tiles:
 
-    m . . .        m . . .        far pairs (ReRoPE) beyond one tile:   m . . .
-    # m . .        m m . .        ``f`` is scored by the far features,  b m . .
-    # # m .        . m m .        ``b`` by both, the rest by the near   f b m .
-    # # # m        . . m m                                              f f b m
+    m . . .        m . . .        pairs remapped (ReRoPE) beyond one    m . . .
+    # m . .        m m . .        tile: ``r`` is scored by the remapped b m . .
+    # # m .        . m m .        features, ``b`` by both, the rest by  r b m .
+    # # # m        . . m m        the near ones                         r r b m
 
 If positions and masks are known when tracing, so is the plan, in NumPy; otherwise it is computed from the bounds of the
 blocks before the first tile.
@@ -91,7 +91,7 @@ def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead
     some, every = _some_and_every(x.mask, *bounds, together)
     reach = np.zeros((), int) if constant_from is None else _reach(x, blocks, constant_from, ahead)
     reaches = (NEAR,) if constant_from is None else (NEAR, BEHIND, AHEAD)
-    choices = [(n,) for n in range(len(x.pairs))] + ([tuple(range(len(x.pairs)))] if x.far else [])
+    choices = [(n,) for n in range(len(x.pairs))] + ([tuple(range(len(x.pairs)))] if x.remap else [])
     kinds = tuple(Kind(*each) for each in ((p, m, r) for m in (False, True) for p in choices for r in reaches))
     pair = _pairs(x, *bounds, together)
     return _compact(kinds, some * (1 + (~every * len(choices) + pair) * len(reaches) + reach))
@@ -125,8 +125,8 @@ def _with_rows(x, grid):
 def _pairs(x: Operands, q: BlockBounds, k: BlockBounds, together: bool):
     """Index of the pair of features that scores a tile; the number of pairs if it needs all of them."""
     pair, whole = 0, True
-    for n, far in enumerate(x.far, start=1):
-        some, every = _some_and_every(far.where, q, k, together)
+    for n, branch in enumerate(x.remap, start=1):
+        some, every = _some_and_every(branch.where, q, k, together)
         pair, whole = pair + n * every, whole & (every | ~some)
     return pair * whole + len(x.pairs) * (1 - whole)
 

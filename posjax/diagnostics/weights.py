@@ -31,7 +31,8 @@ def weights(
     """The attention weights of one query over ``length`` keys at positions ``0 .. length - 1``.
 
     They are the output of ``Scheme.attend`` for values that are unit vectors, so they include features, scale, bias,
-    mask and far branches. Memory grows with ``length``, not with its square. Tokens that a bias reads (FoX) are zeros.
+    mask and remapped branches. Memory grows with ``length``, not with its square. Tokens that a bias reads (FoX) are
+    zeros.
 
     Args:
         scheme: any scheme.

@@ -3,8 +3,8 @@
 A mask is a value; it becomes an array only tile by tile. Three kinds exist:
 
 * position masks are pure functions of the two integer positions: ``Causal``, ``Window``, ``Band``, ``Dilated``,
-  ``Sinks``, ``GlobalFirst``, ``Chunked``, ``Prefix``, and those that select the far pairs of ``posjax.far``, ``Beyond``
-  and ``ChunksApart``;
+  ``FirstTokens``, ``GlobalFirst``, ``Chunked``, ``Prefix``, and those that select the pairs of ``posjax.remap``,
+  ``Beyond`` and ``ChunksApart``;
 * ``Segments`` holds the segment ids of the tokens, ``Globals`` their flags;
 * ``ArrayMask`` is a boolean array; ``attention(mask=)`` and the operators below convert a plain array to it.
 
@@ -26,9 +26,9 @@ from posjax.masks.by_position import (
     Chunked,
     ChunksApart,
     Dilated,
+    FirstTokens,
     GlobalFirst,
     Prefix,
-    Sinks,
     Window,
     hides_ahead,
     traced_sizes,
@@ -50,6 +50,7 @@ __all__ = [
     "ChunksApart",
     "Combined",
     "Dilated",
+    "FirstTokens",
     "GlobalFirst",
     "Globals",
     "Mask",
@@ -59,7 +60,6 @@ __all__ = [
     "Pair",
     "Prefix",
     "Segments",
-    "Sinks",
     "Window",
     "as_mask",
     "block_bounds",

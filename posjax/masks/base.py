@@ -68,8 +68,8 @@ class Mask(OverPairs):
         """How many of ``count`` contiguous keys each query may see, for scales that count them.
 
         The keys are those up to the query's position if ``causal``. ``|`` counts keys that both masks allow twice, but
-        never more than ``count``: exact for ``Window(w) | Sinks(n)`` if ``causal``. If queries see both sides, queries
-        near an end count keys beyond it.
+        never more than ``count``: exact for ``Window(w) | FirstTokens(n)`` if ``causal``. If queries see both sides,
+        queries near an end count keys beyond it.
         """
         return count
 

@@ -192,7 +192,7 @@ class Window(_Around):
 
     Without ``Causal`` it is the symmetric band of ``2 * size - 1`` keys that encoders use. ``Window(L)``, for a decoder
     trained at length ``L``, is the baseline of kexue.fm/archives/9431, where each token sees no more keys than in
-    training; language models also need their first tokens, ``Window(L) | Sinks(n)`` (kexue.fm/archives/9948).
+    training; language models also need their first tokens, ``Window(L) | FirstTokens(n)`` (kexue.fm/archives/9948).
 
     Args:
         size: keys on each side, the query's own included.
@@ -238,7 +238,7 @@ class Band(_Around):
 @_sized
 @dataclasses.dataclass(frozen=True)
 class Beyond(_Distances):
-    """``i - j >= size``: the keys that ``Causal() & Window(size)`` leaves out, the far pairs of ReRoPE."""
+    """``i - j >= size``: the keys that ``Causal() & Window(size)`` leaves out, the remapped pairs of ReRoPE."""
 
     size: Size
 
@@ -367,10 +367,11 @@ class _First(_Sized):
 
 @_sized
 @dataclasses.dataclass(frozen=True)
-class Sinks(_First):
+class FirstTokens(_First):
     """``j < count``: every query sees the first ``count`` positions.
 
-    ``Causal() & (Window(w) | Sinks(n))`` is the lambda-shaped mask of StreamingLLM (arXiv 2309.17453) and LM-Infinite.
+    Models attend to them strongly (attention sinks). ``Causal() & (Window(w) | FirstTokens(n))`` is the lambda-shaped
+    mask of StreamingLLM (arXiv 2309.17453) and LM-Infinite.
 
     Args:
         count: how many first positions every query sees.

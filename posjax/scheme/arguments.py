@@ -56,7 +56,7 @@ def sink_logits(
 
 def check_no_slots(options: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments of ``attention`` that are slots of a scheme."""
-    for name in ("bias", "scale", "far", "decay"):
+    for name in ("bias", "scale", "remap", "decay"):
         check(name not in options, f"{name}: a scheme has its own; give it as Scheme({name}=...) or replace it")
 
 

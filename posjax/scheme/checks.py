@@ -37,8 +37,8 @@ def check_composition(scheme: Choices) -> None:
         _check_contextual(scheme)
     if scheme.positions is not None:
         _check_positions(scheme)
-    if scheme.far is not None:
-        scheme.far.check(scheme.features)
+    if scheme.remap is not None:
+        scheme.remap.check(scheme.features)
     if scheme.linear is not None:
         _check_linear(scheme)
 
@@ -115,7 +115,7 @@ def _check_positions(scheme: Choices) -> None:
 
 
 def _check_linear(scheme: Choices) -> None:
-    for name in ("scale", "bias", "mask", "far", "sinks"):
+    for name in ("scale", "bias", "mask", "remap", "sinks"):
         check(
             getattr(scheme, name) is None,
             f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
@@ -150,7 +150,7 @@ def check_direction(scheme: Choices, causal: bool) -> None:
     """
     if causal:
         return
-    for name in ("features", "bias", "far"):
+    for name in ("features", "bias", "remap"):
         spec = getattr(scheme, name)
         found = None if spec is None else spec.one_sided
         kind = type(spec).__name__

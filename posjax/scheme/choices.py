@@ -23,7 +23,7 @@ class Choices:
     scale: slots.ScaleSlot | None = None
     bias: slots.BiasSlot | None = None
     mask: masks.Mask | None = None
-    far: slots.FarSlot | None = None
+    remap: slots.RemapSlot | None = None
     sinks: slots.SinkSlot | None = None
     linear: slots.LinearSlot | None = None
     positions: slots.Sampling | None = None
@@ -51,7 +51,7 @@ class Choices:
     @property
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing."""
-        chosen = (self.embedding, self.features, self.scale, self.bias, self.mask, self.far)
+        chosen = (self.embedding, self.features, self.scale, self.bias, self.mask, self.remap)
         # Random features of a rotated query estimate the same kernel with other numbers.
         estimated = self.linear is not None and self.linear.random and self.rotates
         return not estimated and all(spec is None or spec.shift_invariant for spec in chosen)
@@ -69,16 +69,16 @@ class Choices:
 
     @property
     def own_mask(self) -> masks.Mask | None:
-        """The mask of the mask slot and the far slot."""
+        """The mask of the mask slot and the remap slot."""
         return all_of(self.mask, self._far_mask)
 
     @property
     def _far_mask(self) -> masks.Mask | None:
-        return None if self.far is None else self.far.mask()
+        return None if self.remap is None else self.remap.mask()
 
     def reads_positions(self, options: Mapping[str, Any]) -> bool:
         """Whether a call of ``attend`` with these options depends on positions."""
-        chosen, given = (self.features, self.scale, self.bias, self.mask, self.far), options.get("mask")
+        chosen, given = (self.features, self.scale, self.bias, self.mask, self.remap), options.get("mask")
         if options.get("causal", True) or any(spec is not None for spec in chosen):
             return True
         return given is not None and masks.as_mask(given).reads_positions

@@ -66,7 +66,7 @@ class Layers:
 
         Args:
             layers: ``"all"``, or only the ``"full"`` layers, without a mask, or only the ``"local"`` ones, with a mask.
-                Changes of frequencies or far skip layers that rotate nothing.
+                Changes of frequencies or remap skip layers that rotate nothing.
             changes: see ``Scheme.extend``.
 
         Raises:
@@ -80,13 +80,13 @@ class Layers:
         def extended(scheme: Scheme) -> Scheme:
             if not reached(scheme):
                 return scheme
-            own = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "far")}
+            own = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "remap")}
             return scheme.extend(**own)
 
         found = [scheme for scheme in self.schemes if reached(scheme)]
         check(bool(found), f"layers: this scheme has no {layers!r} layer")
         which = "" if layers == "all" else f"{layers!r} "
-        for name in ("frequencies", "far"):
+        for name in ("frequencies", "remap"):
             rotating = any(scheme.rotates for scheme in found)
             check(rotating or name not in changes, f"{name}: no {which}layer of this scheme rotates anything")
         return Layers(tuple((tuple(map(extended, schemes)), repeats) for schemes, repeats in self.patterns))

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from posjax import absolute, bias, coca, far, linear, masks, norms, pope, rotary, sampling, scales, sinks
+from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count
 from posjax.scheme.choices import SLOT_NAMES
 from posjax.scheme.layers import Layers
@@ -112,7 +112,7 @@ def _hwfa2(
     """HWFA2 (kexue.fm/archives/9731): RoPE everywhere, in windows except for a few evenly spread layers with log n.
 
     The window is three times ``length / num_layers`` when left out (the article: two to four times). For longer texts
-    ``extend(layers="full", far=ReRoPE(length // 2))``.
+    ``extend(layers="full", remap=ReRoPE(length // 2))``.
 
     Args:
         num_layers: how many layers the model has, more than ``full_layers``.
@@ -266,13 +266,13 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
     "coca-relative": (rotary.Plain, _features(partial(coca.Coca, "relative"))),
     "coca-planes": (coca.PartlyCollinear, _in("features")),
-    "rerope": (far.ReRoPE, _in("far", features=_ROPE)),
-    "leaky-rerope": (far.LeakyReRoPE, _in("far", features=_ROPE)),
-    "inverse-leaky": (far.inverse_leaky, _in("far", features=_ROPE)),
-    "self-extend": (far.SelfExtend, _in("far", features=_ROPE)),
-    "lm-infinite": (far.LMInfinite, _in("far", features=_ROPE)),
-    "streaming": (far.StreamingLLM, _in("far", features=_ROPE)),
-    "dual-chunk": (far.DualChunk, _in("far", features=_ROPE)),
+    "rerope": (remap.ReRoPE, _in("remap", features=_ROPE)),
+    "leaky-rerope": (remap.LeakyReRoPE, _in("remap", features=_ROPE)),
+    "inverse-leaky": (remap.inverse_leaky, _in("remap", features=_ROPE)),
+    "self-extend": (remap.SelfExtend, _in("remap", features=_ROPE)),
+    "lm-infinite": (remap.LMInfinite, _in("remap", features=_ROPE)),
+    "streaming": (remap.StreamingLLM, _in("remap", features=_ROPE)),
+    "dual-chunk": (remap.DualChunk, _in("remap", features=_ROPE)),
     "window": (masks.Window, _in("mask", features=_ROPE)),
     "chunked": (masks.Chunked, _in("mask", features=_ROPE)),
     "longformer": (_longformer, _in("mask", features=_ROPE)),
@@ -346,7 +346,7 @@ def scheme(name: str, /, **options) -> Scheme | Layers:
     known = scheme_options(name)
     make, place = PRESETS[name]
     open_slots = () if "num_layers" in known else SLOT_NAMES
-    # An option of the method itself, such as the number of StreamingLLM's sinks, wins over a slot of the same name.
+    # An option of the method itself, such as the bias of SSMax, wins over a slot of the same name.
     own = {key for key in options if key in known and not isinstance(options[key], Mapping)}
     slots = {key: options.pop(key) for key in open_slots if key in options and key not in own}
     built = place(build(f"scheme {name!r}", make, options, also=open_slots))

@@ -6,25 +6,25 @@ from typing import Any
 
 import jax
 
-from posjax import absolute, bias, coca, far, linear, masks, norms, pope, rotary, sampling, scales, sinks
+from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count, nearest, shown
 from posjax._slots import Features
 from posjax.scheme.slots import lacking
 
 
-def _lambda(window: int, sinks: int) -> masks.Mask:
-    """The last ``window`` keys and the first ``sinks`` ones, ``Window | Sinks`` (LM-Infinite, arXiv 2308.16137).
+def _lambda(window: int, first: int) -> masks.Mask:
+    """The last ``window`` keys and the first few, ``Window | FirstTokens`` (LM-Infinite, arXiv 2308.16137).
 
     With the training length as ``window`` it is the baseline in which each token sees no more keys than in training,
     plus the first tokens that language models need (kexue.fm/archives/9948).
 
     Args:
         window: how many of the last keys a query sees, its own included.
-        sinks: how many first positions every query sees.
+        first: how many first positions every query sees.
     """
-    for name, value in (("window", window), ("sinks", sinks)):
+    for name, value in (("window", window), ("first", first)):
         check_count(name, value)
-    return masks.Window(window) | masks.Sinks(sinks)
+    return masks.Window(window) | masks.FirstTokens(first)
 
 
 SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
@@ -79,15 +79,15 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "band": masks.Band,
         "global-first": masks.GlobalFirst,
         "lambda": _lambda,
-        "sinks": masks.Sinks,
+        "first-tokens": masks.FirstTokens,
     },
-    "far": {
-        "rerope": far.ReRoPE,
-        "leaky-rerope": far.LeakyReRoPE,
-        "self-extend": far.SelfExtend,
-        "lm-infinite": far.LMInfinite,
-        "streaming": far.StreamingLLM,
-        "dual-chunk": far.DualChunk,
+    "remap": {
+        "rerope": remap.ReRoPE,
+        "leaky-rerope": remap.LeakyReRoPE,
+        "self-extend": remap.SelfExtend,
+        "lm-infinite": remap.LMInfinite,
+        "streaming": remap.StreamingLLM,
+        "dual-chunk": remap.DualChunk,
     },
     "sinks": {"learned": sinks.LearnedSinks, "plus-one": sinks.SoftmaxPlusOne},
     "linear": {
@@ -107,7 +107,7 @@ _BASES: dict[str, type] = {
     "features": Features,
     "bias": bias.BiasSpec,
     "mask": masks.Mask,
-    "far": far.Far,
+    "remap": remap.Remap,
     "linear": linear.LinearKernel,
 }
 """The base class of the specs of a slot; slots that are not listed have only a protocol."""

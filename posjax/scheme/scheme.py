@@ -5,8 +5,8 @@ For query i, key j and head h every method of this library computes
     z_h(i, j) = c_h(i) <phi(q_i, p_i), psi(k_j, p_j)> / sqrt(d) + b_h(p_i, p_j)      where allowed(i, j)
 
 and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
-``far`` scores distant pairs by other features, ``sinks`` take part in the normalisation, ``embedding`` is added to the
-token embeddings, ``positions`` draws the positions of training, and ``linear`` replaces the softmax. Slots compose
+``remap`` scores distant pairs by other distances, ``sinks`` take part in the normalisation, ``embedding`` is added to
+the token embeddings, ``positions`` draws the positions of training, and ``linear`` replaces the softmax. Slots compose
 freely; those that do not raise ValueError when the scheme is built, with the reason.
 """
 
@@ -46,8 +46,8 @@ class Scheme(Choices):
         features: the maps phi and psi: ``rotary.Rotary``, ``coca.Coca``, ...; the plain projections when left out.
         scale: a factor of every query: ``scales.LogN``, ``scales.SSMax``, ...
         bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.FoX``, ...
-        mask: combined with the model's own mask: ``masks.Window``, ``masks.Chunked``, ``masks.Sinks``, composed.
-        far: other features for distant pairs: ``far.ReRoPE``, ``far.SelfExtend``, ...
+        mask: combined with the model's own mask: ``masks.Window``, ``masks.Chunked``, ``masks.FirstTokens``, composed.
+        remap: other features for distant pairs: ``remap.ReRoPE``, ``remap.SelfExtend``, ...
         sinks: logits without values: ``sinks.LearnedSinks``, ``sinks.SoftmaxPlusOne``.
         linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
         positions: how positions are drawn in training: ``sampling.Randomised``, ... Only a trainer reads it.
@@ -74,7 +74,7 @@ class Scheme(Choices):
         """What a cache holds of a key: ``"rotated"``, ``"raw"``, ``"half-width"``, or ``"state"``, one for all keys.
 
         Rotated keys can be cached only if the map of a key never changes. It changes if a rule reads the current
-        length, or if far pairs have another map.
+        length, or if remapped pairs have another map.
         """
         return self._executor.caches
 

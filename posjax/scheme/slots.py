@@ -114,7 +114,7 @@ class BiasSlot(Learns, Protocol):
         """The bias with its parameters."""
 
 
-class FarSlot(Protocol):
+class RemapSlot(Protocol):
     """Other features for distant pairs."""
 
     shift_invariant: bool
@@ -127,7 +127,7 @@ class FarSlot(Protocol):
         """Its mask, or None."""
 
     def branches(self, features: FeatureSlot, params: SlotParams, q, k, q_positions, kv_positions, **sizes) -> tuple:
-        """``phi``, ``psi`` and the ``far.Branch`` values that replace them for far pairs."""
+        """``phi``, ``psi`` and the ``remap.Branch`` values that replace them for remapped pairs."""
 
 
 class SinkSlot(Learns, Protocol):
@@ -159,7 +159,7 @@ PROTOCOLS: dict[str, type] = {
     "features": FeatureSlot,
     "scale": ScaleSlot,
     "bias": BiasSlot,
-    "far": FarSlot,
+    "remap": RemapSlot,
     "sinks": SinkSlot,
     "linear": LinearSlot,
     "positions": Sampling,

@@ -29,7 +29,7 @@ class SoftmaxAttention:
     def caches(self) -> str:
         """See ``Scheme.caches``."""
         kind = self.scheme.maps.cached
-        return "raw" if kind == "rotated" and (self.scheme.far is not None or self.scheme.reads_length) else kind
+        return "raw" if kind == "rotated" and (self.scheme.remap is not None or self.scheme.reads_length) else kind
 
     def attend(self, q, k, v, params: Params, where: Where, *, mask=None, **options):
         """``attend_stored`` on ``stored`` keys and values."""
@@ -71,7 +71,7 @@ class SoftmaxAttention:
         check_no_slots(options)
         heads, at_q = where.across.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
         scale = self._scale(q, params, where, causal, visible) * self._dot_scale(where.head_dim, query_scale)
-        q, k, v, far = self._mapped(q, k, v, params, where)
+        q, k, v, remap = self._mapped(q, k, v, params, where)
         given = options | {
             "bias": bound_bias(self.scheme.bias, params, heads, gates),
             "mask": all_of(masks.Causal() if causal else None, self.scheme.own_mask, mask),
@@ -79,7 +79,7 @@ class SoftmaxAttention:
             "decay": self.scheme.maps.decay(where.head_dim),
         }
         at = {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
-        return self._finished(_attention(where)(q, k, v, scale=scale, far=far, **at, **given), params, at_q, where)
+        return self._finished(_attention(where)(q, k, v, scale=scale, remap=remap, **at, **given), params, at_q, where)
 
     def _dot_scale(self, head_dim: int, query_scale: float | None) -> float:
         """The factor of all inner products."""
@@ -97,15 +97,15 @@ class SoftmaxAttention:
         return self.scheme.scale.factor(params.get("scale", {}), positions=as_array(at), visible=visible, **sizes)
 
     def _mapped(self, q, k, v, params: Params, where: Where) -> tuple:
-        """Queries, keys, values and far branches for attention, from raw queries and stored keys and values."""
+        """Queries, keys, values and remapped branches for attention, from raw queries and stored keys and values."""
         features, learned, rotated = self.scheme.maps, params.get("features", {}), self.caches == "rotated"
         at_q, at_k = where.queries(features, q), where.keys(features, k)
         if self.scheme.norm is not None:
             q = self.scheme.norm.apply(params.get("norm", {}), q, q)[0]
         v = v if rotated else features.value(learned, v, at_k, **where.sizes)
-        if self.scheme.far is not None:
-            q, k, far = self.scheme.far.branches(features, learned, q, k, at_q, at_k, **where.sizes)
-            return q, k, v, far
+        if self.scheme.remap is not None:
+            q, k, remap = self.scheme.remap.branches(features, learned, q, k, at_q, at_k, **where.sizes)
+            return q, k, v, remap
         k = k if rotated else features.key(learned, k, at_k, **where.sizes)
         return features.query(learned, q, at_q, **where.sizes), k, v, ()
 

@@ -12,9 +12,9 @@ from posjax import masks
 from posjax.attention import attention
 from posjax.attention.api import BACKENDS
 from posjax.bias import T5, ALiBi, Kerple
-from posjax.far import Branch
-from posjax.masks import Causal, Chunked, Prefix, Segments, Sinks, Window
+from posjax.masks import Causal, Chunked, FirstTokens, Prefix, Segments, Window
 from posjax.positions import Range, from_segments
+from posjax.remap import Branch
 
 BATCH, SIZE, VALUE_SIZE = 2, 8, 6
 RATES = np.linspace(0.01, 0.3, SIZE)
@@ -47,7 +47,7 @@ class Case:
     mask: object = None
     softcap: float | None = None
     sinks: bool = False
-    far: tuple = ()
+    remap: tuple = ()
     decay: bool = False
     q_positions: object = None
     kv_positions: object = None
@@ -75,7 +75,7 @@ CASES = [
     ),
     Case("long queries with sinks", queries=11, keys=3, q_positions=Range(0, 11), mask=Causal(), sinks=True),
     Case("symmetric alibi in a band of segments", bias=SYMMETRIC, mask=Window(4) & Segments(IDS)),
-    Case("learned alibi and lambda", bias=LEARNED, mask=Causal() & (Window(3) | Sinks(2))),
+    Case("learned alibi and lambda", bias=LEARNED, mask=Causal() & (Window(3) | FirstTokens(2))),
     Case("two-sided t5 in one tile", bias=T5_BOTH, blocks=(13, 13)),
     Case("kerple power and a prefix", bias=Kerple("power"), mask=Causal() | Prefix(6)),
     Case("soft cap in chunks", softcap=0.8, mask=Causal() & Chunked(5), bias=T5_NEAR),
@@ -90,19 +90,19 @@ CASES = [
         bias=ALiBi(),
     ),
     Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
-    Case("two branches of both sides", far=TWO_BRANCHES, sinks=True),
-    Case("far in packed rows", far=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS, bias=LEARNED, softcap=3.0),
+    Case("two branches of both sides", remap=TWO_BRANCHES, sinks=True),
+    Case("far in packed rows", remap=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS, bias=LEARNED, softcap=3.0),
     Case("decay in packed rows", decay=True, mask=Causal() & Segments(IDS), **OF_ROWS, bias=T5_NEAR),
 ]
 
 WIDE = [
     Case("symmetric alibi in a band", bias=SYMMETRIC, mask=Window(4)),
     Case("soft cap", softcap=0.8, mask=Causal(), bias=T5_NEAR),
-    Case("far without a bias in packed rows", far=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS),
+    Case("far without a bias in packed rows", remap=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS),
     Case("decay without a bias in packed rows", decay=True, mask=Causal() & Segments(IDS), **OF_ROWS),
     Case("kerple log in chunks", bias=Kerple("log"), mask=Causal() & Chunked(5)),
     Case("segments", mask=Segments(IDS), bias=LEARNED),
-    Case("far", far=(Beyond(4),), mask=Causal(), bias=LEARNED, softcap=3.0),
+    Case("remap", remap=(Beyond(4),), mask=Causal(), bias=LEARNED, softcap=3.0),
     Case("decay", decay=True, mask=Causal(), bias=T5_NEAR),
     Case("plain"),
     Case("one tile", blocks=(13, 13)),
@@ -114,7 +114,7 @@ WIDE = [
     Case("causal", mask=Causal()),
     Case("window", mask=Causal() & Window(3)),
     Case("band", mask=Window(4)),
-    Case("lambda", mask=Causal() & (Window(3) | Sinks(2))),
+    Case("lambda", mask=Causal() & (Window(3) | FirstTokens(2))),
     Case("chunked", mask=Causal() & Chunked(5)),
     Case("prefix", mask=Causal() | Prefix(6)),
     Case("alibi", bias=ALiBi(), mask=Causal()),
@@ -126,8 +126,8 @@ WIDE = [
     Case("kerple power", bias=Kerple("power"), mask=Causal()),
     Case("sinks", sinks=True, mask=Causal()),
     Case("decode", queries=2, keys=13, q_positions=Range(11, 2), mask=Causal(), bias=ALiBi()),
-    Case("far of both sides", far=(Beyond(4),), sinks=True),
-    Case("two branches", far=TWO_BRANCHES, mask=Causal() & (Window(10) | Sinks(2))),
+    Case("far of both sides", remap=(Beyond(4),), sinks=True),
+    Case("two branches", remap=TWO_BRANCHES, mask=Causal() & (Window(10) | FirstTokens(2))),
     Case("far away", q_positions=FAR_AWAY, kv_positions=FAR_AWAY, mask=Causal(), bias=ALiBi()),
 ]
 
@@ -148,7 +148,7 @@ def inputs(case: Case, dtype=np.float64) -> dict:
         "k": normal(BATCH, case.keys, case.kv_heads, SIZE),
         "v": normal(BATCH, case.keys, case.kv_heads, VALUE_SIZE),
     }
-    for n in range(len(case.far)):
+    for n in range(len(case.remap)):
         values[f"q{n}"], values[f"k{n}"] = (1.3 + n) * values["q"][..., ::-1], 0.7 * values["k"] ** 2
     if case.sinks:
         values["sinks"] = normal(case.heads)
@@ -169,7 +169,7 @@ def call(case: Case, values: dict, implementation: str, **options):
         mask=case.mask,
         sinks=values.get("sinks"),
         softcap=case.softcap,
-        far=[Branch(values[f"q{n}"], values[f"k{n}"], where) for n, where in enumerate(case.far)],
+        remap=[Branch(values[f"q{n}"], values[f"k{n}"], where) for n, where in enumerate(case.remap)],
         decay=RATES if case.decay else None,
         q_positions=case.q_positions,
         kv_positions=case.kv_positions,

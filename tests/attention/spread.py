@@ -58,9 +58,9 @@ CASES = {
         pj.Scheme(scale=pj.scales.LogN(16), norm=pj.norms.KeyNorm(), features=pj.rotary.Rotary()), packed=True
     ),
     "learned sinks, first tokens": Case(
-        pj.Scheme(sinks=pj.sinks.LearnedSinks(), bias=ALIBI, mask=WINDOW | masks.Sinks(3))
+        pj.Scheme(sinks=pj.sinks.LearnedSinks(), bias=ALIBI, mask=WINDOW | masks.FirstTokens(3))
     ),
-    "rerope": Case(pj.Scheme(features=pj.rotary.Rotary(), far=pj.far.ReRoPE(7))),
+    "rerope": Case(pj.Scheme(features=pj.rotary.Rotary(), remap=pj.remap.ReRoPE(7))),
     "coca": Case(pj.Scheme(features=pj.coca.Coca("strict"))),
     "two sides": Case(pj.Scheme(bias=pj.bias.T5(8, 12, bidirectional=True)), causal=False, packed=True),
 }

@@ -9,9 +9,9 @@ import pytest
 import posjax as pj
 from posjax.attention.coca import coca_attention
 from posjax.attention.sharded import Placement, context_attention
-from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Segments, Window
 from posjax.positions import Range
+from posjax.remap import Branch
 
 ROWS, KEYS, HEADS, SIZE = 2, 12, 2, 8
 SHOWN = np.random.default_rng(0).random((ROWS, 1, 12, KEYS)) < 0.7
@@ -24,7 +24,7 @@ def qkv(queries):
     return q[:, KEYS - queries :], k, v
 
 
-def far(q, k):
+def branch(q, k):
     return Branch(2 * q, k, Beyond(4))
 
 
@@ -34,7 +34,7 @@ READING = {
     "typed mask and an array": lambda q, k: {"mask": Window(20) & np.ones((1, KEYS), bool)},
     "spec of a bias": lambda q, k: {"bias": pj.bias.ALiBi(symmetric=True)},
     "bias": lambda q, k: {"bias": pj.bias.ALiBi().bind(num_heads=HEADS), "mask": Causal()},
-    "far": lambda q, k: {"far": far(q, k)},
+    "remap": lambda q, k: {"remap": branch(q, k)},
     "decay": lambda q, k: {"decay": np.full(SIZE, 0.01), "mask": Causal()},
 }
 BLIND = {
@@ -119,7 +119,7 @@ SCHEMES = {
     "rotary features": pj.scheme("rope"),
     "bias": pj.Scheme(bias=pj.bias.T5(8, 12, bidirectional=True)),
     "mask": pj.Scheme(mask=Window(5)),
-    "far": pj.Scheme(features=pj.rotary.Rotary(), far=pj.far.ReRoPE(4)),
+    "remap": pj.Scheme(features=pj.rotary.Rotary(), remap=pj.remap.ReRoPE(4)),
     "decay": pj.Scheme(features=pj.rotary.XPos()),
     "log-n": pj.Scheme(scale=pj.scales.LogN(4)),
     "CoPE": pj.Scheme(bias=pj.bias.CoPE(4)),

@@ -19,10 +19,10 @@ import posjax as pj
 from posjax.attention import api
 from posjax.attention.api import BACKENDS
 from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
-from posjax.far import Branch
 from posjax.layout import Layout
-from posjax.masks import Causal, Segments, Sinks, Window, as_mask, materialise
+from posjax.masks import Causal, FirstTokens, Segments, Window, as_mask, materialise
 from posjax.positions import Range
+from posjax.remap import Branch
 
 ROWS, TOKENS, HEADS, SIZE = 2, 20, 4, 8
 ROW, COLUMN = np.mgrid[:TOKENS, :TOKENS]
@@ -68,7 +68,7 @@ CASES = {
     "[1, heads, q, 1]": (added(1, HEADS, TOKENS, 1), lambda: ~(OF_HEADS & Segments(IDS)), ~(OF_HEADS & SAME)),
     "[batch, heads, q, k]": (
         added(ROWS, HEADS, TOKENS, TOKENS),
-        lambda: (~Window(4) & OF_QUERIES) | (Sinks(2) & ALL),
+        lambda: (~Window(4) & OF_QUERIES) | (FirstTokens(2) & ALL),
         (~NEAR & OF_QUERIES) | ((COLUMN < 2) & ALL),
     ),
     "bfloat16": (added(1, HEADS, TOKENS, TOKENS).astype(jnp.bfloat16), lambda: ~as_mask(ALL), ~ALL),
@@ -239,7 +239,7 @@ def test_the_rows_and_heads_of_one_device_are_not_those_of_a_call(options, messa
 
 @pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses", "neighbour", "auto"])
 def test_arrays_over_pairs_are_refused_where_devices_share_a_row(strategy):
-    """Before anything compiles: as a mask, as part of one, of far pairs, and as a bias."""
+    """Before anything compiles: as a mask, as part of one, of remapped pairs, and as a bias."""
     where, x = Placement(context="tensor", strategy=strategy), jnp.zeros((ROWS, TOKENS, HEADS, SIZE))
     found = "an array over pairs of tokens is not supported if the 2 devices of axis 'tensor' share a row"
 
@@ -250,7 +250,7 @@ def test_arrays_over_pairs_are_refused_where_devices_share_a_row(strategy):
     with jax.set_mesh(meshes.mesh("auto")):
         refused("mask", pj.Scheme(mask=Window(3)).attend, mask=OF_PAIRS)
         refused("mask", pj.Scheme(mask=Window(3)).attend, mask=~(Segments(IDS) & OF_PAIRS))
-        refused("mask", partial(context_attention, far=Branch(x[:, :10], x[:, :10], as_mask(OF_PAIRS))))
+        refused("mask", partial(context_attention, remap=Branch(x[:, :10], x[:, :10], as_mask(OF_PAIRS))))
         refused("bias and mask", partial(context_attention, bias=added(TOKENS, TOKENS), mask=OF_PAIRS))
 
 

@@ -35,9 +35,9 @@ from posjax import masks
 from posjax._shapes import grouped
 from posjax.attention import attention
 from posjax.attention.api import BACKENDS
-from posjax.attention.operands import FarPair, Operands
+from posjax.attention.operands import Operands, RemappedPair
 from posjax.bias import T5, ALiBi
-from posjax.masks import Causal, Segments, Sinks, Window
+from posjax.masks import Causal, FirstTokens, Segments, Window
 from posjax.positions import Range, as_array
 
 cases = pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def pairs_of(case: Case, values: dict, placed: dict) -> tuple:
     at = placed["q_positions"], placed["kv_positions"]
     tokens = [p if p.ndim == 1 else p[:, None] for p in map(as_array, at)]
     bias = case.bias and case.bias.bind(values.get("bias"), num_heads=case.heads)
-    where = [masks.materialise(mask, *at) for mask in placed["far"]]
+    where = [masks.materialise(mask, *at) for mask in placed["remap"]]
     return (
         None if bias is None else bias.values(*tokens),
         None if placed["mask"] is None else masks.materialise(placed["mask"], *at),
@@ -73,7 +73,7 @@ def placed(case: Case) -> dict:
     """Masks and positions."""
     q_positions = Range(0, case.queries) if case.q_positions is None else case.q_positions
     kv_positions = Range(0, case.keys) if case.kv_positions is None else case.kv_positions
-    return {"q_positions": q_positions, "kv_positions": kv_positions, "mask": case.mask, "far": case.far}
+    return {"q_positions": q_positions, "kv_positions": kv_positions, "mask": case.mask, "remap": case.remap}
 
 
 def oracle(case: Case, values: dict, pairs: tuple | None = None):
@@ -88,7 +88,7 @@ def oracle(case: Case, values: dict, pairs: tuple | None = None):
         allowed=allowed,
         softcap=case.softcap,
         sinks=values.get("sinks"),
-        far=[(values[f"q{n}"], values[f"k{n}"], w) for n, w in enumerate(where)],
+        remap=[(values[f"q{n}"], values[f"k{n}"], w) for n, w in enumerate(where)],
         decay=decays(at["q_positions"], at["kv_positions"]) if case.decay else None,
     )
     seen = np.broadcast_to(True if allowed is None else allowed, (BATCH, case.heads, case.queries, case.keys))
@@ -213,15 +213,15 @@ def test_empty_tiles_are_not_visited():
 
 
 def test_tiles_on_one_side_of_a_boundary_compute_one_pair_of_features():
-    """NaN in far keys that are never far, and in near keys of tiles that are all far, leaves no trace."""
-    values = inputs(Case("far", queries=64, keys=64, far=(Beyond(32),)))
+    """NaN in remapped keys of near pairs, and in near keys of tiles of remapped pairs alone, leaves no trace."""
+    values = inputs(Case("remap", queries=64, keys=64, remap=(Beyond(32),)))
     q, v = values["q"], values["v"]
     always_near, long_far = slice(40, None), slice(40, None)
 
-    def run(q, k, v, q_far, k_far):
-        far = (FarPair(grouped(q_far, 2), jnp.moveaxis(k_far, 1, 2), Beyond(32)),)
+    def run(q, k, v, q_remapped, k_remapped):
+        remap = (RemappedPair(grouped(q_remapped, 2), jnp.moveaxis(k_remapped, 1, 2), Beyond(32)),)
         pair = grouped(q, 2), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-        return in_tiles(Operands(*pair, None, Causal(), Range(0, 64), Range(0, 64), far), 8, 8)[0]
+        return in_tiles(Operands(*pair, None, Causal(), Range(0, 64), Range(0, 64), remap), 8, 8)[0]
 
     @jax.jit
     def both_ways(*arrays):
@@ -253,9 +253,9 @@ LONG = np.sort(np.random.default_rng(0).integers(0, 4, (BATCH, 600))).astype(np.
 @pytest.mark.parametrize(
     "mask",
     [
-        Causal() & Segments(LONG) & (Window(200) | Sinks(4)),
+        Causal() & Segments(LONG) & (Window(200) | FirstTokens(4)),
         wide(Causal() & Segments(LONG)),
-        wide(Causal() & (Window(200) | Sinks(4))),
+        wide(Causal() & (Window(200) | FirstTokens(4))),
     ],
     ids=["packed and lambda", "packed", "lambda"],
 )

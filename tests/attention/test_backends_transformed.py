@@ -82,8 +82,8 @@ def test_bias_gradients_inside_shard_map_with_its_checks(backend, bias, monkeypa
     ("slots", "backend"),
     [
         ({"decay": True}, "blockwise"),
-        ({"far": (Beyond(4),)}, "blockwise"),
-        ({"far": (Beyond(4),)}, "dense"),
+        ({"remap": (Beyond(4),)}, "blockwise"),
+        ({"remap": (Beyond(4),)}, "dense"),
         wide({"decay": True}, "dense"),
     ],
     ids=["decay-blockwise", "far-blockwise", "far-dense", "decay-dense"],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from posjax.attention.blockwise import _choose_blocks, _rows_at_once, blockwise
-from posjax.attention.operands import FarPair, Operands
+from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.padding import pad
 from posjax.attention.tiles import Blocks, Kind, plan, visits
 from posjax.masks import Beyond, BlockBounds, Causal, Segments
@@ -17,9 +17,9 @@ from posjax.positions import Range, as_array
 
 def operands(*heads, queries=8, keys=8, **slots) -> Operands:
     q, k = np.zeros((*heads, queries, 2), np.float32), np.zeros((*heads[:2], keys, 2), np.float32)
-    far = tuple(FarPair(q, k, where) for where in slots.pop("far", ()))
+    remap = tuple(RemappedPair(q, k, where) for where in slots.pop("remap", ()))
     places = {"q_positions": Range(0, queries), "kv_positions": Range(0, keys)}
-    return Operands(q, k, k, slots.pop("bias", None), **{"mask": None, "far": far, **places, **slots})
+    return Operands(q, k, k, slots.pop("bias", None), **{"mask": None, "remap": remap, **places, **slots})
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ MASKED, FAR_MASKED, BOTH_MASKED = (Kind(pairs, True) for pairs in ((0,), (1,), B
 CALLS = {
     "all pairs": ({}, [WHOLE], [[1] * 4] * 4),
     "causal": ({"mask": Causal()}, [WHOLE, MASKED], [[2, 0, 0, 0], [1, 2, 0, 0], [1, 1, 2, 0], [1, 1, 1, 2]]),
-    # The far pairs are those 5 or more apart.
-    "far pairs": (
-        {"far": (FAR,)},
+    # The remapped pairs are those 5 or more apart.
+    "remapped pairs": (
+        {"remap": (FAR,)},
         [WHOLE, FAR_WHOLE, BOTH_WHOLE],
         [[1, 1, 1, 1], [1, 1, 1, 1], [3, 1, 1, 1], [2, 3, 1, 1]],
     ),
     "causal and far": (
-        {"mask": Causal(), "far": (FAR,)},
+        {"mask": Causal(), "remap": (FAR,)},
         [WHOLE, FAR_WHOLE, BOTH_WHOLE, MASKED],
         [[4, 0, 0, 0], [1, 4, 0, 0], [3, 1, 4, 0], [2, 3, 1, 4]],
     ),
@@ -99,7 +99,7 @@ def test_the_kinds_of_tiles_of_two_tokens_by_hand(slots, kinds, wanted):
     np.testing.assert_array_equal(known.grid, [wanted])
     places = jnp.arange(8, dtype=jnp.int32)
     moved = dataclasses.replace(x, q_positions=places, kv_positions=places)
-    pairs = [(0,), (1,), BOTH] if x.far else [(0,)]
+    pairs = [(0,), (1,), BOTH] if x.remap else [(0,)]
     every = [Kind(each, masked) for masked in (False, True) for each in pairs] if slots else kinds
     assert list(plan(moved, Blocks(2, 2), together=True).kinds) == every
     grid = jax.jit(lambda x: plan(x, Blocks(2, 2), together=True).grid)(moved)

@@ -25,9 +25,9 @@ from posjax.attention.backends import Backend
 from posjax.attention.sharded import Placement
 from posjax.attention.tpu import entry
 from posjax.bias import FIRE, T5, ALiBi, CoPE, Kerple, Sandwich
-from posjax.far import Branch
-from posjax.masks import Beyond, Causal, Dilated, Segments, Sinks, Window
+from posjax.masks import Beyond, Causal, Dilated, FirstTokens, Segments, Window
 from posjax.positions import Range
+from posjax.remap import Branch
 
 BATCH, TOKENS, HEADS, KV_HEADS, SIZE = 8, 520, 4, 2, 16
 FORWARD = "posjax_attention_forward"
@@ -119,7 +119,7 @@ def test_above_it_the_default_takes_the_memory_of_blockwise():
 
 
 def test_on_a_cpu_it_is_blockwise_to_the_bit():
-    settings = {"mask": Causal() & (Window(300) | Sinks(4)), "bias": ALiBi(), "sinks": jnp.ones(HEADS)}
+    settings = {"mask": Causal() & (Window(300) | FirstTokens(4)), "bias": ALiBi(), "sinks": jnp.ones(HEADS)}
 
     @partial(jax.jit, static_argnums=0)
     @partial(jax.grad, argnums=(1, 2, 3), has_aux=True)
@@ -141,9 +141,9 @@ IDS = np.zeros((BATCH, TOKENS), np.int32)
         {"bias": ALiBi(), "mask": Causal(), "sinks": np.zeros(HEADS, np.float32), "return_residuals": True},
         pytest.param({"bias": Sandwich(), "return_residuals": True}, marks=pytest.mark.wide),
         {"mask": Causal() & Segments(IDS), "scale": np.ones((TOKENS, 1), np.float32)},
-        {"mask": Causal(), "far": FAR},
+        {"mask": Causal(), "remap": FAR},
     ],
-    ids=["alibi, sinks and residuals", "sandwich and residuals", "segments and a scale of each query", "far"],
+    ids=["alibi, sinks and residuals", "sandwich and residuals", "segments and a scale of each query", "remap"],
 )
 def test_what_the_kernel_takes(settings):
     def run(*values):
@@ -200,9 +200,11 @@ def test_a_misspelt_backend():
         traced(partial(attention, implementation="cudn"), *inputs())
 
 
-@pytest.mark.parametrize(("pick", "scale"), [(lambda x: x.q, 0.1), (lambda x: x.far[0].q, 0.2)], ids=["near", "far"])
+@pytest.mark.parametrize(
+    ("pick", "scale"), [(lambda x: x.q, 0.1), (lambda x: x.remap[0].q, 0.2)], ids=["near", "remap"]
+)
 def test_queries_are_rounded_once_for_the_kernel(monkeypatch, pick, scale):
-    """``q scale log2 e`` to half a unit of the last of bfloat16's 8 digits, far queries too. By a number it does so."""
+    """``q scale log2 e`` to half a unit of the last of bfloat16's 8 digits, by a number; remapped queries too."""
     factors = []
 
     def attend(x, options):
@@ -211,7 +213,7 @@ def test_queries_are_rounded_once_for_the_kernel(monkeypatch, pick, scale):
 
     monkeypatch.setattr(entry, "attend", attend)
     q, k, v = inputs(1, 20, jnp.bfloat16)
-    run = partial(attention, q, k, v, far=Branch(q, k, Beyond(9)), implementation="tpu")
+    run = partial(attention, q, k, v, remap=Branch(q, k, Beyond(9)), implementation="tpu")
     found = run(scale=np.full((20, 1), scale, np.float32))
     assert set(factors) == {1.0}
     factors.clear()
@@ -225,13 +227,13 @@ def test_the_kernel_computes_what_dense_does():
     """Base 2 goes in and comes out again."""
     q, k, v = inputs(1, 200, jnp.bfloat16)
     scale = np.linspace(0.1, 0.4, 200, dtype=np.float32)[:, None]
-    settings = {"mask": Causal(), "scale": scale, "far": Branch(q[:, ::-1], k, Beyond(90)), "return_residuals": True}
+    settings = {"mask": Causal(), "scale": scale, "remap": Branch(q[:, ::-1], k, Beyond(90)), "return_residuals": True}
     settings["sinks"] = np.linspace(-1, 1, HEADS, dtype=np.float32)
     with pltpu.force_tpu_interpret_mode():
         # The interpreter calls jax itself, so nothing else may be under way.
         got = jax.block_until_ready(jax.jit(partial(attention, **settings, implementation="tpu"))(q, k, v))
-    q, k, v, far = jax.tree.map(lambda x: x.astype(np.float32), (q, k, v, settings["far"]))
-    want = jax.jit(partial(attention, **settings | {"far": far}, implementation="dense"))(q, k, v)
+    q, k, v, remap = jax.tree.map(lambda x: x.astype(np.float32), (q, k, v, settings["remap"]))
+    want = jax.jit(partial(attention, **settings | {"remap": remap}, implementation="dense"))(q, k, v)
     chex.assert_trees_all_close(got[1], want[1], atol=0.02)
     chex.assert_trees_all_close(np.asarray(got[0], np.float32), want[0], atol=0.03)
 
@@ -461,7 +463,7 @@ NOT_FOR_CUDNN = {
     "sinks": ({"sinks": np.zeros(HEADS, np.float32)}, "log-sum-exp"),
     "bias": ({"bias": ALiBi(symmetric=True)}, "LinearBias"),
     "soft cap": ({"softcap": 30.0}, "soft cap"),
-    "far": ({"far": FAR}, "far branches"),
+    "remap": ({"remap": FAR}, "remapped branches"),
     "decay": ({"decay": np.ones(SIZE)}, "decay of xPos"),
     "float32": ({"dtype": jnp.float32}, r"found \['float32'\]"),
     "window": ({"mask": Window(9)}, "masks of cuDNN"),

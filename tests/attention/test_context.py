@@ -53,7 +53,7 @@ def test_what_fits_passes(strategy, kind):
         (over("neighbour"), {"window": 18}, "a window of 18 reaches beyond the chunk of 16 tokens"),
         (over("neighbour", "striped"), {"window": 4}, "striped shards hold no neighbouring tokens"),
         (over("neighbour"), {"scheme": pj.Scheme()}, "needs a mask that shows only recent keys"),
-        (over("neighbour"), {"scheme": pj.Scheme(mask=masks.Window(4) | masks.Sinks(2))}, "with sinks"),
+        (over("neighbour"), {"scheme": pj.Scheme(mask=masks.Window(4) | masks.FirstTokens(2))}, "with sinks"),
         (over("neighbour"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "CoPE counts along whole sequences"),
         (over("ring"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "use strategy 'all-gather', or 'ulysses'"),
         (

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import posjax as pj
 from posjax import masks
-from posjax.far import Branch
+from posjax.remap import Branch
 
 ROWS, TOKENS, HEADS, SIZE = 4, 24, 4, 8
 
@@ -30,8 +30,8 @@ def inputs(heads=HEADS, kv_heads=2, keys=TOKENS) -> dict:
         "q": normal(ROWS, TOKENS, heads, SIZE),
         "k": normal(ROWS, keys, kv_heads, SIZE),
         "v": normal(ROWS, keys, kv_heads, SIZE),
-        "far_q": normal(ROWS, TOKENS, heads, SIZE),
-        "far_k": normal(ROWS, keys, kv_heads, SIZE),
+        "remapped_q": normal(ROWS, TOKENS, heads, SIZE),
+        "remapped_k": normal(ROWS, keys, kv_heads, SIZE),
         "table": normal(8, heads),
         "slopes": normal(heads),
         "per_head": normal(1, heads, TOKENS, keys),
@@ -58,7 +58,7 @@ CALLS = {
     "forget": lambda x: {"bias": pj.bias.ForgetBias(x["gates"], x["gates"]), "mask": CAUSAL},
     "array bias": lambda x: {"bias": x["per_head"], "mask": SHOWN},
     "array of rows": lambda x: {"bias": x["per_row"], "mask": SHOWN[:, :1] & masks.Window(9)},
-    "far": lambda x: {"far": Branch(x["far_q"], x["far_k"], masks.Beyond(5)), "mask": CAUSAL},
+    "remap": lambda x: {"remap": Branch(x["remapped_q"], x["remapped_k"], masks.Beyond(5)), "mask": CAUSAL},
     "sinks, cap, scale": lambda x: {"sinks": x["slopes"], "softcap": 2.0, "scale": x["scale"], "mask": CAUSAL},
     "scale of heads": lambda x: {"scale": x["head_scale"], "mask": ~masks.Window(3)},
     "dilated heads": lambda x: {"mask": masks.Dilated(4, (1, 1, 2, 3)) & CAUSAL},
@@ -200,7 +200,7 @@ def test_mapped_over_the_rows_that_are_split(name, implementation):
 SIZED = {
     "Window": masks.Window,
     "Band": masks.Band,
-    "Sinks": masks.Sinks,
+    "FirstTokens": masks.FirstTokens,
     "Prefix": masks.Prefix,
     "GlobalFirst": masks.GlobalFirst,
     "Chunked": masks.Chunked,
@@ -208,7 +208,7 @@ SIZED = {
     "ChunksApart": lambda size: masks.ChunksApart(size, 0, 1),
     "Dilated": lambda size: masks.Dilated(size, 2),
     "heads": lambda size: masks.Dilated(size, (1, 1, 2, 3)),
-    "composed": lambda size: CAUSAL & (masks.Window(size) | ~masks.Sinks(9)),
+    "composed": lambda size: CAUSAL & (masks.Window(size) | ~masks.FirstTokens(9)),
 }
 
 

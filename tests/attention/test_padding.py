@@ -14,8 +14,8 @@ from decoders import NAMES, preset
 import posjax as pj
 from posjax import bias, masks
 from posjax.attention.api import BACKENDS
-from posjax.far import Branch
 from posjax.masks import Beyond, Causal, Segments, Window
+from posjax.remap import Branch
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 8
 IDS = np.asarray([[0] * 6 + [1] * 6 + [-1] * 4, [-1] * 3 + [0] * 13], np.int32)
@@ -60,7 +60,9 @@ def projections():
 
 
 CASES = {
-    "inside other masks": {"mask": (Window(5) | masks.Sinks(1)) & (Causal() & masks.padding(jnp.asarray(~HIDDEN)))},
+    "inside other masks": {
+        "mask": (Window(5) | masks.FirstTokens(1)) & (Causal() & masks.padding(jnp.asarray(~HIDDEN)))
+    },
     "soft cap and bias": {"mask": Causal() & Segments(IDS), "softcap": 2.0, "bias": bias.ALiBi()},
 }
 MORE = {
@@ -125,9 +127,11 @@ def test_what_is_padding():
 def test_sinks_and_far_branches():
     q, k, v = projections()
 
-    def run(q, k, v, far_q, far_k, sinks):
-        far = Branch(far_q, far_k, Beyond(3))
-        return pj.attention(q, k, v, mask=Causal() & Segments(IDS), far=far, sinks=sinks, implementation="blockwise")
+    def run(q, k, v, remapped_q, remapped_k, sinks):
+        remap = Branch(remapped_q, remapped_k, Beyond(3))
+        return pj.attention(
+            q, k, v, mask=Causal() & Segments(IDS), remap=remap, sinks=sinks, implementation="blockwise"
+        )
 
     assert_padding_is_nothing(run, (q, k, v, q[..., ::-1], np.square(k)), normal(5, HEADS))
 

@@ -15,7 +15,7 @@ from attention.tiles import of_tiles
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.backends import DENSE, TPU
-from posjax.attention.operands import FarPair, Operands
+from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
@@ -50,27 +50,27 @@ def values(size: int, dtype=np.float32) -> dict:
     rng = np.random.default_rng(0)
     of_queries = (1, KV_HEADS, GROUP, TOKENS)
     shapes = {"q": (*of_queries, size), "k": (1, KV_HEADS, TOKENS, size), "v": (1, KV_HEADS, TOKENS, size)}
-    shapes |= {"d_out": (*of_queries, size), "d_lse": of_queries, "q_far": shapes["q"], "k_far": shapes["k"]}
+    shapes |= {"d_out": (*of_queries, size), "d_lse": of_queries, "q_remapped": shapes["q"], "k_remapped": shapes["k"]}
     made = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
     gates = np.cumsum(-0.05 * rng.uniform(size=(1, KV_HEADS * GROUP, TOKENS)), -1).astype(np.float32)
     return made | {"slopes": np.array([0.5, 0.01], np.float32), "q_gates": gates, "kv_gates": gates}
 
 
-LEARNED = {"alibi": ("slopes",), "fox": ("q_gates", "kv_gates"), "far": ("q_far", "k_far")}
-OF_KEYS = ("k", "v", "kv_gates", "k_far")
+LEARNED = {"alibi": ("slopes",), "fox": ("q_gates", "kv_gates"), "remap": ("q_remapped", "k_remapped")}
+OF_KEYS = ("k", "v", "kv_gates", "k_remapped")
 
 
 def operands(floats: dict, ids, start) -> Operands:
     """All queries over the keys from ``start`` on, whose documents are ``ids``."""
-    heads, bias, far = {"num_heads": KV_HEADS * GROUP}, None, ()
+    heads, bias, remap = {"num_heads": KV_HEADS * GROUP}, None, ()
     if "slopes" in floats:
         bias = ALiBi(learned=True).bind({"slopes": floats["slopes"]}, **heads)
     elif "q_gates" in floats:
         bias = FoX().bind(q_gates=floats["q_gates"], kv_gates=floats["kv_gates"], **heads)
     else:
-        far = (FarPair(floats["q_far"], floats["k_far"], Beyond(40)),)
+        remap = (RemappedPair(floats["q_remapped"], floats["k_remapped"], Beyond(40)),)
     at = Range(0, TOKENS), Range(start, ids.shape[1])
-    return Operands(floats["q"], floats["k"], floats["v"], bias, Causal() & Segments(IDS, ids), *at, far)
+    return Operands(floats["q"], floats["k"], floats["v"], bias, Causal() & Segments(IDS, ids), *at, remap)
 
 
 def halves(floats: dict) -> list[tuple]:
@@ -142,7 +142,7 @@ def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
             found.append(transpose(cotangent(x, sums))[0])
         # The sums of the queries ran through both parts, and those of all queries are of scaled ones.
         summed = {name: found[0][name] + found[1][name] for name in learned if name not in OF_KEYS}
-        summed |= {name: SCALE * summed[name] for name in ("q_far",) if name in summed}
+        summed |= {name: SCALE * summed[name] for name in ("q_remapped",) if name in summed}
         joined = {name: jnp.concatenate([part[name] for part in found], 2) for name in OF_KEYS if name in floats}
         return joined | summed | {"q": SCALE * found[1]["q"]}
 

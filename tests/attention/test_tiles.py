@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import FarPair, Operands
+from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, plan
 from posjax.attention.tpu.schedule import choice_of, lists, tile_of
 from posjax.masks import (
@@ -17,10 +17,10 @@ from posjax.masks import (
     Chunked,
     ChunksApart,
     Dilated,
+    FirstTokens,
     Globals,
     Prefix,
     Segments,
-    Sinks,
     Window,
     materialise,
 )
@@ -42,7 +42,7 @@ class Case:
 
     name: str
     mask: object = None
-    far: tuple = ()
+    remap: tuple = ()
     q_positions: object = Range(0, QUERIES)
     kv_positions: object = Range(0, KEYS)
     constant_from: int | None = None
@@ -60,7 +60,7 @@ CASES = [
     Case("causal from further on", Causal(), q_positions=Range(12, QUERIES)),
     Case("window", Causal() & Window(9), exact=False),
     Case("band", Window(7)),
-    Case("lambda", Causal() & (Window(5) | Sinks(2)), exact=False),
+    Case("lambda", Causal() & (Window(5) | FirstTokens(2)), exact=False),
     Case("chunked", Causal() & Chunked(8), exact=False),
     Case("prefix", Causal() | Prefix(10), exact=False),
     Case("dilated", Dilated(3, 4), exact=False),
@@ -68,17 +68,17 @@ CASES = [
     Case("globals", Window(3) | Globals(FLAGS[:, :QUERIES], FLAGS), exact=False),
     Case("nothing", Causal(), kv_positions=Range(100, KEYS)),
     Case("empty rows", Causal() & Window(4), q_positions=Range(20, QUERIES), exact=False),
-    Case("far", Causal(), far=(Beyond(7),)),
-    Case("far without a mask", far=(Beyond(7),)),
-    Case("two branches", Causal(), far=(ChunksApart(8, 1, 1), ChunksApart(8, 2)), exact=False),
+    Case("remap", Causal(), remap=(Beyond(7),)),
+    Case("far without a mask", remap=(Beyond(7),)),
+    Case("two branches", Causal(), remap=(ChunksApart(8, 1, 1), ChunksApart(8, 2)), exact=False),
     Case("constant", Causal(), constant_from=11),
     Case("constant on both sides", constant_from=6, q_positions=Range(5, QUERIES)),
-    Case("constant and far", Causal() & Window(20), far=(Beyond(7),), constant_from=11, exact=False),
+    Case("constant and far", Causal() & Window(20), remap=(Beyond(7),), constant_from=11, exact=False),
     Case("shuffled keys", Causal(), kv_positions=SHUFFLED, exact=False),
     Case(
         "packed",
         Causal() & Segments(IDS[:, :QUERIES], IDS),
-        far=(Beyond(3),),
+        remap=(Beyond(3),),
         q_positions=PACKED[:, :QUERIES],
         kv_positions=PACKED,
         exact=False,
@@ -105,8 +105,8 @@ cases_and_blocks = pytest.mark.parametrize(
 
 def operands(case: Case) -> Operands:
     q, k = np.zeros((2, 1, 1, QUERIES, 1), np.float32), np.zeros((2, 1, KEYS, 1), np.float32)
-    far = tuple(FarPair(q, k, where) for where in case.far)
-    return Operands(q, k, k, None, case.mask, case.q_positions, case.kv_positions, far)
+    remap = tuple(RemappedPair(q, k, where) for where in case.remap)
+    return Operands(q, k, k, None, case.mask, case.q_positions, case.kv_positions, remap)
 
 
 def planned(case: Case, blocks: Blocks):
@@ -115,7 +115,7 @@ def planned(case: Case, blocks: Blocks):
 
 def traced(case: Case) -> dict:
     """Masks and positions with no number that is known when tracing."""
-    moved = {name: getattr(case, name) for name in ("mask", "far", "q_positions", "kv_positions")}
+    moved = {name: getattr(case, name) for name in ("mask", "remap", "q_positions", "kv_positions")}
     return {
         name: Range(jnp.int32(value.start), value.length) if isinstance(value, Range) else value
         for name, value in moved.items()
@@ -143,7 +143,7 @@ def test_every_tile_is_of_its_kind(case, blocks):
     """None of them lacks a pair; where extents tell all, none is visited, masked or scored twice in vain either."""
     found = kinds_of(planned(case, blocks))
     allowed = tiles_of(case.mask, case, blocks)
-    branches = [tiles_of(where, case, blocks) for where in case.far]
+    branches = [tiles_of(where, case, blocks) for where in case.remap]
     owner = sum((n * branch for n, branch in enumerate(branches, start=1)), np.zeros(allowed.shape, int))
     for at in np.ndindex(found.shape):
         kind, seen, pairs = found[at], allowed[at], owner[at]
@@ -154,7 +154,7 @@ def test_every_tile_is_of_its_kind(case, blocks):
         assert kind.masked or seen.all()
         assert not (case.exact and kind.masked and seen.all())
         assert set(pairs[seen]) <= set(kind.pairs)
-        assert len(kind.pairs) in (1, 1 + len(case.far))
+        assert len(kind.pairs) in (1, 1 + len(case.remap))
         assert not (case.exact and len(kind.pairs) > 1 and len(set(pairs)) == 1)
 
 

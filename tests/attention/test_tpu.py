@@ -21,13 +21,13 @@ from posjax._shapes import grouped, ungrouped
 from posjax.attention.api import _with_sinks
 from posjax.attention.backends import TPU
 from posjax.attention.dense import dense
-from posjax.attention.operands import FarPair, Operands, vary_alike
+from posjax.attention.operands import Operands, RemappedPair, vary_alike
 from posjax.attention.operation import attend_here
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple, Sandwich
-from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, Globals, Prefix, Segments, Sinks, Window
+from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, FirstTokens, Globals, Prefix, Segments, Window
 from posjax.positions import Range, as_array, from_segments
 
 TOKENS = 300
@@ -46,7 +46,7 @@ class Case:
     mask: object = None
     softcap: float | None = None
     sinks: bool = False
-    far: tuple = ()
+    remap: tuple = ()
     queries: int = TOKENS
     keys: int = TOKENS
     q_positions: object = None
@@ -109,7 +109,7 @@ CASES = [
     Case(
         "window and sinks with t5 that varies in a band of distances, under a soft cap",
         bias=T5_NEAR,
-        mask=Causal() & (Window(60) | Sinks(3)),
+        mask=Causal() & (Window(60) | FirstTokens(3)),
         softcap=3.0,
         q_positions=Range(20, 200),
         queries=200,
@@ -149,15 +149,15 @@ CASES = [
     Case(
         "two branches with alibi",
         bias=LEARNED,
-        far=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
+        remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
         mask=Causal(),
         batch=1,
     ),
     Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
     riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
     riding(
-        "a bound that is too high before a row whose first tile takes near and far features",
-        far=(Beyond(256),),
+        "a bound that is too high before a row whose first tile takes near and remapped features",
+        remap=(Beyond(256),),
         kv_positions=ONE_TILE,
         loud=True,
         bounded=True,
@@ -184,7 +184,7 @@ WIDE = [
         softcap=4.0,
         batch=1,
     ),
-    riding("alibi of far pairs among the features", bias=LEARNED, far=(Beyond(140),), batch=1),
+    riding("alibi of remapped pairs among the features", bias=LEARNED, remap=(Beyond(140),), batch=1),
     Case(
         "two-sided t5 with four heads",
         bias=T5_BOTH,
@@ -200,37 +200,37 @@ WIDE = [
     Case("plain"),
     Case("causal learned alibi", bias=LEARNED, mask=Causal(), batch=1),
     Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loud=True, batch=1),
-    Case("far with t5", bias=T5_NEAR, far=(Beyond(140),), mask=Causal(), batch=1),
+    Case("far with t5", bias=T5_NEAR, remap=(Beyond(140),), mask=Causal(), batch=1),
     Case("several parts in bfloat16", bias=ALiBi(), mask=Causal(), batch=1, dtype=jnp.bfloat16, blocks=LARGE),
     Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
     Case("one head per key", kv_heads=2, mask=Causal()),
     Case("one key head", heads=4, mask=Causal(), bias=FoX(), blocks=LARGE),
     *(Case(f"size {n}", size=n, value_size=n, mask=Causal(), bias=T5_NEAR, batch=1) for n in (16, 64, 80, 96, 128)),
-    *(Case(f"size {n}", size=n, value_size=n // 2, mask=Causal(), far=(Beyond(140),), batch=1) for n in (192, 256)),
+    *(Case(f"size {n}", size=n, value_size=n // 2, mask=Causal(), remap=(Beyond(140),), batch=1) for n in (192, 256)),
     Case("bfloat16 t5", dtype=jnp.bfloat16, bias=T5_NEAR, mask=Causal() & Segments(IDS)),
-    Case("bfloat16 far", dtype=jnp.bfloat16, far=(Beyond(140),), mask=Causal(), softcap=5.0),
+    Case("bfloat16 far", dtype=jnp.bfloat16, remap=(Beyond(140),), mask=Causal(), softcap=5.0),
     Case("one tile", queries=100, keys=100, mask=Causal(), bias=T5_NEAR),
     Case("whole tiles", queries=256, keys=384, mask=Causal(), bias=LEARNED),
     Case("few queries", queries=9, q_positions=Range(TOKENS - 9, 9), mask=Causal(), bias=Kerple("power")),
     Case("few keys", keys=40, mask=Causal(), bias=LEARNED),
     Case("wide blocks of keys", blocks=Blocks(128, 384, 128), mask=Causal(), bias=T5_NEAR),
-    Case("wide blocks of queries", blocks=Blocks(384, 128, 128), mask=Causal(), bias=T5_NEAR, far=(Beyond(140),)),
+    Case("wide blocks of queries", blocks=Blocks(384, 128, 128), mask=Causal(), bias=T5_NEAR, remap=(Beyond(140),)),
     Case("band", mask=Window(90), bias=T5_BOTH),
     Case("chunked", mask=Causal() & Chunked(100), bias=LEARNED, softcap=2.0),
     Case("prefix", mask=Causal() | Prefix(150), bias=Kerple()),
-    Case("lambda", mask=Causal() & (Window(40) | Sinks(4)), far=(Beyond(90) & Window(200),), sinks=True),
+    Case("lambda", mask=Causal() & (Window(40) | FirstTokens(4)), remap=(Beyond(90) & Window(200),), sinks=True),
     Case("dilated", mask=Causal() & Dilated(30, 3), bias=LEARNED),
     Case("globals", mask=(Window(60) | Globals(FLAGS)) & Segments(IDS), bias=T5_BOTH),
     Case("cross segments", mask=Segments(random_ids(3), random_ids(4)), bias=FoX()),
     Case("soft cap, sinks and t5", mask=Causal(), bias=T5_NEAR, softcap=2.0, sinks=True),
-    Case("soft cap and far with alibi", mask=Causal(), bias=LEARNED, softcap=2.0, far=(Beyond(140),)),
+    Case("soft cap and far with alibi", mask=Causal(), bias=LEARNED, softcap=2.0, remap=(Beyond(140),)),
     Case("sandwich", mask=Causal(), bias=Sandwich()),
     Case("shuffled", mask=Causal(), bias=LEARNED, q_positions=SHUFFLED, kv_positions=SHUFFLED),
-    Case("shuffled keys alone", mask=Causal() & Window(80), kv_positions=SHUFFLED, far=(Beyond(60),)),
+    Case("shuffled keys alone", mask=Causal() & Window(80), kv_positions=SHUFFLED, remap=(Beyond(60),)),
     Case("traced keys", mask=Causal() & Window(90), bias=T5_NEAR, kv_positions=Range(jnp.int32(40), TOKENS)),
     Case("far away", mask=Causal(), bias=LEARNED, q_positions=FAR_AWAY, kv_positions=FAR_AWAY),
-    Case("far, packed", mask=Causal() & Segments(IDS), far=(Beyond(70),), q_positions=PACKED, kv_positions=PACKED),
-    Case("far of segments", mask=Causal(), far=(Segments(IDS),), bias=T5_NEAR),
+    Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), q_positions=PACKED, kv_positions=PACKED),
+    Case("far of segments", mask=Causal(), remap=(Segments(IDS),), bias=T5_NEAR),
     Case("empty rows", mask=Causal() & Window(20), bias=T5_NEAR, q_positions=Range(250, TOKENS)),
     Case("bounded", bounded=True),
     Case("bounded kerple", mask=Causal(), bias=Kerple(), bounded=True, loud=True, blocks=Blocks(128, 256, 128)),
@@ -238,7 +238,9 @@ WIDE = [
     riding("several parts under a bound among the features", bias=LEARNED, bounded=True, blocks=LARGE),
     Case("nothing at all", mask=Causal(), bias=Kerple(), kv_positions=Range(1000, TOKENS)),
     Case("symmetric alibi without a mask", bias=SYMMETRIC, queries=200, batch=1),
-    Case("window and sinks with t5", bias=T5_NEAR, mask=Causal() & (Window(60) | Sinks(3)), bounded=True, batch=1),
+    Case(
+        "window and sinks with t5", bias=T5_NEAR, mask=Causal() & (Window(60) | FirstTokens(3)), bounded=True, batch=1
+    ),
     Case(
         "two-sided t5 with soft cap and sinks",
         bias=T5_BOTH,
@@ -262,7 +264,7 @@ WIDE = [
     Case(
         "two branches with alibi and segments",
         bias=LEARNED,
-        far=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
+        remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
         mask=Causal() & Segments(IDS),
     ),
     Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, blocks=LARGE),
@@ -296,7 +298,7 @@ def inputs(case: Case) -> dict:
         values["q"][:, :128] *= 2**-6
         values["q"][:, 256:] *= 2**-6
         values["k"][:, 290] *= 64
-    for n in range(len(case.far)):
+    for n in range(len(case.remap)):
         values[f"q{n}"] = np.float32(2.0 ** (1 - n)) * values["q"][..., ::-1]
         values[f"k{n}"] = (0.7 * values["k"].astype(np.float32) ** 2).astype(case.dtype)
     if case.sinks:
@@ -320,7 +322,7 @@ def places(case: Case) -> dict:
     """What has no gradient: masks and positions. Their arrays are traced."""
     q_positions = Range(0, case.queries) if case.q_positions is None else case.q_positions
     kv_positions = Range(0, case.keys) if case.kv_positions is None else case.kv_positions
-    return {"mask": case.mask, "where": case.far, "q_positions": q_positions, "kv_positions": kv_positions}
+    return {"mask": case.mask, "where": case.remap, "q_positions": q_positions, "kv_positions": kv_positions}
 
 
 def call(case: Case, backend, values: dict, placed: dict) -> tuple:
@@ -332,8 +334,8 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
         jnp.moveaxis(values["k"], 1, 2),
         jnp.moveaxis(values["v"], 1, 2),
         bias=bound(case, values),
-        far=tuple(
-            FarPair(grouped(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
+        remap=tuple(
+            RemappedPair(grouped(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
             for n, mask in enumerate(where)
         ),
         softcap=case.softcap,
@@ -358,8 +360,8 @@ def kernel(case: Case):
     def run(x: Operands) -> tuple:
         if case.dtype == np.float32:
             return attend_here(TPU(options), x, 1.0)
-        far = tuple(dataclasses.replace(branch, q=narrow(branch.q)) for branch in x.far)
-        return attend_here(TPU(options), dataclasses.replace(x, q=narrow(x.q), far=far), 1 / entry.LOG2E)
+        remap = tuple(dataclasses.replace(branch, q=narrow(branch.q)) for branch in x.remap)
+        return attend_here(TPU(options), dataclasses.replace(x, q=narrow(x.q), remap=remap), 1 / entry.LOG2E)
 
     return run
 
@@ -403,7 +405,7 @@ def oracle(case: Case, values: dict) -> tuple:
         allowed=allowed,
         softcap=case.softcap,
         sinks=values.get("sinks"),
-        far=[(values[f"q{n}"], values[f"k{n}"], w) for n, w in enumerate(where)],
+        remap=[(values[f"q{n}"], values[f"k{n}"], w) for n, w in enumerate(where)],
     )
 
 
@@ -489,23 +491,23 @@ def test_parts_of_a_longer_sequence_merge_with_exact_gradients(over):
 
 
 BEYOND_A_TILE = riding(
-    "alibi and far pairs among the features",
+    "alibi and remapped pairs among the features",
     bias=LEARNED,
-    far=(Beyond(128),),
+    remap=(Beyond(128),),
     queries=128,
     keys=640,
     q_positions=Range(384, 128),
     batch=1,
 )
 BEYOND_A_TILE = dataclasses.replace(BEYOND_A_TILE, mask=Causal() & Window(240))
-WITHIN_A_TILE = Case("poison", far=(Beyond(60),), queries=128, keys=512, q_positions=Range(256, 128), batch=1)
+WITHIN_A_TILE = Case("poison", remap=(Beyond(60),), queries=128, keys=512, q_positions=Range(256, 128), batch=1)
 WITHIN_A_TILE = dataclasses.replace(WITHIN_A_TILE, mask=Causal() & Window(100))
 
 
 @pytest.mark.parametrize(
     ("case", "tiles"),
     [
-        # Keys 144 to 511 are seen: tile 1 by the far features alone, tile 2 by both, tile 3 by the near ones.
+        # Keys 144 to 511 are seen: tile 1 by the remapped features alone, tile 2 by both, tile 3 by the near ones.
         (BEYOND_A_TILE, {"k": (0, 1, 4), "v": (0, 4), "k0": (0, 3, 4)}),
         # Keys 157 to 383 are seen, in tiles 1 and 2; far is up to 323.
         pytest.param(WITHIN_A_TILE, {"k": (0, 3), "v": (0, 3), "k0": (0, 3)}, marks=pytest.mark.wide),

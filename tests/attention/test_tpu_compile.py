@@ -17,9 +17,9 @@ from posjax.attention.operation import attend_here
 from posjax.attention.tpu import blocks
 from posjax.attention.tpu.entry import Options
 from posjax.bias import T5, ALiBi, ForgetBias, Kerple
-from posjax.far import Branch
-from posjax.masks import Beyond, Causal, ChunksApart, Mask, Segments, Sinks, Window
+from posjax.masks import Beyond, Causal, ChunksApart, FirstTokens, Mask, Segments, Window
 from posjax.positions import Range
+from posjax.remap import Branch
 from train.runtime.chips import CHIPS
 from train.workshop.schedule.compiling import compile_for
 
@@ -117,12 +117,12 @@ def slots(name: str, values: dict, ids, heads: int) -> dict:
         "two-sided t5": T5(bidirectional=True),
         "kerple": Kerple(),
     }.get(name)
-    far = {"rerope": (Beyond(512),), "two branches": (ChunksApart(2048, 1, 1), ChunksApart(2048, 2))}.get(name, ())
+    remap = {"rerope": (Beyond(512),), "two branches": (ChunksApart(2048, 1, 1), ChunksApart(2048, 2))}.get(name, ())
     mask = {
         "plain": None,
         "symmetric alibi": None,
         "two-sided t5": None,
-        "window and sinks": Causal() & (Window(4096) | Sinks(4)),
+        "window and sinks": Causal() & (Window(4096) | FirstTokens(4)),
         "segments": Causal() & Segments(ids),
         "own mask": Causal() & Arithmetic(),
     }.get(name, Causal())
@@ -133,7 +133,7 @@ def slots(name: str, values: dict, ids, heads: int) -> dict:
         else bias and bias.bind(values, num_heads=heads),
         "mask": mask,
         "softcap": 30.0 if name == "soft cap" else None,
-        "far": tuple(Branch(values[f"q{n}"], values[f"k{n}"], mask) for n, mask in enumerate(far)),
+        "remap": tuple(Branch(values[f"q{n}"], values[f"k{n}"], mask) for n, mask in enumerate(remap)),
         "q_positions": where,
         "kv_positions": where,
     }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import FarPair, Operands, PerQuery
+from posjax.attention.operands import Operands, PerQuery, RemappedPair
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import backward_dma, entry, forward_dma
 from posjax.attention.tpu.blocks import TARGETS
@@ -20,7 +20,7 @@ BLOCKS = Blocks(256, 384, 128), Blocks(128, 384, 128)
 SEGMENTS = Segments(np.zeros((1, QUERIES), np.int32), np.zeros((1, KEYS), np.int32))
 
 
-def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias=None, mask=None, far=None) -> list:
+def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias=None, mask=None, remap=None) -> list:
     """The static call and the shapes of its inputs, as they reach the kernels, which do not run."""
     found = []
 
@@ -30,9 +30,9 @@ def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias
 
     def run(q, k, v):
         bound = bias and bias.bind(bias.init(jax.random.key(0), 2), num_heads=2)
-        branches = () if far is None else (FarPair(q, k, far),)
+        branches = () if remap is None else (RemappedPair(q, k, remap),)
         x = Operands(
-            q, k, v, bound, Causal() if mask is None else mask, Range(0, QUERIES), Range(0, KEYS), far=branches
+            q, k, v, bound, Causal() if mask is None else mask, Range(0, QUERIES), Range(0, KEYS), remap=branches
         )
         return entry.attend(x, entry.Options(blocks=BLOCKS, on=TARGETS[chip]))
 
@@ -54,7 +54,7 @@ def shapes_of(room) -> list:
     ("slots", "forward", "backward"),
     [
         (
-            {"bias": T5(), "mask": Causal() & SEGMENTS, "far": Beyond(140)},
+            {"bias": T5(), "mask": Causal() & SEGMENTS, "remap": Beyond(140)},
             [
                 [(2, 2, 384, 128), (2, 384, 32), (2, 1, 384), (2, 5, 8, 128)],
                 [(256, 128), (256, 128), (1, 256), (1, 256), (256, 32), (256, 128), (512, 128), (2,), (5, 2)],
@@ -90,7 +90,7 @@ def shapes_of(room) -> list:
             ],
         ),
     ],
-    ids=["bias by distance of segments and far pairs", "linear bias", "linear bias among the features"],
+    ids=["bias by distance of segments and remapped pairs", "linear bias", "linear bias among the features"],
 )
 def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slots, forward, backward):
     call, x = calls(monkeypatch, **slots)
@@ -109,7 +109,7 @@ def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slot
         ({"chip": "TPU v5 lite"}, False, False),
         ({"chip": "TPU v6 lite", "dtype": jnp.float32}, False, True),
         ({"chip": "TPU v6 lite", "size": 64}, False, True),
-        ({"chip": "TPU v6 lite", "far": Beyond(140)}, True, True),
+        ({"chip": "TPU v6 lite", "remap": Beyond(140)}, True, True),
         ({"chip": "TPU v6 lite", "bias": ALiBi()}, True, True),
         ({"chip": "TPU v6 lite", "bias": ALiBi(), "mask": SEGMENTS}, True, False),
     ],

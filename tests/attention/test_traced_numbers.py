@@ -13,7 +13,7 @@ import posjax as pj
 from posjax import masks
 from posjax.attention.api import BACKENDS
 from posjax.attention.sharded.choice import Sizes, strategy_refusal
-from posjax.masks import Causal, Chunked, Sinks, Window
+from posjax.masks import Causal, Chunked, FirstTokens, Window
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 13, 4, 2, 8
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -43,7 +43,7 @@ def test_layers_of_a_scan_differ_in_window_sinks_and_chunk(backend):
 
     def layer(x, size):
         window, count, chunk = size
-        mask = Causal() & (Window(window) | Sinks(count)) & Chunked(chunk)
+        mask = Causal() & (Window(window) | FirstTokens(count)) & Chunked(chunk)
         return x + pj.attention(x, k, v, mask=mask, implementation=backend), None
 
     def total(x, k_and_v):
@@ -54,7 +54,7 @@ def test_layers_of_a_scan_differ_in_window_sinks_and_chunk(backend):
 
     def wanted(x):
         for window, count, chunk in sizes:
-            mask = Causal() & (Window(window) | Sinks(count)) & Chunked(chunk)
+            mask = Causal() & (Window(window) | FirstTokens(count)) & Chunked(chunk)
             x = x + oracles.attention(x, k, v, allowed=allowed(mask))[0]
         return x
 

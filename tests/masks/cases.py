@@ -10,11 +10,11 @@ from posjax.masks import (
     Chunked,
     ChunksApart,
     Dilated,
+    FirstTokens,
     GlobalFirst,
     Globals,
     Prefix,
     Segments,
-    Sinks,
     Window,
 )
 
@@ -35,8 +35,8 @@ CASES = {
     "causal": (Causal(), COLUMN <= ROW),
     "window": (Window(5), abs(ROW - COLUMN) < 5),
     "causal window": (Causal() & Window(5), (COLUMN <= ROW) & (ROW - COLUMN < 5)),
-    "sinks": (Sinks(3), COLUMN < 3),
-    "lambda": (Causal() & (Window(4) | Sinks(2)), (COLUMN <= ROW) & ((ROW - COLUMN < 4) | (COLUMN < 2))),
+    "sinks": (FirstTokens(3), COLUMN < 3),
+    "lambda": (Causal() & (Window(4) | FirstTokens(2)), (COLUMN <= ROW) & ((ROW - COLUMN < 4) | (COLUMN < 2))),
     "chunked": (Causal() & Chunked(7), (COLUMN <= ROW) & (ROW // 7 == COLUMN // 7)),
     "odd band": (Band(5), abs(DISTANCE) <= 2),
     "even band": (Band(6), (DISTANCE <= 3) & (DISTANCE >= -2)),
@@ -55,5 +55,5 @@ CASES = {
     "prefix": (Causal() | Prefix(6), (COLUMN <= ROW) | ((ROW < 6) & (COLUMN < 6))),
     "segments": (Segments(jnp.asarray(IDS)), SAME[:, None]),
     "packed": (Causal() & Segments(jnp.asarray(IDS)), SAME[:, None] & (COLUMN <= ROW)),
-    "either": (Segments(jnp.asarray(IDS)) | Sinks(1), SAME[:, None] | (COLUMN < 1)),
+    "either": (Segments(jnp.asarray(IDS)) | FirstTokens(1), SAME[:, None] | (COLUMN < 1)),
 }

@@ -19,11 +19,11 @@ from posjax.masks import (
     Chunked,
     ChunksApart,
     Dilated,
+    FirstTokens,
     GlobalFirst,
     Globals,
     Prefix,
     Segments,
-    Sinks,
     Window,
 )
 
@@ -63,8 +63,8 @@ def test_shift_invariance_is_declared_truly(name):
 
 
 def test_masks_are_pytrees_and_position_masks_are_hashable():
-    mask = Causal() & (Window(4) | Sinks(2))
-    assert hash(mask) == hash(Causal() & (Window(4) | Sinks(2)))
+    mask = Causal() & (Window(4) | FirstTokens(2))
+    assert hash(mask) == hash(Causal() & (Window(4) | FirstTokens(2)))
     assert jax.tree.leaves(mask) == []
     assert len(jax.tree.leaves(mask & Segments(jnp.asarray(IDS)))) == 2
 
@@ -76,7 +76,7 @@ def test_masks_are_pytrees_and_position_masks_are_hashable():
         lambda: Window("8"),
         lambda: Window(2.5),
         lambda: Chunked(-1),
-        lambda: Sinks(0),
+        lambda: FirstTokens(0),
         lambda: Prefix(None),
         lambda: Band(0),
         lambda: Beyond(0),
@@ -198,7 +198,7 @@ def test_counts_of_global_tokens_and_dilated_heads():
 
 
 def test_counts_of_a_union_are_exact_where_its_parts_do_not_overlap():
-    mask = Window(4) | Sinks(2)
+    mask = Window(4) | FirstTokens(2)
     got = mask.visible(jnp.arange(N) + 1, jnp.arange(N), True)
     np.testing.assert_array_equal(got, np.minimum(np.arange(N) + 1, 6))
 
@@ -236,7 +236,7 @@ def test_mask_functions_of_transformers(name, arguments, mask):
 
 
 def test_first_keys_are_all_that_a_mask_of_the_first_positions_retains():
-    assert (Sinks(3).kept_keys, GlobalFirst(5).kept_keys, Prefix(4).kept_keys) == ((3, 0), (5, 0), None)
+    assert (FirstTokens(3).kept_keys, GlobalFirst(5).kept_keys, Prefix(4).kept_keys) == ((3, 0), (5, 0), None)
 
 
 def test_a_mask_hides_keys_ahead_where_one_part_of_all_does_or_each_of_any():

@@ -14,10 +14,10 @@ from posjax.masks import (
     Chunked,
     ChunksApart,
     Dilated,
+    FirstTokens,
     GlobalFirst,
     Or,
     Prefix,
-    Sinks,
     Window,
     materialise,
     tile_kinds,
@@ -29,7 +29,7 @@ OF_A_SIZE = {
     "window": Window,
     "band": Band,
     "beyond": Beyond,
-    "sinks": Sinks,
+    "sinks": FirstTokens,
     "global first": GlobalFirst,
     "prefix": Prefix,
     "chunked": Chunked,
@@ -37,7 +37,7 @@ OF_A_SIZE = {
     "no end": lambda n: ChunksApart(n, n - 4),
     "dilated": lambda n: Dilated(n, n),
     "dilated heads": lambda n: Dilated(n, (1, 3)),
-    "lambda": lambda n: Causal() & (Window(n) | Sinks(n)),
+    "lambda": lambda n: Causal() & (Window(n) | FirstTokens(n)),
 }
 
 
@@ -73,12 +73,12 @@ def row_of(most):
 
 
 def test_a_python_int_stays_structure_and_an_array_becomes_a_leaf():
-    mask = Causal() & (Window(3) | Sinks(np.int64(2)))
+    mask = Causal() & (Window(3) | FirstTokens(np.int64(2)))
     assert jax.tree.leaves(mask) == []
-    assert hash(mask) == hash(Causal() & (Window(3) | Sinks(2)))
+    assert hash(mask) == hash(Causal() & (Window(3) | FirstTokens(2)))
     assert jax.tree.leaves(Window(jnp.int16(3))) == [jnp.int32(3)]
     assert Window(np.array(3)) == Window(3), "NumPy's numbers are known when tracing"
-    assert masks.traced_sizes(~Window(jnp.int32(3)) | Sinks(2)) == ("Window size",)
+    assert masks.traced_sizes(~Window(jnp.int32(3)) | FirstTokens(2)) == ("Window size",)
     assert Window(3).kept_keys == (0, 3)
     assert Window(jnp.int32(3)).kept_keys is None
 
@@ -87,7 +87,7 @@ def test_what_two_masks_retain():
     """Both: the one that keeps fewer tokens. Either: the larger of each number, and all where one keeps all."""
     assert (Window(9) & Window(5)).kept_keys == (Window(5) & Window(9)).kept_keys == (0, 5)
     assert (Window(9) & Causal()).kept_keys == (0, 9)
-    assert (Sinks(2) | Window(5)).kept_keys == (2, 5)
+    assert (FirstTokens(2) | Window(5)).kept_keys == (2, 5)
     assert (Window(9) | Window(5)).kept_keys == (0, 9)
     assert (Window(9) | Causal()).kept_keys is None
 
@@ -106,7 +106,10 @@ def test_sizes_pass_through_transformations():
     [
         (lambda: Window(jnp.int32(-3)), "Window size must be positive and whole, found -3"),
         (lambda: Window(np.array(0)), "Window size must be positive and whole, found 0"),
-        (lambda: Sinks(jnp.float32(3)), "Sinks count must be positive and whole, found an array of float32 and shape"),
+        (
+            lambda: FirstTokens(jnp.float32(3)),
+            "FirstTokens count must be positive and whole, found an array of float32 and shape",
+        ),
         (lambda: Chunked(jnp.asarray([1, 2])), r"Chunked size .* found an array of int32 and shape \(2,\)"),
         (lambda: Window(True), "Window size must be positive and whole, found True"),
         (lambda: Window(2**31), "Window size must fit in int32, at most 2147483647, found 2147483648"),

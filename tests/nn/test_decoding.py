@@ -102,7 +102,7 @@ def test_decoding_is_the_full_forward_pass(name, parts):
     assert_is_full_forward(*decoded(config_of(name), parts))
 
 
-NARROW = (masks.Sinks(2), masks.GlobalFirst(3), masks.Window(1))
+NARROW = (masks.FirstTokens(2), masks.GlobalFirst(3), masks.Window(1))
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def cache_shapes(settings, *sizes, **options):
         (pj.scheme("rope"), 64, 8),
         (pj.scheme("coca-strict"), 64, 4),
         (pj.scheme("window", size=5), 9, 8),
-        (pj.scheme("rope", mask=masks.Window(5) | masks.Sinks(2)), 11, 8),
-        (pj.scheme("streaming", sinks=2, recent=6), 12, 8),
+        (pj.scheme("rope", mask=masks.Window(5) | masks.FirstTokens(2)), 11, 8),
+        (pj.scheme("streaming", first=2, recent=6), 12, 8),
         (pj.scheme("chunked", size=6), 10, 8),
         (pj.scheme("window", size=100), 64, 8),
         (pj.scheme("cope", mask=masks.Window(5)), 64, 8),

@@ -21,9 +21,9 @@ from posjax.scheme import Scheme
         ),
         (lambda: Scheme(mask=masks.Causal() & masks.Segments(jnp.zeros((1, 2), jnp.int32))), r"such as Segments, to"),
         (lambda: pj.scheme("cope", features={"name": "rotary"}), r"features do not compose with CoPE"),
-        (lambda: pj.scheme("vo-rope", far={"name": "rerope", "window": 4}), r"encodes position in values too"),
-        (lambda: pj.scheme("xpos", far={"name": "rerope", "window": 4}), r"far: ReRoPE replaces the distances"),
-        (lambda: pj.scheme("alibi", far={"name": "rerope", "window": 4}), r"no features read them"),
+        (lambda: pj.scheme("vo-rope", remap={"name": "rerope", "window": 4}), r"encodes position in values too"),
+        (lambda: pj.scheme("xpos", remap={"name": "rerope", "window": 4}), r"remap: ReRoPE replaces the distances"),
+        (lambda: pj.scheme("alibi", remap={"name": "rerope", "window": 4}), r"no features read them"),
         (lambda: pj.scheme("linear-elu", bias={"name": "alibi"}), r"bias does not compose with linear attention"),
         (lambda: pj.scheme("linear-elu", features={"name": "xpos"}), r"rotates its numerator with Rotary only"),
         (

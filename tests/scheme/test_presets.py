@@ -7,7 +7,7 @@ import pytest
 from decoders import OPTIONS, preset
 
 import posjax as pj
-from posjax import bias, far, masks, norms, rotary, scales, sinks
+from posjax import bias, masks, norms, remap, rotary, scales, sinks
 from posjax.scheme import SLOT_NAMES, Layers, Scheme
 from posjax.scheme.presets import PRESETS, hwfa_window, scheme_options
 from posjax.scheme.registry import SLOTS, slot
@@ -57,21 +57,22 @@ def test_every_preset_is_a_value(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_are_options_of_every_scheme_but_recipes(name):
-    change = {"sinks": {"name": "plus-one"}} if "sinks" not in scheme_options(name) else {"sinks": 2}
-    given = OPTIONS.get(name, {}) | change
+    given = OPTIONS.get(name, {}) | {"sinks": {"name": "plus-one"}}
     if name in RECIPES:
         with pytest.raises(ValueError, match=f"unknown scheme '{name}' option 'sinks'"):
             pj.scheme(name, **given)
     elif preset(name).linear is not None:
         with pytest.raises(ValueError, match="sinks does not compose with linear attention"):
             pj.scheme(name, **given)
-    elif name != "streaming":
+    else:
         assert pj.scheme(name, **given).sinks == sinks.SoftmaxPlusOne()
 
 
 def test_an_option_of_the_method_wins_over_the_slot_of_its_name():
-    assert "sinks" in SLOT_NAMES
-    assert pj.scheme("streaming", sinks=2).far == far.StreamingLLM(sinks=2)
+    assert "bias" in SLOT_NAMES
+    made = pj.scheme("ssmax", bias=True)
+    assert (made.scale, made.bias) == (scales.SSMax(bias=True), None)
+    assert pj.scheme("ssmax", bias={"name": "alibi"}).bias == bias.ALiBi()
 
 
 def test_qwen3_normalises_before_it_rotates():
@@ -177,9 +178,9 @@ def test_scout_and_maverick():
 def test_extension_reaches_the_named_layers_alone(layers, changed):
     before = pj.scheme("hwfa2", num_layers=4, length=32)
     assert where(before, sees_all) == [1, 2]
-    after = before.extend(layers=layers, far=far.ReRoPE(16))
-    assert where(after, lambda scheme: scheme.far == far.ReRoPE(16)) == changed
-    assert [scheme.replace(far=None) for scheme in after.schemes] == list(before.schemes)
+    after = before.extend(layers=layers, remap=remap.ReRoPE(16))
+    assert where(after, lambda scheme: scheme.remap == remap.ReRoPE(16)) == changed
+    assert [scheme.replace(remap=None) for scheme in after.schemes] == list(before.schemes)
     assert [times for _, times in after.patterns] == [times for _, times in before.patterns]
 
 
@@ -189,8 +190,8 @@ def test_frequencies_pass_over_layers_without_position():
     assert where(after, turns) == where(before, turns) == [0, 1, 2, 4]
     assert {s.features.frequencies for s in after.schemes if turns(s)} == {rotary.YaRN(4.0, 64, base=500_000.0)}
     assert after.schemes[3] == before.schemes[3]
-    both = before.extend(frequencies=rotary.Linear(2.0), far=far.ReRoPE(8), mask=masks.Window(4))
-    assert where(both, lambda scheme: scheme.far is not None) == [0, 1, 2, 4]
+    both = before.extend(frequencies=rotary.Linear(2.0), remap=remap.ReRoPE(8), mask=masks.Window(4))
+    assert where(both, lambda scheme: scheme.remap is not None) == [0, 1, 2, 4]
     assert where(both, lambda scheme: scheme.mask == masks.Window(4)) == [0, 1, 2, 3, 4]
 
 
@@ -200,7 +201,7 @@ def test_frequencies_pass_over_layers_without_position():
         ("llama4", {"layers": "globl"}, r"unknown layers 'globl'"),
         ("llama4", {"layers": "full", "frequencies": rotary.Linear(2.0)}, r"frequencies: no 'full' layer .* rotates"),
         ("smollm3", {"layers": "local", "scale": scales.ClippedLogN(8)}, r"layers: this scheme has no 'local' layer"),
-        ("hwfa", {"layers": "full", "far": far.ReRoPE(8)}, r"far: no 'full' layer of this scheme rotates"),
+        ("hwfa", {"layers": "full", "remap": remap.ReRoPE(8)}, r"remap: no 'full' layer of this scheme rotates"),
         ("gemma3", {"norm": None}, r"norm: None needs parameters"),
         ("gpt-oss", {"sinks": None}, r"sinks: None needs parameters"),
     ],
@@ -249,11 +250,11 @@ GOOD = {
     },
     "mask": {
         **{name: {"size": 4} for name in ("window", "chunked", "band")},
-        **{name: {"count": 2} for name in ("global-first", "sinks")},
+        **{name: {"count": 2} for name in ("global-first", "first-tokens")},
         "dilated": {"size": 4, "dilation": 2},
-        "lambda": {"window": 4, "sinks": 2},
+        "lambda": {"window": 4, "first": 2},
     },
-    "far": {
+    "remap": {
         **{name: {"window": 4} for name in ("rerope", "leaky-rerope")},
         "dual-chunk": {"length": 8},
     },
@@ -340,16 +341,16 @@ BAD = {
     },
     "mask": {
         **{name: {"size": NOT_A_COUNT} for name in ("window", "chunked", "band")},
-        **{name: {"count": NOT_A_COUNT} for name in ("global-first", "sinks")},
+        **{name: {"count": NOT_A_COUNT} for name in ("global-first", "first-tokens")},
         "dilated": {"size": NOT_A_COUNT, "dilation": (0, -1, 1.5, (), (1, 0))},
-        "lambda": {"window": NOT_A_COUNT, "sinks": NOT_A_COUNT},
+        "lambda": {"window": NOT_A_COUNT, "first": NOT_A_COUNT},
     },
-    "far": {
+    "remap": {
         "rerope": {"window": NOT_A_COUNT},
         "leaky-rerope": {"window": NOT_A_COUNT, "factor": (*NOT_POSITIVE, 1.3)},
         "self-extend": {"group": (3, *NOT_A_COUNT), "window": (1023, *NOT_A_COUNT)},
         "lm-infinite": {"n_local": NOT_A_COUNT, "n_global": NOT_A_COUNT},
-        "streaming": {"sinks": NOT_A_COUNT, "recent": NOT_A_COUNT},
+        "streaming": {"first": NOT_A_COUNT, "recent": NOT_A_COUNT},
         "dual-chunk": {"length": (7, *NOT_A_COUNT), "chunk": (3, 8, *NOT_A_COUNT)},
     },
     "linear": {

@@ -50,8 +50,7 @@ def test_presets_and_their_options(built, wanted):
 
 def test_slots_go_where_an_option_has_their_name():
     assert pj.scheme("vo-rope", frequencies={"name": "default", "base": 5e5}).features.frequencies.base == 5e5
-    streaming = pj.scheme("streaming", recent=5, sinks=2)
-    assert (streaming.far.sinks, streaming.sinks) == (2, None)
+    assert pj.scheme("streaming", recent=5, first=2).remap.first == 2
     assert pj.scheme("streaming", recent=5, sinks={"name": "learned"}).sinks is not None
     made = pj.scheme("nope", features={"name": "rotary"}, frequencies={"name": "ntk", "factor": 4})
     assert made.features == rotary.Rotary(rotary.NTKAware(4))
@@ -115,7 +114,7 @@ def test_a_scheme_is_a_static_argument():
     ("scheme", "invariant"),
     [
         (pj.scheme("rope", mask=masks.Window(3), scale=scales.LogN(8)), True),
-        (pj.scheme("rope", mask=masks.Window(3) | masks.Sinks(1)), False),
+        (pj.scheme("rope", mask=masks.Window(3) | masks.FirstTokens(1)), False),
         (pj.scheme("rope", mask=masks.Chunked(4)), False),
         (pj.scheme("nope", scale=scales.Llama4Temperature()), False),
         (pj.scheme("alibi", embedding=absolute.Sinusoidal()), False),

@@ -171,7 +171,7 @@ def test_command_lines(capsys, arguments, message):
         ("scheme=coca", r"unknown scheme 'coca'; did you mean 'coca-\w+'.*64 are known, among them coca-.*README.md"),
         ("train.loss_chunks=7", "train.loss_chunks.*260.*7.*would work"),
         ("train.stop_after_skips=0", "train.stop_after_skips must be positive"),
-        ("train.trains=[nothing.*]", "train.trains.*'nothing.*'.*embed"),
+        ("train.trainable=[nothing.*]", "train.trainable.*'nothing.*'.*embed"),
         ("model.num_heads=3", "num_heads"),
         ("model.num_kv_heads=3", "num_kv_heads"),
         ("model.vocabulary=100", "model.vocabulary: the tokenizer has 260 tokens, found 100"),
@@ -251,7 +251,7 @@ def test_meshes(capsys, overrides, message):
             ["stages=[{}, {train: {mesh: {data: 2, tensor: 4}}}]"],
             r"stages\[1\].*axis 'tensor'.* 2 query heads.* would work",
         ),
-        (["stages=[{}, {train: {trains: [nothing]}}]"], r"stages\[1\].*train.trains.*'nothing'"),
+        (["stages=[{}, {train: {trainable: [nothing]}}]"], r"stages\[1\].*train.trainable.*'nothing'"),
         (
             ["scheme=alibi", "stages=[{}, {scheme: coca-strict}]"],
             r"stages\[1\]: scheme: 'coca-strict' cannot start from the weights of 'alibi'.*would work",

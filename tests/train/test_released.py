@@ -163,7 +163,7 @@ def test_training_on_a_mesh_is_that_of_one_device(values, trained, mesh):
 
 def test_stages_and_frozen_parts(released, values):
     stages = [
-        {"name": "coca", "scheme": {"name": "coca-strict", "base": 500.0}, "train": {"trains": ["*/attention/k"]}},
+        {"name": "coca", "scheme": {"name": "coca-strict", "base": 500.0}, "train": {"trainable": ["*/attention/k"]}},
         {"name": "more"},
     ]
     config = with_changes(values, name="stages", stages=stages)
@@ -470,7 +470,7 @@ def test_transformers_reads_an_extension_as_the_same_model(released, tmp_path, n
 
 
 def test_export_refuses_what_has_no_place(released, tmp_path, capsys):
-    extend = "scheme.extend={far: {name: rerope}}"
+    extend = "scheme.extend={remap: {name: rerope}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 2
     told = capsys.readouterr().err
     assert "scheme: the layout of llama cannot store" in told

@@ -18,7 +18,7 @@ from train.checkpoint.kept import with_kept_tokenizer, with_moved_tokenizer
 from train.checkpoint.manager import whole_steps
 from train.checkpoint.reading import Damaged, read_whole
 from train.checkpoint.steps import read_run, tell_passed
-from train.config import Config, SchemeConfig, differences, load, load_values
+from train.config import Config, SchemeConfig, differences, load_values, to_dict
 from train.config.settings.checks import check
 from train.model.build import RELEASED, build_model
 from train.model.sharding import named_sharding, tree_shardings
@@ -47,7 +47,7 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise FileNotFoundError(f"{place} is neither a run nor a released model")
     directory = path(place)
     saved = read_config(directory)
-    config = with_moved_tokenizer(saved, load(directory / "config.yaml", overrides))
+    config = with_moved_tokenizer(saved, load_values(to_dict(saved), overrides))
     changed = differences(saved, config)
     if changed:
         raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")

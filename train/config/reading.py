@@ -18,6 +18,9 @@ from train.config.settings.checks import check
 from train.config.typed import plain, section
 from train.runtime.paths import path
 
+_RENAMED = {"far": "remap", "trains": "trainable"}
+"""Keys that earlier versions saved, and their names now."""
+
 
 def load(place: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
     """Reads a YAML file, local or at a URL, applies ``key.path=value`` overrides, and checks everything.
@@ -47,10 +50,30 @@ def load_values(values: dict[str, Any], overrides: Sequence[str] = (), kind: typ
 
 
 def parse_text(text: str, where: str, kind: type = Config) -> Any:
-    """A config from YAML text that `dump` wrote; `where` names it in errors."""
+    """A config from YAML text that `dump` wrote, in this version or an earlier one; `where` names it in errors."""
     values = _read_yaml(text, where)
     check(isinstance(values, dict), f"{where}: a config is a mapping of keys to values, found {values!r}")
-    return parse(values, kind)
+    return parse_saved(values, kind)
+
+
+def parse_saved(values: Mapping[str, Any], kind: type = Config) -> Any:
+    """A config from the mapping that this version or an earlier one saved."""
+    return parse(migrated(values), kind)
+
+
+def migrated(saved: Any) -> Any:
+    """What an earlier version saved, with the names of today."""
+    if isinstance(saved, dict):
+        found = {_RENAMED.get(key, key): migrated(value) for key, value in saved.items()}
+        return _with_first_tokens(found)
+    return [migrated(value) for value in saved] if isinstance(saved, list) else saved
+
+
+def _with_first_tokens(spec: dict[str, Any]) -> dict[str, Any]:
+    """A spec in which ``sinks`` named the first tokens, as a mask or as their number."""
+    if spec.get("name") in ("streaming", "lambda") and isinstance(spec.get("sinks"), int):
+        return {"first" if key == "sinks" else key: value for key, value in spec.items()}
+    return {**spec, "name": "first-tokens"} if spec.keys() == {"name", "count"} and spec["name"] == "sinks" else spec
 
 
 def parse(values: Mapping[str, Any], kind: type = Config) -> Any:

@@ -219,7 +219,7 @@ def _check_moments(before: Program | None, program: Program) -> None:
     check(
         shapes[0] == shapes[1],
         "train.keep_moments: the moments of the stage before are those of another optimizer, of other parameters or of "
-        "another dtype; leave optimizer, trains, moment_dtype and the scheme's parameters as they were, or set it to "
+        "another dtype; leave optimizer, trainable, moment_dtype and the scheme's parameters as they were, or set it "
         "false",
     )
 

@@ -54,7 +54,7 @@ _SCHEDULES = {"cosine": _cosine, "linear": _linear, "constant": _constant}
 
 
 def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trains`` names.
+    """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trainable`` names.
 
     `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay (see `is_matrix`): norms,
     biases, scalars and what a position scheme learns do not. ``train.learning_rate_factors`` multiply whole updates,
@@ -64,7 +64,7 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
     chosen = optax.chain(
         optax.clip_by_global_norm(config.clip_norm), _OPTIMIZERS[config.optimizer](config, axes, decays)
     )
-    if config.trains:
+    if config.trainable:
         chosen = optax.partition({MOVES: chosen, STAYS: optax.set_to_zero()}, labels(config, axes))
     return _scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
 
@@ -102,13 +102,13 @@ def _is_schedule(node: Any) -> bool:
 def labels(config: TrainConfig, axes: Any) -> Any:
     """For every parameter whether it is trained.
 
-    A pattern of ``train.trains`` matches its path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
+    A pattern of ``train.trainable`` matches its path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
 
     Raises ValueError for a pattern that matches none.
     """
     names = _names(axes)
-    _check_patterns("train.trains", config.trains, names)
-    moves = [not config.trains or any(fnmatchcase(name, pattern) for pattern in config.trains) for name in names]
+    _check_patterns("train.trainable", config.trainable, names)
+    moves = [not config.trainable or any(fnmatchcase(name, pattern) for pattern in config.trainable) for name in names]
     return jax.tree.unflatten(_structure(axes), [MOVES if move else STAYS for move in moves])
 
 

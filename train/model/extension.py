@@ -49,17 +49,17 @@ _OPTIONS: dict[str, dict[str, Sizes]] = {
         **dict.fromkeys(("yarn", "ntk-by-parts", "llama3"), _both),
         "longrope": _both,
     },
-    "far": {
+    "remap": {
         "rerope": lambda own, _: {"window": max(1, own // 2)},
         "leaky-rerope": _leaky,
         "self-extend": _self_extend,
         "dual-chunk": lambda own, _: {"length": own},
-        "streaming": lambda own, _: {"sinks": 4, "recent": own - 4},
+        "streaming": lambda own, _: {"first": 4, "recent": own - 4},
         "lm-infinite": lambda own, _: {"n_local": own},
     },
     "mask": {
         "window": lambda own, _: {"size": own},
-        "lambda": lambda own, _: {"window": own - 4, "sinks": 4},
+        "lambda": lambda own, _: {"window": own - 4, "first": 4},
     },
     "scale": {
         "clipped-log-n": lambda own, _: {"length": own},
@@ -111,7 +111,7 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     _check_named(extend)
     schemes = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
     reached, which = _reached(schemes, extend, own)
-    _check_masking(reached, extend.get("far"))
+    _check_masking(reached, extend.get("remap"))
     found = completed({**which, **extend}, own, length)
     rules = {each.features.frequencies for each in reached if each.rotates}
     scaled = sorted((rule for rule in rules if not isinstance(rule, UNSCALED)), key=repr)
@@ -143,12 +143,12 @@ def _check_named(extend: Mapping[str, Any]) -> None:
 
 
 def _check_masking(schemes: Sequence[Scheme], change: Any) -> None:
-    """Raises ValueError for a method of far pairs that also masks: layers without rotation would not get the mask."""
+    """Raises ValueError for a remapping that also masks: layers without rotation would not get the mask."""
     masks = isinstance(change, Mapping) and change["name"] in ("streaming", "lm-infinite")
     check(
         not masks or all(scheme.rotates for scheme in schemes),
-        f"far: {change['name'] if masks else ''!r} would leave the layers of this model that do not rotate without its "
-        "mask; mask: {name: lambda} masks them all",
+        f"remap: {change['name'] if masks else ''!r} would leave the layers of this model that do not rotate without "
+        "its mask; mask: {name: lambda} masks them all",
     )
 
 

@@ -233,7 +233,7 @@ def _run(mask: Mask | None, at: np.ndarray, keys: bool) -> tuple:
             return 0, END
         case masks.Causal():
             return (0, at + 1) if keys else (at, END)
-        case masks.Sinks():
+        case masks.FirstTokens():
             return (0, mask.count) if keys else (0, np.where(at < mask.count, END, 0))
         case masks.GlobalFirst():
             return 0, np.where(at < mask.count, END, mask.count)

@@ -12,9 +12,9 @@ FAMILIES = (ABSOLUTE, ROTATIONS, BIASES, WINDOWS, COCA, LINEAR, OTHER)
 def family(scheme: Scheme | Layers) -> str:
     """One of `FAMILIES`, by the slots that the scheme fills.
 
-    A scheme that fills several belongs to the first of: linear attention, biases, windows and far branches, CoCA, the
-    rest beside rotations (scales, norms, sinks, drawn positions), rotations, embeddings. The slots of all layers count
-    together.
+    A scheme that fills several belongs to the first of: linear attention, biases, windows and remapped distances, CoCA,
+    the rest beside rotations (scales, norms, sinks, drawn positions), rotations, embeddings. The slots of all layers
+    count together.
     """
     layers = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
 
@@ -24,7 +24,7 @@ def family(scheme: Scheme | Layers) -> str:
     found = {
         LINEAR: filled("linear"),
         BIASES: filled("bias"),
-        WINDOWS: filled("mask", "far"),
+        WINDOWS: filled("mask", "remap"),
         COCA: any(isinstance(layer.features, coca.Coca | coca.PartlyCollinear) for layer in layers),
         OTHER: filled("scale", "norm", "sinks", "positions"),
         ROTATIONS: filled("features"),

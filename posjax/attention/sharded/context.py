@@ -22,9 +22,9 @@ from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.ring import ring
 from posjax.axes import names_of
 from posjax.bias import Bias, ContextualBias
-from posjax.far import Branch, branches
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions, Range, as_array
+from posjax.remap import Branch, branches
 
 
 def context_attention(
@@ -38,7 +38,7 @@ def context_attention(
     scale: float | Float[Array, "..."] | None = None,
     sinks: Float[Array, "all_heads"] | None = None,
     softcap: float | Float[Array, ""] | None = None,
-    far: Branch | Sequence[Branch] = (),
+    remap: Branch | Sequence[Branch] = (),
     decay: Float[Array, "size"] | None = None,
     q_positions: Positions | None = None,
     kv_positions: Positions | None = None,
@@ -62,16 +62,16 @@ def context_attention(
         q_positions: a ``Range`` over the whole sequence with a known start, from 0 when left out; or an array over the
             tokens of this device.
         kv_positions: the same for the keys.
-        softcap, far, decay, implementation, return_residuals: see ``attention``.
+        softcap, remap, decay, implementation, return_residuals: see ``attention``.
 
     Raises:
         ValueError: as ``attention``, and for a strategy that cannot split the call, with the reason.
     """
-    heads, far = _Heads(across, q.shape[2]), branches(far)
+    heads, remap = _Heads(across, q.shape[2]), branches(remap)
     mask = None if mask is None else as_mask(mask)
-    api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, far, decay))
+    api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, remap, decay))
     bias = heads.of_bias(bias)
-    _check_no_pairs(across, bias=bias, mask=(mask, far))
+    _check_no_pairs(across, bias=bias, mask=(mask, remap))
     row = tuple(_whole(across, p, x.shape[1]) for p, x in ((q_positions, q), (kv_positions, k)))
     local = [None if isinstance(p, Range) else p for p in row]
     x, scale = api.prepared(
@@ -82,7 +82,7 @@ def context_attention(
         mask=None if mask is None else heads.of_mask(mask),
         scale=heads.last(scale),
         softcap=softcap,
-        far=tuple(map(heads.of_branch, far)),
+        remap=tuple(map(heads.of_branch, remap)),
         decay=decay,
         q_positions=local[0],
         kv_positions=local[1],

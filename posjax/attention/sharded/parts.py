@@ -1,7 +1,7 @@
 """An attention call whose tokens are split over devices, and how to cut and join its arrays along the tokens.
 
-The query side of a call stays on its device: ``q``, far queries, the scale, and the query side of positions, mask and
-bias. The key side is sent: ``k``, ``v``, far keys, and the key side of positions, mask and bias.
+The query side of a call stays on its device: ``q``, remapped queries, the scale, and the query side of positions, mask
+and bias. The key side is sent: ``k``, ``v``, remapped keys, and the key side of positions, mask and bias.
 ``posjax.axes.map_tokens`` distinguishes them.
 """
 

@@ -409,7 +409,7 @@ def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
         return list(wanted)
     *of_x, of_scale = wanted
     none = jax.tree.map(lambda _: False, call.x)
-    queries = dataclasses.replace(none, q=of_scale, far=tuple(dataclasses.replace(p, q=of_scale) for p in none.far))
+    queries = dataclasses.replace(none, q=of_scale, remap=tuple(dataclasses.replace(p, q=of_scale) for p in none.remap))
     return [*(own or more for own, more in zip(of_x, jax.tree.leaves(queries), strict=True)), False]
 
 
@@ -429,9 +429,9 @@ def _unscaled(config: RingConfig, call: Call, found: Call) -> Call:
     def times(own: Operands, d: Operands) -> tuple:
         return jax.vjp(lambda q, scale: q * scale, own.q.astype(d.q.dtype), jnp.asarray(scale, d.q.dtype))[1](d.q)
 
-    made = [times(*each) for each in zip((call.x, *call.x.far), (found.x, *found.x.far), strict=True)]
-    far = tuple(dataclasses.replace(pair, q=q) for pair, (q, _) in zip(found.x.far, made[1:], strict=True))
-    x = dataclasses.replace(found.x, q=made[0][0], far=far)
+    made = [times(*each) for each in zip((call.x, *call.x.remap), (found.x, *found.x.remap), strict=True)]
+    remap = tuple(dataclasses.replace(pair, q=q) for pair, (q, _) in zip(found.x.remap, made[1:], strict=True))
+    x = dataclasses.replace(found.x, q=made[0][0], remap=remap)
     return dataclasses.replace(found, x=x, scale=None if call.scale is None else sum(d for _, d in made))
 
 

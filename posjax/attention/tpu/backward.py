@@ -212,11 +212,11 @@ def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
     d_out = row.buffers.per_query.d_out[tile.slot, queries, :]
     q = [row.buffers.q[tile.slot, n, queries, :] for n in range(len(pairs))]
     scores = [product(row.scaled_keys[pair], q[n], (1, 1)) for n, pair in enumerate(pairs)]
-    seen, far_masks = _pattern(row, tile, first)
-    weights, d_scores = _weights(row, tile, first, level, _chosen(scores, far_masks), seen, d_out)
+    seen, remapped_masks = _pattern(row, tile, first)
+    weights, d_scores = _weights(row, tile, first, level, _chosen(scores, remapped_masks), seen, d_out)
     row.sums.dv[...] += product(weights.astype(d_out.dtype), d_out, (1, 0))
     for n, pair in enumerate(pairs):
-        own = _own(d_scores, far_masks, n).astype(q[n].dtype)
+        own = _own(d_scores, remapped_masks, n).astype(q[n].dtype)
         row.sums.dk[pair] += product(own, q[n], (1, 0))
         dq[n, queries, :] += product(own, row.x.k[pair], (0, 0))
     if row.d_bias:
@@ -238,25 +238,25 @@ def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) ->
     return weights, d_logits if slope is None else d_logits * slope
 
 
-def _chosen(scores: list, far_masks: tuple):
+def _chosen(scores: list, remapped_masks: tuple):
     """The scores of each pair of tokens, from the features of its branch."""
     found = scores[0]
-    for other, where in zip(scores[1:], far_masks, strict=True):
+    for other, where in zip(scores[1:], remapped_masks, strict=True):
         found = jnp.where(where, other, found)
     return found
 
 
-def _own(d_scores, far_masks: tuple, n: int):
+def _own(d_scores, remapped_masks: tuple, n: int):
     """The gradient of the scores of the ``n``-th pair of features of a tile."""
-    if not far_masks:
+    if not remapped_masks:
         return d_scores
-    own = far_masks[n - 1] if n else ~reduce(jnp.logical_or, far_masks)
+    own = remapped_masks[n - 1] if n else ~reduce(jnp.logical_or, remapped_masks)
     return jnp.where(own, d_scores, 0)
 
 
 def _pattern(row: KeyRow, tile: Tile, first: int) -> tuple:
     """Which pairs of a part are allowed, and the mask of each branch."""
-    masked, far = tile.kind.masked, len(tile.kind.pairs) > 1
-    if not (masked or far):
+    masked, remap = tile.kind.masked, len(tile.kind.pairs) > 1
+    if not (masked or remap):
         return None, ()
-    return row.config.pattern.on(*row.axes(tile, first), (row.blocks.k, row.blocks.part), masked=masked, far=far)
+    return row.config.pattern.on(*row.axes(tile, first), (row.blocks.k, row.blocks.part), masked=masked, remap=remap)

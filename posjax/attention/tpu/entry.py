@@ -235,7 +235,7 @@ def _pattern(x: Operands) -> tuple[Pattern, tuple]:
     """Mask and branches without their arrays, and the numbers of the queries and of the keys, positions first."""
     formula, *numbers = dissect(x.mask)
     formulas = []
-    for branch in x.far:
+    for branch in x.remap:
         where, *more = dissect(branch.where)
         formulas.append(where)
         numbers = [a + b for a, b in zip(numbers, more, strict=True)]

@@ -272,8 +272,10 @@ def _logits(row: QueryRow, tile: Tile, first: int, level):
     found = [product(q[n], row.buffers.k[tile.slot, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
     logits, seen = found[0], None
     if kind.masked or len(found) > 1:
-        seen, far_masks = config.pattern.on(*row.axes(tile, first), shape, masked=kind.masked, far=len(found) > 1)
-        for other, where in zip(found[1:], far_masks, strict=True):
+        seen, remapped_masks = config.pattern.on(
+            *row.axes(tile, first), shape, masked=kind.masked, remap=len(found) > 1
+        )
+        for other, where in zip(found[1:], remapped_masks, strict=True):
             logits = jnp.where(where, other, logits)
     logits = config.bias.add(row, tile, first, logits)
     if level is not None:

@@ -157,13 +157,13 @@ class Pattern(NamedTuple):
     mask: Formula
     branches: tuple[Formula, ...]
 
-    def on(self, q: Axis, k: Axis, shape, *, masked: bool, far: bool) -> tuple:
+    def on(self, q: Axis, k: Axis, shape, *, masked: bool, remap: bool) -> tuple:
         """Whether each pair of a tile is allowed (None: all are), and the mask of each branch."""
         i, j = q.positions(shape), k.positions(shape)
         q_numbers, k_numbers = q.of_masks(shape), k.of_masks(shape)
         hidden = self.mask is not None and masked
         seen = allowed(self.mask, i, j, q_numbers, k_numbers) if hidden else None
-        if not far:
+        if not remap:
             return seen, ()
         if not hidden:
             _skip(self.mask, q_numbers, k_numbers)

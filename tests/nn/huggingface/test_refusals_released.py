@@ -265,7 +265,7 @@ SCHEMES = {
     "xpos": ({"scheme": pj.scheme("xpos")}, ["cannot store XPos(", CAN]),
     "rerope": (
         {"scheme": pj.scheme("rerope", window=4)},
-        ["scheme: the layout of llama cannot store far ReRoPE(window=4), only far None", CAN],
+        ["scheme: the layout of llama cannot store remap ReRoPE(window=4), only remap None", CAN],
     ),
     "t5": ({"scheme": pj.scheme("t5")}, ["scheme: the layout of llama cannot store", "bias T5(", "bias None", CAN]),
     "cosine": ({"scheme": pj.scheme("cosine", length=8)}, ["norm CosineNorm(", "only norm None", CAN]),

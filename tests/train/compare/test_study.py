@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("unpainted")
 SCHEMES = [
     {"name": "released", "label": "as released"},
     {"name": "released", "label": "YaRN", "extend": {"frequencies": {"name": "yarn"}}},
-    {"name": "released", "label": "ReRoPE", "extend": {"far": {"name": "rerope"}}},
+    {"name": "released", "label": "ReRoPE", "extend": {"remap": {"name": "rerope"}}},
 ]
 
 
@@ -399,7 +399,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
         ),
         ({"scheme": "alibi"}, "scheme: a study measures the entries of compare.schemes; put what changes the model"),
         (
-            {"scheme": {"name": "released", "extend": {"far": {"name": "rerope"}}}},
+            {"scheme": {"name": "released", "extend": {"remap": {"name": "rerope"}}}},
             "scheme: a study measures the entries",
         ),
         ({"compare": {"schemes": SCHEMES, "seeds": [0, 1]}}, "compare.seeds: a study does not read it; leave it out"),
@@ -497,7 +497,7 @@ def test_why_nothing_is_searched_stands_on_the_page(values, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extend", [{}, {"far": {"name": "rerope"}}], ids=["plain", "rerope"])
+@pytest.mark.parametrize("extend", [{}, {"remap": {"name": "rerope"}}], ids=["plain", "rerope"])
 def test_a_model_like_smollm2_reads_32768_tokens_within_4_gib(extend):
     """By its compiled program; nothing is computed. A row of logits alone for every token would take 6 GiB."""
     scheme = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Plain(1e5)))

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from train.config import Config, SchemeConfig, differences, dump, load, parse, to_dict
+from train.config import Config, SchemeConfig, differences, dump, load, parse, parse_text, to_dict
 
 FULL = {
     "name": "small",
@@ -28,6 +28,30 @@ def test_round_trip_through_yaml(values):
     config = parse(values)
     assert parse(yaml.safe_load(dump(config))) == config
     assert parse(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("saved", "found"),
+    [
+        ({"remap": {"name": "streaming", "sinks": 4}}, {"remap": {"name": "streaming", "first": 4}}),
+        ({"mask": {"name": "lambda", "window": 8, "sinks": 4}}, {"mask": {"name": "lambda", "window": 8, "first": 4}}),
+        ({"mask": {"name": "sinks", "count": 4}}, {"mask": {"name": "first-tokens", "count": 4}}),
+        ({"sinks": {"name": "learned"}}, {"sinks": {"name": "learned"}}),
+    ],
+)
+def test_a_spec_of_first_tokens_that_an_earlier_version_saved(saved, found):
+    saved = yaml.safe_dump({"scheme": {"name": "rope", "extend": saved}})
+    assert parse_text(saved, "config.yaml").scheme.extend == found
+
+
+def test_what_an_earlier_version_saved_has_the_names_of_today():
+    far, remap = ({"name": "rope", "extend": {slot: {"name": "rerope"}}} for slot in ("far", "remap"))
+    saved = {"scheme": far, "compare": {"schemes": ["alibi", far]}, "stages": [{}, {"train": {"trains": ["embed"]}}]}
+    found = parse_text(yaml.safe_dump(saved), "config.yaml")
+    assert found.scheme.extend == {"remap": {"name": "rerope"}}
+    assert found == parse(
+        {"scheme": remap, "compare": {"schemes": ["alibi", remap]}, "stages": [{}, {"train": {"trainable": ["embed"]}}]}
+    )
 
 
 @pytest.mark.parametrize(

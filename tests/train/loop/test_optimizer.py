@@ -48,7 +48,7 @@ def test_factors_multiply_the_rate_of_the_parameters_that_they_name():
         for _ in range(2):
             expected -= rate * (np.sign(gradients[name][0, 0]) + 0.2 * expected)
         np.testing.assert_allclose(found[name], expected, rtol=1e-5)
-    frozen, _ = moved(TrainConfig(**PLAIN, trains=("b",), learning_rate_factors=factors), gradients)
+    frozen, _ = moved(TrainConfig(**PLAIN, trainable=("b",), learning_rate_factors=factors), gradients)
     np.testing.assert_array_equal(frozen["a"], 1.0)
     assert (np.asarray(frozen["b"]) != 1.0).all()
     with pytest.raises(ValueError, match=r"^train.learning_rate_factors: 'c' names no parameter; the names are a, b"):
@@ -72,7 +72,7 @@ def test_first_moments_in_bfloat16_are_those_of_optax():
 
 def test_a_schedule_begins_anew_where_moments_are_kept():
     gradients = {name: jnp.full((2, 3), 0.3) for name in MATRICES}
-    config = TrainConfig(**{**PLAIN, "schedule": "linear"}, trains=("a",))
+    config = TrainConfig(**{**PLAIN, "schedule": "linear"}, trainable=("a",))
     optimizer = make_optimizer(config, MATRICES)
     _, last = moved(config, gradients, steps=3)
     kept = kept_moments(last, optimizer.init(gradients))

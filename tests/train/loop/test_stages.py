@@ -28,17 +28,17 @@ CURRICULUM = [
     {
         "name": "collinear",
         "scheme": "coca-slack",
-        "train": {"steps": 4, "trains": ["*/attention/k"], "mesh": {"context": 2}},
+        "train": {"steps": 4, "trainable": ["*/attention/k"], "mesh": {"context": 2}},
     },
     {
         "name": "attention",
         "extend": {"base": 500.0},
-        "train": {"batch_tokens": 512, "steps": 2, "checkpoint_every": 1, "trains": ["*/attention/[qkv]"]},
+        "train": {"batch_tokens": 512, "steps": 2, "checkpoint_every": 1, "trainable": ["*/attention/[qkv]"]},
     },
     {
         "name": "long",
         "extend": {"frequencies": {"name": "yarn", "factor": 2.0, "original_length": 16}},
-        "train": {"length": 32, "batch_tokens": 256, "steps": 2, "trains": [], "learning_rate": 1e-3},
+        "train": {"length": 32, "batch_tokens": 256, "steps": 2, "trainable": [], "learning_rate": 1e-3},
     },
 ]
 
@@ -196,7 +196,7 @@ def test_a_stage_that_cannot_follow_is_told_before_the_first_begins(config, tmp_
 
 def test_stages_keep_what_they_do_not_change(config):
     last = config.stage(3)
-    assert (last.train.warmup_steps, last.train.mesh.context, last.train.trains) == (1, 2, ())
+    assert (last.train.warmup_steps, last.train.mesh.context, last.train.trainable) == (1, 2, ())
     assert (last.train.batch_tokens, config.stage(2).train.batch_tokens) == (256, 512)
     assert last.scheme.options == {"base": 500.0, **CURRICULUM[3]["extend"]}
     assert config.stage_names == ("short", "collinear", "attention", "long")
@@ -277,7 +277,7 @@ def test_a_stage_with_other_factors_keeps_the_moments(config, first, second):
     [
         ({"keep_moments": True}, {}, "the first stage has no moments to keep"),
         ({}, {"keep_moments": True, "optimizer": "muon"}, "are those of another optimizer"),
-        ({}, {"keep_moments": True, "trains": ["embed"]}, "of other parameters"),
+        ({}, {"keep_moments": True, "trainable": ["embed"]}, "of other parameters"),
         ({}, {"keep_moments": True, "moment_dtype": "bfloat16"}, "of another dtype"),
     ],
 )

@@ -400,15 +400,15 @@ def test_muon_turns_the_matrices_of_every_layer_alone(batch, first, one_device, 
 
 
 def test_only_what_is_named_moves(batch, first):
-    program, mesh = build(changed(trains=["*/attention/[qk]"]), 1)
+    program, mesh = build(changed(trainable=["*/attention/[qk]"]), 1)
     after = run(program, mesh, batch, begin(program, first))[0].parameters
     still = jax.tree.map(np.array_equal, first, after)
     attention = still["stacks"][0][0]["attention"]
     assert [attention[name] for name in "qkvo"] == [False, False, True, True]
     assert still["embed"]
     assert still["stacks"][0][0]["mlp"]["up"]
-    with pytest.raises(ValueError, match=r"train.trains: 'keys' names no parameter; .* embed, .*attention/k"):
-        build(changed(trains=["keys"]), 1)
+    with pytest.raises(ValueError, match=r"train.trainable: 'keys' names no parameter; .* embed, .*attention/k"):
+        build(changed(trainable=["keys"]), 1)
 
 
 @pytest.fixture(scope="module")

@@ -28,14 +28,14 @@ def scaled(rule):
             {"name": "yarn", "factor": 2.0, "original_length": 4096},
         ),
         ({"frequencies": {"name": "linear"}}, 2048, {"name": "linear", "factor": 1.0}),
-        ({"far": {"name": "rerope"}}, 16384, {"name": "rerope", "window": 2048}),
-        ({"far": {"name": "self-extend"}}, 16384, {"name": "self-extend", "window": 512, "group": 16}),
-        ({"far": {"name": "self-extend"}}, 4096, {"name": "self-extend", "window": 512, "group": 1}),
-        ({"far": {"name": "leaky-rerope"}}, 16384, {"name": "leaky-rerope", "window": 1024, "factor": 16.0}),
-        ({"far": {"name": "streaming"}}, 16384, {"name": "streaming", "sinks": 4, "recent": 4092}),
-        ({"mask": {"name": "lambda"}}, 16384, {"name": "lambda", "window": 4092, "sinks": 4}),
+        ({"remap": {"name": "rerope"}}, 16384, {"name": "rerope", "window": 2048}),
+        ({"remap": {"name": "self-extend"}}, 16384, {"name": "self-extend", "window": 512, "group": 16}),
+        ({"remap": {"name": "self-extend"}}, 4096, {"name": "self-extend", "window": 512, "group": 1}),
+        ({"remap": {"name": "leaky-rerope"}}, 16384, {"name": "leaky-rerope", "window": 1024, "factor": 16.0}),
+        ({"remap": {"name": "streaming"}}, 16384, {"name": "streaming", "first": 4, "recent": 4092}),
+        ({"mask": {"name": "lambda"}}, 16384, {"name": "lambda", "window": 4092, "first": 4}),
         ({"scale": {"name": "clipped-log-n"}}, 16384, {"name": "clipped-log-n", "length": 4096}),
-        ({"far": None}, 16384, None),
+        ({"remap": None}, 16384, None),
     ],
 )
 def test_options_follow_from_the_lengths(extend, length, wanted):
@@ -45,7 +45,7 @@ def test_options_follow_from_the_lengths(extend, length, wanted):
 
 @pytest.mark.parametrize("name", ["self-extend", "leaky-rerope"])
 def test_the_shortest_models_keep_a_window_of_one_token(name):
-    assert completed({"far": {"name": name}}, 3, 3)["far"]["window"] == 1
+    assert completed({"remap": {"name": name}}, 3, 3)["remap"]["window"] == 1
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_a_window_as_long_as_the_model_confines_nothing():
 def test_a_mask_that_some_layers_would_lack_is_refused():
     scheme = pj.Layers((((ROPE, pj.Scheme()), 2),))
     with pytest.raises(ValueError, match="'streaming' would leave the layers of this model that do not rotate without"):
-        continued(scheme, {"far": {"name": "streaming"}}, OWN, 2 * OWN)
-    assert continued(scheme, {"far": {"name": "rerope"}}, OWN, 2 * OWN)
+        continued(scheme, {"remap": {"name": "streaming"}}, OWN, 2 * OWN)
+    assert continued(scheme, {"remap": {"name": "rerope"}}, OWN, 2 * OWN)
 
 
 @pytest.mark.parametrize("change", [{"factor": 16}, {"name": ["yarn"]}])

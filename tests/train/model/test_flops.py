@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from posjax import scheme as preset
-from posjax.far import LMInfinite
 from posjax.masks import (
     Band,
     Beyond,
@@ -16,13 +15,14 @@ from posjax.masks import (
     Chunked,
     ChunksApart,
     Dilated,
+    FirstTokens,
     GlobalFirst,
     Globals,
     Prefix,
-    Sinks,
     Window,
 )
 from posjax.nn import Decoder, DecoderConfig, logical_axes
+from posjax.remap import LMInfinite
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme
 from train.config import Config, ModelConfig, SchemeConfig, TrainConfig
@@ -36,13 +36,13 @@ DISTANCES = {
     "chunks apart": ChunksApart(3, 1, 2),
     "chunks far apart": ChunksApart(3, 2),
     "dilated": Dilated(3, 4),
-    "sinks": Sinks(3),
+    "sinks": FirstTokens(3),
     "first": GlobalFirst(2),
     "prefix": Prefix(7),
-    "lambda": Window(5) | Sinks(3),
+    "lambda": Window(5) | FirstTokens(3),
     "longformer": Dilated(3, 4) | GlobalFirst(2),
     "in chunks": Chunked(8) & Window(5),
-    "of three": (Chunked(8) & Window(5)) | Sinks(1) | Prefix(4),
+    "of three": (Chunked(8) & Window(5)) | FirstTokens(1) | Prefix(4),
 }
 
 
@@ -102,10 +102,10 @@ def test_packed_documents(name):
 
 
 def test_layers_and_heads_of_their_own():
-    far = LMInfinite(6, 2)
-    layers = Layers((((Scheme(mask=Window(5)), Scheme()), 2), ((Scheme(features=Rotary(), far=far),), 1)))
+    remap = LMInfinite(6, 2)
+    layers = Layers((((Scheme(mask=Window(5)), Scheme()), 2), ((Scheme(features=Rotary(), remap=remap),), 1)))
     window, full = dense(Causal() & Window(5), 20).sum(), 20 * 21 // 2
-    assert pairs(layers, 20) == [window, full, window, full, dense(Causal() & far.mask(), 20).sum()]
+    assert pairs(layers, 20) == [window, full, window, full, dense(Causal() & remap.mask(), 20).sum()]
     two = pairs(Scheme(mask=Dilated(3, (1, 4))), 20)
     assert two == [sum(dense(Causal() & Dilated(3, d), 20).sum() for d in (1, 4)) / 2]
 

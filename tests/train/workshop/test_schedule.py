@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from posjax.attention.tpu.costs import FORWARD
-from posjax.masks import Causal, Segments, Sinks, Window
+from posjax.masks import Causal, FirstTokens, Segments, Window
 from train import cli
 from train.config import load, parse
 from train.runtime.chips import CHIPS, chip
@@ -332,8 +332,8 @@ def test_what_is_stated_of_our_own_kernels_is_consistent(name):
         assert sum(run.inside[n].times for run in tiles) == 2 * 8
     assert area <= causal
     assert (area < causal) == ("segments" in name)
-    # Tiles with near and far pairs are scored twice.
-    twice = ("ReRoPE" in name) * 128 * 512 * 1024 * sum(run.times for run in tiles if "near and far" in run.name)
+    # Tiles with near and remapped pairs are scored twice.
+    twice = ("ReRoPE" in name) * 128 * 512 * 1024 * sum(run.times for run in tiles if "near and remapped" in run.name)
     # Beside them the lengths of all queries, in eight rows for each pair of features.
     bounded = any("lengths" in run.name for run in launch.runs)
     assert work == products * 128 * area + twice + bounded * (1 + ("ReRoPE" in name)) * 2 * 4096 * 128 * 8
@@ -345,7 +345,7 @@ def test_what_is_stated_of_our_own_kernels_is_consistent(name):
 
 
 def test_allowed_pairs_are_counted():
-    window = own.Case(mask=lambda ids: Causal() & (Window(1000) | Sinks(4)))
+    window = own.Case(mask=lambda ids: Causal() & (Window(1000) | FirstTokens(4)))
     i, j = np.arange(2048)[:, None], np.arange(2048)
     for case, allowed in (
         (own.Case(), j <= i),

@@ -13,7 +13,7 @@ import numpy as np
 from posjax.nn.huggingface.files import is_local, open_place
 from posjax.nn.huggingface.load import is_gguf
 from train.checkpoint import RESULTS
-from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
+from train.config import CompareConfig, Config, MeshConfig, SchemeConfig, migrated
 from train.config.settings.checks import check, unknown
 from train.data import Document, documents, load_tokenizer
 from train.evaluate.search import check_searchable
@@ -185,10 +185,10 @@ def _file_digest(name: str) -> str:
 
 
 def finished_rows(directory: Path) -> list[dict[str, Any]]:
-    """The finished results. An incomplete last line, left by an interruption, is dropped."""
+    """The finished results, of earlier versions too. An incomplete last line, left by an interruption, is dropped."""
     place = directory / RESULTS
     lines = place.read_text(encoding="utf-8").split("\n") if place.exists() else [""]
-    return [json.loads(line) for line in lines[:-1] if line]
+    return [migrated(json.loads(line)) for line in lines[:-1] if line]
 
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax.attention.backends import TPU
-from posjax.attention.operands import FarPair, Operands
+from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.operation import attend_here
 from posjax.attention.tiles import Blocks, Kind, TilePlan, plan
 from posjax.attention.tpu.biases import ByDistance, form_of
@@ -24,7 +24,7 @@ from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import Options
 from posjax.axes import narrowed
 from posjax.bias import T5, ALiBi, Kerple
-from posjax.masks import Beyond, Causal, Mask, Segments, Sinks, Window, block_bounds
+from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window, block_bounds
 from posjax.positions import Range
 from train.runtime.chips import Product
 from train.workshop.schedule.cost import Launch, Runs
@@ -77,7 +77,7 @@ def _kerple(numbers, heads: int):
 
 
 def _window(ids) -> Mask:
-    return Causal() & (Window(4096) | Sinks(4))
+    return Causal() & (Window(4096) | FirstTokens(4))
 
 
 def _segments(ids) -> Mask:
@@ -85,11 +85,11 @@ def _segments(ids) -> Mask:
 
 
 def operands(case: Case, q, k, v, numbers, ids) -> Operands:
-    """An attention call. The features of far pairs differ from those of near ones; their values do not matter."""
+    """An attention call. The features of remapped pairs differ from those of near ones; their values do not matter."""
     heads, tokens = k.shape[1:3]
-    far = () if case.beyond is None else (FarPair(_other(q), _other(k), Beyond(case.beyond)),)
+    remap = () if case.beyond is None else (RemappedPair(_other(q), _other(k), Beyond(case.beyond)),)
     bias = case.bias and case.bias(numbers, heads)
-    return Operands(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), far)
+    return Operands(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), remap)
 
 
 def _other(x):
@@ -211,7 +211,7 @@ def _with_ends(runs: list[Runs], shape: KernelShape, ends: tuple) -> list[Runs]:
 
 
 def _name(kind: Kind) -> str:
-    pairs = " and ".join(("near", "far")[n] for n in kind.pairs)
+    pairs = " and ".join(("near", "remapped")[n] for n in kind.pairs)
     return f"{'masked' if kind.masked else 'whole'}, {pairs}, {kind.reach}"
 
 

@@ -1,4 +1,4 @@
-"""Far branches: scores against a float64 double loop over effective distances, tiles, and simulated caches."""
+"""Remapped branches: scores against a float64 double loop over effective distances, tiles, and simulated caches."""
 
 import math
 from functools import partial
@@ -14,9 +14,9 @@ import posjax
 from posjax import masks
 from posjax._slots import Features
 from posjax.coca import Coca
-from posjax.far import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
 from posjax.masks import Causal
 from posjax.positions import Range
+from posjax.remap import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
 from posjax.rotary import Axial, DynamicNTK, Linear, NTKAware, Rotary, XPos
 
 N, HEADS, KV_HEADS, SIZE = 40, 2, 1, 8
@@ -93,9 +93,9 @@ def oracle(score, distance, q, k, positions=None):
     return out
 
 
-def branches_and_places(far, features, q, k, positions):
-    """``far.branches``, and where each branch takes part."""
-    phi, psi, branches = far.branches(features, {}, q, k, positions, positions, head_dim=q.shape[-1])
+def branches_and_places(remap, features, q, k, positions):
+    """``remap.branches``, and where each branch takes part."""
+    phi, psi, branches = remap.branches(features, {}, q, k, positions, positions, head_dim=q.shape[-1])
     return phi, psi, branches, [masks.materialise(branch.where, positions, positions) for branch in branches]
 
 
@@ -113,26 +113,26 @@ def put_together(phi, psi, branches, places):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def compiled_branches(far, features, q, k, positions):
-    return branches_and_places(far, features, q, k, positions)
+def compiled_branches(remap, features, q, k, positions):
+    return branches_and_places(remap, features, q, k, positions)
 
 
-def scores(far, features, q, k, positions):
-    return put_together(*jax.device_get(compiled_branches(far, features, q, k, positions)))
+def scores(remap, features, q, k, positions):
+    return put_together(*jax.device_get(compiled_branches(remap, features, q, k, positions)))
 
 
 @methods
 def test_scores_and_attention_of_every_backend_are_those_of_the_effective_distance(name, inputs):
-    far, distance, seen = METHODS[name]
+    remap, distance, seen = METHODS[name]
     implementations = ("dense", "blockwise") if name in ("rerope", "dual chunk") else ("dense",)
 
     @jax.jit
     def attend(q, k, v):
-        found = branches_and_places(far, Rotary(), q, k, Range(0, N))
+        found = branches_and_places(remap, Rotary(), q, k, Range(0, N))
         phi, psi, branches, _ = found
-        mask = Causal() if far.mask() is None else Causal() & far.mask()
+        mask = Causal() if remap.mask() is None else Causal() & remap.mask()
         return found, [
-            posjax.attention(phi, psi, v, far=branches, mask=mask, implementation=i) for i in implementations
+            posjax.attention(phi, psi, v, remap=branches, mask=mask, implementation=i) for i in implementations
         ]
 
     q, k, v = inputs
@@ -150,25 +150,25 @@ def test_scores_and_attention_of_every_backend_are_those_of_the_effective_distan
 
 @pytest.mark.parametrize("name", ["rerope", "leaky", "self-extend", "dual chunk"])
 def test_any_features_can_be_taken_at_other_positions(name, inputs):
-    far, distance, _ = METHODS[name]
+    remap, distance, _ = METHODS[name]
     q, k, _ = inputs
     t = k[..., : SIZE // 2]
-    found = scores(far, Coca("strict"), q, t, Range(0, N))
+    found = scores(remap, Coca("strict"), q, t, Range(0, N))
     np.testing.assert_allclose(found, oracle(coca_score, distance, q, t), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["leaky", "self-extend", "streaming"])
 def test_positions_may_differ_by_row_and_start_anywhere(name, inputs):
-    far, distance, _ = METHODS[name]
+    remap, distance, _ = METHODS[name]
     q, k, _ = inputs
     rows = np.stack([np.arange(N) + 3, 2 * np.arange(N)])
-    found = scores(far, Rotary(), q, k, rows)
+    found = scores(remap, Rotary(), q, k, rows)
     for row, positions in enumerate(rows):
         pick = slice(row, row + 1)
         np.testing.assert_allclose(found[pick], oracle(rope_score, distance, q[pick], k[pick], positions), atol=1e-5)
 
 
-def one_score(far, i, j, features=None):
+def one_score(remap, i, j, features=None):
     """cos(distance): the score of unit vectors in the first plane, whose frequency is 1."""
     unit = np.zeros((1, 1, 1, SIZE), np.float32)
     unit[..., 0] = 1
@@ -176,7 +176,7 @@ def one_score(far, i, j, features=None):
     @jax.jit
     def run(unit, q_positions, kv_positions):
         given = (features or Rotary(), {}, unit, unit, q_positions, kv_positions)
-        phi, psi, branches = far.branches(*given, head_dim=SIZE)
+        phi, psi, branches = remap.branches(*given, head_dim=SIZE)
         found = (phi * psi).sum()
         for branch in branches:
             there = masks.materialise(branch.where, q_positions, kv_positions)
@@ -195,13 +195,13 @@ def test_printed_distances(shift):
     assert trained == pytest.approx(math.cos(128 + 383 * 16), abs=2e-6)
 
 
-@pytest.mark.parametrize("far", [LeakyReRoPE(128, 16), inverse_leaky(512, 8)], ids=["leaky", "inverse"])
+@pytest.mark.parametrize("remap", [LeakyReRoPE(128, 16), inverse_leaky(512, 8)], ids=["leaky", "inverse"])
 @pytest.mark.parametrize("end", [2**31 - 991, -(2**31)], ids=["the highest", "the lowest"])
-def test_leaky_distances_at_the_ends_of_int32(far, end):
-    """What is added to the positions of far queries may leave int32."""
-    distance = far.window + (990 - far.window) / far.factor
-    assert one_score(far, 990 + end, end) == pytest.approx(math.cos(distance), abs=2e-6)
-    exact = one_score(far, 990 + end, end, Rotary(Linear(4.0)))
+def test_leaky_distances_at_the_ends_of_int32(remap, end):
+    """What is added to the positions of remapped queries may leave int32."""
+    distance = remap.window + (990 - remap.window) / remap.factor
+    assert one_score(remap, 990 + end, end) == pytest.approx(math.cos(distance), abs=2e-6)
+    exact = one_score(remap, 990 + end, end, Rotary(Linear(4.0)))
     assert exact == pytest.approx(math.cos(distance / 4), abs=2e-6)
 
 
@@ -209,7 +209,7 @@ DYNAMIC = DynamicNTK(8)
 
 
 @pytest.mark.parametrize(
-    ("rule", "far", "distance"),
+    ("rule", "remap", "distance"),
     [
         (NTKAware(4.0), LeakyReRoPE(8, 4), 8 + 92 / 4),
         (NTKAware(4.0), ReRoPE(8), 8),
@@ -217,14 +217,14 @@ DYNAMIC = DynamicNTK(8)
         (DYNAMIC, SelfExtend(4, 8), 25 + 8 - 2),
     ],
 )
-def test_the_frequencies_of_the_rule_are_kept(rule, far, distance):
+def test_the_frequencies_of_the_rule_are_kept(rule, remap, distance):
     """The first frequency is 1 under NTK too, the second is not; the current length is passed on."""
     theta = float(rule.at_length(64, head_dim=SIZE)[0].value[1])
     assert theta != pytest.approx(THETA[1])
     second = np.zeros((1, 1, 1, SIZE), np.float32)
     second[..., 1] = 1
     given = (Rotary(rule), {}, second, second, np.array([100]), np.array([0]))
-    _, _, (branch,) = jax.jit(lambda: far.branches(*given, head_dim=SIZE, length=64))()
+    _, _, (branch,) = jax.jit(lambda: remap.branches(*given, head_dim=SIZE, length=64))()
     assert np.sum(np.asarray(branch.q) * branch.k) == pytest.approx(math.cos(distance * theta), abs=2e-6)
 
 
@@ -253,36 +253,36 @@ def test_streaming_is_the_rolling_cache(inputs):
             want[b, token, h] = weights / weights.sum() @ raw_v[b, cache, 0]
         assert len(cache) <= sinks + recent
     q, k, v = inputs
-    far = StreamingLLM(sinks, recent)
+    remap = StreamingLLM(sinks, recent)
 
     @jax.jit
     def attend(q, k, v):
-        phi, psi, branches = far.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
-        return posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
+        phi, psi, branches = remap.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
+        return posjax.attention(phi, psi, v, remap=branches, mask=Causal() & remap.mask())
 
     found = attend(q, k, v)
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("far", [StreamingLLM(4, N - 4), LMInfinite(N, 10)])
-def test_short_sequences_are_left_alone(far, inputs):
+@pytest.mark.parametrize("remap", [StreamingLLM(4, N - 4), LMInfinite(N, 10)])
+def test_short_sequences_are_left_alone(remap, inputs):
     q, k, v = inputs
     there = Range(0, N)
 
     @jax.jit
     def both(q, k, v):
-        phi, psi, branches = far.branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
-        found = posjax.attention(phi, psi, v, far=branches, mask=Causal() & far.mask())
+        phi, psi, branches = remap.branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
+        found = posjax.attention(phi, psi, v, remap=branches, mask=Causal() & remap.mask())
         return found, posjax.attention(phi, psi, v, mask=Causal())
 
     chex.assert_trees_all_close(*both(q, k, v), atol=1e-6)
-    chex.assert_trees_all_equal(masks.materialise(Causal() & far.mask(), there, there), np.tri(N, dtype=bool))
+    chex.assert_trees_all_equal(masks.materialise(Causal() & remap.mask(), there, there), np.tri(N, dtype=bool))
 
 
 def test_dual_chunk_distances():
     """True up to w, then between w and c - 1."""
-    far = DualChunk(64)
-    assert far.chunk == 48
+    remap = DualChunk(64)
+    assert remap.chunk == 48
     distance = dual_chunk(64, 48)
     for i, j in np.ndindex(200, 200):
         if j <= i:
@@ -290,22 +290,22 @@ def test_dual_chunk_distances():
             assert found == i - j if i - j <= 16 else 16 <= found <= 63
 
 
-def branches_over(far, there, size):
+def branches_over(remap, there, size):
     """The branches of tokens that are all alike."""
     q = jnp.ones((1, there.length, 1, size))
-    return far.branches(Rotary(), {}, q, q, there, there, head_dim=size)[2]
+    return remap.branches(Rotary(), {}, q, q, there, there, head_dim=size)[2]
 
 
 @methods
 def test_only_tiles_on_a_boundary_compute_several_scores(name):
-    far, _, _ = METHODS[name]
+    remap, _, _ = METHODS[name]
     length, block = 120, 5
     there = Range(0, length)
 
     @jax.jit
     def kinds_and_tiles():
         found = []
-        for branch in branches_over(far, there, SIZE):
+        for branch in branches_over(remap, there, SIZE):
             whole = masks.materialise(branch.where, there, there)
             found.append((masks.tile_kinds(branch.where, there, there, block, block), whole))
         return found
@@ -331,16 +331,16 @@ def test_a_window_has_two_diagonals_of_boundary_tiles():
 
 @methods
 def test_shift_invariance_is_declared_truly(name, inputs):
-    far, _, _ = METHODS[name]
+    remap, _, _ = METHODS[name]
     q, k, _ = inputs
 
     def at(shift):
         there = np.arange(N) + shift
-        hidden = masks.materialise(Causal() if far.mask() is None else Causal() & far.mask(), there, there)
-        return np.where(hidden, scores(far, Rotary(), q, k, there), -1e3)
+        hidden = masks.materialise(Causal() if remap.mask() is None else Causal() & remap.mask(), there, there)
+        return np.where(hidden, scores(remap, Rotary(), q, k, there), -1e3)
 
     changed = np.abs(at(0) - at(1_000_003)).max()
-    assert changed < 1e-5 if far.shift_invariant else changed > 0.1
+    assert changed < 1e-5 if remap.shift_invariant else changed > 0.1
 
 
 def test_gradients_reach_both_branches(inputs):
@@ -349,7 +349,7 @@ def test_gradients_reach_both_branches(inputs):
 
     def loss(q, k):
         phi, psi, branches = LeakyReRoPE(8, 4).branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
-        return jnp.square(posjax.attention(phi, psi, v, far=branches, mask=Causal())).sum()
+        return jnp.square(posjax.attention(phi, psi, v, remap=branches, mask=Causal())).sum()
 
     loss = jax.jit(loss)
     dq, dk = jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1)))(q, k))
@@ -363,8 +363,8 @@ def test_gradients_reach_both_branches(inputs):
 
 def test_dtype_is_kept(inputs):
     q, k = (x.astype(jnp.bfloat16) for x in inputs[:2])
-    for far, _, _ in METHODS.values():
-        run = partial(far.branches, Rotary(), {}, head_dim=SIZE)
+    for remap, _, _ in METHODS.values():
+        run = partial(remap.branches, Rotary(), {}, head_dim=SIZE)
         phi, psi, branches = jax.eval_shape(lambda run=run: run(q, k, *[Range(0, N)] * 2))
         chex.assert_type(jax.tree.leaves((phi, psi, [(branch.q, branch.k) for branch in branches])), q.dtype)
 
@@ -375,9 +375,9 @@ def test_reach():
 
 
 def test_specs_are_static_and_say_what_they_are():
-    for far, _, _ in METHODS.values():
-        assert far in {far}
-        assert "causal" in far.one_sided
+    for remap, _, _ in METHODS.values():
+        assert remap in {remap}
+        assert "causal" in remap.one_sided
     assert inverse_leaky(512, 8) == LeakyReRoPE(128, 1 / 16)
     assert inverse_leaky(480, 3) == LeakyReRoPE(120, 1 / 6)
     assert inverse_leaky(32, 1) == LeakyReRoPE(8, 1 / 2)
@@ -405,7 +405,7 @@ REFUSED = {
     "window must be a multiple of group=8, found 3; the nearest is 8": [lambda: SelfExtend(8, 3)],
     "n_local must be positive": [lambda: LMInfinite(0)],
     "n_global must be positive": [lambda: LMInfinite(8, 0)],
-    "sinks must be positive": [lambda: StreamingLLM(0)],
+    "first must be positive": [lambda: StreamingLLM(0)],
     "recent must be positive": [lambda: StreamingLLM(4, 0)],
     "chunk must be at least half of length=16 and below it": [lambda: DualChunk(16, 7), lambda: DualChunk(16, 16)],
 }
@@ -424,9 +424,9 @@ def test_refused_features():
         (XPos(), "the decay of XPos"),
         (Rotary(Axial()), "positions on one axis, but the features have 2"),
     ):
-        for far, _, _ in METHODS.values():
+        for remap, _, _ in METHODS.values():
             with pytest.raises(ValueError, match=message):
-                far.check(features)
+                remap.check(features)
     with pytest.raises(ValueError, match="reads the current length"):
         LeakyReRoPE(8).check(Rotary(DYNAMIC))
     with pytest.raises(ValueError, match="LeakyReRoPE stretches a frequency rule, but Features has none"):

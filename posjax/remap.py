@@ -1,16 +1,17 @@
-"""Far pairs: pairs beyond a boundary, scored by a second pair of feature maps.
+"""Distance remapping: pairs beyond a boundary are scored by a second pair of feature maps.
 
-Methods such as ReRoPE score near pairs with their true distance and far pairs with another one, which the model has
-seen in training. Both scores are inner products of features, so each is a ``Branch``: other queries and keys, and the
-pairs that use them. An attention backend computes, for each tile, only the branches that some of its pairs use.
+Methods such as ReRoPE score near pairs by their true distance and distant pairs, the remapped ones, by another distance
+that the model has seen in training. Both scores are inner products of features, so each is a ``Branch``: other queries
+and keys, and the pairs that use them. An attention backend computes, for each tile, only the branches that some of its
+pairs use.
 
-A method is a frozen dataclass, a ``Far``. With ``r = i - j`` the distances that replace ``r`` are
+A method is a frozen dataclass, a ``Remap``. With ``r = i - j`` the distances that replace ``r`` are
 
     ReRoPE          min(r, w)
     LeakyReRoPE     r for r < w, then w + (r - w) / k
     SelfExtend      r for r < w, then floor(i / G) - floor(j / G) + w - w / G
     LMInfinite      min(r, n_local) for the first tokens; tokens between them and the window are hidden
-    StreamingLLM    by index in a rolling cache: r in the window, min(i, sinks + recent - 1) - j for the sinks
+    StreamingLLM    by index in a rolling cache: r in the window, min(i, first + recent - 1) - j for the first tokens
     DualChunk       i mod s - j mod s within a chunk, then s + i mod s - j mod s up to c - 1 - j mod s
 
 They are for causal attention: no source defines distances ahead of the query. All change a trained model (InvLeaky
@@ -30,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number, check_positive, shown
 from posjax._slots import Features
-from posjax.masks import Beyond, ChunksApart, Mask, Sinks, Window
+from posjax.masks import Beyond, ChunksApart, FirstTokens, Mask, Window
 from posjax.positions import Positions, as_array
 from posjax.rotary import Ahead, FrequencyRule, Stretched
 
@@ -53,36 +54,36 @@ class Branch:
     where: Mask
 
 
-def branches(far: Any) -> tuple[Branch, ...]:
+def branches(remap: Any) -> tuple[Branch, ...]:
     """One branch, or several, as a tuple. Raises ValueError for anything else."""
-    found = (far,) if isinstance(far, Branch) else far
+    found = (remap,) if isinstance(remap, Branch) else remap
     fits = isinstance(found, Sequence) and all(isinstance(branch, Branch) for branch in found)
-    check(fits, f"far must be a posjax.far.Branch or several, found {shown(far)}")
+    check(fits, f"remap must be a posjax.remap.Branch or several, found {shown(remap)}")
     return tuple(found)
 
 
-class Far:
-    """The far slot of a scheme: which distance far pairs get. A subclass is a frozen, hashable dataclass."""
+class Remap:
+    """The remap slot of a scheme: which distance remapped pairs get. A subclass is a frozen, hashable dataclass."""
 
     shift_invariant: ClassVar[bool] = True
-    one_sided: ClassVar[str] = "far distances are defined for keys behind the query: causal attention only"
+    one_sided: ClassVar[str] = "remapped distances are defined for keys behind the query: causal attention only"
 
     def check(self, features: Features | None) -> None:
         """Raises ValueError unless ``features`` can be computed at positions other than the tokens' own."""
         name = type(self).__name__
         check(
             features is not None,
-            f"far: {name} gives far pairs other positions, but no features read them; use features=Rotary() or Coca()",
+            f"remap: {name} gives pairs other positions, but no features read them; use features=Rotary() or Coca()",
         )
         check(
             not features.decays,
-            f"far: {name} replaces the distances that the decay of {type(features).__name__} reads; leave one out",
+            f"remap: {name} replaces the distances that the decay of {type(features).__name__} reads; leave one out",
         )
         check(
             type(features).value is Features.value,
-            f"far: {name} changes only scores, but {type(features).__name__} encodes position in values too",
+            f"remap: {name} changes only scores, but {type(features).__name__} encodes position in values too",
         )
-        check(features.axes == 1, f"far: {name} needs positions on one axis, but the features have {features.axes}")
+        check(features.axes == 1, f"remap: {name} needs positions on one axis, but the features have {features.axes}")
 
     def mask(self) -> Mask | None:
         """The method's own mask, besides the model's, or None."""
@@ -118,24 +119,24 @@ class Far:
         self.check(features)
         given = {"params": params, "head_dim": head_dim, "length": length}
         phi, psi = features(q, k, q_positions=q_positions, kv_positions=kv_positions, **given)
-        features, i, j = self._far(features, as_array(q_positions), as_array(kv_positions))
+        features, i, j = self._remapped(features, as_array(q_positions), as_array(kv_positions))
         return phi, psi, (Branch(*features(q, k, q_positions=i, kv_positions=j, **given), self._where),)
 
-    def _far(
+    def _remapped(
         self, features: Features, i: Int[Array, "*b q"], j: Int[Array, "*b k"]
     ) -> tuple[Features, Int[Array, "*b q"], Int[Array, "*b k"]]:
-        """The features of the far pairs and their positions."""
-        raise TypeError(f"{type(self).__name__} has no single far branch")
+        """The features of the remapped pairs and their positions."""
+        raise TypeError(f"{type(self).__name__} has no single remapped branch")
 
     @property
     def _where(self) -> Mask:
-        """The far pairs."""
+        """The remapped pairs."""
         return Beyond(self.window)
 
 
 @dataclasses.dataclass(frozen=True)
-class ReRoPE(Far):
-    """Distance ``min(r, w)`` (Su, kexue.fm/archives/9708): far queries at position ``w``, far keys at 0.
+class ReRoPE(Remap):
+    """Distance ``min(r, w)`` (Su, kexue.fm/archives/9708): remapped queries at position ``w``, remapped keys at 0.
 
     It works at any length without training; a model trained with it does not extrapolate. Usually with ``ClippedLogN``.
 
@@ -148,16 +149,16 @@ class ReRoPE(Far):
     def __post_init__(self):
         check_count("window", self.window)
 
-    def _far(self, features, i, j):
+    def _remapped(self, features, i, j):
         return features, jnp.full_like(i, self.window), jnp.zeros_like(j)
 
 
 @dataclasses.dataclass(frozen=True)
-class LeakyReRoPE(Far):
+class LeakyReRoPE(Remap):
     """Distance ``r`` for ``r < w``, then ``w + (r - w) / k`` (Su, kexue.fm/archives/9708).
 
-    ``k = 1`` is RoPE, and ``k`` to infinity ReRoPE. Far pairs rotate by ``(i + w (k - 1) - j) theta / k``: positions
-    stay whole, so they are exact, and the frequencies are divided. See ``inverse_leaky`` for ``k < 1``.
+    ``k = 1`` is RoPE, and ``k`` to infinity ReRoPE. Remapped pairs rotate by ``(i + w (k - 1) - j) theta / k``:
+    positions stay whole, so they are exact, and the frequencies are divided. See ``inverse_leaky`` for ``k < 1``.
 
     Args:
         window: ``w``; ``w (k - 1)`` must be a whole number.
@@ -180,11 +181,11 @@ class LeakyReRoPE(Far):
         check(abs(self._shift) < 2**31, f"factor times window must fit in int32, found {self.factor} and {self.window}")
 
     def check(self, features):
-        """As ``Far.check``; the features must also have a frequency rule that can be stretched."""
+        """As ``Remap.check``; the features must also have a frequency rule that can be stretched."""
         super().check(features)
         check(
             isinstance(features.frequencies, FrequencyRule),
-            f"far: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
+            f"remap: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
         )
         dataclasses.replace(features, frequencies=self._stretched(features.frequencies))
 
@@ -193,7 +194,7 @@ class LeakyReRoPE(Far):
         return (length - self.window) * self.factor + self.window
 
     def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
-        """As ``Far.branches``; far queries are shifted by ``w (k - 1)`` positions, possibly beyond int32."""
+        """As ``Remap.branches``; remapped queries are shifted by ``w (k - 1)`` positions, possibly beyond int32."""
         self.check(features)
         where = {"head_dim": head_dim, "length": length}
         near = features(q, k, q_positions=q_positions, kv_positions=kv_positions, params=params, **where)
@@ -232,14 +233,14 @@ def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfExtend(Far):
+class SelfExtend(Remap):
     """Distance ``r`` for ``r < w``, then ``floor(i / G) - floor(j / G) + w - w / G`` (arXiv 2401.01325).
 
     Leaky ReRoPE with whole distances. Here ``G`` must divide ``w``; the released code rounds ``w / G`` down in some
     places and not in others.
 
     Args:
-        group: ``G``, tokens that share a far position.
+        group: ``G``, tokens that share a remapped position.
         window: ``w``. The authors advise ``w + (longest - w) / G`` below half to two thirds of the training length.
     """
 
@@ -261,16 +262,16 @@ class SelfExtend(Far):
         """The longest sequence whose distances stay within those of a training length: ``(length - w) G + w``."""
         return (length - self.window) * self.group + self.window
 
-    def _far(self, features, i, j):
+    def _remapped(self, features, i, j):
         return features, i // self.group + self.window - self.window // self.group, j // self.group
 
 
 @dataclasses.dataclass(frozen=True)
-class LMInfinite(Far):
+class LMInfinite(Remap):
     """The nearest ``n_local`` keys, and the first ``n_global`` tokens at distance ``min(r, n_local)`` (2308.16137).
 
-    That is ReRoPE on a lambda-shaped mask, ``Window(n_local) | Sinks(n_global)``. Without effect up to ``n_local``
-    tokens. The optional middle tokens and offsets of the paper are left out.
+    That is ReRoPE on a lambda-shaped mask, ``Window(n_local) | FirstTokens(n_global)``. Without effect up to
+    ``n_local`` tokens. The optional middle tokens and offsets of the paper are left out.
 
     Args:
         n_local: as long as the training length.
@@ -287,10 +288,10 @@ class LMInfinite(Far):
         check_count("n_global", self.n_global)
 
     def mask(self) -> Mask:
-        """``Window(n_local) | Sinks(n_global)``."""
-        return Window(self.n_local) | Sinks(self.n_global)
+        """``Window(n_local) | FirstTokens(n_global)``."""
+        return Window(self.n_local) | FirstTokens(self.n_global)
 
-    def _far(self, features, i, j):
+    def _remapped(self, features, i, j):
         return features, jnp.full_like(i, self.n_local), jnp.zeros_like(j)
 
     @property
@@ -299,34 +300,34 @@ class LMInfinite(Far):
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(Far):
-    """Positions in a rolling cache of the first ``sinks`` and the last ``recent`` tokens (arXiv 2309.17453).
+class StreamingLLM(Remap):
+    """Positions in a rolling cache of the first and the last tokens (arXiv 2309.17453).
 
-    Tokens of the window keep their true distance. For a sink ``j`` the key has position ``j`` and the query
-    ``min(i, sinks + recent - 1)``, the last one of the cache. Up to ``sinks + recent`` tokens it has no effect. A bias
+    Tokens of the window keep their true distance. For a first token ``j`` the key has position ``j`` and the query
+    ``min(i, first + recent - 1)``, the last one of the cache. Up to ``first + recent`` tokens it has no effect. A bias
     still reads true distances. It does not lengthen the context that a model uses.
 
     Args:
-        sinks: 4 in the paper.
+        first: how many first tokens; 4 in the paper.
         recent: tokens of the window, the query's own included (the released evaluation drops tokens after each step,
-            not before it, and so has one more); ``sinks + recent`` is at most the training length.
+            not before it, and so has one more); ``first + recent`` is at most the training length.
     """
 
-    sinks: int = 4
+    first: int = 4
     recent: int = 1020
 
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_count("sinks", self.sinks)
+        check_count("first", self.first)
         check_count("recent", self.recent)
 
     def mask(self) -> Mask:
-        """``Window(recent) | Sinks(sinks)``."""
-        return Window(self.recent) | Sinks(self.sinks)
+        """``Window(recent) | FirstTokens(first)``."""
+        return Window(self.recent) | FirstTokens(self.first)
 
-    def _far(self, features, i, j):
-        return features, jnp.minimum(i, self.sinks + self.recent - 1), j
+    def _remapped(self, features, i, j):
+        return features, jnp.minimum(i, self.first + self.recent - 1), j
 
     @property
     def _where(self):
@@ -334,7 +335,7 @@ class StreamingLLM(Far):
 
 
 @dataclasses.dataclass(frozen=True)
-class DualChunk(Far):
+class DualChunk(Remap):
     """Dual chunk attention (arXiv 2402.17463): chunks of ``s``, distances below ``c``, and one position for each key.
 
     With ``w = c - s`` a key has position ``j mod s`` and a query
@@ -366,7 +367,7 @@ class DualChunk(Far):
         check(fits, f"chunk must be at least half of length={self.length} and below it, found {self.chunk}")
 
     def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
-        """Features within a chunk, and branches for the chunk before and for older chunks; see ``Far.branches``."""
+        """Features within a chunk, and branches for the chunk before and for older chunks; see ``Remap.branches``."""
         self.check(features)
         where = {"head_dim": head_dim, "length": length}
         inside = as_array(q_positions) % self.chunk
