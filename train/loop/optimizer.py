@@ -12,7 +12,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from train.config import TrainConfig
 from train.model.state import is_axis_names, is_matrix, named_leaves
 
-MOVES, STAYS = "moves", "stays"
+TRAINED, FROZEN = "moves", "stays"  # as they are in saved checkpoints
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -65,7 +65,7 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
         optax.clip_by_global_norm(config.clip_norm), _OPTIMIZERS[config.optimizer](config, axes, decays)
     )
     if config.trainable:
-        chosen = optax.partition({MOVES: chosen, STAYS: optax.set_to_zero()}, labels(config, axes))
+        chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, labels(config, axes))
     return _scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
 
 
@@ -108,8 +108,10 @@ def labels(config: TrainConfig, axes: Any) -> Any:
     """
     names = _names(axes)
     _check_patterns("train.trainable", config.trainable, names)
-    moves = [not config.trainable or any(fnmatchcase(name, pattern) for pattern in config.trainable) for name in names]
-    return jax.tree.unflatten(_structure(axes), [MOVES if move else STAYS for move in moves])
+    trained = [
+        not config.trainable or any(fnmatchcase(name, pattern) for pattern in config.trainable) for name in names
+    ]
+    return jax.tree.unflatten(_structure(axes), [TRAINED if each else FROZEN for each in trained])
 
 
 def _names(axes: Any) -> list[str]:

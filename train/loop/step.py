@@ -17,7 +17,7 @@ from posjax.nn import logical_axes
 from train.config import Config
 from train.data import Batch, Tokenizer, load_tokenizer
 from train.loop.loss import Losses, token_losses
-from train.loop.optimizer import STAYS, labels, learning_rate, make_optimizer
+from train.loop.optimizer import FROZEN, labels, learning_rate, make_optimizer
 from train.model.build import build_model, placement, scheme_of
 from train.model.sharding import (
     LENGTH_AXES,
@@ -324,6 +324,8 @@ def _losses_at(parts: Parts, parameters: Any, batch: Batch, where: dict[str, Arr
 
 def _cast(parts: Parts, parameters: Any) -> Any:
     """The parameters as the model uses them: matrices cast before communication, frozen ones without a gradient."""
-    moves = labels(parts.config.train, parts.axes)
-    held = jax.tree.map(lambda leaf, label: jax.lax.stop_gradient(leaf) if label == STAYS else leaf, parameters, moves)
+    trained = labels(parts.config.train, parts.axes)
+    held = jax.tree.map(
+        lambda leaf, label: jax.lax.stop_gradient(leaf) if label == FROZEN else leaf, parameters, trained
+    )
     return narrowed(held, parts.axes, jnp.dtype(parts.config.model.compute_dtype), parts.mesh)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from posjax._checks import check
 from train.plan.hlo import Array, Instruction, arrays
 from train.plan.kernels import HEAD, Kernels
-from train.workshop.schedule import contenders
+from train.workshop.schedule import implementations
 from train.workshop.schedule.cost import TILE, Cost, cost
 from train.workshop.schedule.kernels import Kernel, read_kernels
 from train.workshop.schedule.program import KernelProgram, KernelShape
@@ -129,13 +129,13 @@ def told_blocks(line: Instruction) -> Blocks | None:
 def _programs(line: Instruction) -> list[tuple[_Program, int]]:
     """Programs that a kernel of that name may belong to, and its index among their kernels."""
     if "_dq" in line.name:
-        return [(contenders.splash_two_kernel_backward, 1)]
+        return [(implementations.splash_two_kernel_backward, 1)]
     if "_dkv" in line.name:
-        fused = [(contenders.splash_fused_backward, 0), (contenders.tokamax_backward, 0)]
-        return fused if _gives_dq(line.results) else [(contenders.splash_two_kernel_backward, 0)]
+        fused = [(implementations.splash_fused_backward, 0), (implementations.tokamax_backward, 0)]
+        return fused if _gives_dq(line.results) else [(implementations.splash_two_kernel_backward, 0)]
     if "splash" in line.name:
-        return [(contenders.splash_forward, 0), (contenders.tokamax_forward, 0)]
-    return [(contenders.legacy_forward, 0)]
+        return [(implementations.splash_forward, 0), (implementations.tokamax_forward, 0)]
+    return [(implementations.legacy_forward, 0)]
 
 
 def _gives_dq(results: list[Array]) -> bool:

@@ -17,12 +17,12 @@ from train import cli
 from train.config import load, parse
 from train.runtime.chips import CHIPS, chip
 from train.workshop.schedule import bench as module
-from train.workshop.schedule import compiling, contenders, costs, layer, own
+from train.workshop.schedule import compiling, costs, implementations, layer, own
 from train.workshop.schedule.bench import bench_schedules, measure
 from train.workshop.schedule.compiling import DoesNotCompile, compile_for
 from train.workshop.schedule.config import Prediction, ScheduleConfig
-from train.workshop.schedule.contenders import SCHEDULED, causal_tiles
 from train.workshop.schedule.cost import Cost, Hot, Launch, Runs, cost, find_kernel, match_runs
+from train.workshop.schedule.implementations import SCHEDULED, causal_tiles
 from train.workshop.schedule.kernels import read_kernels
 from train.workshop.schedule.listing import parse as parse_listing
 from train.workshop.schedule.program import KernelShape
@@ -304,7 +304,7 @@ def test_causal_tiles_are_counted(q, kv):
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULED if not name.startswith("posjax")])
-def test_what_contenders_state_of_themselves_is_consistent(name):
+def test_what_implementations_state_of_themselves_is_consistent(name):
     products = {"forward": 2, "fused backward": 5, "two-kernel backward": 7}[name.partition(", ")[2]]
     for blocks in SCHEDULED[name].sweep:
         launches = SCHEDULED[name].program(SHAPE, blocks, "v5e").launches
@@ -320,8 +320,8 @@ def test_what_contenders_state_of_themselves_is_consistent(name):
 
 @pytest.mark.parametrize("name", own.OWN_KERNELS)
 def test_what_is_stated_of_our_own_kernels_is_consistent(name):
-    contender, blocks = own.OWN_KERNELS[name], {"q": 512, "kv": 1024, "part": 256}
-    (launch,) = contender.program(SHAPE, blocks, "v6e").launches
+    implementation, blocks = own.OWN_KERNELS[name], {"q": 512, "kv": 1024, "part": 256}
+    (launch,) = implementation.program(SHAPE, blocks, "v6e").launches
     area, work = _area_and_work(launch)
     products = 5 if "backward" in name else 2
     causal = 2 * sum(causal_tiles(4096, 512, 1024)) * 512 * 1024
@@ -341,7 +341,7 @@ def test_what_is_stated_of_our_own_kernels_is_consistent(name):
     assert launch.moved_bytes > 2 * SHAPE.heads * SHAPE.length * 128 * 3
     assert (launch.runs[-1].times == 0) == ("again" in launch.runs[-1].name)
     assert own.on("v6e").name == "v6e"
-    assert contender.against("v5e") in own.OWN_KERNELS
+    assert implementation.against("v5e") in own.OWN_KERNELS
 
 
 def test_allowed_pairs_are_counted():
@@ -363,7 +363,7 @@ def test_what_does_not_compile_is_a_problem(monkeypatch):
     def refuse(*_, **__):
         raise DoesNotCompile("out of VMEM\nand more")
 
-    monkeypatch.setattr(contenders, "compile_for", refuse)
+    monkeypatch.setattr(implementations, "compile_for", refuse)
     name = "jax splash, forward"
     found = measure(name, "v5e", SHAPE, SCHEDULED[name].sweep[0])
     assert found.problem == "out of VMEM and more"
@@ -386,7 +386,7 @@ def test_the_tables_and_the_file_hold_every_kernel_at_its_best(tmp_path, monkeyp
     monkeypatch.setattr(module, "check_compiler", lambda: None)
     monkeypatch.setattr(module, "missing", lambda name: "gone" if "tokamax" in name else None)
     names = ("jax splash, forward", two, "tokamax splash, forward", "posjax, forward", "posjax ALiBi, forward")
-    config = ScheduleConfig(length=8192, contenders=names)
+    config = ScheduleConfig(length=8192, implementations=names)
     results = bench_schedules(config, "v5e, v6e", tmp_path / "bench")
     lines = [json.loads(line) for line in (tmp_path / "bench" / "schedule.jsonl").read_text().splitlines()]
     assert len(lines) == 1 + len(results) == 1 + 2 * (13 + 13 + 1 + 6 + 6)
@@ -427,7 +427,7 @@ def test_other_shapes_have_a_table_of_their_own(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "measure", fake)
     monkeypatch.setattr(module, "check_compiler", lambda: None)
-    config = ScheduleConfig(contenders=(), lengths=(4096, 1000), head_dims=(64, 256))
+    config = ScheduleConfig(implementations=(), lengths=(4096, 1000), head_dims=(64, 256))
     results = bench_schedules(config, "v5e", tmp_path)
     assert len(results) == 2 * (6 + 6 + 5)
     text = io.StringIO()
@@ -446,7 +446,7 @@ def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "expected_cycles", lambda chip, make, arguments, timeout: expected[arguments["scheme"]])
     kernel = Cost("forward", (), 0, 2.0, 3, 4, 5e5 * 512**2, 6)
     monkeypatch.setattr(layer, "schedule_of", lambda *_: ((kernel,), 0))
-    found = bench_schedules(ScheduleConfig(contenders=(), layers=("rope", "coca-strict")), "v6e", tmp_path)
+    found = bench_schedules(ScheduleConfig(implementations=(), layers=("rope", "coca-strict")), "v6e", tmp_path)
     assert [(x.others, x.kernel, x.total) for x in found] == [(3e6, 1e6, 4e6), (2e6, 1e6, 3e6)]
     text = io.StringIO()
     Console(file=text, width=220).print(layer.table(found))
@@ -459,7 +459,7 @@ def test_the_config_is_read_and_mistakes_are_named():
     assert load("configs/bench.yaml", ["schedule.heads=8"], BenchConfig).schedule.shape == KernelShape(32768, 8, 128)
     for values, message in (
         ({"heads": 0}, "schedule.heads must be positive and whole, found 0"),
-        ({"contenders": ["splash"]}, "schedule.contenders: unknown value 'splash'"),
+        ({"implementations": ["splash"]}, "schedule.implementations: unknown value 'splash'"),
         ({"layers": ["ropes"]}, "schedule.layers: unknown value 'ropes'; did you mean 'rope'"),
         ({"lengths": [0]}, "schedule.lengths must be positive and whole, found 0"),
         ({"chips": ["v5e"]}, "schedule: unknown key 'chips'"),

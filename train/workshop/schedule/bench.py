@@ -18,7 +18,7 @@ from train.runtime.paths import write_file
 from train.workshop.schedule import layer, own
 from train.workshop.schedule.compiling import check_compiler
 from train.workshop.schedule.config import Prediction, ScheduleConfig
-from train.workshop.schedule.contenders import SCHEDULED, missing, schedule_of
+from train.workshop.schedule.implementations import SCHEDULED, missing, schedule_of
 from train.workshop.schedule.program import Blocks, KernelShape
 from train.workshop.schedule.report import by_shape, notes, table
 
@@ -27,7 +27,7 @@ _WIDTH = 190
 
 
 def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list[Prediction | layer.AttentionLayer]:
-    """Compiles every contender for every chip, prints the tables, and writes ``schedule.jsonl`` into `directory`."""
+    """Compiles all implementations for all chips, prints the tables, and writes ``schedule.jsonl`` into `directory`."""
     names = [name.strip() for name in chips.split(",")]
     for name in names:
         check_choice("--schedule", name, tuple(CHIPS))
@@ -39,7 +39,7 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
     found = versions(("jax", "jaxlib", "libtpu"))
     results, others, layers = [], [], []
     for chip in names:
-        for name in config.contenders:
+        for name in config.implementations:
             console.print(f"[dim]{chip}: {name} ...[/dim]")
             results += measure_all(name, chip, config.shape, config.timeout)
         for name, shape in itertools.product(own.CAUSAL, config.shapes):
@@ -64,7 +64,7 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
 
 
 def measure_all(name: str, chip: str, shape: KernelShape, timeout: int) -> Iterator[Prediction]:
-    """Measures one contender on one chip at all of its block sizes."""
+    """Measures one implementation on one chip at all of its block sizes."""
     problem = missing(name)
     if problem:
         yield Prediction(chip, name, shape, {}, problem=problem)

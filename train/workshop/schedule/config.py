@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from posjax._checks import check_choice, check_count
 from posjax.scheme.presets import scheme_names
-from train.workshop.schedule.contenders import SCHEDULED
 from train.workshop.schedule.cost import Cost
+from train.workshop.schedule.implementations import SCHEDULED
 from train.workshop.schedule.program import Blocks, KernelShape
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The programs: causal attention in bfloat16, batch 1, every contender at all of its block sizes.
+    """The programs: causal attention in bfloat16, batch 1, every implementation at all of its block sizes.
 
     Our own causal kernels are compiled for all `lengths` and `head_dims` too, if there are any, and whole attention
     layers of all schemes named in `layers`, whose features need no other kernel than causal attention.
@@ -23,7 +23,7 @@ class ScheduleConfig:
     length: int = 32768
     heads: int = 4
     head_dim: int = 128
-    contenders: tuple[str, ...] = tuple(SCHEDULED)
+    implementations: tuple[str, ...] = tuple(SCHEDULED)
     lengths: tuple[int, ...] = ()
     head_dims: tuple[int, ...] = ()
     layers: tuple[str, ...] = ()
@@ -35,8 +35,8 @@ class ScheduleConfig:
         for name in ("lengths", "head_dims"):
             for value in getattr(self, name):
                 check_count(f"schedule.{name}", value)
-        for name in self.contenders:
-            check_choice("schedule.contenders", name, tuple(SCHEDULED))
+        for name in self.implementations:
+            check_choice("schedule.implementations", name, tuple(SCHEDULED))
         for name in self.layers:
             check_choice("schedule.layers", name, scheme_names())
 
@@ -59,9 +59,9 @@ class Prediction:
     """One program on one chip; `problem` says why there are no numbers."""
 
     chip: str
-    contender: str
+    implementation: str
     shape: KernelShape
     blocks: Blocks
-    costs: tuple[Cost, ...] = ()  # one for every kernel of the contender
+    costs: tuple[Cost, ...] = ()  # one for every kernel of the implementation
     temp_bytes: int | None = None  # of the whole function, with the forward pass of a gradient
     problem: str | None = None

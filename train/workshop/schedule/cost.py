@@ -32,7 +32,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a contender: the facts on one launch that its author knows and the compiler does not state."""
+    """One kernel of an implementation: the facts on one launch that its author knows, not the compiler."""
 
     kernel: str  # part of the kernel's name; jax adds the names of transformations
     steps: int  # of the grid

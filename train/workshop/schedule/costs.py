@@ -15,8 +15,8 @@ from train.runtime.machine import versions
 from train.runtime.paths import ROOT, write_file
 from train.workshop.schedule.compiling import DoesNotCompile, check_compiler
 from train.workshop.schedule.config import ScheduleConfig
-from train.workshop.schedule.contenders import schedule_of
 from train.workshop.schedule.cost import Cost
+from train.workshop.schedule.implementations import schedule_of
 from train.workshop.schedule.own import CAUSAL, on
 from train.workshop.schedule.program import KernelShape
 

@@ -15,7 +15,7 @@ from posjax.nn import Attention, DecoderConfig
 from posjax.scheme.presets import scheme as named
 from train.workshop.schedule import own
 from train.workshop.schedule.compiling import expected_cycles
-from train.workshop.schedule.contenders import schedule_of
+from train.workshop.schedule.implementations import schedule_of
 from train.workshop.schedule.program import KernelShape
 
 LAYER_SHAPE = KernelShape(8192, 32, 128)

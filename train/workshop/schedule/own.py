@@ -1,4 +1,4 @@
-"""posjax's own kernels as contenders: their extra operands, and how often the parts of their kernels run.
+"""posjax's own kernels as implementations: their extra operands, and how often the parts of their kernels run.
 
 The counts come from the plan of tiles that the kernels themselves use (`posjax.attention.tiles`).
 """
@@ -28,7 +28,7 @@ from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window, bl
 from posjax.positions import Range
 from train.runtime.chips import Product
 from train.workshop.schedule.cost import Launch, Runs
-from train.workshop.schedule.program import Contender, KernelProgram, KernelShape
+from train.workshop.schedule.program import Implementation, KernelProgram, KernelShape
 
 NUMBERS = (32, 8)
 """The shape of a bias' learned numbers, for at most eight heads: rows of T5's table, or one row per parameter."""
@@ -271,33 +271,33 @@ _BACKWARD = tuple(
     )
 )
 CAUSAL = _PLAIN, _BOUNDED, _BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
-"""The names of contenders without extra operands."""
+"""The names of implementations without extra operands."""
 
 
-def _forward_contender(case: Case) -> Contender:
+def _forward_implementation(case: Case) -> Implementation:
     def against(chip: str) -> str:
         return _BOUNDED if case.is_bounded(chip) else _PLAIN
 
-    return Contender(partial(forward, case), _FORWARD, by_chip=True, against=against)
+    return Implementation(partial(forward, case), _FORWARD, by_chip=True, against=against)
 
 
-def _backward_contender(case: Case) -> Contender:
-    return Contender(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _BACK)
+def _backward_implementation(case: Case) -> Implementation:
+    return Implementation(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _BACK)
 
 
 OWN_KERNELS = {
-    _PLAIN: _forward_contender(Case()),
-    _BOUNDED: _forward_contender(Case(bounded=True)),
-    "posjax ALiBi, forward": _forward_contender(Case(_alibi, bounded=None)),
-    "posjax T5, forward": _forward_contender(Case(_t5, bounded=None)),
-    "posjax KERPLE, forward": _forward_contender(Case(_kerple, bounded=None)),
-    "posjax ReRoPE, forward": _forward_contender(Case(beyond=512, bounded=None)),
-    "posjax window and sinks, forward": _forward_contender(Case(mask=_window, bounded=None)),
-    "posjax segments, forward": _forward_contender(Case(mask=_segments, bounded=None)),
-    _BACK: _backward_contender(Case(bounded=None)),
-    "posjax ALiBi, backward": _backward_contender(Case(_alibi, bounded=None)),
-    "posjax learned ALiBi, backward": _backward_contender(Case(_learned_alibi, bounded=None, learned=True)),
-    "posjax T5 with its gradient, backward": _backward_contender(Case(_t5, bounded=None, learned=True)),
-    "posjax KERPLE with its gradient, backward": _backward_contender(Case(_kerple, bounded=None, learned=True)),
+    _PLAIN: _forward_implementation(Case()),
+    _BOUNDED: _forward_implementation(Case(bounded=True)),
+    "posjax ALiBi, forward": _forward_implementation(Case(_alibi, bounded=None)),
+    "posjax T5, forward": _forward_implementation(Case(_t5, bounded=None)),
+    "posjax KERPLE, forward": _forward_implementation(Case(_kerple, bounded=None)),
+    "posjax ReRoPE, forward": _forward_implementation(Case(beyond=512, bounded=None)),
+    "posjax window and sinks, forward": _forward_implementation(Case(mask=_window, bounded=None)),
+    "posjax segments, forward": _forward_implementation(Case(mask=_segments, bounded=None)),
+    _BACK: _backward_implementation(Case(bounded=None)),
+    "posjax ALiBi, backward": _backward_implementation(Case(_alibi, bounded=None)),
+    "posjax learned ALiBi, backward": _backward_implementation(Case(_learned_alibi, bounded=None, learned=True)),
+    "posjax T5 with its gradient, backward": _backward_implementation(Case(_t5, bounded=None, learned=True)),
+    "posjax KERPLE with its gradient, backward": _backward_implementation(Case(_kerple, bounded=None, learned=True)),
 }
 """Contenders by their names in tables and configs. Biases use the mode that is best for the chip."""

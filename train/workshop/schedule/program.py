@@ -33,14 +33,14 @@ class KernelProgram:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Implementation:
     """A family of programs, one for every choice of block sizes."""
 
     build: Callable[..., KernelProgram]  # of a shape, of block sizes by name, and of the chip's name if that matters
     sweep: tuple[Blocks, ...]
     needs: str | None = None  # a package that may not be installed
     by_chip: bool = False
-    against: Callable[[str], str] | None = None  # by the chip's name, the contender to which its cost is compared
+    against: Callable[[str], str] | None = None  # by the chip's name, the implementation to which its cost is compared
 
     def program(self, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
         """The program for one chip."""

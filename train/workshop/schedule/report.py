@@ -9,8 +9,8 @@ from rich.table import Table
 
 from train.runtime.chips import CHIPS
 from train.workshop.schedule.config import Prediction, ScheduleConfig
-from train.workshop.schedule.contenders import SCHEDULED
 from train.workshop.schedule.cost import Cost
+from train.workshop.schedule.implementations import SCHEDULED
 
 _COLUMNS = (
     "kernel",
@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 def best(results: Sequence[Prediction]) -> list[Prediction]:
-    """For one contender on one chip, the cheapest measurement of each of its kernels, with only that kernel."""
+    """For one implementation on one chip, the cheapest measurement of each of its kernels, with only that kernel."""
     measured = [result for result in results if result.costs]
     kernels = range(len(measured[0].costs) if measured else 0)
     cheapest = [min(measured, key=lambda result, i=i: result.costs[i].bundles) for i in kernels]
@@ -37,7 +37,7 @@ def best(results: Sequence[Prediction]) -> list[Prediction]:
 
 
 def table(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -> Table:
-    """One chip's measurements: one row for each kernel, and one for their sum if a contender has several."""
+    """One chip's measurements: one row for each kernel, and one for their sum if an implementation has several."""
     title = (
         f"{chip}: cycles for 512 x 512 of visited area; causal, bfloat16, "
         f"{config.heads} heads x {config.head_dim}, {config.length:,} tokens"
@@ -45,7 +45,7 @@ def table(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -> T
     grid = Table(title=title)
     for number, column in enumerate(_COLUMNS):
         grid.add_column(column, justify="left" if number < 2 else "right", overflow="fold")
-    for name in config.contenders:
+    for name in config.implementations:
         for row in _rows(name, _of(results, name), against(chip, name, results)):
             grid.add_row(*row)
     return grid
@@ -57,7 +57,7 @@ def by_shape(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -
     lengths = sorted({result.shape.length for result in results})
     title = f"{chip}: cost, as a multiple of its floor, and blocks; causal, bfloat16, {config.heads} heads"
     grid = Table("kernel", "head size", *(f"{length:,} tokens" for length in lengths), title=title)
-    for name in dict.fromkeys(result.contender for result in results):
+    for name in dict.fromkeys(result.implementation for result in results):
         for head_dim in sorted({result.shape.head_dim for result in results}):
             of = [result for result in _of(results, name) if result.shape.head_dim == head_dim]
             cells = (_cell([result for result in of if result.shape.length == length]) for length in lengths)
@@ -74,14 +74,14 @@ def _cell(results: Sequence[Prediction]) -> str:
 
 
 def against(chip: str, name: str, results: Sequence[Prediction]) -> Cost | None:
-    """The reference cost for a contender's ratio, each at its best blocks; None if there is none."""
+    """The reference cost for an implementation's ratio, each at its best blocks; None if there is none."""
     other = SCHEDULED[name].against
     found = best(_of(results, other(chip))) if other else []
     return found[0].costs[0] if found else None
 
 
 def _of(results: Sequence[Prediction], name: str) -> list[Prediction]:
-    return [result for result in results if result.contender == name]
+    return [result for result in results if result.implementation == name]
 
 
 def _rows(name: str, results: Sequence[Prediction], other: Cost | None) -> Iterator[Sequence[str]]:

@@ -1,7 +1,7 @@
 """Attention kernels to compile: causal, bfloat16, batch 1, every query head with its own keys.
 
-A contender is a function of the shape and of its block sizes that returns a `KernelProgram`: how to build the function
-to compile, and how often each part of its kernels runs. To add one, write that function and name it in `SCHEDULED`.
+An implementation is a function of the shape and of its block sizes that returns a `KernelProgram`: how to build the
+function to compile, and how often each part of its kernels runs. To add one, write that function and name it in `SCHEDULED`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from train.runtime.chips import CHIPS, Product
 from train.workshop.schedule import own
 from train.workshop.schedule.compiling import compile_for
 from train.workshop.schedule.cost import Cost, Launch, Runs, cost, find_kernel
-from train.workshop.schedule.program import Blocks, Contender, KernelProgram, KernelShape
+from train.workshop.schedule.program import Blocks, Implementation, KernelProgram, KernelShape
 
 
 def make(name: str, shape: Mapping[str, int], blocks: Blocks, chip: str) -> tuple[Callable, list]:
@@ -31,7 +31,7 @@ def order(name: str, shape: KernelShape, blocks: Blocks, chip: str) -> dict[str,
 
 
 def missing(name: str) -> str | None:
-    """Why a contender cannot be compiled here, or None."""
+    """Why an implementation cannot be compiled here, or None."""
     package = SCHEDULED[name].needs
     return None if package is None or importlib.util.find_spec(package) else f"{package} is not installed"
 
@@ -39,7 +39,7 @@ def missing(name: str) -> str | None:
 def schedule_of(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeout: int) -> tuple[tuple[Cost, ...], int]:
     """Compiles one program: the cost of each of its kernels, and its HBM in addition to arguments and results."""
     arguments = order(name, shape, blocks, chip)
-    compiled = compile_for(chip, "train.workshop.schedule.contenders:make", arguments, timeout=timeout)
+    compiled = compile_for(chip, "train.workshop.schedule.implementations:make", arguments, timeout=timeout)
     launches = SCHEDULED[name].program(shape, blocks, chip).launches
     kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
     return tuple(cost(kernel, launch, CHIPS[chip]) for kernel, launch in kernels), compiled.temp_bytes
@@ -214,12 +214,12 @@ _SIZES = (
     *_grid(q=(1024, 2048), kv=(1024, 2048), compute=(256, 512, 1024)),
 )
 SCHEDULED = {
-    "jax splash, forward": Contender(splash_forward, _SIZES),
-    "jax legacy flash, forward": Contender(legacy_forward, _SIZES),
-    "tokamax splash, forward": Contender(tokamax_forward, _SIZES, needs="tokamax"),
-    "jax splash, fused backward": Contender(splash_fused_backward, _SIZES),
-    "jax splash, two-kernel backward": Contender(splash_two_kernel_backward, _SIZES),
-    "tokamax splash, fused backward": Contender(tokamax_backward, _SIZES, needs="tokamax"),
+    "jax splash, forward": Implementation(splash_forward, _SIZES),
+    "jax legacy flash, forward": Implementation(legacy_forward, _SIZES),
+    "tokamax splash, forward": Implementation(tokamax_forward, _SIZES, needs="tokamax"),
+    "jax splash, fused backward": Implementation(splash_fused_backward, _SIZES),
+    "jax splash, two-kernel backward": Implementation(splash_two_kernel_backward, _SIZES),
+    "tokamax splash, fused backward": Implementation(tokamax_backward, _SIZES, needs="tokamax"),
     **own.OWN_KERNELS,
 }
 """Every kernel that is compiled, by the name it has in tables and configs."""
