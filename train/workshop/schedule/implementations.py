@@ -1,7 +1,8 @@
 """Attention kernels to compile: causal, bfloat16, batch 1, every query head with its own keys.
 
 An implementation is a function of the shape and of its block sizes that returns a `KernelProgram`: how to build the
-function to compile, and how often each part of its kernels runs. To add one, write that function and name it in `SCHEDULED`.
+function to compile, and how often each part of its kernels runs. To add one, write that function and name it in
+`SCHEDULED`.
 """
 
 from __future__ import annotations
