@@ -7,6 +7,8 @@ import re
 import textwrap
 from typing import NamedTuple
 
+from formulas import is_display
+
 _SECTIONS = ("Args:", "Returns:", "Raises:")
 _CODE = re.compile(r"``(.+?)``|:\w+:`~?(.+?)`", re.S)
 _PAPER = re.compile(r"(?:arXiv[: ]\s*)?\b([12]\d{3}\.\d{5})(?!\d)")
@@ -47,7 +49,10 @@ def _block(block: str, names) -> tuple[list[str], dict[str, str]]:
             return [], _fields(textwrap.dedent(rest), ())[1]
         return [f"**{head[:-1]}**: {inline(textwrap.dedent(rest))}"], {}
     if all(line.startswith("    ") for line in block.splitlines()):
-        return ["```text\n" + textwrap.dedent(block).replace("``", "") + "\n```"], {}
+        shown = textwrap.dedent(block).replace("``", "")
+        if is_display(shown):
+            return [f'<div class="formula">\n{html.escape(shown)}\n</div>'], {}
+        return [f"```text\n{shown}\n```"], {}
     if block.startswith("* "):
         return ["\n".join("* " + inline(item) for item in re.split(r"\n?^\* ", block, flags=re.M)[1:])], {}
     if (match := _FIELD.match(block)) and match[1].split(", ")[0] in names:

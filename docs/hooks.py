@@ -12,6 +12,7 @@ import jax
 import rooms
 from docstrings import parse
 from figures import draw_ahead, figure
+from formulas import typeset
 from methods import methods
 from pages import GROUPS, members, overview, page
 
@@ -36,6 +37,13 @@ def on_files(files, config):
     for path, content in generated():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_content(html, page, config, files):
+    """MkDocs: the formulas of a page."""
+    from latex2mathml.converter import convert
+
+    return typeset(html, lambda text, display: convert(text, display="block" if display else "inline"))
 
 
 @functools.cache

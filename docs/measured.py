@@ -30,6 +30,12 @@ def rows(method: Method) -> list[tuple[str, ...]]:
     return [(label, _trains(labels.get(label, {})), *map(_shown_number, perplexities()[label])) for label in listed]
 
 
+def ends(method: Method) -> str:
+    """Perplexities at the first and the last length, of the first entry that shows a method; empty if none does."""
+    found = [row for row in rows(method) if row[0] != CONTROL or method.name == CONTROL]
+    return f"{found[0][2]}, {found[0][-1]}" if found else ""
+
+
 @functools.cache
 def perplexities() -> dict[str, list[float]]:
     """By label: the mean over the seeds at each of `LENGTHS`."""

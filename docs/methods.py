@@ -19,6 +19,7 @@ TRAINED, EXTENSION = 32, 4
 """The examples of the pages are of a model trained on so many tokens, and used on so many times more."""
 REACH = TRAINED * EXTENSION
 
+_RULES = SLOTS["frequencies"]
 _LAMBDAS = tuple(1 + n / 8 for n in range(32))
 OPTIONS: dict[str, dict[str, Any]] = {
     "learned": {"max_length": REACH},
@@ -81,6 +82,13 @@ RECIPE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 _ALSO = {bias.ALiBi: (bias.alibi_slopes,), bias.T5: (bias.t5_bucket,)}
 """Functions that define a spec but that its first line does not name."""
+_ADDED = {
+    *("ntk", "ntk-old", "ntk-fixed", "ntk-mixed", "dynamic-linear", "dynamic-ntk", "dynamic-yarn"),
+    *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "lambda", "clipped-log-n"),
+}
+"""Methods that work on a trained model as it is."""
+_TUNED = {"linear", "ntk-by-parts", "yarn", "longrope", "llama3", "clex", "pose", "drope"}
+"""Methods for which a trained model is trained further."""
 NOPE = "No slot is filled: only the causal mask tells a decoder where its tokens stand (Kazemnejad et al., 2305.19466)."
 _SLOT_ORDER = ("embedding", "linear", "remap", "sinks", "bias", "scale", "norm", "mask", "features", "positions")
 
@@ -202,9 +210,14 @@ def _kinds() -> frozenset:
 
 @functools.cache
 def methods() -> tuple[Method, ...]:
-    """Every page: the presets, the frequency rules, and the specs that no preset's page is about."""
+    """Every page: the presets, the frequency rules of no preset, and the specs that no preset's page is about."""
     presets = [Method(f"methods/{name}", name) for name in PRESETS]
-    rules = [Method(f"rules/{name}", name, "frequencies") for name in SLOTS["frequencies"]]
+    rotations = {kinds[0] for method in presets if len(kinds := _beside_rotary(method)) == 1}
+    rules = [
+        Method(f"rules/{name}", name, "frequencies")
+        for name, kind in _RULES.items()
+        if kind not in rotations and name not in PRESETS
+    ]
     covered = {kind for method in presets for _, kind in own(method)}
     rest = [
         Method(f"methods/{slot}-{name}", name, slot)
@@ -214,6 +227,11 @@ def methods() -> tuple[Method, ...]:
         if kind not in covered
     ]
     return (*presets, *rules, *rest)
+
+
+def _beside_rotary(method: Method) -> list[type]:
+    """The specs of a preset, without the map that holds a frequency rule."""
+    return [type(spec) for _, spec in parts(method.scheme) if type(spec) is not rotary.Rotary]
 
 
 @functools.cache
@@ -238,6 +256,47 @@ def composes(scheme: pj.Scheme | pj.Layers, slot: str) -> tuple[list[str], dict[
         except ValueError as error:
             refused[name] = str(error)
     return good, refused
+
+
+def needs_training(method: Method) -> str:
+    """Whether a model must be trained with a method, as its source has it."""
+    if method.name in _ADDED:
+        return "no"
+    return "fine-tuning" if method.name in _TUNED else "yes"
+
+
+def cost(method: Method) -> str:
+    """What computes a method on a TPU."""
+    found = [_computed(scheme, method.head_dim) for scheme in dict.fromkeys(_each(method.scheme))]
+    return ", ".join(dict.fromkeys(found))
+
+
+def _each(scheme: pj.Scheme | pj.Layers) -> tuple[pj.Scheme, ...]:
+    return getattr(scheme, "schemes", (scheme,))
+
+
+def _computed(scheme: pj.Scheme, size: int) -> str:
+    """Traces a call of the TPU kernel, which refuses what it cannot compute."""
+    if scheme.linear is not None:
+        return "linear in the length"
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, 256, 4, n), "float32") for n in (scheme.query_size(size), scheme.key_size(size), size)
+    )
+    x = jax.ShapeDtypeStruct((1, 256, 4 * size), "float32")
+
+    def call(q, k, v, x):
+        key = jax.random.key(0)
+        params = scheme.init(key, 4, size, model_dim=4 * size) | scheme.init_shared(key, 4, size)
+        given = {"gates": (scheme.prepare(params, x),) * 2} if scheme.reads_tokens else {}
+        return scheme.attend(q, k, v, params=params, mask=pj.masks.Causal(), implementation="tpu", **given)
+
+    try:
+        jax.eval_shape(call, q, k, v, x)
+    except ValueError as error:
+        if "use 'blockwise'" not in str(error):
+            raise
+        return "blockwise"
+    return "kernel"
 
 
 def numbered(layers: pj.Layers) -> dict[pj.Scheme, str]:

@@ -15,9 +15,11 @@ from methods import (
     TRAINED,
     Method,
     composes,
+    cost,
     documents,
     learned,
     methods,
+    needs_training,
     numbered,
     page_of,
     subject,
@@ -47,7 +49,6 @@ _CACHES = {
     "half-width": "the half-width `t` of each key, mapped whenever it is read",
     "state": "one state of fixed size for each head, whatever the length",
 }
-_YES = {True: "yes", False: "no"}
 
 
 def page(method: Method, caption: str) -> str:
@@ -69,17 +70,21 @@ def page(method: Method, caption: str) -> str:
 
 
 def overview() -> str:
-    """The table of all methods."""
-    head = ("name", "what it is", "source", "touches", "caches", "shift invariant")
-    about = f"{len(methods())} methods by the slot that they are about. What a cache holds: [decoding](../decoding.md)."
-    parts = ["# Methods", about]
-    for slot, title in GROUPS.items():
-        rows = [
-            (link(m), lead(m), source(m), slots(m.scheme), kinds(m.scheme), _YES[m.scheme.shift_invariant])
-            for m in members(slot)
-        ]
-        parts += [f"## {title}", table(rows, *head)]
-    return "\n\n".join(parts)
+    """The table of all methods, each once."""
+    about = (
+        f"{len(methods())} methods, by the slot that they are about. *Training*: whether a model must be trained with "
+        "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU*: whether the flash attention "
+        "kernel computes it, or else blocks of XLA's own operations, both in linear memory. *Measured*: perplexity per "
+        f"byte of small decoders at {measured.LENGTHS[0]} bytes, as in training, and at {measured.LENGTHS[-1]:,} "
+        "([What was measured](../results.md#the-zoo-tuned))."
+    )
+    head = ("method", "slot", "what it is", "source", "training", "cache", "TPU", "measured")
+    rows = [
+        (link(m), title, lead(m), source(m), needs_training(m), kinds(m.scheme), cost(m), measured.ends(m))
+        for slot, title in GROUPS.items()
+        for m in members(slot)
+    ]
+    return "\n\n".join(["# Methods", about, table(rows, *head)])
 
 
 def members(slot: str) -> list[Method]:
