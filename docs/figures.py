@@ -37,7 +37,7 @@ def figure(method: Method) -> tuple[str, str]:
     about = subject(method)
     if about == "positions":
         return _svg(1, lambda axes: _draw_positions(axes, method)), "Positions that the rule draws in training, by row."
-    if about == "frequencies" and method.scheme.features.frequencies.axes == 1:
+    if _is_rule(method) and method.scheme.features.frequencies.axes == 1:
         caption = f"Left: each pair's frequency over that of plain RoPE. {_caption()} {CONTENTS}"
         return _svg(2, lambda axes: _draw_rule(axes, method)), caption
     if about == "embedding":
@@ -48,6 +48,13 @@ def figure(method: Method) -> tuple[str, str]:
     several = getattr(getattr(method.scheme, "features", None), "axes", 1) > 1
     caption = f"{_caption()} {CONTENTS}" + " Positions move along all axes at once." * several
     return _svg(1, lambda axes: _draw_weights(axes, curves)), caption
+
+
+def _is_rule(method: Method) -> bool:
+    """Whether a page is about a frequency rule other than that of RoPE."""
+    features = getattr(method.scheme, "features", None)
+    rotates = subject(method) == "features" and type(features) is pj.rotary.Rotary
+    return subject(method) == "frequencies" or (rotates and type(features.frequencies) is not pj.rotary.Plain)
 
 
 def _caption() -> str:

@@ -28,14 +28,14 @@ _GAP = r"\s{3,}"
 _CLOSE = {"(": ")", "{": "}", "|": "|"}
 
 
-def latex(text: str) -> str:
+def latex(text: str, flat: bool = False) -> str:
     """A formula in LaTeX.
 
     ``^`` and ``_`` take a number, a name or what stands in brackets; a product of neighbours binds more than ``/``.
-    Raises ValueError for what is no formula.
+    Fractions stay on one line if `flat`. Raises ValueError for what is no formula.
     """
     found = _Reader(text)
-    made = found.line(stop="")
+    made = found.line("", flat)
     if found.tokens:
         raise ValueError(f"no formula: {text!r}")
     return made
@@ -43,6 +43,8 @@ def latex(text: str) -> str:
 
 def is_formula(text: str) -> bool:
     """Whether code is a formula rather than a name, a call or a value of Python."""
+    if re.fullmatch(rf"([A-Za-z]|{'|'.join(_GREEK)})_\w", text):
+        return True
     if _NO_FORMULA.search(text):
         return False
     names = re.findall(r"[A-Za-z]+", text)
@@ -80,7 +82,7 @@ def typeset(page: str, to_mathml: Callable[[str, bool], str]) -> str:
         if match[1] is None:
             return match[0]
         text = html.unescape(match[1])
-        return to_mathml(latex(text), False) if is_formula(text) else match[0]
+        return to_mathml(latex(text, flat=True), False) if is_formula(text) else match[0]
 
     return re.sub(r"<pre>.*?</pre>|<code>([^<]*)</code>", inline, page, flags=re.S)
 
@@ -118,31 +120,31 @@ class _Reader:
     def _relation(self, token: str) -> str:
         if token in _WORDS:
             return rf"\text{{ {token} }}"
-        return _SYMBOLS.get(token, {",": r",\;", ";": r";\;"}.get(token, token))
+        return _SYMBOLS.get(token, token + r"\;" * (token in ",;"))
 
     def _quotient(self, stop: str, flat: bool) -> str:
         """A product, over another factor after ``/``."""
-        made = self._product(stop)
+        made = self._product(stop, flat)
         while self.tokens and self.tokens[0] == "/":
             self.tokens.pop(0)
-            below = self._factor(bare=not flat)
+            below = self._factor(flat, bare=not flat)
             made = f"{made}/{below}" if flat else rf"\frac{{{_unwrapped(made)}}}{{{below}}}"
         return made
 
-    def _product(self, stop: str) -> str:
+    def _product(self, stop: str, flat: bool) -> str:
         made = []
         while self.tokens and self.tokens[0] not in _RELATIONS | {"+", "-", "/", stop}:
             if self.tokens[0] in ("*", ".", "mod", "..", "..."):
                 made.append(_SYMBOLS[self.tokens.pop(0)])
             else:
-                made.append(self._factor())
+                made.append(self._factor(flat))
         if not made:
             raise ValueError(f"no formula: {' '.join(self.tokens)!r}")
         return "".join(made)
 
-    def _factor(self, bare: bool = False) -> str:
+    def _factor(self, flat: bool, bare: bool = False) -> str:
         """A number, a name, a call or brackets, with what stands above and below it."""
-        made = self._atom(bare)
+        made = self._atom(flat, bare)
         while self.tokens and self.tokens[0] in ("^", "_", "'"):
             sign = self.tokens.pop(0)
             made += sign if sign == "'" else f"{sign}{{{self._script()}}}"
@@ -153,28 +155,27 @@ class _Reader:
         sign = self.tokens.pop(0) if self.tokens and self.tokens[0] == "-" else ""
         if self.tokens and self.tokens[0] in "({":
             close = _CLOSE[self.tokens.pop(0)]
-            return sign + self._closed(close, flat=True)
+            return sign + self._closed(close, flat=True).replace(r",\;", ",")
         if self.tokens and re.fullmatch("[a-z]{2,3}", self.tokens[0]) and self.tokens[0] not in _GREEK:
             return sign + self.tokens.pop(0)  # several indices
-        return sign + self._atom(False)
+        return sign + self._atom(flat=True, bare=False)
 
-    def _atom(self, bare: bool) -> str:
+    def _atom(self, flat: bool, bare: bool) -> str:
         if not self.tokens:
             raise ValueError("no formula: it ends early")
         token = self.tokens.pop(0)
         if token in _CLOSE:
-            inner = self._closed(_CLOSE[token])
-            left, right = {"(": ("(", ")"), "{": (r"\{", r"\}"), "|": ("|", "|")}[token]
-            return inner if bare and token == "(" else rf"\left{left}{inner}\right{right}"
+            inner = self._closed(_CLOSE[token], flat)
+            return inner if bare and token == "(" else _bracketed(token, inner)
         if token in ("sqrt", "floor") and self.tokens[:1] == ["("]:
             self.tokens.pop(0)
-            inner = self._closed(")")
+            inner = self._closed(")", flat)
             return rf"\sqrt{{{inner}}}" if token == "sqrt" else rf"\left\lfloor {inner}\right\rfloor "
         if not token[0].isalnum():
             raise ValueError(f"no formula: unexpected {token!r}")
         return _name(token)
 
-    def _closed(self, close: str, flat: bool = False) -> str:
+    def _closed(self, close: str, flat: bool) -> str:
         inner = self.line(close, flat)
         if not self.tokens:
             raise ValueError(f"no formula: {close!r} is missing")
@@ -182,11 +183,16 @@ class _Reader:
         return inner
 
 
+def _bracketed(token: str, inner: str) -> str:
+    """In brackets, which grow with fractions."""
+    left, right = {"(": ("(", ")"), "{": (r"\{", r"\}"), "|": ("|", "|")}[token]
+    return rf"\left{left}{inner}\right{right}" if r"\frac" in inner else f"{left}{inner}{right}"
+
+
 def _unwrapped(made: str) -> str:
     """A numerator without the brackets around all of it."""
-    inner = made.removeprefix(r"\left(").removesuffix(r"\right)")
-    whole = made.startswith(r"\left(") and made.endswith(r"\right)") and r"\left(" not in inner
-    return inner if whole else made
+    whole = made.startswith("(") and made.endswith(")") and "(" not in made[1:]
+    return made[1:-1] if whole else made
 
 
 def _name(token: str) -> str:

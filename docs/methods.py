@@ -11,7 +11,7 @@ import docstrings
 import jax
 
 import posjax as pj
-from posjax import bias, rotary
+from posjax import bias, coca, rotary
 from posjax.scheme.presets import PRESETS
 from posjax.scheme.registry import SLOTS
 
@@ -80,8 +80,8 @@ RECIPE_OPTIONS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"num_layers": 2, "window": 8, "factor": float(EXTENSION), "original_length": TRAINED},
     "rnope-swa": {"num_layers": 4, "window": TRAINED},
 }
-_ALSO = {bias.ALiBi: (bias.alibi_slopes,), bias.T5: (bias.t5_bucket,)}
-"""Functions that define a spec but that its first line does not name."""
+_ALSO = {bias.ALiBi: (bias.alibi_slopes,), bias.T5: (bias.t5_bucket,), coca.Coca: (coca,)}
+"""Functions and modules that define a spec but that its first line does not name."""
 _ADDED = {
     *("ntk", "ntk-old", "ntk-fixed", "ntk-mixed", "dynamic-linear", "dynamic-ntk", "dynamic-yarn"),
     *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "lambda", "clipped-log-n"),
@@ -89,7 +89,18 @@ _ADDED = {
 """Methods that work on a trained model as it is."""
 _TUNED = {"linear", "ntk-by-parts", "yarn", "longrope", "llama3", "clex", "pose", "drope"}
 """Methods for which a trained model is trained further."""
-NOPE = "No slot is filled: only the causal mask tells a decoder where its tokens stand (Kazemnejad et al., 2305.19466)."
+LEADS = {
+    "nope": "No slot is filled: only the causal mask tells a decoder where its tokens stand (Kazemnejad et al., "
+    "2305.19466).",
+    "coca-strict": "CoCA with any queries: the score is ``sum_j t_j (x_j^2 + y_j^2) cos((m - n) theta_j)``, a cosine "
+    "of the distance in each plane (Zhu et al., arXiv 2309.08646, equations 4 to 9 and 17).",
+    "coca-tied": "CoCA with the constraint ``y = x`` that its paper puts on queries: one number for each plane, "
+    "half as wide as a head (Zhu et al., arXiv 2309.08646).",
+    "coca-slack": "What the released code of CoCA computes: it adds to the score a part that depends on absolute "
+    "positions, so shifting all positions changes it (Zhu et al., arXiv 2309.08646, released code).",
+    "coca-relative": "The score of CoCA's released code (slack) without the part that depends on absolute positions.",
+}
+"""First paragraphs of pages whose specs have none of their own."""
 _SLOT_ORDER = ("embedding", "linear", "remap", "sinks", "bias", "scale", "norm", "mask", "features", "positions")
 
 
@@ -189,7 +200,7 @@ def documents(method: Method) -> list[Any]:
     found = [method.make] if inspect.isfunction(method.make) and method.make.__name__ != "<lambda>" else []
     for kind in (kind for _, kind in own(method) if inspect.isclass(kind)):
         module = sys.modules[kind.__module__]
-        alone = sum(other.__module__ == kind.__module__ for other in _kinds()) == 1
+        alone = kind not in _ALSO and sum(other.__module__ == kind.__module__ for other in _kinds()) == 1
         named = docstrings.parse(kind).summary
         functions = [f for name, f in vars(module).items() if inspect.isfunction(f) and _names(named, name)]
         described = [*functions, kind] if named.startswith("Spec of `") else [kind, *functions]
@@ -237,9 +248,15 @@ def _beside_rotary(method: Method) -> list[type]:
 @functools.cache
 def page_of(slot: str, name: str) -> Method:
     """The page on which a name of ``SLOTS`` is described."""
-    wanted = (slot, SLOTS[slot][name])
+    # A map of features holds a frequency rule, so a preset is about the rule in its slot of features.
+    wanted = ("features" if slot == "frequencies" else slot, SLOTS[slot][name])
     exact = (m for m in methods() if (m.slot, m.name) == (slot, name))
-    return next(exact, None) or next(m for m in methods() if wanted in own(m))
+    return next(exact, None) or next(m for m in methods() if m.slot is None and wanted in own(m))
+
+
+def specs_of(method: Method) -> list[tuple[str, str]]:
+    """The slots, with the names in them, that the page of a preset describes."""
+    return [(slot, name) for slot, names in SLOTS.items() for name in names if page_of(slot, name) == method]
 
 
 def composes(scheme: pj.Scheme | pj.Layers, slot: str) -> tuple[list[str], dict[str, str]]:

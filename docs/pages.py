@@ -10,7 +10,7 @@ import measured
 import yaml
 from docstrings import inline, parameters, parse, sources
 from methods import (
-    NOPE,
+    LEADS,
     REACH,
     TRAINED,
     Method,
@@ -22,6 +22,7 @@ from methods import (
     needs_training,
     numbered,
     page_of,
+    specs_of,
     subject,
     touched,
 )
@@ -94,13 +95,14 @@ def members(slot: str) -> list[Method]:
 
 def lead(method: Method) -> str:
     """The first paragraph of what defines a method."""
-    found = documents(method)
-    return parse(found[0]).summary if found else inline(NOPE)
+    if method.name in LEADS:
+        return inline(LEADS[method.name])
+    return parse(documents(method)[0]).summary
 
 
 def source(method: Method) -> str:
     """Where a method comes from: what its docstrings cite, or else the model that they name."""
-    texts = [parse(thing).raw for thing in documents(method)] or [NOPE]
+    texts = [*filter(None, [LEADS.get(method.name)]), *(parse(thing).raw for thing in documents(method))]
     cited = sources("\n\n".join(text.split("\n\n")[0] for text in texts)) or sources("\n\n".join(texts))
     named = re.search(r"\(([^()`]*)\)\.|^([\w -]+?)(?: \([^()]*\))?:|\b([A-Z]\w+ ?\d\w*)", "\n\n".join(texts))
     return "; ".join(cited) or inline(next(filter(None, named.groups())) if named else "posjax")
@@ -118,6 +120,8 @@ def facts(method: Method) -> str:
         ("shifting all positions", "changes nothing" if scheme.shift_invariant else "changes the result"),
         *([("reads", {"length": "the current length", "tokens": "the tokens"}[name]) for name in reads]),
     ]
+    if method.slot is None and (specs := specs_of(method)):
+        rows.append(("in other schemes", ", ".join(f"`{slot}={{'name': {name!r}, ...}}`" for slot, name in specs)))
     if isinstance(scheme, pj.Scheme):
         shapes = [f"`{name}` {list(shape)}" for name, shape in learned(scheme).items()]
         rows.append(("learns", ", ".join(shapes) + " with 8 heads of 64" if shapes else "nothing"))

@@ -16,8 +16,8 @@ from posjax.scheme.registry import SLOTS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
-docstrings, methods, pages, hooks, figures, rooms = map(
-    importlib.import_module, ("docstrings", "methods", "pages", "hooks", "figures", "rooms")
+docstrings, formulas, methods, pages, hooks, figures, rooms = map(
+    importlib.import_module, ("docstrings", "formulas", "methods", "pages", "hooks", "figures", "rooms")
 )
 sys.path.pop(0)
 PAGES = {method.path: method for method in methods.methods()}
@@ -113,6 +113,48 @@ def test_examples_are_refused_for_what_they_are_and_not_for_missing_options():
         assert "unknown" not in reasons
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("theta_t = base^(-2t/w)", r"\theta_t = \mathrm{base}^{-2t/w}"),
+        ("(p_k - alpha p_0) / (1 - alpha)", r"\frac{p_k - \alpha p_0}{1 - \alpha}"),
+        ("factor * max(l, L) / L - 1", r"\frac{\mathrm{factor} \cdot \max(l,\;L)}{L} - 1"),
+        ("log(t / tau + 1)", r"\log\left(\frac{t}{\tau} + 1\right)"),
+        ("sum_j a_ij R_{j-i} v_j", r"\sum_j a_{ij} R_{j-i} v_j"),
+        ("|i - j| <= m", r"|i - j| \le m"),
+        ("floor(i / G) mod s", r"\left\lfloor \frac{i}{G} \right\rfloor \bmod s"),
+        ("0 if r < w, else sqrt(r)", r"0 \text{ if } r < w,\;\text{ else } \sqrt{r}"),
+    ],
+)
+def test_formulas_in_latex(text, wanted):
+    found, wanted = (re.sub(r"\{(\w)\}| ", r"\1", each) for each in (formulas.latex(text), wanted))
+    assert formulas.is_formula(text)
+    assert found == wanted
+
+
+def test_names_calls_and_values_are_no_formulas():
+    for text in (
+        "head_dim",
+        "length=512",
+        "pj.scheme('rope')",
+        "query_size(head_dim)",
+        "[batch, length]",
+        "a/*.txt",
+        "->",
+    ):
+        assert not formulas.is_formula(text), text
+
+
+def test_formulas_of_a_page_are_typeset_and_its_code_is_not():
+    page = "<p><code>r &lt; w</code> <code>rope</code></p><pre><code>r = i - j</code></pre>"
+    page += '<div class="formula">\n1 / L\n</div>'
+    found = formulas.typeset(page, lambda latex, display: f"[{latex}|{display}]")
+    assert found == (
+        "<p>[r<w|False] <code>rope</code></p><pre><code>r = i - j</code></pre>"
+        r'<p class="formula">[\frac{1}{L}|True]</p>'
+    )
+
+
 def test_docstrings_become_markdown():
     def function(base, factor):
         """Turns ``a|b`` by theta_t * x (Su et al., arXiv 2104.09864; kexue.fm 8265).
@@ -139,7 +181,7 @@ def test_docstrings_become_markdown():
         "[kexue.fm 8265](https://kexue.fm/archives/8265)",
     )
     assert found.summary == rf"Turns `a|b` by theta\_t \* x (Su et al., {paper}; {article})."
-    assert "```text\nf(x) = base^(-2t)\n```" in found.body
+    assert '<div class="formula">\nf(x) = base^(-2t)\n</div>' in found.body
     assert "* one, see `other`;\n* two." in found.body
     assert found.body.endswith("**Returns**: A number.")
     assert found.options == {"factor": "of the base; or none.", "base": "b.", "more": "another line."}

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_heads, shown
+from posjax._lowered import PLATFORMS, mesh_of_types, split_by_compiler
 from posjax._numbers import is_number
 from posjax._shapes import grouped, ungrouped
 from posjax._slots import OverPairs
@@ -25,7 +26,6 @@ from posjax.attention.padding import without_padded_gates, without_padded_scale,
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
-from posjax.lowered import PLATFORMS, mesh_of_types, split_by_compiler
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 from posjax.remap import Branch, branches

@@ -13,11 +13,11 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from posjax._lowered import Form, Lowered, run, zero_tangent
 from posjax._numbers import is_number
 from posjax.attention.backends import TPU, Backend
 from posjax.attention.operands import Operands, PerQuery, like_zeros, mix, named, scores, taken_apart
 from posjax.attention.own import has_own
-from posjax.lowered import Form, Lowered, run, zero_tangent
 
 
 @dataclass(frozen=True)

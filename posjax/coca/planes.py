@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from posjax._lowered import Lowered, run, split_by_compiler, zero_tangent
 from posjax._numbers import at_least_float32
 from posjax.coca import tpu
-from posjax.lowered import Lowered, run, split_by_compiler, zero_tangent
 
 
 def strict(x, y, cos, sin):

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_count, check_counts, check_heads
+from posjax._lowered import vary, varying
 from posjax._numbers import at_least_float32
 from posjax._shapes import grouped, in_blocks, joined, ungrouped, zeros_at
-from posjax.lowered import vary, varying
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_even, check_float, shown
+from posjax._lowered import Lowered, run, split_by_compiler, zero_tangent
 from posjax._numbers import at_least_float32, level
-from posjax.lowered import Lowered, run, split_by_compiler, zero_tangent
 from posjax.rotary import tpu
 from posjax.rotary.tables import RotaryTable
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from posjax._lowered import PLATFORMS
 from posjax.attention import api, attention
 from posjax.attention.backends import Backend
 from posjax.attention.operands import ATTENDED
 from posjax.attention.tpu import entry
 from posjax.bias import ALiBi
-from posjax.lowered import PLATFORMS
 from posjax.masks import Causal, Mask, Segments
 
 TOKENS, HEADS, KV_HEADS, SIZE = 70, 4, 2, 8
