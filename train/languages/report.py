@@ -11,7 +11,7 @@ from rich.table import Table
 from train.languages.config import TasksConfig
 from train.languages.generators import LANGUAGES
 from train.languages.trainer import check_fit, train_and_test
-from train.report import style
+from train.report import ends, style
 from train.runtime.paths import path, write_file
 
 
@@ -65,18 +65,18 @@ def table(name: str, rows: Sequence[dict[str, Any]], config: TasksConfig) -> Tab
 
 def draw(rows: Sequence[dict[str, Any]], config: TasksConfig) -> bytes:
     """One panel a task, as a PNG: accuracy against length; dashed the training length, dotted the level of guessing."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(config.tasks), 4.6), dpi=100, layout="constrained")
+    figure = style.new_figure(5.6 * len(config.tasks), 4.6)
     for panel, name in zip(figure.subplots(1, len(config.tasks), squeeze=False)[0], config.tasks, strict=True):
         task = LANGUAGES[name]
         longest, lengths = config.lengths(task)
-        for marker, (label, points) in zip("os^vDPX<>h*" * 9, curves(name, rows).items(), strict=False):
-            panel.plot(list(points), list(points.values()), label=label, marker=marker)
+        for n, (label, points) in enumerate(curves(name, rows).items()):
+            colour, marker = style.COLOURS[n % len(style.COLOURS)], style.MARKERS[n % len(style.MARKERS)]
+            panel.plot(list(points), list(points.values()), color=colour, marker=marker)
+            ends.name(panel, label, colour, list(points), list(points.values()))
         panel.axhline(1 / task.classes, color="#888888", linestyle=":")
         panel.axvline(longest, color="#888888", linestyle="--")
         panel.set(title=f"{name} ({task.level})", xlabel="side" if task.level == "grid" else "length", ylim=(0, 1.03))
         panel.set_xticks(lengths)
-        panel.legend(fontsize=7)
     figure.supylabel("accuracy")
+    style.lay_out(figure)
     return style.png(figure)

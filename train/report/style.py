@@ -18,7 +18,6 @@ DASHES = ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
 # Perplexities above this multiple of the lowest one are outside the figure; the note below names them.
 _CLIP = 40.0
 _MARKED = 12  # lines with up to this many points have markers
-_FEW = 20  # the most lines for a readable legend
 
 
 @dataclass(frozen=True)
@@ -160,16 +159,3 @@ def _ticks(low: float, top: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(top)) + 1)
     ticks = [step * 10.0**decade for decade in decades for step in steps]
     return [tick for tick in ticks if low <= tick <= top]
-
-
-def legend(figure: Any, panel: Any, extended: bool) -> None:
-    """One legend for all panels, in the order of the lines: the highest scheme at its longest length first."""
-    lines = sorted(panel.get_lines(), key=lambda line: -(line.get_ydata()[-1] if len(line.get_ydata()) else 0.0))
-    lines = [line for line in lines if not line.get_label().startswith("_")]
-    heading = "solid: as trained\ndashed: not retrained" if extended else None
-    few = len(lines) <= _FEW
-    legend = figure.legend(
-        handles=lines, title=heading, title_fontsize=8.5, fontsize=9 if few else 7.5, loc="outside center right",
-        frameon=False, handlelength=3.2, labelspacing=0.9 if few else 0.5,
-    )  # fmt: skip
-    legend.get_title().set_color("#555555")

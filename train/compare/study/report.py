@@ -11,7 +11,8 @@ from rich.console import Console
 from train.compare.study.cells import PASSKEY, TEXT, is_to_be_searched
 from train.config import Config, dump
 from train.model.build import own_length
-from train.report import style
+from train.report import ends, style
+from train.report.groups import groups
 from train.report.numbers import Estimate, estimate
 from train.report.page import FIGURE, INDEX, About, Picture, page
 from train.report.tables import Table, show_table
@@ -233,8 +234,8 @@ def _notes(config: Config, rows: Sequence[Row]) -> list[str]:
 
 _ALT = "Loss at the end of the context against its length, and loss by position, one line for each extension"
 _CAPTION = (
-    "Left: the mean loss of the same last {scored:,} tokens of {texts}, with ever more of the text before them. A "
-    "falling line says that more context helps. Right: the mean loss in parts of the texts of the longest length, by "
+    "Above: the mean loss of the same last {scored:,} tokens of {texts}, with ever more of the text before them. A "
+    "falling line says that more context helps. Below: the mean loss in parts of the texts of the longest length, by "
     "the number of tokens before, from 16 on. The axes end 1.5 nats above the lowest value."
 )
 _ROOM = 1.5
@@ -246,18 +247,32 @@ def _caption(rows: Sequence[Row]) -> str:
 
 
 def draw(config: Config, rows: Sequence[Row]) -> bytes:
-    """Loss against length and loss by position, as a PNG."""
+    """Loss against length above loss by position, as a PNG; a column for each kind of extension if there are many."""
     text = [row for row in rows if row["kind"] == TEXT]
     names = labels(config, [row for row in text if not row["error"]])
-    figure = style.new_figure(14, max(5.5, 1.2 + 0.22 * len(names)))
-    ends, places = figure.subplots(1, 2)
-    _draw_lengths(ends, config, text, _looks(names))
-    _draw_positions(places, config, text, _looks(names))
-    ends.set_title(f"Loss of the last {_scored(rows):,} tokens", fontsize=11)
+    kinds = [{"label": name, "base": None, "family": _kind(config, name)} for name in names]
+    columns = groups(kinds)
+    figure = style.new_figure(1.5 + 5.2 * len(columns), 9.5)
+    panels = figure.subplots(2, len(columns), sharey="row", squeeze=False)
+    for (above, below), group in zip(panels.T, columns, strict=True):
+        looks = style.lines(kinds, group.labels, group.reference)
+        _draw_lengths(above, config, text, looks)
+        _draw_positions(below, config, text, looks)
+        above.set_title(group.title, fontsize=11, fontweight="bold", loc="left")
+    for (first, *_), label in zip(panels, (f"of the last {_scored(rows):,} tokens", "by position"), strict=True):
+        first.set_ylabel(f"nats per token, {label}")
     figure.suptitle(_about(config, rows).title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    style.legend(figure, ends, False)
     style.lay_out(figure)
     return style.png(figure)
+
+
+def _kind(config: Config, label: str) -> str:
+    """What an extension changes first: the title of its panel."""
+    (entry,) = [entry for entry in config.compare.schemes if entry.label == label]
+    return next((title for slot, title in _KINDS.items() if slot in entry.extend), "others")
+
+
+_KINDS = {"frequencies": "frequencies", "remap": "distances remapped", "mask": "windows"}
 
 
 def _draw_lengths(panel: Any, config: Config, rows: Sequence[Row], looks: Mapping[str, style.Look]) -> None:
@@ -268,10 +283,10 @@ def _draw_lengths(panel: Any, config: Config, rows: Sequence[Row], looks: Mappin
         found = {n: value.mean for n, value in values.items() if value is not None}
         if found:
             style.plot(panel, name, look, {n: Estimate(mean) for n, mean in found.items()})
+            ends.name(panel, name, look.colour, list(found), list(found.values()))
         drawn += found.values()
     style.length_axis(panel, lengths(rows), own_length(config))
     _axis(panel, drawn)
-    panel.set_ylabel("nats per token")
     panel.set_xlabel("context in tokens (times the model's own length, dotted)")
 
 
@@ -283,31 +298,19 @@ def _draw_positions(panel: Any, config: Config, rows: Sequence[Row], looks: Mapp
         if at_length(config, rows, name, longest) is None:
             continue
         mine = [row for row in rows if (row["label"], row["length"]) == (name, longest) and row["text"] in texts]
-        ends = mine[0]["position_ends"]
-        means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(ends))]
-        kept = [(end, mean) for end, mean in zip(ends, means, strict=True) if end >= 16]
+        before = mine[0]["position_ends"]
+        means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(before))]
+        kept = [(end, mean) for end, mean in zip(before, means, strict=True) if end >= 16]
         if not kept:
             continue
         (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
         line.set_dashes(look.dashes or (None, None))
+        ends.name(panel, name, look.colour, *zip(*kept, strict=True))
         later += [mean for end, mean in kept if end >= 64]
     _axis(panel, later)
     panel.set_xscale("log", base=2)
     panel.axvline(own_length(config), color="#555555", linestyle=":", linewidth=1.3)
-    panel.set_title("Loss by position", fontsize=11)
     panel.set_xlabel(f"tokens before, in a text of {longest:,}")
-
-
-def _looks(names: Sequence[str]) -> dict[str, style.Look]:
-    """A colour and a dash for each of many lines."""
-    return {
-        name: style.Look(
-            style.COLOURS[n % len(style.COLOURS)],
-            style.MARKERS[n % len(style.MARKERS)],
-            style.DASHES[n // len(style.COLOURS) % len(style.DASHES)] if n >= len(style.COLOURS) else None,
-        )
-        for n, name in enumerate(names)
-    }
 
 
 def _axis(panel: Any, values: Sequence[float]) -> None:
