@@ -1,6 +1,6 @@
 """Compares schemes: one config, with several position schemes and seeds, trained, measured and reported.
 
-Each (scheme, seed) trains in a process of its own (`member.py`), one after the other, so that speed and peak memory are
+Each (scheme, seed) trains in its own process (`training.py`), one after the other, so that speed and peak memory are
 measured separately; or ``compare.together`` trainings of one scheme run in one process, as one program. Entries that
 extend a scheme without retraining are measured by the process that trained it. With ``compare.sweep``, trials first
 choose the learning rates of every scheme (`sweep.py`).
@@ -25,9 +25,9 @@ from rich.console import Console
 
 from train import report
 from train.checkpoint import RESULTS, read_config
-from train.compare.member import ERROR, MEMBER
 from train.compare.study import run_study
 from train.compare.sweep import TRIALS_FOLDER, file_name, own_section, sweep, tuned
+from train.compare.training import ASKED, ERROR
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump, parse_text, to_dict
 from train.config.settings.checks import check
 from train.config.typed import changed
@@ -56,11 +56,11 @@ def compare(config: Config, console: Console | None = None) -> Path:
     console = console or Console(highlight=False)
     if not config.steps:
         return run_study(config, console)
-    planned = members(config)
+    planned = trainings(config)
     _refuse_other_things(config.directory)
     if not config.compare.sweep.learning_rate:
-        _refuse_others([member for group in planned for member in group])
-    held_out = held_out_tokens(replace(config, output=str(config.directory)))  # encoded here once, for all members
+        _refuse_others([training for group in planned for training in group])
+    held_out = held_out_tokens(replace(config, output=str(config.directory)))  # encoded here once, for all trainings
     if config.compare.sweep.learning_rate:
         held_out_tokens(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)
@@ -76,27 +76,27 @@ def compare(config: Config, console: Console | None = None) -> Path:
 
 
 class _Progress:
-    """The work done so far: members, the reasons of failures, and the trials before them."""
+    """The work done so far: trainings, the reasons of failures, and the trials before them."""
 
     def __init__(self, settings: CompareConfig, console: Console):
         self._settings, self._console = settings, console
-        self.members: list[Config] = []
+        self.trainings: list[Config] = []
         self.failures: dict[str, str] = {}
         self.trials: list[report.Row] = []
 
     def add(self, group: Sequence[Config], tune: bool) -> None:
-        """Trains and measures the members of one scheme; with `tune`, trials choose its rates first."""
+        """Trains and measures one scheme; with `tune`, trials choose its rates first."""
         group, why = self._tuned(group) if tune else (group, "")
-        self.members += group
+        self.trainings += group
         if why:
             self._console.print(f"{group[0].scheme.label}: {why}", style="red", markup=False)
-            self.failures |= dict.fromkeys((member.name for member in group), why)
+            self.failures |= dict.fromkeys((training.name for training in group), why)
             return
         _refuse_others(group)
-        self.failures |= run_members(group, self._settings.together, self._console)
+        self.failures |= run_trainings(group, self._settings.together, self._console)
 
     def _tuned(self, group: Sequence[Config]) -> tuple[list[Config], str]:
-        """The members with the rates of the best trial, and the reason if there is none."""
+        """The trainings with the rates of the best trial, and the reason if there is none."""
         try:
             choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
         except ValueError as error:
@@ -105,16 +105,16 @@ class _Progress:
         for trial in trials:
             which = {"label": label, **trial.choice._asdict(), "chosen": trial.choice == choice}
             self.trials += [{**row, **which} for row in trial.rows]
-        return [tuned(member, choice, names) for member in group], ""
+        return [tuned(training, choice, names) for training in group], ""
 
     def _run_trials(self, configs: Sequence[Config]) -> list[list[report.Row]]:
         _refuse_others(configs)
-        for name, error in run_members(configs, self._settings.together, self._console, trials=True).items():
+        for name, error in run_trainings(configs, self._settings.together, self._console, trials=True).items():
             raise ValueError(f"trial {name}: {error}")
         return [read_rows(config.directory / RESULTS) for config in configs]
 
 
-def members(config: Config) -> list[list[Config]]:
+def trainings(config: Config) -> list[list[Config]]:
     """The config of every training that a comparison needs: a group for each scheme, of all seeds.
 
     Each has a directory inside the comparison's, and a ``compare`` section with its own seed and the entries to measure
@@ -202,37 +202,37 @@ def _refuse_other_things(directory: Path) -> None:
     for path in sorted(directory.glob("*")):
         ours = path.name in ("config.yaml", TOKENS, RESULTS, TRIALS, *report.FILES) or path.suffix == ".log"
         ours = ours or path.name == TRIALS_FOLDER
-        member = path.is_dir() and (path / "config.yaml").exists()
+        training = path.is_dir() and (path / "config.yaml").exists()
         empty = path.is_dir() and not any(path.iterdir())
-        if not (ours or member or empty):
+        if not (ours or training or empty):
             raise ValueError(f"{directory} has files that are not of a comparison ({path.name}); choose another name")
     if (directory / "config.yaml").exists() and not read_config(directory).steps:
         raise ValueError(f"{directory} holds a study of a released model; choose another name for the comparison")
 
 
-def _refuse_others(members: Sequence[Config]) -> None:
-    """Raises ValueError if the directory of a member holds a training of another config."""
-    for member in members:
-        started = (member.directory / "config.yaml").exists()
-        changed = differences(read_config(member.directory), member) if started else []
+def _refuse_others(trainings: Sequence[Config]) -> None:
+    """Raises ValueError if the directory of a training holds a training of another config."""
+    for training in trainings:
+        started = (training.directory / "config.yaml").exists()
+        changed = differences(read_config(training.directory), training) if started else []
         if changed:
             raise ValueError(
-                f"{member.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
+                f"{training.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
                 "another name to keep both"
             )
 
 
-def finished(member: Config) -> bool:
-    """Whether the member's directory holds the results of exactly this config."""
-    asked = member.directory / MEMBER
-    results = member.directory / RESULTS
+def finished(training: Config) -> bool:
+    """Whether the training's directory holds the results of exactly this config."""
+    asked = training.directory / ASKED
+    results = training.directory / RESULTS
     if not (results.is_file() and asked.is_file()):
         return False
-    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == member
+    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == training
 
 
-def run_members(configs: Sequence[Config], together: int, console: Console, trials: bool = False) -> dict[str, str]:
-    """Trains and measures unfinished members, up to `together` in one process; returns the reasons of failures."""
+def run_trainings(configs: Sequence[Config], together: int, console: Console, trials: bool = False) -> dict[str, str]:
+    """Finishes and measures trainings, up to `together` in one process; returns the reasons of failures."""
     errors, asked = {}, [config for config in configs if not finished(config)]
     for config in configs:
         if config not in asked:
@@ -252,7 +252,7 @@ def run_group(group: Sequence[Config], trials: bool) -> str | None:
     Its progress goes to this process's standard output. Its standard error goes to a file next to the first directory,
     which is kept if the process failed. An interrupt reaches both processes; this one waits until the other has saved.
     """
-    command = [sys.executable, "-m", "train.compare.member"]
+    command = [sys.executable, "-m", "train.compare.training"]
     group[0].directory.parent.mkdir(parents=True, exist_ok=True)
     with _log(group[0]) as (log, stderr):
         process = subprocess.Popen(
@@ -273,9 +273,9 @@ def run_group(group: Sequence[Config], trials: bool) -> str | None:
 
 
 @contextmanager
-def _log(member: Config) -> Iterator[tuple[Path, IO[str]]]:
-    """A member's log and an open local file for it; in an object store it is written at the end."""
-    place = member.directory.with_name(f"{member.name}.log")
+def _log(training: Config) -> Iterator[tuple[Path, IO[str]]]:
+    """A training's log and an open local file for it; in an object store it is written at the end."""
+    place = training.directory.with_name(f"{training.name}.log")
     if is_local(place):
         with place.open("w", encoding="utf-8") as file:
             yield place, file
@@ -313,21 +313,24 @@ def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
 
 
 def _cause(stderr: str) -> str:
-    """The line with the error: the member's own, else the last one."""
+    """The line with the error: the training's own, else the last one."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     told = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return (told or lines or ["no message"])[-1]
 
 
 def _report(config: Config, found: _Progress, held_out: Sequence[np.ndarray], console: Console) -> None:
-    """Writes and shows the members' results, in the order of ``compare.schemes``; nothing if all of them failed."""
+    """Writes and shows the trainings' results, in the order of ``compare.schemes``; nothing if all of them failed."""
     failures = found.failures
-    done = [member for member in found.members if member.name not in failures]
+    done = [training for training in found.trainings if training.name not in failures]
     if not done:
         return
-    rows = [row for member in done for row in read_rows(member.directory / RESULTS)]
+    rows = [row for training in done for row in read_rows(training.directory / RESULTS)]
     rows += [
-        row for member in found.members if member.name in failures for row in _failed(member, failures[member.name])
+        row
+        for training in found.trainings
+        if training.name in failures
+        for row in _failed(training, failures[training.name])
     ]
     order = [entry.label for entry in config.compare.schemes]
     rows.sort(key=lambda row: (order.index(row["label"]), row["seed"], row["length"]))
@@ -340,20 +343,20 @@ def _report(config: Config, found: _Progress, held_out: Sequence[np.ndarray], co
     console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")
 
 
-def _failed(member: Config, why: str) -> list[report.Row]:
-    """The rows of a member that failed: no numbers, and the reason."""
+def _failed(training: Config, why: str) -> list[report.Row]:
+    """The rows of a training that failed: no numbers, and the reason."""
     numbers = ("window_perplexity", "last_perplexity", "tokens_per_second", "train_tokens_per_second")
     return [
         {
             "label": entry.label,
-            "base": member.scheme.label if entry.only_measured else None,
-            "seed": member.seed,
+            "base": training.scheme.label if entry.only_measured else None,
+            "seed": training.seed,
             "length": length,
-            "train_length": member.train.length,
+            "train_length": training.train.length,
             **dict.fromkeys((*numbers, "window_nll", "last_nll", "peak_memory_bytes")),
             **dict.fromkeys(("window_tokens", "last_tokens"), 0),
             "error": why,
         }
-        for entry in member.compare.schemes
-        for length in member.evaluate.lengths
+        for entry in training.compare.schemes
+        for length in training.evaluate.lengths
     ]

@@ -21,8 +21,8 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
     A row of results is the accuracy of one scheme on one task at one length. Raises ValueError for what cannot be
     built, before anything is trained.
     """
-    members = [(name, entry) for name in config.tasks for entry in config.entries(LANGUAGES[name])]
-    for name, entry in members:
+    pairs = [(name, entry) for name in config.tasks for entry in config.entries(LANGUAGES[name])]
+    for name, entry in pairs:
         try:
             check_fit(LANGUAGES[name], entry, config)
         except ValueError as error:
@@ -30,7 +30,7 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
     console, rows = Console(), []
     directory = path(config.output) / config.name
     directory.mkdir(parents=True, exist_ok=True)
-    for name, entry in members:
+    for name, entry in pairs:
         start = time.perf_counter()
         found = train_and_test(LANGUAGES[name], entry, config)
         console.print(f"[dim]{name}: {entry.label}, {time.perf_counter() - start:.0f} s[/dim]")

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from train.checkpoint import RESULTS
 from train.compare import compare as module
-from train.compare.compare import _passing_on, compare, finished, members, run_group
-from train.compare.member import MEMBER
+from train.compare.compare import _passing_on, compare, finished, run_group, trainings
+from train.compare.training import ASKED
 from train.config import dump, load, parse, to_dict
 from train.data import TOKENS, cache, held_out_documents
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
@@ -71,40 +71,40 @@ def values(tmp_path, monkeypatch):
 NTK = {"name": "dynamic-ntk", "original_length": 8}
 
 
-def fake(member):
-    """A member's work, without any training."""
-    member.directory.mkdir(parents=True, exist_ok=True)
+def fake(training):
+    """A training's work, without any training."""
+    training.directory.mkdir(parents=True, exist_ok=True)
     rows = [
         {
-            "label": entry.label, "base": member.scheme.label if entry.extend else None, "seed": member.seed,
-            "length": length, "train_length": member.train.length, "window_perplexity": 5.0, "window_tokens": 10,
+            "label": entry.label, "base": training.scheme.label if entry.extend else None, "seed": training.seed,
+            "length": length, "train_length": training.train.length, "window_perplexity": 5.0, "window_tokens": 10,
             "last_perplexity": 4.0, "last_tokens": 5, "tokens_per_second": 1e4, "error": None,
             "train_tokens_per_second": 1e3, "peak_memory_bytes": 2**20,
         }
-        for entry in member.compare.schemes for length in member.evaluate.lengths
+        for entry in training.compare.schemes for length in training.evaluate.lengths
     ]  # fmt: skip
-    write_rows(member.directory / RESULTS, rows)
-    (member.directory / MEMBER).write_text(dump(member))
-    (member.directory / "versions.json").write_text(json.dumps({"jax": "0"}))
-    (member.directory / "config.yaml").write_text(dump(member))
+    write_rows(training.directory / RESULTS, rows)
+    (training.directory / ASKED).write_text(dump(training))
+    (training.directory / "versions.json").write_text(json.dumps({"jax": "0"}))
+    (training.directory / "config.yaml").write_text(dump(training))
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Names of the members that were started; none of them trains."""
+    """Names of the trainings that were started; none of them trains."""
     names = []
 
     def run(group, trials):
-        names.extend(member.name for member in group)
-        for member in group:
-            fake(member)
+        names.extend(training.name for training in group)
+        for training in group:
+            fake(training)
 
     monkeypatch.setattr(module, "run_group", run)
     return names
 
 
-def every_member(values):
-    return [member for group in members(parse(values)) for member in group]
+def every_training(values):
+    return [training for group in trainings(parse(values)) for training in group]
 
 
 def silent():
@@ -112,11 +112,11 @@ def silent():
 
 
 def test_every_scheme_trains_once_per_seed_and_extensions_do_not(values):
-    planned = every_member(values)
-    assert [member.name for member in planned] == [
+    planned = every_training(values)
+    assert [training.name for training in planned] == [
         "rope-seed0", "rope-seed1", "linear-bias-seed0", "linear-bias-seed1",
     ]  # fmt: skip
-    assert [member.seed for member in planned] == [0, 1, 0, 1]
+    assert [training.seed for training in planned] == [0, 1, 0, 1]
     assert [entry.label for entry in planned[0].compare.schemes] == ["rope", "rope + NTK"]
     assert [entry.label for entry in planned[2].compare.schemes] == ["linear bias"]
     assert planned[1].directory == Path(values["output"]) / "small" / "rope-seed1"
@@ -125,9 +125,9 @@ def test_every_scheme_trains_once_per_seed_and_extensions_do_not(values):
 
 def test_members_differ_from_the_base_config_by_scheme_and_seed_alone(values):
     config = parse(values)
-    for member in every_member(values):
+    for training in every_training(values):
         same = dataclasses.replace(
-            member, name=config.name, output=config.output, seed=config.seed, scheme=config.scheme,
+            training, name=config.name, output=config.output, seed=config.seed, scheme=config.scheme,
             compare=config.compare,
         )  # fmt: skip
         assert same == config
@@ -138,7 +138,7 @@ def test_an_entry_may_train_with_a_rate_of_its_own(values, started):
     slow = {"name": "rope", "label": "slow", "train": {"learning_rate": 1e-4, "learning_rate_factors": {"embed": 2.0}}}
     values["compare"]["schemes"] = ["rope", slow, {**slow, "label": "slow + NTK", "extend": {"frequencies": NTK}}]
     values["compare"]["sweep"] = {"learning_rate": [1e-3]}
-    plain, slow = members(parse(values))
+    plain, slow = trainings(parse(values))
     assert (plain[0].train.learning_rate, slow[0].train.learning_rate) == (3e-3, 1e-4)
     assert slow[0].train.learning_rate_factors == {"embed": 2.0}
     assert [entry.label for entry in slow[0].compare.schemes] == ["slow", "slow + NTK"]
@@ -174,7 +174,7 @@ def test_an_entry_may_train_with_a_rate_of_its_own(values, started):
 def test_lists_that_cannot_be_compared_are_refused(values, schemes, message):
     values["compare"]["schemes"] = schemes
     with pytest.raises(ValueError, match=message):
-        members(parse(values))
+        trainings(parse(values))
 
 
 def test_masked_token_models_have_no_perplexity(values, started):
@@ -230,12 +230,12 @@ def test_a_new_extension_or_length_runs_only_what_it_concerns(values, started):
 
 
 def test_half_a_result_is_not_finished(values):
-    member = every_member(values)[0]
-    assert not finished(member)
-    fake(member)
-    assert finished(member)
-    (member.directory / MEMBER).unlink()
-    assert not finished(member)
+    training = every_training(values)[0]
+    assert not finished(training)
+    fake(training)
+    assert finished(training)
+    (training.directory / ASKED).unlink()
+    assert not finished(training)
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -256,8 +256,8 @@ def test_text_is_encoded_once_for_all_members_and_the_comparison_resumes(values,
     assert len(os.listdir(directory / TOKENS)) == 1
     assert os.listdir(directory.parent) == [directory.name]
     monkeypatch.setattr(cache, "build_piece", None)
-    for member in every_member(values):
-        held_out_documents(member)
+    for training in every_training(values):
+        held_out_documents(training)
     values["compare"]["schemes"].append("cope")
     compare(parse(values), silent())
     assert len(started) == 6
@@ -305,21 +305,21 @@ def test_nothing_is_reported_when_all_fail(values, monkeypatch):
 
 def test_a_member_that_cannot_start_says_why_in_one_line(values, capfd):
     values["train"]["length"] = values["train"]["batch_tokens"] = 64000
-    member = every_member(values)[0]
-    member.directory.parent.mkdir(parents=True)
-    error = run_group([member], trials=False)
+    training = every_training(values)[0]
+    training.directory.parent.mkdir(parents=True)
+    error = run_group([training], trials=False)
     assert "train.length=64000" in error
     assert "\n" not in error
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_crash_of_a_member_is_one_line_and_its_log_is_kept(values, monkeypatch):
-    member = every_member(values)[0]
-    member.directory.parent.mkdir(parents=True)
+    training = every_training(values)[0]
+    training.directory.parent.mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    error = run_group([member], trials=False)
+    error = run_group([training], trials=False)
     assert error.startswith("no message (status 1")
-    assert Path(f"{member.directory}.log").exists()
+    assert Path(f"{training.directory}.log").exists()
 
 
 @pytest.mark.slow

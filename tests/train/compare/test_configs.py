@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from train.compare.compare import members
+from train.compare.compare import trainings
 from train.config import load
 from train.loop.optimizer import MOVES, labels
 from train.model.build import build_model, check_model, evaluated_scheme
@@ -25,9 +25,9 @@ CONFIGS = sorted(path for path, text in TEXTS.items() if "\ncompare:" in text an
 def test_every_model_of_a_config_can_be_built_and_extended(path, changes):
     """Traced with layers alike in one piece, and in the wide grid each for itself where the config has them so."""
     config = load(path, changes)
-    for member, *_ in members(config):
-        model = nnx.eval_shape(lambda member=member: build_model(member))
-        for entry in member.compare.schemes:
+    for training, *_ in trainings(config):
+        model = nnx.eval_shape(lambda training=training: build_model(training))
+        for entry in training.compare.schemes:
             extended = evaluated_scheme(config, entry)
             assert model.with_scheme(extended).config.scheme == extended
 
@@ -64,13 +64,13 @@ def test_the_quick_start_compares_what_it_promises():
 )
 def test_schemes_that_do_not_fit_are_refused_before_anything_trains(entry, message):
     with pytest.raises(ValueError, match=message):
-        members(load(FOLDER / "quickstart.yaml", [f"compare.schemes=[{entry}]"]))
+        trainings(load(FOLDER / "quickstart.yaml", [f"compare.schemes=[{entry}]"]))
 
 
 def test_recipes_take_the_number_of_layers_of_the_model():
     config = load(FOLDER / "quickstart.yaml", ["compare.schemes=[smollm3]", "model.num_layers=4"])
-    ((member,),) = members(config)
-    layers = nnx.eval_shape(lambda: build_model(member)).config.layers
+    ((training,),) = trainings(config)
+    layers = nnx.eval_shape(lambda: build_model(training)).config.layers
     assert [bool(scheme.rotates) for scheme in layers.schemes] == [True, True, True, False]
 
 

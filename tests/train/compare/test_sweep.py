@@ -5,8 +5,8 @@ import math
 import pytest
 
 from train.compare.compare import compare
-from train.compare.member import DIVERGED
 from train.compare.sweep import Choice, neighbours, sweep, trial_config, tuned
+from train.compare.training import DIVERGED
 from train.config import parse
 from train.evaluate.saved import evaluate, held_out_tokens, read_rows
 from train.model.build import learned_positions

@@ -1,4 +1,4 @@
-"""Some trainings of a comparison, in a process of their own: ``python -m train.compare.member < GROUP``.
+"""Some trainings of a comparison, in a process of their own: ``python -m train.compare.training < GROUP``.
 
 A group is JSON: ``configs``, of one scheme, and whether they are ``trials``. The ``compare`` section of each config
 holds the schemes to measure with its trained parameters.
@@ -16,7 +16,7 @@ from train.loop.together import fit_together
 from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
-MEMBER = "member.yaml"  # the config that the results belong to
+ASKED = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line with the error on standard error
 DIVERGED = "training diverged"
 
@@ -70,7 +70,7 @@ def _fit(config: Config, trial: bool) -> bool:
 def _write(config: Config, rows: list) -> None:
     config.directory.mkdir(parents=True, exist_ok=True)
     write_rows(config.directory / RESULTS, rows)
-    write_file(config.directory / MEMBER, dump(config))
+    write_file(config.directory / ASKED, dump(config))
 
 
 def main() -> int:
