@@ -88,7 +88,7 @@ BAD = {
     "a bias beside a scheme": (attend(ROPE, bias=jnp.ones((6, 6))), r"bias: a scheme has its own; .*Scheme\(bias="),
     "a name for a spec": (
         lambda: pj.scheme("rope", bias="alibi"),
-        "bias: .* found 'alibi'; by its name it is .*'name'",
+        "bias: .* found 'alibi'; to give its name, write .*'name'",
     ),
     "the class of a mask": (attention(mask=masks.Causal), r"found the class Causal: write Causal\("),
     "one position too few": (
@@ -119,13 +119,13 @@ BAD = {
     "no tokens for a decoder": (lambda: decoder()(IDS[:, :0]), "tokens must hold at least one token"),
     "no tokens for attend": (attend(ROPE, X[:, :0], X[:, :0], X[:, :0]), "q must hold at least one token"),
     "no tokens for linear attention": (attend(LINEAR, X[:, :0], X[:, :0], X[:, :0]), "q must hold at least one token"),
-    "one-sided ALiBi": (attention(bias=bias.ALiBi()), "bias: .*sees that at 1; use mask=Causal.*symmetric=True"),
+    "one-sided ALiBi": (attention(bias=bias.ALiBi()), "bias: .*at position 1; use mask=Causal.*symmetric=True"),
     "one-sided ALiBi, bound": (attention(bias=bias.ALiBi().bind(num_heads=4)), "bias: .*symmetric=True"),
     "one-sided ALiBi in a window": (attention(bias=bias.ALiBi(), mask=masks.Window(3)), "bias: .*symmetric=True"),
     "one-sided ALiBi, jitted": (lambda: jax.jit(attention(bias=bias.ALiBi()))(), "bias: .*symmetric=True"),
     "one-sided ALiBi, one key ahead": (
         attention(bias=bias.ALiBi(), q_positions=Range(4, 6), kv_positions=Range(0, 6)),
-        "bias: .*sees that at 5",
+        "bias: .*sees the key at position 5",
     ),
     "one-sided FoX": (
         attention(bias=bias.FoX().bind(num_heads=4, q_gates=jnp.zeros((2, 4, 6)), kv_gates=jnp.zeros((2, 4, 6)))),

@@ -302,7 +302,7 @@ def test_the_gradient_of_a_bias_is_the_one_array_of_its_size():
     ("options", "message"),
     [
         ({"mask": OF_PAIRS * 1.0}, "mask must be boolean, true where a query may see a key; found an array of float64"),
-        ({"mask": jnp.ones((20, 20))}, "an array of float32, for which mask != 0 would work"),
+        ({"mask": jnp.ones((20, 20))}, "an array of float32: convert it with mask != 0"),
         ({"mask": OF_PAIRS.tolist()}, "mask must be a posjax.masks.Mask or a boolean array, found [["),
         ({"mask": Causal}, "found the class Causal: write Causal(...)"),
         ({"mask": OF_PAIRS[:7]}, "mask must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], found"),

@@ -514,7 +514,7 @@ def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
     [
         (
             {"mask": Wider(3)},
-            "Wider overrides pairs but inherits ['bounds', 'kept_keys'], which describe the old: override them too",
+            "Wider overrides pairs but inherits ['bounds', 'kept_keys'], which describe the old pairs: override them too",
         ),
         ({"bias": Steeper(jnp.ones(HEADS))}, "Steeper overrides values but inherits ['by_distance'], which describe"),
     ],

@@ -269,7 +269,7 @@ PHI, PSI = PLAIN["phi"], PLAIN["psi"]
         (lambda: linear.chunked(PHI, PSI, V, segment_ids=IDS * 1.0), "segment_ids must be integers"),
         (lambda: linear.chunked(PHI, PSI, V, log_scale=V[..., 0, 0]), "log_scale must have shape"),
         (lambda: linear.chunked(PHI, PSI, V, q_numerator=PHI), "must be given together"),
-        (lambda: linear.chunked(PHI, PSI, V, q_numerator=PHI, k_numerator=V), "must be of one size"),
+        (lambda: linear.chunked(PHI, PSI, V, q_numerator=PHI, k_numerator=V), "must have the same size"),
         (lambda: linear.chunked(PHI, PSI, V, state=linear.empty_state(B, K, D, D)), "state.s must have shape"),
     ],
 )

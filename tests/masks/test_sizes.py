@@ -113,7 +113,7 @@ def test_sizes_pass_through_transformations():
         (lambda: Chunked(jnp.asarray([1, 2])), r"Chunked size .* found an array of int32 and shape \(2,\)"),
         (lambda: Window(True), "Window size must be positive and whole, found True"),
         (lambda: Window(2**31), "Window size must fit in int32, at most 2147483647, found 2147483648"),
-        (lambda: Dilated(2**20, 2**12), "Dilated size and dilation span .* more than int32 has"),
+        (lambda: Dilated(2**20, 2**12), "Dilated size and dilation span .* more than int32 can hold"),
         (lambda: ChunksApart(3, 2, 1), "least <= most, found 2 and 1"),
         (lambda: ChunksApart(3, 2.5), "ChunksApart least must be whole, found 2.5"),
     ],

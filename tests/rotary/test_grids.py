@@ -146,7 +146,7 @@ def test_other_feature_maps_take_the_rules_too():
         (lambda: Axial(offset=0.5), "offset must be a whole number"),
         (lambda: Axial(head_dim=18), "divisible by 4"),
         (lambda: Axial(base=1.0), "base must be greater than 1"),
-        (lambda: MRoPE(sections=(16, 24, 23), head_dim=128), "add up to 63 pairs, a width of 128 has 64"),
+        (lambda: MRoPE(sections=(16, 24, 23), head_dim=128), "add up to 63 pairs, but a width of 128 has 64"),
         (
             lambda: MRoPE(sections=(16, 24, 24)).table(Range(0, 2), head_dim=64).cos + MRoPE().rotary_dim(64),
             "add up to",

@@ -469,7 +469,7 @@ def test_bad_hyper_parameters_of_a_preset_are_refused(name):
 
 def test_what_does_not_fit_the_head_is_refused():
     odd = pj.scheme("mrope", sections=(2, 1, 2))
-    with pytest.raises(ValueError, match=r"sections \(2, 1, 2\) add up to 5 pairs, a width of 8 has 4"):
+    with pytest.raises(ValueError, match=r"sections \(2, 1, 2\) add up to 5 pairs, but a width of 8 has 4"):
         odd.query_size(8)
     with pytest.raises(ValueError, match=r"sections \(2, 1, 2\) add up to 5 pairs"):
         pj.scheme("mrope", sections=(2, 1, 2), head_dim=8)

@@ -1,5 +1,7 @@
 """The configs of the checkout: every one loads, and every scheme and stage in them can be built over its model."""
 
+import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from flax import nnx
 
 from train.compare.compare import trainings
 from train.config import load
-from train.loop.optimizer import MOVES, labels
+from train.loop.optimizer import TRAINED, labels
 from train.model.build import build_model, check_model, evaluated_scheme
 from train.model.convert import check_continues
 from train.model.state import named_leaves
@@ -40,6 +42,21 @@ def test_every_config_measures_at_and_beyond_its_training_length(path):
     for entry in config.compare.schemes:
         distance = entry.options.get("max_distance", 0)
         assert distance < config.train.length, "T5's buckets beyond the training length are never trained"
+
+
+def commands(text):
+    """The arguments of every ``python -m train compare`` in the comments of a config."""
+    whole = text.replace("\\\n#", "")
+    return [shlex.split(line) for line in re.findall(r"^# *python -m train compare (.*)$", whole, re.M)]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_commands_in_a_config_name_it_and_fit_it(path):
+    found = commands(TEXTS[path])
+    for place, *changes in found:
+        assert place == f"configs/{path.name}"
+        assert trainings(load(path, changes))
+    assert len({load(path, changes).name for _, *changes in found}) == len(found)
 
 
 def test_the_quick_start_compares_what_it_promises():
@@ -78,7 +95,7 @@ def moving(config):
     """The last parts of the names of the parameters that a stage trains."""
     parameters = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(build_model(config))))
     chosen = labels(config.train, parameters)
-    return {name.rpartition("/")[2] for name, label in named_leaves(chosen) if label == MOVES}
+    return {name.rpartition("/")[2] for name, label in named_leaves(chosen) if label == TRAINED}
 
 
 def test_a_long_row_can_be_trained_on():
