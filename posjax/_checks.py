@@ -41,7 +41,7 @@ def shown(value: Any) -> str:
 def nearest(value: Any, known: Collection[str], listing: str = "") -> str:
     """The end of a message about an unknown name: the nearest known name, and all known names if they are few.
 
-    Of many it names a few near ones; ``listing`` says what lists them all.
+    If they are many, it names a few near ones, and ``listing`` says where all are listed.
     """
     close = get_close_matches(value, known, n=3, cutoff=0.4) if isinstance(value, str) else []
     near = get_close_matches(str(value), close, n=1)
@@ -124,7 +124,7 @@ def check_counts(**values: Any) -> None:
 
 
 def check_length(length: Any) -> None:
-    """Raises unless ``length``, a current length, is None or whole and, where it is known, above 0."""
+    """Raises unless ``length``, a current length, is None or whole, and above 0 unless it is a JAX array."""
     if length is None or isinstance(length, numbers.Integral):
         check(length is None or length > 0, f"length must be at least 1, found {length}")
         return

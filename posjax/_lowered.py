@@ -4,8 +4,8 @@
 represents all of them until the platform is known. ``vmap``, differentiation and transposition of it give the same
 primitive with another function.
 
-A function is traced late, so anything it reads besides its arguments is read when the program is lowered. So the JAX
-settings it depends on are stored (``Form.settings``), and NumPy arrays are copied.
+A function is traced late, so anything it reads besides its arguments is read when the program is lowered. Therefore the
+JAX settings it depends on are stored (``Form.settings``), and NumPy arrays are copied.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Lowered:
 
     def transposed(self, constants: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
         """The cotangents of the last arguments, in which it is linear."""
-        raise ValueError("attention is not linear in its arguments, so it has no transpose; jax.vjp has its gradients")
+        raise ValueError("attention is not linear in its arguments, so it has no transpose; use jax.vjp for gradients")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Mapped(Lowered):
         return jax.vmap(self.function.differentiated, (self.axes, self.axes))(primals, tangents)
 
     def transposed(self, constants, cotangents):
-        """Those of the function, mapped, and summed where all rows share an argument."""
+        """Those of the function, mapped, and summed for arguments that all rows share."""
         axes = self.axes[: len(constants)], 0
         found = jax.vmap(self.function.transposed, axes)(constants, cotangents)
         moved = zip(found, self.axes[len(constants) :], strict=True)
@@ -207,7 +207,7 @@ def zero_tangent(x: Array) -> Any:
 
 
 class _Known:
-    """A leaf whose numbers are known when tracing: a number, or a copy of a NumPy array, which may change later."""
+    """A leaf whose numbers are known when tracing: a number, or a NumPy array, copied because it may change later."""
 
     def __init__(self, leaf: Any):
         array = np.array(leaf)
@@ -228,8 +228,9 @@ class Form:
     Args:
         structure: of the tree.
         known: its leaves, with None for those that were taken out.
-        settings: JAX's when the form was made: the precision of matrix products, and whether x64 is enabled.
-        token: for a tree with classes from outside the library, which may read anything: the form equals no other.
+        settings: the JAX settings when the form was made: precision of matrix products, and whether x64 is enabled.
+        token: makes the form equal to no other, for a tree with classes from outside the library, which may read
+            anything; otherwise None.
     """
 
     structure: Any
@@ -258,7 +259,7 @@ class Form:
 
     @contextmanager
     def as_set(self) -> Iterator[None]:
-        """A context with the JAX settings of when the form was made."""
+        """A context with the JAX settings that were active when the form was made."""
         precision, wide = self.settings
         with jax.default_matmul_precision(precision), jax.enable_x64(wide):
             yield

@@ -34,7 +34,7 @@ def is_array_number(value: Any) -> bool:
 def register_numbers(cls: type, scalars: tuple[str, ...], structure: tuple[str, ...] = ()) -> type:
     """Registers a dataclass as a pytree. Each of the ``scalars`` is a leaf if it is an array, otherwise structure.
 
-    Fields in ``structure`` are always that, all others are subtrees.
+    Fields in ``structure`` are always structure; all other fields are subtrees.
     """
     names = tuple(field.name for field in dataclasses.fields(cls))
 
@@ -64,10 +64,10 @@ def _is_structure(value: Any) -> bool:
 
 
 def whole_number(name: str, value: Any, at_least: int = 1) -> int | jax.Array:
-    """A size as a Python int, or as an int32 scalar where it is an array of JAX.
+    """A size as a Python int, or as an int32 scalar if it is a JAX array.
 
     Raises:
-        ValueError: unless it is whole, at least ``at_least`` and within int32, as far as it is known.
+        ValueError: unless it is whole, at least ``at_least`` and within int32. Traced values are not checked.
     """
     wanted = "positive and whole" if at_least == 1 else "whole"
     if is_array_number(value) or isinstance(value, np.ndarray):
@@ -84,10 +84,10 @@ def whole_number(name: str, value: Any, at_least: int = 1) -> int | jax.Array:
 
 
 def positive_number(name: str, value: Any) -> float | jax.Array:
-    """A number as a Python float or int, or a floating scalar where it is an array of JAX.
+    """A number as a Python float or int, or as a scalar array if it is a JAX array.
 
     Raises:
-        ValueError: unless it is a finite number above zero, as far as it is known.
+        ValueError: unless it is a finite number above zero. Traced values are not checked.
     """
     if is_array_number(value) or isinstance(value, np.ndarray):
         fits = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)

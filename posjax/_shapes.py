@@ -17,7 +17,7 @@ def ungrouped(x: Array) -> Array:
 
 
 def in_blocks(x: Array, axis: int, size: int) -> Array:
-    """Its blocks of ``size`` entries along an axis; the first axis counts them."""
+    """The blocks of ``size`` entries along an axis; the new first axis counts them."""
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
 

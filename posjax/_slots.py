@@ -24,7 +24,8 @@ class OverPairs(WithAxes):
     def heads(self, start, size: int) -> Self:
         """The same value for the ``size`` query heads from ``start``.
 
-        Arrays with an axis of heads are cut. If heads differ without one, all are computed and these are selected.
+        Arrays with an axis of heads are cut. If heads differ but no array has this axis, all heads are computed and
+        these are selected.
         """
         if any("heads" in names for names in self.axes.values()):
             return narrowed(self, heads=(start, size))
@@ -59,14 +60,14 @@ class OverPairs(WithAxes):
                 part.check(batch, queries, keys)
 
     def check_names(self) -> None:
-        """Raises ValueError unless ``axes`` names axes that there are, of fields that JAX knows by name."""
+        """Raises ValueError unless ``axes`` has only known names of axes, for fields that JAX knows by name."""
         fields = fields_of(self)
         unknown = [name for names in self.axes.values() for name in names if name not in (*AXES, None)]
         unknown += [field for field in self.axes if field not in fields]
         check(
             not unknown,
-            f"{type(self).__name__}.axes: found {unknown}; it has the names of data fields, as "
-            f"jax.tree_util.register_dataclass knows them, and for each axis of their arrays one of {AXES} or None",
+            f"{type(self).__name__}.axes: found {unknown}; it must map the names of data fields, as given to "
+            f"jax.tree_util.register_dataclass, to one of {AXES} or None for each axis of their arrays",
         )
 
 
@@ -108,7 +109,7 @@ class OfPairs(OverPairs):
 class OfSomeHeads(OverPairs):
     """The ``size`` heads from ``start`` of a ``whole`` that has no axis of heads to cut.
 
-    All heads are computed, then these are selected: correct whatever the axes of the arrays are.
+    All heads are computed, then these are selected. This is correct for any axes of the arrays.
     """
 
     whole: Any
@@ -152,7 +153,7 @@ def with_head_axis(positions: Int[Array, "*b n"]) -> Int[Array, "*b n"]:
 
 
 class Features:
-    """The feature slot: a map of every query, key and, rarely, value and output, by its own position alone.
+    """The feature slot: a map of every query, key and, rarely, value and output, which reads only its own position.
 
     ``score(i, j) = phi(q_i, p_i) . psi(k_j, p_j)``. A subclass is a frozen, hashable dataclass. ``positions`` are
     integers ``[length]`` or ``[batch, length]``, a ``Range``, or coordinates with a further axis for methods that have
@@ -225,7 +226,7 @@ class Features:
         return int(key_size / self.widths[1])
 
     def compact(self, k):
-        """What a cache stores of a key if it cannot store ``psi`` of it."""
+        """The form of a key that a cache stores if it cannot store ``psi``."""
         return k
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
@@ -246,5 +247,5 @@ class Features:
         return v
 
     def output(self, params, out, positions, *, head_dim: int, length=None):
-        """A map of what attention gives for each query ``[batch, length, heads, value_size]``; most have none."""
+        """A map of the outputs of attention ``[batch, length, heads, value_size]``; most methods have none."""
         return out

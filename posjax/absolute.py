@@ -37,11 +37,11 @@ def sinusoidal(
         1/base (Tensor2Tensor, fairseq, Whisper, MaxText).
     base: sets the longest wavelength, about 2 pi base positions; above 1.
 
-    Within 2e-6 of float64 at any int32 position. Real-valued positions (a grid between the tokens) are taken in float32
-    and so are their angles, which then err by 6e-8 of themselves: 6e-5 radians at position 1,000.
+    Values are within 2e-6 of float64 at any int32 position. Real-valued positions (a grid between the tokens) have
+    angles in float32, with a relative error of 6e-8: 6e-5 radians at position 1,000.
 
-    The inner product of two positions depends on their difference only, and of a position with itself is D/2. Raises
-    ValueError for an odd ``model_dim``, an unknown convention, or real positions narrower than float32.
+    The inner product of two embeddings depends only on the difference of their positions; at difference 0 it is D/2.
+    Raises ValueError for an odd ``model_dim``, an unknown convention, or real positions narrower than float32.
     """
     _check_sinusoid(convention, base)
     check_even("model_dim", model_dim)
@@ -81,8 +81,8 @@ def learned(
 ) -> Float[Array, "*batch length model_dim"]:
     """Rows of a learned table, one per position, in float32.
 
-    A position the table does not have gives NaN, never the nearest row as plain indexing does. Where the positions are
-    known before tracing (a ``Range`` with a static start) they raise ValueError instead.
+    A position outside the table gives NaN, not the nearest row as in plain indexing. If the positions are known before
+    tracing (a ``Range`` with a static start), it raises ValueError instead.
     """
     return _rows(table, _within(positions, table.shape[0], f"the learned table of max_length {table.shape[0]}"))
 
@@ -94,11 +94,11 @@ def hierarchical(
 
         u_k = (p_k - alpha p_0) / (1 - alpha),     position a n + c gets alpha u_a + (1 - alpha) u_c
 
-    computed as ``p_c + alpha / (1 - alpha) (p_a - p_0)``: for a position below ``n`` (``a = 0``) exactly the row that
-    was learned. So it extends a model trained with ``learned``, to be tuned further. Two positions that swap ``a`` and
-    ``c`` differ unless alpha is a half.
+    computed as ``p_c + alpha / (1 - alpha) (p_a - p_0)``. A position below ``n`` (``a = 0``) gets exactly its learned
+    row. So it extends a model trained with ``learned``, for further training. If alpha were 0.5, two positions with
+    ``a`` and ``c`` swapped would get the same vector.
 
-    Positions at or past ``n^2``, and negative ones, give NaN, or ValueError where they are known before tracing.
+    Negative positions, and those from ``n^2`` on, give NaN, or ValueError if they are known before tracing.
 
     Raises:
         ValueError: if ``alpha`` is not between 0 and 1, or is 0.5.
@@ -115,7 +115,7 @@ def hierarchical(
 def _check_alpha(alpha: float) -> None:
     check_number("alpha", alpha)
     fits = 0 < alpha < 1 and alpha != 0.5
-    check(fits, f"alpha must be between 0 and 1 and not a half (a n + c and c n + a would be one), found {alpha}")
+    check(fits, f"alpha must be between 0 and 1 and not 0.5 (a n + c and c n + a would share a vector), found {alpha}")
 
 
 def _within(positions: Positions, end: int, what: str) -> Int[Array, "*batch length"]:
@@ -159,10 +159,10 @@ class Sinusoidal:
 class Learned:
     """A learned vector for each of ``max_length`` positions (Gehring et al., arXiv:1705.03122; BERT, GPT-2).
 
-    It cannot run past ``max_length``.
+    It has no vector for positions from ``max_length`` on.
 
     max_length: how many vectors are learned.
-    stddev: of the normal initial values; 0.02 is BERT's and GPT-2's.
+    stddev: standard deviation of the normal initial values; 0.02 is BERT's and GPT-2's.
     """
 
     max_length: int
@@ -201,7 +201,7 @@ class Learned:
 class Hierarchical(Learned):
     """``hierarchical``: the same parameters as ``Learned``, for ``max_length^2`` positions.
 
-    alpha: of the formula; 0.4 is the article's and bert4keras's.
+    alpha: the alpha of the formula; 0.4 is the article's and bert4keras's.
     """
 
     alpha: float = field(default=0.4, kw_only=True)

@@ -2,9 +2,9 @@
 
 Sinusoidal embeddings and rotary tables share these angles.
 
-A float32 product ``position * frequency`` has lost 0.03 rad at one million, and x64 is off in JAX by default. So each
-frequency known on the host is carried as *turns per position* in 64-bit fixed point (two uint32 words). Multiplying by
-the position in wrapped unsigned arithmetic gives the angle modulo one turn with nothing rounded before the last step.
+A float32 product ``position * frequency`` has an error of 0.03 rad at one million, and x64 is off in JAX by default. So
+each frequency known on the host is stored as *turns per position* in 64-bit fixed point (two uint32 words). Multiplying
+by the position in wrapped unsigned arithmetic gives the angle modulo one turn; only the last step rounds.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from posjax._checks import check, check_choice
 from posjax._numbers import level
 
-# 1 / (2 pi) to 50 digits: a float64 would already cost 2e-7 rad at position 2^31.
+# 1 / (2 pi) to 50 digits: a float64 would have an error of 2e-7 rad at position 2^31.
 _TURNS_PER_RADIAN = Fraction("0.15915494309189533576888376337251436203445964574046")
 _RADIANS_PER_UNIT = np.float32(2 * np.pi / 2**32)
 
@@ -30,7 +30,7 @@ class Frequencies:
 
     ``value`` is float32 ``[n]`` (``[batch, n]`` when each row has its own). ``high`` and ``low`` are the two uint32
     words of the turns per position in 64-bit fixed point, of the same shape, or None for frequencies that are learned.
-    All three pass through ``jit`` unchanged, which a float64 array does not.
+    All three pass through ``jit`` unchanged; a float64 array does not.
     """
 
     value: Float[Array, "*batch n"]
@@ -73,11 +73,12 @@ def exact(values: np.ndarray) -> Frequencies:
 
 
 def fixed_point(values: Float[Array, "*batch n"]) -> Frequencies:
-    """Frequencies computed while tracing, in float32, as exact multiples of themselves.
+    """Fixed-point form of frequencies computed in float32 while tracing: angles are exact multiples of them.
 
-    A float32 frequency is only known to about 1e-7 of itself, and at position p its angle errs by as much times p; but
-    every position uses the same slightly wrong frequency, so angles of p + s and p differ by exactly the angle of s and
-    scores do not change when all positions shift. Not differentiable: learned frequencies stay ``Frequencies(values)``.
+    A float32 frequency has a relative error of about 1e-7, and at position p the error of its angle is p times larger.
+    But every position uses the same slightly wrong frequency: angles of p + s and p differ by exactly the angle of s,
+    and scores do not change when all positions shift. Not differentiable: learned frequencies stay
+    ``Frequencies(values)``.
     """
     turns = values.astype(jnp.float32) * np.float32(_TURNS_PER_RADIAN)
     scaled = (turns - jnp.floor(turns)) * np.float32(2**32)
@@ -109,7 +110,7 @@ def phase(positions: Int[Array, "..."], high: UInt32[Array, "..."], low: UInt32[
     """``position * turns`` modulo one turn, in units of 2^-32 turn; exact up to truncation to that unit.
 
     With F = high * 2^32 + low and a two's complement position p this is the upper word of p * F modulo 2^64; a negative
-    p reads as p + 2^32 and so adds low * 2^32, which is subtracted.
+    p is read as p + 2^32, which adds low * 2^32, and this is subtracted.
     """
     unsigned = jax.lax.bitcast_convert_type(positions, jnp.uint32)
     wrapped = unsigned * high + _high_product(unsigned, low)

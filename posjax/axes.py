@@ -29,16 +29,16 @@ class WithAxes:
     """A dataclass, registered with JAX, that names the axes of its arrays."""
 
     axes: ClassVar[Mapping[str, Names]] = {}
-    """By field; a field without names is never cut. Positions, and a scale, may have only the last of their axes."""
+    """By field; a field without names is never cut. Positions and a scale may lack the first of these axes."""
 
 
 def each(tree: Any, function: Callable[[Any, Names], Any], names: Names = ()) -> Any:
     """The tree with ``function(array, names)`` in place of every array; a ``Range`` of positions counts as one.
 
     Args:
-        tree: arrays, and ``WithAxes``, which name the axes of theirs.
-        function: called with an array and a name, or None, for each of its axes.
-        names: the names for arrays that are not in a ``WithAxes``.
+        tree: arrays, and ``WithAxes`` objects, which name the axes of their arrays.
+        function: called with an array and, for each of its axes, a name or None.
+        names: the names for arrays that are not in a ``WithAxes`` object.
 
     Raises:
         ValueError: for a class that JAX does not know.
@@ -67,7 +67,7 @@ def _fields(owner: WithAxes) -> tuple[list[tuple[str | None, Any]], Any]:
 
 
 def fields_of(owner: WithAxes) -> set[str | None]:
-    """The names of its fields that are part of the pytree."""
+    """The names of the owner's fields that are part of the pytree."""
     return {name for name, _ in _fields(owner)[0]}
 
 
@@ -101,7 +101,7 @@ def sizes_of(tree: Any, axis: str) -> set[int]:
 def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:
     """The tree with its arrays cut along named axes: ``narrowed(x, queries=(start, size), ...)``.
 
-    An axis of 1 is left alone: it broadcasts.
+    An axis of size 1 is not cut, because it broadcasts.
     """
 
     def cut(array, names: Names):
@@ -116,10 +116,10 @@ def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:
 
 
 def map_tokens(tree: Any, queries: Callable, keys: Callable, names: Names = ()) -> Any:
-    """The tree with a function applied to every array over queries, and one to every array over keys.
+    """The tree with ``queries`` applied to every array over queries, and ``keys`` to every array over keys.
 
-    They are called as ``function(array, axis)``, with a negative axis. A ``Range`` of positions is left alone, and so
-    is an axis of 1 of an array over pairs. ``names`` are those of the axes of a tree of plain arrays.
+    Both are called as ``function(array, axis)``, with a negative axis. They are not called for a ``Range`` of
+    positions, and not for an axis of size 1 of an array over pairs. ``names``: the axes of a tree of plain arrays.
     """
     functions = {"queries": queries, "keys": keys}
 

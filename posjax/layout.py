@@ -1,8 +1,8 @@
 """How the tokens of a sequence are ordered over the shards of a mesh axis.
 
 All shards hold the same number of tokens. Under a causal mask a query sees only earlier tokens, so with the tokens in
-their own order (``"contiguous"``) the last shard has nearly all the work of a ring and the first almost none. Two other
-orders give every shard the same work:
+their original order (``"contiguous"``) the last shard does nearly all the work of a ring, and the first almost none.
+Two other orders give every shard the same work:
 
 * ``"zigzag"``: of ``2 n`` chunks shard ``r`` holds chunk ``r`` and chunk ``2 n - 1 - r``;
 * ``"striped"``: shard ``r`` holds the tokens ``r, r + n, r + 2 n, ...`` (Brandon et al., arXiv 2311.09431).
@@ -64,7 +64,7 @@ class Layout:
         )
 
     def order(self, length: int) -> Int[np.ndarray, "length"]:
-        """The original index of each token in the new order, int32; shard r is ``[r length/n, (r + 1) length/n)``."""
+        """The original index of each token in the new order, int32; shard r has ``[r length/n, (r + 1) length/n)``."""
         self.check(length)
         index = np.arange(length, dtype=np.int32)
         if self.kind == "striped":
@@ -83,7 +83,7 @@ class Layout:
         return self._reordered(x, axis, self._restored)
 
     def _reordered(self, x, axis: int, move):
-        """``x`` with runs of tokens moved by reshapes: cheaper than a gather, above all in the transpose."""
+        """``x`` with runs of tokens moved by reshapes, which are cheaper than a gather, especially in the transpose."""
         self.check(x.shape[axis])
         if not self.reorders:
             return x

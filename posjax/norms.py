@@ -3,7 +3,7 @@
 The functions keep shapes and dtypes. The specs share one protocol:
 
 * ``spec.init(key, head_dim)`` makes the learned parameters, ``{}`` if there are none;
-* ``spec.apply(params, q, k)`` returns the queries and keys of the norm;
+* ``spec.apply(params, q, k)`` returns the normalised queries and keys;
 * ``spec.commutes_with_rotation`` says whether it may also come after a rotation.
 """
 
@@ -37,8 +37,8 @@ def key_norm(k: Float[Array, "*b heads size"], *, eps: float = 1e-6) -> Float[Ar
 
     (Su, kexue.fm/archives/9859.)
 
-    There is no gain, which would give keys different norms again. A rotation keeps norms, so this may come before or
-    after it; but after a rotation whose table includes an attention factor (YaRN) it would undo the factor.
+    There is no gain, because a gain would give keys different norms again. A rotation keeps norms, so this may come
+    before or after it; but after a rotation whose table includes an attention factor (YaRN) it would undo the factor.
     """
     return rms_norm(k, eps=eps)
 
@@ -53,8 +53,8 @@ def qk_norm(
 ) -> tuple[Float[Array, "*b heads size"], Float[Array, "*b kv_heads size"]]:
     """Root-mean-square norm of queries and keys over each head, with a gain per channel or none.
 
-    With gains it is that of Qwen 3 and Gemma 3 and goes before the rotation; without, that of Llama 4, on either side
-    of it, and logits are ``sqrt(d) cos(q, k)`` under the usual ``1 / sqrt(d)``.
+    With gains it is the norm of Qwen 3 and Gemma 3 and must come before the rotation. Without gains it is that of Llama
+    4 and may come before or after the rotation; with the usual ``1 / sqrt(d)`` logits are then ``sqrt(d) cos(q, k)``.
     """
     return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
 
@@ -93,7 +93,7 @@ class QKNorm(_OfQueriesAndKeys):
     """Spec of ``qk_norm``.
 
     Args:
-        gain: learn a gain per channel for the queries and one for the keys, shared by the heads, from one.
+        gain: learn a gain per channel for the queries and one for the keys, shared by the heads, initially 1.
         eps: added to the mean square.
         unit_offset: multiplies by ``1 + gain``, the gain starting from 0 (Gemma 3).
     """
@@ -116,7 +116,7 @@ class QKNorm(_OfQueriesAndKeys):
         """``qk_norm(q, k, gains)``, shapes and dtypes kept.
 
         Raises:
-            ValueError: if a gain is missing, or is not as wide as what it multiplies.
+            ValueError: if a gain is missing, or has another width than the heads that it multiplies.
         """
         if not self.gain:
             return qk_norm(q, k, eps=self.eps)
@@ -129,7 +129,7 @@ class QKNorm(_OfQueriesAndKeys):
 class CosineNorm(_OfQueriesAndKeys):
     """Queries of norm ``sqrt(d)`` and keys of norm 1, so that the usual ``q . k / sqrt(d)`` is ``cos(q, k)``.
 
-    It needs a scale to be of use: a cosine alone is nearly uniform attention. ``scales.CosineScale`` makes it CosA (Su,
+    Use it with a scale: cosines without one give nearly uniform attention. ``scales.CosineScale`` makes it CosA (Su,
     kexue.fm/archives/9859), ``scales.LearnedCosineScale`` the QK-norm of Henry et al. It commutes with a rotation.
 
     Args:

@@ -23,14 +23,14 @@ class PoPE(Features):
 
         score(i, j) = sum_c softplus(q_c) softplus(k_c) cos((j - i) theta_c + delta_c)
 
-    delta in [-2 pi, 0] is learned for each layer, key head and channel. Both features are 2d wide, so attention costs
-    about twice the scores of RoPE; a cache may hold k, d wide, and rotate on read. It resembles CoCA
-    (:mod:`posjax.coca`), but its key is not halved.
+    delta in [-2 pi, 0] is learned for each layer, key head and channel. Both features are 2d wide, so scores cost about
+    twice those of RoPE; a cache may hold k, d wide, and rotate it on read. PoPE resembles CoCA (:mod:`posjax.coca`),
+    but its key is not halved.
 
-    The paper does not state its softmax scale; a scheme gives 1 / sqrt(d), d the head size, not the width 2d.
+    The paper does not state its softmax scale; a scheme uses 1 / sqrt(d), with the head size d, not the width 2d.
 
-    frequencies: the rule; it is asked for a head of 2d, whose d frequencies are base^(-t/d), and must rotate all of it.
-        If it names a ``head_dim``, that is 2d.
+    frequencies: the rule for a head of size 2d, whose d frequencies are base^(-t/d); it must rotate the whole head. If
+        it sets a ``head_dim``, that is 2d.
     init_delta: ``"zeros"`` (the paper's choice for language and extrapolation) or ``"uniform"`` on [-2 pi, 0].
     precision: see :func:`posjax.rotary_table`.
     """

@@ -1,7 +1,7 @@
 """Integer positions: ranges with an offset, and positions derived from padding masks and packed segments.
 
 Every function of posjax that depends on position takes ``positions``: an int32 array ``[length]`` or
-``[batch, length]``, or a :class:`Range`. Left padding, packing, decoding and reordering are therefore one code path.
+``[batch, length]``, or a :class:`Range`. So left padding, packing, decoding and reordering share one code path.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ _INT32 = np.iinfo(np.int32)
 class Range:
     """The contiguous positions ``start, start + 1, ..., start + length - 1``.
 
-    ``length`` is a Python int. ``start`` is a Python int, and then part of the pytree's static structure, so that the
-    tiles of a mask are known when tracing; or an int32 scalar array (a decoding offset), and then the only leaf.
-    Raises ValueError for a negative length, or a static range that leaves int32.
+    ``length`` is a Python int. ``start`` is a Python int or an int32 scalar array (a decoding offset). A Python int is
+    part of the pytree's static structure, so that the tiles of a mask are known when tracing; an array is the only
+    leaf. Raises ValueError for a negative length, or a static range that leaves int32.
     """
 
     start: int | Int[Array, ""]
@@ -77,8 +77,8 @@ Positions = Range | Int[Array, "length"] | Int[Array, "batch length"]
 def as_array(positions: Positions) -> Int[Array, "*batch length"]:
     """The positions as an int32 array ``[length]`` or ``[batch, length]``.
 
-    Raises ValueError for another rank, for positions that are not integers, and for those outside int32, of whatever
-    integer dtype. Inside ``jit`` the values are not known: those of a uint32 or 64-bit array are clipped to int32.
+    Raises ValueError for another rank, for positions that are not integers, and for those outside int32. Inside ``jit``
+    the values are not known: those of a uint32 or 64-bit array are clipped to int32.
     """
     if isinstance(positions, Range):
         return _to_int32("start", positions.start) + jnp.arange(positions.length, dtype=jnp.int32)

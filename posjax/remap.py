@@ -14,9 +14,9 @@ A method is a frozen dataclass, a ``Remap``. With ``r = i - j`` the distances th
     StreamingLLM    by index in a rolling cache: r in the window, min(i, first + recent - 1) - j for the first tokens
     DualChunk       i mod s - j mod s within a chunk, then s + i mod s - j mod s up to c - 1 - j mod s
 
-They are for causal attention: no source defines distances ahead of the query. All change a trained model (InvLeaky
-trains one for plain RoPE) and have no parameters. A cache must hold unrotated keys, except for DualChunk, whose keys
-have one rotation.
+They are for causal attention: no source defines distances ahead of the query. All are applied to a trained model
+(except InvLeaky, which trains a model for plain RoPE) and have no parameters. A cache must hold unrotated keys, except
+for DualChunk, whose keys have one rotation.
 """
 
 import dataclasses
@@ -138,7 +138,7 @@ class Remap:
 class ReRoPE(Remap):
     """Distance ``min(r, w)`` (Su, kexue.fm/archives/9708): remapped queries at position ``w``, remapped keys at 0.
 
-    It works at any length without training; a model trained with it does not extrapolate. Usually with ``ClippedLogN``.
+    It works at any length without training, usually with ``ClippedLogN``; a model trained with it does not extrapolate.
 
     Args:
         window: ``w``; a quarter to a half of the training length is best, the full training length fails.
@@ -157,7 +157,7 @@ class ReRoPE(Remap):
 class LeakyReRoPE(Remap):
     """Distance ``r`` for ``r < w``, then ``w + (r - w) / k`` (Su, kexue.fm/archives/9708).
 
-    ``k = 1`` is RoPE, and ``k`` to infinity ReRoPE. Remapped pairs rotate by ``(i + w (k - 1) - j) theta / k``:
+    ``k = 1`` is RoPE, infinite ``k`` is ReRoPE. Remapped pairs rotate by ``(i + w (k - 1) - j) theta / k``:
     positions stay whole, so they are exact, and the frequencies are divided. See ``inverse_leaky`` for ``k < 1``.
 
     Args:
@@ -214,12 +214,12 @@ class LeakyReRoPE(Remap):
 def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
     """InvLeaky ReRoPE (Su, kexue.fm/archives/9728): train with it at ``length``, then use plain RoPE.
 
-    Leaky ReRoPE with ``w = length / 4`` and ``k = 1 / (2 s)``: beyond the window positions are ``2 s`` apart, so that
+    Leaky ReRoPE with ``w = length / 4`` and ``k = 1 / (2 s)``: beyond the window, positions are ``2 s`` apart, so that
     training at ``length`` includes the distances of sequences ``s`` times as long. The article also tries a base ``s``
     times as large.
 
     Args:
-        length: training length, of which a quarter must be a multiple of ``2 s``.
+        length: training length; a quarter of it must be a multiple of ``2 s``.
         extension: ``s``, longest length over training length.
 
     Raises:
@@ -270,8 +270,8 @@ class SelfExtend(Remap):
 class LMInfinite(Remap):
     """The nearest ``n_local`` keys, and the first ``n_global`` tokens at distance ``min(r, n_local)`` (2308.16137).
 
-    That is ReRoPE on a lambda-shaped mask, ``Window(n_local) | FirstTokens(n_global)``. Without effect up to
-    ``n_local`` tokens. The optional middle tokens and offsets of the paper are left out.
+    This is ReRoPE on a lambda-shaped mask, ``Window(n_local) | FirstTokens(n_global)``. It has no effect up to
+    ``n_local`` tokens. The optional middle tokens and offsets of the paper are not implemented.
 
     Args:
         n_local: as long as the training length.
@@ -304,13 +304,13 @@ class StreamingLLM(Remap):
     """Positions in a rolling cache of the first and the last tokens (arXiv 2309.17453).
 
     Tokens of the window keep their true distance. For a first token ``j`` the key has position ``j`` and the query
-    ``min(i, first + recent - 1)``, the last one of the cache. Up to ``first + recent`` tokens it has no effect. A bias
-    still reads true distances. It does not lengthen the context that a model uses.
+    ``min(i, first + recent - 1)``, the last one of the cache. Up to ``first + recent`` tokens the method has no effect,
+    and it never lengthens the context that a model uses. A bias still reads true distances.
 
     Args:
         first: how many first tokens; 4 in the paper.
-        recent: tokens of the window, the query's own included (the released evaluation drops tokens after each step,
-            not before it, and so has one more); ``first + recent`` is at most the training length.
+        recent: tokens of the window, including the query's own (the released evaluation drops tokens after each step,
+            not before it, so its window has one more); ``first + recent`` is at most the training length.
     """
 
     first: int = 4
@@ -344,12 +344,12 @@ class DualChunk(Remap):
         min(s + i mod s, c - 1)      for keys of the chunk before
         c - 1                        for keys of older chunks
 
-    Distances are true for ``r <= w`` and lie in ``[w, c - 1]`` beyond. The positions of
-    the released ChunkLlama, for a training length ``L``, are ``DualChunk(3 L / 4 + 1, 5 L / 8)``.
+    Distances are true for ``r <= w`` and lie in ``[w, c - 1]`` beyond. The positions of the released ChunkLlama, for a
+    training length ``L``, are ``DualChunk(3 L / 4 + 1, 5 L / 8)``.
 
     Args:
         length: ``c``, the training length.
-        chunk: ``s``, between half of ``c`` and ``c``; three quarters of it when left out.
+        chunk: ``s``, between half of ``c`` and ``c``; None means three quarters of ``c``.
     """
 
     length: int

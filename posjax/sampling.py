@@ -1,15 +1,15 @@
 """Rules that draw positions for training, and give those for evaluation: randomised, equal-mean, CLEX and PoSE.
 
-A model that has seen only the positions 0 .. N - 1 has not learned what lies beyond them. These rules show it longer
-positions on rows of N tokens. They change no parameter and no method: what they draw goes into a model as its
-``positions``, ``coordinates`` and ``length`` arguments.
+A model that has seen only the positions 0 .. N - 1 has not learned larger ones. These rules show it larger positions on
+rows of N tokens. They change no parameter and no method: a model takes the drawn values as its ``positions``,
+``coordinates`` and ``length`` arguments.
 
 Every rule is a frozen dataclass with two methods, ``draw(key, batch, length)`` for training and ``evaluate(length)``.
 Both are pure functions of their arguments, under ``jit`` too, with ``batch`` and ``length`` static.
 
-Ids are distinct and rise along a row, so a causal mask over ids is the causal mask over tokens. Windows and biases
-measure in ids; scales that count visible keys count tokens. Real-valued coordinates are for encodings that are
-functions of them (rotary, sinusoidal); masks and biases still read the token index.
+Ids are distinct and increase along a row, so a causal mask over ids is the causal mask over tokens. Windows and biases
+measure distances in ids; scales that count visible keys count tokens. Real-valued coordinates are for encodings that
+are functions of them (rotary, sinusoidal); masks and biases still read the token index.
 """
 
 import math
@@ -54,7 +54,7 @@ def sorted_subset(
 ) -> Int32[Array, "batch count"]:
     """A uniform subset of ``count`` of the ids 0 .. size - 1 for every row, sorted, without replacement.
 
-    ``limit``, which may be traced and must be at least ``count``, narrows the ids to those below it. The rows hold the
+    ``limit``, which may be traced and must be at least ``count``, keeps only ids below it. A row is the indices of the
     ``count`` largest of ``size`` random words; time and memory are O(batch * size). ValueError if count > size.
     """
     check(0 <= count <= size, f"count must be from 0 to size={size}, found {count}")
@@ -75,12 +75,12 @@ class Randomised:
     """Ids drawn from 0 .. max_length - 1 without replacement and sorted (Ruoss et al., arXiv 2305.16843, section 3).
 
     The k-th of N ids is k (max_length + 1)/(N + 1) - 1 on average, k = 1 .. N. The paper draws once per batch; here
-    every row has ids of its own.
+    every row has its own ids.
 
     Args:
-        max_length: at least every length used; the paper trains on 40 tokens or fewer, tests up to 500 and has 2048.
-        test: ``"even"``, those averages rounded down, for kexue.fm/archives/9444 finds evenly spaced ids better; or
-            ``"random"``, drawn as in training, as the paper has it.
+        max_length: at least every length used; the paper trains on at most 40 tokens, tests up to 500 and uses 2048.
+        test: ``"even"``, those averages rounded down (kexue.fm/archives/9444 finds evenly spaced ids better); or
+            ``"random"``, drawn as in training, as in the paper.
     """
 
     max_length: int = 2048
@@ -101,7 +101,7 @@ class Randomised:
         self._check(batch, length)
         if self.test == "even":
             means = np.arange(1, length + 1) * ((self.max_length + 1) / (length + 1)) - 1
-            # Means are at least 1 apart and at most max_length - 1, so what is rounded down is distinct and in range.
+            # Means are at least 1 apart and at most max_length - 1, so rounding down keeps them distinct and in range.
             return Drawn(jnp.asarray(np.floor(means + 1e-9), jnp.int32))
         check(key is not None, 'test="random" draws positions at evaluation too: pass key=')
         return self.draw(key, batch, length)
@@ -119,20 +119,20 @@ class EqualMean:
     """Real-valued grids 0, s, 2s, ... with a random step s of mean 1 for every row (kexue.fm/archives/9444).
 
     The article stretches linspace(0, 1, N) by a random n of mean N, so that the mean grid in training is the start of
-    the grid 0, 1, 2, ... of any longer test. Its mean step is N/(N - 1); stretching by n (N - 1)/N instead makes it 1
-    exactly, for rows of any length, and s = n/N:
+    the grid 0, 1, 2, ... of any longer test. Its mean step is N/(N - 1). Here the grid is stretched by n (N - 1)/N, so
+    the mean step is exactly 1 for rows of any length, and s = n/N:
 
         exponential:  s ~ Exp(1)                               n ~ Exp of mean N, the article's best
         beta:         s ~ factor Beta(alpha, alpha (factor - 1))      n ~ M Beta of mean N, M = factor N
 
-    The article gives no alpha; with 1 the beta tends to the exponential as the factor grows. Only for encodings that
-    are functions of a real position (rotary, sinusoidal), and meant for encoders: tables, biases and masks read the
-    token index.
+    The article gives no alpha; with alpha = 1 the beta tends to the exponential as the factor grows. It is only for
+    encodings that are functions of a real position (rotary, sinusoidal), and is meant for encoders: tables, biases and
+    masks read the token index.
 
     Args:
         distribution: ``"exponential"`` or ``"beta"``.
-        factor: M/N, above 1, the longest test length over that of training; read for beta only.
-        alpha: the beta's first parameter.
+        factor: M/N, above 1, the longest test length over that of training; only beta uses it.
+        alpha: the first parameter of the beta distribution.
     """
 
     distribution: str = "exponential"
@@ -165,15 +165,15 @@ class EqualMean:
 class ClexPositions:
     """Ids of a text t times as long as its rows, for training CLEX (Chen et al., arXiv 2310.16450).
 
-    One factor t is drawn for a batch, uniform over 1 .. max_factor, and for each row of N tokens a sorted subset of
-    0 .. t N - 1 that has both ends. The current length is t original_length: CLEX's frequencies are those of factor t.
-    Rows of N >= 2 original_length get these ids over c = N // original_length, hence real-valued ones.
+    Each batch draws one factor t, uniform over 1 .. max_factor. Each row of N tokens draws a sorted subset of
+    0 .. t N - 1 that includes both ends. The current length is t original_length, so CLEX uses the frequencies of
+    factor t. In rows of N >= 2 original_length these ids are divided by c = N // original_length, so they are real.
 
     The published code has the last id at t N // c - 1, which for c > 2 may be smaller than the id before it; here it is
     (t N - 1)/c, the same for c = 1. Memory while drawing is O(batch max_factor N).
 
     Args:
-        original_length: the length the model was trained at before.
+        original_length: the length in tokens that the model was trained on before.
         max_factor: the largest t.
     """
 

@@ -10,7 +10,7 @@ The functions return one factor per query, float32. The specs share one protocol
 * ``spec.init(key, num_heads)`` makes the learned parameters, ``{}`` if there are none;
 * ``spec.factor(params, positions=, visible=, num_heads=)`` returns float32 that broadcasts to
   ``[batch, length, heads]``;
-* ``spec.shift_invariant`` is whether shifting all positions by a constant leaves the factor unchanged.
+* ``spec.shift_invariant`` says whether shifting all positions by a constant leaves the factor unchanged.
 
 ``visible`` is the number of keys that the mask lets each query see, including itself: a count, not a position. Under
 a causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
@@ -28,7 +28,7 @@ from posjax._numbers import level
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
-"""The initial ``s`` reported for SSMax's learned scale, equal to ``ssmax_initial(1024)`` to its three figures."""
+"""The initial ``s`` reported for SSMax's learned scale, equal to ``ssmax_initial(1024)`` to three digits."""
 
 DROPE_FROM_SCRATCH, DROPE_SMOLLM = 0.412, 0.103
 """Slopes ``c`` of DroPE's temperature: of its 0.5B model trained from scratch, and of SmolLM recalibrated."""
@@ -68,8 +68,8 @@ def ssmax(
 ) -> Float[Array, "*b length heads"]:
     """Scale of Scalable-Softmax, ``s_h log(n) + b_h``, where ``p_j ~ n^(s z_j)`` (Nakanishi, arXiv 2501.19399).
 
-    The largest weight stays near 1 at any number of keys when ``s`` times the gap to the other logits exceeds 1; that
-    of plain softmax falls with the number. ``s = 1 / log L`` is the log-n scale with ``minimum=1``.
+    The largest weight stays near 1 at any number of keys when ``s`` times the gap to the other logits exceeds 1. With
+    plain softmax it falls with the number of keys. ``s = 1 / log L`` is the log-n scale with ``minimum=1``.
 
     Args:
         visible: ``n``, keys that each query may see; 0 counts as 1.
@@ -98,8 +98,8 @@ def llama4_temperature(
 ) -> Float[Array, "*b length"]:
     """Temperature of Llama 4's layers without rotation, ``1 + a ln(floor((p + 1) / f) + 1)``.
 
-    The floor is an integer division: 1 for ``p < f - 1``, and ``1 + a ln 2`` (1.0693) from ``p = f - 1`` exactly.
-    Negative positions (padding) get 1. Defaults and names are those of the released configuration.
+    The floor is an integer division: the factor is 1 for ``p < f - 1`` and steps to ``1 + a ln 2`` (1.0693) exactly at
+    ``p = f - 1``. Negative positions (padding) get 1. Defaults and names are those of the released configuration.
 
     Raises:
         ValueError: if ``floor_scale`` is not positive.
@@ -124,8 +124,9 @@ def ministral_temperature(
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
     """YaRN's temperature on the logits, ``(0.1 m ln(s) + 1)^2``, and 1 for ``s <= 1`` (Peng et al., arXiv 2309.00071).
 
-    YaRN multiplies both rotary tables by the root of it. Here it is a scale instead, which also reaches the features
-    that a partial rotary table leaves alone; use one or the other. ``mscale`` is DeepSeek's ``mscale_all_dim``.
+    YaRN multiplies both rotary tables by its square root. Here it is a scale instead, which also multiplies the
+    features that a partial rotary table does not rotate; use only one of the two. ``mscale`` is DeepSeek's
+    ``mscale_all_dim``.
 
     Raises:
         ValueError: if ``factor`` is not positive.
@@ -153,13 +154,13 @@ def drope_temperature(extension: float, slope: float = DROPE_FROM_SCRATCH) -> fl
 def cosine_scale(n: Int[Array, "*b length"] | float) -> Float[Array, "*b length"]:
     """``4 ln n``, the factor of CosA, whose logits are ``4 ln(n) cos(q, k)`` (Su, kexue.fm/archives/9859).
 
-    ``n`` is half the training length (22.18 for 512), or the number of visible keys, of which 0 counts as 1.
+    ``n`` is half the training length (22.18 for 512), or the number of visible keys (0 counts as 1).
     """
     return 4.0 * _log(jnp.maximum(jnp.asarray(n), 1))
 
 
 def qk_norm_initial(length: int) -> float:
-    """``log2(L^2 - L)``, from which QK-norm's learned factor of the cosine starts (Henry et al., arXiv 2010.04245).
+    """``log2(L^2 - L)``, the initial value of QK-norm's learned factor of the cosine (Henry et al., arXiv 2010.04245).
 
     ``L`` is the 97.5th percentile of the lengths of the training sequences.
 
@@ -345,7 +346,7 @@ class MinistralTemperature(_OfPosition):
     Not shift invariant: it reads the position itself.
 
     Args:
-        length: ``L``, the training length in tokens; so many positions make one step of the temperature.
+        length: ``L``, the training length in tokens, and how many positions make one step of the temperature.
         beta: the factor of the logarithm.
     """
 
@@ -406,7 +407,7 @@ class DroPETemperature(_OneFactor):
 
 @dataclasses.dataclass(frozen=True)
 class Constant(_OneFactor):
-    """A constant factor besides ``1 / sqrt(d)``. The factor is ``[1, 1]``.
+    """A constant factor in addition to ``1 / sqrt(d)``. The factor is ``[1, 1]``.
 
     ``Constant(sqrt(d))`` cancels ``1 / sqrt(d)``, as in T5, and in Gemma 4 after its norms.
 
@@ -444,7 +445,7 @@ class CosineScale(_OfCount):
     """Spec of ``cosine_scale``, for logits that are cosines: use it with ``CosineNorm``; together they are CosA.
 
     Args:
-        length: the training length, whose half is ``n``; with None ``n`` is the number of visible keys (CosA-log n).
+        length: the training length; ``n`` is half of it. With None ``n`` is the number of visible keys (CosA-log n).
     """
 
     length: int | None = None
@@ -462,9 +463,9 @@ class CosineScale(_OfCount):
 
 @dataclasses.dataclass(frozen=True)
 class LearnedCosineScale:
-    """One learned factor of the cosine for each layer, from ``qk_norm_initial(length)``: use it with ``CosineNorm``.
+    """One learned factor of the cosine per layer, initially ``qk_norm_initial(length)``: use it with ``CosineNorm``.
 
-    That is the QK-norm of Henry et al. (arXiv 2010.04245). The factor is ``[1, 1]``.
+    Together they are the QK-norm of Henry et al. (arXiv 2010.04245). The factor is ``[1, 1]``.
 
     Args:
         length: ``L``, the 97.5th percentile of the lengths of the training sequences in tokens, at least 2.

@@ -5,8 +5,8 @@
 * ``spec.init(key, num_heads)`` makes the learned parameters of a layer, ``{}`` if there are none;
 * ``spec.logits(params, num_heads)`` returns float32 ``[heads]``.
 
-A head may then attend to nothing; without sinks, softmax models use the first tokens for that. Sinks compose with every
-other slot, since a sink has no position and no scale.
+With a sink a head may attend to nothing; without sinks, softmax models use the first tokens for that. Sinks work with
+every other slot, because a sink has no position and no scale.
 """
 
 import dataclasses

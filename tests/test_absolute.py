@@ -154,7 +154,7 @@ def test_hierarchical_ends_at_the_square():
 
 @pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0, -0.4])
 def test_hierarchical_refuses_alpha(alpha):
-    with pytest.raises(ValueError, match="alpha must be between 0 and 1 and not a half"):
+    with pytest.raises(ValueError, match=r"alpha must be between 0 and 1 and not 0\.5"):
         hierarchical(np.ones((4, 3), np.float32), Range(0, 2), alpha=alpha)
     with pytest.raises(ValueError, match="alpha must be"):
         Hierarchical(4, alpha=alpha)

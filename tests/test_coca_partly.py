@@ -176,7 +176,7 @@ def test_the_preset_and_the_slot_take_lists():
     )
 
 
-BEYOND = r"planes must end by 8, as many as .* rotates in a head of 16, found \(2, 9\)"
+BEYOND = r"planes must not end after 8, the number that .* rotates in a head of 16, found \(2, 9\)"
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ from posjax.remap import Branch, branches
 BACKENDS = {"dense": DENSE, "blockwise": BLOCKWISE}
 """Backends that support every call and run on every platform."""
 IMPLEMENTATIONS = (*BACKENDS, "tpu", "cudnn")
-"""The others run on one platform and raise ValueError for calls that they do not support."""
+"""All names; ``tpu`` and ``cudnn`` run on one platform each and raise ValueError for calls that they do not support."""
 CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
-"""For biases that are functions of the scores (CoPE)."""
+"""Backends for biases that are functions of the scores (CoPE)."""
 
 _LONGEST_DENSE = 512 * 512
-"""Pairs of a head up to which ``dense`` may be the default: with more it pays to skip empty tiles."""
+"""The most pairs of a head for which ``dense`` may be the default: with more pairs it is faster to skip empty tiles."""
 
 _log = logging.getLogger("posjax")
 
@@ -53,7 +53,7 @@ def local_attention(
     return_residuals: bool = False,
     **options,
 ) -> Array | tuple[Array, Array]:
-    """``posjax.attention`` on one device, or split by the compiler: all its arguments but ``partition``."""
+    """``posjax.attention`` on one device, or split by the compiler, with all its arguments except ``partition``."""
     x, scale = prepared(q, k, v, **options)
     check_sinks(sinks, q.shape[2])
     check_ahead(x.bias, x.mask, x.q_positions, x.kv_positions)
@@ -137,7 +137,7 @@ def _check_remap(remap: tuple[Branch, ...], decay, q, k) -> None:
 
 
 def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) -> None:
-    """Raises ValueError if queries and keys differ in number, positions matter, and those of queries are not given.
+    """Raises ValueError if queries and keys differ in number, positions matter, and ``q_positions`` is not given.
 
     The queries may be the last tokens (a cache) or the first; that cannot be known.
     """
@@ -152,7 +152,7 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
 
 
 def reads_positions(bias, mask: Mask | None, remap, decay) -> bool:
-    """Whether a call depends on positions; a bias that is not bound yet counts as if it did."""
+    """Whether a call depends on positions; a bias that is not bound yet is assumed to depend on them."""
     arrays = jax.Array | np.ndarray
     slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
     read = any(not isinstance(slot, OverPairs) or slot.reads_positions for slot in slots)
@@ -160,7 +160,7 @@ def reads_positions(bias, mask: Mask | None, remap, decay) -> bool:
 
 
 def needs_ranges(x: Operands) -> bool:
-    """Whether a call with decay or a bias by distance needs, or is faster with, positions that are ranges."""
+    """Whether a call needs positions that are ranges or is faster with them: with decay, or with a bias by distance."""
     return x.decay is not None or entry.needs_ranges(x)
 
 
@@ -224,7 +224,7 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple
 
 
 def parts_by(implementation: str | None, x: Operands) -> Backends:
-    """The backends of calls whose keys are part of a sequence, such as this one.
+    """The backends of calls like ``x`` whose keys are part of a sequence.
 
     Raises ValueError for a backend that does not give their log-sum-exp.
     """
@@ -241,7 +241,7 @@ def parts_by(implementation: str | None, x: Operands) -> Backends:
 
 
 def _is_small(x: Operands) -> bool:
-    """Whether all logits fit one tile of ``blockwise``: ``dense`` takes no more memory. A symbolic batch is large."""
+    """Whether all logits fit one tile of ``blockwise``: ``dense`` needs no more memory. False for a symbolic batch."""
     batch, kv_heads, group, queries, _ = x.q.shape
     pairs = queries * x.k.shape[2]
     known = isinstance(batch, int)
@@ -309,7 +309,7 @@ def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
     """Why cuDNN is not the default for a call, or None; a host without a suitable GPU is a reason too."""
     if why := cudnn.refusal(x, with_lse):
         return why
-    # In this order: without a GPU nothing of cuDNN is traced.
+    # The GPU is checked first, so that cuDNN is not traced on a host without one.
     return cudnn.unsupported(x) if cudnn.has_gpu() else "this host has no GPU that it runs on"
 
 
@@ -324,7 +324,7 @@ def _say_once(choice: str) -> None:
 
 
 def _with_sinks(out, lse, sinks):
-    """A logit without a value only rescales: ``o exp(lse - lse')`` with ``lse' = log(exp(lse) + exp(sink))``."""
+    """``o exp(lse - lse')`` and ``lse' = log(exp(lse) + exp(sink))``: a sink has no value, so it only rescales."""
     sinks = sinks.astype(lse.dtype)[None, None]
     seen = ~jnp.isneginf(lse)
     finite = jnp.where(seen, lse, 0)

@@ -1,10 +1,10 @@
 """The backends, for calls whose queries are not scaled yet, with all keys of a sequence or part of them.
 
-With part of the keys, the forward pass takes output and log-sum-exp of the other keys and returns them merged,
+With part of the keys, the forward pass takes output and log-sum-exp of the other keys and merges its own into them,
 
     L = log(e^L_1 + e^L_2),   O = O_1 e^(L_1 - L) + O_2 e^(L_2 - L)
 
-and the backward pass takes sums of gradients and returns them increased: with the weights ``P = exp(z - L)`` and
+and the backward pass takes sums of gradients and adds its own to them: with the weights ``P = exp(z - L)`` and
 ``D = rowsum(dO * O) - dL`` of all keys, the gradients of each part are independent. A kernel reads and writes these
 sums in the same pass over memory.
 """
@@ -31,7 +31,7 @@ class Backend:
 
     Args:
         compute: output and log-sum-exp of operands whose queries are scaled.
-        gradients: the gradients of such operands, from ``PerQuery``.
+        gradients: the gradients of these operands, from ``PerQuery``.
     """
 
     compute: Callable[[Operands], tuple[Array, Array]]

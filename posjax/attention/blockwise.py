@@ -1,4 +1,4 @@
-"""Attention in linear memory on any backend: tiles of logits, an online softmax, and a backward that recomputes.
+"""Attention in linear memory on any platform: tiles of logits, an online softmax, a backward pass that recomputes them.
 
 The forward pass keeps, for each block of queries, a running maximum ``m``, a running sum ``l`` and an accumulator
 (Milakov and Gimelshein, arXiv 1805.02867; Rabe and Staats, arXiv 2112.05682); it saves only the output and the
@@ -8,8 +8,8 @@ log-sum-exp ``L``. The backward pass recomputes each tile's weights ``P = exp(S 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = dS K,   dK = dS^T Q,   d(bias) = the bias' own transpose of dS
 
 (Dao et al., arXiv 2205.14135, appendix B; ``dL`` is the gradient of the log-sum-exp itself). Empty tiles of the mask
-are never visited, full tiles are never masked, and of several pairs of features (see ``posjax.remap``) a tile computes
-those that it needs: for every block the tiles are listed by kind in advance.
+are never visited, and full tiles are never masked. With several pairs of features (see ``posjax.remap``) a tile
+computes only those that it needs. For this, the tiles of every block are listed by kind in advance.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     """The same function as ``dense`` in memory linear in the length.
 
-    If masks or positions differ between the rows of a batch, a tile is visited if any row needs it. So long rows are
-    computed a few at a time, the longest one by one.
+    If masks or positions differ between the rows of a batch, a tile is visited if any row needs it. Therefore long rows
+    are computed a few at a time, and the longest ones one at a time.
 
     Args:
         x: the operands.
@@ -102,9 +102,9 @@ def _rows_of_a_plan(x: Operands) -> int:
 
 
 def _rows_at_once(x: Operands) -> int:
-    """How many batch rows share tiles: the largest divisor of their number for tiles of a quarter of a row.
+    """How many batch rows share tiles: the largest divisor of their number that keeps tiles small.
 
-    A tile then has between 64 and 512 tokens a side, and at most ``TILE_ELEMENTS`` logits.
+    A tile has at most ``TILE_ELEMENTS`` logits. Its side is a quarter of the keys, but between 64 and 512 tokens.
     """
     rows, kv_heads, group, queries, _ = x.q.shape
     block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
@@ -127,8 +127,8 @@ def _gradients_of_one_plan(x: Operands, per_query: PerQuery, blocks: Blocks | No
 def _choose_blocks(x: Operands) -> Blocks:
     """Square tiles of at most ``TILE_ELEMENTS`` logits over batch and heads, so that a tile stays in cache.
 
-    With fewer queries than a block a tile has more keys, as long as neither its logits nor the numbers in its keys
-    exceed that. A symbolic batch counts as one row.
+    With fewer queries than a block, a tile has more keys, as long as neither its logits nor the numbers in its keys
+    exceed ``TILE_ELEMENTS``. A symbolic batch counts as one row.
     """
     batch, kv_heads, group, queries, features = x.q.shape
     kv_heads *= batch if isinstance(batch, int) else 1
@@ -313,12 +313,12 @@ def _inexact_leaves(tree):
 
 
 def _learned(x: Operands) -> tuple:
-    """The inputs of logits besides scores that may be learned: the bias, and the soft cap if it is an array."""
+    """The inputs of the logits, besides scores, that may be learned: the bias, and the soft cap if it is an array."""
     return x.bias, x.softcap if is_array_number(x.softcap) else None
 
 
 def _transpose(part: Operands, tile_scores):
-    """Logits of a tile under bias and soft cap, and their transpose, to gradients of scores and ``_learned``."""
+    """Logits of a tile with bias and soft cap, and their transpose, to gradients of scores and ``_learned``."""
     if part.bias is None and part.softcap is None:
         return tile_scores, lambda d_logits: (d_logits, [])
     leaves, rebuild = _inexact_leaves(_learned(part))

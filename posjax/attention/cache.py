@@ -1,9 +1,9 @@
 """The cache of decoding: keys, values and positions of earlier tokens.
 
-A cache has a slot for every token. If a mask hides all but the first few and the recent tokens it is a ring buffer:
-slots for the first few, and ``recent`` more that are reused. Rows of a batch may differ in length. Every row counts its
-own tokens, and padding, on either side, takes no slot. Masks read the positions stored with the keys, so the order of
-the slots does not matter.
+A cache has a slot for every token. If a mask hides all tokens except the first few and the recent ones, the cache is a
+ring buffer: it has slots for the first few, and ``recent`` more that are reused. Rows of a batch may differ in length.
+Every row counts its own tokens, and padding, on either side, takes no slot. Masks read the positions stored with the
+keys, so the order of the slots does not matter.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Cache:
     Args:
         k: keys as returned by ``Scheme.stored``.
         v: values.
-        positions: of every slot's token.
+        positions: the position of every slot's token.
         ids: 0 for a slot that holds a token, -1 for an empty one.
         gates: cumulative gates of every slot's token (FoX), or None.
         total: the gates of the row's last token, ``[batch, heads]``, or None.
@@ -47,11 +47,11 @@ class Cache:
 
     @property
     def slots(self) -> int:
-        """How many tokens it holds."""
+        """How many tokens of a row it can hold."""
         return self.k.shape[1]
 
     def slot(self, index: Int[Array, "batch tokens"], valid: Bool[Array, "batch tokens"]) -> Int[Array, "batch tokens"]:
-        """The slot of the ``index``-th token of a row; one beyond the last for padding."""
+        """The slot of the ``index``-th token of a row; for padding, the index after the last slot."""
         if self.first is not None:
             ring = self.first + (index - self.first) % (self.slots - self.first)
             index = jnp.where(index < self.first, index, ring)
@@ -124,7 +124,7 @@ def empty(
     """
     first, slots = None, capacity
     if kept_keys is not None:
-        # A mask of sinks alone still needs a ring for the tokens that are being written.
+        # A mask that shows only the first tokens still needs a ring for the tokens that are being written.
         needed = kept_keys[0] + max(kept_keys[1], 1) + chunk - 1
         if needed < capacity:
             first, slots = kept_keys[0], needed

@@ -85,8 +85,8 @@ def check_ahead(bias: Bias | None, mask: Mask | None, q_positions: Positions, kv
     key = _seen_ahead(mask, q_positions, kv_positions)
     check(
         key is None,
-        f"bias: this {type(bias).__name__} grows without bound for keys ahead, and the first query sees that at "
-        f"{key}; use mask=Causal(), or symmetric=True if every token sees both sides",
+        f"bias: this {type(bias).__name__} grows without bound for keys ahead, and the first query sees the key at "
+        f"position {key}; use mask=Causal(), or symmetric=True if every token sees both sides",
     )
 
 

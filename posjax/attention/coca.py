@@ -23,12 +23,12 @@ def coca_attention(
 
         z_h(i, j) = scale phi(q_i, p_i) . psi(t_j, p_j) + bias_h(p_i, p_j)
 
-    with the features of ``posjax.coca.features`` and ``scale = 1 / sqrt(d)`` by default, ``d`` twice the width of
-    ``t``. There is no mask unless one is given.
+    with the features of ``posjax.coca.features`` and ``scale = 1 / sqrt(d)`` by default, where ``d`` is twice the width
+    of ``t``. There is no mask unless one is given.
 
     Args:
         q: queries before rotation, ``d`` wide (``d / 2`` for ``"tied"``).
-        t: key projection, ``d / 2`` wide, raw or already through ``posjax.coca.half_width``; may have fewer heads.
+        t: key projection, ``d / 2`` wide, raw or from ``posjax.coca.half_width``; may have fewer heads.
         v: values, any width.
         table: rotation of the whole head at the positions of the queries, as ``posjax.rotary_table`` makes it.
         kv_table: the same for the keys; ``table`` if absent.

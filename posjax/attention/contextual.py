@@ -4,10 +4,10 @@ Position ``p_ij`` sums the gates of keys ``j`` to ``i``, so the tiles of a block
 key to the first, and the carry is the count and the online softmax. Keys must be in the order of their positions (no
 ring buffer).
 
-Costs beyond plain attention: no tile is skipped, whatever the mask, and they are strictly sequential; for every query a
-product with the table, as wide as ``max_position`` keys; for every pair a sigmoid, a cumulative sum and two reads of
-the table's products. The backward pass is autodiff with two levels of checkpoints, one per block of queries and one per
-tile, so every tile's logits are computed three times.
+It costs more than plain attention. No tile is skipped, even if the mask hides it, and the tiles are strictly
+sequential. Every query needs a product with the table, as wide as ``max_position`` keys. Every pair needs a sigmoid, a
+cumulative sum and two reads from the products with the table. The backward pass is autodiff with two levels of
+checkpoints, one per block of queries and one per tile, so every tile's logits are computed three times.
 """
 
 from typing import NamedTuple
@@ -49,11 +49,11 @@ def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries 
 
     Args:
         x: the operands; their bias is a ``ContextualBias``. Their ``q`` is scaled: gates read the scaled scores ``z``.
-        q: the queries before the scale, grouped alike, for the product with the table.
+        q: the queries before the scale, grouped in the same way, for the product with the table.
 
     Returns:
-        Output and log-sum-exp as from ``posjax.attention.dense.dense``: a query that may see no key gives exactly 0,
-        with zero gradients, and minus infinity.
+        Output and log-sum-exp as from ``posjax.attention.dense.dense``. For a query that may see no key the output is
+        exactly 0, with zero gradients, and the log-sum-exp is minus infinity.
 
     Raises:
         ValueError: for another bias, a table of another head size, or several pairs of features.
@@ -72,7 +72,7 @@ def blockwise_contextual(
     Args:
         x: the operands.
         q: the queries before the scale.
-        block: tokens of a tile along either side.
+        block: tokens of a tile along each side.
 
     Raises:
         ValueError: as ``dense_contextual``, and for an empty block.

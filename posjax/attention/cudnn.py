@@ -49,7 +49,7 @@ def refusal(x: Operands, with_lse: bool) -> str | None:
             f"for cuDNN heads must have one size, a multiple of 8 up to {_LARGEST_HEAD}, found {sizes}",
         ),
         (bool(traced), f"for cuDNN {', '.join(traced)} must be a Python int"),
-        (not _known(x.mask), "the masks of cuDNN are none, Causal() and Causal() & Window(n)"),
+        (not _known(x.mask), "cuDNN supports no masks except Causal() and Causal() & Window(n)"),
         (
             x.mask is not None and not _aligned(x),
             "for cuDNN a mask needs equal ranges of positions, known when tracing",
@@ -84,7 +84,7 @@ def _known(mask: Mask | None) -> bool:
 
 
 def _window(mask: Mask | None) -> int | None:
-    """How many keys up to its own a query sees."""
+    """The most keys that a query sees: its own and those before it."""
     sizes = [part.size for part in _parts(mask) if isinstance(part, Window)]
     return min(sizes, default=None)
 

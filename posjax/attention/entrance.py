@@ -39,7 +39,7 @@ def attention(
         z = softcap * tanh(z / softcap),  z = -inf where the mask forbids
         o_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink_h))
 
-    in this order in every backend. A query that may see no key gives exactly 0, with zero gradients. Logits and
+    Every backend uses this order. A query that may see no key gives exactly 0, with zero gradients. Logits and
     statistics are at least float32. Tokens with a negative id in ``masks.Segments`` are padding and may hold NaN
     (unless the mask has ``finite=True``): they affect no output and no gradient.
 
@@ -51,34 +51,37 @@ def attention(
         bias: a bound ``bias.Bias``, the spec of one without parameters (``bias.ALiBi()``), or an array that broadcasts
             to ``[batch, heads, queries, keys]``. Its parameters, or the array, get gradients.
         mask: a ``masks.Mask``, or a boolean array that broadcasts to ``[batch, heads, queries, keys]``, true where a
-            query may see a key; every query sees every key when left out. Both compose: ``Causal() & array``.
+            query may see a key; without a mask every query sees every key. Masks and arrays can be combined:
+            ``Causal() & array``.
         scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
             ``1 / sqrt(size)`` when left out.
         sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
         softcap: bound of the logits (Gemma 2), or None; a scalar array, which may be learned.
         remap: ``posjax.remap.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE).
             ``scale`` multiplies their queries too.
-        decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``, without
-            overflow at any length as long as a query sees no key ahead of it, and no tile spans more than about
-            ``40 / max(a)`` positions (16,000 in xPos; ``"dense"`` is one tile). They get no gradient. Negative rates
-            raise ValueError; traced ones count as 0.
-        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out, which
-            raises ValueError if there are more or fewer keys than queries and the call depends on positions.
+        decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``. It does not
+            overflow at any length if no query sees a key ahead of it and no tile spans more than about ``40 / max(a)``
+            positions (16,000 in xPos; ``"dense"`` has one tile). The rates get no gradient. Negative rates raise
+            ValueError; traced ones count as 0.
+        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out. Without
+            them ValueError is raised if queries and keys differ in number and the call depends on positions.
         kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
         implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) support every call on every
             platform; ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, for example without bias) support
-            some. None: ``"dense"`` for few logits (2^21 over batch and heads, and 512 x 512 of a head), otherwise the
-            kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none or it does not
-            support the call. The logger ``"posjax"`` reports which and why, at debug level. The choice is made when
-            the program is lowered, also for several platforms at once (``jax.export``). A symbolic batch is large.
-        partition: how the queries are split over the Auto axes of a mesh, a ``NamedSharding``, or a ``PartitionSpec``
-            for the mesh in use or that of the arrays: axes for the batch first, for the heads third. Attention then
-            runs on every device inside ``jax.shard_map``. Without it the compiler splits everything but the kernel for
-            TPUs. Explicit axes need no partition: the types of ``q``, ``k`` and ``v`` have it. Key heads that the axis
-            of the heads does not divide are repeated. The sequence is not split here; see ``posjax.attention.sharded``.
-        return_residuals: also return the log-sum-exp of every query, with sinks, float32 ``[batch, queries, heads]``:
-            the sink, or minus infinity without one, for a query that sees nothing. Its gradient is exact, so parts of a
-            longer sequence can be merged; give the sinks to one part only.
+            some calls. None: ``"dense"`` for few logits (at most 2^21 over batch and heads, and 512 x 512 of a head),
+            otherwise the kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none or it
+            does not support the call. The logger ``"posjax"`` reports the choice and the reason, at debug level. The
+            choice is made when the program is lowered, also for several platforms at once (``jax.export``). A symbolic
+            batch counts as large.
+        partition: how the queries are split over the Auto axes of a mesh: a ``NamedSharding``, or a ``PartitionSpec``
+            for the mesh in use or the mesh of the arrays, with the axes of the batch first and those of the heads
+            third. Attention then runs on every device inside ``jax.shard_map``. Without a partition the compiler splits
+            everything except the kernel for TPUs. Explicit axes need no partition: the types of ``q``, ``k`` and ``v``
+            contain it. Key heads are repeated if the axis of the heads does not divide their number. The sequence is
+            not split here; see ``posjax.attention.sharded``.
+        return_residuals: also return the log-sum-exp of every query, sinks included, float32
+            ``[batch, queries, heads]``; for a query that sees no key it is the sink, or minus infinity without one. Its
+            gradient is exact, so parts of a longer sequence can be merged; give the sinks to one part only.
 
     Returns:
         The output in the dtype of ``v``, or the pair of output and log-sum-exp.

@@ -25,8 +25,8 @@ class OnlineSoftmax(NamedTuple):
         return OnlineSoftmax(highest, like_zeros(shape, dtype, q), like_zeros((*shape, value_size), dtype, q))
 
     def added(self, logits, v) -> "OnlineSoftmax":
-        """With the keys of a tile."""
-        # The result does not depend on the maximum that is subtracted, so neither does its gradient.
+        """The state after the keys of a tile."""
+        # The result, and so its gradient, does not depend on the maximum that is subtracted.
         highest = jax.lax.stop_gradient(jnp.maximum(self.highest, logits.max(-1)))
         weights, shrink = jnp.exp(logits - highest[..., None]), jnp.exp(self.highest - highest)
         out = self.out * shrink[..., None] + mix(weights, v, self.out.dtype)

@@ -63,9 +63,9 @@ class Operands(WithAxes):
         remap: the pairs of features that replace the first one in their masks.
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
-        run: if queries and keys are several runs of consecutive tokens from distant parts of the sequence, the length
-            of a run, a multiple of ``RUN``. Then no tile holds tokens of two runs: most of its pairs might be hidden,
-            and numbers relative to its first token might be large.
+        run: the length of a run, a multiple of ``RUN``, if queries and keys are several runs of consecutive tokens from
+            distant parts of the sequence. Then no tile holds tokens of two runs, because most of its pairs might be
+            hidden, and numbers relative to its first token might be large.
     """
 
     q: Float[Array, "batch kv_heads group queries size"]
@@ -99,7 +99,7 @@ class Operands(WithAxes):
         return self.mask, *(pair.where for pair in self.remap)
 
     def with_slots(self, function: Callable) -> "Operands":
-        """The operands with ``function`` of the bias and of every mask, where there is one."""
+        """The operands with ``function`` applied to the bias and to every mask that is not None."""
 
         def of(slot):
             return None if slot is None else function(slot)
@@ -113,8 +113,8 @@ class PerQuery(NamedTuple):
 
     Args:
         d_out: the gradient of its output.
-        lse: its log-sum-exp; infinity, which makes its weights 0, if it sees nothing. In a kernel, less the constant
-            that the bias adds to all of its logits.
+        lse: its log-sum-exp; infinity, which makes its weights 0, if it sees nothing. In a kernel, the constant that
+            the bias adds to all of its logits is subtracted.
         correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp.
         d_lse: ``dL``, the sum of the gradients of all its logits; 0 if another part of the keys counts it, and None
             within a kernel.
@@ -140,7 +140,7 @@ def per_query_of(
 
     Args:
         rows: output and log-sum-exp.
-        cotangents: theirs.
+        cotangents: the cotangents of both.
         summed: an implementation of ``row_sums``.
     """
     (out, lse), (d_out, d_lse) = rows, cotangents
@@ -177,7 +177,7 @@ def split_heads(x, heads: tuple[int, ...]):
 
 
 def vary_alike(operands):
-    """Inside ``shard_map``: every array varies over all mesh axes that any of them does; numbers are left alone.
+    """Makes every array, inside ``shard_map``, vary over all mesh axes that any of them varies over, except numbers.
 
     The transpose of this step sums the gradient of a parameter that is the same on all devices, such as a slope.
     """
@@ -220,7 +220,7 @@ def statistics_dtype(x: Array) -> jnp.dtype:
 def with_bias(
     bias: Bias | None, tile: Float[Array, "batch kv_heads group q k"], q_positions, kv_positions
 ) -> Float[Array, "batch kv_heads group q k"]:
-    """The logits of a tile of scaled scores under a bias, which takes one head axis."""
+    """The logits of a tile of scaled scores with a bias, which is applied with all heads on one axis."""
     if bias is None:
         return tile
     batch, kv_heads, group, q, k = tile.shape
@@ -236,7 +236,7 @@ def checked_softcap(softcap, q: Array) -> float | Float[Array, ""] | None:
     """The soft cap of a call: None, a number, or a scalar array in the dtype of the logits, perhaps learned.
 
     Raises:
-        ValueError: unless it is positive and finite, as far as it is known.
+        ValueError: unless it is positive and finite; only checked if its value is known.
     """
     if softcap is None:
         return None
@@ -249,9 +249,9 @@ def decay_factors(
 ) -> tuple[Float[Array, "*b q size"], Float[Array, "*b k size"]]:
     """Factors of the queries and keys of a tile, in their layouts, whose product is ``exp(-a (i - j))``.
 
-    The centre is the tile's last key, so the factors of keys are at most 1. Those of queries exceed 1 only for keys
-    ahead of them; the bound on their exponent is never reached for a key behind that is less than
-    ``_LARGEST_EXPONENT / max(a)`` from the last one (16,000 positions in xPos).
+    Both are relative to the tile's last key, so the factors of keys are at most 1. Those of queries exceed 1 only if
+    that key is ahead of them. The bound on their exponent is never reached if the tile has a key behind the query that
+    is less than ``_LARGEST_EXPONENT / max(a)`` positions from its last key (16,000 in xPos).
     """
     q_positions, kv_positions = level(q_positions, kv_positions)
     centre = kv_positions.max(-1, keepdims=True)
@@ -264,7 +264,7 @@ def decay_factors(
 
 
 def decayed(x: Array, factor: Array) -> Array:
-    """Features times the factors of their decay, in their own dtype."""
+    """Features times the factors of their decay, in the dtype of the features."""
     x, factor = level(x, factor)
     return (x.astype(factor.dtype) * factor).astype(x.dtype)
 
@@ -310,7 +310,7 @@ def gather(
 ) -> Float[Array, "batch kv_heads size k"]:
     """``x^T weights``, summed over the query heads of each key head, in ``dtype``.
 
-    The transpose of ``weights^T x``: of the two factors only the small one is ever transposed.
+    This is the transpose of ``weights^T x``, so that only the smaller factor is ever transposed.
     """
     narrow = jnp.swapaxes(_fold(x), -1, -2)
     return jnp.einsum("bkdr,bkrs->bkds", narrow, _fold(weights.astype(x.dtype)), preferred_element_type=dtype)

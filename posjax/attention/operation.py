@@ -1,6 +1,6 @@
 """Attention as one JAX primitive: forward, tangents and backward, each computed by a backend for the platform.
 
-Merging part of the keys into earlier results is such a primitive too; see ``posjax.attention.backends``.
+Merging part of the keys into earlier results is a primitive of the same kind; see ``posjax.attention.backends``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attend(backends: Backends, x: Operands, scale: Any) -> tuple[Array, Array]:
 
 
 def attend_here(backend: Backend | TPU, x: Operands, scale: Any) -> tuple[Array, Array]:
-    """``attend`` by a backend that is traced now, whatever the platform: an interpreted kernel."""
+    """``attend`` by a backend that is traced now, for any platform; used for an interpreted kernel."""
     number = is_number(scale)
     return _here((backend, scale if number else None), x, None if number else scale)
 
@@ -96,7 +96,7 @@ def per_query_of(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery
 
 
 def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
-    """Sums of cotangents (None if not wanted) plus those of these keys. Those of queries are of scaled queries."""
+    """Sums of cotangents (None if not wanted) plus those of these keys; for queries, those of scaled queries."""
     form, arrays = Form.of((x, scale, per_query, so_far), unique=has_own(x))
     structure = jax.tree.structure(so_far)
     sums = tuple(range(-structure.num_leaves, 0))

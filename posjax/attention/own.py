@@ -51,7 +51,7 @@ def on_device(slot: Any) -> Any:
 
 
 def heads_of(slot: Bias | Mask) -> int | None:
-    """For how many heads a bound bias or a mask is; None if its values are the same for all.
+    """The number of heads that a bound bias or a mask is for; None if its values are the same for all.
 
     Raises:
         ValueError: for a class that JAX does not know, or values that fail, naming the class.
@@ -60,7 +60,7 @@ def heads_of(slot: Bias | Mask) -> int | None:
     if isinstance(slot, OfPairs):
         heads = slot.array.shape[1]
     elif isinstance(slot, Bias) and not is_own(slot) and sizes_of(slot, "heads"):
-        # A bias that the library binds for one head has one entry, which does not broadcast.
+        # An axis of size 1 in a bias of the library means one head: it does not broadcast.
         return max(sizes_of(slot, "heads"))
     else:
         here = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -97,7 +97,7 @@ def _check_axes(part: OverPairs) -> None:
     check(not more, f"{kind.__name__} has fields {more} besides those of {owner.__name__}: give it axes of its own")
 
 
-# Properties of the values or pairs of a class, which must be overridden together with those.
+# Properties that describe values or pairs: a class that overrides values or pairs must override these too.
 _DERIVED_FROM = {"values": ("by_distance", "constant_from"), "pairs": ("bounds", "kept_keys")}
 
 
@@ -113,12 +113,13 @@ def _check_derived(kind: type[OverPairs]) -> None:
             kept = [name for name in derived if hasattr(kind, name) and inherited(name)]
             check(
                 not kept,
-                f"{kind.__name__} overrides {changed} but inherits {kept}, which describe the old: override them too",
+                f"{kind.__name__} overrides {changed} but inherits {kept}, which describe the old {changed}: override "
+                "them too",
             )
 
 
 def _owner(kind: type, name: str) -> type:
-    """The class that defines a method of another."""
+    """The class, ``kind`` or one of its bases, that defines an attribute."""
     return next(base for base in kind.__mro__ if name in vars(base))
 
 
@@ -143,8 +144,8 @@ def _check_tile(part: OverPairs, x: Operands, batch: int, heads: int) -> jax.Sha
     hint = "; name the axes of arrays of tokens in axes" if tile.shape[-2:] == (x.q.shape[3], x.k.shape[2]) else ""
     check(
         _fits(tile.shape, (batch, heads, q, k)) and not (isinstance(part, Mask) and tile.ndim == 3),
-        f"{name} must give [batch, heads, queries, keys] = {(batch, heads, q, k)}, or what broadcasts to it, on a tile "
-        f"of {q} queries and {k} keys, found shape {tile.shape}{hint}",
+        f"{name} must give [batch, heads, queries, keys] = {(batch, heads, q, k)}, or a shape that broadcasts to it, "
+        f"on a tile of {q} queries and {k} keys, found shape {tile.shape}{hint}",
     )
     return tile
 
@@ -157,7 +158,7 @@ def _method(part: OverPairs) -> str:
 
 
 def _like(positions: Positions, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """Positions of ``length`` tokens, with axes of batch and heads if the call's have a batch axis."""
+    """Positions of ``length`` tokens, with axes of batch and heads if those of the call have a batch axis."""
     rows = not isinstance(positions, Range) and positions.ndim == 2
     return jax.ShapeDtypeStruct((batch, 1, length) if rows else (length,), jnp.int32)
 

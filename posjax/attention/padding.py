@@ -16,7 +16,7 @@ from posjax.positions import Positions, Range, as_array
 
 
 def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, ...]:
-    """Queries and arrays over keys, ``[batch, tokens, ...]``, with zeros for the tokens that are padding by their mask.
+    """Queries and arrays over keys, ``[batch, tokens, ...]``, with zeros for tokens that the mask marks as padding.
 
     Padding may hold NaN, and ``0 * NaN`` is NaN: it must be replaced before any product, by ``where``. The transpose
     gives padding gradients of exactly zero.
@@ -26,14 +26,14 @@ def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, .
 
 
 def without_padded_scale(mask: Mask | None, scale, q: Array):
-    """Factors of the queries with zeros for those that are padding by their mask."""
+    """Factors of the queries with zeros for queries that the mask marks as padding."""
     found = padding_of(mask)
     of_tokens = found is not None and scale is not None and jnp.shape(scale)[:-1] == q.shape[:2]
     return zeros_at(found[0], jnp.asarray(scale)) if of_tokens else scale
 
 
 def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
-    """A bound bias with zeros in the arrays over tokens (FoX's gates) for those that are padding by their mask."""
+    """A bound bias with zeros, in its arrays over tokens (FoX's gates), for tokens that the mask marks as padding."""
     found = padding_of(mask)
     if found is None:
         return bias
@@ -41,7 +41,7 @@ def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
 
     def shown(array, names: Names):
         sides = [name for name in names if name in hidden]
-        # An array without a batch axis does not belong to the padding of one batch row.
+        # Padding differs between batch rows, so it does not apply to an array without a batch axis.
         own = len(sides) == 1 and "batch" in names
         return zeros_at(hidden[sides[0]], array, names.index("batch"), names.index(sides[0])) if own else array
 

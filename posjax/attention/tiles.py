@@ -2,16 +2,16 @@
 
 The logits of a head are cut into tiles of ``q`` queries and ``k`` keys. A backend computes the rows of tiles in turn
 (forward: a block of queries; backward: a block of keys) and in each row only the tiles with an allowed pair, sorted by
-kind, so that each kind has its own code. Causal attention in 4 x 4 tiles, ``.`` never visited, ``#`` full, ``m``
-masked, and with a window of two tiles:
+kind, so that each kind has its own code. Causal attention in 4 x 4 tiles (``.`` is never visited, ``#`` is full, ``m``
+is masked), the same with a window of two tiles, and with remapped pairs:
 
     m . . .        m . . .        pairs remapped (ReRoPE) beyond one    m . . .
     # m . .        m m . .        tile: ``r`` is scored by the remapped b m . .
     # # m .        . m m .        features, ``b`` by both, the rest by  r b m .
     # # # m        . . m m        the near ones                         r r b m
 
-If positions and masks are known when tracing, so is the plan, in NumPy; otherwise it is computed from the bounds of the
-blocks before the first tile.
+If positions and masks are known when tracing, the plan is made then, in NumPy. Otherwise it is computed from the bounds
+of the blocks before the first tile.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ NEAR, BEHIND, AHEAD = "near", "behind", "ahead"
 class Blocks(NamedTuple):
     """Tokens of a tile along the queries and along the keys.
 
-    A kernel cuts a tile further: ``part`` is the keys (forward) or queries (backward) of one matrix product.
+    A kernel cuts a tile further: ``part`` is the number of keys (forward) or queries (backward) of one matrix product.
     """
 
     q: int
@@ -44,8 +44,8 @@ class Kind:
     """What is needed to compute the logits of a tile.
 
     Args:
-        pairs: the pairs of features that score some of it.
-        masked: whether some of its pairs are forbidden.
+        pairs: the pairs of features that compute some of its scores.
+        masked: whether some of its pairs of tokens are forbidden.
         reach: ``NEAR``, ``BEHIND`` or ``AHEAD``.
     """
 
@@ -55,7 +55,10 @@ class Kind:
 
 
 class TilePlan(NamedTuple):
-    """The kinds that occur, and that of every tile, ``[batch or 1, q blocks, k blocks]``: its index plus 1, or 0."""
+    """The kinds that occur, and for every tile the index of its kind plus 1, or 0 if it is not visited.
+
+    ``grid`` is ``[batch or 1, q blocks, k blocks]``.
+    """
 
     kinds: tuple[Kind, ...]
     grid: np.ndarray | jax.Array

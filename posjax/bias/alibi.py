@@ -43,7 +43,7 @@ def _geometric(num_heads: int) -> np.ndarray:
 def alibi_bias(
     num_heads: int, q_positions: Positions, k_positions: Positions, *, symmetric: bool = False
 ) -> Float[Array, "*b heads q k"]:
-    """The whole ALiBi bias as an array, quadratic; ``attention(..., bias=ALiBi())`` never makes it.
+    """The whole ALiBi bias as an array of quadratic size; ``attention(..., bias=ALiBi())`` never makes it.
 
     ``b_h(i, j) = -m_h (i - j)``, or ``-m_h |i - j|`` when symmetric. It is added after the ``1 / sqrt(d)`` scale.
 
@@ -100,7 +100,7 @@ class ALiBi(BiasSpec):
     """Spec of ALiBi (Press et al., arXiv 2108.12409): ``b_h(i, j) = -m_h (i - j)``.
 
     Args:
-        symmetric: ``-m_h |i - j|``, for bidirectional attention. Such a model cannot distinguish left from right.
+        symmetric: ``-m_h |i - j|``, for bidirectional attention. It does not distinguish left from right.
         learned: the slopes are parameters, initialised to Press et al.'s.
         direction: lets a symmetric bias distinguish left from right. ``"offset"``: keys behind the query count as half
             a position nearer, ``-m_h (|i - j| - 1/2)``, as in the encoders of Ruoss et al. (arXiv 2305.16843).
@@ -109,7 +109,7 @@ class ALiBi(BiasSpec):
             (Al-Khateeb et al., arXiv 2310.13017).
         steepest: the largest slope. The others keep their ratios to it. None is Press et al.'s, ``2^(-8 / H)`` for
             ``H`` heads, a power of two: with few heads, no head is then limited to the nearest tokens. For four heads
-            4.0 was better by 0.18 nats a byte at every length, and level with RoPE (docs/results.md).
+            4.0 was better by 0.18 nats a byte at every length, and about as good as RoPE (docs/results.md).
         ladder: the slopes of this number of heads, repeated; it must divide the number of heads. None gives every head
             its own slope.
     """
@@ -140,7 +140,7 @@ class ALiBi(BiasSpec):
         return None if self.symmetric else "symmetric=True"
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
-        """``{"slopes": [heads]}`` when learned, with ``"ahead"`` if each direction has its own; otherwise nothing."""
+        """``{"slopes": [heads]}`` when learned, with ``"ahead"`` if each direction has its own; otherwise ``{}``."""
         return {name: self.slopes(num_heads) for name in self._learned}
 
     def slopes(self, num_heads: int) -> Float[Array, "heads"]:

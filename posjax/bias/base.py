@@ -17,11 +17,11 @@ class Bias(OverPairs):
     """A bound bias: a registered pytree whose leaves are its parameters, ready to be evaluated on any tile.
 
     Every attention backend gives gradients for the leaves. A subclass must define ``values``, and ``axes`` if its
-    arrays have axes of batch rows or tokens, or one of heads that can be cut.
+    arrays have axes of batch rows or tokens, or an axis of heads that can be cut.
     """
 
     by_distance: ClassVar[bool] = False
-    """Whether it only adds a number that depends on ``i - j`` alone."""
+    """Whether it adds a function of ``i - j`` and does nothing else."""
 
     @property
     def grows_ahead(self) -> bool:
@@ -30,7 +30,7 @@ class Bias(OverPairs):
 
     @property
     def constant_from(self) -> int | None:
-        """The distance from which a bias by distance is constant, separately behind and ahead; or None."""
+        """The distance from which a ``by_distance`` bias is constant on each side of the query; or None."""
         return None
 
     @property
@@ -116,7 +116,7 @@ class BiasSpec:
 
     @property
     def one_sided(self) -> str | None:
-        """The option that fits it to bidirectional attention, ``""`` if none does; None if it already fits."""
+        """The option for bidirectional attention: ``""`` if there is none, None if no option is needed."""
         return None
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:

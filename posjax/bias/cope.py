@@ -18,7 +18,7 @@ class ContextualBias(Bias):
     """``z_ij + interpolate(q_i . table, p_ij)`` with the contextual position ``p_ij = sum_{k=j..i} sigmoid(z_ik)``.
 
     The sum runs over the keys that ``i`` may see, itself included: with all gates open ``p_ij = i - j + 1``. It has no
-    ``values``, as it reads the scores; ``posjax.attention.contextual`` computes it.
+    ``values``, because it reads the scores; ``posjax.attention.contextual`` computes it.
     """
 
     table: Float[Array, "max_position head_dim"]
@@ -83,7 +83,7 @@ class CoPE(BiasSpec):
 
     @property
     def one_sided(self) -> str | None:
-        """No option fits it to bidirectional attention."""
+        """``""``: there is no option for bidirectional attention."""
         return ""
 
     def init(self, key: Array, num_heads: int, head_dim: int) -> dict[str, Array]:
@@ -94,7 +94,7 @@ class CoPE(BiasSpec):
         """The bias with its table.
 
         Raises:
-            ValueError: if ``params`` does not hold one of ``max_position`` rows.
+            ValueError: if ``params`` does not hold a table of ``max_position`` rows.
         """
         table = (params or {}).get("table")
         (table,) = take(params, self, table=(self.max_position, 0 if table is None else table.shape[-1]))

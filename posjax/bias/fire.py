@@ -38,7 +38,7 @@ class InterpolatedBias(Bias):
     axes: ClassVar = {"w2": (None, "heads"), "b2": ("heads",)}
 
     def values(self, q_positions, kv_positions):
-        """The network at the relative distance of each pair, ``[heads, q, k]`` or with a batch before."""
+        """The network at the relative distance of each pair, ``[heads, q, k]`` or with a leading batch."""
         x = self._relative(q_positions, kv_positions).squeeze(-3)
         x, w1, b1 = level(x[..., None], widened(self.w1), widened(self.b1))
         out = jnp.einsum("...qkw,wh->...hqk", jax.nn.relu(x * w1 + b1), widened(self.w2), precision="highest")
@@ -71,8 +71,8 @@ class FIRE(BiasSpec):
         width: hidden units of the network 1 -> width -> heads, both layers with biases, ReLU between them.
         c: initial value of the learned ``c``.
         threshold: ``L0``, fixed; its learned multiplier ``l`` starts at 1.
-        shared_across_layers: one network for all layers, which the paper calls FIRE-S. That plain FIRE has one per
-            layer follows from this name.
+        shared_across_layers: one network for all layers, which the paper calls FIRE-S. This name implies that plain
+            FIRE has one network per layer.
     """
 
     width: int = 32
@@ -102,7 +102,7 @@ class FIRE(BiasSpec):
         """The bias with its network.
 
         Raises:
-            ValueError: if ``params`` does not hold it, or for other heads.
+            ValueError: if ``params`` does not hold it, or holds it for another number of heads.
         """
         return InterpolatedBias(*take(params, self, **self._shapes(num_heads)), self.threshold)
 

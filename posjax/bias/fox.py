@@ -52,7 +52,7 @@ def accumulate(
 
     Args:
         log_gates: from ``FoX.prepare``.
-        start: sum over the earlier chunks, the last column ``c[:, :, -1]`` of theirs; 0 when left out.
+        start: sum over the earlier chunks, which is the last column ``c[:, :, -1]`` of their result; None means 0.
         valid: False at padding, which forgets nothing.
     """
     if valid is not None:
@@ -63,7 +63,7 @@ def accumulate(
 
 @dataclasses.dataclass(frozen=True)
 class FoX(BiasSpec):
-    """Spec of the forgetting transformer (Lin et al., arXiv 2503.02130), usually without any other position.
+    """Spec of the forgetting transformer (Lin et al., arXiv 2503.02130), usually without another position method.
 
     Each token has a forget gate per head, ``f_t = sigmoid(w_h . x_t + b_h)``, and
     ``b_h(i, j) = sum_{l=j+1..i} log f_l = c_i - c_j`` with ``c`` the cumulative sum of ``log f``. A constant gate
@@ -78,9 +78,9 @@ class FoX(BiasSpec):
 
     Args:
         symmetric: ``-|c_i - c_j|``, for bidirectional attention.
-        data_dependent: without it the gates are learned constants of the heads.
+        data_dependent: if False, the gates are learned constants, one for each head.
         decay_times: ``(shortest, longest)`` number of tokens ``T`` after which a head initially decays to ``1/e``,
-            spaced geometrically over the heads: ``b = -log(expm1(1 / T))``. ``b = 0``, 1.4 tokens, when left out.
+            spaced geometrically over the heads: ``b = -log(expm1(1 / T))``. None: ``b = 0``, which is 1.4 tokens.
     """
 
     symmetric: bool = False
@@ -102,7 +102,7 @@ class FoX(BiasSpec):
         return None if self.symmetric else "symmetric=True"
 
     def init(self, key: Array, num_heads: int, model_dim: int) -> dict[str, Array]:
-        """``{"w": [model_dim, heads], "b": [heads]}``, float32, ``w`` normal with 0.02; ``b`` alone for constants."""
+        """``{"w": [model_dim, heads], "b": [heads]}``, float32, ``w`` normal with 0.02; only ``b`` for constants."""
         check_count("num_heads", num_heads)
         b = jnp.zeros(num_heads)
         if self.decay_times is not None:

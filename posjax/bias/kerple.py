@@ -38,7 +38,7 @@ class LogBias(Bias):
 def _clipped(x, least: float, most: float | None = None):
     """``x`` clipped, with a derivative of 1 everywhere: a scalar that has left its bounds can return.
 
-    (The released code clips the stored parameter before each use, to the same effect.)
+    (The released code clips the stored parameter before each use, with the same effect.)
     """
     x = widened(x)
     return x + jax.lax.stop_gradient(jnp.clip(x, least, most) - x)
@@ -49,8 +49,8 @@ def _power(a, p, q_positions, kv_positions):
     a, p = _clipped(a, _SMALLEST), _clipped(p, _SMALLEST, _LARGEST_POWER)
     r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
     a, p = heads_first(a, r), heads_first(p, r)
-    # Autodiff gives no finite derivative of 0^p in p: there the power is taken of 1 and multiplied by 0. Not by a
-    # ``where``, whose gradient jax 0.10.2 compiles to NaN on CPUs at optimisation level 1.
+    # Autodiff gives no finite derivative of 0^p in p. So at distance 0 this computes the power of 1 and multiplies it
+    # by 0. It does not use ``where``: jax 0.10.2 compiles its gradient to NaN on CPUs at optimisation level 1.
     return a * jnp.maximum(r, 1) ** p * (r > 0).astype(a.dtype)
 
 
@@ -75,7 +75,7 @@ class PowerBias(Bias):
 class WeightedPowerBias(PowerBias):
     """A ``PowerBias`` that also damps scores: ``z exp(-a'_h |i - j|^p'_h) + b_h``, with the same bounds for both pairs.
 
-    ``values`` is the additive part alone.
+    ``values`` is only the additive part.
     """
 
     weight_a: Float[Array, "heads"]
@@ -96,11 +96,11 @@ _KINDS = {"log": LogBias, "power": PowerBias, "weighted-power": WeightedPowerBia
 
 @dataclasses.dataclass(frozen=True)
 class Kerple(BiasSpec):
-    """Spec of KERPLE (Chi et al., arXiv 2205.09921), learned scalars per head, one module for all layers.
+    """Spec of KERPLE (Chi et al., arXiv 2205.09921): learned scalars per head, shared by all layers.
 
     ``kind="log"``, the variant its authors recommend: ``b_h = -p_h log(1 + a_h |i - j|)``.
     ``kind="power"``: ``b_h = -a_h |i - j|^p_h``, which is ALiBi for ``p = 1``.
-    ``kind="weighted-power"``: the second also as a factor, ``z exp(-a'_h |i - j|^p'_h) - a_h |i - j|^p_h``, an option
+    ``kind="weighted-power"``: the power bias and a factor, ``z exp(-a'_h |i - j|^p'_h) - a_h |i - j|^p_h``, an option
     of the authors' code (``kerple_power_ap_ap`` in their fork of GPT-NeoX).
 
     At the start every ``p`` is uniform in [0, 2] and every ``a`` in [0, 1].
@@ -113,7 +113,7 @@ class Kerple(BiasSpec):
         check_choice("Kerple kind", self.kind, tuple(_KINDS))
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
-        """``{"a": [heads], "p": [heads]}``, float32, and the same for ``weight_a`` and ``weight_p`` of the third."""
+        """``{"a": [heads], "p": [heads]}``, float32; for ``"weighted-power"`` also ``weight_a`` and ``weight_p``."""
         keys = jax.random.split(key, len(self._names))
         return {
             name: jax.random.uniform(k, (num_heads,), jnp.float32, maxval=2.0 if name.endswith("p") else 1.0)
@@ -124,7 +124,7 @@ class Kerple(BiasSpec):
         """The bias with its parameters.
 
         Raises:
-            ValueError: if ``params`` does not hold them, or for other heads.
+            ValueError: if ``params`` does not hold them, or holds them for another number of heads.
         """
         return _KINDS[self.kind](*take(params, self, **dict.fromkeys(self._names, (num_heads,))))
 

@@ -21,9 +21,9 @@ _BASE = 10_000.0
 class SinusoidBias(Bias):
     """``b_h(i, j) = factors_h (sum_t cos((i - j) theta_t) - c)`` with ``theta_t = 10000^(-2 t / dbar)``.
 
-    The cosine of a difference is an inner product, ``cos i cos j + sin i sin j``: a tile is one product of matrices of
-    width ``dbar`` for all heads, at any positions, besides ``heads`` products of the head size for the scores. The
-    angles are exact; the sum errs by about 1e-5.
+    The cosine of a difference is an inner product, ``cos i cos j + sin i sin j``: a tile costs one product of matrices
+    of width ``dbar`` for all heads, at any positions; its scores cost ``heads`` products of the head size. The angles
+    are exact; the sum has an error of about 1e-5.
     """
 
     factors: Float[Array, "heads"]
@@ -50,20 +50,20 @@ class SinusoidBias(Bias):
 
 @dataclasses.dataclass(frozen=True)
 class Sandwich(BiasSpec):
-    """Spec of Sandwich (Chi et al., arXiv 2212.10356), without parameters, for one direction and for both.
+    """Spec of Sandwich (Chi et al., arXiv 2212.10356), without parameters, for causal and bidirectional attention.
 
     ``b_h(i, j) = (sum_{t=1}^{dbar/2} cos((i - j) 10000^(-2 t / dbar)) - dbar / 2) / (8 h / H)`` for ``h = 1..H``: 0 at
     distance 0, falling on average, but oscillating and bounded. For ``dbar = 128`` the numerator is -1.447, -19.34,
     -33.32 and -53.39 at distances 1, 10, 100 and 1000.
 
     Args:
-        dbar: number of sines and cosines, even. 128 is the paper's by Attention Gym; NeMo takes the head size.
+        dbar: number of sines and cosines, even. 128 is the paper's according to Attention Gym; NeMo uses the head size.
         variant: public code disagrees on the sum. ``"from_one"`` is the one above (NeMo). ``"from_zero"`` runs over
             ``t = 0..dbar/2 - 1`` and does not subtract ``dbar / 2`` (Attention Gym, after the paper's appendix E).
         factor: multiplies the sum, the same in every head. None is the paper's ``H / (8 h)``. With ``"from_zero"``, a
             head's size ``d`` as ``dbar`` and ``sqrt(2 / (pi d))`` as factor, it is the mean logit by distance of
             untrained strict CoCA, if queries and ``t`` are standard normal before the ``relu``. Half of that factor
-            gives the decrease of slack CoCA's.
+            gives the decrease with distance of slack CoCA's mean logit.
     """
 
     dbar: int = 128

@@ -16,7 +16,7 @@ from posjax.bias.base import Bias, BiasSpec, distance
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec"])
 @dataclasses.dataclass(frozen=True)
 class ScaleInvariantBias(Bias):
-    """``z a_t + m_t`` with ``t = |i - j|``; see ``ScaleInvariant``. ``values`` is the offset ``m_t`` alone."""
+    """``z a_t + m_t`` with ``t = |i - j|``; see ``ScaleInvariant``. ``values`` is only the offset ``m_t``."""
 
     spec: "ScaleInvariant"
 
@@ -38,7 +38,7 @@ class ScaleInvariantBias(Bias):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleInvariant(BiasSpec):
-    """Spec of scale-invariant attention (arXiv 2505.17083), without parameters, for one direction and for both.
+    """Spec of scale-invariant attention (arXiv 2505.17083), without parameters, for causal and bidirectional attention.
 
     The logit at distance ``t`` becomes ``a_t z + m_t`` with
 

@@ -24,7 +24,7 @@ def t5_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
 
     Args:
         num_buckets: buckets of one direction.
-        max_distance: distance from which on everything shares the last bucket.
+        max_distance: distance from which all distances share the last bucket.
 
     Returns:
         ``num_buckets - e - 1`` increasing integers, those of buckets ``e + 1 ... num_buckets - 1``.
@@ -49,11 +49,11 @@ def t5_bucket(
     """Bucket of each distance ``i - j`` (positive for keys behind the query), int32.
 
     Causal: keys ahead share bucket 0 with the query itself. Bidirectional: half of the buckets for each side, the keys
-    ahead in the upper half. Below ``e = buckets of a side / 2`` every distance has a bucket; above, they widen
-    logarithmically up to ``max_distance``, beyond which all share the last one.
+    ahead in the upper half. Below ``e = buckets of a side / 2`` every distance has its own bucket. Above, buckets widen
+    logarithmically up to ``max_distance``; all longer distances share the last one.
 
     Raises:
-        ValueError: if the buckets cannot be split so, or ``max_distance`` does not exceed the exact buckets.
+        ValueError: if the buckets cannot be split like this, or ``max_distance`` does not exceed the exact buckets.
     """
     side = _check_buckets(num_buckets, max_distance, bidirectional)
     ahead = jnp.where(distances < 0, side, 0) if bidirectional else 0
@@ -105,7 +105,7 @@ class BucketBias(Bias):
         return max(t5_thresholds(side, self.max_distance), default=side // 2)
 
     def values(self, q_positions, kv_positions):
-        """The table at the bucket of each pair, ``[heads, q, k]`` or with a batch before."""
+        """The table at the bucket of each pair, ``[heads, q, k]`` or with a leading batch."""
         i, j = level(q_positions[..., :, None], kv_positions[..., None, :])
         bucket = t5_bucket(
             difference(i, j),
@@ -121,13 +121,13 @@ class BucketBias(Bias):
 class T5(BiasSpec):
     """Spec of T5's bias (Raffel et al., arXiv 1910.10683): ``b_h(i, j) = table[bucket(i - j), h]``.
 
-    One table for all layers. T5 itself leaves out the ``1 / sqrt(d)`` scale: use ``attention(scale=1.0)``, or
+    One table for all layers. T5 itself does not use the ``1 / sqrt(d)`` scale: use ``attention(scale=1.0)``, or
     ``scales.Constant`` in a scheme.
 
-    Train the table faster than the matrices. In small decoders (4 layers of width 64, AdamW, 500 updates) the best
-    factor of the learning rate was 100, with 10 close behind: perplexity 4.44 and 4.50, where the common rate alone had
-    6.20 (docs/results.md). In ``train`` that is ``learning_rate_factors: {"shared/*": 100}``, or a trial of
-    ``compare.sweep``.
+    Train the table with a higher learning rate than the matrices. In small decoders (4 layers of width 64, AdamW, 500
+    updates) the best factor of the learning rate was 100, with perplexity 4.44; a factor of 10 gave 4.50, and one rate
+    for all parameters 6.20 (docs/results.md). In ``train`` set ``learning_rate_factors: {"shared/*": 100}``, or try
+    factors with ``compare.sweep``.
 
     Args:
         num_buckets: size of the table, both sides together when bidirectional.

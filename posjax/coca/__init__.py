@@ -6,8 +6,8 @@ query, ``k_{m,n} = q_m * t_n``, so that the angle between them is zero at distan
 
     strict(m, n) = sum_j t_{n,j} (x_{m,j}^2 + y_{m,j}^2) cos((m - n) theta_j)
 
-The paper computes this as a three-way product that costs ``O(n^2 d)`` memory, and its code uses another score for that
-reason. But it is a plain inner product ``phi(q, m) . psi(t, n)`` of ``d`` features, and so are its variants: any
+The paper computes this as a three-way product that costs ``O(n^2 d)`` memory, so its code uses another score. But the
+strict score is a plain inner product ``phi(q, m) . psi(t, n)`` of ``d`` features, and so are its variants: any
 attention kernel runs them at the usual cost. With ``c_p = cos(p theta_j)``, ``s_p = sin(p theta_j)``, in each plane
 
     psi           t (c_n, s_n)                                     for every variant
@@ -16,7 +16,7 @@ attention kernel runs them at the usual cost. With ``c_p = cos(p theta_j)``, ``s
     phi slack     ((x^2 + y^2) c_m, 2 x y s_m + (y^2 - x^2) c_m)   what the released code computes
     phi relative  (u^2 c_m - u w s_m, u^2 s_m + u w c_m)           slack without its absolute part
 
-where ``u = (x + y) / sqrt(2)`` and ``w = (y - x) / sqrt(2)``. Strict, tied and relative depend on ``m - n`` alone.
+where ``u = (x + y) / sqrt(2)`` and ``w = (y - x) / sqrt(2)``. Strict, tied and relative depend only on ``m - n``.
 Slack also has ``t (w^2 cos((m + n) theta) + u w sin((m + n) theta))``, so shifting all positions changes it.
 
 Features are quadratic in the query: they are built in float32 and cast last; do not use float16. A cache should hold

@@ -1,4 +1,4 @@
-"""CoCA's features of queries and keys, and as the feature slot of a scheme."""
+"""CoCA's features of queries and keys, and their spec for the feature slot of a scheme."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -33,7 +33,7 @@ def features(
     Args:
         q: queries before rotation, ``d`` wide; ``d / 2`` wide for ``"tied"``, one number per plane.
         t: the key projection, ``d / 2`` wide, raw or already through ``half_width``. May have fewer heads (GQA).
-        table: rotation at the positions of the queries, all ``d / 2`` planes of it.
+        table: rotation at the positions of the queries, for all ``d / 2`` planes.
         kv_table: rotation at the positions of the keys; ``table`` if absent.
         variant: ``"strict"``, ``"tied"``, ``"slack"`` or ``"relative"``.
         pairing: which channels of ``q`` form a plane, ``(j, j + d/2)`` for ``"half"`` or ``(2j, 2j + 1)`` for
@@ -76,7 +76,7 @@ def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) 
 
 
 def half_width(t: Float[Array, "*b half"]) -> Float[Array, "*b half"]:
-    """``relu(t)``: the non-negative key of each plane, what a cache holds. Applying it twice changes nothing."""
+    """``relu(t)``: the non-negative key of each plane, which a cache holds. Applying it twice changes nothing."""
     return jax.nn.relu(t)
 
 

@@ -39,7 +39,7 @@ class PartlyCollinear(Rotary):
         frequencies: the rule. Channels that it does not rotate belong to no plane.
         pairing: which channels form a plane; see ``rotary.apply_rotary``.
         precision: see ``posjax.rotary_table``.
-        planes: ``(first, last)``: CoCA's are the planes ``first <= j < last``. Plane 0 rotates fastest.
+        planes: ``(first, last)``: CoCA is used in the planes ``first <= j < last``. Plane 0 rotates fastest.
 
     Raises:
         ValueError: for planes that are not two whole numbers in order, or that a head does not have, once its size is
@@ -62,8 +62,8 @@ class PartlyCollinear(Rotary):
         count = self.frequencies.rotary_dim(head_dim) // 2
         check(
             self.planes[1] <= count,
-            f"planes must end by {count}, as many as {shown(self.frequencies)} rotates in a head of {head_dim}, found "
-            f"{self.planes}",
+            f"planes must not end after {count}, the number that {shown(self.frequencies)} rotates in a head of "
+            f"{head_dim}, found {self.planes}",
         )
         return head_dim
 

@@ -59,9 +59,10 @@ def join(first: Float[Array, "*b planes"], second: Float[Array, "*b planes"], pa
 def feature(
     formula: tpu.Formula, pairing: str | None, cos: Array, sin: Array, x: Float[Array, "batch length heads width"]
 ) -> Float[Array, "batch length heads size"]:
-    """First features of all planes, then second, of a table ``[batch or 1, length, planes]``, in the dtype of ``x``.
+    """Features with a table ``[batch or 1, length, planes]``: the first of all planes, then the second.
 
-    Computed in at least float32. ``pairing`` is None for a formula of one component: that is all of ``x``.
+    Computed in at least float32, returned in the dtype of ``x``. ``pairing`` is None for a formula of one component,
+    which is then all of ``x``.
     """
     function = _Feature(formula, pairing)
     if tpu.supports(x, cos) and not split_by_compiler(x):

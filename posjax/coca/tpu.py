@@ -9,8 +9,8 @@ table is repeated the same way. So every step fills the lanes, and the halves ar
     dq      = (dx in the first half, dy in the second) R,    (dx, dy) the gradient of g_1 f_1 + g_2 f_2
 
 for a formula ``f`` of single planes and the halves ``g_1``, ``g_2`` of the cotangent of ``phi``. ``R`` puts components
-where ``q`` has them. One component half as wide as a head, such as ``t``, is treated the same way, with enough heads
-at once to fill the lanes.
+where ``q`` has them. A single component half as wide as a head, for example ``t``, is treated the same way, with
+enough heads at once to fill the lanes.
 """
 
 import math
@@ -26,10 +26,10 @@ from jaxtyping import Array, Float
 
 _LANES = 128
 _TOKENS, _COLUMN_BYTES = 512, 2048
-"""Largest tokens and column bytes of a block of features."""
+"""The largest number of tokens, and of column bytes, in a block of features."""
 
 Formula = Callable[..., tuple[Array, Array]]
-"""From components (one or two), cosines and sines of planes to their two features."""
+"""Maps one or two components, cosines and sines of planes to their two features."""
 
 
 def supports(x: Array, cos: Array) -> bool:
@@ -81,7 +81,7 @@ def gradient(
 
 
 def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list, width: int, interpret) -> Array:
-    """The results of a step for each group of heads, ``width`` numbers a head."""
+    """The results of a step for each group of heads, ``width`` numbers per head."""
     x, size = arrays[0], 2 * table[0].shape[-1]
     (batch, length, heads, _), (tokens, block) = x.shape, _block(x, size)
     table = [jnp.tile(part, 2).reshape(-1, length, size) for part in table]
@@ -132,7 +132,7 @@ def _gathered(width: int, size: int, pairing: str | None) -> np.ndarray:
 
 
 def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
-    """``refs``: matrices, as many arrays, and the output, which is written group of heads by group."""
+    """``refs``: matrices, as many arrays, and the output, which is written one group of heads at a time."""
     *given, made = refs
     matrices, arrays = given[: len(given) // 2], given[len(given) // 2 :]
     for n in range(groups):

@@ -31,8 +31,8 @@ class Anomaly(NamedTuple):
 
     ``fraction``: share of the (query, key) pairs with ``Theta > pi``. ``weighted``: the same, each pair weighted by
     ``|z|``. ``in_zone`` and ``in_zone_weighted``: share of the pairs that are also less than ``tau`` apart, where the
-    score still rises with distance. ``zone``: mean of ``min(tau, N)`` over the pairs with
-    ``Theta > pi``, in tokens, for a context of ``N``. ``strength``: mean of ``|z|``.
+    score still rises with distance. ``zone``: mean of ``min(tau, N)`` over the pairs with ``Theta > pi``, in tokens,
+    for a context of ``N``. ``strength``: mean of ``|z|``.
     """
 
     fraction: Float[np.ndarray, "*b heads planes"]
@@ -101,9 +101,9 @@ def coca_anomaly(
     positions: Int[Array, "length"] | None = None,
     length: int | None = None,
 ) -> Anomaly:
-    """The anomaly of CoCA: zero for strict and tied, by construction; of the relative part for slack and relative.
+    """The anomaly of CoCA: zero by construction for strict and tied, that of the relative part for slack and relative.
 
-    That part is ``t |u| |u + i w| cos((m - n) theta + psi)`` with ``psi = arg(u^2 + i u w)``, where
+    The relative part is ``t |u| |u + i w| cos((m - n) theta + psi)`` with ``psi = arg(u^2 + i u w)``, where
     ``u = (x + y) / sqrt(2)``, ``w = (y - x) / sqrt(2)``: it first rises where ``u w < 0``. Arguments as for
     ``rotary_anomaly``; ``absolute_share`` measures slack's absolute part.
     """

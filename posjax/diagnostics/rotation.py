@@ -40,8 +40,8 @@ def mean_score(
     """``mean_t cos(r theta_t)``: the score at distance ``r`` of a key like the query, as a share of that at 0.
 
     It is ``E[q . R_r (q + e)] / E[q . q]`` for independent components of equal variance and independent noise ``e``
-    (arXiv 2405.14591); the base is large enough for a context if this stays positive in it. Arguments as for
-    ``decay_indicator``.
+    (arXiv 2405.14591). The base is large enough for a context if this is positive at all its distances. Arguments as
+    for ``decay_indicator``.
     """
     return _phasors(rule, distances, head_dim, options).real.mean(-1)
 
@@ -49,8 +49,8 @@ def mean_score(
 def turns(rule: Rule, length: int, *, head_dim: int | None = None) -> Float[np.ndarray, "half"]:
     """``length * theta_t / (2 pi)``: how often each pair turns within ``length`` positions, float64.
 
-    Of a pair below one turn, the model has not seen all angles in training. With ``head_dim=128``, base 10,000 and
-    4,096 positions, 46 of 64 pairs complete a turn.
+    If a pair makes less than one turn, the model has not seen all its angles in training. With ``head_dim=128``, base
+    10,000 and 4,096 positions, 46 of 64 pairs complete a turn.
 
     Args:
         rule: a frequency rule, whose frequencies for ``length`` are used, or frequencies ``[d/2]``.
@@ -79,7 +79,7 @@ def exactness(rule: Rule, *, head_dim: int | None = None, powers: range = range(
     """The errors of angles at positions up to ``2^p``, in three arithmetics, against integer arithmetic.
 
     ``float32`` is the float32 product of position and frequency; ``bfloat16`` the same with the position rounded to
-    bfloat16, as in a model cast as a whole; ``exact`` is posjax's fixed point. Random angles have errors up to pi.
+    bfloat16, as in a model that is cast to it; ``exact`` is posjax's fixed point. Random angles have errors up to pi.
 
     Args:
         rule: a frequency rule, or float64 frequencies in radians per position ``[d/2]``.

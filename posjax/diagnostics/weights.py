@@ -93,8 +93,8 @@ def weight_curve(
 ) -> Curve:
     """Weights and logits of a scheme against the distance ``r = i - j``, for one query and equal keys.
 
-    The context is as long as the largest distance needs, and the query is its last token (or, for negative distances of
-    bidirectional schemes, as far from the end as the smallest needs).
+    The context is just long enough for the largest distance, and the query is its last token. Negative distances, of
+    bidirectional schemes, add tokens after the query.
 
     Args:
         scheme: any scheme.
@@ -133,9 +133,9 @@ def receptive_field(
 ) -> Int[np.ndarray, "heads"]:
     """The distance that contains ``share`` of the weight if all contents have the same score.
 
-    Queries are zero, so only bias, mask and scale decide. Through ``layers`` such layers the distances add up, as in a
-    random walk, where each layer has a context that is long enough; a window of ``w`` reaches ``layers (w - 1) + 1``
-    keys for a share of 1. ALiBi's slope ``m`` gives ``ceil(ln(1 / (1 - share)) / m)`` keys.
+    Queries are zero, so only bias, mask and scale decide. Through ``layers`` equal layers the distances add up as in a
+    random walk, if each layer has a context that is long enough; a window of ``w`` reaches ``layers (w - 1) + 1`` keys
+    for a share of 1. ALiBi's slope ``m`` gives ``ceil(ln(1 / (1 - share)) / m)`` keys.
 
     Args:
         scheme: a scheme for causal attention.
@@ -281,7 +281,8 @@ def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
     """Weights of every sequence, one block of keys at a time: ``[batch, blocks, queries, heads, block]``.
 
     ``reduce`` is applied to each block. Values are unit vectors, so that the output of attention is its weights. Maps
-    of values (VO-RoPE) are rotations: the map of outputs undoes them before, and the map of values after.
+    of values (VO-RoPE) are rotations: applying the map of outputs before attention, and that of values after it,
+    cancels them.
     """
     keys, kv_heads = rows[1].shape[1:3]
     maps = scheme.maps

@@ -5,13 +5,13 @@
 Queries and keys are features (``posjax.linear.kernels``), ``c`` is the log scale of a key. The sums over j are products
 of ``phi_i`` with a state, ``S = sum_j exp(c_j) psi_j v_j^T`` and ``z = sum_j exp(c_j) psi_j``: linear time, and one
 state of fixed size when decoding (Katharopoulos et al., arXiv 2006.16236, section 3). Sums are stored divided by
-``exp(M)``, ``M`` the largest ``c`` so far, which cancels: nothing overflows, and no key ahead is read.
+``exp(M)``, where ``M`` is the largest ``c`` so far. This factor cancels, nothing overflows, and no later key is read.
 
-With ``q_numerator`` and ``k_numerator`` the numerator has its own features, those with RoPE applied.
+With ``q_numerator`` and ``k_numerator`` the numerator has its own features, with RoPE applied.
 
-Segments: ids ``[batch, length]`` of packed documents. A document is contiguous, that is, its id does not return after
-another one; negative ids are padding: they see nothing, are seen by nothing and do not change a state. A query that
-sees nothing, or has no weight on the keys it sees, gives exactly 0 with zero gradients.
+Segments: ids ``[batch, length]`` of packed documents. A document is contiguous: its id does not appear again after
+another id. Negative ids are padding: they see nothing, are seen by nothing and do not change a state. A query that sees
+nothing, or has no weight on the keys it sees, gives exactly 0 with zero gradients.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from posjax._shapes import grouped, in_blocks, joined, ungrouped, zeros_at
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """The state of causal attention after the last token of every batch row, for the document that is open there.
+    """The state of causal attention after the last token of every batch row, for the last document of the row.
 
     Args:
         s: ``exp(-M) sum_j exp(c_j) psi_j v_j^T``, with the numerator's ``psi``; at least float32.
@@ -49,7 +49,7 @@ class LinearState:
 def empty_state(
     batch: int, num_kv_heads: int, size: int, value_size: int, *, numerator_size: int | None = None, dtype=jnp.float32
 ) -> LinearState:
-    """The state before the first token, for features ``size`` wide (those of the numerator may differ).
+    """The state before the first token, for features of width ``size`` (the numerator's width may differ).
 
     Raises:
         ValueError: for a number that is not whole and above 0.
@@ -118,16 +118,17 @@ def chunked(
     state: LinearState | None = None,
     chunk_size: int = 128,
 ) -> tuple[Float[Array, "batch length heads value_size"], LinearState]:
-    """Causal linear attention, chunk by chunk: within a chunk as a matrix, before it through the state.
+    """Causal linear attention, chunk by chunk: a matrix for the keys of the chunk, the state for the keys before it.
 
-    Time ``O(n (m value_size + chunk_size (m + value_size)))`` and memory ``O(n)`` forward and backward, where each
-    chunk is recomputed from the state before it. As many keys as queries; the output has the dtype of ``v``.
+    Time ``O(n (m value_size + chunk_size (m + value_size)))`` and memory ``O(n)``, forward and backward; the backward
+    pass recomputes each chunk from the state before it. There must be as many keys as queries. The output has the dtype
+    of ``v``.
 
     Args:
         phi, psi: features of queries and keys; ``heads`` a multiple of ``kv_heads``.
         v: values.
         log_scale: ``c``, the second result of ``LinearKernel.key``; zero if absent.
-        q_numerator, k_numerator: features of the numerator if they differ, both or neither.
+        q_numerator, k_numerator: features of the numerator if they differ from ``phi`` and ``psi``; both or neither.
         segment_ids: see this module.
         state: the state after the earlier tokens, from an earlier call; empty if absent. Without ``segment_ids`` the
             tokens continue its document.
@@ -135,7 +136,7 @@ def chunked(
             ``S_i = S_{i-1} + psi_i v_i^T``.
 
     Returns:
-        The output, and the state after the last token for the tokens after it.
+        The output, and the state after the last token, for a later call.
 
     Raises:
         ValueError: for shapes that do not fit each other, and a ``chunk_size`` that is not positive.
@@ -157,9 +158,9 @@ def bidirectional(
     segment_ids: Int[Array, "batch length"] | None = None,
     chunk_size: int = 128,
 ) -> Float[Array, "batch length heads value_size"]:
-    """Linear attention over all keys, in ``O(n)``: one state for all queries, which may be those of another sequence.
+    """Linear attention over all keys, in ``O(n)``: one state for all queries, which may be of another sequence.
 
-    With ``segment_ids``, two causal passes: over the keys up to each query, and backwards over those after it.
+    With ``segment_ids`` it makes two causal passes: over the keys up to each query, and backwards over the later keys.
     Arguments as in :func:`chunked`.
     """
     check_count("chunk_size", chunk_size)
@@ -218,7 +219,7 @@ def _add(a: _Sums, b: _Sums) -> _Sums:
 
 
 def _absorb(state: LinearState, x: _Tokens) -> LinearState:
-    """The state after the keys of ``x``, for the last document in ``x``, or the state's own if ``x`` is padding."""
+    """The state after the keys of ``x``, for the last document in ``x``, or for its own if ``x`` holds only padding."""
     valid = x.ids >= 0
     order = jnp.where(valid, jnp.arange(x.ids.shape[1]), -1)
     last = jnp.take_along_axis(x.ids, jnp.maximum(order.max(1, keepdims=True), 0), axis=1)[:, 0]
@@ -375,6 +376,6 @@ def _check_arrays(phi, psi, v, q_numerator, k_numerator, square: bool) -> None:
         fit &= q_numerator.shape[3] == k_numerator.shape[3]
         check(
             fit,
-            f"q_numerator {q_numerator.shape} and k_numerator {k_numerator.shape} must be of one size, with the "
+            f"q_numerator {q_numerator.shape} and k_numerator {k_numerator.shape} must have the same size, and the "
             f"other axes of phi {phi.shape} and psi {psi.shape}",
         )

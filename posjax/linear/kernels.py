@@ -8,7 +8,7 @@ Features are at least float32. Two kinds differ in how they are rotated (:func:`
   8265). The weights then do not sum to one, but they depend on position only through ``i - j``.
 * functions of ``q . k`` (:class:`Taylor`, :class:`Limit`, :class:`Cosine` and, in expectation, ``Performer``). They are
   non-negative for any inner product, so ``q`` and ``k`` are rotated first and numerator and denominator have the same
-  weights: they sum to one.
+  weights, which sum to one.
 """
 
 import math
@@ -33,14 +33,14 @@ def widen(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
 class LinearKernel:
     """A kernel ``phi(q) . psi(k) >= 0``. A subclass is a frozen, hashable dataclass and holds no array.
 
-    Its products are non-negative; its features need not be. Each kernel states its 1 / sqrt(d); elementwise maps have
-    none.
+    Inner products are non-negative; features may be negative. Elementwise maps have no factor 1 / sqrt(d); each kernel
+    says whether it has one.
     """
 
     of_inner_product: ClassVar[bool] = False
-    """Whether ``phi . psi`` is a function of ``q . k``, so that a rotation of ``q`` and ``k`` goes before the map."""
+    """Whether ``phi . psi`` is a function of ``q . k``, so that ``q`` and ``k`` are rotated before the map."""
     random: ClassVar[bool] = False
-    """Whether ``init`` draws random features: not trained, saved with a model, may be redrawn."""
+    """Whether ``init`` draws random features; they are not trained, are saved with a model, and may be redrawn."""
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """Parameters or random features of one layer, ``{}`` if there are none. They are passed back to the maps."""
@@ -75,7 +75,7 @@ class Elu(LinearKernel):
     """
 
     def query(self, params, q):
-        """``elu(q) + 1``, without the rounding of ``1 + expm1``: positive down to -87."""
+        """``elu(q) + 1``, without the rounding of ``1 + expm1``: positive for inputs down to -87."""
         x = widen(q)
         return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
@@ -92,8 +92,8 @@ class Exponential(LinearKernel):
     weights a higher rank; Performer's random matrix is then a part of the projection (Su, kexue.fm 8338).
 
     Efficient attention (Shen et al., arXiv 1812.01243) divides each channel of ``exp(k)`` by its sum over the sequence,
-    that is ``sum_c softmax(q)_c (sum_j exp(k_jc) v_j / sum_j exp(k_jc))``; here, as kexue.fm 7546 has it, all channels
-    share one denominator, as in every other kernel.
+    that is ``sum_c softmax(q)_c (sum_j exp(k_jc) v_j / sum_j exp(k_jc))``; here all channels share one denominator, as
+    in kexue.fm 7546 and in every other kernel.
     """
 
     def query(self, params, q):
@@ -116,7 +116,7 @@ def stabilised(
 def taylor_features(x: Float[Array, "*b d"], order: int) -> Float[Array, "*b m"]:
     """``[1, x, x (x) x / sqrt(2!), ..., (x)^n x / sqrt(n!)]``, of width ``sum_{k=0}^n d^k``.
 
-    Inner products are ``sum_k (x . y)^k / k!``. Any order; an odd one may be negative. (Su, kexue.fm 8601.)
+    Inner products are ``sum_k (x . y)^k / k!``. With an odd order they may be negative. (Su, kexue.fm 8601.)
     """
     check_count("order", order)
     terms = [jnp.ones((*x.shape[:-1], 1), x.dtype)]
@@ -128,7 +128,7 @@ def taylor_features(x: Float[Array, "*b d"], order: int) -> Float[Array, "*b m"]
 def limit_features(x: Float[Array, "*b d"], order: int) -> Float[Array, "*b m"]:
     """``(x)^n [1, x / sqrt(n)]``, of width ``(1 + d)^n``.
 
-    Inner products are ``(1 + x . y / n)^n``, whose limit is the exponential. Any order; an odd one may be negative.
+    Inner products are ``(1 + x . y / n)^n``, whose limit is the exponential. With an odd order they may be negative.
     (Su, kexue.fm 8601.)
     """
     check_count("order", order)
@@ -168,8 +168,8 @@ class ScaledKernel(LinearKernel):
 class Expansion(ScaledKernel):
     """The base of the two expansions of the exponential. Only even orders: odd ones may be negative.
 
-    Exact in the limit, which shows that the rank of softmax attention is not bounded by ``d``. Because of the width,
-    practical only at order 2 with small heads.
+    They are exact in the limit, which shows that the rank of softmax attention is not bounded by ``d``. Because of
+    their width they are practical only at order 2 with small heads.
 
     order: n, the order of the expansion, even.
     """
@@ -203,8 +203,9 @@ class Taylor(Expansion):
 class Limit(Expansion):
     """``(1 + scale q . k / n)^n``, m = ``(1 + d)^n`` (:func:`limit_features`).
 
-    Zero at ``scale q . k = -n`` and grows again below it. If all keys of a query are near that point its denominator is
-    a sum of rounding errors, unlike with :class:`Taylor`: keep ``scale |q| |k|`` below n, by a norm of q and k.
+    It is zero at ``scale q . k = -n`` and grows again below it. If all keys of a query are near that point, the
+    denominator is a sum of rounding errors, unlike that of :class:`Taylor`: use a norm of q and k that keeps
+    ``scale |q| |k|`` below n.
     """
 
     def size(self, head_dim: int) -> int:
@@ -218,9 +219,9 @@ class Limit(Expansion):
 
 @dataclass(frozen=True)
 class Cosine(LinearKernel):
-    """``1 + q_hat . k_hat``, the first order of the exponential made non-negative; m = d + 1, no 1 / sqrt(d).
+    """``1 + q_hat . k_hat``, the non-negative first-order form of the exponential; m = d + 1, no 1 / sqrt(d).
 
-    (Su, kexue.fm 7546.) A vector of zeros has the cosine 0 with everything.
+    (Su, kexue.fm 7546.) A vector of zeros has cosine 0 with every vector.
     """
 
     of_inner_product: ClassVar[bool] = True

@@ -17,15 +17,15 @@ class Performer(ScaledKernel):
 
         psi(k) = m^(-1/2) exp(w_l . k - |k|^2 / 2),  l = 1 .. m,    and phi the same of q
 
-    with ``q`` and ``k`` multiplied by ``sqrt(scale)``, that is ``d^(-1/4)``, first. It is stabilised without bias and
-    without reading later keys: each query is divided by its largest feature, which cancels; each key by its own, whose
-    logarithm is the log scale (``LinearKernel.key``). ``eps`` is then added to every feature, relative to the largest
-    one of its token, so that no denominator vanishes.
+    where ``q`` and ``k`` are first multiplied by ``sqrt(scale)``, that is ``d^(-1/4)``. Stabilisation adds no bias and
+    reads no later keys: the features of each query are divided by the largest one, which cancels; those of each key by
+    its largest one, whose logarithm is the log scale (``LinearKernel.key``). ``eps`` is then added to every feature,
+    relative to the largest one of its token, so that no denominator vanishes.
 
-    The released code subtracts one maximum over all keys instead, which leaks a little of the future to a causal model
-    through ``eps``. Its factory sets ``eps`` to 1e-6; the paper's own and the PyTorch port's is 1e-4. The port's
-    ``num_features`` is ``int(d ln d)``. Queries and keys with larger norms need more features: the relative variance of
-    one feature is ``exp(|q + k|^2) - 1``.
+    The released code subtracts one maximum over all keys instead, so that later keys slightly change earlier outputs of
+    a causal model, through ``eps``. Its factory sets ``eps`` to 1e-6; the paper's own and the PyTorch port's is 1e-4.
+    The port's ``num_features`` is ``int(d ln d)``. Queries and keys with larger norms need more features: the relative
+    variance of one feature is ``exp(|q + k|^2) - 1``.
 
     num_features: m.
     orthogonal: rows of each block of d are orthogonal, which lowers the variance a little; otherwise independent.
@@ -47,7 +47,7 @@ class Performer(ScaledKernel):
         check_count("num_features", self.num_features)
         check_choice("norms", self.norms, ("chi", "constant"))
         check(
-            self.orthogonal or self.norms == "chi", "norms='constant' needs orthogonal=True: Gaussian rows have norms"
+            self.orthogonal or self.norms == "chi", "norms='constant' needs orthogonal=True; otherwise use norms='chi'"
         )
         check_number("eps", self.eps, at_least=0)
 
@@ -59,8 +59,8 @@ class Performer(ScaledKernel):
         """A new projection, float32; to redraw, replace ``params["projection"]`` by it.
 
         Orthogonal blocks are uniform over all rotations and reflections. (The released code keeps the signs of a QR
-        factorisation, so that the first component of a block's first row has one sign only, the others lean to one,
-        and its estimate is biased.)
+        factorisation. The first component of a block's first row then always has the same sign, the others have one
+        sign more often, and the estimate is biased.)
         """
         check_count("head_dim", head_dim)
         rows_key, blocks_key = jax.random.split(key)

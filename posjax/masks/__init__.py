@@ -9,10 +9,10 @@ A mask is a value; it becomes an array only tile by tile. Three kinds exist:
 * ``ArrayMask`` is a boolean array; ``attention(mask=)`` and the operators below convert a plain array to it.
 
 Masks compose with ``&``, ``|`` and ``~``. Every mask is a registered pytree: hyper-parameters are static metadata,
-arrays are leaves. From the bounds of a tile's positions every mask also knows whether the tile is empty, full or mixed,
-so that an attention loop never visits an empty tile and never masks a full one.
+arrays are leaves. From the bounds of a tile's positions a mask computes whether the tile is empty, full or mixed, so
+that attention skips empty tiles and does not mask full ones.
 
-Shapes. Positions arrive as ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile is ``[queries, keys]`` or
+Shapes. Positions are ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile is ``[queries, keys]`` or
 ``[batch or 1, heads or 1, queries, keys]``. Positions are those of the tokens, not of the buffer, so left padding,
 packing, decoding and reordered sequences need nothing special.
 """

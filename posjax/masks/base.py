@@ -52,9 +52,9 @@ class Mask(OverPairs):
         return self.pairs(*level(q_positions[..., :, None], kv_positions[..., None, :]))
 
     def tiles(self, q: BlockBounds, k: BlockBounds) -> tuple[Bool[Array, "*b nq nk"], Bool[Array, "*b nq nk"]]:
-        """For every pair of blocks: whether some pair of tokens may be allowed, and whether all certainly are.
+        """``(some, all)`` for every tile: whether a pair may be allowed, and whether all pairs are certainly allowed.
 
-        ``some`` is never false for a tile with an allowed pair, ``all`` never true for a tile with a forbidden one.
+        ``some`` is never false for a tile with an allowed pair, ``all`` never true for a tile with a forbidden pair.
         """
         rows = (q.low[..., :, None], q.high[..., :, None])
         columns = (k.low[..., None, :], k.high[..., None, :])
@@ -67,9 +67,9 @@ class Mask(OverPairs):
     def visible(self, count: Int[Array, "*b q"], positions: Int[Array, "*b q"], causal: bool) -> Int[Array, "*b q"]:
         """How many of ``count`` contiguous keys each query may see, for scales that count them.
 
-        The keys are those up to the query's position if ``causal``. ``|`` counts keys that both masks allow twice, but
-        never more than ``count``: exact for ``Window(w) | FirstTokens(n)`` if ``causal``. If queries see both sides,
-        queries near an end count keys beyond it.
+        The keys are those up to the query's position if ``causal``. ``|`` adds the counts of its two masks, up to
+        ``count``, so a key that both masks allow counts twice; for ``Window(w) | FirstTokens(n)`` the result is exact
+        if ``causal``. If not ``causal``, queries near an end of the sequence also count keys beyond that end.
         """
         return count
 
@@ -94,7 +94,7 @@ class Mask(OverPairs):
 
 
 def as_mask(mask: "Mask | Array") -> Mask:
-    """A mask unchanged; a boolean array that broadcasts to ``[batch, heads, queries, keys]`` as a mask.
+    """A boolean array that broadcasts to ``[batch, heads, queries, keys]``, converted to a mask; a mask, unchanged.
 
     Raises:
         ValueError: for anything else.
@@ -105,7 +105,7 @@ def as_mask(mask: "Mask | Array") -> Mask:
     write = f": write {mask.__name__}(...)" if isinstance(mask, type) else ""
     check(is_array, f"mask must be a posjax.masks.Mask or a boolean array, found {shown(mask)}{write}")
     wanted = "mask must be boolean, true where a query may see a key"
-    check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}, for which mask != 0 would work")
+    check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}: convert it with mask != 0")
     return ArrayMask(ArrayMask.with_four_axes(mask))
 
 
@@ -123,7 +123,7 @@ class MaskOfHeads(OfSomeHeads, Mask):
         return self.kept(self.whole.allowed(q_positions, kv_positions))
 
     def tiles(self, q, k):
-        """The answers of ``whole``, for some heads if they differ."""
+        """The result of ``whole``, cut to these heads if heads differ."""
         some, every = self.whole.tiles(q, k)
         return self.kept(some), self.kept(every)
 
@@ -177,7 +177,7 @@ class Combined(Mask):
 
     @property
     def reads_positions(self):
-        """Whether one of them does."""
+        """Whether one of the masks reads positions."""
         return any(part.reads_positions for part in self.parts)
 
     @property
@@ -197,7 +197,7 @@ class Pair(Combined):
         return self.join(*level(*(part.allowed(q_positions, kv_positions) for part in self.parts)))
 
     def tiles(self, q, k):
-        """The answers of both masks, joined: safe for ``&`` and for ``|``."""
+        """The results of both masks, joined: still correct bounds for ``&`` and for ``|``."""
         (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
         return self.join(*level(some, some_right)), self.join(*level(every, every_right))
 
@@ -217,7 +217,7 @@ class And(Pair):
 
     @property
     def kept_keys(self):
-        """The smaller of the two; None if both are."""
+        """The pair with the smaller sum; None if both masks have None."""
         found = [part.kept_keys for part in (self.left, self.right) if part.kept_keys is not None]
         return min(found, key=sum, default=None)
 
@@ -238,7 +238,7 @@ class Or(Pair):
 
     @property
     def kept_keys(self):
-        """The larger of each number of the two; None if one of them is."""
+        """The larger of both masks' numbers, first and recent; None if one mask has None."""
         left, right = self.left.kept_keys, self.right.kept_keys
         return None if left is None or right is None else (max(left[0], right[0]), max(left[1], right[1]))
 
@@ -259,7 +259,7 @@ class Not(Combined):
         return ~self.mask.allowed(q_positions, kv_positions)
 
     def tiles(self, q, k):
-        """Some if the mask does not allow all, all if it allows none."""
+        """``some`` if the mask may forbid a pair, ``all`` if it certainly forbids all pairs."""
         some, every = self.mask.tiles(q, k)
         return ~every, ~some
 

@@ -20,7 +20,7 @@ class BlockBounds(NamedTuple):
 def block_bounds(positions: Positions, block: int) -> BlockBounds:
     """The bounds of every block of ``block`` tokens; the length must be a multiple of ``block``.
 
-    For a ``Range`` with a static start it is computed in NumPy, hence known when tracing.
+    For a ``Range`` with a static start they are computed in NumPy, so they are known when tracing.
     """
     if isinstance(positions, Range):
         low = positions.start + np.arange(0, positions.length, block, dtype=np.int32)
@@ -29,6 +29,6 @@ def block_bounds(positions: Positions, block: int) -> BlockBounds:
 
 
 def block_range(x, block: int):
-    """Smallest and largest number of each block along the last axis, ``[..., n]`` as two ``[..., n / block]``."""
+    """Smallest and largest number of each block along the last axis, two arrays ``[..., n / block]``."""
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     return blocks.min(-1), blocks.max(-1)

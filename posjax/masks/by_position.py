@@ -1,4 +1,4 @@
-"""Masks that are functions of the two integer positions alone."""
+"""Masks that depend only on the two integer positions."""
 
 import dataclasses
 
@@ -12,9 +12,8 @@ from posjax._numbers import LARGEST, is_array_number, level, register_numbers, w
 from posjax.masks.base import And, Combined, Mask, MaskOfHeads, Or
 
 Size = int | Int[Array, ""]
-"""A Python int is known when tracing, and so are the tiles of the mask. An int32 scalar may be traced, and differ from
-layer to layer in a ``scan``; its value cannot be checked, so below 1 it counts as 1, and a count of first tokens below
-0 as 0.
+"""With a Python int the tiles of the mask are known when tracing. An int32 scalar may be traced, and may differ between
+the layers of a ``scan``. Its value cannot be checked: a size below 1 counts as 1, a count of first tokens below 0 as 0.
 """
 
 
@@ -33,7 +32,7 @@ class Causal(Mask):
         return j <= i
 
     def bounds(self, i_low, i_high, j_low, j_high):
-        """Some if the first key is not ahead of the last query, all if the last key is not ahead of the first query."""
+        """Whether the first key is not ahead of the last query, and the last key not ahead of the first query."""
         return j_low <= i_high, j_high <= i_low
 
 
@@ -121,7 +120,7 @@ def _smaller(i, j):
 
 
 def _module(*arrays):
-    """NumPy if all is known when tracing."""
+    """NumPy if all arrays are known when tracing, otherwise ``jax.numpy``."""
     return jnp if any(map(is_array_number, arrays)) else np
 
 
@@ -217,7 +216,7 @@ class Band(_Around):
 
     ``Band(L)`` is the bidirectional form of the baseline where each token sees ``L`` keys, the training length
     (kexue.fm/archives/9431, which does not say where the band lies; here it is centred). Near both ends of a sequence
-    a token sees fewer, also in a sequence no longer than ``L``.
+    a token sees fewer keys, even if the sequence is not longer than ``L``.
 
     Args:
         size: keys on both sides together, the query's own included.
@@ -231,7 +230,7 @@ class Band(_Around):
         return -((self.size - 1) // 2), self.size // 2
 
     def visible(self, count, positions, causal):
-        """At most ``size`` keys; if causal those behind the query and its own, ``floor(size / 2) + 1``."""
+        """At most ``size`` keys; if causal ``floor(size / 2) + 1``, those behind the query and its own."""
         return jnp.minimum(count, self.size // 2 + 1 if causal else self.size)
 
 
@@ -310,7 +309,7 @@ class Dilated(_Sized):
         object.__setattr__(self, "dilation", each if isinstance(self.dilation, tuple) else each[0])
         known = not any(map(is_array_number, (self.size, *each)))
         span = known and (self.size - 1) * max(each)
-        check(span <= LARGEST, f"Dilated size and dilation span {span} positions, more than int32 has")
+        check(span <= LARGEST, f"Dilated size and dilation span {span} positions, more than int32 can hold")
 
     @property
     def _each(self) -> tuple:
@@ -334,7 +333,7 @@ class Dilated(_Sized):
         return ((i - j) % self._steps == 0) & _around(i, j, reach, reach)
 
     def bounds(self, i_low, i_high, j_low, j_high):
-        """Those of the window that it spans; if that has gaps no tile is certainly full."""
+        """The bounds of the window that it spans; if the window has gaps, no tile is certainly full."""
         reach = (self.size - 1) * self._steps
         some, every = _some_and_all(*self._for_heads(i_low, i_high, j_low, j_high), -reach, reach)
         return some, every & (self._steps == 1)
@@ -345,7 +344,7 @@ class Dilated(_Sized):
         return 0, (self.size - 1) * max(self._each) + 1
 
     def visible(self, count, positions, causal):
-        """That of the least dilated head, for all heads; they agree once ``count`` exceeds the widest span."""
+        """The count of the least dilated head, for all heads; they all agree if ``count`` exceeds the widest span."""
         least = min(self.dilation) if isinstance(self.dilation, tuple) else self.dilation
         return _at_most_around(-(-count // least), self.size, causal)
 
@@ -399,8 +398,9 @@ class FirstTokens(_First):
 class GlobalFirst(_First):
     """``i < count or j < count``: the first ``count`` positions see all and are seen by all (Longformer, BigBird).
 
-    ``Window(w // 2 + 1) | GlobalFirst(n)`` is Longformer's attention with its first ``n`` tokens global, by one set of
-    projections (Longformer itself has a second one for global tokens). For global tokens anywhere see ``Globals``.
+    ``Window(w // 2 + 1) | GlobalFirst(n)`` is Longformer's attention with its first ``n`` tokens global, but with one
+    set of projections (Longformer has a second set for global tokens). For global tokens at any position see
+    ``Globals``.
     """
 
     count: Size

@@ -14,9 +14,10 @@ from posjax.masks.bounds import BlockBounds, block_range
 
 
 class OfTokens(Mask):
-    """A mask with ``[batch, q]`` for the queries and ``[batch, k]`` for the keys, that of the queries if None.
+    """A mask with one number for each query, ``[batch, q]``, and for each key, ``[batch, k]``.
 
-    A pair is allowed if ``matches`` of the two tokens' numbers is true; positions are not used.
+    If the array of the keys is None, they have the numbers of the queries. A pair is allowed if ``matches`` of the two
+    numbers is true; positions are not used.
     """
 
     _dtype: type
@@ -87,7 +88,7 @@ class Segments(OfTokens):
 
     Args:
         q_ids: int32 ``[batch, q]``, the segment of every query.
-        kv_ids: int32 ``[batch, k]``, the segment of every key; that of the queries when left out.
+        kv_ids: int32 ``[batch, k]``, the segment of every key; those of the queries when left out.
         finite: whether padding is known to hold finite numbers. Otherwise attention first puts zeros there, which takes
             a pass over queries, keys and values.
     """
@@ -104,7 +105,7 @@ class Segments(OfTokens):
         return (q == k) & (q >= 0)
 
     def tiles(self, q: BlockBounds, k: BlockBounds):
-        """By the lowest and highest id of each block: some if the ranges overlap, all if both blocks are one id."""
+        """From the range of ids in each block: ``some`` if both ranges overlap, ``all`` if both are the same one id."""
         (q_low, k_low), (q_high, k_high) = (ends._columns() for ends in self._block_bounds(q, k))
         some = (q_high >= 0) & (k_high >= 0) & (q_low <= k_high) & (k_low <= q_high)
         return some, (q_low >= 0) & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
@@ -119,7 +120,7 @@ class Globals(OfTokens):
 
     Args:
         q_flags: bool ``[batch, q]``, whether a query is global.
-        kv_flags: bool ``[batch, k]``, whether a key is; those of the queries when left out.
+        kv_flags: bool ``[batch, k]``, whether a key is global; those of the queries when left out.
     """
 
     q_flags: Bool[Array, "batch q"]
@@ -133,7 +134,7 @@ class Globals(OfTokens):
         return q | k if q.dtype == bool else (q | k) != 0
 
     def tiles(self, q: BlockBounds, k: BlockBounds):
-        """By whether some and whether all tokens of each block have a flag."""
+        """From whether some and whether all tokens of each block have a flag."""
         every, some = (ends.allowed(None, None) for ends in self._block_bounds(q, k))
         return some, every
 
@@ -141,7 +142,7 @@ class Globals(OfTokens):
 def padding_of(mask: Mask | None) -> tuple[Bool[Array, "batch q"], Bool[Array, "batch k"]] | None:
     """Which queries and which keys are padding that may hold NaN or infinity: tokens with a negative segment id.
 
-    None for a mask without segments, or with finite ones. Segments joined by ``|`` do not hide a token.
+    None for a mask without segments, or if its segments are ``finite``. Segments joined by ``|`` do not hide a token.
     """
     if isinstance(mask, Segments):
         return None if mask.finite else (mask.q_ids < 0, mask.kv_ids < 0)

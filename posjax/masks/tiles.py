@@ -22,7 +22,7 @@ def tile_kinds(
 ) -> Int8[Array, "*b nq nk"]:
     """``EMPTY``, ``MIXED`` or ``FULL`` for every tile of ``block_q`` queries and ``block_k`` keys.
 
-    A mixed tile may in fact be empty or full, because only the bounds of blocks are used; the other two are certain.
+    A mixed tile may in fact be empty or full, because only the bounds of blocks are used; the other kinds are certain.
 
     Raises:
         ValueError: if the lengths are not multiples of the blocks.

@@ -1,4 +1,4 @@
-"""Flax NNX modules for any scheme. Linen users have the pure functions."""
+"""Flax NNX modules for any scheme. With Flax Linen, use the pure functions."""
 
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes

@@ -41,24 +41,25 @@ class DecoderConfig:
         query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
         logit_scale: factor of the logits (Cohere, Granite).
         attention_softcap: cap c of the scores of attention, ``c tanh(z / c)`` (Gemma 2).
-        logit_softcap: the same of the logits.
-        tied_head: the output projection is the embedding.
+        logit_softcap: the same for the logits.
+        tied_head: whether the output projection is the embedding.
         causal: False makes a bidirectional encoder, for a masked-token loss.
         trained_length: tokens of the longest rows that the model was trained for. It is only written to released
             layouts.
         scheme: the position scheme: one ``Scheme`` for all layers, or ``Layers``.
         compute_dtype: of activations and matrix products, ``"float32"`` or ``"bfloat16"``; parameters, norms, logits
             and softmax statistics are float32.
-        remat: what the backward pass recomputes in each block: ``"none"``, ``"dots"`` (everything but matrix products
-            with parameters and the results of attention), ``"offload"`` (the same, with the products stored in host
-            memory), ``"attention"`` (everything but the results of attention: for long sequences, where attention takes
-            most of the time and its results little memory), ``"full"`` (everything). Only results of attention in
-            linear memory are stored: short rows, linear attention, CoPE and cuDNN are always recomputed.
+        remat: what the backward pass recomputes in each block: ``"none"``; ``"dots"``, everything except matrix
+            products with parameters and results of attention; ``"offload"``, the same, with the products stored in host
+            memory; ``"attention"``, everything except results of attention, for long sequences, where attention takes
+            most of the time and its results take little memory; ``"full"``, everything. Results of attention are stored
+            only if they were computed in linear memory: short rows, linear attention, CoPE and cuDNN are always
+            recomputed.
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
         placement: how activations are split over the Auto axes of the mesh in use (``jax.set_mesh``), if there is one;
-            attention then runs under ``shard_map``. Explicit axes, which ``jax.make_mesh`` makes, need none: the types
-            of the tokens and of the parameters have the split.
+            attention then runs under ``shard_map``. Explicit axes, which ``jax.make_mesh`` makes, need no placement:
+            the types of the tokens and of the parameters contain the split.
     """
 
     vocab_size: int
@@ -125,7 +126,7 @@ class DecoderConfig:
         if self.head_dim is None:
             check(
                 self.model_dim % self.num_heads == 0,
-                f"model_dim must be a multiple of num_heads, or head_dim given; found {self.model_dim} and "
+                f"model_dim must be a multiple of num_heads unless head_dim is given; found {self.model_dim} and "
                 f"{self.num_heads}",
             )
         defaults = {

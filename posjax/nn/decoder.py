@@ -28,7 +28,7 @@ _SAVE_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
 
 def _and_attended(policy: Callable) -> Callable:
-    """A policy that also saves the results of attention, which take long to recompute for their size."""
+    """A policy that also saves the results of attention, which are small but take long to recompute."""
 
     def combined(*args, **parameters):
         saved = _SAVE_ATTENDED(*args, **parameters)
@@ -120,8 +120,8 @@ class Decoder(nnx.Module):
         On a mesh (``config.placement``) all arguments are in the order of its layout.
 
         Args:
-            tokens: int32 ids from 0 to ``vocab_size - 1``. Others are not checked: larger ids have the embedding of the
-                last token, negative ones count from the end (-1 is the last token), down to the first.
+            tokens: int32 ids from 0 to ``vocab_size - 1``. Other ids raise no error: larger ids get the embedding of
+                the last token; negative ids count from the end (-1 is the last token), at most to the first token.
             positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
             segment_ids: documents packed into a row, each contiguous and with its own id; tokens of different documents
                 do not see each other. Negative ids are padding.
@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "batch tokens vocab"], DecoderCache]:
         """Logits of tokens that follow those in the cache, and the cache with these tokens.
 
-        Any split into calls, of chunks or single tokens, gives the same as one full forward pass at the same
+        Any split into calls, of chunks or single tokens, gives the same logits as one full forward pass at the same
         ``length``. Rows may hold padding anywhere.
 
         Args:
@@ -201,8 +201,8 @@ class Decoder(nnx.Module):
                 and new tokens, in every call. If it changed between calls, cached keys and new ones would have
                 different frequencies, unlike in any full forward pass. Other schemes ignore it.
             valid: False for padding; everything is valid when left out.
-            positions: of the tokens, rising along a row from 0 or above; the number of earlier tokens of the row when
-                left out.
+            positions: of the tokens, at least 0 and increasing along a row; the number of earlier tokens of the row
+                when left out.
             coordinates: see ``__call__``.
 
         Raises:
@@ -249,7 +249,7 @@ class Decoder(nnx.Module):
         if coordinates is not None:
             coordinates = jnp.broadcast_to(coordinates, (rows, columns, coordinates.shape[-1]))
         ids = None if segment_ids is None else layout.restore(segment_ids)
-        # A range is always that of the whole row in its original order, whatever the layout.
+        # A range counts the whole row in its original order, for any layout.
         where = Range(0, columns) if ids is None else layout.apply(from_segments(ids))
         counted = self._in_layout(where) + 1
         if not self.config.causal:

@@ -15,11 +15,11 @@ from posjax.nn.specs import ACTIVATIONS
 
 
 class ExpertsMLP(nnx.Module):
-    """``sum over the chosen e of w_e mlp_e(x)``, ``w`` the softmax of the chosen ones' logits (gpt-oss, Mixtral).
+    """``sum over the chosen e of w_e mlp_e(x)``, with ``w`` the softmax of the chosen logits (gpt-oss, Mixtral).
 
     The router's logits are ``router x + bias``, float32; the ``per_token`` largest are chosen. Tokens are sorted by
-    their experts, so that every expert multiplies only its own tokens (``jax.lax.ragged_dot``): the cost is that of
-    ``per_token`` MLPs, whatever the router does. Parameters have a leading axis of experts.
+    their experts, so that every expert multiplies only its own tokens (``jax.lax.ragged_dot``): the cost is always that
+    of ``per_token`` MLPs. Parameters have a leading axis of experts.
 
     Args:
         config: the decoder's shape, with ``experts``.

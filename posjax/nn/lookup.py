@@ -20,17 +20,17 @@ def lookup(
 ) -> Float[Array, "rows length embed"]:
     """``table[tokens]``, in the dtype of the table, which may be narrow to reduce communication.
 
-    On a mesh every device looks up only its own tokens, in the whole width of the table. If the width of the table is
-    split, as parameters are, the compiler alone would look up all tokens of the batch on every device. If the
-    vocabulary is split each device looks up the rows that it has, and the results are summed over devices.
+    On a mesh every device looks up only its own tokens, in the whole width of the table. (With a table whose width is
+    split, like other parameters, the compiler would make every device look up all tokens of the batch.) If the
+    vocabulary is split, each device looks up the rows that it has, and the results are summed over devices.
 
     The gradient of row ``v`` is ``sum_i d_i [tokens_i = v]``. It is summed in at least float32, over the devices too,
     and rounded once: a bfloat16 sum of equal parts stops growing at 256 of them.
 
     Args:
         table: a row for every token of the vocabulary.
-        tokens: from 0 to ``vocab - 1``. A negative one counts from the end; one that is still outside has the nearest
-            row, which gets no gradient from it.
+        tokens: from 0 to ``vocab - 1``. A negative token counts from the end. A token that is still outside gets the
+            nearest row, and adds nothing to its gradient.
         placement: how ``tokens`` are split over the mesh in use. The vocabulary may be split as heads are.
     """
     split = None if placement is None else _split(placement, jax.sharding.get_abstract_mesh(), table, tokens)

@@ -38,7 +38,7 @@ def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size
     """``x W`` for every head.
 
     If ``_merges_heads`` it is one matrix product in the layout of ``merge_heads``, which the kernels of attention read:
-    with a head axis the compiler would choose another layout, which takes a TPU twice as long.
+    with a head axis the compiler would choose another layout, which takes twice as long on a TPU.
     """
     weight = weight.astype(x.dtype)
     if not _merges_heads(x.shape[:-1], weight.shape[2], weight.shape[0]):
@@ -48,7 +48,7 @@ def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size
 
 
 def from_heads(x: Float[Array, "*b heads size"], weight: Float[Array, "heads size embed"]) -> Float[Array, "*b embed"]:
-    """``x W`` summed over all heads, as ``to_heads``."""
+    """``x W`` summed over all heads, in the layout of ``to_heads``."""
     weight = weight.astype(x.dtype)
     if not _merges_heads(x.shape[:-2], *weight.shape[1:]):
         return jnp.einsum("...hd,hde->...e", x, weight)

@@ -26,7 +26,7 @@ class Norm:
         kind: ``"rms"`` or ``"layer"``.
         eps: added to the mean square or to the variance. Llama and its relatives are released with 1e-5 or 1e-6.
         bias: whether a LayerNorm learns a bias.
-        unit_offset: multiplies by ``1 + gain``, the gain starting from 0 (Gemma).
+        unit_offset: whether the factor is ``1 + gain``, with a gain that starts from 0 (Gemma).
     """
 
     kind: str = "rms"
@@ -38,7 +38,7 @@ class Norm:
         check_choice("norm.kind", self.kind, NORMS)
         check_number("norm.eps", self.eps, at_least=0)
         check(
-            self.kind == "layer" or not self.bias, "norm.bias: an RMS norm has none; leave it out, or take kind layer"
+            self.kind == "layer" or not self.bias, "norm.bias: an RMS norm has no bias; leave it out or use kind layer"
         )
 
 
@@ -95,7 +95,7 @@ class Residual:
         check(shares or not self.shared_norm, "residual.shared_norm needs parallel branches with a norm before them")
         check(
             self.first_norm or (before and not self.shared_norm),
-            "residual.first_norm: there is no norm before attention alone to leave out; leave first_norm True",
+            "residual.first_norm: False needs a norm before attention that the MLP does not share; leave it True",
         )
 
 

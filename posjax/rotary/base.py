@@ -1,8 +1,8 @@
 """Which base a context length needs, and which context length a base supports (arXiv:2405.14591; kexue.fm 10122).
 
-For independent, identically distributed components of queries and keys, a similar token at distance m scores higher
-than a random one by 2 sigma^2 f_b(m), with f_b(m) = sum_t cos(m b^(-2t/d)). RoPE of base b distinguishes them over a
-whole context of length L if f_b(m) >= 0 for m = 0 .. L - 1.
+If the components of queries and keys are independent and identically distributed, a similar token at distance m scores
+higher than a random one by 2 sigma^2 f_b(m), with f_b(m) = sum_t cos(m b^(-2t/d)). RoPE of base b distinguishes them
+over a whole context of length L if f_b(m) >= 0 for m = 0 .. L - 1.
 """
 
 import math
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from posjax._checks import check, check_count, check_even
 from posjax.rotary.rules import check_number, inverse_powers
 
-_RESOLUTION = 1e-10  # the step of ln b across the end of an infeasible stretch
+_RESOLUTION = 1e-10  # the step of ln b across the end of an infeasible interval
 _WITNESSES = 8  # distances that are followed at once
 _LIMIT = 2**31  # positions are int32
 
@@ -21,24 +21,24 @@ _LIMIT = 2**31  # positions are int32
 def smallest_base(context_length: int, head_dim: int) -> float:
     """b*, the smallest base above 1 with sum_t cos(m b^(-2t/d)) >= 0 for every integer m in [0, context_length - 1].
 
-    Feasible bases are not an upper half-line (at d = 128, b = 630,000 supports 32,768 tokens and b = 1,000,000 only
-    27,115), so bisection finds some boundary and a grid can step over a feasible stretch. This search skips only bases
-    that are proved infeasible: where some f(m) < 0, Taylor's theorem with a bound on the second derivative in ln b
-    gives a stretch to the right of it on which f(m) stays negative, and the search moves to the end of that.
+    A base above a feasible one may be infeasible: at d = 128, b = 630,000 supports 32,768 tokens, but b = 1,000,000
+    only 27,115. So bisection may find another boundary, and a grid may step over a feasible interval. This search skips
+    only bases that are proved infeasible: where some f(m) < 0, Taylor's theorem with a bound on the second derivative
+    in ln b gives an interval to the right on which f(m) stays negative, and the search moves to its end.
 
-    Guarantee: the returned base is feasible, and no base below it is, up to the rounding of float64 and to stretches
-    narrower than 1e-10 of the base just where an infeasible one ends. (From a head size of 8 on: for 4 and 6, f touches
-    zero so flatly at m = 355 that rounding moves the result by 1e-7.)
+    Guarantee for head sizes of 8 or more: the returned base is feasible, and no smaller base is, up to the rounding of
+    float64. The search may miss a feasible interval narrower than 1e-10 of the base directly after an infeasible one.
+    (For head sizes 4 and 6, f touches zero so flatly at m = 355 that rounding moves the result by 1e-7.)
 
-    For d to infinity b* tends to context_length / 0.616505, the zero of the cosine integral. Time grows about as
+    As d tends to infinity, b* tends to context_length / 0.616505, the zero of the cosine integral. Time grows about as
     context_length^1.5: 0.1 s for 4,096, 2 s for 65,536. A rule that rotates at most half of the head supports any
     length: each unrotated pair adds 1, each rotated one at least -1.
 
     Raises:
-        ValueError: for a context of less than 3 tokens, which every base supports, and an odd head_dim or one below 4.
+        ValueError: for a context of fewer than 3 tokens (every base supports it), or a head_dim that is odd or below 4.
     """
     check_count("context_length", context_length)
-    check(context_length >= 3, f"context_length must be at least 3, found {context_length}: any base supports fewer")
+    check(context_length >= 3, f"context_length must be at least 3, found {context_length}: every base supports that")
     check_even("head_dim", head_dim)
     check(head_dim >= 4, f"head_dim must be at least 4, found {head_dim}: one pair has frequency 1 at every base")
     powers = np.arange(0, head_dim, 2) / head_dim
@@ -55,10 +55,11 @@ def smallest_base(context_length: int, head_dim: int) -> float:
 def largest_context(base: float, head_dim: int) -> int:
     """The longest context that a base supports: the first integer m with sum_t cos(m base^(-2t/d)) < 0.
 
-    Distances 0 .. m - 1 are then all non-negative. 1,707 for the base 10,000 at d = 128. Stops at 2^31.
+    So the sum is non-negative at all distances 0 .. m - 1. For base 10,000 and d = 128, m is 1,707. The search stops at
+    2^31.
 
     Raises:
-        ValueError: for a base that is not above 1, and an odd head_dim.
+        ValueError: for a base that is not above 1, or an odd head_dim.
     """
     check_number("base", base)
     check(base > 1, f"base must be greater than 1, found {base!r}")
@@ -90,11 +91,12 @@ def _sums(inverse_frequencies: Float[np.ndarray, "half"], start: int, stop: int)
 def _last_negative(
     log_base: float, distances: Int[np.ndarray, "witnesses"], powers: Float[np.ndarray, "half"]
 ) -> float:
-    """The farthest ln b up to which one of the distances, negative at ``log_base``, certainly stays negative.
+    """The largest ln b up to which f is proved to stay negative at one of the distances, from ``log_base`` on.
 
     With x = ln b and p_t = m e^(-x u_t): f = sum cos p_t, f' = sum u_t p_t sin p_t and |f''| <= sum u_t^2 (p_t^2 + p_t)
-    =: M, which falls with x. So f(x + h) <= f + f' h + M h^2 / 2, negative up to the positive root. Repeated from there
-    this is Newton's method, from the left: it converges to the end of the stretch and never passes it.
+    =: M, which decreases with x. So f(x + h) <= f + f' h + M h^2 / 2, which is negative up to the positive root.
+    Repeating the step from each root is Newton's method from the left: it converges to the end of the interval and
+    never passes it.
     """
     x = np.full(len(distances), log_base)
     for _ in range(6):

@@ -24,19 +24,19 @@ class CLEX(FrequencyRule):
 
         dz/dt = act((z + ln ntk(t)) up) down + d/dt ln ntk(t),    ntk_i(t) = theta_i (2t - 1)^(-2i/(w-2))
 
-    ``down`` starts at zero, so an untrained CLEX is ntk(t), exactly.
+    ``down`` starts at zero, so the frequencies of an untrained CLEX are exactly ntk(t).
 
-    original_length: L. The scale is t = ceil(length / L), between 1 and ``max_factor``: give ``length = t * L`` in
-        training, with t drawn from 1 .. max_factor, and the current length in use. Both may be traced.
+    original_length: L. The scale is t = ceil(length / L), between 1 and ``max_factor``: pass ``length = t * L`` in
+        training, with t drawn from 1 .. max_factor, and the current length at inference. Both may be traced.
     max_factor: the largest t.
-    param_factor: the width of the hidden layer over the rotary width. activation: ``"tanh"`` or ``"silu"``.
+    param_factor: the width of the hidden layer divided by the rotary width. activation: ``"tanh"`` or ``"silu"``.
     steps: Runge-Kutta steps (of fourth order) per unit of t; the released code takes 100. One pass of
         steps * (max_factor - 1) small steps gives all integer scales, so a traced length does not compile again.
 
-    The rest of the method is elsewhere: ``sampling.ClexPositions`` draws training positions from t L, and the log scale
-    ln(keys) / ln L of the query is ``scales.ClippedLogN`` (unclipped in the paper), off in training.
-    The released code has one such module for all layers, and the base 10,000 in ntk whatever the base of the model.
-    All keys must share the frequencies of the current length: cache them before rotation, or freeze the length.
+    Other modules have the rest of the method: ``sampling.ClexPositions`` draws training positions from t L;
+    ``scales.ClippedLogN`` is the log scale ln(keys) / ln L of the query (unclipped in the paper), not used in training.
+    The released code shares one module among all layers, and always uses base 10,000 in ntk.
+    All keys must share the frequencies of the current length: cache keys before rotation, or keep the length fixed.
     """
 
     original_length: int
@@ -76,7 +76,10 @@ class CLEX(FrequencyRule):
     def at_length(
         self, length: Length | None = None, *, head_dim: int | None = None, params: dict[str, Array] | None = None
     ) -> tuple[Frequencies, float]:
-        """As :meth:`FrequencyRule.at_length`. Without ``params`` those of an untrained CLEX, exact; else float32."""
+        """As :meth:`FrequencyRule.at_length`, in float32 for the given ``params``.
+
+        Without ``params`` the frequencies are exact, those of an untrained CLEX.
+        """
         check_length(length)
         row = self._scale(self.original_length if length is None else length) - 1
         untrained = self._untrained(head_dim)
@@ -88,7 +91,7 @@ class CLEX(FrequencyRule):
         return Frequencies(jnp.take(untrained[: last + 1].astype(np.float32) * learned, row, axis=0)), 1.0
 
     def _integrate(self, params, units: int, head_dim: int | None) -> Float[Array, "units+1 w/2"]:
-        """z(t) - ln ntk(t) for t = 1 .. 1 + units; its slope is the learned term alone."""
+        """z(t) - ln ntk(t) for t = 1 .. 1 + units; its slope is only the learned term."""
         plain = np.log(self.inverse_frequencies(head_dim)).astype(np.float32)
         exponents = ntk_exponents(2 * plain.size).astype(np.float32)
         act, step = _ACTIVATIONS[self.activation], 1 / self.steps
@@ -133,7 +136,8 @@ class CLEX(FrequencyRule):
     ) -> RotaryTable:
         """As :meth:`FrequencyRule.table`, with the parameters of ``init``, which get gradients.
 
-        The frequencies are float32, the angles exact multiples of them: scores do not change far from zero.
+        The frequencies are float32 and the angles exact multiples of them, so shifting all positions does not change
+        scores.
         """
         check(length is not None, "CLEX reads the current length: pass length=")
         values = self.at_length(length, head_dim=head_dim, params=params or {})[0].value

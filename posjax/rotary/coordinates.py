@@ -1,7 +1,7 @@
 """Positions with several axes: image grids, and the ids of sequences of text and images (M-RoPE, RoPE-Tie).
 
-All of it runs on the host, in NumPy: a data pipeline computes coordinates ``[n, axes]`` once. They are int32 wherever
-the method's are whole, so that their angles are exact; float32 holds half-integers up to 2^23.
+All of it runs on the host, in NumPy: a data pipeline computes coordinates ``[n, axes]`` once. Whole coordinates are
+int32, so that their angles are exact; others are float32, which holds half-integers up to 2^23.
 """
 
 import math
@@ -33,8 +33,8 @@ def by_axis(positions: Positions | Array, axes: int) -> list[Any]:
     """The positions on each axis, in the form ``[n]`` or ``[batch, n]``; a list of one if all axes share them.
 
     positions: coordinates ``[n, axes]`` or ``[batch, n, axes]``; or the ids of text, the same on every axis, as a
-        ``Range``, ``[n]``, ``[batch, n]`` or ``[batch, n, 1]``. Two axes of which the last is ``axes`` long are
-        coordinates: rows of exactly that many text tokens need the last form.
+        ``Range``, ``[n]``, ``[batch, n]`` or ``[batch, n, 1]``. An array ``[m, axes]`` is read as coordinates: write
+        a batch of text rows with exactly ``axes`` tokens as ``[batch, n, 1]``.
 
     Raises ValueError for a last axis of another length.
     """
@@ -68,12 +68,12 @@ def patch_centres(*sizes: int) -> Float[np.ndarray, "n axes"]:
 def mrope_positions(spans: Sequence[Span], start: int = 0) -> SpanPositions:
     """(time, row, column) ids of text and images for M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1), int32.
 
-    spans: in order, a number of text tokens, ``(h, w)`` for an image, ``(t, h, w)`` for a video, as the language model
-        sees them (after merging patches).
+    spans: in order, a number of text tokens, ``(h, w)`` for an image, ``(t, h, w)`` for a video; grid sizes are those
+        that the language model sees (after merging patches).
 
-    Text has the same id on all axes. A grid starts at the next text position, and text after it at its largest id + 1,
-    time included. (transformers 5.23 leaves time out of that maximum, so that text after a video with more frames than
-    rows and columns repeats ids of the video.) ``end - n`` is what Qwen's code calls the rope delta.
+    Text has the same id on all axes. A grid starts at the next text position. Text after it starts at the largest id
+    of the grid on any axis, plus 1. (transformers 5.23 ignores the time axis in that maximum, so text after a video
+    with more frames than rows and columns repeats ids of the video.) ``end - n`` is the rope delta of Qwen's code.
     """
 
     def place(sizes):
@@ -87,11 +87,12 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2,
     """Ids of text and images that treat the two symmetrically: RoPE-Tie (kexue.fm 10040; 10352 for "centred").
 
     spans: as in :func:`mrope_positions`, each grid with ``axes`` sizes n_a. L is the position of the last text token
-        before it, N = prod n_a its cells, K the position of the next text token. Cell i_a = 1 .. n_a stands at
+        before the grid, N = prod n_a its number of cells, K the position of the next text token. On axis a, cell
+        i_a = 1 .. n_a has the position
     spacing:
         ``"tie"``            L + i_a prod_{b != a} (n_b + 1),   K = L + prod_b (n_b + 1); int32. For an image of h rows
                              and w columns: steps of w + 1 down and h + 1 across.
-        ``"equal-tokens"``   L + i_a (N + 1) / (n_a + 1),       K = L + N + 1: an image counts for N tokens; float32.
+        ``"equal-tokens"``   L + i_a (N + 1) / (n_a + 1),       K = L + N + 1: an image counts as N tokens; float32.
         ``"centred"``        L + i_a + (N - n_a) / 2,           K = L + N + 1: steps of 1; half-integers, float32 (RoPE-
                              Tie-v2, and with three axes RoPE-TV; the offsets are derived from symmetry).
 

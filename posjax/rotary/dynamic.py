@@ -1,9 +1,10 @@
 """Rules whose frequencies follow the current length l: s(l) = max(1, l / L), L the training length.
 
 Up to L they are plain RoPE, bit for bit. A length known on the host (a Python int, a NumPy array) gives exact
-frequencies. Those that a traced length changes are float32: they err by up to 1e-6 of themselves, the same for all
-positions, and one program works for every length. A length for each row or token gives frequencies for each. All keys
-must have the frequencies of the current length: cache them before rotation, or freeze the length for a call.
+frequencies. With a traced length one program works for every length, but the frequencies that the length changes are
+float32: their relative error is up to 1e-6, the same for all positions. One length per row or token gives one set of
+frequencies per row or token. All keys must have the frequencies of the current length: cache keys before rotation, or
+keep the length fixed.
 """
 
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class DynamicNTK(_Dynamic):
 
     factor: how much s grows for every L tokens past L, at least 1.
     schedule: ``"continuous"``, as above; or ``"qwen"``, the steps of Qwen-1, whose frequencies change only where the
-        length passes L, 2L, 4L, ...: s = 2^(k+1) - 1 with k = ceil(log2(l / L)), so 1, 3, 7, 15. It takes no factor.
+        length passes L, 2L, 4L, ...: s = 2^(k+1) - 1 with k = ceil(log2(l / L)), so 1, 3, 7, 15. ``factor`` must be 1.
     """
 
     factor: float = 1.0
@@ -123,7 +124,7 @@ class DynamicNTK(_Dynamic):
         return xp.exp(exponents * xp.log(scale))
 
     def to_hf(self):
-        """Hugging Face's "dynamic". Raises ValueError for a schedule it does not have."""
+        """Hugging Face's "dynamic". Raises ValueError for a schedule that Hugging Face does not have."""
         check(self.schedule == "continuous", f"to_hf: Hugging Face has no schedule {self.schedule!r}")
         return super().to_hf()
 
@@ -134,7 +135,7 @@ class DynamicYaRN(_Dynamic):
 
         theta_t ((1 - gamma_t) / s + gamma_t),    cos and sin times 0.1 ln s + 1
 
-    (arXiv:2309.00071, section 3.3; kexue.fm 9948.) gamma_t does not depend on s; for it see :class:`NTKByParts`.
+    (arXiv:2309.00071, section 3.3; kexue.fm 9948.) gamma_t does not depend on s; see :class:`NTKByParts`.
 
     beta_fast: pairs that make more rotations than this over L keep their frequency.
     beta_slow: pairs that make fewer rotations than this over L are interpolated.

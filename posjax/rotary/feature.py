@@ -25,7 +25,7 @@ class Rotary(Features):
         check_choice("pairing", self.pairing, PAIRINGS)
 
     def query_size(self, head_dim: int) -> int:
-        """The width of the raw query projection of a head: all of it, which the rule must be able to rotate."""
+        """``head_dim``, the width of the raw query projection of a head. Raises ValueError if the rule rejects it."""
         self.frequencies.rotary_dim(head_dim)
         return head_dim
 

@@ -1,14 +1,14 @@
 """The general solution of relative rotation: R_x = exp(sum_a x_a B_a) for commuting skew-symmetric generators B_a.
 
-R_i^T R_j depends on j - i alone exactly if the B_a commute, and then one orthogonal P turns all of them into plane
-rotations, B_a = P Lambda_a P^T, so that with omega_t the vector of the planes' frequencies
+R_i^T R_j depends only on j - i if and only if the B_a commute. Then one orthogonal P turns all of them into plane
+rotations, B_a = P Lambda_a P^T. With omega_t the vector of the frequencies of plane t, one for each axis,
 
     R_x = P diag_t(R(<x, omega_t>)) P^T,    q^T R_i^T R_j k = (P^T q)^T exp(sum_a (j - i)_a Lambda_a) (P^T k)
 
-In a softmax attention P is absorbed by the projections of q and k (kexue.fm 9403): RoPE with frequencies mixed over the
-axes is the general case, and axial RoPE the one where every omega_t lies on an axis. P cannot be absorbed if something
-other than a rotation is applied between the projection and R: a query or key norm with a factor per channel, or the
-activation of a linear attention.
+In softmax attention the projections of q and k can absorb P (kexue.fm 9403). So RoPE with frequencies mixed over the
+axes is the general case, and axial RoPE is the case where every omega_t lies on an axis. The projections cannot absorb
+P if something other than a rotation is applied between them and R: a query or key norm with a factor per channel, or
+the activation of linear attention.
 """
 
 from collections.abc import Sequence
@@ -88,15 +88,15 @@ def decompose(
     omega = np.einsum("dt,ade,et->at", w, matrices, u)
     error = np.abs(basis @ _rotators(omega) @ basis.T - matrices).max(axis=(1, 2))
     loose = error > 1e-6 * np.abs(matrices).max(axis=(1, 2))
-    check(not loose.any(), f"generators commute too loosely to share planes: they err by {error.max():.3g}")
+    check(not loose.any(), f"generators do not commute well enough to share planes: the error is {error.max():.3g}")
     return basis, omega
 
 
 def _planes(matrices: Matrices) -> Float[np.ndarray, "d d"]:
     """Common invariant planes, from one random mixture C of the generators, which separates all their eigenspaces.
 
-    -i C is Hermitian; v = (u - i w) / sqrt(2) at an eigenvalue > 0 spans a plane with C u = value * w. The rest is the
-    common kernel.
+    -i C is Hermitian; v = (u - i w) / sqrt(2) at an eigenvalue > 0 spans a plane with C u = value * w. The other
+    columns span the common kernel.
     """
     scale = np.abs(matrices).max(axis=(1, 2), keepdims=True)
     weights = np.random.default_rng(0).uniform(1, 2, len(matrices))
@@ -120,9 +120,9 @@ class GeneralRotary(Features):
     """phi(q) = exp(sum_a p_a B_a) q for given commuting generators, up to P, which cancels in every score.
 
     generators: ``[axes, d, d]``, d the size of a head, as an array or nested tuples; the same for every head. Positions
-        are coordinates as :func:`posjax.rotary.coordinates.by_axis` takes them, angles exact for whole ones.
+        are coordinates as :func:`posjax.rotary.coordinates.by_axis` takes them; whole ones have exact angles.
 
-    Features are diag_t(R(<p, omega_t>)) P^T q: the common factor P is left out. Raises ValueError as :func:`decompose`.
+    Features are diag_t(R(<p, omega_t>)) P^T q, without the common factor P. Raises ValueError as :func:`decompose`.
     """
 
     generators: tuple[tuple[tuple[float, ...], ...], ...]

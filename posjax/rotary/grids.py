@@ -1,7 +1,7 @@
 """Frequency rules over positions with several axes: axial grids, M-RoPE and RoPE-Tie.
 
-Each pair of features rotates with the coordinate of one axis. A text token has the same position on every axis, and for
-it these rules are RoPE in one dimension. For the forms of coordinates see :func:`posjax.rotary.coordinates.by_axis`.
+Each pair of features rotates with the coordinate of one axis. A text token has the same position on every axis, so it
+gets RoPE in one dimension. See :func:`posjax.rotary.coordinates.by_axis` for the forms of coordinates.
 """
 
 import math
@@ -41,7 +41,7 @@ class SeveralAxes(FrequencyRule):
         params: dict[str, Array] | None = None,
         precision: str = "exact",
     ) -> RotaryTable:
-        """As :meth:`FrequencyRule.table`, at coordinates too; every pair from the table of its axis."""
+        """As :meth:`FrequencyRule.table`, for coordinates too; each pair uses the table of its axis."""
         options = {"head_dim": head_dim, "length": length, "params": params, "precision": precision}
         first, *others = (self.axis_table(axis, **options) for axis in by_axis(positions, self.axes))
         which = self.pair_axes(head_dim)
@@ -61,10 +61,10 @@ class Axial(SeveralAxes):
     order: the coordinate each block reads; its length is the number of axes. ``(1, 0)`` puts x first when coordinates
         are (row, column).
     split: the frequencies of the m = w / (2 axes) pairs of a block. ``"repeated"``: the same in every block,
-        base^(-t/m). ``"strided"``: block a takes every axes-th of those of a 1-D rule, base^(-2 (a + axes t) / w).
+        base^(-t/m). ``"strided"``: block a takes every axes-th frequency of a 1-D rule, base^(-2 (a + axes t) / w).
     offset: added to every coordinate. unit: radians by which a coordinate of 1 rotates the first pair of a block.
 
-    Raises ValueError for an order that names no axis or one twice, and a width that the blocks do not share evenly.
+    Raises ValueError for an order that does not name every axis once, and a width that the blocks cannot share evenly.
     """
 
     base: float = 100.0
@@ -118,7 +118,7 @@ AXIAL_LAYOUTS: dict[str, Rotary] = {
 }
 """The four public layouts of 2-D RoPE; all read (row, column), as ``grid_coordinates`` gives it.
 
-They are four different functions: a checkpoint of one is not one of another. DINOv3 reads ``patch_centres``. A class
+They are four different functions: a checkpoint works only with its own layout. DINOv3 reads ``patch_centres``. A class
 token is not rotated: its coordinates are (0, 0), but (-1, -1) for Llama 4, which counts patches from 1.
 """
 
@@ -149,7 +149,7 @@ class _OneDimensional(SeveralAxes):
         return Plain(self.base, **shared) if self.rule is None else self.rule
 
     def _check_width(self) -> None:
-        rule = self._rule  # where it is made here, its own checks run
+        rule = self._rule  # if this makes a new rule, its own checks run
         if rule.head_dim is not None:
             self.pair_axes()
 
@@ -182,7 +182,7 @@ class _OneDimensional(SeveralAxes):
         return self._rule.inverse_frequencies(head_dim)
 
     def at_length(self, length: Length | None = None, *, head_dim: int | None = None):
-        """Those of the rule."""
+        """As ``at_length`` of the rule."""
         return self._rule.at_length(length, head_dim=head_dim)
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
@@ -198,11 +198,11 @@ class _OneDimensional(SeveralAxes):
 class MRoPE(_OneDimensional):
     """Multimodal RoPE over (time, row, column) (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-    sections: how many pairs each axis has; together they are all w/2. Qwen2-VL: (16, 24, 24). Qwen3-VL: (24, 20, 20).
+    sections: how many pairs each axis has, w/2 in total. Qwen2-VL: (16, 24, 24). Qwen3-VL: (24, 20, 20).
     layout: ``"chunked"``, Qwen2-VL: axis a has the next sections[a] frequencies, time the highest. ``"interleaved"``,
-        Qwen3-VL: of k axes, axis a > 0 has pairs a, a + k, a + 2k, ..., and the first axis those that are left.
+        Qwen3-VL: of k axes, axis a > 0 has pairs a, a + k, a + 2k, ..., and the first axis has the rest.
 
-    Raises ValueError for sections that do not add up to w/2, or that do not fit when interleaved.
+    Raises ValueError for sections that do not add up to w/2, or that cannot be interleaved.
     """
 
     sections: tuple[int, ...] = (16, 24, 24)
@@ -225,7 +225,8 @@ class MRoPE(_OneDimensional):
         """w, which must be twice the sum of the sections."""
         width, total = super().rotary_dim(head_dim), sum(self.sections)
         check(
-            width == 2 * total, f"sections {self.sections} add up to {total} pairs, a width of {width} has {width // 2}"
+            width == 2 * total,
+            f"sections {self.sections} add up to {total} pairs, but a width of {width} has {width // 2}",
         )
         return width
 
@@ -238,7 +239,7 @@ class MRoPE(_OneDimensional):
         for axis in range(1, self.axes):
             which[axis : self.axes * self.sections[axis] : self.axes] = axis
         found = tuple(np.bincount(which, minlength=self.axes).tolist())
-        check(found == self.sections, f"sections {self.sections} cannot be interleaved, which would give {found}")
+        check(found == self.sections, f"sections {self.sections} cannot be interleaved: that would give {found}")
         return which
 
     def to_hf(self):

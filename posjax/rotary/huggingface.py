@@ -35,7 +35,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 # Keys that do not affect the frequencies of text.
 _IGNORED = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings", "finetuned")
 _SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# The base of model types whose configuration may leave it out, where it is not 10,000 (transformers 5.23).
+# Default bases other than 10,000, of model types whose configuration may omit the base (transformers 5.23).
 _DEFAULT_BASE = {
     "apertus": 12e6,
     "bitnet": 5e5,
@@ -89,7 +89,7 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
     factor, or a yarn factor of None, is ``max_position_embeddings`` over the original length.
 
     Raises ValueError for an unknown type or key, a missing key, a base of None, a factor below 1, lists of the wrong
-    length, and whatever the rule itself refuses; the message starts with the layer type where there is one.
+    length, and every other value that the rule rejects; the message starts with the layer type if there is one.
     """
     config = config if isinstance(config, Mapping) else _as_mapping(config)
     if "rope_type" in config or ("type" in config and "model_type" not in config):
@@ -159,7 +159,7 @@ def _named_rule(name: str, parameters: Config, config: Config) -> FrequencyRule:
 
 
 def _rope_type(parameters: Config, config: Config) -> str:
-    """The type's present name; Phi-3 once called longrope "yarn"."""
+    """The current name of the type; Phi-3 once called longrope "yarn"."""
     name = parameters.get("rope_type", parameters.get("type", "default"))
     if name == "yarn" and config.get("model_type") in ("phi3", "phi4_multimodal") and "long_factor" in parameters:
         return "longrope"
@@ -200,7 +200,7 @@ def without_softmax_scale(rule: FrequencyRule) -> FrequencyRule:
 
 
 def _original_length(name: str, given: Config, config: Config) -> int:
-    """The training length: the inner value, else ``max_position_embeddings``, which dynamic must not contradict."""
+    """The training length: the inner value, else ``max_position_embeddings``; for dynamic the two must agree."""
     inner, outer = given.get("original_max_position_embeddings"), config.get("max_position_embeddings")
     found = outer if inner is None else inner
     check(
@@ -215,7 +215,7 @@ def _original_length(name: str, given: Config, config: Config) -> int:
 
 
 def _implied_factor(given: Config, config: Config) -> Config:
-    """The factor that the two lengths imply, if nothing states it and something needs it."""
+    """``{"factor": new / original}`` from the two lengths; ``{}`` if one of them is unknown."""
     new, original = config.get("max_position_embeddings"), given.get("original_max_position_embeddings")
     if new is None or original is None:
         return {}

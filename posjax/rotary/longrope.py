@@ -27,18 +27,18 @@ class LongRoPE(FrequencyRule):
     short_factor, long_factor: lambda_t, w/2 numbers each. The long ones are used when the current length is greater
         than ``original_length``, for the whole row (Hugging Face: for the whole batch).
     original_length: L, the length in tokens that the model was trained on.
-    factor: s, from which cos and sin are multiplied by sqrt(1 + ln s / ln L) (1 for s <= 1), for short inputs too.
-        It or ``attention_factor`` is needed.
-    attention_factor: that multiplier itself, if given.
+    factor: s; cos and sin are multiplied by sqrt(1 + ln s / ln L) (1 for s <= 1), for short inputs too. ``factor`` or
+        ``attention_factor`` is required.
+    attention_factor: if given, the multiplier of cos and sin.
     select: ``"by_length"``, or ``"short"`` or ``"long"`` to fix the choice, as servers do; then no length is read. Or
-        ``"dynamic"`` (microsoft/LongRoPE): 1 + (lambda_t - 1) (s_cur - 1) / (s - 1) of the long list, with
-        s_cur = max(1, length / original_length), which also replaces s in the multiplier; plain RoPE up to
-        ``original_length``.
+        ``"dynamic"`` (microsoft/LongRoPE): the factors are 1 + (lambda_t - 1) (s_cur - 1) / (s - 1), with lambda_t of
+        the long list and s_cur = max(1, length / original_length). s_cur also replaces s in the multiplier. Up to
+        ``original_length`` this is plain RoPE.
     unscaled_first: n-hat, how many first positions keep the angles and the unit factor of plain RoPE, as in the paper's
         search. 0 in released models. Above 0 the angle between two tokens depends on their absolute positions.
 
-    Switching changes all keys: cache them before rotation, or freeze the length. Exact for traced lengths too, except
-    in the dynamic form (see ``dynamic.py``).
+    Switching lists changes all keys: cache keys before rotation, or keep the length fixed. Frequencies are exact for
+    traced lengths too, except in the dynamic form (see ``dynamic.py``).
     """
 
     short_factor: tuple[float, ...]
@@ -116,7 +116,7 @@ class LongRoPE(FrequencyRule):
     def at_length(
         self, length: Length | None = None, *, head_dim: int | None = None
     ) -> tuple[Frequencies, float | Float[Array, "*lengths 1 1"]]:
-        """As :meth:`FrequencyRule.at_length`, of the positions from ``unscaled_first`` on; ``length`` None means
+        """As :meth:`FrequencyRule.at_length`, for positions from ``unscaled_first`` on; ``length`` None means
         ``original_length``.
         """
         check_length(length)
@@ -160,7 +160,7 @@ class LongRoPE(FrequencyRule):
         return RotaryTable(*(jnp.where(first, *pair) for pair in zip(plain, table, strict=True)))
 
     def to_hf(self):
-        """Hugging Face's "longrope". Raises ValueError for what it cannot express: a fixed choice, first positions."""
+        """Hugging Face's "longrope". Raises ValueError if ``select`` or ``unscaled_first`` is not the default."""
         check(self.select == "by_length", f"to_hf: Hugging Face always selects by length, not {self.select!r}")
         check(self.unscaled_first == 0, f"to_hf: Hugging Face has no unscaled_first, found {self.unscaled_first}")
         return super().to_hf()
@@ -195,12 +195,12 @@ class _Space:
     choices: tuple[int, ...]
 
     def individual(self, factors: Float[np.ndarray, "half"], first: int) -> _Individual:
-        """The nearest one to given factors: on the grid, in range, non-decreasing."""
+        """The individual nearest to given factors: on the grid, in range, non-decreasing."""
         steps = np.clip(np.rint((np.asarray(factors) - 1) / self.step), 0, self.top).astype(int)
         return _Individual(tuple(np.maximum.accumulate(steps).tolist()), self.choices.index(first))
 
     def rule(self, one: _Individual, **options) -> LongRoPE:
-        """The rule it encodes."""
+        """The rule that an individual encodes."""
         factors = tuple(round(1 + steps * self.step, 9) for steps in one.steps)
         return replace(self.initial, long_factor=factors, unscaled_first=self.choices[one.first], **options)
 
@@ -215,7 +215,7 @@ class _Space:
         return [*seeds, self.individual(rule.long_factor, rule.unscaled_first)]
 
     def mutate(self, one: _Individual, probability: float, random: np.random.Generator) -> _Individual:
-        """Redraws each lambda_t, with the given probability, anywhere between its neighbours; n-hat likewise."""
+        """Redraws each lambda_t between its neighbours, and n-hat from its choices, with the given probability."""
         steps = list(one.steps)
         for t in np.flatnonzero(random.random(len(steps)) < probability):
             low, high = (steps[t - 1] if t else 0), (steps[t + 1] if t + 1 < len(steps) else self.top)
@@ -225,7 +225,7 @@ class _Space:
 
 
 def _cross(a: _Individual, b: _Individual, random: np.random.Generator) -> _Individual:
-    """Each lambda_t from either parent, then sorted: it lies between theirs and the list is non-decreasing."""
+    """Takes each lambda_t from one of the parents and sorts the list: each lies between those of the parents."""
     from_a = random.random(len(a.steps)) < 0.5
     steps = np.sort(np.where(from_a, a.steps, b.steps))
     return _Individual(tuple(steps.tolist()), a.first if random.random() < 0.5 else b.first)
@@ -249,18 +249,20 @@ def search(
     """Evolves the long list of ``initial`` and its ``unscaled_first`` (arXiv:2402.13753, algorithm 1 and table 4).
 
     The space: lambda_t non-decreasing in t, in [1, reach * factor] in steps of ``step``; n-hat from ``unscaled_first``.
-    The start: PI, NTK-aware, YaRN and the list given, each rounded to that grid, and mutations of them. An iteration
-    keeps the ``parents`` best so far and adds ``mutations`` of random parents, in which each lambda_t is redrawn
-    between its neighbours with ``probability``, and ``crossovers`` of two. The same seed gives the same search.
+    The start: position interpolation, NTK-aware scaling, YaRN and the given list, each rounded to that grid, and
+    mutations of them. Each iteration keeps the ``parents`` best individuals so far. It adds ``mutations`` mutants of
+    random parents, in which each lambda_t is redrawn between its neighbours with ``probability``, and ``crossovers``
+    crossings of two parents. The same seed gives the same search.
 
     fitness: of a rule with ``select="long"``, lower is better, such as the perplexity of long documents. It is called
         once for each rule; NaN counts as infinite. 1,344 calls at most by default.
-    initial: gives the lengths of the lists, ``factor``, ``original_length``, base and all that does not change. To
-        search a short list, copy the found one into ``short_factor`` (``dataclasses.replace``).
+    initial: gives the lengths of the lists, ``factor``, ``original_length``, base and all other fixed settings. To
+        get a short list by search, copy the found one into ``short_factor`` (``dataclasses.replace``).
 
     Returns the best rule with the ``select`` of ``initial``, never worse than any of the four it started from.
     Raises ValueError for sizes that are not positive, fewer than 4 individuals or more parents than individuals, a
-    ``reach`` below 1, and an ``initial`` without factor; and unless ``unscaled_first`` holds 0 and that of ``initial``.
+    ``reach`` below 1, an ``initial`` without factor, and an ``unscaled_first`` that does not hold 0 and that of
+    ``initial``.
     """
     space = _space(initial, reach, step, tuple(unscaled_first))
     _check_sizes(population, parents, mutations, crossovers, probability, iterations)
@@ -302,6 +304,6 @@ def _check_sizes(population, parents, mutations, crossovers, probability, iterat
     sizes = {"population": population, "parents": parents, "mutations": mutations, "crossovers": crossovers}
     for name, value in (sizes | {"iterations": iterations}).items():
         check_count(name, value)
-    check(population >= 4, f"population must be at least 4, the rules it starts from, found {population}")
+    check(population >= 4, f"population must be at least 4, the number of rules at the start, found {population}")
     check(parents <= population, f"parents must be at most the population of {population}, found {parents}")
     check(0 < probability <= 1, f"probability must be in (0, 1], found {probability!r}")

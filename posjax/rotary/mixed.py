@@ -22,11 +22,12 @@ class MixedRotary(Features):
     Positions are coordinates of ``axes`` axes, real ones too, as :func:`posjax.rotary.coordinates.by_axis` takes them;
     plain positions are used on every axis. Query heads share the frequencies of their key head.
 
-    At the start the pairs fall into one group per axis, group g of m pairs with magnitudes base^(-t/m) along direction
-    g of a random rotation of the axes, one per head: for two axes base^(-4t/d) at orientations phi and phi + pi/2.
+    Initially the pairs form one group per axis, and each head has one random rotation of the axes. The m pairs of group
+    g have magnitudes base^(-t/m) along direction g of that rotation. For two axes these are base^(-4t/d) at
+    orientations phi and phi + pi/2.
 
     axes: how many coordinates a position has, at least 2.
-    base: of the magnitudes base^(-t/m) at the start, above 1. pairing: see :func:`posjax.rotary.apply_rotary`.
+    base: the base of the initial magnitudes, above 1. pairing: see :func:`posjax.rotary.apply_rotary`.
     """
 
     axes: int = 2

@@ -26,7 +26,7 @@ def ntk_exponents(width: int) -> Float[np.ndarray, "width/2"]:
 
 @dataclass(frozen=True)
 class _Radix(FrequencyRule):
-    """theta_t times ``_multipliers(w/2)[t]``, which depend on ``factor`` and the index alone.
+    """theta_t times ``_multipliers(w/2)[t]``, which depend only on ``factor`` and the index.
 
     factor: the length to reach over that of training, at least 1.
     """
@@ -59,7 +59,7 @@ class NTKMixed(_Radix):
     (kexue.fm 9706.) ``exponent`` 1 is NTKFixed and 0 is position interpolation; the article takes 0.625, and the code
     of the rerope repository 0.75 (with a factor of 12).
 
-    exponent: how far the growth leans to the first digits, from 1, the same for all, to 0, all in the first.
+    exponent: how the digits share the growth, in [0, 1]: at 1 equally, at 0 all of it in the first digit.
     """
 
     exponent: float = 0.625
@@ -87,7 +87,7 @@ class NTKOld(_Radix):
         return self.factor ** (-np.arange(half) / half)
 
     def to_hf(self):
-        """Plain rope_parameters with the scaled base, for Hugging Face has no such type."""
+        """Plain rope_parameters with the scaled base, because Hugging Face does not have this type."""
         return super().to_hf() | {"rope_theta": self.base * self.factor}
 
 
@@ -95,8 +95,8 @@ class NTKOld(_Radix):
 class NTKAware(_Radix):
     """NTK-aware scaling: base' = base * factor^(w/(w-2)), so theta_t * factor^(-2t/(w-2)) (bloc97, 2023).
 
-    The highest frequency is kept and the lowest divided by ``factor``. Reaches less far than its factor says: set it to
-    about twice the wanted extension.
+    The highest frequency is kept and the lowest divided by ``factor``. The context grows by less than ``factor``: set
+    ``factor`` to about twice the wanted extension.
     """
 
     hf_type: ClassVar[str] = "default"
@@ -105,7 +105,7 @@ class NTKAware(_Radix):
         return self.factor ** ntk_exponents(2 * half)
 
     def to_hf(self):
-        """Plain rope_parameters with the scaled base, for Hugging Face has no such type. Needs ``head_dim``."""
+        """Plain rope_parameters with the scaled base: Hugging Face does not have this type. Needs ``head_dim``."""
         check(self.head_dim is not None, "NTKAware.to_hf: set head_dim, on which the scaled base depends")
         width = self.rotary_dim()
         return super().to_hf() | {"rope_theta": self.base * self.factor ** (width / (width - 2))}

@@ -1,4 +1,4 @@
-"""Applying a rotary table, in both pairings, and carrying projection weights from one pairing to the other."""
+"""Applying a rotary table, in both pairings, and converting projection weights from one pairing to the other."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ def apply_rotary(
 
     x: ``[batch, length, heads, size]`` (the batch axis is optional); any float dtype.
     table: ``[length, w/2]`` or ``[batch, length, w/2]``. The first w features rotate, the rest pass through. If each of
-        K key heads has its own angles, ``[batch or 1, length, K, w/2]``: head n of N takes those of n // (N / K).
+        K key heads has its own angles, ``[batch or 1, length, K, w/2]``: head n of N uses those of n // (N / K).
     pairing: which features form pair t. ``"half"``: t and t + w/2 (GPT-NeoX, Hugging Face's Llama, Qwen, Gemma).
     ``"interleaved"``: 2t and 2t + 1 (RoFormer, GPT-J, Meta's Llama, DeepSeek).
 
@@ -38,7 +38,7 @@ def apply_rotary(
 
 @dataclass(frozen=True)
 class _Rotation(Lowered):
-    """``apply_rotary`` of cosines, sines and features, in which it is linear; on TPUs it is a kernel."""
+    """``apply_rotary`` of cosines, sines and features, linear in the features; on TPUs it is a kernel."""
 
     pairing: str
 
@@ -70,7 +70,7 @@ class _Rotation(Lowered):
 
 
 def _rotated(x: Array, table: RotaryTable, pairing: str) -> Array:
-    """The features, of which those beyond the table pass through."""
+    """Rotates the features that the table covers; the others pass through."""
     width = 2 * table.cos.shape[-1]
     return jnp.concatenate([_turned(x[..., :width], table, pairing), x[..., width:]], axis=-1)
 
@@ -92,7 +92,7 @@ def _with_heads(part: Array, heads: int) -> Array:
 
 
 def _check_table(x: Array, table: RotaryTable) -> None:
-    """Refuses a table that would broadcast over, or fall short of, the axes of x."""
+    """Raises ValueError for a table that does not fit the axes of x, or would broadcast over them."""
     check(not isinstance(x, RotaryTable), "x must be an array, found the table: write apply_rotary(x, table)")
     check_table(table)
     check_array("x", x)
@@ -100,7 +100,7 @@ def _check_table(x: Array, table: RotaryTable) -> None:
     check_float("x", x)
     shape = table.cos.shape
     check(x.ndim >= 3, f"x must be [batch, length, heads, size], found shape {x.shape}")
-    check(2 * shape[-1] <= x.shape[-1], f"table turns {2 * shape[-1]} features but x has head size {x.shape[-1]}")
+    check(2 * shape[-1] <= x.shape[-1], f"table rotates {2 * shape[-1]} features but x has head size {x.shape[-1]}")
     fits = len(shape) == 2 or (len(shape) in (3, 4) and x.ndim == 4 and shape[0] in (1, x.shape[0]))
     fits = fits and (len(shape) < 4 or x.shape[2] % shape[2] == 0)
     check(
@@ -118,12 +118,12 @@ def check_table(table: RotaryTable) -> None:
 def permute_projection(
     weight: Float[Array, "..."], source: str, target: str, *, rotary_dim: int | None = None, axis: int = -1
 ) -> Float[Array, "..."]:
-    """Reorders the head axis so that ``target`` pairing does to the result what ``source`` pairing did to ``weight``.
+    """Converts a weight from ``source`` to ``target`` pairing by reordering its head axis.
 
     Apply it to every parameter with the head axis of queries and keys: projection weights ``[model, heads, size]`` (any
     number of heads, grouped queries too), biases ``[heads, size]``, and the weights ``[size]`` of query and key norms.
-    Scores are then the same; values are not permuted. ``axis`` is the head axis: a PyTorch weight
-    ``[heads * size, model]`` is reshaped to ``[heads, size, model]`` and permuted with ``axis=1``.
+    Scores are then the same; values are not permuted. ``axis`` is the head axis: reshape a PyTorch weight
+    ``[heads * size, model]`` to ``[heads, size, model]`` and permute it with ``axis=1``.
 
     rotary_dim: how many leading features rotate (partial rotary); the others stay in place. None means all, which is
     also right for p-RoPE. half -> interleaved takes feature 2t from t and 2t + 1 from t + w/2; the other way is its

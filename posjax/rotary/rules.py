@@ -1,4 +1,4 @@
-"""The frequency rule: from a head size to the inverse frequencies of its rotary pairs; plain RoPE and p-RoPE.
+"""Frequency rules, which compute the inverse frequencies of the rotary pairs of a head; plain RoPE and p-RoPE.
 
 A rule is a frozen, hashable dataclass, so that it can be a static argument of ``jit``. The scaling rules are in
 ``scalings.py``, ``ntk.py``, ``dynamic.py``, ``longrope.py`` and ``clex.py``. Everything known on the host is computed
@@ -36,7 +36,7 @@ class FrequencyRule:
     """The base class of frequency rules.
 
     base: b of theta_t = b^(-2t/w).
-    head_dim: d, the size of a head; may be left to ``at_length(head_dim=...)``.
+    head_dim: d, the size of a head; may be passed to ``at_length(head_dim=...)`` instead.
     partial_rotary_factor: the share of the head that is rotated, w = int(d * factor), as GPT-NeoX counts it.
     """
 
@@ -49,7 +49,7 @@ class FrequencyRule:
     axes: ClassVar[int] = 1
     """How many coordinates a position has."""
     shift_invariant: ClassVar[bool] = True
-    """Whether the angle between two tokens depends on the difference of their positions alone."""
+    """Whether the angle between two tokens depends only on the difference of their positions."""
     hf_type: ClassVar[str | None] = None
     """Hugging Face's ``rope_type``, or None for a rule that it does not have."""
     hf_keys: ClassVar[dict[str, str]] = {}
@@ -98,7 +98,7 @@ class FrequencyRule:
 
     @property
     def softmax_scale(self) -> float:
-        """A factor of the logits besides ``table_factor``, which some models apply (see YaRN); 1 for other rules."""
+        """A second factor of the logits, besides ``table_factor``, that some models use (see YaRN); else 1."""
         return 1.0
 
     def at_length(self, length: Length | None = None, *, head_dim: int | None = None) -> tuple[Frequencies, float]:
@@ -106,7 +106,7 @@ class FrequencyRule:
 
         ``length`` is read only by rules with ``reads_length``; None means their training length. A Python int or a
         NumPy array gives exact frequencies, a traced one float32. Lengths ``[batch]`` give ``[batch, w/2]``, and a
-        factor ``[batch, 1, 1]`` where it reads the length too.
+        factor ``[batch, 1, 1]`` if the factor depends on the length too.
         ``head_dim`` is needed when the rule itself has none; raises ValueError without either, or if they disagree.
         """
         found = self.inverse_frequencies(head_dim)
@@ -136,7 +136,7 @@ class FrequencyRule:
         """The cosines and sines of every position, times the attention factor; see ``posjax.rotary_table``.
 
         Rules whose angles are more than a position times a frequency (several axes, unscaled first tokens, learned
-        frequencies) define this.
+        frequencies) override this method.
         """
         check(
             length is not None or not self.reads_length,
@@ -183,8 +183,8 @@ class Plain(FrequencyRule):
 class Proportional(FrequencyRule):
     """p-RoPE: keep the int(p * d // 2) highest frequencies of the full head, set the rest to zero (arXiv:2410.06205).
 
-    theta_t = base^(-2t/d) / factor for t < int(p d // 2), else 0, with p = ``partial_rotary_factor``: unlike partial
-    rotary the exponents are over the full head size d. p = 1 is RoPE and p = 0 is NoPE. Gemma 4's global layers use
+    theta_t = base^(-2t/d) / factor for t < int(p d // 2), else 0, with p = ``partial_rotary_factor``. Unlike in partial
+    rotary, the exponents are over the full head size d. p = 1 is RoPE and p = 0 is NoPE. Gemma 4's global layers use
     p = 0.25; Hugging Face calls it "proportional".
 
     partial_rotary_factor: p, the share of the pairs that rotate, those of the highest frequencies.
@@ -229,7 +229,7 @@ def inverse_frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary
 
 
 def check_angles(frequencies: Any, precision: str) -> None:
-    """Raises ValueError unless features can take their angles from a rule, in a precision of ``rotary_table``."""
+    """Raises ValueError unless the first is a frequency rule and the second a precision of ``rotary_table``."""
     made = isinstance(frequencies, FrequencyRule)
     check(made, f"frequencies must be a frequency rule such as Plain(), found {shown(frequencies)}")
     check_choice("precision", precision, ("exact", "hf"))

@@ -1,4 +1,4 @@
-"""Rules that carry RoPE beyond its training length by fixed changes of its frequencies.
+"""Rules that extend RoPE beyond its training length by fixed changes of its frequencies.
 
 Those that change its base are in ``ntk.py``, those that read the current length in ``dynamic.py`` and ``longrope.py``.
 """
@@ -42,8 +42,8 @@ class HoPE(FrequencyRule):
 
         theta_t if 2 pi / theta_t <= L, else 0,    L = original_length
 
-    46 of 64 stay for d = 128, b = 10,000, L = 4,096. For training from scratch. Other papers use the name for other
-    methods (2505.20444, 2509.05218).
+    For d = 128, b = 10,000, L = 4,096 it keeps 46 of 64 frequencies. It is for training from scratch. Other papers use
+    the same name for other methods (2505.20444, 2509.05218).
 
     original_length: L, the length in tokens that the model was trained on.
     """
@@ -90,7 +90,7 @@ class NTKByParts(FrequencyRule):
     beta_slow: pairs that make fewer rotations than this over L are interpolated.
     ramp: ``"index"``, the default, falls linearly in the pair index, as the released code and every checkpoint do (see
         :func:`correction_range`); ``"rotations"`` falls linearly in the number of rotations r_t = L theta_t / 2 pi, as
-        the paper prints: gamma_t = (r_t - beta_slow) / (beta_fast - beta_slow). They differ by up to 0.34.
+        the paper prints: gamma_t = (r_t - beta_slow) / (beta_fast - beta_slow). The two differ by up to 0.34.
     truncate: round the range of the index ramp outwards (gpt-oss does not).
     """
 
@@ -123,7 +123,7 @@ class NTKByParts(FrequencyRule):
         check_choice("ramp", self.ramp, ("index", "rotations"))
 
     def _kept(self, inverse_frequencies: np.ndarray) -> np.ndarray:
-        """gamma_t: the share of each frequency that is left alone."""
+        """gamma_t: the share of each frequency that is kept."""
         if self.ramp == "rotations":
             rotations = self.original_length * inverse_frequencies / (2 * np.pi)
             return np.clip((rotations - self.beta_slow) / (self.beta_fast - self.beta_slow), 0, 1)
@@ -137,7 +137,7 @@ class NTKByParts(FrequencyRule):
         return inverse_frequencies * ((1 - kept) / self.factor + kept)
 
     def to_hf(self):
-        """Hugging Face's "yarn" with attention_factor 1. Raises ValueError for the ramp it does not have."""
+        """Hugging Face's "yarn" with attention_factor 1. Raises ValueError for the ramp ``"rotations"``."""
         check(self.ramp == "index", f"to_hf: Hugging Face has no ramp {self.ramp!r}, only 'index'")
         return super().to_hf() | {"attention_factor": self.table_factor}
 
@@ -151,11 +151,11 @@ def yarn_magnitude(factor: float, multiplier: float = 1.0) -> float:
 class YaRN(NTKByParts):
     """NTK-by-parts with a temperature: cos and sin times 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4).
 
-    attention_factor: that multiplier, if given.
+    attention_factor: if given, the multiplier of cos and sin.
     mscale, mscale_all_dim: DeepSeek's. With both (and no attention_factor) the multiplier of cos and sin is
         m(factor, mscale) / m(factor, mscale_all_dim), with m = :func:`yarn_magnitude`, and the logits are also
         multiplied by ``softmax_scale`` = m(factor, mscale_all_dim)^2: in latent attention only a part of each head is
-        rotary, and a factor of cos and sin would miss the rest. A table does not include that factor: pass
+        rotary, and a factor of cos and sin would miss the rest. A table does not include ``softmax_scale``: pass
         ``attention(..., scale=rule.softmax_scale / sqrt(d))``, as a scheme does.
     """
 
@@ -190,7 +190,7 @@ class YaRN(NTKByParts):
         return yarn_magnitude(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def to_hf(self):
-        """Hugging Face's "yarn". Raises ValueError for the ramp it does not have."""
+        """Hugging Face's "yarn". Raises ValueError for the ramp ``"rotations"``."""
         values = super().to_hf()
         if self.attention_factor is None:
             del values["attention_factor"]

@@ -54,8 +54,8 @@ def learned_angles(
 ) -> Float[Array, "*b n half"]:
     """``position * value`` modulo whole turns for learned float32 frequencies, with the product's derivatives.
 
-    The value is that of :func:`posjax.angles.fixed_point`, so that two angles differ by the angle of their distance
-    however far away both are; the product, which has lost 0.03 rad at one million, gives only the gradient.
+    The value is that of :func:`posjax.angles.fixed_point`, so that two angles differ by the angle of their distance at
+    any position. The float32 product has an error of 0.03 rad at one million, so it gives only the gradient.
     """
     exact = real_angles(positions, fixed_point(jax.lax.stop_gradient(values)))
     positions, values = level(positions.astype(jnp.float32)[..., None], values.astype(jnp.float32))
@@ -64,7 +64,7 @@ def learned_angles(
 
 
 def _check_frequencies(given) -> None:
-    """Raises ValueError for anything but an array of frequencies, such as a rule."""
+    """Raises ValueError for anything except an array of frequencies, for example for a rule."""
     name = "inverse_frequencies"
     check(
         not hasattr(given, "at_length"),
@@ -89,15 +89,16 @@ def rotary_table(
     """``attention_factor * cos(p theta_t)`` and ``attention_factor * sin(p theta_t)``, float32.
 
     positions: int32 ``[length]`` or ``[batch, length]``, or a ``Range``; any value of int32, negative ones too. Or
-        float32 of the same shapes, for methods that define real positions; they stay within 2^31.
-    inverse_frequencies: what ``inverse_frequencies`` or a rule's ``at_length`` returned, radians per position:
+        float32 of the same shapes, for methods that define real positions; they must be within 2^31.
+    inverse_frequencies: from ``inverse_frequencies`` or a rule's ``at_length``, radians per position:
         ``[w/2]``, or ``[batch, w/2]`` for one set per row, or ``[batch, length, w/2]`` for one set per token. A
         NumPy array is made exact on the host. A JAX array (learned, or traced) uses the float32 product and is
         differentiable.
     precision: ``"exact"``, within 2e-6 of float64 at every int32 position for frequencies known on the host; or
         ``"hf"``, the float32 product of PyTorch code (see :func:`posjax.angles.angles` for its error).
 
-    Raises ValueError for positions in 16-bit floats, frequencies of another rank or batch, and a rule in their place.
+    Raises ValueError for positions in 16-bit floats, frequencies of another rank or batch, and a rule instead of an
+    array.
     """
     _check_frequencies(inverse_frequencies)
     frequencies = as_frequencies(inverse_frequencies)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 _LANES = 128
 _TOKENS, _COLUMNS = 512, 1024
-"""Of a block, at most."""
+"""The largest number of tokens, and of columns, in a block."""
 
 
 def supports(x: Array, cos: Array) -> bool:

@@ -15,9 +15,9 @@ class XPos(Rotary):
 
         score(i, j) = sum_t zeta_t^((i - j) / scale_base) (R(i) q . R(j) k)_t
 
-    Channels that are not rotated are not damped. The features are those of RoPE: the factor zeta^(i / scale_base) of
-    the queries and its inverse on the keys, which overflow float32 about 36,000 positions from their centre, are left
-    to the attention engine (:meth:`decay`).
+    Channels that are not rotated are not damped. The features are those of RoPE, and the attention engine applies the
+    decay (:meth:`decay`): a factor zeta^(i / scale_base) of the queries and its inverse on the keys would overflow
+    float32 about 36,000 positions from their centre.
 
     gamma: 0.4 in the paper; the larger, the less decay. scale_base: 512.
     Raises ValueError unless both are positive.

@@ -46,7 +46,7 @@ def sink_logits(
     """The logits of the sinks of a scheme, or of the call if the slot is empty.
 
     Raises:
-        ValueError: for both.
+        ValueError: if both have sinks.
     """
     if sinks is None:
         return given
@@ -70,8 +70,8 @@ def count_visible(
         q_positions: of this device's queries.
         causal: whether a query sees only the keys at or before its position.
         own: the scheme's mask.
-        given: the number of keys before that mask; if None, for contiguous keys, those at or before each query, or all
-            if not causal.
+        given: the number of keys without that mask. If None, keys are contiguous and it is the number of keys at or
+            before each query, or of all keys if not causal.
     """
     at, across, kv_positions = as_array(q_positions), where.across, where.kv_positions
     if given is not None:

@@ -27,7 +27,7 @@ class Where(NamedTuple):
         across: how sequences and heads are split over a mesh.
         q_positions: see ``attention``.
         kv_positions: see ``attention``.
-        coordinates: positions for the features, if they are others.
+        coordinates: positions for the features, if they differ from ``q_positions`` and ``kv_positions``.
         length: the current length.
         head_dim: size of a head.
     """
@@ -64,7 +64,7 @@ class NewTokens(NamedTuple):
     """The tokens of one call of decoding.
 
     Args:
-        index: how many tokens of its row come before each.
+        index: for each token, how many tokens of its row come before it.
         valid: False for padding.
         gates: the result of ``Scheme.prepare`` for them.
     """

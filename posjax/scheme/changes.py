@@ -73,7 +73,7 @@ def check_same_parameters(before: Choices, after: Choices) -> None:
         _check_slot(name, getattr(before, name), getattr(after, name), head_dim)
     check(
         before.maps.widths == after.maps.widths,
-        f"features: {shown(after.features)} needs other projections than {shown(before.features)}; train it",
+        f"features: {shown(after.features)} needs other projections than {shown(before.features)}; train it instead",
     )
 
 

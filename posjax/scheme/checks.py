@@ -22,7 +22,7 @@ def check_slots(scheme: Choices) -> None:
 def _check_spec(name: str, spec: Any) -> None:
     expected = f"{name}: expected one of the specs of this slot or None, found {shown(spec)}"
     check(not isinstance(spec, type), f"{expected}; write {getattr(spec, '__name__', '')}(...)")
-    check(not isinstance(spec, str), f"{expected}; by its name it is scheme(..., {name}={{'name': {spec!r}}})")
+    check(not isinstance(spec, str), f"{expected}; to give its name, write scheme(..., {name}={{'name': {spec!r}}})")
     missing = lacking(name, spec)
     check(not missing, f"{expected}, which has no {', '.join(missing)}")
 
@@ -95,7 +95,7 @@ def _check_norm(scheme: Choices) -> None:
 def _check_contextual(scheme: Choices) -> None:
     check(
         scheme.features is None,
-        "features do not compose with CoPE, which reads the queries as projected; leave one out",
+        "features do not compose with CoPE, which reads the raw query projections; leave one out",
     )
 
 

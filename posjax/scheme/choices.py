@@ -52,7 +52,7 @@ class Choices:
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing."""
         chosen = (self.embedding, self.features, self.scale, self.bias, self.mask, self.remap)
-        # Random features of a rotated query estimate the same kernel with other numbers.
+        # A shift rotates queries and keys, and random features then give another estimate of the same kernel.
         estimated = self.linear is not None and self.linear.random and self.rotates
         return not estimated and all(spec is None or spec.shift_invariant for spec in chosen)
 
@@ -60,7 +60,7 @@ class Choices:
     def kept_keys(self) -> tuple[int, int] | None:
         """``(first, recent)``: how many first and most recent keys a causal query can see; None if all.
 
-        None too for CoPE, which needs keys in order; in a ring they are not.
+        Also None for CoPE, which needs the keys in order: a ring does not keep their order.
         """
         if self.bias is not None and self.bias.contextual:
             return None

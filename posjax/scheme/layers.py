@@ -59,7 +59,7 @@ class Layers:
 
     def attend(self, *arguments, **options):
         """Raises ValueError: use the ``attend`` of one scheme in ``schemes``."""
-        raise ValueError("attend: these are the schemes of several layers; call that of one of them, schemes[n].attend")
+        raise ValueError("attend: these are the schemes of several layers; call the attend of one, schemes[n].attend")
 
     def extend(self, *, layers: str = "all", **changes) -> "Layers":
         """The same layers with the same changes to their schemes; see ``Scheme.extend``.
@@ -93,7 +93,7 @@ class Layers:
 
 
 def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
-    """One scheme for all layers as ``Layers``; given ``Layers`` are returned.
+    """One scheme for all layers as ``Layers``; ``Layers`` are returned unchanged.
 
     Raises:
         ValueError: if ``Layers`` have another number of layers.

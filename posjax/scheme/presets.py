@@ -90,14 +90,15 @@ def _check_several(num_layers: int) -> None:
 def _hwfa(
     num_layers: int, length: int, alpha: float = 0.75, window: int | None = None, base: float = 10_000.0
 ) -> Layers:
-    """HWFA (kexue.fm/archives/9603): RoPE in windows, and a last full layer, without position, with log n.
+    """HWFA (kexue.fm/archives/9603): windowed layers with RoPE, then one full layer without position and with log n.
 
     Args:
         num_layers: how many layers the model has, at least 2.
         length: ``L`` of log n, at which its factor is 1: the training length in tokens.
-        alpha: the share of the training length that the windows reach together at most; read without ``window`` only.
+        alpha: the largest share of the training length that all windows together may reach; read only if ``window`` is
+            left out.
         window: how many of the last keys a query sees in the windowed layers, its own included; when left out,
-            the largest that keeps to ``alpha``.
+            the largest that ``alpha`` allows.
         base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
     """
     _check_several(num_layers)
@@ -109,10 +110,10 @@ def _hwfa(
 def _hwfa2(
     num_layers: int, length: int, full_layers: int = 2, window: int | None = None, base: float = 10_000.0
 ) -> Layers:
-    """HWFA2 (kexue.fm/archives/9731): RoPE everywhere, in windows except for a few evenly spread layers with log n.
+    """HWFA2 (kexue.fm/archives/9731): RoPE in all layers, windows in all except a few evenly spread ones with log n.
 
     The window is three times ``length / num_layers`` when left out (the article: two to four times). For longer texts
-    ``extend(layers="full", remap=ReRoPE(length // 2))``.
+    use ``extend(layers="full", remap=ReRoPE(length // 2))``.
 
     Args:
         num_layers: how many layers the model has, more than ``full_layers``.
@@ -151,7 +152,7 @@ def _gemma3(
         window: how many of the last keys a query sees in the windowed layers, its own included.
         local_base: b of RoPE's theta_t = b^(-2t/d) in the windowed layers, d the size of a head.
         global_base: b of RoPE's theta_t = b^(-2t/d) in the full layers, d the size of a head.
-        factor: the length to reach over that of training, at least 1; it divides the frequencies of the full layers.
+        factor: target length over training length, at least 1; it divides the frequencies of the full layers.
     """
     wide = rotary.Plain(global_base) if factor == 1 else rotary.Linear(factor, base=global_base)
     local = Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rotary.Plain(local_base)), mask=masks.Window(window))
@@ -216,7 +217,7 @@ def _gpt_oss(
         num_layers: how many layers the model has, at least 2.
         window: how many of the last keys a query sees in the windowed layers, its own included.
         base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
-        factor: the length to reach over that of training, at least 1.
+        factor: target length over training length, at least 1.
         original_length: L, the length in tokens that the model was trained on.
     """
     features = rotary.Rotary(rotary.YaRN(factor, original_length, base=base, truncate=False))

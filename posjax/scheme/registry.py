@@ -143,7 +143,7 @@ def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
 
 
 def _is_same(before: Any, spec: Any) -> bool:
-    """Whether two have the same module and qualified name, as when a definition is run again."""
+    """Whether two specs have the same module and qualified name, as when a definition is run again."""
     names = [(getattr(one, "__module__", None), getattr(one, "__qualname__", None)) for one in (before, spec)]
     return names[0] == names[1] and "<lambda>" not in (names[0][1] or "<lambda>")
 

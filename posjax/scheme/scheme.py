@@ -46,7 +46,7 @@ class Scheme(Choices):
         features: the maps phi and psi: ``rotary.Rotary``, ``coca.Coca``, ...; the plain projections when left out.
         scale: a factor of every query: ``scales.LogN``, ``scales.SSMax``, ...
         bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.FoX``, ...
-        mask: combined with the model's own mask: ``masks.Window``, ``masks.Chunked``, ``masks.FirstTokens``, composed.
+        mask: combined with the model's own mask: ``masks.Window``, ``masks.Chunked``, ..., or a composition of masks.
         remap: other features for distant pairs: ``remap.ReRoPE``, ``remap.SelfExtend``, ...
         sinks: logits without values: ``sinks.LearnedSinks``, ``sinks.SoftmaxPlusOne``.
         linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
@@ -71,7 +71,7 @@ class Scheme(Choices):
 
     @property
     def caches(self) -> str:
-        """What a cache holds of a key: ``"rotated"``, ``"raw"``, ``"half-width"``, or ``"state"``, one for all keys.
+        """The form of the keys in a cache: ``"rotated"``, ``"raw"``, ``"half-width"``, or one ``"state"`` for all keys.
 
         Rotated keys can be cached only if the map of a key never changes. It changes if a rule reads the current
         length, or if remapped pairs have another map.
@@ -148,14 +148,14 @@ class Scheme(Choices):
         valid: Bool[Array, "batch length"] | None = None,
         layout: Layout | None = None,
     ) -> Float[Array, "batch heads length"] | None:
-        """The input of ``attend`` from the tokens besides their projections: FoX's cumulative gates; None without.
+        """The cumulative gates that ``attend`` needs if the bias reads the tokens (FoX), otherwise None.
 
         Args:
             params: see ``attend``.
             x: the tokens' hidden states, the input of the projections.
-            start: the last gates of the tokens before, for a chunk of a longer sequence.
+            start: the gates of the last token before ``x``, for a chunk of a longer sequence.
             valid: False at padding, which may then hold NaN.
-            layout: the order of the tokens, if it is not the original one; the gates have it too.
+            layout: the order of the tokens, if it is not the original one; the gates have the same order.
         """
         if not self.reads_tokens:
             return None
@@ -193,12 +193,12 @@ class Scheme(Choices):
             length: the current length, for schemes that read it; the number of keys when left out.
             across: how sequences and heads are split over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and
                 everything with an axis of tokens are then those of one device, positions may be a ``Range`` over the
-                whole sequence, and ``params`` are those of all heads. The result is that for whole sequences.
+                whole sequence, and ``params`` are those of all heads. The result is the same as for whole sequences.
             partition: how the queries are split over the Auto axes of a mesh; see ``attention``.
             options: the other arguments of ``attend_stored``.
 
         Raises:
-            ValueError: for a bias of the other direction, missing parameters, or shapes that do not fit.
+            ValueError: for a causal method in bidirectional attention, missing parameters, or shapes that do not fit.
             TypeError: for an unknown option.
         """
         check_projections(q, k, v, self.maps.widths)
@@ -246,7 +246,7 @@ class Scheme(Choices):
         across: Placement | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
-        """``attend`` on keys and values as returned by ``stored``: the same function, for caches.
+        """``attend`` on the keys and values that ``stored`` returns, for caches.
 
         Args:
             q: raw query projections.
@@ -262,9 +262,9 @@ class Scheme(Choices):
 
                 * ``causal``, True when left out: whether a query sees only the keys at or before its position.
                 * ``mask``: another mask of the model, for instance the segments of packed documents.
-                * ``visible``, ``[*b, queries]``: how many keys each query may see, for scales that count them, without
-                  the scheme's own mask. When left out: if causal, those from the first key to the query's own position,
-                  otherwise all. Packed documents need their own counts.
+                * ``visible``, ``[*b, queries]``: how many keys each query may see without the scheme's own mask, for
+                  scales that count them. When left out: if causal, those from the first key to the query's own
+                  position, otherwise all. Packed documents need their own counts.
                 * ``gates``: the results of ``prepare`` for the queries and for the keys, for schemes that read tokens.
                 * ``query_scale``: replaces the factor ``head_dim ** -0.5`` of inner products; the scheme's own scale
                   still multiplies them.
@@ -279,7 +279,7 @@ class Scheme(Choices):
     def init_cache(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
     ) -> Kept:
-        """An empty cache of one layer for ``decode``; its content is ``caches``.
+        """An empty cache of one layer for ``decode``; see ``caches`` for what it holds.
 
         Args:
             batch: batch rows.
@@ -317,19 +317,19 @@ class Scheme(Choices):
     ) -> tuple[Float[Array, "batch tokens heads value_size"], Kept]:
         """Attention of new tokens over the cache and themselves, and the cache with the new tokens.
 
-        It equals ``attend`` over the whole sequence at the same ``length``, for any split into calls.
+        The result equals that of ``attend`` over the whole sequence at the same ``length``, for any split into calls.
 
         Args:
             q, k, v: raw projections of the new tokens.
             kept: from ``init_cache``, or an earlier call.
             params: see ``attend``.
-            index: how many tokens of its row come before each.
+            index: for each token, how many tokens of its row come before it.
             valid: False for padding.
             positions: of the new tokens; ``index`` when left out. If the scheme caches only recent tokens
-                (``kept_keys``), which it counts, they must rise along a row from 0 or above.
+                (``kept_keys``), positions must be at least 0 and increase along a row.
             coordinates: see ``attend``; for schemes that cache rotated keys.
-            length: the current length for schemes that read it: one for the whole generation, or cached keys and new
-                ones would have different frequencies.
+            length: the current length for schemes that read it: the same for the whole generation. Otherwise cached and
+                new keys would have different frequencies.
             gates: the result of ``prepare`` for the new tokens.
             partition: see ``attend``. On Explicit axes the cache keeps its sharding.
             options: passed to ``attention``.

@@ -1,7 +1,7 @@
 """The protocol of each slot of a scheme.
 
-A spec is a frozen, hashable dataclass with the methods and attributes of the protocol, of any class. Only masks must be
-of one class, ``masks.Mask``.
+A spec is a frozen, hashable dataclass with the methods and attributes of the protocol; its class does not matter. Only
+masks must be of the class ``masks.Mask``.
 """
 
 import inspect
@@ -24,12 +24,12 @@ class Learns(Protocol):
     def init(self, key: Array, **sizes: int) -> dict[str, Array]:
         """Learned parameters of one layer, ``{}`` if there are none.
 
-        ``sizes`` are those in its signature, of ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``model_dim``.
+        ``sizes`` are those of ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``model_dim`` that its signature has.
         """
 
 
 class EmbeddingSlot(Learns, Protocol):
-    """Added to the token embeddings. With a ``max_length`` it has a ``reach``, the number of positions it encodes."""
+    """Added to the token embeddings. If it has a ``max_length``, it has a ``reach``: how many positions it encodes."""
 
     shift_invariant: bool
 
@@ -80,7 +80,7 @@ class FeatureSlot(Learns, Protocol):
         """The map of outputs."""
 
     def compact(self, k: Array) -> Array:
-        """What a cache stores of a key if it cannot store ``psi`` of it."""
+        """The form of a key that a cache stores if it cannot store ``psi``."""
 
     def heads(self, params: SlotParams, which: Int[Array, "kv_heads"]) -> SlotParams:
         """The parameters of some key heads."""

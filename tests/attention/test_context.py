@@ -106,7 +106,7 @@ def test_strategies_are_known_names(strategy, message):
 
 def test_a_placement_names_its_parts():
     assert hash(over(("neighbour", "ring"))) != hash(over(("ring", "neighbour")))
-    with pytest.raises(ValueError, match="every axis can hold one thing"):
+    with pytest.raises(ValueError, match="every axis can be named only once"):
         Placement(("x",), "x")
     assert over().axes == ("batch", "context", "heads")
 

@@ -366,7 +366,7 @@ REFUSED = {
     "whole numbers": (of_values(lambda a, i, j: i[:, None] - j), "Mine.values must be of dtype floating, found int32"),
     "fails": (of_values(lambda a, i, j: a[:, 0] * difference(i, j)), "Mine.values fails on arrays of shape (2,), (3,)"),
     "factor": (Fading(jnp.ones((3, 4))), "bound for 3 heads"),
-    "names": (Misnamed(jnp.ones((4, 4))), "Misnamed.axes: found ['head', 'columns']; it has the names of data fields"),
+    "names": (Misnamed(jnp.ones((4, 4))), "Misnamed.axes: found ['head', 'columns']; it must map the names of data"),
     "no names": (
         Longer(jnp.ones(4)),
         "Longer has fields ['rates'] besides those of LinearBias: give it axes",
@@ -376,7 +376,7 @@ REFUSED = {
         "Weighted asks must have shape (2, heads, 40), found (2, 4, 9)",
     ),
     "too long together": (Several((rows(),)), "Several weights must have shape (heads, 40), found (4, 4)"),
-    "no keys": (Nameless(), "Nameless.axes: found ['array']; it has the names of data fields"),
+    "no keys": (Nameless(), "Nameless.axes: found ['array']; it must map the names of data fields"),
     "bias unregistered": (UnregisteredBias(jnp.ones(4)), f"UnregisteredBias {WRITE}"),
     "mask unregistered": (Unregistered(), f"Unregistered {WRITE}"),
     "inner mask unregistered": (And(Causal(), Unregistered()), f"Unregistered {WRITE}"),
@@ -412,7 +412,7 @@ def test_an_array_of_rows_must_say_how_one_is_taken():
         def values(self, q_positions, kv_positions):
             return self.rates[:, None, None, None] * difference(q_positions, kv_positions)
 
-    with pytest.raises(ValueError, match=re.escape("= (1, 4, 2, 3), or what broadcasts to it")):
+    with pytest.raises(ValueError, match=re.escape("= (1, 4, 2, 3), or a shape that broadcasts to it")):
         pj.attention(*qkv(), bias=PerRow(jnp.ones(2)))
 
 
@@ -459,7 +459,7 @@ class Reals(pj.masks.OfTokens):
         (Causal() & EachHead((1, 2, 3, 4)), "the mask differs between heads"),
         (Causal() & EachHead((1, 2, 3, 4)).heads(0, 4), "the mask differs between heads"),
         (Table(), "Table uses "),
-        (OneOf(), "OneOf uses where of truth values, beyond arithmetic and comparisons of whole numbers"),
+        (OneOf(), "OneOf uses where of booleans: kernels support only arithmetic and comparisons of integers"),
         (Changeable(), "Changeable is not hashable"),
         (Reals(jnp.ones((2, TOKENS)), jnp.ones((2, TOKENS))), "Reals holds arrays of floating-point numbers"),
     ],
@@ -514,7 +514,7 @@ def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
     [
         (
             {"mask": Wider(3)},
-            "Wider overrides pairs but inherits ['bounds', 'kept_keys'], which describe the old pairs: override them too",
+            "Wider overrides pairs but inherits ['bounds', 'kept_keys'], which describe the old pairs: override them",
         ),
         ({"bias": Steeper(jnp.ones(HEADS))}, "Steeper overrides values but inherits ['by_distance'], which describe"),
     ],

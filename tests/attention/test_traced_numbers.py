@@ -167,7 +167,7 @@ def test_where_a_size_must_be_known_the_error_names_it():
     with pytest.raises(ValueError, match="for cuDNN Window size must be a Python int"):
         pj.attention(q, k, v, mask=traced, implementation="cudnn")
     sizes = Sizes(batch=1, length=64, heads=4, kv_heads=4, shards=4, window=traced.kept_keys)
-    assert "Window(w) of a Python int" in strategy_refusal("neighbour", sizes)
+    assert "Window(w) with a Python int" in strategy_refusal("neighbour", sizes)
 
 
 def test_a_long_row_with_a_traced_window_needs_no_kernel():

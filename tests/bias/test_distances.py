@@ -120,5 +120,5 @@ def test_kernels_that_count_in_int32_refuse_longer_distances():
     q = jnp.zeros((1, 128, 1, 8))
     far = {"q_positions": Range(HIGH - 127, 128), "kv_positions": Range(LOW, 128)}
     for spec in (ALiBi(), Sandwich()):
-        with pytest.raises(ValueError, match=r"implementation='tpu': distances leave int32.*use 'blockwise'"):
+        with pytest.raises(ValueError, match=r"implementation='tpu': distances exceed int32.*use 'blockwise'"):
             pj.attention(q, q, q, bias=spec, mask=Causal(), implementation="tpu", **far)

@@ -212,7 +212,7 @@ def test_under_pmap():
     ("call", "message"),
     [
         (lambda x, t: apply_rotary(x, t, pairing="neox"), "pairing: unknown value 'neox'"),
-        (lambda x, t: apply_rotary(x[..., :14], t), "table turns 16 features but x has head size 14"),
+        (lambda x, t: apply_rotary(x[..., :14], t), "table rotates 16 features but x has head size 14"),
         (lambda x, t: apply_rotary(x[:, :3], t), r"table of shape \(4, 8\) does not fit x of shape \(2, 3, 3, 16\)"),
         (lambda x, t: apply_rotary(x, jax.tree.map(lambda a: jnp.stack([a] * 3), t)), "does not fit"),
         (lambda x, t: apply_rotary(x[0, 0], t), "x must be"),

@@ -215,7 +215,7 @@ def test_values(capsys, override, message):
         ),
         (
             ["train.mesh={data: 2, context: 4}", "train.context.strategy=neighbour", "model.num_layers=2", HYBRID],
-            "strategy='neighbour': .*where only some layers have one, name 'neighbour' and then 'ring'",
+            "strategy='neighbour': .*if only some layers have a window, give both names, 'neighbour' and then 'ring'",
         ),
         (["train.mesh={data: 2, context: 4}", "train.context.strategy=ring", "scheme=cope"], "(?i)cope.*ring"),
         (["train.mesh={data: 2, context: 4}", "scheme=linear-elu"], "linear.*context"),

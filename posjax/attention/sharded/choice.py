@@ -101,9 +101,9 @@ def _no_neighbour(sizes: Sizes) -> str | None:
         return "striped shards hold no neighbouring tokens; use a contiguous or a zigzag layout, or 'ring'"
     if sizes.window is None:
         return (
-            "'neighbour' needs a mask that shows only recent keys, such as Window(w) of a Python int; with sinks, or "
-            "without a window, use 'ring' or 'all-gather'; where only some layers have one, name 'neighbour' and then "
-            "'ring'"
+            "'neighbour' needs a mask that shows only recent keys, such as Window(w) with a Python int; with sinks, or "
+            "without a window, use 'ring' or 'all-gather'; if only some layers have a window, give both names, "
+            "'neighbour' and then 'ring'"
         )
     if sizes.window - 1 > sizes.chunk:
         return (
@@ -137,7 +137,7 @@ def choose(sizes: Sizes) -> str:
        kernel is cut into parts, but nothing hides the transfer.
     4. ``"ring"`` otherwise: the same bytes, hidden behind attention to keys already received, in memory for two shards.
 
-    A strategy with a ``strategy_refusal`` is skipped; a gather has none.
+    A strategy with a ``strategy_refusal`` is skipped; ``"all-gather"`` never has one.
     """
     if strategy_refusal("neighbour", sizes) is None:
         return "neighbour"

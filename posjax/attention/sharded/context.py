@@ -47,17 +47,17 @@ def context_attention(
 ) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
     """``posjax.attention`` of whole sequences, for the queries, keys and heads of this device inside ``shard_map``.
 
-    Results and gradients are those of ``attention`` for the whole sequence. Arguments are as there; those with an axis
-    of tokens (positions, the arrays of masks and biases, a scale) hold the tokens of this device, in the order of
+    Results, gradients and arguments are those of ``attention`` for the whole sequence, but arguments with an axis of
+    tokens (positions, the arrays of masks and biases, a scale) hold the tokens of this device, in the order of
     ``across.layout``.
 
     Args:
         q, k, v: the tokens and heads of this device.
         across: the mesh axes of the sequence and the heads, and the strategy. Axes that do not exist count as one
             device.
-        bias: a spec, or a bound bias: for all heads of the model, or with arrays of tokens (FoX), for this device's.
-        mask: with a head axis it is that of all heads.
-        scale: with a head axis, of all heads or of this device's.
+        bias: a spec, or a bias bound for all heads of the model, or with arrays of tokens (FoX) for this device's.
+        mask: its head axis, if it has one, is that of all heads of the model.
+        scale: its head axis, if it has one, is that of all heads of the model or of this device's heads.
         sinks: one logit for every head of the model.
         q_positions: a ``Range`` over the whole sequence with a known start, from 0 when left out; or an array over the
             tokens of this device.
@@ -104,7 +104,7 @@ class _Heads:
         self.size, self.all, self.start = size, across.all_heads(size), across.first_head(size)
 
     def last(self, array):
-        """An array whose last axis may be the heads."""
+        """This device's heads of an array whose last axis may be all heads."""
         if array is None or jnp.ndim(array) == 0 or array.shape[-1] != self.all or self.all == self.size:
             return array
         return jax.lax.dynamic_slice_in_dim(array, self.start, self.size, axis=-1)
@@ -161,7 +161,7 @@ def _spread(across: Placement, call: Call, implementation: str | None, with_lse:
         return api.run(implementation, call.x, call.scale, with_lse)
 
     if shards == 1:
-        # One device may still hold a sequence in the layout for several.
+        # One device may still hold a sequence in the layout for several devices.
         line = Line(None, 1, 1, across.layout, length)
         return ulysses(line, call, here) if across.layout.reorders else here(call)
     layout = across.layout_over(shards)
@@ -210,7 +210,7 @@ def _sizes(call: Call, across: Placement, length: int) -> Sizes:
 
 
 def _by_pieces(line: Line, call: Call, run: Callable) -> tuple:
-    """One query piece after the other, so that the positions of each are a range, over all keys."""
+    """The results of ``run`` for one query piece after the other, over all keys: the positions of each are a range."""
     if not isinstance(call.x.q_positions, Range):
         return run(call)
     return join([run(line.queries(call, n)) for n in range(line.chunks)])

@@ -32,8 +32,8 @@ def attend_on_mesh(
 ) -> Any:
     """``function(replicated, projected, per_row)`` on every device, for its own batch rows, tokens and heads.
 
-    One ``shard_map`` over all axes of the mesh in use, so that kernels can be used. Data are replicated over axes that
-    the placement does not name. The gradients of replicated arrays are summed over the devices.
+    It is one ``shard_map`` over all axes of the mesh in use, so that kernels can be used. Data are replicated over axes
+    that the placement does not name. The gradients of replicated arrays are summed over the devices.
 
     Args:
         function: for instance ``Scheme.attend`` with ``across=placement.for_key_heads(...)``. Called directly without a
@@ -43,9 +43,9 @@ def attend_on_mesh(
         projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated if the devices of
             their axis do not divide them: see ``Placement.for_key_heads``.
         per_row: trees of arrays by name. ``"gates"`` are ``[batch, heads, length]``, ``"length"`` is ``[batch]``,
-            ``"coordinates"`` are ``[batch, length, axes]``, masks and biases know their own axes (``"mask"`` may be a
+            ``"coordinates"`` are ``[batch, length, axes]``, masks and biases name their own axes (``"mask"`` may be a
             boolean array), and all others are ``[batch, length]``. An array with fewer axes is the same on all
-            devices, and so is an axis of 1.
+            devices. An axis of size 1 is not split.
 
     Returns:
         The result of the function, ``[batch, length, heads, ...]`` again.

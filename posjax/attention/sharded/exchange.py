@@ -24,7 +24,7 @@ def gathered(line: Line, call: Call) -> Call:
 
 
 def ulysses(line: Line, call: Call, run: Callable) -> tuple:
-    """``run`` on all tokens of a group of devices, in ascending order, for an equal share of the heads; and back.
+    """``run`` on all tokens of a group of devices, ascending, for an equal share of the heads; results are sent back.
 
     Key heads are repeated if there are fewer than devices, as few times as possible.
     """

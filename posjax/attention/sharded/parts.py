@@ -157,7 +157,7 @@ def _half(array, axis: int, n: int):
 
 
 def taken(array, order: np.ndarray, axis: int):
-    """``jnp.take`` along an axis, by whole runs of the order: the transpose by tokens would be a scatter.
+    """``jnp.take`` along an axis, by whole runs of the order; by single tokens, the transpose would be a scatter.
 
     Without effect if the order is the identity.
     """

@@ -27,11 +27,11 @@ class Placement:
         batch: axes over which the batch is split.
         context: the axis over which the sequence is split.
         heads: the axis, or axes, over which query and key heads are split.
-        strategy: how queries attend to the keys of other shards: one for all layers; a tuple in order of preference, of
-            which each layer uses the first that can split it; or ``"auto"``, ``choice.choose`` for each layer, which
-            always finds one and so cannot be in a tuple.
-        layout: order of the tokens over the shards of ``context``; made for their number, except that a contiguous one
-            fits any.
+        strategy: how queries attend to the keys of other shards: one strategy for all layers; a tuple in order of
+            preference, where each layer uses the first that can split it; or ``"auto"``, which is ``choice.choose`` for
+            each layer. ``"auto"`` always finds a strategy, so it cannot be in a tuple.
+        layout: order of the tokens over the shards of ``context``. It must be made for their number, but a contiguous
+            layout fits any number.
         ulysses: how many neighbouring shards of ``context`` form a group that exchanges heads, in ``"ring-ulysses"``.
         repeats: how often every key head was repeated so that ``heads`` splits them; ``for_key_heads`` sets it.
 
@@ -50,7 +50,7 @@ class Placement:
     def __post_init__(self):
         _check_names(self.strategy)
         check_count("ulysses", self.ulysses)
-        check(len(set(self.axes)) == len(self.axes), f"placement: every axis can hold one thing, found {self.axes}")
+        check(len(set(self.axes)) == len(self.axes), f"placement: every axis can be named only once, found {self.axes}")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class Placement:
         window: int | None = None,
         scheme: Any = None,
     ) -> None:
-        """Raises ValueError, before anything compiles, for a model that cannot be split so.
+        """Raises ValueError, before anything compiles, for a model that cannot be split in this way.
 
         Args:
             mesh: size of every axis.
@@ -132,7 +132,7 @@ class Placement:
             self.chosen(sizes)
 
     def check_scheme(self, scheme: Any, shards: int | None = None) -> None:
-        """Raises ValueError for a scheme whose sequence cannot be split over several shards, by default the mesh's."""
+        """Raises ValueError for a scheme whose sequence cannot be split over ``shards`` (default: that of the mesh)."""
         shards = self.shards if shards is None else shards
         check(
             scheme.linear is None or shards == 1,
@@ -170,19 +170,19 @@ class Placement:
         return _size(self.context)
 
     def whole(self, tokens: int) -> int:
-        """Tokens of a sequence of which this device holds ``tokens``."""
+        """How many tokens a sequence has if each device holds ``tokens``."""
         return tokens * self.shards
 
     def all_heads(self, heads: int) -> int:
-        """Heads of the model of which this device holds ``heads``."""
+        """How many heads the model has if each device holds ``heads``."""
         return heads * _size(self.heads)
 
     def first_head(self, heads: int) -> int | Int[Array, ""]:
-        """The first of the ``heads`` heads that this device holds."""
+        """The index in the model of the first of this device's ``heads`` heads."""
         return 0 if _size(self.heads) == 1 else jax.lax.axis_index(self.heads) * heads
 
     def key_heads(self, heads: int) -> Int[Array, "heads"] | None:
-        """Which key heads of the model the ``heads`` key heads of this device are; None if it holds all of them."""
+        """The key head of the model for each of this device's ``heads`` key heads; None if it holds all of them."""
         if self.all_heads(heads) == heads and self.repeats == 1:
             return None
         return (self.first_head(heads) + jnp.arange(heads, dtype=jnp.int32)) // self.repeats

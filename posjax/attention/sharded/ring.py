@@ -9,8 +9,9 @@ sequence the gradients of each part are independent,
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ += dS K,   dK = dS^T Q
 
-and the sums of key gradients are sent with their keys until they are back. Neither pass holds more than two groups'
-keys, so memory does not grow with the number of groups. A part whose pairs the mask hides is skipped.
+and the sums of key gradients are sent with their keys until they return to their own group. Neither pass holds more
+than two groups' keys, so memory does not grow with the number of groups. A part is skipped if the mask hides all its
+pairs.
 
 Half of the heads are sent in the other direction, so that links are used in both. The sums of key gradients of one half
 are sent while the kernel of the other half runs.
@@ -56,7 +57,7 @@ class RingConfig(NamedTuple):
 
 
 def ring(line: Line, implementation: str | None, call: Call) -> tuple:
-    """Output and log-sum-exp of this group's queries over the keys of all groups; all leaves vary over equal axes."""
+    """Output and log-sum-exp of this group's queries over the keys of all groups; leaves vary over the same axes."""
     halves = call.halves() if line.shards > 2 and call.x.k.shape[1] % 2 == 0 else (call,)
     static = is_number(call.scale)
     config = RingConfig(line, parts_by(implementation, halves[0].x), call.scale if static else None)
@@ -66,7 +67,7 @@ def ring(line: Line, implementation: str | None, call: Call) -> tuple:
 
 
 def _attended(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
-    """Output, packed, and log-sum-exp of every call; the calls are sent in alternating directions."""
+    """Packed output and log-sum-exp of every call; the keys of the calls are sent in alternating directions."""
     halves = _halves(config, calls)
     state = [(half.keys, half.nothing_yet()) for half in halves]
 
@@ -91,9 +92,9 @@ class _Side(NamedTuple):
     """Whether a leaf of a call belongs to the keys, and its axis of tokens, None for a leaf that all tokens share.
 
     ``heads``: the head axes of features that kernels read in the layout of ``merge_heads``. They are stored and sent
-    packed in that layout: another one would be a copy in every step. ``gathered``: whether it is gathered instead of
-    sent, as integers for each key are, positions or segments: they are small, and a compiler has a limited number of
-    transfers in flight.
+    packed in that layout, because another one would cost a copy in every step. ``gathered``: whether the leaf is
+    gathered instead of sent. Integers for each key (positions, segments) are gathered: they are small, and a compiler
+    limits the number of simultaneous transfers.
     """
 
     of_keys: bool = False
@@ -266,11 +267,11 @@ class _Half:
         return [array for side, array in both if side.of_keys], [array for side, array in both if not side.of_keys]
 
     def unless_empty(self, leaves: list, at: tuple, source, compute: Callable, so_far):
-        """``compute(part, so_far)``, or ``so_far`` if by the bounds of positions the mask hides every pair.
+        """``compute(part, so_far)``, or ``so_far`` if the mask hides every pair according to the bounds of positions.
 
         Args:
-            leaves: the packed leaves of the call. They enter a branch packed: the compiler would store unpacked ones in
-                another layout, which costs a copy.
+            leaves: the packed leaves of the call. They enter ``jax.lax.cond`` packed: the compiler would store unpacked
+                ones in another layout, which costs a copy.
             at: the piece of the queries and of the keys.
             source: the group of the keys.
             compute: takes the call of these pieces and ``so_far``.
@@ -342,7 +343,7 @@ def _ring_forward(config: RingConfig, calls):
     taken = [taken_apart(call) for call in calls]
     calls = tuple(call for call, _ in taken)
     wanted = tuple(_differentiable(*each) for each in taken)
-    # Not by ``_ring``, which has no forward mode: so forward over reverse works.
+    # ``_attended``, because ``_ring`` has no forward mode, which forward over reverse needs.
     rows = tuple(named(*each) for each in _attended(config, calls))
     return rows, _Saved(calls, rows, wanted)
 
@@ -382,7 +383,7 @@ def _shares(
 ) -> tuple:
     """Adds the gradients of a step. The sums of one call are sent while the kernel of the other call runs.
 
-    A single call adds its gradients to the received sums after its kernel, which need not wait for them.
+    A single call adds its gradients to the received sums after its kernel, so the kernel need not wait for the sums.
     """
     first, *others = halves
     arriving = first.sent(d_keys[0])
@@ -404,7 +405,7 @@ def _per_query(config: RingConfig, half: _Half, rows: tuple, cotangents: tuple) 
 
 
 def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
-    """Which leaves are summed: those of the operands that are wanted, and the queries if the scale is."""
+    """Which leaves are summed: those of the operands that are wanted, and the queries if the scale is wanted."""
     if call.scale is None:
         return list(wanted)
     *of_x, of_scale = wanted

@@ -1,12 +1,14 @@
 """The backward kernel: one row of tiles after the other, all gradients in one pass over the tiles.
 
-For a block of keys, over the tiles of its list and the query heads that share the keys, with keys along the sublanes,
+For a block of keys it computes, over the tiles of its list and the query heads that share the keys, with keys along the
+sublanes,
 
     S^T = K Q^T + bias,   P^T = 2^(S^T - L),   dS^T = P^T * (V dO^T - D),   D = rowsum(dO * O) - dL / ln 2
     dV += P^T dO,   dK += dS^T Q,   dQ += dS K
 
-(Dao et al., arXiv 2205.14135, appendix B). Five matrix products; of their factors only ``dS`` is ever transposed. The
-factor of the queries multiplies the keys of a row of tiles for ``S``, and the sums of ``dK`` and ``dQ``.
+(Dao et al., arXiv 2205.14135, appendix B). These are five matrix products. Of their factors only ``dS`` is ever
+transposed. The factor of the queries multiplies the keys of a row of tiles for ``S``, and the sums of ``dK`` and
+``dQ``.
 
     keys      .  .  .  .       ``dK`` and ``dV`` of a row of tiles stay in fast memory until it ends;
               #  #  m  .       ``dQ`` of a tile is fetched (f), added to while the tile is computed (x),
@@ -14,8 +16,8 @@ factor of the queries multiplies the keys of a row of tiles for ``S``, and the s
                                starts at zero instead, and the last one writes the final gradient
 
 Each array of the queries has two slots, for this tile and the next; ``dQ`` has three, so that its fetch never waits for
-a write that has just started. Within a row every tile has another block of ``dQ``, and a row ends when all its writes
-are done, so no fetch overtakes a write.
+a write that has just started. Within a row every tile has a different block of ``dQ``, and a row ends when all its
+writes are done, so no fetch overtakes a write.
 """
 
 from functools import partial, reduce
@@ -56,8 +58,8 @@ from posjax.attention.tpu.schedule import tile_of
 class KernelGradients(NamedTuple):
     """Gradients of queries, keys and values, and the sums for the form of the bias, in base 2.
 
-    The latter lack a factor ``ln 2``. With sums so far, ``q``, ``k`` and ``v`` are sums in float32, and ``q`` is
-    ``dS K``, the gradient of scaled queries.
+    The sums for the bias lack a factor ``ln 2``. With sums so far, ``q``, ``k`` and ``v`` are sums in float32, and
+    ``q`` is ``dS K``, the gradient of scaled queries.
     """
 
     q: jax.Array
@@ -70,7 +72,7 @@ class KernelGradients(NamedTuple):
 def backward(
     config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None = None, *, of_bias: bool
 ) -> KernelGradients:
-    """All gradients; those of the bias only if wanted. ``so_far``: float32 sums of those of ``q``, ``k`` and ``v``."""
+    """All gradients; of the bias only if wanted. ``so_far``: float32 sums of the gradients of ``q``, ``k``, ``v``."""
     arrays, block = arrays_of(config, x, per_query, so_far), config.tilings[1].blocks.k
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     sums = config.bias.outputs(config.heads // config.kv_heads, x.k.shape[3]) if of_bias else []

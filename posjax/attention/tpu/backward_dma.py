@@ -41,7 +41,7 @@ def arrays_of(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tupl
     arrays = KernelArrays(x.visits[1], x.starts, x.numbers, bias, x.q, None, x.k, x.v, per_query=per_query)
     if so_far is not None:
         return arrays._replace(**dict(zip(("dq", "dk", "dv"), so_far, strict=True)))
-    # Entries know the first and last row that visits a block of queries, but not for each of several pairs of features.
+    # Entries mark the first and last row that visits a block of queries, but not separately for each pair of features.
     return arrays if x.q.shape[2] == 1 else arrays._replace(dq=jnp.zeros_like(x.q, jnp.float32))
 
 
@@ -83,7 +83,7 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
 
 
 PENDING, NOTHING = 3, -1
-"""The index in ``QuerySums.choices`` of whether a result is being written, and the value for an empty slot."""
+"""The index in ``QuerySums.choices`` of whether a result is still being written, and the value of an empty slot."""
 
 
 class QuerySums(NamedTuple):
@@ -113,7 +113,7 @@ class QuerySums(NamedTuple):
         return True if self.result is None else ~is_first(entry)
 
     def finishes(self, entry):
-        """Whether no later tile adds to them."""
+        """Whether no later tile adds to these sums."""
         return False if self.result is None else is_last(entry)
 
 

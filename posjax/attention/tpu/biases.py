@@ -80,7 +80,7 @@ class KernelBias:
         return BiasArrays()
 
     def scratch(self, config: KernelConfig, side: int) -> tuple[Any, Any, Any]:
-        """Two slots for what is copied, scratch for what is added within a tile, and backward for its gradient sums."""
+        """Two slots for copies, scratch for additions within a tile, and, backward, scratch for its gradient sums."""
         return None, None, None
 
     def outputs(self, group: int, keys: int) -> list[BiasSum]:
@@ -148,8 +148,9 @@ def _slabs(x) -> list:
 class _DifferenceOfTokens(KernelBias):
     """``f (t_i - t_j)`` with a number ``t`` of each token and a factor ``f`` of each head.
 
-    It is ``f (t_i - o) + f (o - o') + f (o' - t_j)``, ``o`` and ``o'`` the numbers of the first tokens of the blocks: a
-    constant of the query, which does not change the weights, the level of the tile, and a small number of the key.
+    It is ``f (t_i - o) + f (o - o') + f (o' - t_j)``, where ``o`` and ``o'`` are the numbers of the first tokens of the
+    blocks. The terms are a constant of the query, which does not change the weights, the level of the tile, and a small
+    number of the key.
     """
 
     def counted(self, config: KernelConfig, x: Inputs, side: int, step: int = 1):
@@ -160,7 +161,7 @@ class _DifferenceOfTokens(KernelBias):
         return differences
 
     def column_of_keys(self, row: TileRow):
-        """``of_keys`` as a column, for the head that the row is at."""
+        """``of_keys`` as a column, for the current head of the row."""
 
     def of_queries(self, config, x, side):
         block = config.tilings[side].blocks.q
@@ -212,7 +213,8 @@ class _DifferenceOfTokens(KernelBias):
 class LinearInKey(_DifferenceOfTokens):
     """``slope (p_i - p_j)``: ALiBi.
 
-    It is ``in_features`` if there are spare features and key positions are a range: it is then equal in every block.
+    It is ``in_features`` if there are spare features and key positions are a range: its numbers for the keys are then
+    the same in every block.
     """
 
     in_features: bool
@@ -235,7 +237,7 @@ class LinearInKey(_DifferenceOfTokens):
         return {"slopes": x.bias.slopes.astype(jnp.float32) * -LOG2E}
 
     def most(self, x, numbers):
-        """Known if no key is ahead."""
+        """Known only if the mask hides keys ahead."""
         if not hides_ahead(x.mask):
             return None
         farthest = as_array(x.q_positions).max() - as_array(x.kv_positions).min()
@@ -384,7 +386,7 @@ class ByDistance(KernelBias):
         return cls(_band(x, reach), x.bias.constant_from)
 
     def numbers(self, x, ahead):
-        """``values`` from distance ``-keys`` to before ``queries``, ``edges`` far behind and ahead, for each head."""
+        """For each head ``values`` at distances ``-keys`` to ``queries - 1``, and ``edges`` far behind and ahead."""
         heads, queries, keys = x.q.shape[1] * x.q.shape[2], x.q.shape[3], x.k.shape[2]
 
         def values(distances):
@@ -400,7 +402,7 @@ class ByDistance(KernelBias):
     def arrays(self, config, x, side):
         values, (first, stop) = x.bias["values"], self.band
         if side == 0:
-            # Lanes are keys: the vector runs backwards, so that its index ``queries - (i - j)`` rises with them.
+            # Keys are along the lanes: the vector is reversed, so that its index ``queries - (i - j)`` rises with them.
             values = values[:, ::-1]
             values = jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
             first, stop = 0, values.shape[1] // LANES
@@ -479,7 +481,7 @@ def _edge(tile: Tile) -> int:
 
 
 def _int32_refusal(x: Operands) -> str | None:
-    return "distances leave int32, which the kernels use; use 'blockwise'" if _leaves_int32(x) else None
+    return "distances exceed int32, which the kernels use; use 'blockwise'" if _leaves_int32(x) else None
 
 
 def _leaves_int32(x: Operands) -> bool:
@@ -501,9 +503,9 @@ def _sums_by_distance(x: Operands) -> int:
 
 
 def _band(x: Operands, reach: int) -> tuple[int, int]:
-    """Rows of 128 distances, of those from ``-keys`` to ``queries``, where a bias by distance varies.
+    """Rows of 128 distances, between ``-keys`` and ``queries``, where a bias by distance varies, as ``(first, stop)``.
 
-    Tiles at the ends of it read up to ``reach`` distances more, the sum of their queries and keys.
+    Tiles at the ends of the band read up to ``reach`` more distances, the sum of their queries and keys.
     """
     queries, keys = x.q.shape[3], x.k.shape[2]
     rows = -(-(queries + keys) // LANES)

@@ -1,4 +1,4 @@
-"""The best settings for a chip: sizes of tiles, by the measured cost of tiles, and which optimisations pay."""
+"""The best settings for a chip: sizes of tiles, by the measured cost of tiles, and which optimisations it uses."""
 
 import math
 from functools import partial
@@ -36,7 +36,7 @@ TARGETS = {
     "TPU v6 lite": Target("v6e", 100 * 2**20, wide=True),
     "TPU7x": Target("7x", 56 * 2**20, wide=True),
 }
-"""By ``device_kind``."""
+"""The chips by ``device_kind``."""
 
 USUAL = "TPU v5 lite"
 """The chip that is assumed on a machine without TPU if no mesh of abstract devices is set."""
@@ -106,7 +106,7 @@ def _is_relative(x: Operands) -> bool:
 
 
 def _tiles(x: Operands, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[float, float]:
-    """How many tiles are visited and how many of them are full; as if causal if positions or masks are not known."""
+    """How many tiles are visited and how many are full, counted as causal if positions or masks are not known."""
     known = all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions))
     if x.mask is None:
         return q_blocks * k_blocks, q_blocks * k_blocks
@@ -125,13 +125,13 @@ def fit(largest: Blocks, queries: int, keys: int) -> Blocks:
 
 
 def divide(largest: Blocks, queries: int, keys: int) -> Blocks:
-    """The largest such blocks that divide both lengths; queries are split into parts."""
+    """The largest blocks up to ``largest`` that divide both lengths; queries are split into parts."""
     q, k = _divisor(queries, largest.q), _divisor(keys, largest.k)
     return Blocks(q, k, _divisor(q, largest.part))
 
 
 def within(largest: Blocks, run: int) -> Blocks:
-    """The largest such blocks that divide runs of ``run`` tokens; queries or keys are split into parts."""
+    """The largest blocks up to ``largest`` that divide runs of ``run`` tokens; queries or keys are split into parts."""
     q, k = _divisor(run, largest.q), _divisor(run, largest.k)
     return Blocks(q, k, _divisor(math.gcd(q, k), largest.part))
 

@@ -19,7 +19,7 @@ from posjax.attention.tpu.schedule import Lists
 from posjax.attention.tpu.terms import LANES, Pattern
 
 GRID = ("parallel", "parallel", "arbitrary")
-"""Batch and heads may go to different cores; the rows of tiles of a head follow each other."""
+"""Batch and heads may go to different cores; the rows of tiles of a head run one after the other."""
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 """Logits are in base 2: ``2^(z log2 e) = e^z``. Gradients with respect to them lack a factor ``ln 2``."""
@@ -50,7 +50,7 @@ class KernelConfig:
         factor: of the queries, ``log2 e`` included.
         bounded: whether the forward kernel uses a bound of the logits instead of their running maximum.
         spare: whether the matrix unit handles 128 more features than a head has in the same time. Then the number of a
-            linear bias for each key, and the bound of each query, are appended features in the product ``Q K^T``:
+            linear bias for each key, and the bound of each query, are appended as features for the product ``Q K^T``:
             numbers in pieces of bfloat16 on one side, ones on the other.
         vmem: bytes of fast memory a kernel may use.
         interpret: how to run without a TPU (``pltpu.InterpretParams``), or False.
@@ -87,8 +87,8 @@ class Inputs(NamedTuple):
 
     Args:
         q: ``[batch, 1, pairs, queries, heads x size]`` or ``[batch, heads, pairs, queries, size]``: ``merge_heads``.
-        k: ``[batch, 1, pairs, keys, kv heads x size]`` or alike.
-        v: ``[batch, 1, keys, kv heads x value size]`` or alike.
+        k: ``[batch, 1, pairs, keys, kv heads x size]``, or with a head axis like ``q``.
+        v: ``[batch, 1, keys, kv heads x value size]``, or with a head axis like ``q``.
         starts: int32 ``[2]``, the first position of the queries and of the keys if they are ranges.
         visits: the tiles that the forward and the backward kernel visit.
         numbers: int32 ``[batch or 1, 1, 1, tokens]`` each, of the queries and of the keys: positions, unless they are a
@@ -121,7 +121,7 @@ def times_factor(config: KernelConfig, x):
 
 
 def product(a, b, contract: tuple[int, int]):
-    """``a b`` summed over one axis of each, in float32; exactly so for float32 factors."""
+    """``a b`` summed over one axis of each, in float32; at the highest precision for float32 factors."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

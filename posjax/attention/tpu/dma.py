@@ -1,7 +1,7 @@
 """Shared by both kernels: the memory of arguments, DMA copies of a tile's arrays, and the loop over a list of tiles.
 
 A kernel computes a *row* of tiles: forward a block of queries, backward a block of keys. That block is its *outer*
-axis; the tiles of the row are along the *inner* one (see ``terms``). Queries come first: an axis is 0 or 1.
+axis; the tiles of the row are along the *inner* one (see ``terms``). An axis is 0 (queries) or 1 (keys).
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ class BiasArrays(NamedTuple):
 
     Args:
         scalars: a few numbers for each head.
-        origins: for every block of queries and of keys the number that those of its tokens are relative to,
+        origins: for every block of queries and of keys, the number to which the numbers of its tokens are relative,
             ``[batch or 1, heads or 1, ..., blocks]``.
         outer: ``[batch, heads, ..., tokens]``, numbers of the tokens of the outer axis.
-        copied: an array of which a part is copied for every tile.
+        copied: an array; a part of it is copied for every tile.
     """
 
     scalars: Any = None
@@ -85,7 +85,7 @@ class Tile(NamedTuple):
 
 
 def at(index, size: int):
-    """The index along an axis that may be 1."""
+    """The index along an axis whose size may be 1."""
     return index if size > 1 else 0
 
 
@@ -100,7 +100,7 @@ def block_spec(shape, axis: int | None = None, size: int | None = None, memory_s
 
 
 def feature_spec(shape: tuple[int, ...], size: int, block: int) -> pl.BlockSpec:
-    """The block of the features of all heads in a grid step: those of its head, ``[..., block, size]``."""
+    """The block, in a grid step, of the features of all heads: the features of one head, ``[..., block, size]``."""
     several, between = shape[1] > 1, shape[2:-2]
 
     def index(b, h, i):
@@ -212,7 +212,7 @@ class TileRow:
         return Axis(1, start + tile.index * size + first, rows, ranged)
 
     def of_head(self, ref):
-        """The part of the row's head of the block in a grid step: all of it."""
+        """The part of a grid step's block that belongs to the row's head: all of it."""
         return ref
 
     def slot(self, step):

@@ -53,7 +53,7 @@ def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
     Args:
         x: the operands.
         options: how the kernel runs.
-        so_far: output and log-sum-exp over other keys, in float32, into which those of these keys are merged.
+        so_far: output and log-sum-exp over other keys, in float32; the results of these keys are merged into them.
 
     Raises:
         ValueError: for calls that the kernels do not support, with the reason.
@@ -164,8 +164,7 @@ def refusal(x: Operands) -> str | None:
         return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
     if (form := form_of(x)) is None:
         return (
-            f"{type(x.bias).__name__} is neither a number for each key nor a function of distance alone; "
-            "use 'blockwise'"
+            f"{type(x.bias).__name__} is neither a number for each key nor a function of distance only; use 'blockwise'"
         )
     return form.refusal(x)
 
@@ -262,7 +261,7 @@ def _bound(x: Operands, k, most):
     """
     side_by_side = k.shape[-1] // x.k.shape[-1]
     sums = np.kron(np.eye(side_by_side), np.ones((x.k.shape[-1], 1)))
-    # Without the barrier XLA would compute them in another layout, and copy.
+    # Without the barrier XLA would compute them in another layout, and copy them.
     squares = jnp.square(jax.lax.optimization_barrier(k).astype(jnp.float32)).astype(k.dtype)
     found = jnp.einsum("bhpnc,cm->bhmpn", squares, sums.astype(k.dtype), preferred_element_type=jnp.float32).max(-1)
     longest = jnp.sqrt(found.reshape(x.k.shape[0], x.k.shape[1], -1))
@@ -272,6 +271,6 @@ def _bound(x: Operands, k, most):
 
 
 def _with_own(config: KernelConfig, x: Inputs, numbers, side: int, sign: int):
-    """Numbers of the queries, plus (``sign`` 1) or minus what the bias adds to all logits of each."""
+    """Numbers of the queries, plus (``sign`` 1) or minus the constant that the bias adds to all logits of a query."""
     own = config.bias.of_queries(config, x, side)
     return numbers if own is None else numbers + sign * own

@@ -1,6 +1,6 @@
 """The forward kernel: one row of tiles after the other, with a running maximum.
 
-For a block of queries, over the tiles of its list,
+For a block of queries it computes, over the tiles of its list,
 
     S = Q K^T + bias,   m' = max(m, rowmax S),   P = 2^(S - m'),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P V
 
@@ -40,15 +40,15 @@ _UP = 1 + _UP_BY
 """Twice the largest relative error of rounding to bfloat16."""
 
 SMALLEST = 2.0**-100
-"""Least sum of weights under a bound: weights that underflow, below ``2^-126``, are then below ``2^-26`` of it."""
+"""Least accepted sum of weights with a bound: weights that underflow, below ``2^-126``, are below ``2^-26`` of it."""
 
 
 @partial(jax.jit, static_argnums=0)
 def forward(config: KernelConfig, x: Inputs, so_far: tuple | None = None):
     """Output in the layout of ``merge_heads``, and base-2 log-sum-exp without the bias's constant of each query.
 
-    The latter is float32, ``[batch, heads, 1, queries]``. With those of other keys, ``so_far``, whose output is float32
-    too, the results are merged into them, in place.
+    The log-sum-exp is float32, ``[batch, heads, 1, queries]``. With ``so_far``, output (float32 too) and log-sum-exp of
+    other keys, the results are merged into these, in place.
     """
     (batch, _, _, queries, _), heads, size = x.q.shape, config.heads, config.value_size
     tiling, arrays = config.tilings[0], arrays_of(config, x, so_far)
@@ -165,9 +165,9 @@ def _begin(row: QueryRow) -> None:
 
 
 def _resume(row: QueryRow, *, bounded: bool) -> None:
-    """The sums of other keys from their ``O`` and ``L``: with the maximum ``m`` they are ``2^(L - m)`` and ``O``.
+    """The sums of other keys from their ``O`` and ``L``: with the maximum ``m``, ``2^(L - m)`` and ``O 2^(L - m)``.
 
-    A row without tiles uses no bound, under which its sums might vanish.
+    A row without tiles uses no bound, because its sums might vanish under it.
     """
     if row.x.lse is None:
         return
@@ -186,11 +186,11 @@ def _resume(row: QueryRow, *, bounded: bool) -> None:
 
 
 def _bound(row: QueryRow):
-    """``|q| max |k|``, by Cauchy-Schwarz, of any pair of features, plus the most that the bias adds, as a row.
+    """A bound of each query's logits, as a row: the largest ``|q| max |k|`` of the pairs of features, plus the bias.
 
-    It excludes what the bias adds to all logits of a query. It replaces a running maximum, which costs time. It may be
-    so far above the logits that all weights vanish; then the row is computed again. Any larger number is a bound too,
-    so it is rounded up to bfloat16.
+    The first part is by Cauchy-Schwarz; the second is the most that the bias adds, without what it adds to all logits
+    of a query. The bound replaces a running maximum, which costs time. It may be so far above the logits that all
+    weights vanish; then the row is computed again. Any larger number is a bound too, so it is rounded up to bfloat16.
     """
     config, numbers = row.config, row.x.bound
     if config.softcap is not None:
@@ -217,7 +217,7 @@ def _queries(row: QueryRow) -> list:
 
 
 def _append_to_queries(row: QueryRow, *, bounded: bool) -> None:
-    """Appends to the queries ones for the numbers of the keys, and their bound."""
+    """Appends columns to the queries: ones, which multiply the numbers of the keys, and the bounds of the queries."""
     if row.sums.q is None or row.sums.q.shape[-1] == row.config.size:
         return
     bound = row.sums.tops[...] if bounded else jnp.zeros_like(row.sums.tops)
@@ -227,7 +227,7 @@ def _append_to_queries(row: QueryRow, *, bounded: bool) -> None:
 
 
 def _append_to_keys(row: QueryRow) -> None:
-    """Appends to the keys in both slots their bias, the same in every block, and a one for the bound."""
+    """Appends columns to the keys in both slots: their bias, the same in every block, and ones for the bounds."""
     size = row.config.size
     if row.buffers.k.shape[-1] == size:
         return
@@ -298,7 +298,7 @@ def _add(sums: ForwardSums, logits, v, level) -> None:
 
 
 def _add_bounded(sums: ForwardSums, logits, v, level, *, subtracted: bool) -> None:
-    """The same under a fixed maximum, which may be subtracted from the logits already."""
+    """``_add`` with a fixed maximum, which may have been subtracted from the logits already."""
     weights = _weights(logits, None if subtracted else sums.highest[...], level)
     sums.total[...] += reduce(jnp.add, weights)
     sums.out[...] += _mixed(weights, v)

@@ -12,7 +12,7 @@ import numpy as np
 from posjax.attention.tiles import Kind, TilePlan, visits
 
 _TILE_BITS, _PAIR_BITS = 20, 8
-"""An entry of a list is ``tile + (pair << _TILE_BITS)``: over a million tiles in a row."""
+"""An entry of a list is ``tile + (pair << _TILE_BITS)``, so a row may have over a million tiles."""
 
 _FIRST, _LAST = 1 << (_TILE_BITS + _PAIR_BITS), 2 << (_TILE_BITS + _PAIR_BITS)
 """Added to an entry if its row is the first, or the last, to visit its column."""
@@ -23,8 +23,8 @@ class Lists(NamedTuple):
 
     Args:
         order: ``[batch or 1, rows, 1, columns]``, the entries of a row, then those of tiles that are not visited.
-        ends: ``[batch or 1, rows, 1, kinds + 1]``, where the list of each kind ends; last the first entry of the next
-            row, or -1 if the next row is empty or there is none.
+        ends: ``[batch or 1, rows, 1, kinds + 1]``, where the list of each kind ends, and then the first entry of the
+            next row, or -1 if the next row is empty or there is none.
     """
 
     order: jax.Array

@@ -1,9 +1,9 @@
 """Bias matrices and masks of a tile, evaluated inside a kernel.
 
-A tile has its *outer* axis, the block of the current row of tiles, along the sublanes and its *inner* axis, the tiles
-of that row, along the lanes: queries by keys in the forward kernel, keys by queries in the backward one. Numbers of the
-inner axis are rows ``[1, n]``, which a chip broadcasts over the sublanes at no cost. Those of the outer axis are
-transposed to columns once for a row of tiles and stored repeated over the lanes, ``[n, 128]``.
+The *outer* axis of a tile is the block of the current row of tiles and lies along the sublanes. The *inner* axis, the
+tiles of that row, lies along the lanes. So a tile is queries by keys in the forward kernel, keys by queries in the
+backward one. Numbers of the inner axis are rows ``[1, n]``, which a chip broadcasts over the sublanes at no cost. Those
+of the outer axis are transposed to columns once for a row of tiles and stored repeated over the lanes, ``[n, 128]``.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from posjax.masks import Mask, OfTokens, Pair
 SUBLANES = 8
 
 PIECES = 3
-"""Numbers of bfloat16 whose sum has the precision of float32."""
+"""How many bfloat16 numbers must be added for the precision of float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _differs_between_heads(mask: Mask) -> bool:
 
 
 def _own_refusal(mask: Mask, function: Callable) -> str | None:
-    """Why a function of two numbers from outside the library cannot be part of a kernel, or None."""
+    """Why the function of a mask from outside the library cannot be part of a kernel, or None."""
     name = type(mask).__name__
     if type(mask).__hash__ is None:
         return f"{name} is not hashable (a frozen dataclass is)"
@@ -88,7 +88,10 @@ def _own_refusal(mask: Mask, function: Callable) -> str | None:
     traced = jax.make_jaxpr(function)(tile, tile)
     others = sorted(set(_primitives(traced.jaxpr)) - _KNOWN)
     if others or traced.consts:
-        return f"{name} uses {' and '.join(others) or 'arrays'}, beyond arithmetic and comparisons of whole numbers"
+        return (
+            f"{name} uses {' and '.join(others) or 'arrays'}: kernels support only arithmetic and comparisons of "
+            "integers"
+        )
     return None
 
 
@@ -98,7 +101,7 @@ def _primitives(jaxpr) -> Iterator[str]:
         if name == "jit":
             yield from _primitives(equation.params["jaxpr"].jaxpr)
         elif name == "select_n" and equation.outvars[0].aval.dtype == jnp.bool_:
-            yield "where of truth values"
+            yield "where of booleans"
         else:
             yield name
 
@@ -206,9 +209,9 @@ def row(column):
 
 
 def skewed(values, rows: int):
-    """``U[t, b, y] = u[128 t + y - b]`` of a vector ``u``, ``[heads, rows, 8, 128]``: what ``toeplitz`` reads.
+    """``U[t, b, y] = u[128 t + y - b]`` of a vector ``u``, ``[heads, rows, 8, 128]``, the input of ``toeplitz``.
 
-    One copy of the vector for each sublane, shifted by its number; ``u`` is extended by its end values.
+    Each sublane has a copy of the vector, shifted by the number of the sublane; ``u`` is extended by its end values.
     """
     more = rows * LANES - values.shape[-1]
     longer = jnp.pad(values, ((0, 0), (SUBLANES - 1, more)), mode="edge")
@@ -223,11 +226,11 @@ def unskewed(sums, size: int):
 
 
 def toeplitz(window_ref, matrix_ref, first: int, stop: int) -> None:
-    """Writes rows of ``W[x, c] = u[n + c - x]`` from a window of the skewed vector, ``n`` its lanes less 128.
+    """Writes rows of ``W[x, c] = u[n + c - x]`` from a window of the skewed vector with ``n + 128`` lanes.
 
     A tile that depends only on the difference of its indices is cut into slabs of 128 lanes, and each slab is a range
-    of rows of ``W``, which is computed once for all of them (``slab``). Eight rows of ``W`` are the window shifted by
-    one number for every row, as the window already is, and then as a whole, by one rotation of the lanes.
+    of rows of ``W``, which is computed once for all of them (``slab``). From row to row of ``W`` the numbers are
+    shifted by one. Eight rows of the window already have these shifts, so one rotation of the lanes gives eight rows.
 
     Args:
         window_ref: ``[m, 8, 128]``, ``U`` from the row of the tile's smallest index.

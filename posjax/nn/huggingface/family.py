@@ -128,7 +128,7 @@ def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     rule = _from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
     name, one = values["model_type"], isinstance(rule, FrequencyRule)
-    check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give that alone")
+    check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give only that rule")
     share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
     check(
         share == 1, f"config.json: partial_rotary_factor must be 1 for {name}, which rotates whole heads; found {share}"
@@ -175,7 +175,7 @@ _WRITABLE = (
 
 
 def window_of(config: DecoderConfig) -> int | None:
-    """The window of the sliding layers. Raises ValueError for another mask than a window."""
+    """The window of the sliding layers. Raises ValueError for a mask that is not a window."""
     found = {scheme.mask for scheme in config.layers.schemes} - {None}
     for mask in found:
         check(isinstance(mask, masks.Window), f"scheme: config.json cannot store mask {shown(mask)}, only a window")
@@ -218,9 +218,9 @@ def length_value(config: DecoderConfig) -> dict[str, int]:
 def reach(rule: FrequencyRule, stated: int | None) -> int:
     """The length that a rule with an original length extends to.
 
-    That length times the rule's factor, or ``max_position_embeddings`` (`stated`), whichever is larger. Llama 3's rule
-    is used for less than its factor would allow (Llama 3.2: 32 times 8,192 for 131,072 tokens), so for it `stated`
-    wins, unless that is the original length.
+    The larger of the original length times the rule's factor and ``max_position_embeddings`` (`stated`). Llama 3's rule
+    is used for less than its factor would allow (Llama 3.2: 32 times 8,192 for 131,072 tokens), so for this rule
+    `stated` wins if it is above the original length.
     """
     stated = stated or 0
     if isinstance(rule, rotary.Llama3) and stated > rule.original_length:

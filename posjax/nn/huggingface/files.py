@@ -52,7 +52,7 @@ class TensorFolder:
         path: the folder.
 
     Raises:
-        FileNotFoundError: without the folder or a safetensors file in it.
+        FileNotFoundError: if the folder or a safetensors file in it does not exist.
         ValueError: for files that are broken, and for pickles, which can run code when they are read.
     """
 
@@ -222,19 +222,19 @@ def open_place(path: str | Path) -> tuple[Any, str]:
         import fsspec  # only needed for released models
     except ModuleNotFoundError:
         raise ModuleNotFoundError(f"{path}: released models need the package fsspec: pip install posjax[hf]") from None
-    check(bool(str(path)), "path is empty: it names a folder or a file")
+    check(bool(str(path)), "path is empty; give a folder or a file")
     files, root = fsspec.core.url_to_fs(str(path))
     return files, root.rstrip("/")
 
 
 @contextmanager
 def reaching(path: str | Path) -> Iterator[None]:
-    """Converts exceptions of a file system (no network, no rights) to OSError, in one line with the path."""
+    """Converts exceptions of a file system (no network, no permission) to OSError, in one line with the path."""
     try:
         yield
     except (OSError, ValueError, ImportError):
         raise
-    except Exception as error:  # every file system of fsspec has its own
+    except Exception as error:  # every file system of fsspec has its own exceptions
         raise OSError(f"{path} cannot be reached: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
@@ -250,7 +250,7 @@ def is_local(files: Any) -> bool:
 
 
 def read_json(files: Any, path: str) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError without the file and ValueError for anything else in it."""
+    """A JSON object. Raises FileNotFoundError without the file, and ValueError if it holds anything else."""
     if not files.isfile(path):
         raise FileNotFoundError(f"there is no {path}")
     try:

@@ -46,8 +46,8 @@ class GGUF:
 
     Raises:
         FileNotFoundError: without the file.
-        ValueError: for another architecture than llama, a mixture of experts, frequencies that are not in the metadata,
-            or a file that is no GGUF.
+        ValueError: for an architecture other than llama, a mixture of experts, frequencies that are not in the
+            metadata, or a file that is not a GGUF file.
         ModuleNotFoundError: without the package gguf.
     """
 
@@ -58,7 +58,7 @@ class GGUF:
         self._reader = _reader(path)
         self._fields = self._reader.fields
         found = self._get("general.architecture")
-        check(found == "llama", f"{path} is a GGUF of the architecture {found!r}; llama can be read")
+        check(found == "llama", f"{path} is a GGUF of the architecture {found!r}; only llama can be read")
         check(not self._get("llama.expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
         self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
         check(
@@ -159,7 +159,7 @@ def _reader(path: str | Path) -> Any:
     try:
         return GGUFReader(path)
     except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is no GGUF file that can be read: {error}") from None
+        raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -405,7 +405,7 @@ _FALCON_PARTS = ("q", "(kv_heads each)"), ("k", "kv_heads"), ("v", "kv_heads")
 
 
 def _falcon_tensors(config: DecoderConfig) -> dict[str, View]:
-    """Each group has its queries, then its key and its value; with one group (Falcon 7B) so has the whole tensor."""
+    """Each group has its queries, then its key, then its value; Falcon 7B has one group, which is the whole tensor."""
     found = tables("transformer.word_embeddings", "lm_head")
     found |= fused(f"{_H}self_attention.query_key_value", _FALCON_ROWS, _FALCON_PARTS)
     found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")

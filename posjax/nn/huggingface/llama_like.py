@@ -133,7 +133,7 @@ def _windowed(values: Values, *, partial: bool = False) -> Scheme:
     """A window in all layers, or in none; transformers does not read ``layer_types`` of these families."""
     kind = FULL if values.get("sliding_window") is None else SLIDING
     other = set(layer_types(values, (kind,))) - {kind}
-    name, why = values["model_type"], "by its sliding_window; leave layer_types out"
+    name, why = values["model_type"], "because of sliding_window; leave layer_types out"
     check(not other, f"config.json: layer_types has {', '.join(other)}, but all layers of {name} are {kind}, {why}")
     return rope_scheme(values, rope_rule(values, partial=partial), kind)
 
@@ -204,7 +204,7 @@ QWEN3 = _family(
 
 
 def _smollm3_schemes(values: Values) -> Any:
-    """RoPE, except in every fourth layer, or those with a 0 in ``no_rope_layers``: these have the window, if any."""
+    """RoPE, except in every fourth layer or those with a 0 in ``no_rope_layers``; these have the window, if any."""
     rule, count, every = rope_rule(values), values["num_hidden_layers"], values["no_rope_layer_interval"]
     rotating = values.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
     check(len(rotating) >= count, f"config.json: no_rope_layers names {len(rotating)} layers of {count}")
@@ -454,7 +454,7 @@ def _phi3_scheme(values: Values) -> Scheme:
 
 
 def _phi3_rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """Phi-3 reads the original length outside the rope parameters, in transformers 4 the rotated part too."""
+    """Phi-3 reads the original length outside the rope parameters, and in transformers 4 also the rotated part."""
     found = rope_values(config)
     inner, outer = found.get("rope_parameters", {}), ("original_max_position_embeddings", "partial_rotary_factor")
     return found | {key: inner[key] for key in outer if key in inner}

@@ -44,7 +44,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
     """The values of ``config.json`` of a released model, or of the metadata of a GGUF file in the same form.
 
     Raises:
-        FileNotFoundError: without the folder or the file.
+        FileNotFoundError: if the folder or the file does not exist.
         ValueError: for a file that is not JSON.
     """
     if is_gguf(path):
@@ -88,7 +88,7 @@ def from_pretrained(
     """A released model as a ``Decoder``.
 
     Tensors are read one layer at a time and directly into the devices' shards: besides the arrays on the devices, a
-    host needs memory for its part of the largest tensor; for all of it if the files are at a URL, or packed.
+    host needs memory for its part of the largest tensor, or for all of it if the files are at a URL or packed.
 
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
@@ -100,7 +100,7 @@ def from_pretrained(
             ``scan_layers``, ``implementation``, ``placement``. For another scheme use ``Decoder.with_scheme``.
 
     Raises:
-        FileNotFoundError: without the model.
+        FileNotFoundError: if the model does not exist.
         ValueError: for a family or option that ``Decoder`` does not have; for tensors that are missing, unexpected or
             of another shape than in the config; for a head that differs from the embedding although config.json ties
             them; for pickles.

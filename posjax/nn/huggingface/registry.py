@@ -57,7 +57,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 _FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
-"""Options of every family that are not supported, each with the only value that is."""
+"""Options that no family supports, each with the only value that is accepted."""
 _NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 
 
@@ -121,7 +121,7 @@ def fitting_family(config: DecoderConfig) -> Family:
     """The first family whose layout can store a config.
 
     Raises:
-        ValueError: if none can, with the reason of Llama's.
+        ValueError: if none can, with the reason for Llama's layout.
     """
     reasons = {}
     for family in FAMILIES.values():
@@ -131,4 +131,4 @@ def fitting_family(config: DecoderConfig) -> Family:
             reasons[family.model_type] = error
             continue
         return family
-    raise ValueError(f"no released layout can store this decoder; llama's: {reasons['llama']}")
+    raise ValueError(f"no released layout can store this decoder; the reason for llama: {reasons['llama']}")

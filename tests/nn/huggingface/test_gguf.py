@@ -400,7 +400,7 @@ def test_tokens_that_are_added_to_every_text(first, last, tmp_path):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "architecture": ({"architecture": "qwen2"}, "is a GGUF of the architecture 'qwen2'; llama can be read"),
+    "architecture": ({"architecture": "qwen2"}, "is a GGUF of the architecture 'qwen2'; only llama can be read"),
     "experts": (
         {"edit": lambda writer: writer.add_expert_count(8)},
         "a mixture of experts, which Decoder does not have",
@@ -496,7 +496,7 @@ def test_what_is_no_gguf(tmp_path):
         from_pretrained(path)
     for content in (b"", b"short", b"GGUF", b"no GGUF at all, whatever it is called" * 9):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{path} is no GGUF file that can be read") as caught:
+        with pytest.raises(ValueError, match=f"{path} is not a readable GGUF file") as caught:
             from_pretrained(path)
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="a GGUF file must be local; download it first"):
@@ -509,5 +509,5 @@ def test_a_file_that_is_cut(tmp_path):
     content = path.read_bytes()
     for size in (100, len(content) // 2, len(content) - 40):
         path.write_bytes(content[:size])
-        with pytest.raises(ValueError, match=f"{path} is no GGUF file that can be read"):
+        with pytest.raises(ValueError, match=f"{path} is not a readable GGUF file"):
             from_pretrained(path)

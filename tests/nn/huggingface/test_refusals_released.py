@@ -149,7 +149,7 @@ CONFIGS = {
     ),
     "rules by layer": (
         LLAMA | {"rope_parameters": {"full_attention": released.rope(1e4), "sliding_attention": released.rope(1e3)}},
-        ["rope_parameters {'full_attention': ", "llama has one rule for all layers; give that alone"],
+        ["rope_parameters {'full_attention': ", "llama has one rule for all layers; give only that rule"],
     ),
     "smollm3 layer types": (
         released.CASES["smollm3"] | {"layer_types": ["full_attention"]},
@@ -294,7 +294,7 @@ SCHEMES = {
 def test_decoders_that_no_layout_can_say(name, tmp_path):
     options, words = SCHEMES[name]
     refuse(
-        [*words, "no released layout can store this decoder; llama's: "],
+        [*words, "no released layout can store this decoder; the reason for llama: "],
         save_pretrained,
         decoder(**options),
         tmp_path / "out",
