@@ -56,7 +56,7 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
         _check_reach(model, length)
         graph, lies = computed(model, placement=placement(mesh, length)), row(length)
         where = _placed(lies, _given(drawn_in_use(model, length, seed, len(tokens))))
-        if lies.places > length:
+        if lies.padded > length:
             where["segment_ids"] = jnp.broadcast_to(lies.apply(jnp.zeros((1, length), jnp.int32), -1), tokens.shape)
         tokens = jax.lax.with_sharding_constraint(tokens, named_sharding(mesh, ("batch", "length")))
         return nnx.merge(graph, narrow(parameters)).hidden(tokens, length=length, **where)
@@ -74,7 +74,7 @@ def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
 
     def put(x, axis):
         last = jax.lax.slice_in_dim(x, row.length - 1, row.length, axis=axis)
-        filling = jnp.repeat(last, row.places - row.length, axis)
+        filling = jnp.repeat(last, row.padded - row.length, axis)
         return row.layout.apply(jnp.concatenate([x, filling], axis), axis)
 
     return {name: put(x, LENGTH_AXES[name] % x.ndim) if name in LENGTH_AXES else x for name, x in where.items()}

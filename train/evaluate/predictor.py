@@ -24,13 +24,13 @@ _LOGITS = 2**26  # logits on a device at a time: 256 MiB of float32
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the tokens of a row are arranged over devices: padded to ``places``, in the order of ``layout``."""
+    """How the tokens of a row are arranged over devices: padded, in the order of ``layout``."""
 
     length: int
     layout: Layout = CONTIGUOUS
 
     @property
-    def places(self) -> int:
+    def padded(self) -> int:
         """The number of tokens with padding."""
         unit = self.layout.shards * self.layout.chunks
         return -(-self.length // unit) * unit
@@ -38,32 +38,32 @@ class RowLayout:
     def apply(self, x: Array, fill: int = 0, axis: int = 1) -> Array:
         """Values of the tokens along an axis, padded and reordered to the layout."""
         widths = [(0, 0)] * x.ndim
-        widths[axis] = 0, self.places - self.length
+        widths[axis] = 0, self.padded - self.length
         return self.layout.apply(jnp.pad(x, widths, constant_values=fill), axis)
 
     def restore(self, x: Array) -> Array:
         """The inverse of `apply`, along the second axis."""
         return self.layout.restore(x, 1)[:, : self.length]
 
-    def places_of(self, tokens: Int[Array, "rows tokens"]) -> Int[Array, "rows tokens"]:
-        """The places of tokens in the layout."""
-        return jnp.asarray(np.argsort(self.layout.order(self.places)))[tokens]
+    def padded_indices(self, tokens: Int[Array, "rows tokens"]) -> Int[Array, "rows tokens"]:
+        """The indices of tokens in the layout."""
+        return jnp.asarray(np.argsort(self.layout.order(self.padded)))[tokens]
 
 
 @dataclass(frozen=True)
 class Predictor:
     """A language model as pure functions of its parameters. `length` and `new` are Python integers.
 
-    hidden(parameters, tokens [rows, places], length) -> [rows, places, width], for rows arranged by `row`. Refuses
-    lengths with ValueError. logits(parameters, hidden [rows, places, width]) -> [rows, places, vocabulary] of the
-    tokens that follow. greedy(parameters, prompts [rows, prompt], new) -> tokens [rows, new] that follow, the likeliest
-    one each time, and `NOT_FINITE` from the first place without finite logits. ready(parameters) -> parameters for many
-    calls of `logits`. row(length) gives the layout of rows over devices. `rows` devices share the rows of a batch; it
-    must divide their number.
+    hidden(parameters, tokens [rows, padded], length) -> [rows, padded, width], for rows arranged by `row`. Refuses
+    lengths with ValueError. logits(parameters, hidden [rows, padded, width]) -> [rows, padded, vocabulary] of the
+    tokens that follow. greedy(parameters, prompts [rows, prompt], new) -> the likeliest tokens that follow, one after
+    the other, [rows, new], and `NOT_FINITE` from the first position without finite logits. ready(parameters) ->
+    parameters for many calls of `logits`. row(length) gives the layout of rows over devices. `rows` devices share the
+    rows of a batch; it must divide their number.
     """
 
-    hidden: Callable[[Any, Int[Array, "rows places"], int], Float[Array, "rows places width"]]
-    logits: Callable[[Any, Float[Array, "rows places width"]], Float[Array, "rows places vocabulary"]]
+    hidden: Callable[[Any, Int[Array, "rows padded"], int], Float[Array, "rows padded width"]]
+    logits: Callable[[Any, Float[Array, "rows padded width"]], Float[Array, "rows padded vocabulary"]]
     greedy: Callable[[Any, Int[Array, "rows prompt"], int], Int[Array, "rows new"]] | None = None
     ready: Callable[[Any], Any] = lambda parameters: parameters
     row: Callable[[int], RowLayout] = RowLayout
@@ -90,9 +90,9 @@ def next_nll(
 
 
 def likeliest_next(
-    predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows places"], length: int
-) -> Int[Array, "rows places"]:
-    """The likeliest token after each of the tokens `at` these places of the rows, given the row up to there."""
+    predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
+) -> Int[Array, "rows asked"]:
+    """The likeliest token after the tokens `at` each of these positions of the rows, given the row up to there."""
     ready = predictor.ready(parameters)
 
     def likeliest(hidden):
@@ -105,13 +105,13 @@ def likeliest_next(
 def hidden_at(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
 ) -> Float[Array, "rows asked width"]:
-    """The hidden states of the tokens `at` these places of the rows."""
+    """The hidden states of the tokens `at` these positions of the rows."""
     row = predictor.row(length)
     hidden = predictor.hidden(parameters, row.apply(tokens), length)
-    return jnp.take_along_axis(hidden, row.places_of(at)[..., None], axis=1)
+    return jnp.take_along_axis(hidden, row.padded_indices(at)[..., None], axis=1)
 
 
-def best(logits: Float[Array, "*places vocabulary"]) -> Int[Array, "*places"]:
+def best(logits: Float[Array, "*positions vocabulary"]) -> Int[Array, "*positions"]:
     """The likeliest token; `NOT_FINITE` if any logit is NaN or infinite."""
     return jnp.where(jnp.isfinite(logits).all(-1), jnp.argmax(logits, axis=-1), NOT_FINITE)
 
@@ -121,11 +121,11 @@ def _in_parts(
 ) -> Array:
     """``function(hidden, *more)`` over parts of the second axis, each with a bounded number of logits on a device.
 
-    Every device has a share of every part, since the places of a shard are contiguous.
+    Every device has a share of every part, since the tokens of a shard are contiguous.
     """
-    (rows, places, _), shards = hidden.shape, row.layout.shards
+    (rows, padded, _), shards = hidden.shape, row.layout.shards
     vocabulary = jax.eval_shape(predictor.logits, ready, hidden[:, :1]).shape[-1]
-    own = places // shards
+    own = padded // shards
     size = max(1, _LOGITS // (-(-rows // predictor.rows) * vocabulary))
     if own <= size:
         return function(hidden, *more)
@@ -139,4 +139,4 @@ def _in_parts(
 
     parts = jax.lax.map(lambda part: function(*part), tuple(map(split, (hidden, *more))))
     parts = jnp.moveaxis(parts.reshape(count, rows, shards, size), 0, 2)
-    return parts.reshape(rows, shards, count * size)[:, :, :own].reshape(rows, places)
+    return parts.reshape(rows, shards, count * size)[:, :, :own].reshape(rows, padded)

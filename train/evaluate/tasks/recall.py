@@ -29,8 +29,8 @@ def mqar(generator: np.random.Generator, vocabulary: Vocabulary, length: int, pa
     behind[taken] = shown
     rest = generator.choice(values, length - 1 - 2 * (pairs + slots))
     tokens = np.concatenate([vocabulary.begin, shown.ravel(), behind.ravel(), rest])
-    places = sorted(1 + 2 * (pairs + slot) + 1 for slot in taken.tolist())
-    return Sample(tokens.astype(np.int32), tuple((place, place + 1) for place in places), len(values))
+    positions = sorted(1 + 2 * (pairs + slot) + 1 for slot in taken.tolist())
+    return Sample(tokens.astype(np.int32), tuple((position, position + 1) for position in positions), len(values))
 
 
 def copy(generator: np.random.Generator, vocabulary: Vocabulary, length: int) -> Sample:

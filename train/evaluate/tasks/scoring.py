@@ -68,13 +68,15 @@ def _forced(
     Every token of an answer must be the likeliest one after the tokens before it. So an answer is right if and only if
     greedy decoding, given the text up to it, writes it. All tokens are read in one forward pass.
     """
-    places = [np.concatenate([np.arange(*span) for span in sample.answers]) for sample in samples]
+    positions = [np.concatenate([np.arange(*span) for span in sample.answers]) for sample in samples]
     # A power of two, so that tasks with about as many tokens to answer share a program.
-    most = 1 << (max(map(len, places)) - 1).bit_length()
-    at = np.stack([np.pad(place, (0, most - len(place)), mode="edge") - 1 for place in places]).astype(np.int32)
+    most = 1 << (max(map(len, positions)) - 1).bit_length()
+    at = np.stack([np.pad(position, (0, most - len(position)), mode="edge") - 1 for position in positions]).astype(
+        np.int32
+    )
     tokens = np.stack([sample.tokens for sample in samples])
     found = _batched(predictor, functools.partial(_likeliest, predictor, parameters), rows, tokens, at)
-    return np.array([_share(sample, *pair) for sample, *pair in zip(samples, places, found, strict=True)])
+    return np.array([_share(sample, *pair) for sample, *pair in zip(samples, positions, found, strict=True)])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -82,12 +84,12 @@ def _likeliest(predictor: Predictor, parameters: Any, tokens: Any, at: Any) -> A
     return whole(likeliest_next(predictor, parameters, tokens, at, tokens.shape[1]))
 
 
-def _share(sample: Sample, places: Int[np.ndarray, "places"], found: Int[np.ndarray, "more"]) -> float:
+def _share(sample: Sample, positions: Int[np.ndarray, "positions"], found: Int[np.ndarray, "more"]) -> float:
     """The share of answers of which all tokens were found; NaN if any was `NOT_FINITE`."""
-    found = found[: len(places)]
+    found = found[: len(positions)]
     if (found == NOT_FINITE).any():
         return np.nan
-    right = dict(zip(places.tolist(), (found == sample.tokens[places]).tolist(), strict=True))
+    right = dict(zip(positions.tolist(), (found == sample.tokens[positions]).tolist(), strict=True))
     return float(np.mean([all(right[place] for place in range(*span)) for span in sample.answers]))
 
 
