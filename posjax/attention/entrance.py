@@ -1,6 +1,7 @@
 """The public ``attention``: on one device, or over a mesh given by array types or ``partition``."""
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -13,6 +14,48 @@ from posjax.attention.sharded.split import Partition, Split, split_of
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 from posjax.remap import Branch, branches
+
+
+@overload
+def attention(
+    q: Float[Array, "batch queries heads size"],
+    k: Float[Array, "batch keys kv_heads size"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    bias=None,
+    mask: Mask | Bool[Array, "..."] | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    softcap: float | Float[Array, ""] | None = None,
+    remap: Branch | Sequence[Branch] = (),
+    decay: Float[Array, "size"] | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    implementation: str | None = None,
+    partition: Partition | None = None,
+    return_residuals: Literal[False] = False,
+) -> Float[Array, "batch queries heads value_size"]: ...
+
+
+@overload
+def attention(
+    q: Float[Array, "batch queries heads size"],
+    k: Float[Array, "batch keys kv_heads size"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    bias=None,
+    mask: Mask | Bool[Array, "..."] | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    softcap: float | Float[Array, ""] | None = None,
+    remap: Branch | Sequence[Branch] = (),
+    decay: Float[Array, "size"] | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    implementation: str | None = None,
+    partition: Partition | None = None,
+    return_residuals: Literal[True],
+) -> tuple[Float[Array, "batch queries heads value_size"], Float[Array, "batch queries heads"]]: ...
 
 
 def attention(

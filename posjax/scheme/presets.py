@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, overload
 
 from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
 from posjax._checks import check, check_count
@@ -331,6 +331,17 @@ def _check_preset(name: Any) -> None:
     except ValueError as error:
         slots = [f"; in a slot: scheme('rope', {slot}={{'name': {name!r}}})" for slot in slots_with(name)]
         raise ValueError(f"{error}{''.join(slots[:1])}") from None
+
+
+_Recipe = Literal["hwfa", "hwfa2", "gemma3", "llama4", "smollm3", "gpt-oss", "rnope-swa"]
+
+
+@overload
+def scheme(name: _Recipe, /, **options) -> Layers: ...
+
+
+@overload
+def scheme(name: str, /, **options) -> Scheme: ...
 
 
 def scheme(name: str, /, **options) -> Scheme | Layers:
