@@ -185,7 +185,7 @@ BEYOND = r"planes must not end after 8, the number that .* rotates in a head of 
         (lambda: PartlyCollinear(planes=(2, 9)).query_size(SIZE), BEYOND),
         (lambda: PartlyCollinear(Plain(head_dim=SIZE), planes=(2, 9)), BEYOND),
         (lambda: features_of(PartlyCollinear(planes=(2, 9)), *projections()), BEYOND),
-        (lambda: PartlyCollinear(Plain(partial_rotary_factor=0.5), planes=(0, 5)).query_size(SIZE), "must end by 4"),
+        (lambda: PartlyCollinear(Plain(partial_rotary_factor=0.5), planes=(0, 5)).query_size(SIZE), "not end after 4"),
         (lambda: config(planes=(2, 9)), BEYOND),
         (lambda: PartlyCollinear(planes=(5, 2)), r"planes must be \(first, last\), .* found \(5, 2\)"),
         (lambda: PartlyCollinear(planes=(-1, 2)), r"planes must be \(first, last\)"),

@@ -29,7 +29,7 @@ FLOORS = [
     {"_numbers", "_serial", "_shapes"},
     {"positions"},
     {"axes"},
-    {"_slots", "angles", "sampling", "layout", "lowered"},
+    {"_slots", "angles", "sampling", "layout", "_lowered"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "remap", "linear"},
     {"attention"},
     {"scheme"},

@@ -12,6 +12,8 @@ import yaml
 from object_store import of_the_store, serving
 from processes import TIMEOUT, Processes
 
+from train.checkpoint import integrity
+
 STEPS = 28
 LOST = "another process ended or cannot be reached; start all of them again to resume"
 
@@ -58,6 +60,20 @@ def checkpoints(directory: Path) -> set[str]:
 
 def newest_checkpoint(directory: Path) -> int:
     return max(int(name) for name in checkpoints(directory) if name.isdigit())
+
+
+def newest_sealed(directory: Path) -> int:
+    """The newest checkpoint that all processes have sealed; a kill during a save may leave a newer one."""
+
+    def is_sealed(place):
+        try:
+            return bool(integrity.read_seal(place))
+        except integrity.Unfinished:
+            return False
+
+    return max(
+        int(place.name) for place in directory.glob("checkpoints/*") if place.name.isdigit() and is_sealed(place)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +126,7 @@ def ask(*asked):
 
 def damage_the_newest(directory):
     """Flips bits all over the values of process 1, which it alone reads; returns the step."""
-    newest = directory / "checkpoints" / str(newest_checkpoint(directory))
+    newest = directory / "checkpoints" / str(newest_sealed(directory))
     place = max(newest.glob("parameters/ocdbt.process_1/d/*"), key=lambda place: place.stat().st_size)
     content = bytearray(place.read_bytes())
     content[::512] = bytes(byte ^ 1 for byte in content[::512])
@@ -127,11 +143,12 @@ def lose_bytes(directory):
 
 
 def verify(run):
-    """What two processes together tell of the checkpoints of a run of which one is damaged."""
+    """What two processes together tell of the finished checkpoints of a run of which one is damaged."""
     found = Processes(run.directory.parent, run.directory.name, 2, 2, command="verify")
     found.end(1, 1)
     assert "step" not in found.printed(1)
-    return [line for line in found.printed(0).splitlines() if line.startswith("step")]
+    lines = [line for line in found.printed(0).splitlines() if line.startswith("step")]
+    return [line for line in lines if "not finished" not in line]
 
 
 def resume_alone(run, straight):
