@@ -77,7 +77,8 @@ def overview() -> str:
         "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU*: whether the flash attention "
         "kernel computes it, or else blocks of XLA's own operations, both in linear memory. *Measured*: perplexity per "
         f"byte of small decoders at {measured.LENGTHS[0]} bytes, as in training, and at {measured.LENGTHS[-1]:,} "
-        "([What was measured](../results.md#the-zoo-tuned))."
+        "([What was measured](../results.md#the-zoo-tuned)); the page of a method says whether it was trained or put "
+        "on trained RoPE."
     )
     head = ("method", "slot", "what it is", "source", "training", "cache", "TPU", "measured")
     rows = [

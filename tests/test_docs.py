@@ -78,6 +78,17 @@ def test_a_page_shows_what_was_measured_beside_plain_rope(path, label, trains):
     assert pages.measurements(PAGES["methods/gemma3"]) == ""
 
 
+def test_the_table_has_every_method_once_with_training_cache_and_kernel():
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in pages.overview().splitlines()[6:]]
+    assert len({row[0] for row in rows}) == len(rows) == len(PAGES)
+    found = {path: next(row for row in rows if f"(../{path}.md)" in row[0])[4:7] for path in PAGES}
+    assert found["methods/alibi"] == ["yes", "rotated", "kernel"]
+    assert found["methods/fire"] == ["yes", "rotated", "blockwise"]
+    assert found["methods/streaming"] == ["no", "raw, ring", "kernel"]
+    assert found["rules/yarn"] == ["fine-tuning", "rotated", "kernel"]
+    assert found["methods/linear-elu"] == ["yes", "state", "linear in the length"]
+
+
 def test_a_refusal_is_quoted_with_its_reason():
     text = pages.composition(PAGES["methods/alibi"])
     assert "“bias does not compose with linear attention, which has no logits to change; leave bias out”" in text

@@ -187,6 +187,11 @@ def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, m
     assert "more memory is needed than this machine has" in console.file.getvalue()
 
 
+def test_results_of_an_earlier_version_have_the_names_of_today(tmp_path):
+    append_row(tmp_path, {"kind": "text", "extend": {"far": {"name": "streaming", "sinks": 4}}})
+    assert finished_rows(tmp_path) == [{"kind": "text", "extend": {"remap": {"name": "streaming", "first": 4}}}]
+
+
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path):
     append_row(tmp_path, {"a": 1})
     with (tmp_path / RESULTS).open("a") as file:
