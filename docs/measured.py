@@ -3,7 +3,7 @@
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,19 @@ CONTROL = "rope"
 
 
 def rows(method: Method) -> list[tuple[str, ...]]:
-    """Of every entry of the comparison that shows the method, and of plain RoPE: label, what it trains, perplexities.
+    """Of every entry of the comparison that shows the method, and of plain RoPE: a row of the table on its page.
 
-    Empty for a method that was not measured.
+    Label, what it trains, the best rates of its trials, perplexities. Empty for a method that was not measured.
     """
     labels = {_label(entry): entry for entry in map(_as_mapping, _ENTRIES) if method in _shown(entry)}
     found = [label for label in labels if label in perplexities()]
     if not found:
         return []
     listed = dict.fromkeys([*found, CONTROL])
-    return [(label, _trains(labels.get(label, {})), *map(_shown_number, perplexities()[label])) for label in listed]
+    return [
+        (label, _trains(labels.get(label, {})), rates().get(label, ""), *map(_shown_number, perplexities()[label]))
+        for label in listed
+    ]
 
 
 def ends(method: Method) -> str:
@@ -40,12 +43,32 @@ def ends(method: Method) -> str:
 def perplexities() -> dict[str, list[float]]:
     """By label: the mean over the seeds at each of `LENGTHS`."""
     losses = defaultdict(list)
-    for line in (_HERE / "tuned.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in _results():
         if not row.get("trial"):
             losses[row["label"], row["length"]].append(row["window_nll"])
     labels = dict.fromkeys(label for label, _ in losses)
     return {label: [float(np.mean(np.exp(losses[label, length]))) for length in LENGTHS] for label in labels}
+
+
+@functools.cache
+def rates() -> dict[str, str]:
+    """By label: the learning rate of the best trial at the training length, and its factor where several were tried."""
+    trials = defaultdict(list)
+    for row in _results():
+        if row.get("trial") and row["length"] == LENGTHS[0]:
+            trials[row["label"]].append((row["window_nll"], row["learning_rate"], row["position_factor"]))
+    return {label: _best(found) for label, found in trials.items()}
+
+
+def _best(trials: Sequence[tuple[float, float, float]]) -> str:
+    _, rate, factor = min(trials)
+    shown = f"{1000 * rate:g}e-3"
+    return f"{shown}; positions x {factor:g}" if len({each[2] for each in trials}) > 1 else shown
+
+
+@functools.cache
+def _results() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (_HERE / "tuned.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _as_mapping(entry: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -214,9 +214,11 @@ def measurements(method: Method) -> str:
         return ""
     about = (
         "Perplexity per byte of small decoders over whole windows, trained on rows of 128 bytes, mean of four seeds, "
-        "each scheme at the learning rate that its trials chose ([What was measured](../results.md#the-zoo-tuned))."
+        "each scheme at the learning rate that its trials chose, and at the factor of that rate for its position "
+        "parameters, where some were tried ([What was measured](../results.md#the-zoo-tuned))."
     )
-    return f"{about}\n\n{table(found, 'scheme', 'trains', *(f'{length:,}' for length in measured.LENGTHS))}"
+    lengths = (f"{length:,}" for length in measured.LENGTHS)
+    return f"{about}\n\n{table(found, 'scheme', 'trains', 'learning rate', *lengths)}"
 
 
 def composition(method: Method) -> str:

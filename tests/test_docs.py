@@ -59,21 +59,21 @@ def test_a_page_shows_its_figure_and_every_section(path):
 
 
 @pytest.mark.parametrize(
-    ("path", "label", "trains"),
+    ("path", "label", "trains", "rate"),
     [
-        ("methods/t5", "t5", "from the start"),
-        ("methods/alibi", "alibi from 4", "from the start"),
-        ("methods/streaming", "rope + StreamingLLM", "nothing, on trained rope"),
-        ("methods/scale-clipped-log-n", "rope + ReRoPE, log n", "nothing, on trained rope"),
+        ("methods/t5", "t5", "from the start", "6e-3; positions x 100"),
+        ("methods/alibi", "alibi from 4", "from the start", "12e-3"),
+        ("methods/streaming", "rope + StreamingLLM", "nothing, on trained rope", ""),
+        ("methods/scale-clipped-log-n", "rope + ReRoPE, log n", "nothing, on trained rope", ""),
     ],
 )
-def test_a_page_shows_what_was_measured_beside_plain_rope(path, label, trains):
+def test_a_page_shows_what_was_measured_beside_plain_rope(path, label, trains, rate):
     rows = [json.loads(line) for line in (ROOT / "docs" / "tuned.jsonl").read_text().splitlines()]
-    for name, how in ((label, trains), ("rope", "from the start")):
+    for name, how, at in ((label, trains, rate), ("rope", "from the start", "12e-3")):
         seeds = [row for row in rows if row["label"] == name and not row.get("trial") and row["length"] == 2048]
         perplexity = sum(math.exp(row["window_nll"]) for row in seeds) / len(seeds)
         (line,) = (line for line in pages.measurements(PAGES[path]).splitlines() if line.startswith(f"| {name} |"))
-        assert line.startswith(f"| {name} | {how} | ")
+        assert line.startswith(f"| {name} | {how} | {at} | ")
         assert line.endswith(f" | {perplexity:.2f} |")
     assert pages.measurements(PAGES["methods/gemma3"]) == ""
 
