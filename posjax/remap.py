@@ -22,7 +22,6 @@ for DualChunk, whose keys have one rotation.
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -36,7 +35,7 @@ from posjax.positions import Positions, as_array
 from posjax.rotary import Ahead, FrequencyRule, Stretched
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branch:
     """Features that replace the first pair of features for the pairs of tokens in the mask ``where``.

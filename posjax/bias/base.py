@@ -1,7 +1,6 @@
 """The base classes of additive biases and of their specs."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -59,14 +58,14 @@ class Bias(OverPairs):
         return scores + values.astype(scores.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BiasOfHeads(OfSomeHeads, Bias):
     """Some heads of a bias that has no axis of heads to cut."""
 
     whole: Bias
     start: Int[Array, ""]
-    size: int
+    size: int = dataclasses.field(metadata={"static": True})
 
     def values(self, q_positions, kv_positions):
         """Some heads of the tile of all heads."""

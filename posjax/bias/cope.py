@@ -1,7 +1,6 @@
 """CoPE: contextual position encoding, a bias that is a function of the scores (Golovneva et al., arXiv 2405.18719)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -12,7 +11,7 @@ from posjax._checks import check, check_count
 from posjax.bias.base import Bias, BiasSpec, take, widened
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContextualBias(Bias):
     """``z_ij + interpolate(q_i . table, p_ij)`` with the contextual position ``p_ij = sum_{k=j..i} sigmoid(z_ik)``.

@@ -1,7 +1,6 @@
 """The relative position bias of T5 (Raffel et al., arXiv 1910.10683, section 2.1)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -82,18 +81,14 @@ def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> 
     return side
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["table"],
-    meta_fields=["max_distance", "bidirectional"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BucketBias(Bias):
     """``b_h(i, j) = table[bucket(i - j), h]`` with a table of shape ``[buckets, heads]``."""
 
     table: Float[Array, "buckets heads"]
-    max_distance: int
-    bidirectional: bool
+    max_distance: int = dataclasses.field(metadata={"static": True})
+    bidirectional: bool = dataclasses.field(metadata={"static": True})
 
     axes: ClassVar = {"table": (None, "heads")}
     by_distance: ClassVar[bool] = True
