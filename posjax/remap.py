@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, check_positive, shown
+from posjax._checks import check, check_count, check_counts, check_number, check_positive, shown
 from posjax._slots import Features
 from posjax.masks import Beyond, ChunksApart, FirstTokens, Mask, Window
 from posjax.positions import Positions, as_array
@@ -249,8 +249,7 @@ class SelfExtend(Remap):
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_count("group", self.group)
-        check_count("window", self.window)
+        check_counts(group=self.group, window=self.window)
         near = max(1, round(self.window / self.group)) * self.group
         check(
             self.window % self.group == 0,
@@ -283,8 +282,7 @@ class LMInfinite(Remap):
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_count("n_local", self.n_local)
-        check_count("n_global", self.n_global)
+        check_counts(n_local=self.n_local, n_global=self.n_global)
 
     def mask(self) -> Mask:
         """``Window(n_local) | FirstTokens(n_global)``."""
@@ -318,8 +316,7 @@ class StreamingLLM(Remap):
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_count("first", self.first)
-        check_count("recent", self.recent)
+        check_counts(first=self.first, recent=self.recent)
 
     def mask(self) -> Mask:
         """``Window(recent) | FirstTokens(first)``."""

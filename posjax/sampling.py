@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Key
 
-from posjax._checks import check, check_choice, check_count, check_positive
+from posjax._checks import check, check_choice, check_count, check_counts, check_positive
 from posjax._numbers import LARGEST
 
 
@@ -65,8 +65,7 @@ def sorted_subset(
 
 
 def _check_rows(batch: int, length: int, at_least: int = 1) -> None:
-    check_count("batch", batch)
-    check_count("length", length)
+    check_counts(batch=batch, length=length)
     check(length >= at_least, f"length must be at least {at_least} for this rule, found {length}")
 
 
@@ -181,8 +180,7 @@ class ClexPositions:
     max_factor: int = 16
 
     def __post_init__(self):
-        check_count("original_length", self.original_length)
-        check_count("max_factor", self.max_factor)
+        check_counts(original_length=self.original_length, max_factor=self.max_factor)
         reach = self.original_length * self.max_factor
         check(reach <= LARGEST, f"original_length * max_factor must fit in int32, found {reach}")
 
@@ -221,8 +219,7 @@ class PoSE:
     chunks: int = 2
 
     def __post_init__(self):
-        check_count("max_length", self.max_length)
-        check_count("chunks", self.chunks)
+        check_counts(max_length=self.max_length, chunks=self.chunks)
         check(self.chunks > 1, "chunks must be 2 or more: one chunk is the plain positions")
         check(self.max_length < LARGEST, f"max_length must fit in int32, found {self.max_length}")
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Literal, overload
 
 from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
-from posjax._checks import check, check_count
+from posjax._checks import check, check_count, check_counts
 from posjax.scheme.choices import SLOT_NAMES
 from posjax.scheme.layers import Layers
 from posjax.scheme.registry import build, check_known, slots_with
@@ -51,8 +51,7 @@ def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_t
         dilation: ``d``, or a tuple of Python ints, one for each head.
         global_tokens: how many first tokens see all and are seen by all.
     """
-    check_count("window", window)
-    check_count("global_tokens", global_tokens)
+    check_counts(window=window, global_tokens=global_tokens)
     return masks.Dilated(window // 2 + 1, dilation) | masks.GlobalFirst(global_tokens)
 
 
@@ -123,8 +122,7 @@ def _hwfa2(
             ``3 length / num_layers``.
         base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
     """
-    for name, value in (("num_layers", num_layers), ("length", length), ("full_layers", full_layers)):
-        check_count(name, value)
+    check_counts(num_layers=num_layers, length=length, full_layers=full_layers)
     check(full_layers < num_layers, f"full_layers must be from 1 to {num_layers - 1}, found {full_layers}")
     window = max(2, 3 * length // num_layers) if window is None else window
     features = rotary.Rotary(rotary.Plain(base))
