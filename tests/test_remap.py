@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from masks.kinds import MIXED, tile_kinds
 
 import posjax
 from posjax import masks
@@ -307,13 +308,13 @@ def test_only_tiles_on_a_boundary_compute_several_scores(name):
         found = []
         for branch in branches_over(remap, there, SIZE):
             whole = masks.materialise(branch.where, there, there)
-            found.append((masks.tile_kinds(branch.where, there, there, block, block), whole))
+            found.append((tile_kinds(branch.where, there, there, block, block), whole))
         return found
 
     for kinds, whole in jax.device_get(kinds_and_tiles()):
         tiles = whole.reshape(24, block, 24, block).swapaxes(1, 2)
         mixed = tiles.any((2, 3)) & ~tiles.all((2, 3))
-        np.testing.assert_array_equal(kinds == masks.MIXED, mixed)
+        np.testing.assert_array_equal(kinds == MIXED, mixed)
 
 
 def test_a_window_has_two_diagonals_of_boundary_tiles():
@@ -322,11 +323,11 @@ def test_a_window_has_two_diagonals_of_boundary_tiles():
     @partial(jax.jit, static_argnums=0)
     def kinds(window):
         (branch,) = branches_over(ReRoPE(window), there, 2)
-        return masks.tile_kinds(Causal() & branch.where, there, there, 64, 64)
+        return tile_kinds(Causal() & branch.where, there, there, 64, 64)
 
-    assert (np.asarray(kinds(1000)) == masks.MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
+    assert (np.asarray(kinds(1000)) == MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
     # A window that ends on a tile's edge crosses one diagonal only.
-    assert (np.asarray(kinds(1024)) == masks.MIXED).sum() == (4096 - 1024) // 64
+    assert (np.asarray(kinds(1024)) == MIXED).sum() == (4096 - 1024) // 64
 
 
 @methods

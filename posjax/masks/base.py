@@ -1,4 +1,4 @@
-"""The base class of masks, masks given as arrays, and combinations of masks."""
+"""The base class of masks, masks from arrays and as whole arrays, and combinations of masks."""
 
 import dataclasses
 import operator
@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check, shown
 from posjax._numbers import level
-from posjax._slots import OfPairs, OfSomeHeads, OverPairs
+from posjax._slots import OfPairs, OfSomeHeads, OverPairs, with_head_axis
 from posjax.masks.bounds import BlockBounds
+from posjax.positions import Positions, as_array
 
 
 class Mask(OverPairs):
@@ -106,6 +107,11 @@ def as_mask(mask: "Mask | Array") -> Mask:
     wanted = "mask must be boolean, true where a query may see a key"
     check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}: convert it with mask != 0")
     return ArrayMask(ArrayMask.with_four_axes(mask))
+
+
+def materialise(mask: Mask, q_positions: Positions, kv_positions: Positions) -> Bool[Array, "*b q k"]:
+    """The whole mask as an array, ``[q, k]`` or ``[batch, heads or 1, q, k]``: quadratic, for tests and plots."""
+    return mask.allowed(with_head_axis(as_array(q_positions)), with_head_axis(as_array(kv_positions)))
 
 
 @jax.tree_util.register_dataclass
