@@ -370,11 +370,6 @@ def test_dtype_is_kept(inputs):
         chex.assert_type(jax.tree.leaves((phi, psi, [(branch.q, branch.k) for branch in branches])), q.dtype)
 
 
-def test_reach():
-    assert SelfExtend().reach(4096) == (4096 - 1024) * 8 + 1024
-    assert LeakyReRoPE(128, 16).reach(512) == 128 + 384 * 16
-
-
 def test_specs_are_static_and_say_what_they_are():
     for remap, _, _ in METHODS.values():
         assert remap in {remap}
@@ -386,7 +381,7 @@ def test_specs_are_static_and_say_what_they_are():
 
 
 def test_the_limits_of_windows_and_chunks_are_allowed():
-    assert LeakyReRoPE(1, 2**31).reach(2) == 2**31 + 1
+    assert LeakyReRoPE(1, 2**31).factor == 2**31
     assert [DualChunk(16, chunk).chunk for chunk in (8, 15)] == [8, 15]
 
 
@@ -400,7 +395,7 @@ REFUSED = {
     r"found 8 and 0.015625; the nearest window is 64": [lambda: LeakyReRoPE(8, 1 / 64)],
     "factor times window must fit in int32": [lambda: LeakyReRoPE(1, 2**31 + 1)],
     "length must be a multiple of 4": [lambda: inverse_leaky(510, 8), lambda: DualChunk(510)],
-    "extension must be at least 1": [lambda: inverse_leaky(512, 0.5)],
+    "extension must be a number of at least 1": [lambda: inverse_leaky(512, 0.5)],
     "group must be positive": [lambda: SelfExtend(0, 8)],
     "window must be a multiple of group=8, found 20; the nearest is 16": [lambda: SelfExtend(8, 20)],
     "window must be a multiple of group=8, found 3; the nearest is 8": [lambda: SelfExtend(8, 3)],

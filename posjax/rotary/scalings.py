@@ -292,23 +292,18 @@ class Stretched(FrequencyRule):
 
 
 @dataclass(frozen=True)
-class Ahead(FrequencyRule):
-    """A stretched rule at shifted positions: angles ``(p + shift) theta_t``.
+class Ahead(Stretched):
+    """A stretched rule at shifted positions: angles ``(p + shift) theta_t / factor``.
 
     ``p + shift`` may leave int32, so the table is that of ``p``, rotated by the angles of ``shift``.
     """
 
-    rule: Stretched
     shift: int
 
-    def rotary_dim(self, head_dim: int | None = None) -> int:
-        """The rule's rotary width."""
-        return self.rule.rotary_dim(head_dim)
-
     def table(self, positions, *, head_dim=None, length=None, params=None, precision="exact") -> RotaryTable:
-        """The rule's table of ``positions + shift``."""
-        cos, sin = self.rule.table(positions, head_dim=head_dim, precision=precision)
-        inverse_frequencies, _ = self.rule.at_length(head_dim=head_dim)
+        """The stretched rule's table of ``positions + shift``."""
+        cos, sin = super().table(positions, head_dim=head_dim, precision=precision)
+        inverse_frequencies, _ = self.at_length(head_dim=head_dim)
         turn = rotary_table(np.array([self.shift]), inverse_frequencies, precision=precision)
         cos, sin, more_cos, more_sin = level(cos, sin, *turn)
         return RotaryTable(cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin)
