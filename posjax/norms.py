@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_number, check_parameters
+from posjax._checks import check_number, take
 from posjax._numbers import at_least_float32, level
 
 
@@ -120,9 +120,9 @@ class QKNorm(_OfQueriesAndKeys):
         """
         if not self.gain:
             return qk_norm(q, k, eps=self.eps)
-        check_parameters(self, params, q=q.shape[-1:], k=k.shape[-1:])
+        gains = take(params, self, q=q.shape[-1:], k=k.shape[-1:])
         offset = 1.0 if self.unit_offset else 0.0
-        return qk_norm(q, k, *(params[name].astype(jnp.float32) + offset for name in "qk"), eps=self.eps)
+        return qk_norm(q, k, *(gain.astype(jnp.float32) + offset for gain in gains), eps=self.eps)
 
 
 @dataclasses.dataclass(frozen=True)

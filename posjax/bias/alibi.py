@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_positive
+from posjax._checks import check, check_choice, check_count, check_positive, take
 from posjax._slots import with_head_axis
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, widened
 from posjax.positions import Positions, as_array
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check
 from posjax._numbers import at_least_float32, level
 from posjax._slots import OfSomeHeads, OverPairs
 
@@ -121,19 +120,6 @@ class BiasSpec:
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
         """Learned parameters, ``{}`` if there are none."""
         return {}
-
-
-def take(params: dict[str, Array] | None, spec: BiasSpec, **shapes: tuple[int, ...]) -> tuple[Array, ...]:
-    """The named parameters in the order of ``shapes``.
-
-    Raises:
-        ValueError: if one is missing or has another shape.
-    """
-    names = ", ".join(map(repr, shapes))
-    check(set(shapes) <= set(params or {}), f"params must hold {names}: {type(spec).__name__}(...).init makes them")
-    for name, shape in shapes.items():
-        check(params[name].shape == shape, f"{name} must have shape {shape}, found {params[name].shape}")
-    return tuple(params[name] for name in shapes)
 
 
 def distance(

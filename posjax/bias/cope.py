@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_count
-from posjax.bias.base import Bias, BiasSpec, take, widened
+from posjax._checks import check, check_count, take
+from posjax.bias.base import Bias, BiasSpec, widened
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +95,5 @@ class CoPE(BiasSpec):
         Raises:
             ValueError: if ``params`` does not hold a table of ``max_position`` rows.
         """
-        table = (params or {}).get("table")
-        (table,) = take(params, self, table=(self.max_position, 0 if table is None else table.shape[-1]))
+        (table,) = take(params, self, table=(self.max_position, "head_dim"))
         return ContextualBias(table)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_count, check_positive
+from posjax._checks import check_count, check_positive, take
 from posjax._numbers import level
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first, widened
 
 _EPSILON = 1e-6
 

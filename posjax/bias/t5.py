@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number
+from posjax._checks import check, check_count, check_number, take
 from posjax._numbers import LARGEST, level
-from posjax.bias.base import Bias, BiasSpec, take
+from posjax.bias.base import Bias, BiasSpec
 from posjax.positions import difference
 
 
