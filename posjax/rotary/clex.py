@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_count, check_length, take
-from posjax.angles import Frequencies, exact
+from posjax.angles import Frequencies, as_real_positions, exact
 from posjax.positions import Positions
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, is_host
-from posjax.rotary.tables import RotaryTable, as_real_positions, learned_angles, rotary_table
+from posjax.rotary.tables import RotaryTable, learned_angles, rotary_table
 
 _ACTIVATIONS = {"tanh": jnp.tanh, "silu": jax.nn.silu}
 

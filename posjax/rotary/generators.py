@@ -22,10 +22,10 @@ from jaxtyping import Float
 from posjax._checks import check, check_even
 from posjax._numbers import at_least_float32
 from posjax._slots import Features
-from posjax.angles import exact
+from posjax.angles import as_real_positions, exact, real_angles
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import apply_rotary
-from posjax.rotary.tables import RotaryTable, as_real_positions, real_angles
+from posjax.rotary.tables import RotaryTable
 
 Matrices = Float[np.ndarray, "axes d d"]
 

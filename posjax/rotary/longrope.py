@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_counts, check_length, check_positive, shown
-from posjax.angles import Frequencies, exact
+from posjax.angles import Frequencies, as_real_positions, exact
 from posjax.positions import Positions
 from posjax.rotary.dynamic import excess, scaled
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, check_number, inverse_powers, per_token
 from posjax.rotary.scalings import NTKByParts
-from posjax.rotary.tables import RotaryTable, as_real_positions, rotary_table
+from posjax.rotary.tables import RotaryTable, rotary_table
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_count, check_even, take
 from posjax._slots import Features
+from posjax.angles import as_real_positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
 from posjax.rotary.rules import check_number
-from posjax.rotary.tables import RotaryTable, as_real_positions, learned_angles
+from posjax.rotary.tables import RotaryTable, learned_angles
 
 
 @dataclass(frozen=True)
