@@ -43,16 +43,6 @@ class Frequencies:
         """Whether angles are multiplied in fixed point (else in float32)."""
         return self.high is not None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of ``value``."""
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        """Rank of ``value``."""
-        return self.value.ndim
-
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype, copy=copy)
 

@@ -77,14 +77,13 @@ def rotary_table(
     _check_frequencies(inverse_frequencies)
     frequencies = as_frequencies(inverse_frequencies)
     array = as_real_positions(positions)
-    check(1 <= frequencies.ndim <= 3, f"inverse_frequencies must have 1 to 3 axes, found shape {frequencies.shape}")
-    leading = frequencies.shape[:-1] if frequencies.ndim == 3 else (*frequencies.shape[:-1], 1)
+    shape = frequencies.value.shape
+    check(1 <= len(shape) <= 3, f"inverse_frequencies must have 1 to 3 axes, found shape {shape}")
+    leading = shape[:-1] if len(shape) == 3 else (*shape[:-1], 1)
     try:
         np.broadcast_shapes(array.shape, leading)
     except ValueError:
-        raise ValueError(
-            f"inverse_frequencies of shape {frequencies.shape} do not fit positions of shape {array.shape}"
-        ) from None
+        raise ValueError(f"inverse_frequencies of shape {shape} do not fit positions of shape {array.shape}") from None
     angle = real_angles(array, frequencies, precision)
     factor = jnp.asarray(attention_factor, jnp.float32)
     return RotaryTable(jnp.cos(angle) * factor, jnp.sin(angle) * factor)
