@@ -87,7 +87,8 @@ class Layout:
         if not self.reorders:
             return x
         xp = np if isinstance(x, np.ndarray) else jnp
-        return xp.moveaxis(move(xp, xp.moveaxis(x, axis, 0)).reshape(x.shape[axis], *_others(x, axis)), 0, axis)
+        front = xp.moveaxis(x, axis, 0)
+        return xp.moveaxis(move(xp, front).reshape(front.shape), 0, axis)
 
     def _applied(self, xp, x):
         if self.kind == "striped":
@@ -127,9 +128,3 @@ class Layout:
 
 CONTIGUOUS = Layout()
 """The original order."""
-
-
-def _others(x, axis: int) -> tuple[int, ...]:
-    """The sizes of all axes but one."""
-    axis %= x.ndim
-    return (*x.shape[:axis], *x.shape[axis + 1 :])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check_number, take
-from posjax._numbers import at_least_float32, level
+from posjax._numbers import level, widened
 
 
 def rms_norm(
@@ -24,7 +24,7 @@ def rms_norm(
 
     The mean is over the last axis, or over as many of the last axes as the gain has.
     """
-    wide, axes = x.astype(at_least_float32(x.dtype)), tuple(range(-1 if gain is None else -gain.ndim, 0))
+    wide, axes = widened(x), tuple(range(-1 if gain is None else -gain.ndim, 0))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
     if gain is not None:
         normed, gain = level(normed, gain.astype(wide.dtype))

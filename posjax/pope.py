@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, take
-from posjax._numbers import at_least_float32, level
+from posjax._numbers import level, widened
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain
 from posjax.rotary.rules import check_angles
@@ -101,6 +101,6 @@ def clip_delta(delta: Float[Array, "kv_heads head_dim"]) -> Float[Array, "kv_hea
 
 def _polar(x: Array, cos: Array, sin: Array) -> Array:
     """Non-negative magnitudes at given phases: first all cosines, then all sines; built in at least float32."""
-    magnitude = jax.nn.softplus(x.astype(at_least_float32(x.dtype)))
+    magnitude = jax.nn.softplus(widened(x))
     parts = [magnitude * part.astype(magnitude.dtype) for part in (cos, sin)]
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)

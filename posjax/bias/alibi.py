@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_count, check_positive, take
+from posjax._numbers import widened
 from posjax._slots import with_head_axis
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 from posjax.positions import Positions, as_array
 
 

@@ -21,8 +21,6 @@ class ArrayBias(OfPairs, Bias):
         array: broadcasts to ``[batch, heads, queries, keys]``; its gradient has its own shape.
     """
 
-    array: Float[Array, "#batch #heads #queries #keys"]
-
     name: ClassVar[str] = "bias"
 
     def values(self, q_positions, kv_positions):

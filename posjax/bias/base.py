@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._numbers import at_least_float32, level
+from posjax._numbers import level, widened
 from posjax._slots import OfSomeHeads, OverPairs
 
 
@@ -61,10 +61,6 @@ class Bias(OverPairs):
 @dataclasses.dataclass(frozen=True)
 class BiasOfHeads(OfSomeHeads, Bias):
     """Some heads of a bias that has no axis of heads to cut."""
-
-    whole: Bias
-    start: Int[Array, ""]
-    size: int = dataclasses.field(metadata={"static": True})
 
     def values(self, q_positions, kv_positions):
         """Some heads of the tile of all heads."""
@@ -143,11 +139,6 @@ def _halves(positions: Int[Array, "*b n"], dtype) -> tuple[Float[Array, "*b n"],
 def heads_first(per_head: Float[Array, "heads"], tile: Array) -> Float[Array, "*b heads 1 1"]:
     """A value per head, with the axes of a tile ``[..., heads or 1, q, k]``."""
     return per_head.reshape((1,) * (tile.ndim - 3) + (-1, 1, 1))
-
-
-def widened(x: Array) -> Array:
-    """At least float32, because low precision does not hold positions."""
-    return x.astype(at_least_float32(x.dtype))
 
 
 def widened_leaves(tree):

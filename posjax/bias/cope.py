@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count, take
-from posjax.bias.base import Bias, BiasSpec, widened
+from posjax._numbers import widened
+from posjax.bias.base import Bias, BiasSpec
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check_count, check_positive, take
-from posjax._numbers import level
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, widened
+from posjax._numbers import level, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 
 _EPSILON = 1e-6
 

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count, check_positive, check_rank, take
-from posjax._numbers import at_least_float32
-from posjax.bias.base import Bias, BiasSpec, widened
+from posjax._numbers import at_least_float32, widened
+from posjax.bias.base import Bias, BiasSpec
 
 _LAYOUT = "[batch, heads, length]"
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check_choice, take
-from posjax._numbers import level
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, widened
+from posjax._numbers import level, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 
 _SMALLEST = 1e-2
 _LARGEST_POWER = 2.0

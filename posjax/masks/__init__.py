@@ -17,7 +17,7 @@ Shapes. Positions are ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile
 packing, decoding and reordered sequences need nothing special.
 """
 
-from posjax.masks.base import And, ArrayMask, Combined, Mask, Not, Or, Pair, as_mask, materialise
+from posjax.masks.base import And, ArrayMask, Mask, Not, Or, Pair, as_mask, materialise
 from posjax.masks.bounds import BlockBounds, block_bounds
 from posjax.masks.by_position import (
     Band,
@@ -44,7 +44,6 @@ __all__ = [
     "Causal",
     "Chunked",
     "ChunksApart",
-    "Combined",
     "Dilated",
     "FirstTokens",
     "GlobalFirst",

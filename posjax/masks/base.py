@@ -119,10 +119,6 @@ def materialise(mask: Mask, q_positions: Positions, kv_positions: Positions) -> 
 class MaskOfHeads(OfSomeHeads, Mask):
     """Some heads of a mask with a pattern for each head."""
 
-    whole: Mask
-    start: Int[Array, ""]
-    size: int = dataclasses.field(metadata={"static": True})
-
     def allowed(self, q_positions, kv_positions):
         """Some heads of the tile of all heads."""
         return self.kept(self.whole.allowed(q_positions, kv_positions))
@@ -151,8 +147,6 @@ class ArrayMask(OfPairs, Mask):
     Args:
         array: broadcasts to ``[batch, heads, queries, keys]``.
     """
-
-    array: Bool[Array, "#batch #heads #queries #keys"]
 
     name = "mask"
 
