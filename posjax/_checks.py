@@ -134,11 +134,23 @@ def check_length(length: Any) -> None:
         check(length.min() > 0, f"length must be at least 1, found {length.min()}")
 
 
-def check_parameters(spec: Any, params: Mapping[str, Any] | None, **shapes: tuple[int, ...]) -> None:
-    """Raises unless ``params`` are the arrays of these names and shapes, as ``spec.init`` makes them."""
-    found = {name: value.shape for name, value in (params or {}).items()}
-    made = f"{type(spec).__name__}(...).init makes them"
-    check(found == shapes, f"params must have the shapes {shapes}, found {found}: {made}")
+def take(params: Mapping[str, Any] | None, spec: Any, **shapes: tuple[int | str, ...]) -> tuple[Any, ...]:
+    """The named parameters of a spec in the order of ``shapes``, where an axis of any size has a name.
+
+    Raises:
+        ValueError: if one is missing or has another shape.
+    """
+    names, made = ", ".join(map(repr, shapes)), f"{type(spec).__name__}(...).init makes them"
+    check(set(shapes) <= set(params or {}), f"params must hold {names}: {made}")
+    for name, shape in shapes.items():
+        found = params[name].shape
+        check(_fits(found, shape), f"{name} must have shape {shape}, found {found}: {made}")
+    return tuple(params[name] for name in shapes)
+
+
+def _fits(found: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
+    """Whether a shape is the wanted one, in which a name stands for any size."""
+    return len(found) == len(wanted) and all(isinstance(b, str) or a == b for a, b in zip(found, wanted, strict=True))
 
 
 def check_even(name: str, value: int) -> None:

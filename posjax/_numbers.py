@@ -21,6 +21,11 @@ def at_least_float32(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32)
 
 
+def widened(x):
+    """``x`` in at least float32: low precision holds neither positions nor long sums."""
+    return x.astype(at_least_float32(x.dtype))
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is a number known when tracing, not an array."""
     return isinstance(value, numbers.Real)

@@ -1,5 +1,6 @@
 """Base classes for the slots of a scheme: values over pairs of tokens, and maps of queries, keys and values."""
 
+import dataclasses
 from typing import Any, ClassVar, Self
 
 import jax
@@ -75,6 +76,7 @@ def _fits(found: int, wanted: int | None) -> bool:
     return wanted is None or found == wanted
 
 
+@dataclasses.dataclass(frozen=True)
 class OfPairs(OverPairs):
     """A value that is one array over pairs, ``[batch, heads, queries, keys]``; an axis of 1 broadcasts."""
 
@@ -106,6 +108,7 @@ class OfPairs(OverPairs):
         )
 
 
+@dataclasses.dataclass(frozen=True)
 class OfSomeHeads(OverPairs):
     """The ``size`` heads from ``start`` of a ``whole`` that has no axis of heads to cut.
 
@@ -114,7 +117,7 @@ class OfSomeHeads(OverPairs):
 
     whole: Any
     start: Int[Array, ""]
-    size: int
+    size: int = dataclasses.field(metadata={"static": True})
 
     def kept(self, tile):
         """These heads of a tile ``[..., heads, q, k]``; all of it if the heads do not differ."""

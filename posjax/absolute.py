@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_choice, check_count, check_even, check_number
 from posjax._numbers import level
-from posjax.angles import Frequencies, angles, exact
+from posjax.angles import as_real_positions, exact, real_angles
 from posjax.positions import Positions, Range, as_array
 
 CONVENTIONS = ("interleaved", "concatenated", "tensor2tensor")
@@ -37,8 +37,8 @@ def sinusoidal(
         1/base (Tensor2Tensor, fairseq, Whisper, MaxText).
     base: sets the longest wavelength, about 2 pi base positions; above 1.
 
-    Values are within 2e-6 of float64 at any int32 position. Real-valued positions (a grid between the tokens) have
-    angles in float32, with a relative error of 6e-8: 6e-5 radians at position 1,000.
+    Values are within 2e-6 of float64 at any int32 position. Positions may be real-valued (a grid between the tokens):
+    the angles of their whole parts are exact.
 
     The inner product of two embeddings depends only on the difference of their positions; at difference 0 it is D/2.
     Raises ValueError for an odd ``model_dim``, an unknown convention, or real positions narrower than float32.
@@ -51,7 +51,7 @@ def sinusoidal(
         f"model_dim must be at least 4 for tensor2tensor, whose exponents are over model_dim/2 - 1; found {model_dim}",
     )
     steps = half - 1 if convention == "tensor2tensor" else half
-    angle = _angles(positions, exact(base ** -(np.arange(half) / steps)))
+    angle = real_angles(as_real_positions(positions), exact(base ** -(np.arange(half) / steps)))
     sines, cosines = jnp.sin(angle), jnp.cos(angle)
     if convention == "interleaved":
         return jnp.stack([sines, cosines], axis=-1).reshape(*angle.shape[:-1], model_dim)
@@ -62,18 +62,6 @@ def _check_sinusoid(convention: str, base: float) -> None:
     check_choice("convention", convention, CONVENTIONS)
     check_number("base", base)
     check(base > 1, f"base must be greater than 1, found {base!r}")
-
-
-def _angles(positions, frequencies: Frequencies) -> Float[Array, "*batch length half"]:
-    if not isinstance(positions, Range | jax.Array):
-        positions = np.asarray(positions)
-    if isinstance(positions, Range) or not jnp.issubdtype(positions.dtype, jnp.floating):
-        return angles(as_array(positions), frequencies)
-    check(
-        positions.dtype in (np.float32, np.float64),
-        f"real positions must be float32, found {positions.dtype}: it does not hold every integer above 2048",
-    )
-    return jnp.asarray(positions, jnp.float32)[..., None] * frequencies.value
 
 
 def learned(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from posjax._checks import check, check_choice
 from posjax._numbers import level
+from posjax.positions import Positions, Range, as_array
 
 # 1 / (2 pi) to 50 digits: a float64 would have an error of 2e-7 rad at position 2^31.
 _TURNS_PER_RADIAN = Fraction("0.15915494309189533576888376337251436203445964574046")
@@ -41,16 +42,6 @@ class Frequencies:
     def is_exact(self) -> bool:
         """Whether angles are multiplied in fixed point (else in float32)."""
         return self.high is not None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of ``value``."""
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        """Rank of ``value``."""
-        return self.value.ndim
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype, copy=copy)
@@ -143,3 +134,29 @@ def angles(
     aligned, high = align(frequencies.high)
     wrapped = phase(aligned, high, align(frequencies.low)[1])
     return jax.lax.bitcast_convert_type(wrapped, jnp.int32).astype(jnp.float32) * _RADIANS_PER_UNIT
+
+
+def as_real_positions(
+    positions: Positions | Float[Array, "*batch length"],
+) -> Int[Array, "*b n"] | Float[Array, "*b n"]:
+    """Positions as an array, int32, or float32 for the methods whose positions are real.
+
+    Raises ValueError for a rank other than 1 and 2, and for 16-bit floats, which do not hold every integer above 256
+    (bfloat16) or 2048 (float16).
+    """
+    array = positions if isinstance(positions, Range | jax.Array) else np.asarray(positions)
+    if isinstance(array, Range) or not jnp.issubdtype(array.dtype, jnp.floating):
+        return as_array(array)
+    check(array.ndim in (1, 2), f"positions must be [length] or [batch, length], found shape {array.shape}")
+    check(array.dtype.itemsize >= 4, f"positions must be integers or float32, found {array.dtype}")
+    return jnp.asarray(array, jnp.float32)
+
+
+def real_angles(
+    positions: Int[Array, "*b n"] | Float[Array, "*b n"], frequencies: Frequencies, precision: str = "exact"
+) -> Float[Array, "*b n half"]:
+    """``angles`` for real positions too: whole parts exactly, fractions as a float32 product."""
+    if jnp.issubdtype(positions.dtype, jnp.integer) or precision == "hf" or not frequencies.is_exact:
+        return angles(positions, frequencies, precision)
+    whole = jnp.floor(positions)
+    return angles(whole.astype(jnp.int32), frequencies) + angles(positions - whole, frequencies, "hf")

@@ -11,8 +11,7 @@ A model is a function of tokens and their positions, so its losses and gradients
 everything that belongs to a token (its position, segment, label, ...) is reordered with it: see ``apply``.
 """
 
-import dataclasses
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
@@ -26,8 +25,8 @@ from posjax.positions import Range
 KINDS = ("contiguous", "zigzag", "striped")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kind", "shards"])
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Layout:
     """The order of a sequence's tokens over ``shards`` shards; shard ``r`` holds the ``r``-th part of the new order.
 
@@ -36,8 +35,8 @@ class Layout:
         shards: ``n``, along the axis over which the sequence is split.
     """
 
-    kind: Literal["contiguous", "zigzag", "striped"] = "contiguous"
-    shards: int = 1
+    kind: Literal["contiguous", "zigzag", "striped"] = field(default="contiguous", metadata={"static": True})
+    shards: int = field(default=1, metadata={"static": True})
 
     def __post_init__(self):
         check_choice("layout kind", self.kind, KINDS)
@@ -88,7 +87,8 @@ class Layout:
         if not self.reorders:
             return x
         xp = np if isinstance(x, np.ndarray) else jnp
-        return xp.moveaxis(move(xp, xp.moveaxis(x, axis, 0)).reshape(x.shape[axis], *_others(x, axis)), 0, axis)
+        front = xp.moveaxis(x, axis, 0)
+        return xp.moveaxis(move(xp, front).reshape(front.shape), 0, axis)
 
     def _applied(self, xp, x):
         if self.kind == "striped":
@@ -128,9 +128,3 @@ class Layout:
 
 CONTIGUOUS = Layout()
 """The original order."""
-
-
-def _others(x, axis: int) -> tuple[int, ...]:
-    """The sizes of all axes but one."""
-    axis %= x.ndim
-    return (*x.shape[:axis], *x.shape[axis + 1 :])

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_number, check_parameters
-from posjax._numbers import at_least_float32, level
+from posjax._checks import check_number, take
+from posjax._numbers import level, widened
 
 
 def rms_norm(
@@ -24,7 +24,7 @@ def rms_norm(
 
     The mean is over the last axis, or over as many of the last axes as the gain has.
     """
-    wide, axes = x.astype(at_least_float32(x.dtype)), tuple(range(-1 if gain is None else -gain.ndim, 0))
+    wide, axes = widened(x), tuple(range(-1 if gain is None else -gain.ndim, 0))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
     if gain is not None:
         normed, gain = level(normed, gain.astype(wide.dtype))
@@ -120,9 +120,9 @@ class QKNorm(_OfQueriesAndKeys):
         """
         if not self.gain:
             return qk_norm(q, k, eps=self.eps)
-        check_parameters(self, params, q=q.shape[-1:], k=k.shape[-1:])
+        gains = take(params, self, q=q.shape[-1:], k=k.shape[-1:])
         offset = 1.0 if self.unit_offset else 0.0
-        return qk_norm(q, k, *(params[name].astype(jnp.float32) + offset for name in "qk"), eps=self.eps)
+        return qk_norm(q, k, *(gain.astype(jnp.float32) + offset for gain in gains), eps=self.eps)
 
 
 @dataclasses.dataclass(frozen=True)

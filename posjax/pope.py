@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice
-from posjax._numbers import at_least_float32, level
+from posjax._checks import check, check_choice, take
+from posjax._numbers import level, widened
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain
 from posjax.rotary.rules import check_angles
@@ -75,9 +75,8 @@ class PoPE(Features):
 
     def key(self, params, k, positions, *, head_dim: int, length=None):
         """``softplus(k) (cos(p theta + delta), sin(p theta + delta))``, with the dtype of ``k``."""
-        cos, sin, delta = level(
-            *self._phases(k, params, positions, head_dim, length), _check_delta(params, k.shape[-2:])
-        )
+        (delta,) = take(params, self, delta=k.shape[-2:])
+        cos, sin, delta = level(*self._phases(k, params, positions, head_dim, length), clip_delta(delta))
         return _polar(k, cos * jnp.cos(delta) - sin * jnp.sin(delta), sin * jnp.cos(delta) + cos * jnp.sin(delta))
 
     def _phases(self, x, params, positions, head_dim: int, length) -> tuple[Array, Array]:
@@ -100,15 +99,8 @@ def clip_delta(delta: Float[Array, "kv_heads head_dim"]) -> Float[Array, "kv_hea
     return delta + jax.lax.stop_gradient(jnp.clip(delta, -2 * np.pi, 0.0) - delta)
 
 
-def _check_delta(params: dict[str, Array] | None, shape: tuple[int, int]) -> Float[Array, "kv_heads head_dim"]:
-    check(bool(params) and "delta" in params, "params must hold 'delta': PoPE(...).init makes it")
-    delta = params["delta"]
-    check(delta.shape == shape, f"delta must have shape {shape}, found {delta.shape}")
-    return clip_delta(delta)
-
-
 def _polar(x: Array, cos: Array, sin: Array) -> Array:
     """Non-negative magnitudes at given phases: first all cosines, then all sines; built in at least float32."""
-    magnitude = jax.nn.softplus(x.astype(at_least_float32(x.dtype)))
+    magnitude = jax.nn.softplus(widened(x))
     parts = [magnitude * part.astype(magnitude.dtype) for part in (cos, sin)]
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)

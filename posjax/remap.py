@@ -22,21 +22,20 @@ for DualChunk, whose keys have one rotation.
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, check_positive, shown
+from posjax._checks import check, check_count, check_counts, check_number, check_positive, shown
 from posjax._slots import Features
 from posjax.masks import Beyond, ChunksApart, FirstTokens, Mask, Window
 from posjax.positions import Positions, as_array
 from posjax.rotary import Ahead, FrequencyRule, Stretched
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branch:
     """Features that replace the first pair of features for the pairs of tokens in the mask ``where``.
@@ -119,19 +118,12 @@ class Remap:
         self.check(features)
         given = {"params": params, "head_dim": head_dim, "length": length}
         phi, psi = features(q, k, q_positions=q_positions, kv_positions=kv_positions, **given)
-        features, i, j = self._remapped(features, as_array(q_positions), as_array(kv_positions))
-        return phi, psi, (Branch(*features(q, k, q_positions=i, kv_positions=j, **given), self._where),)
+        i, j, where = self._remapped(as_array(q_positions), as_array(kv_positions))
+        return phi, psi, (Branch(*features(q, k, q_positions=i, kv_positions=j, **given), where),)
 
-    def _remapped(
-        self, features: Features, i: Int[Array, "*b q"], j: Int[Array, "*b k"]
-    ) -> tuple[Features, Int[Array, "*b q"], Int[Array, "*b k"]]:
-        """The features of the remapped pairs and their positions."""
+    def _remapped(self, i: Int[Array, "*b q"], j: Int[Array, "*b k"]) -> tuple[Array, Array, Mask]:
+        """The positions that remapped queries and keys get, and which pairs are remapped."""
         raise TypeError(f"{type(self).__name__} has no single remapped branch")
-
-    @property
-    def _where(self) -> Mask:
-        """The remapped pairs."""
-        return Beyond(self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +141,8 @@ class ReRoPE(Remap):
     def __post_init__(self):
         check_count("window", self.window)
 
-    def _remapped(self, features, i, j):
-        return features, jnp.full_like(i, self.window), jnp.zeros_like(j)
+    def _remapped(self, i, j):
+        return jnp.full_like(i, self.window), jnp.zeros_like(j), Beyond(self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,28 +179,22 @@ class LeakyReRoPE(Remap):
             isinstance(features.frequencies, FrequencyRule),
             f"remap: LeakyReRoPE stretches a frequency rule, but {type(features).__name__} has none",
         )
-        dataclasses.replace(features, frequencies=self._stretched(features.frequencies))
-
-    def reach(self, length: int) -> float:
-        """The longest sequence whose distances stay within those of a training length: ``(length - w) k + w``."""
-        return (length - self.window) * self.factor + self.window
+        dataclasses.replace(features, frequencies=Stretched(features.frequencies, self.factor))
 
     def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
         """As ``Remap.branches``; remapped queries are shifted by ``w (k - 1)`` positions, possibly beyond int32."""
         self.check(features)
         where = {"head_dim": head_dim, "length": length}
         near = features(q, k, q_positions=q_positions, kv_positions=kv_positions, params=params, **where)
-        rule = self._stretched(features.frequencies)
-        queries, keys = (dataclasses.replace(features, frequencies=r) for r in (Ahead(rule, self._shift), rule))
+        rule = features.frequencies
+        queries = dataclasses.replace(features, frequencies=Ahead(rule, self.factor, self._shift))
+        keys = dataclasses.replace(features, frequencies=Stretched(rule, self.factor))
         phi, psi = queries.query(params, q, q_positions, **where), keys.key(params, k, kv_positions, **where)
-        return *near, (Branch(phi, psi, self._where),)
+        return *near, (Branch(phi, psi, Beyond(self.window)),)
 
     @property
     def _shift(self) -> int:
         return round(self.window * (self.factor - 1))
-
-    def _stretched(self, rule: Any) -> Stretched:
-        return Stretched(rule, self.factor)
 
 
 def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
@@ -227,8 +213,7 @@ def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
     """
     check_count("length", length)
     check(length % 4 == 0, f"length must be a multiple of 4, because the window is a quarter of it; found {length}")
-    check_number("extension", extension)
-    check(extension >= 1, f"extension must be at least 1, found {extension!r}")
+    check_number("extension", extension, at_least=1)
     return LeakyReRoPE(length // 4, 1 / (2 * extension))
 
 
@@ -250,20 +235,16 @@ class SelfExtend(Remap):
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_count("group", self.group)
-        check_count("window", self.window)
+        check_counts(group=self.group, window=self.window)
         near = max(1, round(self.window / self.group)) * self.group
         check(
             self.window % self.group == 0,
             f"window must be a multiple of group={self.group}, found {self.window}; the nearest is {near}",
         )
 
-    def reach(self, length: int) -> int:
-        """The longest sequence whose distances stay within those of a training length: ``(length - w) G + w``."""
-        return (length - self.window) * self.group + self.window
-
-    def _remapped(self, features, i, j):
-        return features, i // self.group + self.window - self.window // self.group, j // self.group
+    def _remapped(self, i, j):
+        ahead = self.window - self.window // self.group
+        return i // self.group + ahead, j // self.group, Beyond(self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,19 +265,14 @@ class LMInfinite(Remap):
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_count("n_local", self.n_local)
-        check_count("n_global", self.n_global)
+        check_counts(n_local=self.n_local, n_global=self.n_global)
 
     def mask(self) -> Mask:
         """``Window(n_local) | FirstTokens(n_global)``."""
         return Window(self.n_local) | FirstTokens(self.n_global)
 
-    def _remapped(self, features, i, j):
-        return features, jnp.full_like(i, self.n_local), jnp.zeros_like(j)
-
-    @property
-    def _where(self):
-        return Beyond(self.n_local)
+    def _remapped(self, i, j):
+        return jnp.full_like(i, self.n_local), jnp.zeros_like(j), Beyond(self.n_local)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,19 +295,14 @@ class StreamingLLM(Remap):
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_count("first", self.first)
-        check_count("recent", self.recent)
+        check_counts(first=self.first, recent=self.recent)
 
     def mask(self) -> Mask:
         """``Window(recent) | FirstTokens(first)``."""
         return Window(self.recent) | FirstTokens(self.first)
 
-    def _remapped(self, features, i, j):
-        return features, jnp.minimum(i, self.first + self.recent - 1), j
-
-    @property
-    def _where(self):
-        return Beyond(self.recent)
+    def _remapped(self, i, j):
+        return jnp.minimum(i, self.first + self.recent - 1), j, Beyond(self.recent)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Key
 
-from posjax._checks import check, check_choice, check_count, check_positive
+from posjax._checks import check, check_choice, check_count, check_counts, check_positive
 from posjax._numbers import LARGEST
 
 
@@ -40,13 +40,18 @@ class Drawn(NamedTuple):
 
 
 class Sampling(Protocol):
-    """The methods of every rule."""
+    """The methods of every rule; one that is derived from it needs only ``draw``."""
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Positions of ``batch`` rows of ``length`` tokens for one step of training."""
 
     def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
-        """Positions of rows of ``length`` tokens for evaluation; rules that draw them read ``key`` and ``batch``."""
+        """Positions of rows of ``length`` tokens for evaluation; rules that draw them read ``key`` and ``batch``.
+
+        By default the plain positions 0, 1, 2, ..., and the rows' own length.
+        """
+        _check_rows(batch, length)
+        return Drawn()
 
 
 def sorted_subset(
@@ -64,14 +69,14 @@ def sorted_subset(
     return jnp.sort(jax.lax.top_k(words, count)[1].astype(jnp.int32), axis=-1)
 
 
-def _check_rows(batch: int, length: int, at_least: int = 1) -> None:
-    check_count("batch", batch)
-    check_count("length", length)
+def _check_rows(batch: int, length: int, at_least: int = 1, max_length: int = LARGEST) -> None:
+    check_counts(batch=batch, length=length)
     check(length >= at_least, f"length must be at least {at_least} for this rule, found {length}")
+    check(length <= max_length, f"length {length} is above max_length={max_length}: there are fewer ids than tokens")
 
 
 @dataclass(frozen=True)
-class Randomised:
+class Randomised(Sampling):
     """Ids drawn from 0 .. max_length - 1 without replacement and sorted (Ruoss et al., arXiv 2305.16843, section 3).
 
     The k-th of N ids is k (max_length + 1)/(N + 1) - 1 on average, k = 1 .. N. The paper draws once per batch; here
@@ -93,12 +98,12 @@ class Randomised:
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length``."""
-        self._check(batch, length)
+        _check_rows(batch, length, max_length=self.max_length)
         return Drawn(sorted_subset(key, batch, length, self.max_length))
 
     def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
         """Even ids ``[length]``, or with ``test="random"`` fresh ones ``[batch, length]``, which need ``key``."""
-        self._check(batch, length)
+        _check_rows(batch, length, max_length=self.max_length)
         if self.test == "even":
             means = np.arange(1, length + 1) * ((self.max_length + 1) / (length + 1)) - 1
             # Means are at least 1 apart and at most max_length - 1, so rounding down keeps them distinct and in range.
@@ -106,16 +111,9 @@ class Randomised:
         check(key is not None, 'test="random" draws positions at evaluation too: pass key=')
         return self.draw(key, batch, length)
 
-    def _check(self, batch: int, length: int) -> None:
-        _check_rows(batch, length)
-        check(
-            length <= self.max_length,
-            f"length {length} is above max_length={self.max_length}: there are fewer ids than tokens",
-        )
-
 
 @dataclass(frozen=True)
-class EqualMean:
+class EqualMean(Sampling):
     """Real-valued grids 0, s, 2s, ... with a random step s of mean 1 for every row (kexue.fm/archives/9444).
 
     The article stretches linspace(0, 1, N) by a random n of mean N, so that the mean grid in training is the start of
@@ -155,14 +153,9 @@ class EqualMean:
             step = self.factor * jax.random.beta(key, self.alpha, other, (batch, 1, 1), jnp.float32)
         return Drawn(coordinates=step * jnp.arange(length, dtype=jnp.float32)[:, None])
 
-    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
-        """The plain positions 0, 1, 2, ..."""
-        _check_rows(batch, length)
-        return Drawn()
-
 
 @dataclass(frozen=True)
-class ClexPositions:
+class ClexPositions(Sampling):
     """Ids of a text t times as long as its rows, for training CLEX (Chen et al., arXiv 2310.16450).
 
     Each batch draws one factor t, uniform over 1 .. max_factor. Each row of N tokens draws a sorted subset of
@@ -181,8 +174,7 @@ class ClexPositions:
     max_factor: int = 16
 
     def __post_init__(self):
-        check_count("original_length", self.original_length)
-        check_count("max_factor", self.max_factor)
+        check_counts(original_length=self.original_length, max_factor=self.max_factor)
         reach = self.original_length * self.max_factor
         check(reach <= LARGEST, f"original_length * max_factor must fit in int32, found {reach}")
 
@@ -198,14 +190,9 @@ class ClexPositions:
         shrink = length // self.original_length
         return Drawn(ids, None, current) if shrink < 2 else Drawn(None, (ids / jnp.float32(shrink))[..., None], current)
 
-    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
-        """The plain positions, and the rows' own length."""
-        _check_rows(batch, length)
-        return Drawn()
-
 
 @dataclass(frozen=True)
-class PoSE:
+class PoSE(Sampling):
     """Rows cut into chunks whose ids skip ahead at random (Zhu et al., arXiv 2309.10400).
 
     Every row is cut at random into ``chunks`` runs of consecutive ids. Run i is moved ahead by u_i, with u_0 = 0 and
@@ -221,15 +208,13 @@ class PoSE:
     chunks: int = 2
 
     def __post_init__(self):
-        check_count("max_length", self.max_length)
-        check_count("chunks", self.chunks)
+        check_counts(max_length=self.max_length, chunks=self.chunks)
         check(self.chunks > 1, "chunks must be 2 or more: one chunk is the plain positions")
         check(self.max_length < LARGEST, f"max_length must fit in int32, found {self.max_length}")
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length`` or below ``chunks``."""
-        _check_rows(batch, length, at_least=self.chunks)
-        check(length <= self.max_length, f"length {length} is above max_length={self.max_length}")
+        _check_rows(batch, length, at_least=self.chunks, max_length=self.max_length)
         for_cuts, *keys = jax.random.split(key, self.chunks)
         cuts = sorted_subset(for_cuts, batch, self.chunks - 1, length - 1) + 1
         index = jnp.arange(length, dtype=jnp.int32)
@@ -240,11 +225,6 @@ class PoSE:
             ids = jnp.where(index >= cuts[:, n : n + 1], index + further, ids)
             moved = further
         return Drawn(ids)
-
-    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
-        """The plain positions 0, 1, 2, ..."""
-        _check_rows(batch, length)
-        return Drawn()
 
 
 RULES: dict[str, type] = {"randomised": Randomised, "equal-mean": EqualMean, "clex": ClexPositions, "pose": PoSE}

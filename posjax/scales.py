@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, check_parameters, check_positive
+from posjax._checks import check, check_count, check_number, check_positive, take
 from posjax._numbers import level
 from posjax.positions import Positions, as_array
 
@@ -309,8 +309,8 @@ class SSMax:
         Raises:
             ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
         """
-        check_parameters(self, params, **dict.fromkeys(("s", "b") if self.bias else ("s",), (num_heads,)))
-        return ssmax(visible, params["s"], params.get("b"))
+        names = ("s", "b") if self.bias else ("s",)
+        return ssmax(visible, *take(params, self, **dict.fromkeys(names, (num_heads,))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,5 +487,5 @@ class LearnedCosineScale:
         Raises:
             ValueError: if ``params`` are not those of ``init``.
         """
-        check_parameters(self, params, g=())
-        return params["g"].astype(jnp.float32).reshape(1, 1)
+        (g,) = take(params, self, g=())
+        return g.astype(jnp.float32).reshape(1, 1)

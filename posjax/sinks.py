@@ -14,7 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_parameters
+from posjax._checks import take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,5 +50,5 @@ class LearnedSinks:
         Raises:
             ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
         """
-        check_parameters(self, params, sinks=(num_heads,))
-        return params["sinks"].astype(jnp.float32)
+        (sinks,) = take(params, self, sinks=(num_heads,))
+        return sinks.astype(jnp.float32)

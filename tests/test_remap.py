@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from masks.kinds import MIXED, tile_kinds
 
 import posjax
 from posjax import masks
@@ -307,13 +308,13 @@ def test_only_tiles_on_a_boundary_compute_several_scores(name):
         found = []
         for branch in branches_over(remap, there, SIZE):
             whole = masks.materialise(branch.where, there, there)
-            found.append((masks.tile_kinds(branch.where, there, there, block, block), whole))
+            found.append((tile_kinds(branch.where, there, there, block, block), whole))
         return found
 
     for kinds, whole in jax.device_get(kinds_and_tiles()):
         tiles = whole.reshape(24, block, 24, block).swapaxes(1, 2)
         mixed = tiles.any((2, 3)) & ~tiles.all((2, 3))
-        np.testing.assert_array_equal(kinds == masks.MIXED, mixed)
+        np.testing.assert_array_equal(kinds == MIXED, mixed)
 
 
 def test_a_window_has_two_diagonals_of_boundary_tiles():
@@ -322,11 +323,11 @@ def test_a_window_has_two_diagonals_of_boundary_tiles():
     @partial(jax.jit, static_argnums=0)
     def kinds(window):
         (branch,) = branches_over(ReRoPE(window), there, 2)
-        return masks.tile_kinds(Causal() & branch.where, there, there, 64, 64)
+        return tile_kinds(Causal() & branch.where, there, there, 64, 64)
 
-    assert (np.asarray(kinds(1000)) == masks.MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
+    assert (np.asarray(kinds(1000)) == MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
     # A window that ends on a tile's edge crosses one diagonal only.
-    assert (np.asarray(kinds(1024)) == masks.MIXED).sum() == (4096 - 1024) // 64
+    assert (np.asarray(kinds(1024)) == MIXED).sum() == (4096 - 1024) // 64
 
 
 @methods
@@ -369,11 +370,6 @@ def test_dtype_is_kept(inputs):
         chex.assert_type(jax.tree.leaves((phi, psi, [(branch.q, branch.k) for branch in branches])), q.dtype)
 
 
-def test_reach():
-    assert SelfExtend().reach(4096) == (4096 - 1024) * 8 + 1024
-    assert LeakyReRoPE(128, 16).reach(512) == 128 + 384 * 16
-
-
 def test_specs_are_static_and_say_what_they_are():
     for remap, _, _ in METHODS.values():
         assert remap in {remap}
@@ -385,7 +381,7 @@ def test_specs_are_static_and_say_what_they_are():
 
 
 def test_the_limits_of_windows_and_chunks_are_allowed():
-    assert LeakyReRoPE(1, 2**31).reach(2) == 2**31 + 1
+    assert LeakyReRoPE(1, 2**31).factor == 2**31
     assert [DualChunk(16, chunk).chunk for chunk in (8, 15)] == [8, 15]
 
 
@@ -399,7 +395,7 @@ REFUSED = {
     r"found 8 and 0.015625; the nearest window is 64": [lambda: LeakyReRoPE(8, 1 / 64)],
     "factor times window must fit in int32": [lambda: LeakyReRoPE(1, 2**31 + 1)],
     "length must be a multiple of 4": [lambda: inverse_leaky(510, 8), lambda: DualChunk(510)],
-    "extension must be at least 1": [lambda: inverse_leaky(512, 0.5)],
+    "extension must be a number of at least 1": [lambda: inverse_leaky(512, 0.5)],
     "group must be positive": [lambda: SelfExtend(0, 8)],
     "window must be a multiple of group=8, found 20; the nearest is 16": [lambda: SelfExtend(8, 20)],
     "window must be a multiple of group=8, found 3; the nearest is 8": [lambda: SelfExtend(8, 3)],

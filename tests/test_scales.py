@@ -243,15 +243,9 @@ def test_refusals():
         ("floor_scale must be positive", lambda: scales.Llama4Temperature(0)),
         ("length must be positive", lambda: scales.MinistralTemperature(-1)),
         ("extension must be positive", lambda: scales.YaRNTemperature(-2.0)),
-        (r"have the shapes \{'s': \(3,\)\}, found \{\}", lambda: s.factor({}, **at)),
-        (
-            r"\{'s': \(3,\), 'b': \(3,\)\}, found \{'s': \(3,\)\}: SSMax",
-            lambda: with_offset.factor(s.init(key, 3), **at),
-        ),
-        (
-            r"\{'s': \(3,\)\}, found \{'s': \(4,\)\}: SSMax\(\.\.\.\)\.init",
-            lambda: s.factor(s.init(key, 4), **at),
-        ),
+        ("params must hold 's': SSMax", lambda: s.factor({}, **at)),
+        ("params must hold 's', 'b': SSMax", lambda: with_offset.factor(s.init(key, 3), **at)),
+        (r"s must have shape \(3,\), found \(4,\): SSMax\(\.\.\.\)\.init", lambda: s.factor(s.init(key, 4), **at)),
     ]
     for message, call in cases:
         with pytest.raises(ValueError, match=message):
@@ -308,7 +302,7 @@ def test_qk_norm_initial():
     close(spec.factor(params, positions=None, visible=None, num_heads=4), [[math.log2(64 * 63)]])
     slope = jax.grad(lambda p: spec.factor(p, positions=None, visible=None, num_heads=4).sum())(params)
     chex.assert_trees_all_equal(slope, {"g": jnp.float32(1)})
-    with pytest.raises(ValueError, match=r"params must have the shapes \{'g': \(\)\}, found \{\}: Learned"):
+    with pytest.raises(ValueError, match="params must hold 'g': LearnedCosineScale"):
         spec.factor({}, positions=None, visible=None, num_heads=4)
 
 

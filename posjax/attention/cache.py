@@ -7,7 +7,6 @@ keys, so the order of the slots does not matter.
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from posjax._checks import check
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "positions", "ids", "gates", "total"],
-    meta_fields=["first", "chunk"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Keys and values of one layer.
@@ -42,8 +37,8 @@ class Cache:
     ids: Int[Array, "batch slots"]
     gates: Float[Array, "batch heads slots"] | None
     total: Float[Array, "batch heads"] | None
-    first: int | None
-    chunk: int
+    first: int | None = dataclasses.field(metadata={"static": True})
+    chunk: int = dataclasses.field(metadata={"static": True})
 
     @property
     def slots(self) -> int:

@@ -1,7 +1,6 @@
 """ALiBi: attention with linear biases (Press et al., arXiv 2108.12409)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -9,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_positive
+from posjax._checks import check, check_choice, check_count, check_positive, take
+from posjax._numbers import widened
 from posjax._slots import with_head_axis
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 from posjax.positions import Positions, as_array
 
 
@@ -60,7 +60,7 @@ def alibi_bias(
     return bound.values(with_head_axis(as_array(q_positions)), with_head_axis(as_array(k_positions)))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["slopes", "ahead"], meta_fields=["symmetric", "offset"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearBias(Bias):
     """``b_h(i, j) = -m_h (i - j)``, or ``-m_h |i - j|`` when symmetric, with slopes ``m`` of shape ``[heads]``.
@@ -70,9 +70,9 @@ class LinearBias(Bias):
     """
 
     slopes: Float[Array, "heads"]
-    symmetric: bool = False
+    symmetric: bool = dataclasses.field(default=False, metadata={"static": True})
     ahead: Float[Array, "heads"] | None = None
-    offset: float = 0.0
+    offset: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     axes: ClassVar = {"slopes": ("heads",), "ahead": ("heads",)}
     by_distance: ClassVar[bool] = True

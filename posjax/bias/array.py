@@ -1,7 +1,6 @@
 """A bias given as an array."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -13,7 +12,7 @@ from posjax._slots import OfPairs
 from posjax.bias.base import Bias
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ArrayBias(OfPairs, Bias):
     """``b_h(i, j) = array[batch, h, i, j]``, indexed by the order of the tokens in the call, not by positions.
@@ -21,8 +20,6 @@ class ArrayBias(OfPairs, Bias):
     Args:
         array: broadcasts to ``[batch, heads, queries, keys]``; its gradient has its own shape.
     """
-
-    array: Float[Array, "#batch #heads #queries #keys"]
 
     name: ClassVar[str] = "bias"
 

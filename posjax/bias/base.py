@@ -1,15 +1,13 @@
 """The base classes of additive biases and of their specs."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check
-from posjax._numbers import at_least_float32, level
+from posjax._numbers import level, widened
 from posjax._slots import OfSomeHeads, OverPairs
 
 
@@ -59,14 +57,10 @@ class Bias(OverPairs):
         return scores + values.astype(scores.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BiasOfHeads(OfSomeHeads, Bias):
     """Some heads of a bias that has no axis of heads to cut."""
-
-    whole: Bias
-    start: Int[Array, ""]
-    size: int
 
     def values(self, q_positions, kv_positions):
         """Some heads of the tile of all heads."""
@@ -124,19 +118,6 @@ class BiasSpec:
         return {}
 
 
-def take(params: dict[str, Array] | None, spec: BiasSpec, **shapes: tuple[int, ...]) -> tuple[Array, ...]:
-    """The named parameters in the order of ``shapes``.
-
-    Raises:
-        ValueError: if one is missing or has another shape.
-    """
-    names = ", ".join(map(repr, shapes))
-    check(set(shapes) <= set(params or {}), f"params must hold {names}: {type(spec).__name__}(...).init makes them")
-    for name, shape in shapes.items():
-        check(params[name].shape == shape, f"{name} must have shape {shape}, found {params[name].shape}")
-    return tuple(params[name] for name in shapes)
-
-
 def distance(
     q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"], dtype=jnp.float32
 ) -> Float[Array, "*b 1 q k"]:
@@ -158,11 +139,6 @@ def _halves(positions: Int[Array, "*b n"], dtype) -> tuple[Float[Array, "*b n"],
 def heads_first(per_head: Float[Array, "heads"], tile: Array) -> Float[Array, "*b heads 1 1"]:
     """A value per head, with the axes of a tile ``[..., heads or 1, q, k]``."""
     return per_head.reshape((1,) * (tile.ndim - 3) + (-1, 1, 1))
-
-
-def widened(x: Array) -> Array:
-    """At least float32, because low precision does not hold positions."""
-    return x.astype(at_least_float32(x.dtype))
 
 
 def widened_leaves(tree):

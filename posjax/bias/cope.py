@@ -1,18 +1,18 @@
 """CoPE: contextual position encoding, a bias that is a function of the scores (Golovneva et al., arXiv 2405.18719)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_count
-from posjax.bias.base import Bias, BiasSpec, take, widened
+from posjax._checks import check, check_count, take
+from posjax._numbers import widened
+from posjax.bias.base import Bias, BiasSpec
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContextualBias(Bias):
     """``z_ij + interpolate(q_i . table, p_ij)`` with the contextual position ``p_ij = sum_{k=j..i} sigmoid(z_ik)``.
@@ -96,6 +96,5 @@ class CoPE(BiasSpec):
         Raises:
             ValueError: if ``params`` does not hold a table of ``max_position`` rows.
         """
-        table = (params or {}).get("table")
-        (table,) = take(params, self, table=(self.max_position, 0 if table is None else table.shape[-1]))
+        (table,) = take(params, self, table=(self.max_position, "head_dim"))
         return ContextualBias(table)

@@ -1,25 +1,20 @@
 """FIRE: functional interpolation for relative positions (Li et al., arXiv 2310.04418)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_count, check_positive
-from posjax._numbers import level
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
+from posjax._checks import check_count, check_positive, take
+from posjax._numbers import level, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 
 _EPSILON = 1e-6
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["c", "multiplier", "w1", "b1", "w2", "b2"],
-    meta_fields=["threshold"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InterpolatedBias(Bias):
     """``b_h(i, j) = (relu(x w1 + b1) w2 + b2)_h`` of the one number ``x = psi(i - j) / (psi(max(i, |l L0|)) + 1e-6)``.
@@ -33,7 +28,7 @@ class InterpolatedBias(Bias):
     b1: Float[Array, "width"]
     w2: Float[Array, "width heads"]
     b2: Float[Array, "heads"]
-    threshold: float
+    threshold: float = dataclasses.field(metadata={"static": True})
 
     axes: ClassVar = {"w2": (None, "heads"), "b2": ("heads",)}
 

@@ -1,7 +1,6 @@
 """FoX: forget gates, a bias that is a function of the tokens (Lin et al., arXiv 2503.02130)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -9,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_count, check_positive, check_rank
-from posjax._numbers import at_least_float32
-from posjax.bias.base import Bias, BiasSpec, take, widened
+from posjax._checks import check, check_count, check_positive, check_rank, take
+from posjax._numbers import at_least_float32, widened
+from posjax.bias.base import Bias, BiasSpec
 
 _LAYOUT = "[batch, heads, length]"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["q_gates", "kv_gates"], meta_fields=["symmetric"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForgetBias(Bias):
     """``b_h(i, j) = c_i - c_j`` with ``c`` the cumulative sums of the log forget gates, ``[batch, heads, length]``.
@@ -27,7 +26,7 @@ class ForgetBias(Bias):
 
     q_gates: Float[Array, "batch heads q"]
     kv_gates: Float[Array, "batch heads k"]
-    symmetric: bool = False
+    symmetric: bool = dataclasses.field(default=False, metadata={"static": True})
 
     axes: ClassVar = {"q_gates": ("batch", "heads", "queries"), "kv_gates": ("batch", "heads", "keys")}
     reads_positions: ClassVar[bool] = False

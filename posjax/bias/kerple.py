@@ -1,22 +1,21 @@
 """KERPLE: kernelised relative position biases (Chi et al., arXiv 2205.09921)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_choice
-from posjax._numbers import level
-from posjax.bias.base import Bias, BiasSpec, distance, heads_first, take, widened
+from posjax._checks import check_choice, take
+from posjax._numbers import level, widened
+from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 
 _SMALLEST = 1e-2
 _LARGEST_POWER = 2.0
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["a", "p"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogBias(Bias):
     """``b_h = -p_h log(1 + a_h |i - j|)`` with ``a`` and ``p`` of shape ``[heads]``, both kept at 0.01 or above."""
@@ -54,7 +53,7 @@ def _power(a, p, q_positions, kv_positions):
     return a * jnp.maximum(r, 1) ** p * (r > 0).astype(a.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["a", "p"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PowerBias(Bias):
     """``b_h = -a_h |i - j|^p_h`` with ``a >= 0.01`` and ``0.01 <= p <= 2`` of shape ``[heads]``; 0 at distance 0."""
@@ -70,7 +69,7 @@ class PowerBias(Bias):
         return -_power(self.a, self.p, q_positions, kv_positions)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["a", "p", "weight_a", "weight_p"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightedPowerBias(PowerBias):
     """A ``PowerBias`` that also damps scores: ``z exp(-a'_h |i - j|^p'_h) + b_h``, with the same bounds for both pairs.

@@ -1,7 +1,6 @@
 """Sandwich: the inner product of sinusoidal embeddings as a bias (Chi et al., arXiv 2212.10356)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -16,7 +15,7 @@ from posjax.bias.base import Bias, BiasSpec, heads_first
 _BASE = 10_000.0
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["dbar", "variant"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SinusoidBias(Bias):
     """``b_h(i, j) = factors_h (sum_t cos((i - j) theta_t) - c)`` with ``theta_t = 10000^(-2 t / dbar)``.
@@ -27,8 +26,8 @@ class SinusoidBias(Bias):
     """
 
     factors: Float[Array, "heads"]
-    dbar: int
-    variant: str
+    dbar: int = dataclasses.field(metadata={"static": True})
+    variant: str = dataclasses.field(metadata={"static": True})
 
     axes: ClassVar = {"factors": ("heads",)}
     by_distance: ClassVar[bool] = True

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,12 @@ from posjax._numbers import level
 from posjax.bias.base import Bias, BiasSpec, distance
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaleInvariantBias(Bias):
     """``z a_t + m_t`` with ``t = |i - j|``; see ``ScaleInvariant``. ``values`` is only the offset ``m_t``."""
 
-    spec: "ScaleInvariant"
+    spec: "ScaleInvariant" = dataclasses.field(metadata={"static": True})
 
     def values(self, q_positions, kv_positions):
         """The offset ``m_t``, ``[1, q, k]`` or with a leading batch: the same for all heads."""

@@ -1,16 +1,15 @@
 """The relative position bias of T5 (Raffel et al., arXiv 1910.10683, section 2.1)."""
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number
+from posjax._checks import check, check_count, check_number, take
 from posjax._numbers import LARGEST, level
-from posjax.bias.base import Bias, BiasSpec, take
+from posjax.bias.base import Bias, BiasSpec
 from posjax.positions import difference
 
 
@@ -82,18 +81,14 @@ def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> 
     return side
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["table"],
-    meta_fields=["max_distance", "bidirectional"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BucketBias(Bias):
     """``b_h(i, j) = table[bucket(i - j), h]`` with a table of shape ``[buckets, heads]``."""
 
     table: Float[Array, "buckets heads"]
-    max_distance: int
-    bidirectional: bool
+    max_distance: int = dataclasses.field(metadata={"static": True})
+    bidirectional: bool = dataclasses.field(metadata={"static": True})
 
     axes: ClassVar = {"table": (None, "heads")}
     by_distance: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Complex, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check, check_choice, check_rank
 from posjax._numbers import at_least_float32
@@ -49,8 +49,7 @@ def pooled(found: Anomaly, axis: int | tuple[int, ...] | None = None) -> Anomaly
     weights = Anomaly(ones, found.strength, ones, found.strength, found.fraction, ones)
 
     def mean(values, weight):
-        total = weight.sum(axis)
-        return np.divide((values * weight).sum(axis), total, out=np.zeros_like(total), where=total > 0)
+        return _share((values * weight).sum(axis), weight.sum(axis))
 
     return Anomaly(*map(mean, found, weights))
 
@@ -87,7 +86,7 @@ def rotary_anomaly(
     _check(q, k)
     tokens, size = q.shape[1], q.shape[-1]
     theta = radians(rule, size, tokens if length is None else length)
-    query, key = (_complex(x, theta.size, pairing) for x in (q, k))
+    query, key = (jax.lax.complex(*_planes(x, theta.size, pairing)) for x in (q, k))
     return _count(query, key, theta, causal, mask, positions)
 
 
@@ -152,10 +151,6 @@ def _planes(x: Array, planes: int, pairing: str) -> tuple[Array, Array]:
     x = jnp.asarray(x, at_least_float32(x.dtype))
     check(x.shape[-1] >= 2 * planes, f"{planes} planes need a head of {2 * planes}, found shape {x.shape}")
     return split(x[..., : 2 * planes], pairing)
-
-
-def _complex(x: Array, planes: int, pairing: str) -> Complex[Array, "batch length heads planes"]:
-    return jax.lax.complex(*_planes(x, planes, pairing))
 
 
 def _count(query, key, theta, causal: bool, mask: Mask | None, positions) -> Anomaly:

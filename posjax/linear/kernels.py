@@ -21,12 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_count, check_positive
-from posjax._numbers import at_least_float32
-
-
-def widen(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """``x`` in at least float32."""
-    return x.astype(at_least_float32(x.dtype))
+from posjax._numbers import widened
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class Elu(LinearKernel):
 
     def query(self, params, q):
         """``elu(q) + 1``, without the rounding of ``1 + expm1``: positive for inputs down to -87."""
-        x = widen(q)
+        x = widened(q)
         return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
     def key(self, params, k):
@@ -98,11 +93,11 @@ class Exponential(LinearKernel):
 
     def query(self, params, q):
         """``softmax(q)``."""
-        return jax.nn.softmax(widen(q), axis=-1)
+        return jax.nn.softmax(widened(q), axis=-1)
 
     def key(self, params, k):
         """``(exp(k - c), c)`` with c the largest channel of each key."""
-        return stabilised(widen(k))
+        return stabilised(widened(k))
 
 
 def stabilised(
@@ -161,7 +156,7 @@ class ScaledKernel(LinearKernel):
     def scaled(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         """``x sqrt(scale)``, that is ``x d^(-1/4)`` unless another scale is set."""
         scale = x.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return widen(x) * math.sqrt(scale)
+        return widened(x) * math.sqrt(scale)
 
 
 @dataclass(frozen=True)
@@ -232,7 +227,7 @@ class Cosine(LinearKernel):
 
     def query(self, params, q):
         """``[1, q / |q|]``."""
-        x = widen(q)
+        x = widened(q)
         squared = jnp.square(x).sum(-1, keepdims=True)
         unit = x * jax.lax.rsqrt(jnp.where(squared > 0, squared, 1))
         return jnp.concatenate([jnp.ones_like(squared), unit], axis=-1)

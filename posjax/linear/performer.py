@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_number
+from posjax._checks import check, check_choice, check_count, check_number, take
 from posjax.linear.kernels import ScaledKernel, stabilised
 
 
@@ -91,9 +91,6 @@ class Performer(ScaledKernel):
 
     def _project(self, params, x):
         """``w . x`` in full precision, because it is an exponent."""
-        check(bool(params) and "projection" in params, "params must hold 'projection': Performer(...).init draws it")
-        projection = params["projection"]
-        wanted = (self.num_features, x.shape[-1])
-        check(projection.shape == wanted, f"projection must have shape {wanted}, found {projection.shape}")
+        (projection,) = take(params, self, projection=(self.num_features, x.shape[-1]))
         projection = jax.lax.stop_gradient(projection).astype(x.dtype)
         return jnp.einsum("...d,md->...m", x, projection, precision=jax.lax.Precision.HIGHEST)

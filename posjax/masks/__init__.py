@@ -17,7 +17,7 @@ Shapes. Positions are ``[n]`` (shared by the batch) or ``[batch, 1, n]``; a tile
 packing, decoding and reordered sequences need nothing special.
 """
 
-from posjax.masks.base import And, ArrayMask, Combined, Mask, Not, Or, Pair, as_mask
+from posjax.masks.base import And, ArrayMask, Mask, Not, Or, Pair, as_mask, materialise
 from posjax.masks.bounds import BlockBounds, block_bounds
 from posjax.masks.by_position import (
     Band,
@@ -34,12 +34,8 @@ from posjax.masks.by_position import (
     traced_sizes,
 )
 from posjax.masks.by_token import Globals, OfTokens, Segments, padding, padding_of
-from posjax.masks.tiles import EMPTY, FULL, MIXED, materialise, tile_kinds
 
 __all__ = [
-    "EMPTY",
-    "FULL",
-    "MIXED",
     "And",
     "ArrayMask",
     "Band",
@@ -48,7 +44,6 @@ __all__ = [
     "Causal",
     "Chunked",
     "ChunksApart",
-    "Combined",
     "Dilated",
     "FirstTokens",
     "GlobalFirst",
@@ -67,6 +62,5 @@ __all__ = [
     "materialise",
     "padding",
     "padding_of",
-    "tile_kinds",
     "traced_sizes",
 ]

@@ -1,8 +1,7 @@
-"""The base class of masks, masks given as arrays, and combinations of masks."""
+"""The base class of masks, masks from arrays and as whole arrays, and combinations of masks."""
 
 import dataclasses
 import operator
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,9 @@ from jaxtyping import Array, Bool, Int
 
 from posjax._checks import check, shown
 from posjax._numbers import level
-from posjax._slots import OfPairs, OfSomeHeads, OverPairs
+from posjax._slots import OfPairs, OfSomeHeads, OverPairs, with_head_axis
 from posjax.masks.bounds import BlockBounds
+from posjax.positions import Positions, as_array
 
 
 class Mask(OverPairs):
@@ -109,14 +109,15 @@ def as_mask(mask: "Mask | Array") -> Mask:
     return ArrayMask(ArrayMask.with_four_axes(mask))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["size"])
+def materialise(mask: Mask, q_positions: Positions, kv_positions: Positions) -> Bool[Array, "*b q k"]:
+    """The whole mask as an array, ``[q, k]`` or ``[batch, heads or 1, q, k]``: quadratic, for tests and plots."""
+    return mask.allowed(with_head_axis(as_array(q_positions)), with_head_axis(as_array(kv_positions)))
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskOfHeads(OfSomeHeads, Mask):
     """Some heads of a mask with a pattern for each head."""
-
-    whole: Mask
-    start: Int[Array, ""]
-    size: int
 
     def allowed(self, q_positions, kv_positions):
         """Some heads of the tile of all heads."""
@@ -138,7 +139,7 @@ class MaskOfHeads(OfSomeHeads, Mask):
         return self.whole.shift_invariant
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ArrayMask(OfPairs, Mask):
     """The pairs where an array is true, indexed by the order of the tokens in the call, not by positions.
@@ -146,8 +147,6 @@ class ArrayMask(OfPairs, Mask):
     Args:
         array: broadcasts to ``[batch, heads, queries, keys]``.
     """
-
-    array: Bool[Array, "#batch #heads #queries #keys"]
 
     name = "mask"
 
@@ -202,10 +201,7 @@ class Pair(Combined):
         return self.join(*level(some, some_right)), self.join(*level(every, every_right))
 
 
-_pair = partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
-
-
-@_pair
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class And(Pair):
     """Allowed where both masks allow."""
@@ -226,7 +222,7 @@ class And(Pair):
         return jnp.minimum(*(part.visible(count, positions, causal) for part in (self.left, self.right)))
 
 
-@_pair
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Or(Pair):
     """Allowed where at least one mask allows."""
@@ -247,7 +243,7 @@ class Or(Pair):
         return jnp.minimum(count, sum(part.visible(count, positions, causal) for part in (self.left, self.right)))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["mask"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Not(Combined):
     """Allowed where the mask forbids."""

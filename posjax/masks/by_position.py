@@ -84,23 +84,16 @@ def traced_sizes(mask: Mask | None) -> tuple[str, ...]:
 
 
 def _at_least(i, j, least):
-    """``i - j >= least``. The difference of two int32 may wrap: then its sign is wrong."""
+    """``i - j >= least`` for any two int32. Their difference may wrap: then its sign is wrong."""
     distance, behind = i - j, i >= j
     fits = behind == (distance >= 0)
     return (fits & (distance >= least)) | (~fits & behind)
 
 
-def _at_most(i, j, most):
-    """``i - j <= most``, for any two int32."""
-    distance, behind = i - j, i >= j
-    fits = behind == (distance >= 0)
-    return (fits & (distance <= most)) | ~(fits | behind)
-
-
 def _between(i, j, least, most):
     """``least <= i - j <= most``, for any two int32; no upper limit if ``most`` is None."""
     found = _at_least(i, j, least)
-    return found if most is None else found & _at_most(i, j, most)
+    return found if most is None else found & _at_least(j, i, -most)
 
 
 def _around(i, j, before, after):
@@ -129,7 +122,7 @@ def _some_and_all(i_low, i_high, j_low, j_high, least, most):
     some, every = _at_least(i_high, j_low, least), _at_least(i_low, j_high, least)
     if most is None:
         return some, every
-    return some & _at_most(i_low, j_high, most), every & _at_most(i_high, j_low, most)
+    return some & _at_least(j_high, i_low, -most), every & _at_least(j_low, i_high, -most)
 
 
 class _Distances(_Sized):

@@ -1,7 +1,7 @@
 """Masks with a number for every token: segments, and global tokens."""
 
 import dataclasses
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 
 import jax
@@ -76,10 +76,7 @@ class OfTokens(Mask):
         super().check(batch, queries, keys)
 
 
-_of_tokens = partial(jax.tree_util.register_dataclass, meta_fields=[])
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=["finite"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments(OfTokens):
     """Query and key belong to one segment, and neither is padding: ``q_ids[i] == kv_ids[j] >= 0``.
@@ -95,7 +92,7 @@ class Segments(OfTokens):
 
     q_ids: Int[Array, "batch q"]
     kv_ids: Int[Array, "batch k"] | None = None
-    finite: bool = False
+    finite: bool = dataclasses.field(default=False, metadata={"static": True})
 
     _dtype = jnp.integer
 
@@ -111,7 +108,7 @@ class Segments(OfTokens):
         return some, (q_low >= 0) & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
 
 
-@partial(_of_tokens, data_fields=["q_flags", "kv_flags"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Globals(OfTokens):
     """``q_flags[i] or kv_flags[j]``: tokens with a flag see all and are seen by all (Longformer, 2004.05150).

@@ -7,7 +7,7 @@ from posjax.rotary.coordinates import SpanPositions, grid_coordinates, mrope_pos
 from posjax.rotary.dynamic import DynamicLinear, DynamicNTK, DynamicYaRN
 from posjax.rotary.feature import Rotary
 from posjax.rotary.generators import GeneralRotary, commute, decompose
-from posjax.rotary.grids import AXIAL_LAYOUTS, Axial, MRoPE, RoPETie, SeveralAxes
+from posjax.rotary.grids import AXIAL_LAYOUTS, Axial, MRoPE, RoPETie
 from posjax.rotary.huggingface import from_hf
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.mixed import MixedRotary
@@ -67,7 +67,6 @@ __all__ = [
     "RoPETie",
     "Rotary",
     "RotaryTable",
-    "SeveralAxes",
     "SpanPositions",
     "Stretched",
     "ValueRotary",

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_length
-from posjax.angles import Frequencies, exact
+from posjax._checks import check, check_choice, check_count, check_length, take
+from posjax.angles import Frequencies, as_real_positions, exact
 from posjax.positions import Positions
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, is_host
-from posjax.rotary.tables import RotaryTable, as_real_positions, learned_angles, rotary_table
+from posjax.rotary.tables import RotaryTable, learned_angles, rotary_table
 
 _ACTIVATIONS = {"tanh": jnp.tanh, "silu": jax.nn.silu}
 
@@ -58,10 +58,14 @@ class CLEX(FrequencyRule):
 
         ``up`` is uniform within 1/sqrt(param_factor w) (torch's Kaiming initialisation), ``down`` zero.
         """
-        width = self.rotary_dim(head_dim)
-        half, hidden = width // 2, self.param_factor * width
+        half, hidden = self._sizes(head_dim)
         up = jax.random.uniform(key, (half, hidden), jnp.float32, -(hidden**-0.5), hidden**-0.5)
         return {"up": up, "down": jnp.zeros((hidden, half), jnp.float32)}
+
+    def _sizes(self, head_dim: int | None) -> tuple[int, int]:
+        """w/2, and the width of the hidden layer."""
+        width = self.rotary_dim(head_dim)
+        return width // 2, self.param_factor * width
 
     def _scale(self, length: Length):
         """t as an integer."""
@@ -87,10 +91,12 @@ class CLEX(FrequencyRule):
             rows = exact(untrained[row] if is_host(row) else untrained)
             return rows if is_host(row) else jax.tree.map(lambda x: jnp.take(x, row, axis=0), rows), 1.0
         last = int(row.max()) if is_host(row) else self.max_factor - 1
-        learned = jnp.exp(self._integrate(self._check_params(params, head_dim), last, head_dim))
+        half, hidden = self._sizes(head_dim)
+        network = (part.astype(jnp.float32) for part in take(params, self, up=(half, hidden), down=(hidden, half)))
+        learned = jnp.exp(self._integrate(*network, last, head_dim))
         return Frequencies(jnp.take(untrained[: last + 1].astype(np.float32) * learned, row, axis=0)), 1.0
 
-    def _integrate(self, params, units: int, head_dim: int | None) -> Float[Array, "units+1 w/2"]:
+    def _integrate(self, up, down, units: int, head_dim: int | None) -> Float[Array, "units+1 w/2"]:
         """z(t) - ln ntk(t) for t = 1 .. 1 + units; its slope is only the learned term."""
         plain = np.log(self.inverse_frequencies(head_dim)).astype(np.float32)
         exponents = ntk_exponents(2 * plain.size).astype(np.float32)
@@ -98,8 +104,8 @@ class CLEX(FrequencyRule):
 
         def slope(t, y):
             z_plus_ntk = y + 2 * (plain + exponents * jnp.log(2 * t - 1))
-            hidden = act(jnp.dot(z_plus_ntk, params["up"], precision="highest"))
-            return jnp.dot(hidden, params["down"], precision="highest")
+            hidden = act(jnp.dot(z_plus_ntk, up, precision="highest"))
+            return jnp.dot(hidden, down, precision="highest")
 
         def runge_kutta(y, t):
             a = slope(t, y)
@@ -113,17 +119,8 @@ class CLEX(FrequencyRule):
             return y, y
 
         times = 1 + np.arange(units * self.steps, dtype=np.float32).reshape(units, self.steps) * np.float32(step)
-        start = jnp.zeros_like(params["down"][0])
+        start = jnp.zeros_like(down[0])
         return jnp.concatenate([start[None], jax.lax.scan(unit, start, times)[1]])
-
-    def _check_params(self, params, head_dim: int | None):
-        named = bool(params) and {"up", "down"} <= set(params)
-        check(named, "params must hold 'up' and 'down': CLEX(...).init makes it")
-        width = self.rotary_dim(head_dim)
-        want = (width // 2, self.param_factor * width)
-        found = (params["up"].shape, params["down"].shape)
-        check(found == (want, want[::-1]), f"up and down must have shapes {want} and {want[::-1]}, found {found}")
-        return {name: params[name].astype(jnp.float32) for name in ("up", "down")}
 
     def table(
         self,

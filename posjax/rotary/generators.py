@@ -20,12 +20,12 @@ import numpy as np
 from jaxtyping import Float
 
 from posjax._checks import check, check_even
-from posjax._numbers import at_least_float32
+from posjax._numbers import widened
 from posjax._slots import Features
-from posjax.angles import exact
+from posjax.angles import as_real_positions, exact, real_angles
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import apply_rotary
-from posjax.rotary.tables import RotaryTable, as_real_positions, real_angles
+from posjax.rotary.tables import RotaryTable
 
 Matrices = Float[np.ndarray, "axes d d"]
 
@@ -156,7 +156,7 @@ class GeneralRotary(Features):
     def query(self, params, q, positions, *, head_dim: int, length=None):
         """``diag_t(R(<p, omega_t>)) P^T q``, with the dtype of ``q``; the product with P in full precision."""
         self.query_size(head_dim)
-        wide = q.astype(at_least_float32(q.dtype))
+        wide = widened(q)
         projected = jnp.matmul(wide, self.basis.astype(wide.dtype), precision="highest")
         return apply_rotary(projected, self.table(positions)).astype(q.dtype)
 

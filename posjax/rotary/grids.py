@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from posjax._checks import check, check_choice, check_count, shown
+from posjax.angles import as_real_positions
 from posjax.positions import Positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.feature import Rotary
 from posjax.rotary.rules import FrequencyRule, Length, Plain, check_number, inverse_powers
-from posjax.rotary.tables import RotaryTable, as_real_positions
+from posjax.rotary.tables import RotaryTable
 
 
 class SeveralAxes(FrequencyRule):

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_length, check_positive, shown
-from posjax.angles import Frequencies, exact
+from posjax._checks import check, check_choice, check_counts, check_length, check_positive, shown
+from posjax.angles import Frequencies, as_real_positions, exact
 from posjax.positions import Positions
 from posjax.rotary.dynamic import excess, scaled
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, check_number, inverse_powers, per_token
 from posjax.rotary.scalings import NTKByParts
-from posjax.rotary.tables import RotaryTable, as_real_positions, rotary_table
+from posjax.rotary.tables import RotaryTable, rotary_table
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,9 @@ def _space(initial: LongRoPE, reach: float, step: float, choices: tuple[int, ...
 
 
 def _check_sizes(population, parents, mutations, crossovers, probability, iterations) -> None:
-    sizes = {"population": population, "parents": parents, "mutations": mutations, "crossovers": crossovers}
-    for name, value in (sizes | {"iterations": iterations}).items():
-        check_count(name, value)
+    check_counts(
+        population=population, parents=parents, mutations=mutations, crossovers=crossovers, iterations=iterations
+    )
     check(population >= 4, f"population must be at least 4, the number of rules at the start, found {population}")
     check(parents <= population, f"parents must be at most the population of {population}, found {parents}")
     check(0 < probability <= 1, f"probability must be in (0, 1], found {probability!r}")

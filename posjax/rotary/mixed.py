@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_even
+from posjax._checks import check, check_choice, check_count, check_even, take
 from posjax._slots import Features
+from posjax.angles import as_real_positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
 from posjax.rotary.rules import check_number
-from posjax.rotary.tables import RotaryTable, as_real_positions, learned_angles
+from posjax.rotary.tables import RotaryTable, learned_angles
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class MixedRotary(Features):
 
     def table(self, params, positions, *, head_dim: int) -> RotaryTable:
         """cos and sin, float32 ``[batch or 1, length, kv_heads, head_dim / 2]``."""
-        frequencies = _check_frequencies(params, self.axes, self.query_size(head_dim) // 2)
+        shape = ("kv_heads", self.axes, self.query_size(head_dim) // 2)
+        (frequencies,) = take(params, self, frequencies=shape)
         coordinates = [as_real_positions(axis) for axis in by_axis(positions, self.axes)]
         coordinates = coordinates * self.axes if len(coordinates) == 1 else coordinates
         heads, _, pairs = frequencies.shape
@@ -84,11 +86,3 @@ def _rotations(key: Array, number: int, size: int) -> Float[Array, "number size 
     q, r = jnp.linalg.qr(jax.random.normal(key, (number, size, size), jnp.float32))
     q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[:, None, :]
     return q.at[:, :, -1].multiply(jnp.linalg.det(q)[:, None])
-
-
-def _check_frequencies(params: dict[str, Array] | None, axes: int, pairs: int) -> Float[Array, "kv_heads axes pairs"]:
-    check(bool(params) and "frequencies" in params, "params must hold 'frequencies': MixedRotary(...).init makes it")
-    found = params["frequencies"]
-    fits = found.ndim == 3 and found.shape[1:] == (axes, pairs)
-    check(fits, f"frequencies must have shape (kv_heads, {axes}, {pairs}), found {found.shape}")
-    return found

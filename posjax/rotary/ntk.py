@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posjax._checks import check
-from posjax.rotary.rules import FrequencyRule, check_number
+from posjax.rotary.rules import OfFactor, check_number
 
 
 def ntk_exponents(width: int) -> Float[np.ndarray, "width/2"]:
@@ -25,17 +25,11 @@ def ntk_exponents(width: int) -> Float[np.ndarray, "width/2"]:
 
 
 @dataclass(frozen=True)
-class _Radix(FrequencyRule):
+class _Radix(OfFactor):
     """theta_t times ``_multipliers(w/2)[t]``, which depend only on ``factor`` and the index.
 
     factor: the length to reach over that of training, at least 1.
     """
-
-    factor: float
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number("factor", self.factor, at_least=1)
 
     def _scaled(self, inverse_frequencies):
         return inverse_frequencies * self._multipliers(inverse_frequencies.size)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_array, check_choice, check_even, check_float, shown
+from posjax._checks import check, check_choice, check_even, check_float, shown
 from posjax._lowered import Lowered, run, split_by_compiler, zero_tangent
 from posjax._numbers import at_least_float32, level
 from posjax.rotary import tpu
@@ -95,8 +95,6 @@ def _check_table(x: Array, table: RotaryTable) -> None:
     """Raises ValueError for a table that does not fit the axes of x, or would broadcast over them."""
     check(not isinstance(x, RotaryTable), "x must be an array, found the table: write apply_rotary(x, table)")
     check_table(table)
-    check_array("x", x)
-    check(jnp.issubdtype(x.dtype, jnp.floating), f"x must be real, found {x.dtype}")
     check_float("x", x)
     shape = table.cos.shape
     check(x.ndim >= 3, f"x must be [batch, length, heads, size], found shape {x.shape}")

@@ -161,6 +161,17 @@ class FrequencyRule:
         return values
 
 
+@dataclass(frozen=True)
+class OfFactor(FrequencyRule):
+    """A rule with a ``factor`` of at least 1: mostly the length to reach over that of training."""
+
+    factor: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("factor", self.factor, at_least=1)
+
+
 def inverse_powers(base: float, width: int) -> Float[np.ndarray, "width/2"]:
     """theta_t = base^(-2t/width) for t = 0 .. width/2 - 1, in float64."""
     return base ** -(np.arange(0, width, 2, dtype=np.float64) / width)

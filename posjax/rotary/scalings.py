@@ -12,25 +12,19 @@ from jaxtyping import Float
 
 from posjax._checks import check, check_choice, check_positive, shown
 from posjax._numbers import level
-from posjax.rotary.rules import FrequencyRule, check_number
+from posjax.rotary.rules import FrequencyRule, OfFactor, check_number
 from posjax.rotary.tables import RotaryTable, rotary_table
 
 
 @dataclass(frozen=True)
-class Linear(FrequencyRule):
+class Linear(OfFactor):
     """Position interpolation: theta_t / factor, the same as dividing every position (arXiv:2306.15595, section 3.2).
 
     factor: the length to reach over that of training, at least 1.
     """
 
-    factor: float
-
     hf_type: ClassVar[str] = "linear"
     hf_keys: ClassVar[dict[str, str]] = {"factor": "factor"}
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number("factor", self.factor, at_least=1)
 
     def _scaled(self, inverse_frequencies):
         return inverse_frequencies / self.factor
@@ -77,7 +71,7 @@ def correction_range(
 
 
 @dataclass(frozen=True)
-class NTKByParts(FrequencyRule):
+class NTKByParts(OfFactor):
     """Keep pairs that rotate often, interpolate those that rotate less than once (arXiv:2309.00071, section 3.2).
 
         theta_t ((1 - gamma_t) / factor + gamma_t)
@@ -94,7 +88,6 @@ class NTKByParts(FrequencyRule):
     truncate: round the range of the index ramp outwards (gpt-oss does not).
     """
 
-    factor: float
     original_length: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -112,7 +105,6 @@ class NTKByParts(FrequencyRule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("factor", self.factor, at_least=1)
         check_number("original_length", self.original_length, at_least=1)
         check_number("beta_slow", self.beta_slow)
         check_number("beta_fast", self.beta_fast)
@@ -198,7 +190,7 @@ class YaRN(NTKByParts):
 
 
 @dataclass(frozen=True)
-class Llama3(FrequencyRule):
+class Llama3(OfFactor):
     """Llama 3.1's rule: interpolate long wavelengths, keep short ones, blend between (Meta, 2024).
 
     With the wavelength 2 pi / theta_t and L = original_length: below L / high_freq_factor theta_t is kept, above
@@ -227,7 +219,6 @@ class Llama3(FrequencyRule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("factor", self.factor, at_least=1)
         check_number("original_length", self.original_length, at_least=1)
         check_number("low_freq_factor", self.low_freq_factor)
         check_number("high_freq_factor", self.high_freq_factor)
@@ -292,23 +283,18 @@ class Stretched(FrequencyRule):
 
 
 @dataclass(frozen=True)
-class Ahead(FrequencyRule):
-    """A stretched rule at shifted positions: angles ``(p + shift) theta_t``.
+class Ahead(Stretched):
+    """A stretched rule at shifted positions: angles ``(p + shift) theta_t / factor``.
 
     ``p + shift`` may leave int32, so the table is that of ``p``, rotated by the angles of ``shift``.
     """
 
-    rule: Stretched
     shift: int
 
-    def rotary_dim(self, head_dim: int | None = None) -> int:
-        """The rule's rotary width."""
-        return self.rule.rotary_dim(head_dim)
-
     def table(self, positions, *, head_dim=None, length=None, params=None, precision="exact") -> RotaryTable:
-        """The rule's table of ``positions + shift``."""
-        cos, sin = self.rule.table(positions, head_dim=head_dim, precision=precision)
-        inverse_frequencies, _ = self.rule.at_length(head_dim=head_dim)
+        """The stretched rule's table of ``positions + shift``."""
+        cos, sin = super().table(positions, head_dim=head_dim, precision=precision)
+        inverse_frequencies, _ = self.at_length(head_dim=head_dim)
         turn = rotary_table(np.array([self.shift]), inverse_frequencies, precision=precision)
         cos, sin, more_cos, more_sin = level(cos, sin, *turn)
         return RotaryTable(cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin)

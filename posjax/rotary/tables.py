@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, shown
 from posjax._numbers import level
-from posjax.angles import Frequencies, angles, as_frequencies, fixed_point
-from posjax.positions import Positions, Range, as_array
+from posjax.angles import Frequencies, as_frequencies, as_real_positions, fixed_point, real_angles
+from posjax.positions import Positions
 
 
 class RotaryTable(NamedTuple):
@@ -21,32 +21,6 @@ class RotaryTable(NamedTuple):
 
     cos: Float[Array, "*batch length half"]
     sin: Float[Array, "*batch length half"]
-
-
-def as_real_positions(
-    positions: Positions | Float[Array, "*batch length"],
-) -> Int[Array, "*b n"] | Float[Array, "*b n"]:
-    """Positions as an array, int32, or float32 for the methods whose positions are real.
-
-    Raises ValueError for a rank other than 1 and 2, and for 16-bit floats, which do not hold every integer above 256
-    (bfloat16) or 2048 (float16).
-    """
-    array = positions if isinstance(positions, Range | jax.Array) else np.asarray(positions)
-    if isinstance(array, Range) or not jnp.issubdtype(array.dtype, jnp.floating):
-        return as_array(array)
-    check(array.ndim in (1, 2), f"positions must be [length] or [batch, length], found shape {array.shape}")
-    check(array.dtype.itemsize >= 4, f"positions must be integers or float32, found {array.dtype}")
-    return jnp.asarray(array, jnp.float32)
-
-
-def real_angles(
-    positions: Int[Array, "*b n"] | Float[Array, "*b n"], frequencies: Frequencies, precision: str = "exact"
-) -> Float[Array, "*b n half"]:
-    """:func:`posjax.angles.angles` for real positions too: whole parts exactly, fractions as a float32 product."""
-    if jnp.issubdtype(positions.dtype, jnp.integer) or precision == "hf" or not frequencies.is_exact:
-        return angles(positions, frequencies, precision)
-    whole = jnp.floor(positions)
-    return angles(whole.astype(jnp.int32), frequencies) + angles(positions - whole, frequencies, "hf")
 
 
 def learned_angles(
@@ -103,14 +77,13 @@ def rotary_table(
     _check_frequencies(inverse_frequencies)
     frequencies = as_frequencies(inverse_frequencies)
     array = as_real_positions(positions)
-    check(1 <= frequencies.ndim <= 3, f"inverse_frequencies must have 1 to 3 axes, found shape {frequencies.shape}")
-    leading = frequencies.shape[:-1] if frequencies.ndim == 3 else (*frequencies.shape[:-1], 1)
+    shape = frequencies.value.shape
+    check(1 <= len(shape) <= 3, f"inverse_frequencies must have 1 to 3 axes, found shape {shape}")
+    leading = shape[:-1] if len(shape) == 3 else (*shape[:-1], 1)
     try:
         np.broadcast_shapes(array.shape, leading)
     except ValueError:
-        raise ValueError(
-            f"inverse_frequencies of shape {frequencies.shape} do not fit positions of shape {array.shape}"
-        ) from None
+        raise ValueError(f"inverse_frequencies of shape {shape} do not fit positions of shape {array.shape}") from None
     angle = real_angles(array, frequencies, precision)
     factor = jnp.asarray(attention_factor, jnp.float32)
     return RotaryTable(jnp.cos(angle) * factor, jnp.sin(angle) * factor)

@@ -1,4 +1,4 @@
-"""The known schemes by name: one line each, and the recipes whose layers differ."""
+"""The known schemes by name, and the recipes whose layers differ."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -6,11 +6,11 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Literal, overload
 
-from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
-from posjax._checks import check, check_count
+from posjax import bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
+from posjax._checks import check, check_count, check_counts
 from posjax.scheme.choices import SLOT_NAMES
 from posjax.scheme.layers import Layers
-from posjax.scheme.registry import build, check_known, slots_with
+from posjax.scheme.registry import SLOTS, build, check_known, slots_with
 from posjax.scheme.scheme import Scheme
 
 _ROPE = rotary.Rotary()
@@ -21,6 +21,11 @@ _P_ROPE = rotary.Rotary(rotary.Proportional())
 def _in(slot_name: str, **others) -> Callable[[Any], Scheme]:
     """The scheme with a spec in one slot, and others."""
     return lambda spec: Scheme(**{slot_name: spec}, **others)
+
+
+def _named(slot_name: str, *names: str, **others) -> dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme]]]:
+    """Presets that have the names of their specs in a slot."""
+    return {name: (SLOTS[slot_name][name], _in(slot_name, **others)) for name in names}
 
 
 def _features(feature: Callable[[rotary.FrequencyRule], Any]) -> Callable[[rotary.FrequencyRule], Scheme]:
@@ -51,8 +56,7 @@ def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_t
         dilation: ``d``, or a tuple of Python ints, one for each head.
         global_tokens: how many first tokens see all and are seen by all.
     """
-    check_count("window", window)
-    check_count("global_tokens", global_tokens)
+    check_counts(window=window, global_tokens=global_tokens)
     return masks.Dilated(window // 2 + 1, dilation) | masks.GlobalFirst(global_tokens)
 
 
@@ -123,8 +127,7 @@ def _hwfa2(
             ``3 length / num_layers``.
         base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
     """
-    for name, value in (("num_layers", num_layers), ("length", length), ("full_layers", full_layers)):
-        check_count(name, value)
+    check_counts(num_layers=num_layers, length=length, full_layers=full_layers)
     check(full_layers < num_layers, f"full_layers must be from 1 to {num_layers - 1}, found {full_layers}")
     window = max(2, 3 * length // num_layers) if window is None else window
     features = rotary.Rotary(rotary.Plain(base))
@@ -239,48 +242,35 @@ def _rnope_swa(num_layers: int, window: int = 4096, base: float = 10_000.0) -> L
 
 PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] = {
     "nope": (lambda: None, lambda _: Scheme()),
-    "sinusoidal": (absolute.Sinusoidal, _in("embedding")),
-    "learned": (absolute.Learned, _in("embedding")),
-    "hierarchical": (absolute.Hierarchical, _in("embedding")),
+    **_named("embedding", "sinusoidal", "learned", "hierarchical"),
     "rope": (rotary.Plain, _features(rotary.Rotary)),
     "p-rope": (rotary.Proportional, _features(rotary.Rotary)),
     "hope": (rotary.HoPE, _features(rotary.Rotary)),
     "clex": (rotary.CLEX, _clex),
-    "xpos": (rotary.XPos, _in("features")),
-    "vo-rope": (rotary.ValueRotary, _in("features")),
+    **_named("features", "xpos", "vo-rope"),
     "axial": (_axial, _in("features")),
     "mixed": (rotary.MixedRotary, _in("features")),
     "mrope": (rotary.MRoPE, _features(rotary.Rotary)),
     "rope-tie": (rotary.RoPETie, _features(rotary.Rotary)),
     "pope": (pope.PoPE, _in("features")),
-    "alibi": (bias.ALiBi, _in("bias")),
-    "t5": (bias.T5, _in("bias")),
+    **_named("bias", "alibi", "t5"),
     "kerple-log": (lambda: bias.Kerple("log"), _in("bias")),
     "kerple-power": (lambda: bias.Kerple("power"), _in("bias")),
-    "sandwich": (bias.Sandwich, _in("bias")),
-    "fire": (bias.FIRE, _in("bias")),
-    "fox": (bias.FoX, _in("bias")),
-    "cope": (bias.CoPE, _in("bias")),
+    **_named("bias", "sandwich", "fire", "fox", "cope"),
     "scale-invariant": (bias.ScaleInvariant, _in("bias", features=_P_ROPE)),
     "coca-strict": (rotary.Plain, _features(partial(coca.Coca, "strict"))),
     "coca-tied": (rotary.Plain, _features(partial(coca.Coca, "tied"))),
     "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
     "coca-relative": (rotary.Plain, _features(partial(coca.Coca, "relative"))),
     "coca-planes": (coca.PartlyCollinear, _in("features")),
-    "rerope": (remap.ReRoPE, _in("remap", features=_ROPE)),
-    "leaky-rerope": (remap.LeakyReRoPE, _in("remap", features=_ROPE)),
+    **_named("remap", "rerope", "leaky-rerope", features=_ROPE),
     "inverse-leaky": (remap.inverse_leaky, _in("remap", features=_ROPE)),
-    "self-extend": (remap.SelfExtend, _in("remap", features=_ROPE)),
-    "lm-infinite": (remap.LMInfinite, _in("remap", features=_ROPE)),
-    "streaming": (remap.StreamingLLM, _in("remap", features=_ROPE)),
-    "dual-chunk": (remap.DualChunk, _in("remap", features=_ROPE)),
-    "window": (masks.Window, _in("mask", features=_ROPE)),
-    "chunked": (masks.Chunked, _in("mask", features=_ROPE)),
+    **_named("remap", "self-extend", "lm-infinite", "streaming", "dual-chunk", features=_ROPE),
+    **_named("mask", "window", "chunked", features=_ROPE),
     "longformer": (_longformer, _in("mask", features=_ROPE)),
     "learned-sinks": (sinks.LearnedSinks, _in("sinks", features=_ROPE)),
     "softmax-plus-one": (sinks.SoftmaxPlusOne, _in("sinks", features=_ROPE)),
-    "log-n": (scales.LogN, _in("scale", features=_ROPE)),
-    "ssmax": (scales.SSMax, _in("scale", features=_ROPE)),
+    **_named("scale", "log-n", "ssmax", features=_ROPE),
     "drope": (scales.DroPETemperature, _in("scale")),
     "key-norm": (norms.KeyNorm, _in("norm", features=_ROPE)),
     "cosine": (lambda length: scales.CosineScale(length), _in("scale", norm=norms.CosineNorm(), features=_ROPE)),
@@ -289,9 +279,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
         partial(rotary.Plain, base=1_000_000.0),
         lambda rule: Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rule)),
     ),
-    "randomised": (sampling.Randomised, _in("positions", features=_ROPE)),
-    "equal-mean": (sampling.EqualMean, _in("positions", features=_ROPE)),
-    "pose": (sampling.PoSE, _in("positions", features=_ROPE)),
+    **_named("positions", "randomised", "equal-mean", "pose", features=_ROPE),
     "hwfa": (_hwfa, lambda layers: layers),
     "hwfa2": (_hwfa2, lambda layers: layers),
     "gemma3": (_gemma3, lambda layers: layers),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
-from posjax._checks import check, check_count, nearest, shown
+from posjax._checks import check, check_counts, nearest, shown
 from posjax._slots import Features
 from posjax.scheme.slots import lacking
 
@@ -22,8 +22,7 @@ def _lambda(window: int, first: int) -> masks.Mask:
         window: how many of the last keys a query sees, its own included.
         first: how many first positions every query sees.
     """
-    for name, value in (("window", window), ("first", first)):
-        check_count(name, value)
+    check_counts(window=window, first=first)
     return masks.Window(window) | masks.FirstTokens(first)
 
 

@@ -70,7 +70,8 @@ class SoftmaxAttention:
         check_direction(self.scheme, causal)
         check_no_slots(options)
         heads, at_q = where.across.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
-        scale = self._scale(q, params, where, causal, visible) * self._dot_scale(where.head_dim, query_scale)
+        dot_scale = (where.head_dim**-0.5 if query_scale is None else query_scale) * self.scheme.maps.softmax_scale
+        scale = self._scale(q, params, where, causal, visible) * dot_scale
         q, k, v, remap = self._mapped(q, k, v, params, where)
         given = options | {
             "bias": bound_bias(self.scheme.bias, params, heads, gates),
@@ -80,10 +81,6 @@ class SoftmaxAttention:
         }
         at = {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
         return self._finished(_attention(where)(q, k, v, scale=scale, remap=remap, **at, **given), params, at_q, where)
-
-    def _dot_scale(self, head_dim: int, query_scale: float | None) -> float:
-        """The factor of all inner products."""
-        return (head_dim**-0.5 if query_scale is None else query_scale) * self.scheme.maps.softmax_scale
 
     def _scale(
         self, q, params: Params, where: Where, causal: bool, visible

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from masks.kinds import tile_kinds
 
 from posjax import masks
 from posjax.masks import (
@@ -20,7 +21,6 @@ from posjax.masks import (
     Prefix,
     Window,
     materialise,
-    tile_kinds,
 )
 from posjax.positions import Range
 

@@ -130,11 +130,11 @@ def test_plain_within_the_training_length():
         (lambda: CLEX(32, steps=0.5), "steps must be positive and whole, found 0.5"),
         (lambda: CLEX(32, activation="relu"), "activation: unknown value 'relu'"),
         (lambda: CLEX(32).to_hf(), "no rope_type for CLEX"),
-        (lambda: RULE.table(Range(0, 4), head_dim=16, length=64), "params must hold 'up' and 'down'"),
+        (lambda: RULE.table(Range(0, 4), head_dim=16, length=64), "params must hold 'up', 'down': CLEX"),
         (lambda: RULE.table(Range(0, 4), head_dim=16, params=params()), "reads the current length: pass length="),
         (
             lambda: RULE.table(Range(0, 4), head_dim=32, length=64, params=params()),
-            r"must have shapes \(16, 32\)",
+            r"up must have shape \(16, 32\), found",
         ),
         (lambda: RULE.table(Range(0, 4), head_dim=16, length=64, params=params(), precision="x"), "precision: unknown"),
     ],

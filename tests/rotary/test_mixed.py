@@ -105,7 +105,7 @@ def test_a_table_may_have_heads():
         (lambda: MixedRotary(axes=9).query_size(16), "need a head_dim of at least 18"),
         (lambda: MixedRotary().query_size(15), "head_dim must be a positive even"),
         (lambda: features(GRID, {}), "params must hold 'frequencies'"),
-        (lambda: features(GRID, {"frequencies": jnp.zeros((2, 3, 8))}), r"shape \(kv_heads, 2, 8\), found \(2, 3, 8\)"),
+        (lambda: features(GRID, {"frequencies": jnp.zeros((2, 3, 8))}), r"\('kv_heads', 2, 8\), found \(2, 3, 8\)"),
         (lambda: features(np.zeros((1, 6, 3), int)), r"must be \[n, 2\]"),
     ],
 )

@@ -216,7 +216,7 @@ def test_under_pmap():
         (lambda x, t: apply_rotary(x[:, :3], t), r"table of shape \(4, 8\) does not fit x of shape \(2, 3, 3, 16\)"),
         (lambda x, t: apply_rotary(x, jax.tree.map(lambda a: jnp.stack([a] * 3), t)), "does not fit"),
         (lambda x, t: apply_rotary(x[0, 0], t), "x must be"),
-        (lambda x, t: apply_rotary(x.astype(int), t), "x must be real"),
+        (lambda x, t: apply_rotary(x.astype(int), t), "x must be of a floating dtype"),
         (lambda x, t: permute_projection(x, "half", "pairs"), "target: unknown value 'pairs'"),
         (lambda x, t: permute_projection(x, "half", "interleaved", rotary_dim=7), "rotary_dim must be a positive even"),
         (lambda x, t: permute_projection(x, "half", "interleaved", rotary_dim=18), "rotary_dim 18 is larger than"),

@@ -6,9 +6,9 @@ import pytest
 from exact_angles import POSITIONS, cos_sin
 
 from posjax import rotary
+from posjax.angles import as_real_positions
 from posjax.positions import Range
 from posjax.rotary import DynamicNTK, Linear, Llama3, LongRoPE, NTKAware, NTKByParts, Plain, Proportional, YaRN
-from posjax.rotary.tables import as_real_positions
 
 RULES = [
     Plain(),
@@ -29,7 +29,7 @@ def test_tables_are_exact_at_every_position_through_jit(rule):
     frequencies, factor = rule.at_length(131_072, head_dim=16)
     table = jax.jit(rotary.rotary_table)(np.array(POSITIONS), frequencies)
     chex.assert_type(list(table), jnp.float32)
-    chex.assert_shape(list(table), (len(POSITIONS), frequencies.shape[0]))
+    chex.assert_shape(list(table), (len(POSITIONS), frequencies.value.size))
     plain = Plain(rule.base, partial_rotary_factor=getattr(rule, "partial_rotary_factor", 1.0))
     values = rule.inverse_frequencies(16) if not rule.reads_length else _by_hand(rule, plain)
     cos, sin = cos_sin(POSITIONS, values)
