@@ -21,8 +21,7 @@ from posjax import rotary
 from posjax.coca import Coca, merge_projection
 from posjax.nn import Decoder, from_pretrained, save_pretrained
 from train import cli
-from train.checkpoint import restore_model
-from train.checkpoint.restore import restore
+from train.checkpoint.restore import restore, restore_model
 from train.compare.compare import compare
 from train.config import parse
 from train.data import load_tokenizer

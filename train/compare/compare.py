@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 
 from train import report
-from train.checkpoint import RESULTS, read_config
+from train.checkpoint.directory import RESULTS, read_config
 from train.compare.study import run_study
 from train.compare.sweep import TRIALS_FOLDER, file_name, own_section, sweep, tuned
 from train.compare.training import ASKED, ERROR

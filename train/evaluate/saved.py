@@ -24,7 +24,7 @@ from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
 from train.model.build import check_vocabulary, evaluated_scheme, own_length, scheme_of
-from train.monitor import read_metrics
+from train.monitor.logs import read_metrics
 from train.report.families import family
 from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file

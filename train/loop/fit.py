@@ -16,15 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posjax.layout import Layout
-from train.checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    LocalCheckpoint,
-    LocalCheckpoints,
-    check_run,
-    create_run,
-    is_started,
-)
+from train.checkpoint.directory import check_run, create_run, is_started
+from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
+from train.checkpoint.manager import Checkpoint, Checkpoints
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
 from train.data import Batch, batches, held_out_sample, pack_sample, training_rows, warnings_of_shared_text
@@ -36,7 +30,9 @@ from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
 from train.model.state import TrainState
-from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
+from train.monitor.cache import enable_compilation_cache
+from train.monitor.meter import peak_memory_bytes
+from train.monitor.monitor import Monitor, check_monitor
 from train.runtime import flags
 from train.runtime.distributed import decide, listen, reached_preemption, stop_requested
 from train.runtime.paths import path, write_file
@@ -63,7 +59,7 @@ class FitResult:
         without the first `WARM_STEPS` steps of every stage, checkpoints included.
       seconds: what its wall-clock time was spent on, over all processes that trained the run; see
         `train.monitor.goodput`.
-      peak_memory_bytes: the peak memory of that process, as `train.monitor.peak_memory_bytes` measures it.
+      peak_memory_bytes: the peak memory of that process, as `train.monitor.meter.peak_memory_bytes` measures it.
     """
 
     directory: Path

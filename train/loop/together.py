@@ -15,7 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from train.checkpoint import Checkpoints, check_run, create_run
+from train.checkpoint.directory import check_run, create_run
+from train.checkpoint.manager import Checkpoints
 from train.config import Config, differences
 from train.config.settings.checks import check
 from train.data import Batch, batches, training_rows
@@ -25,7 +26,9 @@ from train.loop.optimizer import factors
 from train.loop.step import Parts, StepMetrics, initialize, parts_of, update
 from train.model.mesh import AXES, mesh_of
 from train.model.state import TrainState
-from train.monitor import MetricsLog, enable_compilation_cache, peak_memory_bytes
+from train.monitor.cache import enable_compilation_cache
+from train.monitor.logs import MetricsLog
+from train.monitor.meter import peak_memory_bytes
 from train.monitor.progress import show_progress
 
 _AXIS = "data"  # the mesh axis over which the trainings are split

@@ -14,7 +14,7 @@ import pytest
 from flags import QUICK
 from rich.console import Console
 
-from train.checkpoint import RESULTS
+from train.checkpoint.directory import RESULTS
 from train.compare import compare as module
 from train.compare.compare import _passing_on, compare, finished, run_group, trainings
 from train.compare.training import ASKED

@@ -20,7 +20,7 @@ import posjax as pj
 import train.evaluate.search
 from posjax.nn import Decoder, DecoderConfig, Norm
 from train import cli
-from train.checkpoint import RESULTS
+from train.checkpoint.directory import RESULTS
 from train.compare.compare import compare
 from train.compare.study import measure as measuring
 from train.compare.study import run as running

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from programs import shared_programs
 
-from train.checkpoint import restore_model
+from train.checkpoint.restore import restore_model
 from train.config import MeshConfig, dump, parse, to_dict
 from train.data import documents
 from train.loop import fit as loop

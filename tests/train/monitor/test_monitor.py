@@ -19,12 +19,13 @@ from tensorboardX.proto.event_pb2 import Event
 
 from train.config import parse
 from train.model.build import decoder_config
-from train.monitor import Meter, MetricsLog, Monitor, Trace, check_monitor, enable_compilation_cache, read_metrics
 from train.monitor import monitor as module
 from train.monitor import progress as bars
-from train.monitor.cache import user_cache
-from train.monitor.meter import PEAK_FLOPS, count_chips, peak_flops
-from train.monitor.monitor import tokens_left
+from train.monitor.cache import enable_compilation_cache, user_cache
+from train.monitor.logs import MetricsLog, read_metrics
+from train.monitor.meter import PEAK_FLOPS, Meter, count_chips, peak_flops
+from train.monitor.monitor import Monitor, check_monitor, tokens_left
+from train.monitor.trace import Trace
 from train.runtime.paths import path
 
 ROOT = Path(__file__).parents[3]
@@ -116,7 +117,7 @@ def test_two_devices_of_a_chip_are_one_chip():
 
 SEES_AN_ARRAY = """
 import numpy as np
-from train.monitor import peak_memory_bytes
+from train.monitor.meter import peak_memory_bytes
 
 before = peak_memory_bytes()
 kept = np.ones(before // 4, np.float64)  # twice what there was

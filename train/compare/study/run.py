@@ -13,7 +13,7 @@ from rich.console import Console
 
 from posjax.rotary import Rotary
 from posjax.scheme import Scheme
-from train.checkpoint import RESULTS, read_config
+from train.checkpoint.directory import RESULTS, read_config
 from train.checkpoint.restore import restore
 from train.compare.study import report
 from train.compare.study.cells import (
@@ -39,7 +39,7 @@ from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import check_vocabulary, own_length
 from train.model.extension import completed
-from train.monitor import enable_compilation_cache
+from train.monitor.cache import enable_compilation_cache
 from train.runtime.paths import write_file
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from train.config.settings import DataConfig, EvaluateConfig
+from train.config.settings.data import DataConfig
+from train.config.settings.evaluate import EvaluateConfig
 from train.data import load_tokenizer
 from train.evaluate.tasks.passkey import Prompt
 from train.evaluate.tasks.registry import TASKS
