@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.loop import fit, start
 
 

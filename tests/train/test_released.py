@@ -24,7 +24,7 @@ from train import cli
 from train.checkpoint.restore import restore, restore_model
 from train.compare.compare import compare
 from train.config import parse
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.evaluate import saved
 from train.evaluate.saved import held_out_tokens, read_rows
 from train.evaluate.windows import full_pieces, last_windows

@@ -31,7 +31,7 @@ from train.compare.training import ASKED, ERROR
 from train.config import CompareConfig, Config, SchemeConfig, differences, dump, parse_text, to_dict
 from train.config.settings.checks import check
 from train.config.typed import changed
-from train.data import TOKENS
+from train.data.cache import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.model.build import as_released, check_model, evaluated_scheme, learned_positions

@@ -15,7 +15,8 @@ from train import report
 from train.checkpoint.restore import config_of, entry_in_stage, restore, results_of
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
-from train.data import held_out_documents, load_tokenizer
+from train.data.pipeline import held_out_documents
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on

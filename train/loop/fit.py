@@ -21,7 +21,8 @@ from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
 from train.checkpoint.manager import Checkpoint, Checkpoints
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
-from train.data import Batch, batches, held_out_sample, pack_sample, training_rows, warnings_of_shared_text
+from train.data.packing import Batch, pack_sample
+from train.data.pipeline import batches, held_out_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
 from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program

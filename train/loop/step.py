@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int32, Key
 from posjax.layout import Layout
 from posjax.nn import logical_axes
 from train.config import Config
-from train.data import Batch, Tokenizer, load_tokenizer
+from train.data.packing import Batch
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.loop.loss import Losses, token_losses
 from train.loop.optimizer import FROZEN, labels, learning_rate, make_optimizer
 from train.model.build import build_model, placement, scheme_of

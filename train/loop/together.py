@@ -19,8 +19,8 @@ from train.checkpoint.directory import check_run, create_run
 from train.checkpoint.manager import Checkpoints
 from train.config import Config, differences
 from train.config.settings.checks import check
-from train.data import Batch, batches, training_rows
-from train.data.packing import PackedRows
+from train.data.packing import Batch, PackedRows
+from train.data.pipeline import batches, training_rows
 from train.loop.fit import FitResult, write_result
 from train.loop.optimizer import factors
 from train.loop.step import Parts, StepMetrics, initialize, parts_of, update

@@ -19,7 +19,9 @@ from train.compare import compare as module
 from train.compare.compare import _passing_on, compare, finished, run_group, trainings
 from train.compare.training import ASKED
 from train.config import dump, load, parse, to_dict
-from train.data import TOKENS, cache, held_out_documents
+from train.data import cache
+from train.data.cache import TOKENS
+from train.data.pipeline import held_out_documents
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
 
 LENGTHS = (8, 16, 32)

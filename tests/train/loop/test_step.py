@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from posjax.layout import Layout
 from train.config import DataConfig, TrainConfig, parse
-from train.data import EOS, MASK, PADDING, Batch, encode, load_tokenizer, pack
+from train.data.packing import Batch, pack
+from train.data.tokenizer import EOS, MASK, PADDING, encode, load_tokenizer
 from train.loop.optimizer import learning_rate, make_optimizer
 from train.loop.step import build_program, draw_positions, mask_tokens
 from train.model.mesh import make_mesh

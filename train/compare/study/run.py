@@ -34,7 +34,7 @@ from train.compare.study.measure import measure
 from train.compare.study.search import Search, search_of, with_factors
 from train.config import Config, SchemeConfig, dump
 from train.config.settings.checks import check
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import check_vocabulary, own_length
