@@ -11,28 +11,3 @@ from train.config.settings.model import ModelConfig, SchemeConfig
 from train.config.settings.monitor import MonitorConfig
 from train.config.settings.stage import StageConfig
 from train.config.settings.train import ContextConfig, MeshConfig, TrainConfig
-
-__all__ = [
-    "CompareConfig",
-    "Config",
-    "ContextConfig",
-    "DataConfig",
-    "EvaluateConfig",
-    "InitConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "SchemeConfig",
-    "StageConfig",
-    "TrainConfig",
-    "differences",
-    "dump",
-    "load",
-    "load_values",
-    "migrated",
-    "own_tokenizer",
-    "parse",
-    "parse_saved",
-    "parse_text",
-    "to_dict",
-]
