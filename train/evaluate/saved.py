@@ -48,7 +48,7 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     config = config_of(directory, overrides)
     held_out = held_out_tokens(config)
     target = results_of(directory, config)
-    rows = _measure(directory, config, held_out, [config.scheme])
+    [rows] = measure_runs([SavedRun(directory, config)], held_out, [config.scheme])
     decide(lambda: _tell(target, config, held_out, rows, console or Console()))
     return rows
 
@@ -60,26 +60,6 @@ def _tell(
     write_rows(target / EVALUATION, rows)
     report.write(target, rows, about(config, held_out, read_versions(target)))
     report.show(rows, console)
-
-
-def measure_entries(
-    directory: Path, config: Config, entries: Sequence[SchemeConfig], told: Callable[[str], Any] = lambda _: None
-) -> list[report.Row]:
-    """Measures the trained parameters in `directory` under each scheme of `entries`; `told` gets a line for each row.
-
-    The columns about training are None for extensions and for a run that is not finished.
-    """
-    return _measure(directory, config, held_out_tokens(config), entries, told)
-
-
-def _measure(
-    directory: Path,
-    config: Config,
-    held_out: Sequence[np.ndarray],
-    entries: Sequence[SchemeConfig],
-    told: Callable[[str], Any] = lambda _: None,
-) -> list[report.Row]:
-    return measure_runs([SavedRun(directory, config)], held_out, entries, told)[0]
 
 
 @dataclass(frozen=True)
