@@ -324,7 +324,7 @@ class Run:
     def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
         _refuse_divergence(stage, step, metrics)
         values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "learning_rate": metrics.learning_rate}
-        found = {name: _finite(value) for name, value in values.items()}
+        found = {name: finite(value) for name, value in values.items()}
         done = step - stage.first_step
         tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
         tokens += done * stage.config.train.batch_tokens
@@ -336,7 +336,7 @@ def _stream_seed(seed: int, stage: int) -> int:
     return (seed + 104_729 * stage) % 2**32
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """A number, or None if it is not finite, since JSON has finite numbers only."""
     return float(value) if math.isfinite(float(value)) else None
 

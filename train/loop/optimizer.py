@@ -66,10 +66,10 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
     )
     if config.trainable:
         chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, labels(config, axes))
-    return _scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
+    return scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
 
 
-def _scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
+def scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
     """Multiplies every update of an optimizer by the factor of its parameter; the state is that of the optimizer."""
 
     def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from train.checkpoint.directory import check_run, create_run
@@ -21,8 +20,8 @@ from train.config import Config, differences
 from train.config.settings.checks import check
 from train.data.packing import Batch, PackedRows
 from train.data.pipeline import batches, training_rows
-from train.loop.fit import FitResult, write_result
-from train.loop.optimizer import factors
+from train.loop.fit import FitResult, finite, write_result
+from train.loop.optimizer import factors, scaled
 from train.loop.step import Parts, StepMetrics, initialize, parts_of, update
 from train.model.mesh import AXES, mesh_of
 from train.model.state import TrainState
@@ -129,13 +128,9 @@ def _lines(step: int, metrics: StepMetrics, count: int, batch_tokens: int) -> li
     """What each training logs of a step."""
     losses, norms = (np.asarray(values).tolist() for values in (metrics.loss, metrics.gradient_norm))
     return [
-        {"step": step, "loss": _finite(losses[n]), "gradient_norm": _finite(norms[n]), "tokens": step * batch_tokens}
+        {"step": step, "loss": finite(losses[n]), "gradient_norm": finite(norms[n]), "tokens": step * batch_tokens}
         for n in range(count)
     ]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _mean(lines: Sequence[dict[str, Any]]) -> float | None:
@@ -212,10 +207,4 @@ def _rates(parts: Parts, config: Config) -> Any:
 
 def _update(parts: Parts, seed: Any, rates: Any, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """An update whose changes are multiplied by `rates`."""
-
-    def scaled(*given: Any) -> tuple[Any, Any]:
-        updates, moments = parts.optimizer.update(*given)
-        return jax.tree.map(jnp.multiply, rates, updates), moments
-
-    own = replace(parts, optimizer=optax.GradientTransformation(parts.optimizer.init, scaled))
-    return update(own, seed, state, batch)
+    return update(replace(parts, optimizer=scaled(parts.optimizer, rates)), seed, state, batch)
