@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from train.evaluate.mesh import whole
 from train.evaluate.predictor import Predictor, next_nll
-from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, sliding_pieces, whole_windows
+from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, whole_windows
 from train.report.numbers import MEASURES
 from train.runtime.lines import in_a_line
 
@@ -104,7 +104,7 @@ def measure(
     check_lengths(documents, lengths, train_length)
     span = max(lengths)
     ends, chosen = full_pieces(documents, span, tokens), pieces(documents, span, tokens)
-    slid = sliding_pieces(documents, span, stride, tokens) if stride else []
+    slid = full_pieces(documents, span, tokens, stride) if stride else []
 
     def at(length: int) -> list[Perplexity]:
         windows = {"window": whole_windows(chosen, length), "last": last_windows(ends, length, train_length)}

@@ -12,7 +12,7 @@ from train.evaluate import perplexity
 from train.evaluate import predictor as predictor_module
 from train.evaluate.perplexity import measure, position_ends
 from train.evaluate.predictor import Predictor
-from train.evaluate.windows import full_pieces, last_windows, pieces, sliding_pieces, whole_windows
+from train.evaluate.windows import full_pieces, last_windows, pieces, whole_windows
 
 VOCABULARY = 11
 
@@ -129,9 +129,9 @@ def test_a_sliding_window_has_full_context_but_for_its_stride():
 
 def test_sliding_windows_keep_the_budget():
     documents = [np.full(100, name, np.uint16) for name in range(10)]
-    assert len(sliding_pieces(documents, 16, 2, 320)) == 20
-    assert len(sliding_pieces(documents, 16, 2, 10**6)) == 10 * 42
-    assert {piece[0] for piece in sliding_pieces(documents, 16, 2, 320)} == set(range(10))
+    assert len(full_pieces(documents, 16, 320, 2)) == 20
+    assert len(full_pieces(documents, 16, 10**6, 2)) == 10 * 42
+    assert {piece[0] for piece in full_pieces(documents, 16, 320, 2)} == set(range(10))
 
 
 def test_without_a_stride_nothing_slides(documents):
