@@ -47,21 +47,6 @@ class Perplexity:
     tokens_per_second: float | None = None  # tokens computed, compilation excluded
     error: str | None = None
 
-    @property
-    def window_perplexity(self) -> float | None:
-        """exp(NLL) over whole windows."""
-        return perplexity(self.window_nll)
-
-    @property
-    def last_perplexity(self) -> float | None:
-        """exp(NLL) of the last tokens."""
-        return perplexity(self.last_nll)
-
-    @property
-    def sliding_perplexity(self) -> float | None:
-        """exp(NLL) in sliding windows."""
-        return perplexity(self.sliding_nll)
-
     def as_row(self) -> dict[str, Any]:
         """All numbers, the perplexities among them, as plain values for JSON."""
         perplexities = {f"{name}_perplexity": perplexity(getattr(self, f"{name}_nll")) for name in MEASURES}
