@@ -28,8 +28,7 @@ from train.data.tokenizer import load_tokenizer
 from train.evaluate import saved
 from train.evaluate.saved import held_out_tokens, read_rows
 from train.evaluate.windows import full_pieces, last_windows
-from train.loop.fit import fit
-from train.loop.start import initial_parameters
+from train.loop.fit import fit, initial_parameters
 from train.model.extension import completed
 from train.model.mesh import make_mesh
 from train.model.state import named_leaves

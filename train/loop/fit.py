@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posjax.layout import Layout
+from posjax.nn.huggingface.load import open_source, read_parameters
 from train.checkpoint.directory import check_run, create_run, is_started
 from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
 from train.checkpoint.manager import Checkpoint, Checkpoints
@@ -24,9 +25,8 @@ from train.config.settings.checks import check, check_distinct
 from train.data.packing import Batch, pack_sample
 from train.data.pipeline import batches, held_out_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
-from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import as_released, check_model, placement, replicated_parameters
+from train.model.build import RELEASED, as_released, check_model, decoder_config, placement, replicated_parameters
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
@@ -329,6 +329,18 @@ class Run:
         tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
         tokens += done * stage.config.train.batch_tokens
         self.monitor.write(step, segment_ids, **found, tokens=tokens, skipped=int(metrics.skipped), **measured)
+
+
+def initial_parameters(config: Config, mesh: Mesh) -> Any:
+    """The parameters of the released model under ``init`` as those of a config, read straight to the devices' shards.
+
+    Raises FileNotFoundError without the model, and ValueError for tensors that do not match its config.
+    """
+    released = as_released(config)
+    abstract = build_program(released, mesh).abstract.parameters
+    source, values = open_source(config.init.path), config.init.values
+    found = read_parameters(source, values, decoder_config(released), abstract)
+    return jax.jit(partial(convert, released, config))(found) if config.scheme.name != RELEASED else found
 
 
 def _stream_seed(seed: int, stage: int) -> int:
