@@ -273,10 +273,14 @@ def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPa
 
 def _of_one_replica(parts: Parts) -> Parts:
     """The parts of an update for a model over the mesh of one replica."""
-    axes = {axis: size for axis, size in parts.mesh.shape.items() if axis != "replica"}
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    model = nnx.eval_shape(lambda: build_model(parts.config, mesh))
+    model = nnx.eval_shape(lambda: build_model(parts.config, without(parts.mesh, "replica")))
     return replace(parts, graph=nnx.split(model)[0])
+
+
+def without(mesh: Mesh, axis: str) -> AbstractMesh:
+    """The mesh without one axis, as the parts of a program see it that is split over this axis by hand."""
+    sizes = {name: size for name, size in mesh.shape.items() if name != axis}
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def _prepared(parts: Parts, key, batch: Batch) -> Batch:

@@ -5,6 +5,7 @@ On a CPU the update runs them one after the other: nine small products are faste
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from train.checkpoint.directory import check_run, create_run
 from train.checkpoint.manager import Checkpoints
@@ -22,7 +23,7 @@ from train.data.packing import Batch, PackedRows
 from train.data.pipeline import batches, training_rows
 from train.loop.fit import FitResult, finite, write_result
 from train.loop.optimizer import factors, scaled
-from train.loop.step import Parts, StepMetrics, initialize, parts_of, update
+from train.loop.step import Parts, StepMetrics, initialize, parts_of, update, without
 from train.model.mesh import AXES, mesh_of
 from train.model.state import TrainState
 from train.monitor.cache import enable_compilation_cache
@@ -116,7 +117,7 @@ def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
     if not result.finished:
         return result
     create_run(config, directory)
-    with MetricsLog(directory) as log, Checkpoints(config, directory, [digest]) as checkpoints:
+    with closing(MetricsLog(directory)) as log, Checkpoints(config, directory, [digest]) as checkpoints:
         for line in trained.lines:
             log.write(**line)
         checkpoints.save(steps, 0, trained.state, trained.place)
@@ -157,7 +158,7 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     mesh = mesh_of(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
     filled = [*configs, *[configs[-1]] * (-len(configs) % len(devices))]
     shared = replace(configs[0], train=replace(configs[0].train, learning_rate_factors={}))
-    parts = parts_of(shared, _of_one_training(mesh))
+    parts = parts_of(shared, without(mesh, _AXIS))
     seeds = jnp.asarray([config.seed for config in filled], jnp.uint32)
     rates = jax.tree.map(lambda *each: jnp.asarray(each, jnp.float32), *(_rates(parts, each) for each in filled))
 
@@ -191,12 +192,6 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
 def _in_turn(function: Callable) -> Callable:
     """The function of each training, one after the other."""
     return lambda *stacked: jax.lax.map(lambda each: function(*each), stacked)
-
-
-def _of_one_training(mesh: Mesh) -> AbstractMesh:
-    """The mesh axes that are visible to one training."""
-    axes = {axis: size for axis, size in mesh.shape.items() if axis != _AXIS}
-    return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
 def _rates(parts: Parts, config: Config) -> Any:
