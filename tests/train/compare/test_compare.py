@@ -245,7 +245,7 @@ def test_trainings_of_another_config_are_refused_before_anything_runs(values, st
     compare(parse(values), silent())
     before = (parse(values).directory / RESULTS).read_bytes()
     values["train"]["steps"] = 9
-    with pytest.raises(ValueError, match=r"rope-seed0 holds a training of another config: train\.steps was 4, now 9"):
+    with pytest.raises(ValueError, match=r"rope-seed0 belongs to another config: train\.steps was 4, now 9"):
         compare(parse(values), silent())
     assert len(started) == 4
     assert (parse(values).directory / RESULTS).read_bytes() == before
