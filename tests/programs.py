@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from train.data import load_tokenizer
-from train.loop import fit, start
+from train.data.tokenizer import load_tokenizer
+from train.loop import fit
 
 
 @contextmanager
@@ -41,8 +41,7 @@ def shared_programs():
         checked.add(pair)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fit, start):
-            patch.setattr(module, "build_program", build_once)
+        patch.setattr(fit, "build_program", build_once)
         patch.setattr(fit, "check_model", check_once)
         patch.setattr(fit, "check_continues", check_pair_once)
         yield

@@ -51,25 +51,23 @@ def _tell(config: Any, result: Any) -> None:
     print(f"{result.directory}: {result.steps} steps · {loss} · {speed} · {memory}{goodput}")
 
 
-def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | None, workers: int | None) -> int:
+def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | None, workers: int | None) -> None:
     """build, or resume building, the cache of tokens that fit reads, on all cores and several hosts or jobs"""
     config = load(path, overrides)
     from train.data.tokenize import job_of, named_job, tokenize
 
     tokenize(config, print, job_of() if job is None and jobs is None else named_job(job, jobs), workers)
-    return 0
 
 
-def compare(path: str, overrides: Sequence[str]) -> int:
+def compare(path: str, overrides: Sequence[str]) -> None:
     """train and evaluate several schemes over one config, or measure a released model under many extensions"""
     config = load(path, overrides)
     from train.compare.compare import compare
 
     compare(config)
-    return 0
 
 
-def evaluate(path: str, overrides: Sequence[str]) -> int:
+def evaluate(path: str, overrides: Sequence[str]) -> None:
     """measure a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.evaluate.saved import evaluate
@@ -77,7 +75,6 @@ def evaluate(path: str, overrides: Sequence[str]) -> int:
 
     with processes():
         evaluate(directory, overrides)
-    return 0
 
 
 def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
@@ -89,7 +86,7 @@ def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
     return path if here else load(path, overrides).directory
 
 
-def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> int:
+def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> None:
     """continue a prompt with a trained run or a released model"""
     directory = _run_of(path, overrides)
     from train.evaluate.generate import Draws, generate
@@ -97,20 +94,18 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
 
     with processes():
         generate(directory, prompt, Draws(**sampling), overrides)
-    return 0
 
 
-def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> int:
+def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> None:
     """write a trained run, or a released model with an extension, in the layout of Hugging Face"""
     directory = _run_of(path, overrides)
     from train.checkpoint.export import export
 
     export(directory, folder, overrides, dtype=dtype)
     print(f"{folder} holds the model")
-    return 0
 
 
-def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> int:
+def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> None:
     """search LongRoPE's factors for a trained run or a released model with RoPE"""
     directory = _run_of(path, overrides)
     from train.evaluate.search import search
@@ -118,7 +113,6 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> in
 
     with processes():
         search(directory, overrides, length, **sizes)
-    return 0
 
 
 def verify(path: str, overrides: Sequence[str]) -> int:
@@ -132,21 +126,20 @@ def verify(path: str, overrides: Sequence[str]) -> int:
     return 0 if whole else DAMAGED
 
 
-def tasks(path: str, overrides: Sequence[str]) -> int:
+def tasks(path: str, overrides: Sequence[str]) -> None:
     """train encoders on formal languages and grids, and test them on longer and larger ones"""
     from train.languages import TasksConfig, run
 
     run(load(path, overrides, TasksConfig))
-    return 0
 
 
-def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None, loop: bool) -> int:
+def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None, loop: bool) -> None:
     """time attention and its memory against other libraries, side by side"""
     if loop:
         from train.workshop.bench_loop import bench_loop
 
         bench_loop(load(path, overrides))
-        return 0
+        return
     from train.workshop.bench import BenchConfig, bench
 
     config = load(path, overrides, BenchConfig)
@@ -160,31 +153,21 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
         write_costs(config.schedule, costs)
     if schedule is None and costs is None:
         bench(config)
-    return 0
 
 
-def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> int:
+def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> None:
     """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and predict memory and speed"""
     config = load(path, overrides)
     from train.plan.command import Steps, plan
 
     plan(config, topology, slices, sweep, Steps.of(**steps))
-    return 0
 
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "fit": fit,
-    "tokenize": tokenize,
-    "compare": compare,
-    "evaluate": evaluate,
-    "generate": generate,
-    "search": search,
-    "export": export,
-    "verify": verify,
-    "tasks": tasks,
-    "bench": bench,
-    "plan": plan,
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    command.__name__: command
+    for command in (fit, tokenize, compare, evaluate, generate, search, export, verify, tasks, bench, plan)
 }
+"""Every command by name; it returns its exit status, or None for 0."""
 _YAML = "a YAML file, on this machine or at a URL"
 _MODEL = (
     "a run's directory, whose newest checkpoint is taken, or the folder of a released model in the layout of Hugging "
@@ -192,8 +175,6 @@ _MODEL = (
     "whose URL ends in .yaml or .yml"
 )
 _CONFIGS = {
-    "fit": _YAML,
-    "tokenize": _YAML,
     "compare": f"{_YAML}, with compare.schemes",
     "evaluate": _MODEL,
     "generate": _MODEL,
@@ -204,9 +185,8 @@ _CONFIGS = {
     "tasks": f"{_YAML}, as configs/tasks.yaml; it has the keys of TasksConfig in train/languages/config.py",
     "bench": f"{_YAML}, as configs/bench.yaml; it has the keys of BenchConfig in train/workshop/bench.py, and with "
     "--loop those of a config of fit",
-    "plan": _YAML,
 }
-"""Help on what CONFIG may be, by kind of command."""
+"""Help on what CONFIG may be, for the commands that take more or other than `_YAML`."""
 _ARGUMENTS = {
     "bench": {
         "--schedule": {"metavar": "CHIPS", "help": "compile TPU kernels for these chips instead, as in v5e,v6e"},
@@ -292,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not traceback:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of what it raises
     try:
-        return command(options.pop("config"), options.pop("overrides"), **options)
+        return command(options.pop("config"), options.pop("overrides"), **options) or 0
     except Exception as error:
         if traceback or not (isinstance(error, ValueError | OSError | ImportError) or is_store_error(error)):
             raise
@@ -348,7 +328,7 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.__doc__, description=command.__doc__, **_end_of_help(name))
-        sub.add_argument("config", metavar="CONFIG", help=_CONFIGS[name])
+        sub.add_argument("config", metavar="CONFIG", help=_CONFIGS.get(name, _YAML))
         for argument, settings in _ARGUMENTS.get(name, {}).items():
             sub.add_argument(argument, **settings)
         sub.add_argument(

@@ -160,8 +160,8 @@ def test_help_says_what_config_may_be(capsys, command, accepted):
     assert accepted in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_help_of_every_command_says_what_config_may_be():
-    assert list(cli._CONFIGS) == list(cli.COMMANDS)
+def test_what_config_may_be_is_said_of_commands_only():
+    assert set(cli._CONFIGS) <= set(cli.COMMANDS)
 
 
 def test_the_help_of_fit_has_a_line_for_every_section_and_says_where_the_keys_are(capsys):

@@ -21,16 +21,14 @@ from posjax import rotary
 from posjax.coca import Coca, merge_projection
 from posjax.nn import Decoder, from_pretrained, save_pretrained
 from train import cli
-from train.checkpoint import restore_model
-from train.checkpoint.restore import restore
+from train.checkpoint.restore import restore, restore_model
 from train.compare.compare import compare
 from train.config import parse
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.evaluate import saved
 from train.evaluate.saved import held_out_tokens, read_rows
 from train.evaluate.windows import full_pieces, last_windows
-from train.loop.fit import fit
-from train.loop.start import initial_parameters
+from train.loop.fit import fit, initial_parameters
 from train.model.extension import completed
 from train.model.mesh import make_mesh
 from train.model.state import named_leaves

@@ -10,7 +10,7 @@ from posjax import rotary
 from posjax.nn import from_pretrained
 from train import cli
 from train.config import parse
-from train.data import ends_of_text, load_tokenizer
+from train.data.tokenizer import ends_of_text, load_tokenizer
 from train.evaluate.generate import Draws, tokens_after
 from train.model.build import as_released, check_model
 from train.model.convert import check_continues

@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from posjax.nn import from_pretrained, logical_axes
 from posjax.nn.huggingface.files import reaching
@@ -119,14 +118,10 @@ def _restored(folder: Path, config: Config, mesh: Mesh | None) -> nnx.Module:
     graph, abstract = nnx.split(model)
     shapes = nnx.to_pure_dict(abstract)
     device = SingleDeviceSharding(jax.devices()[0])
-    lies = device if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
-    return nnx.merge(graph, read_whole(folder, parameters=_with_shardings(shapes, lies))["parameters"])
-
-
-def _with_shardings(shapes: Any, lies: Any) -> Any:
-    """Shapes with a sharding for each, or with one sharding for all."""
-    lies = jax.tree.map(lambda _: lies, shapes) if isinstance(lies, Sharding) else lies
-    return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, lies)
+    on_first = jax.tree.map(lambda _: device, shapes)
+    lies = on_first if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
+    wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, lies)
+    return nnx.merge(graph, read_whole(folder, parameters=wanted)["parameters"])
 
 
 def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:

@@ -24,15 +24,16 @@ import numpy as np
 from rich.console import Console
 
 from train import report
-from train.checkpoint import RESULTS, read_config
+from train.checkpoint.directory import RESULTS, read_config, refuse_another
 from train.compare.study import run_study
 from train.compare.sweep import TRIALS_FOLDER, file_name, own_section, sweep, tuned
 from train.compare.training import ASKED, ERROR
-from train.config import CompareConfig, Config, SchemeConfig, differences, dump, parse_text, to_dict
+from train.config import CompareConfig, Config, SchemeConfig, dump, parse_text, to_dict
 from train.config.settings.checks import check
 from train.config.typed import changed
-from train.data import TOKENS
+from train.data.cache import TOKENS
 from train.evaluate.about import about, read_versions
+from train.evaluate.perplexity import Perplexity
 from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
 from train.model.build import as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
@@ -213,13 +214,8 @@ def _refuse_other_things(directory: Path) -> None:
 def _refuse_others(trainings: Sequence[Config]) -> None:
     """Raises ValueError if the directory of a training holds a training of another config."""
     for training in trainings:
-        started = (training.directory / "config.yaml").exists()
-        changed = differences(read_config(training.directory), training) if started else []
-        if changed:
-            raise ValueError(
-                f"{training.directory} holds a training of another config: {'; '.join(changed)}. Give this comparison "
-                "another name to keep both"
-            )
+        if (training.directory / "config.yaml").exists():
+            refuse_another(read_config(training.directory), training, str(training.directory))
 
 
 def finished(training: Config) -> bool:
@@ -345,17 +341,13 @@ def _report(config: Config, found: _Progress, held_out: Sequence[np.ndarray], co
 
 def _failed(training: Config, why: str) -> list[report.Row]:
     """The rows of a training that failed: no numbers, and the reason."""
-    numbers = ("window_perplexity", "last_perplexity", "tokens_per_second", "train_tokens_per_second")
     return [
         {
             "label": entry.label,
             "base": training.scheme.label if entry.only_measured else None,
             "seed": training.seed,
-            "length": length,
             "train_length": training.train.length,
-            **dict.fromkeys((*numbers, "window_nll", "last_nll", "peak_memory_bytes")),
-            **dict.fromkeys(("window_tokens", "last_tokens"), 0),
-            "error": why,
+            **Perplexity(length, error=why).as_row(),
         }
         for entry in training.compare.schemes
         for length in training.evaluate.lengths

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from train.checkpoint import RESULTS, is_started
+from train.checkpoint.directory import RESULTS, is_started
 from train.config import Config, dump, parse
 from train.evaluate.saved import SavedRun, held_out_tokens, measure_runs, write_rows
 from train.loop.fit import Diverged, fit

@@ -3,42 +3,11 @@
 from train.config.config import Config
 from train.config.differences import differences
 from train.config.reading import dump, load, load_values, migrated, parse, parse_saved, parse_text, to_dict
-from train.config.settings import (
-    CompareConfig,
-    ContextConfig,
-    DataConfig,
-    EvaluateConfig,
-    InitConfig,
-    MeshConfig,
-    ModelConfig,
-    MonitorConfig,
-    SchemeConfig,
-    StageConfig,
-    TrainConfig,
-)
-from train.config.settings.init import own_tokenizer
-
-__all__ = [
-    "CompareConfig",
-    "Config",
-    "ContextConfig",
-    "DataConfig",
-    "EvaluateConfig",
-    "InitConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "SchemeConfig",
-    "StageConfig",
-    "TrainConfig",
-    "differences",
-    "dump",
-    "load",
-    "load_values",
-    "migrated",
-    "own_tokenizer",
-    "parse",
-    "parse_saved",
-    "parse_text",
-    "to_dict",
-]
+from train.config.settings.compare import CompareConfig
+from train.config.settings.data import DataConfig
+from train.config.settings.evaluate import EvaluateConfig
+from train.config.settings.init import InitConfig, own_tokenizer
+from train.config.settings.model import ModelConfig, SchemeConfig
+from train.config.settings.monitor import MonitorConfig
+from train.config.settings.stage import StageConfig
+from train.config.settings.train import ContextConfig, MeshConfig, TrainConfig

@@ -7,8 +7,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from train.config.settings import InitConfig, SchemeConfig, StageConfig
 from train.config.settings.checks import check, unknown
+from train.config.settings.init import InitConfig
+from train.config.settings.model import SchemeConfig
+from train.config.settings.stage import StageConfig
 
 Section = TypeVar("Section")
 

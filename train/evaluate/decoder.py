@@ -130,11 +130,9 @@ def cache_for(
 ) -> Any:
     """An empty cache for `total` tokens, into which `read` reads the prompts; on a mesh its slots are split too."""
     (rows, size), model = prompts.shape, nnx.merge(graph, parameters)
-    if mesh is None:
-        return model.init_cache(rows, total, chunk=_chunk(size, mesh))
-    shards = mesh.shape["context"]
+    shards = 1 if mesh is None else mesh.shape["context"]
     cache = model.init_cache(rows, -(-total // shards) * shards, chunk=_chunk(size, mesh))
-    return jax.lax.with_sharding_constraint(cache, split_cache(cache, mesh))
+    return cache if mesh is None else jax.lax.with_sharding_constraint(cache, split_cache(cache, mesh))
 
 
 def _chunk(size: int, mesh: Mesh | None) -> int:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from posjax import nn
 from posjax._checks import check
 from train.checkpoint.restore import config_of, entry_in_stage, restore
-from train.data import Tokenizer, ends_of_text, load_tokenizer
+from train.data.tokenizer import Tokenizer, ends_of_text, load_tokenizer
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
 from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.saved import check_causal

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -65,14 +64,9 @@ def _is_linear(config: Config) -> bool:
     return any(each.linear is not None for each in getattr(scheme, "schemes", (scheme,)))
 
 
-@contextmanager
-def on(mesh: Mesh | None) -> Iterator[None]:
+def on(mesh: Mesh | None) -> AbstractContextManager:
     """Runs the body of a `with` on the mesh; without one, on the first device."""
-    if mesh is None:
-        yield
-        return
-    with jax.set_mesh(mesh):
-        yield
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def placement(mesh: Mesh, length: int) -> Placement:

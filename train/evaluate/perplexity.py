@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from train.evaluate.mesh import whole
 from train.evaluate.predictor import Predictor, next_nll
-from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, sliding_pieces, whole_windows
+from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, whole_windows
 from train.report.numbers import MEASURES
 from train.runtime.lines import in_a_line
 
@@ -46,21 +46,6 @@ class Perplexity:
     position_nll: tuple[float | None, ...] = ()  # None if a part has no token
     tokens_per_second: float | None = None  # tokens computed, compilation excluded
     error: str | None = None
-
-    @property
-    def window_perplexity(self) -> float | None:
-        """exp(NLL) over whole windows."""
-        return perplexity(self.window_nll)
-
-    @property
-    def last_perplexity(self) -> float | None:
-        """exp(NLL) of the last tokens."""
-        return perplexity(self.last_nll)
-
-    @property
-    def sliding_perplexity(self) -> float | None:
-        """exp(NLL) in sliding windows."""
-        return perplexity(self.sliding_nll)
 
     def as_row(self) -> dict[str, Any]:
         """All numbers, the perplexities among them, as plain values for JSON."""
@@ -104,7 +89,7 @@ def measure(
     check_lengths(documents, lengths, train_length)
     span = max(lengths)
     ends, chosen = full_pieces(documents, span, tokens), pieces(documents, span, tokens)
-    slid = sliding_pieces(documents, span, stride, tokens) if stride else []
+    slid = full_pieces(documents, span, tokens, stride) if stride else []
 
     def at(length: int) -> list[Perplexity]:
         windows = {"window": whole_windows(chosen, length), "last": last_windows(ends, length, train_length)}

@@ -15,7 +15,8 @@ from train import report
 from train.checkpoint.restore import config_of, entry_in_stage, restore, results_of
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
-from train.data import held_out_documents, load_tokenizer
+from train.data.pipeline import held_out_documents
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on
@@ -24,7 +25,7 @@ from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
 from train.model.build import check_vocabulary, evaluated_scheme, own_length, scheme_of
-from train.monitor import read_metrics
+from train.monitor.logs import read_metrics
 from train.report.families import family
 from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file
@@ -47,7 +48,7 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     config = config_of(directory, overrides)
     held_out = held_out_tokens(config)
     target = results_of(directory, config)
-    rows = _measure(directory, config, held_out, [config.scheme])
+    [rows] = measure_runs([SavedRun(directory, config)], held_out, [config.scheme])
     decide(lambda: _tell(target, config, held_out, rows, console or Console()))
     return rows
 
@@ -59,26 +60,6 @@ def _tell(
     write_rows(target / EVALUATION, rows)
     report.write(target, rows, about(config, held_out, read_versions(target)))
     report.show(rows, console)
-
-
-def measure_entries(
-    directory: Path, config: Config, entries: Sequence[SchemeConfig], told: Callable[[str], Any] = lambda _: None
-) -> list[report.Row]:
-    """Measures the trained parameters in `directory` under each scheme of `entries`; `told` gets a line for each row.
-
-    The columns about training are None for extensions and for a run that is not finished.
-    """
-    return _measure(directory, config, held_out_tokens(config), entries, told)
-
-
-def _measure(
-    directory: Path,
-    config: Config,
-    held_out: Sequence[np.ndarray],
-    entries: Sequence[SchemeConfig],
-    told: Callable[[str], Any] = lambda _: None,
-) -> list[report.Row]:
-    return measure_runs([SavedRun(directory, config)], held_out, entries, told)[0]
 
 
 @dataclass(frozen=True)

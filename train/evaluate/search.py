@@ -18,7 +18,7 @@ from posjax._checks import check
 from posjax.positions import as_array
 from posjax.rotary import LongRoPE, longrope
 from posjax.scheme import Scheme
-from train.checkpoint import FOUND
+from train.checkpoint.directory import FOUND
 from train.checkpoint.restore import config_of, is_run, restore, results_of
 from train.config import Config, EvaluateConfig
 from train.evaluate.decoder import predictor_of

@@ -37,19 +37,14 @@ def pieces(documents: Sequence[Tokens], span: int, tokens: int) -> list[Tokens]:
     return _evenly(cut, _share(tokens, sum(len(piece) - 1 for piece in cut), len(cut)))
 
 
-def full_pieces(documents: Sequence[Tokens], span: int, tokens: int) -> list[Tokens]:
-    """The pieces of exactly `span + 1` tokens, at most `tokens // span` of them, evenly over all documents."""
-    full = [piece for piece in pieces(documents, span, _everything(documents)) if len(piece) == span + 1]
-    return _evenly(full, max(1, tokens // span))
+def full_pieces(documents: Sequence[Tokens], span: int, tokens: int, stride: int = 0) -> list[Tokens]:
+    """The pieces of exactly `span + 1` tokens, at most `tokens // span` of them, evenly over all documents.
 
-
-def sliding_pieces(documents: Sequence[Tokens], span: int, stride: int, tokens: int) -> list[Tokens]:
-    """Overlapping pieces of exactly `span + 1` tokens, each `stride` tokens after the one before in its document.
-
-    At most `tokens // span` of them, evenly over all documents. The last `stride` targets of one piece are followed by
-    those of the next.
+    With a `stride` they overlap: each begins `stride` tokens after the one before in its document, so the last `stride`
+    targets of one piece are followed by those of the next.
     """
-    starts = [(document, start) for document in documents for start in range(0, len(document) - span, stride)]
+    step = stride or span
+    starts = [(document, start) for document in documents for start in range(0, len(document) - span, step)]
     return _evenly([document[start : start + span + 1] for document, start in starts], max(1, tokens // span))
 
 
@@ -88,7 +83,3 @@ def _evenly(values: Sequence, count: int) -> list:
 def _share(wanted: int, total: int, count: int) -> int:
     """How many of `count` items, with `total` together, have about `wanted`; at least one."""
     return count if wanted >= total else max(1, math.floor(wanted / total * count))
-
-
-def _everything(documents: Sequence[Tokens]) -> int:
-    return sum(len(document) for document in documents)

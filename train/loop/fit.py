@@ -16,27 +16,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posjax.layout import Layout
-from train.checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    LocalCheckpoint,
-    LocalCheckpoints,
-    check_run,
-    create_run,
-    is_started,
-)
+from posjax.nn.huggingface.load import open_source, read_parameters
+from train.checkpoint.directory import check_run, create_run, is_started
+from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
+from train.checkpoint.manager import Checkpoint, Checkpoints
 from train.config import Config, MonitorConfig
 from train.config.settings.checks import check, check_distinct
-from train.data import Batch, batches, held_out_sample, pack_sample, training_rows, warnings_of_shared_text
+from train.data.packing import Batch, pack_sample
+from train.data.pipeline import batches, held_out_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
-from train.loop.start import initial_parameters
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import as_released, check_model, placement, replicated_parameters
+from train.model.build import RELEASED, as_released, check_model, decoder_config, placement, replicated_parameters
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
 from train.model.state import TrainState
-from train.monitor import Monitor, check_monitor, enable_compilation_cache, peak_memory_bytes
+from train.monitor.cache import enable_compilation_cache
+from train.monitor.meter import peak_memory_bytes
+from train.monitor.monitor import Monitor, check_monitor
 from train.runtime import flags
 from train.runtime.distributed import decide, listen, reached_preemption, stop_requested
 from train.runtime.paths import path, write_file
@@ -63,7 +60,7 @@ class FitResult:
         without the first `WARM_STEPS` steps of every stage, checkpoints included.
       seconds: what its wall-clock time was spent on, over all processes that trained the run; see
         `train.monitor.goodput`.
-      peak_memory_bytes: the peak memory of that process, as `train.monitor.peak_memory_bytes` measures it.
+      peak_memory_bytes: the peak memory of that process, as `train.monitor.meter.peak_memory_bytes` measures it.
     """
 
     directory: Path
@@ -327,11 +324,23 @@ class Run:
     def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
         _refuse_divergence(stage, step, metrics)
         values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "learning_rate": metrics.learning_rate}
-        found = {name: _finite(value) for name, value in values.items()}
+        found = {name: finite(value) for name, value in values.items()}
         done = step - stage.first_step
         tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
         tokens += done * stage.config.train.batch_tokens
         self.monitor.write(step, segment_ids, **found, tokens=tokens, skipped=int(metrics.skipped), **measured)
+
+
+def initial_parameters(config: Config, mesh: Mesh) -> Any:
+    """The parameters of the released model under ``init`` as those of a config, read straight to the devices' shards.
+
+    Raises FileNotFoundError without the model, and ValueError for tensors that do not match its config.
+    """
+    released = as_released(config)
+    abstract = build_program(released, mesh).abstract.parameters
+    source, values = open_source(config.init.path), config.init.values
+    found = read_parameters(source, values, decoder_config(released), abstract)
+    return jax.jit(partial(convert, released, config))(found) if config.scheme.name != RELEASED else found
 
 
 def _stream_seed(seed: int, stage: int) -> int:
@@ -339,7 +348,7 @@ def _stream_seed(seed: int, stage: int) -> int:
     return (seed + 104_729 * stage) % 2**32
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """A number, or None if it is not finite, since JSON has finite numbers only."""
     return float(value) if math.isfinite(float(value)) else None
 

@@ -22,35 +22,18 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     ``cosine`` is half a cosine and ``linear`` a line, both down to the final share of the peak at the last update;
     ``constant`` stays at the peak.
     """
-    schedule = _SCHEDULES[config.schedule](config)
+    rise = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    schedule = optax.join_schedules([rise, _after_warmup(config)], [config.warmup_steps])
     return lambda count: schedule(count + 1)
 
 
-def _cosine(config: TrainConfig) -> optax.Schedule:
-    return optax.warmup_cosine_decay_schedule(
-        init_value=_first_rate(config),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.steps,
-        end_value=config.learning_rate * config.final_learning_rate,
-    )
-
-
-def _linear(config: TrainConfig) -> optax.Schedule:
-    last, fall = config.learning_rate * config.final_learning_rate, config.steps - config.warmup_steps
-    parts = _constant(config), optax.linear_schedule(config.learning_rate, last, fall)
-    return optax.join_schedules(parts, [config.warmup_steps])
-
-
-def _constant(config: TrainConfig) -> optax.Schedule:
-    return optax.warmup_constant_schedule(_first_rate(config), config.learning_rate, config.warmup_steps)
-
-
-def _first_rate(config: TrainConfig) -> float:
-    return 0.0 if config.warmup_steps else config.learning_rate
-
-
-_SCHEDULES = {"cosine": _cosine, "linear": _linear, "constant": _constant}
+def _after_warmup(config: TrainConfig) -> optax.Schedule:
+    peak, steps = config.learning_rate, config.steps - config.warmup_steps
+    if config.schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, steps, config.final_learning_rate)
+    if config.schedule == "linear":
+        return optax.linear_schedule(peak, peak * config.final_learning_rate, steps)
+    return optax.constant_schedule(peak)
 
 
 def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
@@ -66,10 +49,10 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
     )
     if config.trainable:
         chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, labels(config, axes))
-    return _scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
+    return scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
 
 
-def _scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
+def scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
     """Multiplies every update of an optimizer by the factor of its parameter; the state is that of the optimizer."""
 
     def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int32, Key
 from posjax.layout import Layout
 from posjax.nn import logical_axes
 from train.config import Config
-from train.data import Batch, Tokenizer, load_tokenizer
+from train.data.packing import Batch
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.loop.loss import Losses, token_losses
 from train.loop.optimizer import FROZEN, labels, learning_rate, make_optimizer
 from train.model.build import build_model, placement, scheme_of
@@ -57,16 +58,11 @@ def mask_tokens(
 
 
 def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
-    """The positions of a batch, as arguments of the model: counted in each document, or drawn by the scheme.
+    """What the scheme draws for a batch, as arguments of the model; nothing for a scheme without a rule.
 
     Drawn ids run through a whole row, across its documents, which do not see each other. They are reordered to the
     `layout` of the batch.
     """
-    return {"positions": batch.positions} | _drawn(config, key, batch, layout)
-
-
-def _drawn(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
-    """What the scheme draws for a batch; nothing for a scheme without a rule."""
     rule = scheme_of(config).positions
     if rule is None:
         return {}
@@ -175,13 +171,9 @@ def update(
 
     updates, moments = parts.optimizer.update(gradients, state.optimizer, before)
     sound, guard = _guard(parts, state.guard, loss, norm)
-    after = _choose(sound, (optax.apply_updates(before, updates), moments), (before, state.optimizer))
+    after = optax.tree.where(sound, (optax.apply_updates(before, updates), moments), (before, state.optimizer))
     following = TrainState(state.step + 1, *after, guard)
     return following, StepMetrics(loss, norm, rate, guard.skipped, guard.in_row)
-
-
-def _choose(condition, chosen: Any, otherwise: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, otherwise)
 
 
 def _guard(parts: Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
@@ -208,7 +200,7 @@ def _gradients(parts: Parts, key, parameters: Any, batch: Batch) -> tuple[Losses
     predicted = jnp.maximum(jnp.sum(batch.labels >= 0), 1)
 
     def drawn(number, rows: Batch):
-        return _drawn(parts.config, jax.random.fold_in(key, number), rows, parts.layout)
+        return draw_positions(parts.config, jax.random.fold_in(key, number), rows, parts.layout)
 
     if count == 1:
         return _of_piece(parts, parameters, predicted, _BatchPart(batch, drawn(0, batch)))
@@ -281,10 +273,14 @@ def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPa
 
 def _of_one_replica(parts: Parts) -> Parts:
     """The parts of an update for a model over the mesh of one replica."""
-    axes = {axis: size for axis, size in parts.mesh.shape.items() if axis != "replica"}
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    model = nnx.eval_shape(lambda: build_model(parts.config, mesh))
+    model = nnx.eval_shape(lambda: build_model(parts.config, without(parts.mesh, "replica")))
     return replace(parts, graph=nnx.split(model)[0])
+
+
+def without(mesh: Mesh, axis: str) -> AbstractMesh:
+    """The mesh without one axis, as the parts of a program see it that is split over this axis by hand."""
+    sizes = {name: size for name, size in mesh.shape.items() if name != axis}
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def _prepared(parts: Parts, key, batch: Batch) -> Batch:

@@ -5,6 +5,7 @@ On a CPU the update runs them one after the other: nine small products are faste
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,20 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from train.checkpoint import Checkpoints, check_run, create_run
+from train.checkpoint.directory import check_run, create_run
+from train.checkpoint.manager import Checkpoints
 from train.config import Config, differences
 from train.config.settings.checks import check
-from train.data import Batch, batches, training_rows
-from train.data.packing import PackedRows
-from train.loop.fit import FitResult, write_result
-from train.loop.optimizer import factors
-from train.loop.step import Parts, StepMetrics, initialize, parts_of, update
+from train.data.packing import Batch, PackedRows
+from train.data.pipeline import batches, training_rows
+from train.loop.fit import FitResult, finite, write_result
+from train.loop.optimizer import factors, scaled
+from train.loop.step import Parts, StepMetrics, initialize, parts_of, update, without
 from train.model.mesh import AXES, mesh_of
 from train.model.state import TrainState
-from train.monitor import MetricsLog, enable_compilation_cache, peak_memory_bytes
+from train.monitor.cache import enable_compilation_cache
+from train.monitor.logs import MetricsLog
+from train.monitor.meter import peak_memory_bytes
 from train.monitor.progress import show_progress
 
 _AXIS = "data"  # the mesh axis over which the trainings are split
@@ -114,7 +117,7 @@ def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
     if not result.finished:
         return result
     create_run(config, directory)
-    with MetricsLog(directory) as log, Checkpoints(config, directory, [digest]) as checkpoints:
+    with closing(MetricsLog(directory)) as log, Checkpoints(config, directory, [digest]) as checkpoints:
         for line in trained.lines:
             log.write(**line)
         checkpoints.save(steps, 0, trained.state, trained.place)
@@ -126,13 +129,9 @@ def _lines(step: int, metrics: StepMetrics, count: int, batch_tokens: int) -> li
     """What each training logs of a step."""
     losses, norms = (np.asarray(values).tolist() for values in (metrics.loss, metrics.gradient_norm))
     return [
-        {"step": step, "loss": _finite(losses[n]), "gradient_norm": _finite(norms[n]), "tokens": step * batch_tokens}
+        {"step": step, "loss": finite(losses[n]), "gradient_norm": finite(norms[n]), "tokens": step * batch_tokens}
         for n in range(count)
     ]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _mean(lines: Sequence[dict[str, Any]]) -> float | None:
@@ -159,7 +158,7 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     mesh = mesh_of(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
     filled = [*configs, *[configs[-1]] * (-len(configs) % len(devices))]
     shared = replace(configs[0], train=replace(configs[0].train, learning_rate_factors={}))
-    parts = parts_of(shared, _of_one_training(mesh))
+    parts = parts_of(shared, without(mesh, _AXIS))
     seeds = jnp.asarray([config.seed for config in filled], jnp.uint32)
     rates = jax.tree.map(lambda *each: jnp.asarray(each, jnp.float32), *(_rates(parts, each) for each in filled))
 
@@ -195,12 +194,6 @@ def _in_turn(function: Callable) -> Callable:
     return lambda *stacked: jax.lax.map(lambda each: function(*each), stacked)
 
 
-def _of_one_training(mesh: Mesh) -> AbstractMesh:
-    """The mesh axes that are visible to one training."""
-    axes = {axis: size for axis, size in mesh.shape.items() if axis != _AXIS}
-    return AbstractMesh(tuple(axes.values()), tuple(axes))
-
-
 def _rates(parts: Parts, config: Config) -> Any:
     """The factors on the updates of every parameter, relative to those of the shared program."""
     rate = config.train.learning_rate / parts.config.train.learning_rate
@@ -209,10 +202,4 @@ def _rates(parts: Parts, config: Config) -> Any:
 
 def _update(parts: Parts, seed: Any, rates: Any, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """An update whose changes are multiplied by `rates`."""
-
-    def scaled(*given: Any) -> tuple[Any, Any]:
-        updates, moments = parts.optimizer.update(*given)
-        return jax.tree.map(jnp.multiply, rates, updates), moments
-
-    own = replace(parts, optimizer=optax.GradientTransformation(parts.optimizer.init, scaled))
-    return update(own, seed, state, batch)
+    return update(replace(parts, optimizer=scaled(parts.optimizer, rates)), seed, state, batch)

@@ -18,7 +18,7 @@ from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check_chunks
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import replicated

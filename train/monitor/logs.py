@@ -5,20 +5,10 @@ import importlib.util
 import json
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from train.config import Config, to_dict
 from train.runtime.paths import is_local, names_in, path
-
-
-class Log(Protocol):
-    """A log takes the metrics of a step; unknown ones are None."""
-
-    def write(self, step: int, **values: Any) -> None:
-        """Takes the numbers of a step."""
-
-    def close(self) -> None:
-        """Ends the log; nothing is written after it."""
 
 
 class MetricsLog:
@@ -47,12 +37,6 @@ class MetricsLog:
     def close(self) -> None:
         """Ends the log; needs no action."""
         self._file.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
 
 def _last_line(whole: bytes, place: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ time, which includes evaluation and checkpoints:
   and backward, without recomputation, and of attention only the pairs that the mask allows. The pairs are counted in
   the batch of the log step, which represents the batches since the last one.
 * ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null for chips that are not in
-  `PEAK_FLOPS`, such as CPUs.
+  `train.runtime.chips.PEAK_FLOPS`, such as CPUs.
 * ``data_wait``: the share of time for which the loop waited for the next batch.
 * ``peak_memory_bytes``: the most memory used so far; see `peak_memory_bytes`.
 """
@@ -20,13 +20,7 @@ from typing import Any
 
 import jax
 
-from train.runtime.chips import PEAK_FLOPS
 from train.runtime.machine import resident_peak_bytes
-
-
-def peak_flops(devices: Sequence[Any]) -> float | None:
-    """The published bfloat16 FLOP/s of one chip of these devices; None where it is not known."""
-    return PEAK_FLOPS.get(devices[0].device_kind)
 
 
 def count_chips(devices: Sequence[Any]) -> int:

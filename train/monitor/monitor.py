@@ -2,8 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from train.config import Config, TrainConfig
 from train.model.build import decoder_config
 from train.model.flops import decoder_flops
 from train.monitor.goodput import Goodput
-from train.monitor.logs import Log, MetricsLog, TensorBoardLog, WandbLog, check_wandb
-from train.monitor.meter import Meter, count_chips, peak_flops, peak_memory_bytes
+from train.monitor.logs import MetricsLog, TensorBoardLog, WandbLog, check_wandb
+from train.monitor.meter import Meter, count_chips, peak_memory_bytes
 from train.monitor.progress import show_progress
 from train.monitor.trace import Trace
 from train.monitor.watchdog import Watchdog
+from train.runtime.chips import PEAK_FLOPS
 
 
 def check_monitor(config: Config) -> None:
@@ -57,15 +58,14 @@ class Monitor:
         directory: Path,
         *,
         label: str | None = None,
-        devices: Sequence[Any] | None = None,
         began: float | None = None,
     ):
-        devices = jax.devices() if devices is None else devices
+        devices = jax.devices()
         self._config, self._directory, self._label = config, directory, label
         self._stages = config.every_stage
         # Computed once: the vocabulary may be in a file.
         self._decoders = [decoder_config(stage) for stage in self._stages]
-        self._meter = Meter(count_chips(devices), peak_flops(devices))
+        self._meter = Meter(count_chips(devices), PEAK_FLOPS.get(devices[0].device_kind))
         self._compiles = True
         self._process = jax.process_index()
         self._began = time.time() if began is None else began
@@ -141,18 +141,13 @@ class Monitor:
         ends = itertools.accumulate(stage.train.steps for stage in self._stages)
         return next(number for number, end in enumerate(ends) if step <= end)
 
-    def _open_logs(self, stack: ExitStack) -> Iterator[Log]:
+    def _open_logs(self, stack: ExitStack) -> Iterator[MetricsLog | TensorBoardLog | WandbLog]:
         """The logs of this run, JSON lines first."""
-        monitor = self._config.monitor
-        makers: list[Callable[[], Log]] = [lambda: MetricsLog(self._directory)]
-        if monitor.tensorboard:
-            makers.append(lambda: TensorBoardLog(self._directory / "tensorboard"))
-        if monitor.wandb:
-            makers.append(lambda: WandbLog(self._config, self._directory))
-        for make in makers:
-            log = make()
-            stack.callback(log.close)
-            yield log
+        yield stack.enter_context(closing(MetricsLog(self._directory)))
+        if self._config.monitor.tensorboard:
+            yield stack.enter_context(closing(TensorBoardLog(self._directory / "tensorboard")))
+        if self._config.monitor.wandb:
+            yield stack.enter_context(closing(WandbLog(self._config, self._directory)))
 
     def _append(self, text: str) -> None:
         """Appends the watchdog's report to a file, one for each process."""

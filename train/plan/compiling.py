@@ -229,7 +229,7 @@ def abstract_batch(config: Config, mesh: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from train.data import Batch
+    from train.data.packing import Batch
     from train.model.sharding import named_sharding
 
     train = config.train

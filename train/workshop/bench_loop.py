@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from train.checkpoint import Checkpoints
+from train.checkpoint.manager import Checkpoints
 from train.config import Config
 from train.loop.fit import Run, prepare
-from train.monitor import Monitor
+from train.monitor.monitor import Monitor
 from train.runtime.machine import processor
 
 BLOCKS = 24

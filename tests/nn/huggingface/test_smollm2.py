@@ -17,7 +17,7 @@ from nn.huggingface.test_memory_released import TINY, build, run
 
 from posjax.nn import from_pretrained, save_pretrained
 from train.config import DataConfig
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 
 FILE = os.environ.get("POSJAX_SMOLLM2", "")
 

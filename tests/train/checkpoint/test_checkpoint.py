@@ -19,18 +19,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from train.checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    digest,
-    integrity,
-    kept_steps,
-    restore_model,
-    steps,
-)
+from train.checkpoint import digest, integrity, steps
 from train.checkpoint import manager as managing
-from train.checkpoint.manager import whole_steps
+from train.checkpoint.manager import Checkpoint, Checkpoints, kept_steps, whole_steps
 from train.checkpoint.reading import damages
+from train.checkpoint.restore import restore_model
 from train.cli import main
 from train.config import dump, parse, to_dict
 from train.model.build import build_model

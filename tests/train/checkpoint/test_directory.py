@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from posjax.nn import logical_axes
-from train.checkpoint import Checkpoints, check_run, create_run, read_config
-from train.checkpoint.directory import check_one_run
+from train.checkpoint.directory import check_one_run, check_run, create_run, read_config
+from train.checkpoint.manager import Checkpoints
 from train.config import parse, to_dict
 from train.model.build import build_model
 from train.model.state import is_axis_names

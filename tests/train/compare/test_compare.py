@@ -14,12 +14,14 @@ import pytest
 from flags import QUICK
 from rich.console import Console
 
-from train.checkpoint import RESULTS
+from train.checkpoint.directory import RESULTS
 from train.compare import compare as module
 from train.compare.compare import _passing_on, compare, finished, run_group, trainings
 from train.compare.training import ASKED
 from train.config import dump, load, parse, to_dict
-from train.data import TOKENS, cache, held_out_documents
+from train.data import cache
+from train.data.cache import TOKENS
+from train.data.pipeline import held_out_documents
 from train.evaluate.saved import EVALUATION, evaluate, read_rows, write_rows
 
 LENGTHS = (8, 16, 32)
@@ -243,7 +245,7 @@ def test_trainings_of_another_config_are_refused_before_anything_runs(values, st
     compare(parse(values), silent())
     before = (parse(values).directory / RESULTS).read_bytes()
     values["train"]["steps"] = 9
-    with pytest.raises(ValueError, match=r"rope-seed0 holds a training of another config: train\.steps was 4, now 9"):
+    with pytest.raises(ValueError, match=r"rope-seed0 belongs to another config: train\.steps was 4, now 9"):
         compare(parse(values), silent())
     assert len(started) == 4
     assert (parse(values).directory / RESULTS).read_bytes() == before

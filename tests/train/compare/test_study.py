@@ -20,7 +20,7 @@ import posjax as pj
 import train.evaluate.search
 from posjax.nn import Decoder, DecoderConfig, Norm
 from train import cli
-from train.checkpoint import RESULTS
+from train.checkpoint.directory import RESULTS
 from train.compare.compare import compare
 from train.compare.study import measure as measuring
 from train.compare.study import run as running
@@ -29,7 +29,7 @@ from train.compare.study.cells import append_row, cells_of, digest_of_model, fin
 from train.compare.study.report import at_length, common_texts, findings, losses, tables
 from train.compare.study.search import search_text
 from train.config import dump, load, parse
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.decoder import predictor_of
 from train.evaluate.predictor import next_nll
 from train.evaluate.tasks import Vocabulary

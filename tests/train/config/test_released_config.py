@@ -11,7 +11,7 @@ import posjax as pj
 from posjax import rotary
 from posjax.nn import Norm, Residual, from_pretrained, save_pretrained
 from train.config import dump, load_values, parse, parse_text
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.model.build import check_model, decoder_config, evaluated_scheme, scheme_of
 
 

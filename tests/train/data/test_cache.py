@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from train.config import differences, parse
-from train.data import batches, building, cache, held_out_documents, load_tokenizer, readers, training_rows
+from train.data import building, cache, readers
+from train.data.pipeline import batches, held_out_documents, training_rows
 from train.data.storage import LocalFolder, MemoryFolder, RemoteFolder, Span, find, folder_at, open_url
-from train.data.tokenizer import ByteTokenizer
+from train.data.tokenizer import ByteTokenizer, load_tokenizer
 from train.runtime.paths import path
 
 

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from train.config import DataConfig
-from train.data import documents
+from train.data.sources import documents
 
 TEXTS = ["één", "two\nlines", "3" * 5000, "𝄞"]
 

@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 
 from train.config import differences, parse, to_dict
-from train.data import (
-    documents,
-    held_out,
-    held_out_documents,
-    held_out_sample,
-    pack,
-    pack_sample,
-    training_rows,
-    warnings_of_shared_text,
-)
+from train.data import held_out
 from train.data.held_out import hold_out
 from train.data.index import GONE
+from train.data.packing import pack, pack_sample
+from train.data.pipeline import held_out_documents, held_out_sample, training_rows, warnings_of_shared_text
+from train.data.sources import documents
 from train.data.storage import LocalFolder, RemoteFolder
 
 SHARE = 0.3

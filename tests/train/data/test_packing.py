@@ -9,10 +9,11 @@ import chex
 import numpy as np
 import pytest
 
-from train.data import PADDING, batches, encode, index, pack
+from train.data import index
 from train.data.corpus import collect
-from train.data.packing import pack_corpora
-from train.data.pipeline import mix
+from train.data.packing import pack, pack_corpora
+from train.data.pipeline import batches, mix
+from train.data.tokenizer import PADDING, encode
 
 
 def documents_of(sizes, seed=0):

@@ -7,18 +7,9 @@ import numpy as np
 import pytest
 
 from train.config import parse
-from train.data import (
-    BOS,
-    EOS,
-    PADDING,
-    VOCABULARY_SIZE,
-    batches,
-    decode,
-    encode,
-    held_out_documents,
-    pack,
-    training_rows,
-)
+from train.data.packing import pack
+from train.data.pipeline import batches, held_out_documents, training_rows
+from train.data.tokenizer import BOS, EOS, PADDING, VOCABULARY_SIZE, decode, encode
 
 TEXTS = [b"abc", b"defghij", b"k", b"lmnopqrstu"]
 

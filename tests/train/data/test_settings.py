@@ -5,7 +5,8 @@ import hashlib
 import pytest
 
 from train.config import differences, dump, parse, parse_text
-from train.data import documents, training_rows
+from train.data.pipeline import training_rows
+from train.data.sources import documents
 
 
 @pytest.mark.parametrize(

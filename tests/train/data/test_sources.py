@@ -3,7 +3,7 @@
 import pytest
 
 from train.config import DataConfig
-from train.data import documents
+from train.data.sources import documents
 
 
 def from_files(*paths, **options):

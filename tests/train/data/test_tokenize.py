@@ -17,7 +17,8 @@ from object_store import serving
 
 from train import cli
 from train.config import dump, parse
-from train.data import building, held_out_documents, training_rows
+from train.data import building
+from train.data.pipeline import held_out_documents, training_rows
 from train.data.storage import LocalFolder
 from train.data.tokenize import Job, job_of, share, tokenize
 from train.data.tokenizer import ByteTokenizer

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from train.config import DataConfig
-from train.data import load_tokenizer
-from train.data.tokenizer import token_type
+from train.data.tokenizer import load_tokenizer, token_type
 
 TEXTS = ["the cat sat on the mat", "ein Baum, zwei Bäume", "", "  spaces\n\ttabs", "日本 𝄞"]
 SPECIAL = ["<s>", "</s>", "<pad>", "<mask>"]

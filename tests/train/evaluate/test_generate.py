@@ -10,7 +10,7 @@ from flax import nnx
 
 from posjax import rotary
 from train import cli
-from train.checkpoint import restore_model
+from train.checkpoint.restore import restore_model
 from train.config import load
 from train.data.tokenizer import EOS, HuggingFaceTokenizer, encode
 from train.evaluate.generate import Draws, _written, choose, tokens_after

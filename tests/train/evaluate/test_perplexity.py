@@ -12,7 +12,7 @@ from train.evaluate import perplexity
 from train.evaluate import predictor as predictor_module
 from train.evaluate.perplexity import measure, position_ends
 from train.evaluate.predictor import Predictor
-from train.evaluate.windows import full_pieces, last_windows, pieces, sliding_pieces, whole_windows
+from train.evaluate.windows import full_pieces, last_windows, pieces, whole_windows
 
 VOCABULARY = 11
 
@@ -48,8 +48,9 @@ def documents():
 
 def test_a_uniform_model_has_the_vocabulary_size_as_perplexity(documents):
     for found in run(uniform, documents):
-        assert found.window_perplexity == pytest.approx(VOCABULARY, rel=1e-6)
-        assert found.last_perplexity == pytest.approx(VOCABULARY, rel=1e-6)
+        row = found.as_row()
+        assert row["window_perplexity"] == pytest.approx(VOCABULARY, rel=1e-6)
+        assert row["last_perplexity"] == pytest.approx(VOCABULARY, rel=1e-6)
         assert found.error is None
 
 
@@ -129,9 +130,9 @@ def test_a_sliding_window_has_full_context_but_for_its_stride():
 
 def test_sliding_windows_keep_the_budget():
     documents = [np.full(100, name, np.uint16) for name in range(10)]
-    assert len(sliding_pieces(documents, 16, 2, 320)) == 20
-    assert len(sliding_pieces(documents, 16, 2, 10**6)) == 10 * 42
-    assert {piece[0] for piece in sliding_pieces(documents, 16, 2, 320)} == set(range(10))
+    assert len(full_pieces(documents, 16, 320, 2)) == 20
+    assert len(full_pieces(documents, 16, 10**6, 2)) == 10 * 42
+    assert {piece[0] for piece in full_pieces(documents, 16, 320, 2)} == set(range(10))
 
 
 def test_without_a_stride_nothing_slides(documents):
@@ -235,8 +236,8 @@ def test_a_refused_length_is_reported_and_the_others_are_measured(documents):
 
     found = run(refuses, documents)
     assert [measurement.error for measurement in found] == [None, None, "positions: 8 rows, found 16"]
-    assert found[2].window_perplexity is None
-    assert found[2].as_row()["last_perplexity"] is None
+    row = found[2].as_row()
+    assert row["window_perplexity"] is row["last_perplexity"] is None
 
 
 def test_a_refusal_at_the_training_length_is_an_error(documents):

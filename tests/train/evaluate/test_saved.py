@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from train.checkpoint import check_run, restore_model
-from train.checkpoint.restore import config_of
+from train.checkpoint.directory import check_run
+from train.checkpoint.restore import config_of, restore_model
 from train.config import load
 from train.evaluate.mesh import mesh_for
 from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, read_rows, shortest_stage

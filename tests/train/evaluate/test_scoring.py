@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import posjax as pj
-from train.config.settings import EvaluateConfig
+from train.config.settings.evaluate import EvaluateConfig
 from train.data.tokenizer import ByteTokenizer
 from train.evaluate.decoder import predictor_of
 from train.evaluate.predictor import NOT_FINITE, Predictor, best, likeliest_next

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from train.config.settings import EvaluateConfig
-from train.config.settings.evaluate import SECTIONS
+from train.config.settings.evaluate import SECTIONS, EvaluateConfig
 from train.data.tokenizer import ByteTokenizer
 from train.evaluate.tasks import TASKS, Vocabulary, cases, check_tasks, lengths_of
 from train.evaluate.tasks import passkey as passkey_module

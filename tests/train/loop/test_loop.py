@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 from programs import shared_programs
 
-from train.checkpoint import restore_model
+from train.checkpoint.restore import restore_model
 from train.config import MeshConfig, dump, parse, to_dict
-from train.data import documents
+from train.data.sources import documents
 from train.loop import fit as loop
 from train.loop.fit import fit, read_result
 

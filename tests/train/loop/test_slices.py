@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from train.config import parse
-from train.data import encode, pack
+from train.data.packing import pack
+from train.data.tokenizer import encode
 from train.loop import step
 from train.loop.step import build_program
 from train.model.build import placement

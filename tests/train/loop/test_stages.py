@@ -14,7 +14,7 @@ from programs import shared_programs
 
 from posjax.coca import Coca
 from posjax.rotary import YaRN
-from train.checkpoint import restore_model
+from train.checkpoint.restore import restore_model
 from train.config import MeshConfig, parse, to_dict
 from train.loop import fit as loop
 from train.loop.fit import _Evaluation, fit

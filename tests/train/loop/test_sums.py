@@ -11,7 +11,7 @@ import pytest
 from decoders import NAMES, OPTIONS, preset
 
 from train.config import parse
-from train.data import Batch
+from train.data.packing import Batch
 from train.loop.step import build_program
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch

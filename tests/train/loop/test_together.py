@@ -14,7 +14,7 @@ from train.loop import together as together_module
 from train.loop.fit import fit, read_result
 from train.loop.together import fit_together, stacked_program
 from train.model.build import learned_positions
-from train.monitor import read_metrics
+from train.monitor.logs import read_metrics
 
 T5 = {"name": "t5", "num_buckets": 4, "max_distance": 6}
 

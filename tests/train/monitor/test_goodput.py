@@ -5,8 +5,8 @@ import json
 import pytest
 
 from train.config import parse
-from train.monitor import Monitor
 from train.monitor.goodput import KINDS, Goodput, share
+from train.monitor.monitor import Monitor
 
 
 class Clock:

@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +20,14 @@ from tensorboardX.proto.event_pb2 import Event
 
 from train.config import parse
 from train.model.build import decoder_config
-from train.monitor import Meter, MetricsLog, Monitor, Trace, check_monitor, enable_compilation_cache, read_metrics
 from train.monitor import monitor as module
 from train.monitor import progress as bars
-from train.monitor.cache import user_cache
-from train.monitor.meter import PEAK_FLOPS, count_chips, peak_flops
-from train.monitor.monitor import tokens_left
+from train.monitor.cache import enable_compilation_cache, user_cache
+from train.monitor.logs import MetricsLog, read_metrics
+from train.monitor.meter import Meter, count_chips
+from train.monitor.monitor import Monitor, check_monitor, tokens_left
+from train.monitor.trace import Trace
+from train.runtime.chips import PEAK_FLOPS
 from train.runtime.paths import path
 
 ROOT = Path(__file__).parents[3]
@@ -99,12 +102,12 @@ def test_a_pause_is_not_measured(clock):
 )
 def test_peaks_are_those_that_jax_knows(kind, version, cores):
     known = tpu.get_tpu_info_for_chip(tpu.ChipVersion(version), 1).bf16_ops_per_second * cores
-    np.testing.assert_allclose(peak_flops([SimpleNamespace(device_kind=kind)]), known, rtol=0.003)
+    np.testing.assert_allclose(PEAK_FLOPS[kind], known, rtol=0.003)
     assert sum(kind.startswith("TPU") for kind in PEAK_FLOPS) == 5
 
 
 def test_no_peak_is_made_up():
-    assert peak_flops(jax.devices()) is None
+    assert jax.devices()[0].device_kind not in PEAK_FLOPS
 
 
 def test_two_devices_of_a_chip_are_one_chip():
@@ -116,7 +119,7 @@ def test_two_devices_of_a_chip_are_one_chip():
 
 SEES_AN_ARRAY = """
 import numpy as np
-from train.monitor import peak_memory_bytes
+from train.monitor.meter import peak_memory_bytes
 
 before = peak_memory_bytes()
 kept = np.ones(before // 4, np.float64)  # twice what there was
@@ -142,12 +145,12 @@ def place(request, tmp_path):
 
 def test_log_appends_and_never_repeats_a_step(place):
     file = place / "metrics.jsonl"
-    with MetricsLog(place) as log:
+    with closing(MetricsLog(place)) as log:
         log.write(5, loss=1.5)
         log.write(10, loss=1.0)
         assert len(file.read_text().splitlines()) == 2
     file.write_bytes(file.read_bytes() + b'{"step": 15, "lo')
-    with MetricsLog(place) as log:
+    with closing(MetricsLog(place)) as log:
         assert log.last == {"step": 10, "loss": 1.0}
         log.write(10, loss=9.0)
         log.write(15, loss=0.5)
@@ -162,7 +165,7 @@ def test_an_object_store_gets_a_log_in_parts_and_readers_join_them():
     """However long it is, a line costs no more than a part, and a part that is full stays as it is."""
     directory = path("memory://parts")
     for first in (1, 61):
-        with MetricsLog(directory) as log:
+        with closing(MetricsLog(directory)) as log:
             assert log.last["step"] == first - 1
             for step in range(first, first + 60):
                 log.write(step, note="x" * 9000)
@@ -174,7 +177,7 @@ def test_an_object_store_gets_a_log_in_parts_and_readers_join_them():
 
 
 def test_a_local_log_is_one_file_and_a_line_that_was_cut_off_is_not_read(tmp_path):
-    with MetricsLog(tmp_path) as log:
+    with closing(MetricsLog(tmp_path)) as log:
         for step in range(1, 20):
             log.write(step, note="x" * 9000)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -228,9 +231,10 @@ def timed(monkeypatch, clock):
     return clock
 
 
-def test_every_log_tells_the_same(place, timed):
+def test_every_log_tells_the_same(place, timed, monkeypatch):
     device = SimpleNamespace(id=0, device_kind="TPU v5 lite", coords=(0, 0, 0), slice_index=0)
-    with Monitor(parse(CONFIG), place, devices=[device]) as monitor:
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with Monitor(parse(CONFIG), place) as monitor:
         run(monitor, range(1, 11), timed)
         assert monitor.last["step"] == 10
         assert monitor.tokens_per_second == 64 / 2

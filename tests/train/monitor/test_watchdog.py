@@ -8,8 +8,8 @@ import pytest
 
 from train.config import parse
 from train.loop.fit import fit
-from train.monitor import Monitor
 from train.monitor import watchdog as module
+from train.monitor.monitor import Monitor
 from train.monitor.watchdog import Watchdog, thread_stacks
 
 PATIENCE = 60  # seconds for something that takes milliseconds

@@ -12,10 +12,11 @@ import numpy as np
 
 from posjax.nn.huggingface.files import is_local, open_place
 from posjax.nn.huggingface.load import is_gguf
-from train.checkpoint import RESULTS
+from train.checkpoint.directory import RESULTS
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig, migrated
 from train.config.settings.checks import check, unknown
-from train.data import Document, documents, load_tokenizer
+from train.data.sources import Document, documents
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
 from train.model.build import RELEASED, extension_of, own_length

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from train.compare.study.cells import TEXT, Cell
 from train.config import Config
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import on, whole
 from train.evaluate.perplexity import position_ends

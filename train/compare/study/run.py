@@ -13,7 +13,7 @@ from rich.console import Console
 
 from posjax.rotary import Rotary
 from posjax.scheme import Scheme
-from train.checkpoint import RESULTS, read_config
+from train.checkpoint.directory import RESULTS, read_config
 from train.checkpoint.restore import restore
 from train.compare.study import report
 from train.compare.study.cells import (
@@ -34,12 +34,12 @@ from train.compare.study.measure import measure
 from train.compare.study.search import Search, search_of, with_factors
 from train.config import Config, SchemeConfig, dump
 from train.config.settings.checks import check
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import check_vocabulary, own_length
 from train.model.extension import completed
-from train.monitor import enable_compilation_cache
+from train.monitor.cache import enable_compilation_cache
 from train.runtime.paths import write_file
 
 

@@ -14,7 +14,7 @@ from posjax.rotary import LongRoPE
 from train.compare.study.cells import all_documents, scored
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
-from train.data import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import on
 from train.evaluate.search import Effort, check_searchable, options_of, search_factors
 from train.model.build import extension_of, own_length

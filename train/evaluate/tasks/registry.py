@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.config.settings import EvaluateConfig
-from train.config.settings.evaluate import SECTIONS, TaskConfig
+from train.config.settings.evaluate import SECTIONS, EvaluateConfig, TaskConfig
 from train.evaluate.tasks.common_words import common_words, frequent_words
 from train.evaluate.tasks.needles import needle_multi_key, needle_multi_query, needle_multi_value, needle_single
 from train.evaluate.tasks.passkey import Prompt, passkey, passkey_tokens

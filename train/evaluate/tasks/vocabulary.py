@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from train.data import Tokenizer
+from train.data.tokenizer import Tokenizer
 from train.evaluate.tasks.sample import Tokens
 
 
