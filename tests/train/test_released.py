@@ -87,7 +87,7 @@ def test_training_starts_from_the_model(values, tmp_path):
     config = with_changes(values, name="run", init=str(tmp_path / "worse"), output=str(tmp_path))
     fit(config)
     line = json.loads((config.directory / "metrics.jsonl").read_text().splitlines()[0])
-    row = load_tokenizer(config.data).encode(f"{TEXT} ".encode() * 6)[:17].astype(np.int32)[None]
+    row = load_tokenizer(config.data).encode_all([f"{TEXT} ".encode() * 6])[0][:17].astype(np.int32)[None]
     wanted = token_losses(model, row).mean()
     assert wanted > 10
     np.testing.assert_allclose(line["loss"], wanted, rtol=0.1)  # rows of the same text, not the same row
@@ -252,7 +252,7 @@ def test_generate_continues_a_prompt_as_the_forward_pass_does(released, capsys):
     arguments = ["generate", str(released[0]), "--prompt", prompt, "--tokens", "5", "--temperature", "0"]
     assert cli.main(arguments) == 0
     tokenizer = load_tokenizer(parse({"init": str(released[0])}).data)
-    tokens, made = list(tokenizer.encode(prompt.encode())[:-1]), []
+    tokens, made = list(tokenizer.encode_all([prompt.encode()])[0][:-1]), []
     forward, whole = nnx.jit(lambda decoder, tokens: decoder(tokens)), np.zeros((1, LENGTH), np.int32)
     for _ in range(5):
         whole[0, : len(tokens)] = tokens

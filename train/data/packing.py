@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Bool, Int, Int64, UInt
+from jaxtyping import Bool, Int, Int64
 
-from train.data.corpus import Corpus, HeldOutText, collect
+from train.data.corpus import Corpus, HeldOutText
 from train.data.index import Documents, Index, ranges
 from train.data.storage import Scratch
 from train.data.tokenizer import PADDING
@@ -318,11 +318,3 @@ def pack_sample(sample: HeldOutText, length: int) -> PackedRows:
     Raises ValueError when they do not fill one row.
     """
     return pack_corpora([sample], [1.0], length, "concatenate", PADDING)
-
-
-def pack(documents: Sequence[UInt[np.ndarray, "_"]], length: int, packing: str = "concatenate") -> PackedRows:
-    """Rows of `length` from encoded documents in memory, in the order given.
-
-    Raises ValueError when they do not fill one row.
-    """
-    return pack_corpora([collect(documents)], [1.0], length, packing, PADDING)

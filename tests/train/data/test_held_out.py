@@ -7,6 +7,7 @@ import re
 import chex
 import numpy as np
 import pytest
+from documents import pack
 
 from train.config import differences, parse, to_dict
 from train.data import (
@@ -14,7 +15,6 @@ from train.data import (
     held_out,
     held_out_documents,
     held_out_sample,
-    pack,
     pack_sample,
     training_rows,
     warnings_of_shared_text,

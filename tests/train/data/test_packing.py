@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import chex
 import numpy as np
 import pytest
+from documents import collect, encode, pack
 
-from train.data import PADDING, batches, encode, index, pack
-from train.data.corpus import collect
+from train.data import index
 from train.data.packing import pack_corpora
-from train.data.pipeline import mix
+from train.data.pipeline import batches, mix
+from train.data.tokenizer import PADDING
 
 
 def documents_of(sizes, seed=0):
