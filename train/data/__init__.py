@@ -9,7 +9,7 @@ from train.data.pipeline import (
     training_rows,
     warnings_of_shared_text,
 )
-from train.data.sources import Document, documents
+from train.data.sources import Document
 from train.data.tokenizer import PADDING, Tokenizer, ends_of_text, load_tokenizer
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "PackedRows",
     "Tokenizer",
     "batches",
-    "documents",
     "ends_of_text",
     "held_out_documents",
     "held_out_sample",
