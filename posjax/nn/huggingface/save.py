@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
 from posjax._checks import check, check_positive
 from posjax.nn.config import DecoderConfig
@@ -106,12 +107,12 @@ def save_pretrained(
     with _partial(files, root) as partial:
         if first:
             _prepare(partial, layouts, others)
-        _wait("created")
+        sync_global_devices("save_pretrained: created")
         _write(decoder.config, parameters, layouts, partial)
-        _wait("written")
+        sync_global_devices("save_pretrained: written")
         if first:
             _publish(partial, files, root)
-        _wait("published")
+        sync_global_devices("save_pretrained: published")
 
 
 def _check_empty(path: str | Path, names: Sequence[str]) -> None:
@@ -146,10 +147,6 @@ def _partial(files: Any, root: str) -> Iterator[Path]:
 
 def _of_first(folder: str) -> str:
     """The folder name of the first process."""
-    if jax.process_count() == 1:
-        return folder
-    from jax.experimental.multihost_utils import broadcast_one_to_all
-
     named = broadcast_one_to_all(np.frombuffer(folder.encode().ljust(_LONGEST_PATH), np.uint8))
     return bytes(np.asarray(named, np.uint8)).decode().rstrip()
 
@@ -222,11 +219,3 @@ def _publish(partial: Path, files: Any, root: str) -> None:
     Path(root).mkdir(parents=True, exist_ok=True)
     for name in names:
         (partial / name).replace(Path(root) / name)
-
-
-def _wait(stage: str) -> None:
-    """Waits for all processes."""
-    if jax.process_count() > 1:
-        from jax.experimental.multihost_utils import sync_global_devices
-
-        sync_global_devices(f"save_pretrained: {stage}")
