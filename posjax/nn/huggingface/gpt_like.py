@@ -81,11 +81,6 @@ def layer_norm(values: Values, key: str, has_bias: bool = True) -> dict[str, Any
     return {"norm": Norm("layer", values[key], bias=has_bias), "embedding_scale": 1.0}
 
 
-def hidden_width(values: Values, key: str, width: str) -> dict[str, int]:
-    """The MLP's width, four times the model's if ``config.json`` does not have it."""
-    return {"mlp_dim": values.get(key) or 4 * values[width]}
-
-
 # --- GPT-2 ------------------------------------------------------------------------------------------------------------
 
 _GPT_KEYS = {
@@ -132,7 +127,6 @@ GPT2 = Family(
     _GPT_KEYS,
     lambda values: (
         layer_norm(values, "layer_norm_epsilon")
-        | hidden_width(values, "n_inner", "n_embd")
         | {"activation": chosen("activation_function", values["activation_function"], PLAIN), "biases": ALL_BIASES}
         | {"scheme": Scheme(embedding=absolute.Learned(values["n_positions"]))}
     ),
@@ -184,7 +178,6 @@ GPTJ = Family(
     _GPT_KEYS,
     lambda values: (
         layer_norm(values, "layer_norm_epsilon")
-        | hidden_width(values, "n_inner", "n_embd")
         | {"activation": chosen("activation_function", values["activation_function"], PLAIN)}
         | {"biases": ("mlp", "head"), "residual": Residual(parallel=True, shared_norm=True)}
         | {"scheme": _gptj_scheme(values)}
@@ -307,7 +300,7 @@ BLOOM = Family(
     },
     lambda values: (
         layer_norm(values, "layer_norm_epsilon")
-        | {"activation": "gelu", "biases": ALL_BIASES, "embedding_norm": True, "mlp_dim": 4 * values["hidden_size"]}
+        | {"activation": "gelu", "biases": ALL_BIASES, "embedding_norm": True}
         | {"scheme": Scheme(bias=bias.ALiBi())}
     ),
     lambda config: {"layer_norm_epsilon": config.norm.eps},
@@ -360,7 +353,6 @@ def _mpt(values: Values) -> dict[str, Any]:
     )
     return {
         "query_scale": attention.get("softmax_scale"),
-        "mlp_dim": 4 * values["d_model"],
         "activation": "gelu-exact",
         "scheme": Scheme(bias=bias.ALiBi()),
     }
@@ -447,7 +439,6 @@ def _falcon_values(config: DecoderConfig) -> dict[str, Any]:
         "num_ln_in_parallel_attn": (2 if two else 1) if new else None,
         "parallel_attn": True,
         "alibi": False,
-        "ffn_hidden_size": config.mlp_dim,
     } | rope_values(config)
 
 
@@ -459,14 +450,11 @@ FALCON = Family(
         "hidden_size": "model_dim",
         "num_hidden_layers": "num_layers",
         "num_attention_heads": "num_heads",
+        "ffn_hidden_size": "mlp_dim",
         "max_position_embeddings": "trained_length",
         "tie_word_embeddings": "tied_head",
     },
-    lambda values: (
-        layer_norm(values, "layer_norm_epsilon")
-        | hidden_width(values, "ffn_hidden_size", "hidden_size")
-        | _falcon(values)
-    ),
+    lambda values: layer_norm(values, "layer_norm_epsilon") | _falcon(values),
     _falcon_values,
     _falcon_tensors,
     {

@@ -83,7 +83,7 @@ _KEYS = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), float),
-    **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"), int),
+    **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "num_ln_in_parallel_attn"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
 _MAY_BE_NONE = (
