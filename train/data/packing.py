@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int64
@@ -39,16 +39,6 @@ class Pieces(NamedTuple):
     starts: Int64[np.ndarray, "pieces"]
     sizes: Int64[np.ndarray, "pieces"]
     more: Bool[np.ndarray, "pieces"]
-
-
-class Packing(Protocol):
-    """Which pieces each row is made of."""
-
-    def __len__(self) -> int:
-        """How many rows there are."""
-
-    def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
-        """The pieces of the named rows, one row after the other, and how many each row has."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +197,10 @@ class _Rooms:
             self._rows[room] = []
         if room:
             self._rows[room].append(row)
+
+
+Packing = Concatenated | BestFit
+"""Which pieces each row is made of."""
 
 
 @dataclass(frozen=True)
