@@ -126,7 +126,7 @@ class Attention(nnx.Module):
         where = {"across": placement} if placement.axes or placement.layout.reorders else {}
         where |= {"partition": PartitionSpec() if split and not where else None}
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
-        arrays |= {"gates": self._gates(params, x)}
+        arrays |= {"gates": self.scheme.prepare(params, x, layout=self.config.placement.layout)}
         attend = partial(self._attend, {"length": settings["length"]} | where)
         return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
@@ -157,9 +157,6 @@ class Attention(nnx.Module):
         given |= self.config.logit_options
         out, kept = self.scheme.decode(*self._project(x), kept, params=params, partition=partition, **given)
         return self._merge(out), kept
-
-    def _gates(self, params, x):
-        return self.scheme.prepare(params, x, layout=self.config.placement.layout)
 
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""

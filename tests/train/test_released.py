@@ -20,6 +20,7 @@ import posjax as pj
 from posjax import rotary
 from posjax.coca import Coca, merge_projection
 from posjax.nn import Decoder, from_pretrained, save_pretrained
+from posjax.nn.huggingface.load import named_parameters
 from train import cli
 from train.checkpoint import restore_model
 from train.checkpoint.restore import restore
@@ -33,7 +34,6 @@ from train.loop.fit import fit
 from train.loop.start import initial_parameters
 from train.model.extension import completed
 from train.model.mesh import make_mesh
-from train.model.state import named_leaves
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 
@@ -66,7 +66,7 @@ def token_losses(decoder, tokens):
 
 
 def numbers(model):
-    return dict(named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    return dict(named_parameters(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ MESHES = [{"data": 2, "tensor": 2}, {"data": 1, "fsdp": 4}]
 def test_meshes_read_their_own_parts(released, values, mesh, share):
     config = with_changes(values, train={"mesh": mesh})
     on_mesh = make_mesh(config.train.mesh, config.train.rows)
-    found = dict(named_leaves(initial_parameters(config, on_mesh)))
+    found = dict(named_parameters(initial_parameters(config, on_mesh)))
     wanted = numbers(released[1])
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, wanted))
     up = found["stacks/0/0/mlp/up"]
@@ -202,7 +202,7 @@ def test_what_a_stage_trained_is_used_as_it_was_trained(values, capsys, monkeypa
 def test_rope_becomes_coca_before_the_first_update(released, values):
     config = with_changes(values, scheme={"name": "coca-strict", "base": 500.0})
     mesh = make_mesh(config.train.mesh, config.train.rows)
-    found, before = dict(named_leaves(initial_parameters(config, mesh))), numbers(released[1])
+    found, before = dict(named_parameters(initial_parameters(config, mesh))), numbers(released[1])
     k = before["stacks/0/0/attention/k"]
     half = k.shape[-1] // 2
     np.testing.assert_allclose(found["stacks/0/0/attention/k"], (k[..., :half] + k[..., half:]) / 2, rtol=1e-6)

@@ -9,14 +9,12 @@ from train.data.pipeline import (
     training_rows,
     warnings_of_shared_text,
 )
-from train.data.sources import Document
 from train.data.tokenizer import PADDING, Tokenizer, ends_of_text, load_tokenizer
 
 __all__ = [
     "PADDING",
     "TOKENS",
     "Batch",
-    "Document",
     "PackedRows",
     "Tokenizer",
     "batches",

@@ -22,8 +22,8 @@ from train.data.corpus import (
     tokens_name,
 )
 from train.data.index import GONE
-from train.data.readers import CorruptFile
-from train.data.sources import Document, SourceFile, Told, name_hash, no_text, read, report_corrupt, untold
+from train.data.readers import CorruptFile, Document
+from train.data.sources import SourceFile, Told, name_hash, no_text, read, report_corrupt, untold
 from train.data.storage import Folder, Scratch
 from train.data.tokenizer import Tokenizer, token_type
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from train.config import DataConfig
-from train.data.readers import CorruptFile, is_readable, known_formats, texts
+from train.data.readers import CorruptFile, Document, is_readable, known_formats, texts
 from train.data.storage import find, is_url, open_url
 
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
@@ -20,13 +20,6 @@ Told = Callable[[str], Any]
 
 def untold(_: str) -> None:
     """Tells nobody."""
-
-
-class Document(NamedTuple):
-    """One text. The name decides whether it is held out, and does not depend on where the data is on a machine."""
-
-    name: str
-    text: bytes
 
 
 class SourceFile(NamedTuple):

@@ -164,8 +164,8 @@ class Stored(NamedTuple):
 
 
 def named_parameters(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree of parameters with their paths, as in ``"stacks/0/0/attention/q"``."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    """The leaves of a tree of parameters, or of their logical axes, with paths as in ``"stacks/0/0/attention/q"``."""
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
