@@ -3,7 +3,8 @@
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
 from posjax.nn.huggingface import from_pretrained, save_pretrained
-from posjax.nn.modules import MLP, Attention, Block
+from posjax.nn.mlp import MLP
+from posjax.nn.modules import Attention, Block
 from posjax.nn.norms import LayerNorm, RMSNorm
 from posjax.nn.specs import Experts, Norm, Residual
 

@@ -78,19 +78,18 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         width, vocabulary = config.model_dim, config.vocab_size
-        self.embed = parameter(rngs.params(), (vocabulary, width), ("vocab", "embed"), width**-0.5)
+        into = partial(parameter, stddev=width**-0.5)
+        self.embed = into(rngs.params(), (vocabulary, width), ("vocab", "embed"))
         embedding = config.layers.embedding
         made = {} if embedding is None else embedding.init(rngs.params(), width)
         self.embedding = scheme_parameters({"embedding": made} if made else {})
-        self.shared = nnx.List([scheme_parameters(made) for made in _init_shared(config, rngs)])
+        shared = [s.init_shared(rngs.params(), config.num_heads, config.head_dim) for s in _shared_schemes(config)]
+        self.shared = nnx.List([scheme_parameters(made) for made in shared])
         self.embedding_norm = make_norm(width, config.norm) if config.embedding_norm else None
         patterns = enumerate(config.layers.patterns)
         self.stacks = nnx.List([_stack(config, schemes, n, rngs, first=p == 0) for p, (schemes, n) in patterns])
         self.norm = make_norm(width, config.norm)
-        head = (
-            None if config.tied_head else parameter(rngs.params(), (width, vocabulary), ("embed", "vocab"), width**-0.5)
-        )
-        self.head = head
+        self.head = None if config.tied_head else into(rngs.params(), (width, vocabulary), ("embed", "vocab"))
         self.head_bias = bias_parameter((vocabulary,), ("vocab",)) if "head" in config.biases else None
 
     def __call__(
@@ -363,10 +362,6 @@ def _shared_schemes(config: DecoderConfig) -> list[Scheme]:
         if scheme.bias is not None and scheme.bias.shared_across_layers:
             found.setdefault(scheme.bias, scheme)
     return list(found.values())
-
-
-def _init_shared(config: DecoderConfig, rngs: nnx.Rngs) -> list[dict]:
-    return [s.init_shared(rngs.params(), config.num_heads, config.head_dim) for s in _shared_schemes(config)]
 
 
 def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:

@@ -18,7 +18,7 @@ from posjax.attention.sharded import Placement, attend_on_mesh
 from posjax.attention.sharded.automatic import axes_of, explicit_spec, has_explicit, mesh_of
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
-from posjax.nn.experts import ExpertsMLP
+from posjax.nn.mlp import MLP, ExpertsMLP
 from posjax.nn.norms import RMSNorm, make_norm
 from posjax.nn.parts import (
     bias_parameter,
@@ -30,7 +30,6 @@ from posjax.nn.parts import (
     scheme_parameters,
     to_heads,
 )
-from posjax.nn.specs import ACTIVATIONS
 from posjax.positions import Positions
 from posjax.scheme import Scheme
 
@@ -127,7 +126,7 @@ class Attention(nnx.Module):
         where = {"across": placement} if placement.axes or placement.layout.reorders else {}
         where |= {"partition": PartitionSpec() if split and not where else None}
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
-        arrays |= {"gates": self._gates(params, x)}
+        arrays |= {"gates": self.scheme.prepare(params, x, layout=self.config.placement.layout)}
         attend = partial(self._attend, {"length": settings["length"]} | where)
         return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
@@ -159,9 +158,6 @@ class Attention(nnx.Module):
         out, kept = self.scheme.decode(*self._project(x), kept, params=params, partition=partition, **given)
         return self._merge(out), kept
 
-    def _gates(self, params, x):
-        return self.scheme.prepare(params, x, layout=self.config.placement.layout)
-
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""
         weights = (self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)
@@ -186,30 +182,6 @@ class Attention(nnx.Module):
             implementation=self.config.implementation,
             **self.config.logit_options,
         )
-
-
-class MLP(nnx.Module):
-    """The hidden layer of a block: ``config.activation`` is one of ``specs.ACTIVATIONS``."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        width, hidden, self.activation = config.model_dim, config.mlp_dim, config.activation
-        gated, biased = ACTIVATIONS[config.activation].gated, "mlp" in config.biases
-        into = partial(parameter, shape=(width, hidden), axes=("embed", "mlp"), stddev=width**-0.5)
-        self.up = into(rngs.params())
-        self.gate = into(rngs.params()) if gated else None
-        stddev = (hidden * 2 * config.num_layers) ** -0.5
-        self.down = parameter(rngs.params(), (hidden, width), ("mlp", "embed"), stddev)
-        self.up_bias = bias_parameter((hidden,), ("mlp",)) if biased else None
-        self.gate_bias = bias_parameter((hidden,), ("mlp",)) if biased and gated else None
-        self.down_bias = bias_parameter((width,), ("embed",)) if biased else None
-
-    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        return on_any_mesh(MLP._mixed, self, x)
-
-    def _mixed(self, x):
-        up = _product(x, self.up, self.up_bias)
-        gate = () if self.gate is None else (_product(x, self.gate, self.gate_bias),)
-        return _product(ACTIVATIONS[self.activation].hidden(*gate, up), self.down, self.down_bias)
 
 
 class Block(nnx.Module):
@@ -272,7 +244,3 @@ class Block(nnx.Module):
 
 def _through(norm: nnx.Module | None, x: Array) -> Array:
     return x if norm is None else norm(x)
-
-
-def _product(x, matrix: nnx.Param, bias: nnx.Param | None):
-    return plus(x @ matrix[...].astype(x.dtype), bias)

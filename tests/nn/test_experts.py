@@ -12,7 +12,7 @@ from flax import nnx
 import posjax as pj
 from posjax.attention.sharded import Placement
 from posjax.nn import Decoder, DecoderConfig, Experts
-from posjax.nn.experts import ExpertsMLP
+from posjax.nn.mlp import ExpertsMLP
 from train.model.flops import product_parameters
 
 CONFIG = DecoderConfig(

@@ -20,6 +20,7 @@ import posjax as pj
 from posjax import rotary
 from posjax.coca import Coca, merge_projection
 from posjax.nn import Decoder, from_pretrained, save_pretrained
+from posjax.nn.huggingface.load import named_parameters
 from train import cli
 from train.checkpoint.restore import restore, restore_model
 from train.compare.compare import compare
@@ -31,7 +32,6 @@ from train.evaluate.windows import full_pieces, last_windows
 from train.loop.fit import fit, initial_parameters
 from train.model.extension import completed
 from train.model.mesh import make_mesh
-from train.model.state import named_leaves
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 
@@ -64,7 +64,7 @@ def token_losses(decoder, tokens):
 
 
 def numbers(model):
-    return dict(named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    return dict(named_parameters(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_training_starts_from_the_model(values, tmp_path):
     config = with_changes(values, name="run", init=str(tmp_path / "worse"), output=str(tmp_path))
     fit(config)
     line = json.loads((config.directory / "metrics.jsonl").read_text().splitlines()[0])
-    row = load_tokenizer(config.data).encode(f"{TEXT} ".encode() * 6)[:17].astype(np.int32)[None]
+    row = load_tokenizer(config.data).encode_all([f"{TEXT} ".encode() * 6])[0][:17].astype(np.int32)[None]
     wanted = token_losses(model, row).mean()
     assert wanted > 10
     np.testing.assert_allclose(line["loss"], wanted, rtol=0.1)  # rows of the same text, not the same row
@@ -138,7 +138,7 @@ MESHES = [{"data": 2, "tensor": 2}, {"data": 1, "fsdp": 4}]
 def test_meshes_read_their_own_parts(released, values, mesh, share):
     config = with_changes(values, train={"mesh": mesh})
     on_mesh = make_mesh(config.train.mesh, config.train.rows)
-    found = dict(named_leaves(initial_parameters(config, on_mesh)))
+    found = dict(named_parameters(initial_parameters(config, on_mesh)))
     wanted = numbers(released[1])
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, wanted))
     up = found["stacks/0/0/mlp/up"]
@@ -200,7 +200,7 @@ def test_what_a_stage_trained_is_used_as_it_was_trained(values, capsys, monkeypa
 def test_rope_becomes_coca_before_the_first_update(released, values):
     config = with_changes(values, scheme={"name": "coca-strict", "base": 500.0})
     mesh = make_mesh(config.train.mesh, config.train.rows)
-    found, before = dict(named_leaves(initial_parameters(config, mesh))), numbers(released[1])
+    found, before = dict(named_parameters(initial_parameters(config, mesh))), numbers(released[1])
     k = before["stacks/0/0/attention/k"]
     half = k.shape[-1] // 2
     np.testing.assert_allclose(found["stacks/0/0/attention/k"], (k[..., :half] + k[..., half:]) / 2, rtol=1e-6)
@@ -250,7 +250,7 @@ def test_generate_continues_a_prompt_as_the_forward_pass_does(released, capsys):
     arguments = ["generate", str(released[0]), "--prompt", prompt, "--tokens", "5", "--temperature", "0"]
     assert cli.main(arguments) == 0
     tokenizer = load_tokenizer(parse({"init": str(released[0])}).data)
-    tokens, made = list(tokenizer.encode(prompt.encode())[:-1]), []
+    tokens, made = list(tokenizer.encode_all([prompt.encode()])[0][:-1]), []
     forward, whole = nnx.jit(lambda decoder, tokens: decoder(tokens)), np.zeros((1, LENGTH), np.int32)
     for _ in range(5):
         whole[0, : len(tokens)] = tokens

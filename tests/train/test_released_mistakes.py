@@ -128,7 +128,7 @@ def test_special_tokens_beyond_the_vocabulary_are_of_no_use_and_do_no_harm(tiny)
     check_model(config)
     tokenizer = load_tokenizer(config.data)
     assert (tokenizer.vocabulary_size, tokenizer.encoded_size) == (VOCABULARY + 1, VOCABULARY)
-    assert max(tokenizer.encode(b"an <image> of " + TEXT.encode())) < VOCABULARY
+    assert max(tokenizer.encode_all([b"an <image> of " + TEXT.encode()])[0]) < VOCABULARY
     edited(tiny / "tokenizer_config.json", eos_token="<image>")
     with pytest.raises(ValueError, match=f"the tokenizer has {VOCABULARY + 1} tokens, found {VOCABULARY}"):
         check_model(parse({"init": str(tiny)}))
@@ -147,7 +147,7 @@ def test_a_chat_model_ends_its_turn_by_its_own_token(tiny, capsys):
     config = parse({"init": str(tiny)})
     tokenizer = load_tokenizer(config.data)
     assert ends_of_text(config.data, tokenizer) == {tokenizer.eos}
-    prompt = tokenizer.encode(b"The cat")[:-1]
+    prompt = tokenizer.encode_all([b"The cat"])[0][:-1]
     first = next(tokens_after(from_pretrained(tiny), prompt, Draws(tokens=8, temperature=0), {tokenizer.eos}))
     edited(tiny / "config.json", eos_token_id=tokenizer.eos)
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos, first]}))

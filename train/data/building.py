@@ -22,8 +22,8 @@ from train.data.corpus import (
     tokens_name,
 )
 from train.data.index import GONE
-from train.data.readers import CorruptFile
-from train.data.sources import Document, SourceFile, Told, name_hash, no_text, read, report_corrupt, untold
+from train.data.readers import CorruptFile, Document
+from train.data.sources import SourceFile, Told, name_hash, no_text, read, report_corrupt, untold
 from train.data.storage import Folder, Scratch
 from train.data.tokenizer import Tokenizer, token_type
 
@@ -98,50 +98,40 @@ def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
     built = [_Built.of(content, piece) for content, piece in zip(markers, pieces, strict=True)]
     corrupt = {files[piece.first + file].path: why for piece in built for file, why in piece.corrupt.items()}
     report_corrupt(corrupt, len(files), untold)
-    with closing(_Columns()) as columns:
-        columns.read(folder, built)
-        if not columns.readable:
+    with closing(Scratch(np.int64)) as sizes, closing(Scratch(np.uint64)) as hashes:
+        shard_sizes, digests, documents, readable = _collect(folder, built, sizes, hashes)
+        if not readable:
             raise no_text(files)
-        columns.write(folder)
-    about = {"digest": digest_of(columns.digests, read_index(folder)), "corrupt": corrupt, "files": len(files)}
-    about |= {"kind": kind.str, "documents": columns.documents}
+        folder.write_chunks(SIZES, _chunks(sizes.mapped()))
+        folder.write_chunks(HASHES, _chunks(hashes.mapped()))
+    about = {"digest": digest_of(digests, read_index(folder)), "corrupt": corrupt, "files": len(files)}
+    about |= {"kind": kind.str, "documents": documents}
     shards = np.array([piece.shards for piece in built], np.int64)
-    sizes = np.array(columns.shard_sizes, np.int64)
-    folder.write(INDEX, dump_arrays(shards=shards, shard_sizes=sizes, about=json.dumps(about)))
+    shard_sizes = np.array(shard_sizes, np.int64)
+    folder.write(INDEX, dump_arrays(shards=shards, shard_sizes=shard_sizes, about=json.dumps(about)))
     folder.sweep()
 
 
-class _Columns:
-    """Collects the index entries of all documents, and the facts on each shard."""
+def _collect(
+    folder: Folder, built: Sequence["_Built"], sizes: Scratch, hashes: Scratch
+) -> tuple[list[int], list[str], int, int]:
+    """Writes size and hash of every document, shard after shard.
 
-    def __init__(self):
-        self.sizes, self.hashes = Scratch(np.int64), Scratch(np.uint64)
-        self.shard_sizes: list[int] = []
-        self.digests: list[str] = []
-        self.documents = self.readable = 0
-
-    def read(self, folder: Folder, built: Sequence["_Built"]) -> None:
-        owners = [piece for piece in built for _ in range(piece.shards)]
-        names = [_shard_name(piece.number, shard) for piece in built for shard in range(piece.shards)]
-        for content, piece in zip(_read_all(folder, names), owners, strict=True):
-            self._add(_Shard.load(content), piece)
-
-    def write(self, folder: Folder) -> None:
-        folder.write_chunks(SIZES, _chunks(self.sizes.mapped()))
-        folder.write_chunks(HASHES, _chunks(self.hashes.mapped()))
-
-    def _add(self, shard: "_Shard", piece: "_Built") -> None:
+    Returns the size and the digest of each shard, how many documents there are, and how many are not of damaged files.
+    """
+    owners = [piece for piece in built for _ in range(piece.shards)]
+    names = [_shard_name(piece.number, shard) for piece in built for shard in range(piece.shards)]
+    shard_sizes, digests, documents, readable = [], [], 0, 0
+    for content, piece in zip(_read_all(folder, names), owners, strict=True):
+        shard = _Shard.load(content)
         gone = np.isin(shard.files, list(piece.corrupt))
-        self.sizes.append(shard.sizes)
-        self.hashes.append(np.where(gone, GONE, shard.hashes))
-        self.shard_sizes.append(int(shard.sizes.sum()))
-        self.digests.append(shard.digest)
-        self.documents += len(gone)
-        self.readable += int((~gone).sum())
-
-    def close(self) -> None:
-        self.sizes.close()
-        self.hashes.close()
+        sizes.append(shard.sizes)
+        hashes.append(np.where(gone, GONE, shard.hashes))
+        shard_sizes.append(int(shard.sizes.sum()))
+        digests.append(shard.digest)
+        documents += len(gone)
+        readable += int((~gone).sum())
+    return shard_sizes, digests, documents, readable
 
 
 def _read_all(folder: Folder, names: Sequence[str]) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from train.data.index import Choice, Index
-from train.data.storage import Folder, MemoryFolder, Span
+from train.data.storage import Folder, Span
 
 INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
 """Two files of a folder: its contents, written last; and the index, with two numbers for every document."""
@@ -164,14 +164,3 @@ def load_arrays(content: bytes) -> dict[str, np.ndarray]:
     """What `dump_arrays` was given."""
     with np.load(io.BytesIO(content)) as arrays:
         return dict(arrays)
-
-
-def collect(documents: Sequence[np.ndarray]) -> Corpus:
-    """A corpus, in memory, of documents that are already encoded."""
-    sizes = np.array([len(document) for document in documents], np.int64)
-    tokens = np.concatenate(documents)
-    content, folder, names = tokens.tobytes(), MemoryFolder(), shard_names([1])
-    folder.write(names[0], content)
-    index = Index(sizes, np.zeros(len(sizes), np.uint64))
-    digest = digest_of([hashlib.sha256(content).hexdigest()], index)
-    return Corpus(folder, tokens.dtype, names, np.zeros(1, np.int64), index, digest, {}, 0)

@@ -4,12 +4,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Int64, UInt
+from jaxtyping import Bool, Int, Int64
 
-from train.data.corpus import Corpus, HeldOutText, collect
+from train.data.corpus import Corpus, HeldOutText
 from train.data.index import Documents, Index, ranges
 from train.data.storage import Scratch
 from train.data.tokenizer import PADDING
@@ -39,16 +39,6 @@ class Pieces(NamedTuple):
     starts: Int64[np.ndarray, "pieces"]
     sizes: Int64[np.ndarray, "pieces"]
     more: Bool[np.ndarray, "pieces"]
-
-
-class Packing(Protocol):
-    """Which pieces each row is made of."""
-
-    def __len__(self) -> int:
-        """How many rows there are."""
-
-    def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
-        """The pieces of the named rows, one row after the other, and how many each row has."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +199,10 @@ class _Rooms:
             self._rows[room].append(row)
 
 
+Packing = Concatenated | BestFit
+"""Which pieces each row is made of."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The rows of one part of a mixture, and its share of the training tokens beside the other parts'."""
@@ -318,11 +312,3 @@ def pack_sample(sample: HeldOutText, length: int) -> PackedRows:
     Raises ValueError when they do not fill one row.
     """
     return pack_corpora([sample], [1.0], length, "concatenate", PADDING)
-
-
-def pack(documents: Sequence[UInt[np.ndarray, "_"]], length: int, packing: str = "concatenate") -> PackedRows:
-    """Rows of `length` from encoded documents in memory, in the order given.
-
-    Raises ValueError when they do not fill one row.
-    """
-    return pack_corpora([collect(documents)], [1.0], length, packing, PADDING)

@@ -20,15 +20,18 @@ class CorruptFile(Exception):
     """A file whose content does not match its name; the message says where and why."""
 
 
-class NamedText(NamedTuple):
-    """One text of a file; `label` distinguishes it within the file: ":3" for the third line or record."""
+class Document(NamedTuple):
+    """One text. The name decides whether it is held out, and does not depend on where the data is on a machine."""
 
-    label: str
-    content: bytes
+    name: str
+    text: bytes
 
 
-def texts(path: str, text_key: str) -> Iterator[NamedText]:
-    """The texts of a file, in order. Raises CorruptFile at the first damage in its content."""
+def texts(path: str, text_key: str) -> Iterator[Document]:
+    """The texts of a file, in order, with names that distinguish them within it: ":3" for the third line or record.
+
+    Raises CorruptFile at the first damage in its content.
+    """
     read = _READERS[_format(path)]
     system, name = open_url(path, "data.paths")
     with system.open(name, "rb") as file:
@@ -50,14 +53,14 @@ def _format(path: str) -> str:
     return f".{ending}" if name else ""
 
 
-def _read_whole(file: BinaryIO, path: str, _: str) -> Iterator[NamedText]:
-    yield NamedText("", b"".join(_chunks(file, path)))
+def _read_whole(file: BinaryIO, path: str, _: str) -> Iterator[Document]:
+    yield Document("", b"".join(_chunks(file, path)))
 
 
-def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[NamedText]:
+def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[Document]:
     for number, line in enumerate(_lines(_chunks(file, path)), start=1):
         if line.strip():
-            yield NamedText(f":{number}", _text_of_line(line, f"line {number}", text_key))
+            yield Document(f":{number}", _text_of_line(line, f"line {number}", text_key))
 
 
 def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
@@ -114,7 +117,7 @@ def _as_bytes(value: Any, where: str, text_key: str, keys: list[str]) -> bytes:
     return value.encode(errors="replace")
 
 
-def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[NamedText]:
+def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Document]:
     parquet = optional("pyarrow.parquet", "reading .parquet")
     with _arrow_damage():
         table = parquet.ParquetFile(file)
@@ -123,23 +126,23 @@ def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[NamedText]:
         yield from _column(table.iter_batches(_RECORDS, columns=present), text_key, columns)
 
 
-def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[NamedText]:
+def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[Document]:
     ipc = optional("pyarrow.ipc", "reading .arrow")
     with _arrow_damage():
         stream = ipc.open_stream(file)
         yield from _column(stream, text_key, stream.schema.names)
 
 
-def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[NamedText]:
+def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[Document]:
     number = 0
     for batch in batches:
         values = batch.column(text_key).to_pylist() if text_key in columns else [None] * batch.num_rows
         for value in values:
             number += 1
-            yield NamedText(f":{number}", _as_bytes(value, f"row {number}", text_key, columns))
+            yield Document(f":{number}", _as_bytes(value, f"row {number}", text_key, columns))
 
 
-def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[NamedText]:
+def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Document]:
     """Every record is a text. The library reads local files only, so a file at a URL is fetched first."""
     module = optional("array_record.python.array_record_module", "reading .array_record")
     with tempfile.NamedTemporaryFile() as local:
@@ -152,14 +155,14 @@ def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[NamedText]
             yield from _records(module.ArrayRecordReader(name))
 
 
-def _records(reader: Any) -> Iterator[NamedText]:
+def _records(reader: Any) -> Iterator[Document]:
     count = reader.num_records()
     if not reader.ok():
         reader.read_all()  # says what is wrong
     for start in range(0, count, _RECORDS):
         for number, record in enumerate(reader.read(start, min(start + _RECORDS, count)), start=start + 1):
             record.decode()  # a serialised message, which is not text
-            yield NamedText(f":{number}", record)
+            yield Document(f":{number}", record)
 
 
 @contextmanager
@@ -184,7 +187,7 @@ def _arrow_damage() -> Iterator[None]:
         raise CorruptFile(in_a_line(error, 300)) from None
 
 
-_READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[NamedText]]] = {
+_READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Document]]] = {
     ".txt": _read_whole,
     ".py": _read_whole,
     ".jsonl": _read_lines,

@@ -1,4 +1,4 @@
-"""Where documents come from, and which of them are held out of training."""
+"""Where documents come from: the files of every part of the mixture, and the documents in them."""
 
 import glob
 import hashlib
@@ -6,13 +6,10 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from train.config import DataConfig
-from train.data.held_out import check_held_out, hold_out
-from train.data.readers import CorruptFile, is_readable, known_formats, texts
+from train.data.readers import CorruptFile, Document, is_readable, known_formats, texts
 from train.data.storage import find, is_url, open_url
 
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
@@ -25,13 +22,6 @@ def untold(_: str) -> None:
     """Tells nobody."""
 
 
-class Document(NamedTuple):
-    """One text. The name decides whether it is held out, and does not depend on where the data is on a machine."""
-
-    name: str
-    text: bytes
-
-
 class SourceFile(NamedTuple):
     """A file of text. Size and stamp (its ETag or time of change) show whether it has changed since it was read."""
 
@@ -41,30 +31,16 @@ class SourceFile(NamedTuple):
     stamp: str
 
 
-def documents(config: DataConfig, split: Literal["train", "held_out"], told: Told = untold) -> list[Document]:
-    """The documents of one split, by part of the mixture, file and place in it; empty ones are left out.
+def all_documents(config: DataConfig, told: Told = untold) -> list[Document]:
+    """All documents, by part of the mixture, file and place in it, held-out ones too; empty ones are left out.
 
     They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files are reported and
-    left out. `hold_out` decides which documents are held out, without ``data.held_out_tokens``, since these are texts.
+    left out.
 
     Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read.
     """
-    parts = [
-        _readable(files, part.text_key, told) for files, part in zip(list_files(config), config.parts, strict=True)
-    ]
-    hashes = [np.array([name_hash(document.name) for document in part], np.uint64) for part in parts]
-    masks = [
-        held.out(np.arange(len(part)), part)
-        for held, part in zip(hold_out([[(part, part)] for part in hashes], config.held_out), hashes, strict=True)
-    ]
-    if split == "held_out":
-        check_held_out(config.held_out)
-    return [
-        document
-        for part, mask in zip(parts, masks, strict=True)
-        for document, out in zip(part, mask, strict=True)
-        if out == (split == "held_out")
-    ]
+    parts = zip(list_files(config), config.parts, strict=True)
+    return [document for files, part in parts for document in _readable(files, part.text_key, told)]
 
 
 def _readable(files: Sequence[SourceFile], text_key: str, told: Told) -> list[Document]:

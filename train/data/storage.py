@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import fsspec
@@ -63,31 +63,6 @@ class Span(NamedTuple):
 _PART = ".part"
 _copies: WeakValueDictionary[tuple[str, str], np.ndarray] = WeakValueDictionary()
 _copying = threading.Lock()
-
-
-class Folder(Protocol):
-    """Named files, each written atomically."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Writes a file."""
-
-    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Writes a file from chunks; it need not fit into memory."""
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None if it does not exist."""
-
-    def map(self, name: str, kind: np.dtype) -> np.ndarray:
-        """The numbers in an existing, nonempty file; loaded into memory only where they are accessed."""
-
-    def sweep(self) -> None:
-        """Removes what killed writers left; files that may still be written must already exist."""
-
-    def sizes(self) -> dict[str, int]:
-        """The bytes of every file."""
-
-    def spans(self, wanted: Sequence[Span]) -> list[Any]:
-        """The named bytes, as buffers."""
 
 
 class MemoryFolder:
@@ -158,7 +133,7 @@ class LocalFolder:
                 raise
 
     def sweep(self) -> None:
-        """Removes what killed writers left."""
+        """Removes what killed writers left; files that may still be written must already exist."""
         for part in self.path.glob(f".*{_PART}"):
             part.unlink(missing_ok=True)
 
@@ -168,7 +143,7 @@ class LocalFolder:
         return path.read_bytes() if path.exists() else None
 
     def map(self, name: str, kind: np.dtype) -> np.ndarray:
-        """The numbers in a file, mapped."""
+        """The numbers in an existing, nonempty file, mapped: loaded into memory only where they are accessed."""
         return np.memmap(self.path / name, kind, "r")
 
     def sizes(self) -> dict[str, int]:
@@ -262,6 +237,10 @@ def _runs(wanted: Sequence[Span]) -> list[tuple[Span, list[int]]]:
         else:
             runs.append((span, [index]))
     return runs
+
+
+Folder = MemoryFolder | LocalFolder | RemoteFolder
+"""Named files, each written atomically."""
 
 
 def folder_at(path: str) -> Folder:

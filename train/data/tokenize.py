@@ -23,8 +23,6 @@ from train.data.sources import Told, report_corrupt
 from train.data.storage import folder_at, is_url
 from train.data.tokenizer import Tokenizer, load_tokenizer, token_type
 
-_THREADS = "RAYON_NUM_THREADS"
-
 
 class Job(NamedTuple):
     """One of `count` jobs, which are started independently and share only the cache's folder."""
@@ -159,7 +157,7 @@ def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iter
         return
     # Not forked: a process with threads cannot fork safely.
     context = multiprocessing.get_context("spawn")
-    with _threads(workers // count), ProcessPoolExecutor(count, context, _begin, (data,)) as pool:
+    with ProcessPoolExecutor(count, context, _begin, (data, workers // count)) as pool:
         try:
             with _without_interrupts():
                 futures = [pool.submit(_build_one, task) for task in tasks]
@@ -187,23 +185,15 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """So many threads for the tokenizer's library in each process that is started."""
-    before = os.environ.get(_THREADS)
-    os.environ[_THREADS] = before or str(count)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_THREADS]
-
-
 _tokenizers: list[Tokenizer] = []
 
 
-def _begin(data: DataConfig) -> None:
-    """Set-up of a worker process: loads the tokenizer, and makes the worker end with its parent."""
+def _begin(data: DataConfig, threads: int) -> None:
+    """Set-up of a worker process: loads the tokenizer, and makes the worker end with its parent.
+
+    The tokenizer's library uses so many threads, unless the user has set another number.
+    """
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the library first starts threads
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _tokenizers.append(load_tokenizer(data))
 

@@ -4,20 +4,16 @@ import hashlib
 import json
 import posixpath
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt, UInt16
+from jaxtyping import UInt
 
 from train.config import DataConfig
 from train.data.storage import open_url, optional
 from train.runtime.lines import in_a_line
 
-BOS = 256  # before each document
-EOS = 257  # after each document
-MASK = 258  # stands for a token to be predicted, in the masked-token loss
-PADDING = 259  # fills the last row; its segment id is negative, so it is neither attended to nor predicted
-VOCABULARY_SIZE = 260
+PADDING = 259  # of bytes; it fills the last row, where its segment id is negative: neither attended to nor predicted
 
 _ROLES = ("bos", "eos", "mask", "padding")
 _COMMON_NAMES = {
@@ -28,38 +24,65 @@ _COMMON_NAMES = {
 }
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back. Ids are below `vocabulary_size`; `opening` and `eos` surround each document.
+class Tokenizer:
+    """Text to ids and back: special tokens around the ids that `_ids` of a subclass gives.
 
-    `opening` is BOS, or empty for a released tokenizer that adds none. `identity` differs between tokenizers that
-    encode anything differently; it is part of the key of a token cache. The results of `encode` and the four special
-    tokens are below `encoded_size`: a released tokenizer may have further special tokens, which no text is encoded to.
+    Ids are below `vocabulary_size`; `opening` and `eos` surround each document. `opening` is BOS, or empty for a
+    released tokenizer that adds none. `identity` differs between tokenizers that encode anything differently; it is
+    part of the key of a token cache. The results of `encode_all` and the four special tokens are below `encoded_size`:
+    a released tokenizer may have further special tokens, which no text is encoded to.
+
+    Args:
+        size: how many ids there are.
+        found: the special tokens among them.
+        identity: the bytes of the file.
+        own: whether only the tokenizer's own special tokens are used; see ``data.special_tokens``.
+        begins: whether the tokenizer itself puts BOS before a text; without `own` it is always put there.
     """
 
-    vocabulary_size: int
-    encoded_size: int
-    bos: int
-    eos: int
-    mask: int
-    padding: int
-    opening: tuple[int, ...]
-    identity: str
+    def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
+        self._size, self._specials = size, (own_specials if own else place_specials)(size, found)
+        self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
+        self.encoded_size = self.vocabulary_size
+        self.opening = (self.bos,) if begins or not own else ()
+        how = repr(self._specials) if self.opening else f"{self._specials} without an opening"
+        self.identity = hashlib.sha256(identity + how.encode()).hexdigest()
 
     def tokens(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """The tokens of a piece of text. Special tokens that are spelled out in it are encoded as plain text."""
+        return np.array(self._ids([text])[0], token_type(self.vocabulary_size))
 
     def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """The opening and the tokens of a prompt. Special tokens that are spelled out in it, as in chats, are
         recognised."""
-
-    def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """The tokens of one document: the opening, its text, EOS."""
+        ids = self._prompt_ids(text)
+        spelt = tuple(ids[: len(self.opening)]) == self.opening
+        return np.array([*(() if spelt else self.opening), *ids], token_type(self.vocabulary_size))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
-        """The tokens of several documents, on all cores if the library supports it."""
+        """The tokens of several documents, each its opening, its text and EOS; on all cores if the library can."""
+        return [self._document(ids) for ids in self._ids(texts)]
 
     def decode(self, tokens: np.ndarray) -> bytes:
         """The text of tokens, without special tokens."""
+        left_out = set(self._specials[:4])
+        ids = [int(token) for token in np.asarray(tokens).reshape(-1) if token < self._size and token not in left_out]
+        return self._text(ids)
+
+    def _document(self, ids: Sequence[int]) -> UInt[np.ndarray, "_"]:
+        first = len(self.opening)
+        tokens = np.empty(first + len(ids) + 1, token_type(self.vocabulary_size))
+        tokens[:first], tokens[first:-1], tokens[-1] = self.opening, ids, self.eos
+        return tokens
+
+    def _ids(self, texts: Sequence[bytes]) -> list[Sequence[int]]:
+        raise NotImplementedError
+
+    def _prompt_ids(self, text: bytes) -> Sequence[int]:
+        return self._ids([text])[0]
+
+    def _text(self, ids: list[int]) -> bytes:
+        raise NotImplementedError
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
@@ -109,47 +132,6 @@ def token_type(vocabulary_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
 
 
-class ByteTokenizer:
-    """Bytes as tokens: ids 0 to 255 are the bytes themselves, 256 to 259 the four special tokens."""
-
-    vocabulary_size = encoded_size = VOCABULARY_SIZE
-    bos, eos, mask, padding = BOS, EOS, MASK, PADDING
-    opening, identity = (BOS,), "bytes"
-
-    def tokens(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
-        """The bytes of a piece of text."""
-        return np.frombuffer(text, np.uint8).astype(np.uint16)
-
-    def prompt(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
-        return encode(text)[:-1]
-
-    def encode(self, text: bytes) -> UInt16[np.ndarray, "tokens"]:
-        """The tokens of one document: BOS, its bytes, EOS."""
-        return encode(text)
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[UInt16[np.ndarray, "_"]]:
-        """The tokens of every document."""
-        return [encode(text) for text in texts]
-
-    def decode(self, tokens: np.ndarray) -> bytes:
-        """The bytes of tokens, without the special ones."""
-        return decode(tokens)
-
-
-def encode(text: bytes) -> UInt16[np.ndarray, "tokens"]:
-    """The tokens of one document: BOS, its bytes, EOS."""
-    tokens = np.empty(len(text) + 2, np.uint16)
-    tokens[0], tokens[-1] = BOS, EOS
-    tokens[1:-1] = np.frombuffer(text, np.uint8)
-    return tokens
-
-
-def decode(tokens: np.ndarray) -> bytes:
-    """The bytes among `tokens`; special tokens are left out."""
-    tokens = np.asarray(tokens)
-    return tokens[tokens < 256].astype(np.uint8).tobytes()
-
-
 class Specials(NamedTuple):
     """The ids of the special tokens, and how many ids there are with them."""
 
@@ -179,60 +161,25 @@ def place_specials(size: int, found: dict[str, int]) -> Specials:
     return Specials(**{role: (found | added)[role] for role in _ROLES}, vocabulary_size=size + len(lacking))
 
 
-class _FileTokenizer:
-    """Base class of the two tokenizers from files: special tokens around the ids that `_ids` gives.
+class ByteTokenizer(Tokenizer):
+    """Bytes as tokens: ids 0 to 255 are the bytes themselves, 256 to 259 the four special tokens."""
 
-    Args:
-        size: how many ids there are.
-        found: the special tokens among them.
-        identity: the bytes of the file.
-        own: whether only the tokenizer's own special tokens are used; see ``data.special_tokens``.
-        begins: whether the tokenizer itself puts BOS before a text; without `own` it is always put there.
-    """
+    def __init__(self):
+        super().__init__(256, {}, b"", own=False, begins=True)
+        self.identity = "bytes"
 
-    def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
-        self._size, self._specials = size, (own_specials if own else place_specials)(size, found)
-        self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
-        self.encoded_size = self.vocabulary_size
-        self.opening = (self.bos,) if begins or not own else ()
-        how = repr(self._specials) if self.opening else f"{self._specials} without an opening"
-        self.identity = hashlib.sha256(identity + how.encode()).hexdigest()
+    def _ids(self, texts: Sequence[bytes]) -> list[Sequence[int]]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
 
-    def tokens(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        return np.array(self._ids([_words(text)])[0], token_type(self.vocabulary_size))
-
-    def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        ids = self._prompt_ids(_words(text))
-        spelt = tuple(ids[: len(self.opening)]) == self.opening
-        return np.array([*(() if spelt else self.opening), *ids], token_type(self.vocabulary_size))
-
-    def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        return self.encode_all([text])[0]
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
-        kind = token_type(self.vocabulary_size)
-        return [np.array([*self.opening, *ids, self.eos], kind) for ids in self._ids([*map(_words, texts)])]
-
-    def decode(self, tokens: np.ndarray) -> bytes:
-        left_out = set(self._specials[:4])
-        ids = [int(token) for token in np.asarray(tokens).reshape(-1) if token < self._size and token not in left_out]
-        return self._text(ids).encode()
-
-    def _ids(self, texts: list[str]) -> list[Sequence[int]]:
-        raise NotImplementedError
-
-    def _prompt_ids(self, text: str) -> Sequence[int]:
-        return self._ids([text])[0]
-
-    def _text(self, ids: list[int]) -> str:
-        raise NotImplementedError
+    def _text(self, ids: list[int]) -> bytes:
+        return bytes(ids)
 
 
 def _words(text: bytes) -> str:
     return text.decode("utf-8", errors="replace")
 
 
-class HuggingFaceTokenizer(_FileTokenizer):
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json. Its special tokens are those declared by files in the same folder, else tokens with common
     names.
 
@@ -272,18 +219,19 @@ class HuggingFaceTokenizer(_FileTokenizer):
                 found[role] = name
         return found
 
-    def _ids(self, texts: list[str]) -> list[Sequence[int]]:
-        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    def _ids(self, texts: Sequence[bytes]) -> list[Sequence[int]]:
+        words = [_words(text) for text in texts]
+        return [found.ids for found in self._tokenizer.encode_batch_fast(words, add_special_tokens=False)]
 
-    def _prompt_ids(self, text: str) -> Sequence[int]:
+    def _prompt_ids(self, text: bytes) -> Sequence[int]:
         self._tokenizer.encode_special_tokens = False
         try:
             return self._ids([text])[0]
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+    def _text(self, ids: list[int]) -> bytes:
+        return self._tokenizer.decode(ids, skip_special_tokens=False).encode()
 
 
 def _declared(system: Any, folder: str) -> dict[str, str | int]:
@@ -325,7 +273,7 @@ def _read_json(content: bytes, path: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-class SentencePieceTokenizer(_FileTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A .model of SentencePiece, with the special tokens it defines."""
 
     def __init__(self, content: bytes, path: str, own: bool = False):
@@ -347,8 +295,8 @@ class SentencePieceTokenizer(_FileTokenizer):
         found["mask"] = next((index for index in masks if not model.is_unknown(index)), -1)
         return {role: index for role, index in found.items() if index >= 0}
 
-    def _ids(self, texts: list[str]) -> list[Sequence[int]]:
-        return self._model.encode(texts, out_type=int)
+    def _ids(self, texts: Sequence[bytes]) -> list[Sequence[int]]:
+        return self._model.encode([_words(text) for text in texts], out_type=int)
 
-    def _text(self, ids: list[int]) -> str:
-        return self._model.decode(ids)
+    def _text(self, ids: list[int]) -> bytes:
+        return self._model.decode(ids).encode()

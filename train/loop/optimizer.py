@@ -9,8 +9,9 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
+from posjax.nn.huggingface.load import named_parameters
 from train.config import TrainConfig
-from train.model.state import is_axis_names, is_matrix, named_leaves
+from train.model.state import is_axis_names, is_matrix
 
 TRAINED, FROZEN = "moves", "stays"  # as they are in saved checkpoints
 
@@ -98,7 +99,7 @@ def labels(config: TrainConfig, axes: Any) -> Any:
 
 
 def _names(axes: Any) -> list[str]:
-    return [name for name, _ in named_leaves(axes)]
+    return [name for name, _ in named_parameters(axes)]
 
 
 def _check_patterns(key: str, patterns: Iterable[str], names: list[str]) -> None:

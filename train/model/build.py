@@ -14,6 +14,7 @@ from posjax._checks import check
 from posjax.attention.sharded import Placement
 from posjax.layout import Layout
 from posjax.nn.huggingface import read_config
+from posjax.nn.huggingface.load import named_parameters
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
@@ -22,7 +23,6 @@ from train.data.tokenizer import load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import replicated
-from train.model.state import named_leaves
 
 RELEASED = "released"
 """The name of the scheme of the model under ``init``."""
@@ -191,7 +191,8 @@ def learned_positions(config: Config) -> tuple[str, ...]:
     Empty for schemes without parameters. The projections of linear attention do not encode position and are not among
     them.
     """
-    names = [name.split("/") for name, _ in named_leaves(nn.logical_axes(nnx.eval_shape(lambda: build_model(config))))]
+    axes = nn.logical_axes(nnx.eval_shape(lambda: build_model(config)))
+    names = [name.split("/") for name, _ in named_parameters(axes)]
     inside = [parts[parts.index("learned") + 1] for parts in names if "learned" in parts]
     around = [parts[0] for parts in names if parts[0] in ("shared", "embedding")]
     found = [f"{part}/*" for part in around] + [f"*/learned/{slot}/*" for slot in inside if slot != "linear"]

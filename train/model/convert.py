@@ -6,11 +6,11 @@ import jax
 from flax import nnx
 
 from posjax.coca import Coca, merge_projection
+from posjax.nn.huggingface.load import named_parameters
 from posjax.rotary import Rotary
 from posjax.scheme import Scheme
 from train.config import Config
 from train.model.build import build_model, decoder_config
-from train.model.state import named_leaves
 
 
 def check_continues(before: Config, after: Config) -> None:
@@ -28,7 +28,7 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
     Raises ValueError for schemes that do not follow from each other.
     """
     wanted = nnx.eval_shape(lambda: nnx.to_pure_dict(nnx.state(build_model(after))))
-    found = dict(named_leaves(parameters))
+    found = dict(named_parameters(parameters))
     schemes = dict(_schemes(before, after))
 
     def taken(name: str, shape: tuple[int, ...]) -> Any:
@@ -45,7 +45,7 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
             "RoPE turning into CoCA, would work"
         )
 
-    names = [(name, leaf.shape) for name, leaf in named_leaves(wanted)]
+    names = [(name, leaf.shape) for name, leaf in named_parameters(wanted)]
     lost = sorted(found.keys() - {name for name, _ in names})
     if lost:
         raise ValueError(

@@ -46,8 +46,7 @@ _OPTIONS: dict[str, dict[str, Sizes]] = {
     "frequencies": {
         **dict.fromkeys(("linear", "ntk", "ntk-old", "ntk-fixed", "ntk-mixed"), _factor),
         **dict.fromkeys(("dynamic-linear", "dynamic-ntk", "dynamic-yarn", "hope"), _from_own),
-        **dict.fromkeys(("yarn", "ntk-by-parts", "llama3"), _both),
-        "longrope": _both,
+        **dict.fromkeys(("yarn", "ntk-by-parts", "llama3", "longrope"), _both),
     },
     "remap": {
         "rerope": lambda own, _: {"window": max(1, own // 2)},

@@ -15,7 +15,7 @@ from posjax import masks
 from posjax.masks import Mask
 from posjax.nn import DecoderConfig
 from posjax.positions import Range
-from posjax.scheme import Layers, Scheme, uniform
+from posjax.scheme import Scheme
 from posjax.scheme.choices import all_of
 from train.config import Config
 from train.model.build import decoder_config
@@ -43,15 +43,13 @@ class Flops(NamedTuple):
         return self.parameters + self.attention
 
 
-def update_flops(config: Config, segment_ids: np.ndarray | None = None) -> Flops:
-    """`decoder_flops` of a config; without segment ids every row of the batch counts as one document.
+def update_flops(config: Config) -> Flops:
+    """`decoder_flops` of a config, with every row of the batch as one document.
 
     Each call reads the tokenizer, for the vocabulary; to count many batches use `decoder_flops`.
     """
-    ids = np.zeros((1, config.train.length), np.int32) if segment_ids is None else segment_ids
-    found = decoder_flops(decoder_config(config), ids)
-    rows = config.train.rows if segment_ids is None else 1
-    return Flops(rows * found.parameters, rows * found.attention)
+    row = decoder_flops(decoder_config(config), np.zeros((1, config.train.length), np.int32))
+    return Flops(config.train.rows * row.parameters, config.train.rows * row.attention)
 
 
 def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
@@ -127,34 +125,12 @@ def product_parameters(decoder: DecoderConfig) -> int:
     return decoder.model_dim * (sum(widths) + decoder.vocab_size)
 
 
-def pairs(
-    scheme: Scheme | Layers,
-    length: int,
-    segment_ids: np.ndarray | None = None,
-    *,
-    num_layers: int = 1,
-    causal: bool = True,
-) -> list[float]:
-    """How many pairs of a query and a key each layer allows, over all rows; the mean over heads if their masks differ.
+def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:
+    """How many pairs of a query and a key a layer allows in documents; the mean over heads if their masks differ.
 
     Positions are counted in each document, so the pairs of a document of n tokens are the n-th prefix sum of the mask.
     These sums are computed once for a mask and a length, in O(length); then a batch costs O(documents).
-
-    Args:
-        scheme: one for all layers, or `Layers`.
-        length: of a row.
-        segment_ids: ``[rows, length]``, negative at padding; by default one row that is one document.
-        num_layers: if `scheme` is one for all layers.
-        causal: whether a query sees only the keys at or before its position.
     """
-    layers = uniform(scheme, len(scheme.schemes) if isinstance(scheme, Layers) else num_layers)
-    documents = Counter({length: 1}) if segment_ids is None else _documents(segment_ids)
-    return [_pairs(one, causal, length, documents) for one in layers.schemes]
-
-
-def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:
-    if scheme.linear is not None:
-        return 0
     heads = [prefix_pairs(mask, length) for mask in _masks_of_heads(scheme, causal)]
     found = [sum(int(sums[tokens]) * count for tokens, count in documents.items()) for sums in heads]
     return found[0] if len(found) == 1 else sum(found) / len(found)

@@ -9,17 +9,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from posjax.nn.huggingface.load import named_parameters
 from train.model.mesh import BATCH_AXES
-from train.model.state import is_axis_names, is_matrix, named_leaves
+from train.model.state import is_matrix
 
-AXIS_RULES: dict[str, str | tuple[str, ...]] = {
+AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
-    "length": "context",
+    "length": ("context",),
     "embed": ("fsdp", "context"),
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
 }
 """Mesh axes by logical axis; logical axes that are not listed are replicated."""
 
@@ -30,15 +31,10 @@ def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, .
     An axis of ``shape`` is split over those of its mesh axes that divide it, over as many devices as possible. Over the
     other axes it is replicated, which costs memory but is always correct; `replicated` reports it.
     """
-    rules = [tuple(own for own in _mesh_axes(axis) if own in mesh.shape) for axis in axes]
+    rules = [tuple(own for own in AXIS_RULES.get(axis, ()) if own in mesh.shape) for axis in axes]
     if shape is not None:
         rules = [_dividing(mesh, rule, size) for rule, size in zip(rules, shape, strict=True)]
     return NamedSharding(mesh, PartitionSpec(*(rule[0] if len(rule) == 1 else rule or None for rule in rules)))
-
-
-def _mesh_axes(name: str | None) -> tuple[str, ...]:
-    rule = AXIS_RULES.get(name, ())
-    return (rule,) if isinstance(rule, str) else rule
 
 
 def _dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
@@ -62,7 +58,7 @@ def replicated(mesh: Mesh, axes: Any, shapes: Any) -> str:
     """
     extra = [
         (_beyond_share(mesh, names, leaf), name, leaf.shape)
-        for (name, names), leaf in zip(named_leaves(axes), jax.tree.leaves(shapes), strict=True)
+        for (name, names), leaf in zip(named_parameters(axes), jax.tree.leaves(shapes), strict=True)
     ]
     total, (_, name, shape) = sum(size for size, *_ in extra), max(extra)
     if total < _LITTLE:
@@ -77,7 +73,7 @@ def replicated(mesh: Mesh, axes: Any, shapes: Any) -> str:
 def _beyond_share(mesh: Mesh, names: tuple[str | None, ...], leaf: Any) -> int:
     """The bytes of a parameter that a device holds in excess of an even split over the mesh."""
     held = math.prod(named_sharding(mesh, names, leaf.shape).shard_shape(leaf.shape))
-    share = leaf.size // math.prod(_devices(mesh, _mesh_axes(name)) for name in names)
+    share = leaf.size // math.prod(_devices(mesh, AXIS_RULES.get(name, ())) for name in names)
     return (held - share) * leaf.dtype.itemsize
 
 
@@ -89,13 +85,8 @@ _LITTLE = 2**26
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-    """The shardings of a tree whose leaves are tuples of logical axis names, given its arrays' shapes."""
-    return jax.tree.map(
-        lambda names, leaf: named_sharding(mesh, names, leaf.shape),
-        axes,
-        shapes,
-        is_leaf=is_axis_names,
-    )
+    """The shardings of a tree of arrays or shapes, given the tree of their logical axis names."""
+    return jax.tree.map(lambda leaf, names: named_sharding(mesh, names, leaf.shape), shapes, axes)
 
 
 def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
@@ -103,12 +94,12 @@ def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
     use in a program over the mesh.
     """
 
-    def narrow(names: tuple, leaf: Array) -> Array:
+    def narrow(leaf: Array, names: tuple) -> Array:
         if leaf.dtype == dtype or not is_matrix(names):
             return leaf
         return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(mesh, names, leaf.shape).spec)
 
-    return jax.tree.map(narrow, axes, parameters, is_leaf=is_axis_names)
+    return jax.tree.map(narrow, parameters, axes)
 
 
 def optimizer_shardings(mesh: Mesh, state: Any, parameters: Any, shardings: Any) -> Any:

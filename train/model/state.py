@@ -1,11 +1,10 @@
-"""The state that an update changes, and parameters by their names."""
+"""The state that an update changes, and what the names of axes tell of a parameter."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import keystr
 from jaxtyping import Array, Float, Int32
 
 
@@ -35,12 +34,6 @@ class TrainState:
     parameters: Any
     optimizer: Any
     guard: Guard
-
-
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree of parameters, or of their axis names, each with its path."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_names)[0]
-    return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
 def is_axis_names(node: Any) -> bool:

@@ -11,12 +11,18 @@ from posjax._checks import check, check_choice, shown
 from posjax._slots import is_own_class
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
+from posjax.nn.specs import Norm
 from posjax.rotary import FrequencyRule, Plain, Proportional, Rotary
 from posjax.rotary.huggingface import without_softmax_scale
 from posjax.scheme import Layers, Scheme, uniform
 
 Values = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu-exact"}
+"""Activations of gated MLPs by their names in ``config.json``."""
+PLAIN = {"gelu": "gelu-exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu": "relu"}
+"""Activations of plain MLPs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Family:
         model_type: of ``config.json``.
         architecture: the class of transformers that writes and reads it.
         keys: keys of ``config.json`` that are fields of ``DecoderConfig``.
-        read: the other fields, from the values of ``config.json``.
+        read: the other fields, from the values of ``config.json``; embeddings are not scaled unless it says so.
         write: the other keys, from a ``DecoderConfig``.
         tensors: for every parameter of a ``Decoder`` its view of a tensor; those inside blocks are named as in
             ``"block/attention/q"``, and their tensors with ``{layer}``.
@@ -36,6 +42,10 @@ class Family:
         prefix: of the tensors' names, which some releases leave out.
         ignored: names of tensors that are not parameters, such as buffers; those of a layer by their last part.
         aliases: other keys of ``config.json`` that transformers reads as these keys.
+        norm: the norms, whose eps ``config.json`` has.
+        eps: the key of that eps.
+        activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
+        activations: the activations by their names under that key.
     """
 
     model_type: str
@@ -49,6 +59,22 @@ class Family:
     prefix: str = "model."
     ignored: Sequence[str] = ("rotary_emb.inv_freq",)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    norm: Norm = dataclasses.field(default_factory=Norm)
+    eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: GATED)
+
+    def read_basics(self, values: Values) -> dict[str, Any]:
+        """The fields that all families read in the same way."""
+        found = {"norm": dataclasses.replace(self.norm, eps=values[self.eps]), "embedding_scale": 1.0}
+        if self.activation:
+            found["activation"] = chosen(self.activation, values[self.activation], self.activations)
+        return found
+
+    def write_basics(self, config: DecoderConfig) -> dict[str, Any]:
+        """The keys of ``read_basics``."""
+        activation = {self.activation: key_of(self.activations, config.activation)} if self.activation else {}
+        return {self.eps: config.norm.eps} | activation
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:
@@ -75,12 +101,6 @@ def chosen(name: str, value: Any, table: Mapping[Any, Any]) -> Any:
 def key_of(table: Mapping[str, str], value: str) -> str:
     """The first name in ``config.json`` for a value of ``DecoderConfig``; the value itself if there is none."""
     return next((key for key, meant in table.items() if meant == value), value)
-
-
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu-exact"}
-"""Activations of gated MLPs by their names in ``config.json``."""
-PLAIN = {"gelu": "gelu-exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu": "relu"}
-"""Activations of plain MLPs."""
 
 
 def biases(**wanted: bool) -> tuple[str, ...]:

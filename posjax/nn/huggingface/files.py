@@ -57,8 +57,9 @@ class TensorFolder:
     """
 
     def __init__(self, path: str | Path):
-        self._files, self._root = open_folder(path)
-        found = names_in(self._files, self._root)
+        self._files, self._root = open_place(path)
+        with reaching(path):
+            found = names_in(self._files, self._root)
         self._check_found(found)
         self.entries: dict[str, Entry] = {}
         for name in self._wanted(found):
@@ -205,15 +206,6 @@ def sync(file: Path) -> None:
     """Waits until the content of a file is on disk."""
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
-
-
-def open_folder(path: str | Path) -> tuple[Any, str]:
-    """The file system of a path or URL, and the path in it. Raises FileNotFoundError unless it is a folder."""
-    files, root = open_place(path)
-    with reaching(path):
-        if not files.isdir(root):
-            raise FileNotFoundError(f"{path}: there is no such folder")
-    return files, root
 
 
 def open_place(path: str | Path) -> tuple[Any, str]:

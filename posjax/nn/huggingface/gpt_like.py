@@ -11,8 +11,6 @@ from posjax.nn.huggingface.family import (
     Family,
     Values,
     biases,
-    chosen,
-    key_of,
     rope_rule,
     rope_values,
     rule_of,
@@ -24,6 +22,7 @@ from posjax.scheme import Scheme
 
 EQUAL = ("q", "heads"), ("k", "heads"), ("v", "heads")
 ALL_BIASES = ("qkv", "output", "mlp")
+LAYER_NORM = Norm("layer", bias=True)
 
 
 def norm(ours: str, theirs: str) -> dict[str, View]:
@@ -76,16 +75,6 @@ def tables(embedding: str, head: str) -> dict[str, View]:
     }
 
 
-def layer_norm(values: Values, key: str, has_bias: bool = True) -> dict[str, Any]:
-    """The norm, and the scale of embeddings, which is 1 in all of these families."""
-    return {"norm": Norm("layer", values[key], bias=has_bias), "embedding_scale": 1.0}
-
-
-def hidden_width(values: Values, key: str, width: str) -> dict[str, int]:
-    """The MLP's width, four times the model's if ``config.json`` does not have it."""
-    return {"mlp_dim": values.get(key) or 4 * values[width]}
-
-
 # --- GPT-2 ------------------------------------------------------------------------------------------------------------
 
 _GPT_KEYS = {
@@ -130,22 +119,18 @@ GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     _GPT_KEYS,
-    lambda values: (
-        layer_norm(values, "layer_norm_epsilon")
-        | hidden_width(values, "n_inner", "n_embd")
-        | {"activation": chosen("activation_function", values["activation_function"], PLAIN), "biases": ALL_BIASES}
-        | {"scheme": Scheme(embedding=absolute.Learned(values["n_positions"]))}
-    ),
-    lambda config: (
-        {"layer_norm_epsilon": config.norm.eps, "activation_function": key_of(PLAIN, config.activation)}
-        | _learned(config)
-    ),
+    lambda values: {"biases": ALL_BIASES, "scheme": Scheme(embedding=absolute.Learned(values["n_positions"]))},
+    _learned,
     _gpt2_tensors,
     _GPT_DEFAULTS | {"tie_word_embeddings": True},
     {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     "transformer.",
     _GPT_BUFFERS,
     _GPT_ALIASES,
+    norm=LAYER_NORM,
+    eps="layer_norm_epsilon",
+    activation="activation_function",
+    activations=PLAIN,
 )
 
 # --- GPT-J ------------------------------------------------------------------------------------------------------------
@@ -168,27 +153,21 @@ def _gptj_scheme(values: Values) -> Scheme:
     return Scheme(features=Rotary(rotary.Plain(partial_rotary_factor=width / size), pairing="interleaved"))
 
 
-def _gptj_values(config: DecoderConfig) -> dict[str, Any]:
+def _gptj_values(config: DecoderConfig) -> dict[str, int]:
     rule = rule_of(config)
     share = 1.0 if rule is None else rule.partial_rotary_factor
-    return {
-        "layer_norm_epsilon": config.norm.eps,
-        "activation_function": key_of(PLAIN, config.activation),
-        "rotary_dim": round(share * config.head_dim),
-    }
+    return {"rotary_dim": round(share * config.head_dim)}
 
 
 GPTJ = Family(
     "gptj",
     "GPTJForCausalLM",
     _GPT_KEYS,
-    lambda values: (
-        layer_norm(values, "layer_norm_epsilon")
-        | hidden_width(values, "n_inner", "n_embd")
-        | {"activation": chosen("activation_function", values["activation_function"], PLAIN)}
-        | {"biases": ("mlp", "head"), "residual": Residual(parallel=True, shared_norm=True)}
-        | {"scheme": _gptj_scheme(values)}
-    ),
+    lambda values: {
+        "biases": ("mlp", "head"),
+        "residual": Residual(parallel=True, shared_norm=True),
+        "scheme": _gptj_scheme(values),
+    },
     _gptj_values,
     _gptj_tensors,
     _GPT_DEFAULTS | {"n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False},
@@ -196,6 +175,10 @@ GPTJ = Family(
     "transformer.",
     _GPT_BUFFERS,
     _GPT_ALIASES,
+    norm=LAYER_NORM,
+    eps="layer_norm_epsilon",
+    activation="activation_function",
+    activations=PLAIN,
 )
 
 # --- GPT-NeoX, Pythia -------------------------------------------------------------------------------------------------
@@ -226,19 +209,13 @@ GPT_NEOX = Family(
         "max_position_embeddings": "trained_length",
         "tie_word_embeddings": "tied_head",
     },
-    lambda values: (
-        layer_norm(values, "layer_norm_eps")
-        | {"activation": chosen("hidden_act", values["hidden_act"], PLAIN), "biases": _neox_biases(values)}
-        | {"residual": Residual(parallel=values["use_parallel_residual"])}
-        | {"scheme": Scheme(features=Rotary(_neox_rule(values)))}
-    ),
+    lambda values: {
+        "biases": _neox_biases(values),
+        "residual": Residual(parallel=values["use_parallel_residual"]),
+        "scheme": Scheme(features=Rotary(_neox_rule(values))),
+    },
     lambda config: (
-        {
-            "layer_norm_eps": config.norm.eps,
-            "hidden_act": key_of(PLAIN, config.activation),
-            "attention_bias": "qkv" in config.biases,
-            "use_parallel_residual": config.residual.parallel,
-        }
+        {"attention_bias": "qkv" in config.biases, "use_parallel_residual": config.residual.parallel}
         | _neox_rope_values(config)
     ),
     _neox_tensors,
@@ -256,6 +233,9 @@ GPT_NEOX = Family(
     {},
     "gpt_neox.",
     ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    norm=LAYER_NORM,
+    eps="layer_norm_eps",
+    activations=PLAIN,
 )
 
 
@@ -305,18 +285,22 @@ BLOOM = Family(
         "seq_length": "trained_length",
         "tie_word_embeddings": "tied_head",
     },
-    lambda values: (
-        layer_norm(values, "layer_norm_epsilon")
-        | {"activation": "gelu", "biases": ALL_BIASES, "embedding_norm": True, "mlp_dim": 4 * values["hidden_size"]}
-        | {"scheme": Scheme(bias=bias.ALiBi())}
-    ),
-    lambda config: {"layer_norm_epsilon": config.norm.eps},
+    lambda values: {
+        "activation": "gelu",
+        "biases": ALL_BIASES,
+        "embedding_norm": True,
+        "scheme": Scheme(bias=bias.ALiBi()),
+    },
+    lambda config: {},
     _bloom_tensors,
     {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     {"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
     "transformer.",
     (),
     {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    norm=LAYER_NORM,
+    eps="layer_norm_epsilon",
+    activation="",
 )
 
 # --- MPT --------------------------------------------------------------------------------------------------------------
@@ -360,7 +344,6 @@ def _mpt(values: Values) -> dict[str, Any]:
     )
     return {
         "query_scale": attention.get("softmax_scale"),
-        "mlp_dim": 4 * values["d_model"],
         "activation": "gelu-exact",
         "scheme": Scheme(bias=bias.ALiBi()),
     }
@@ -368,12 +351,7 @@ def _mpt(values: Values) -> dict[str, Any]:
 
 def _mpt_values(config: DecoderConfig) -> dict[str, Any]:
     attention = {key: fits[0] for key, fits in _MPT_ATTENTION.items()} | {"softmax_scale": config.query_scale}
-    return {
-        "layer_norm_epsilon": config.norm.eps,
-        "expansion_ratio": 4,
-        "attn_config": attention,
-        "no_bias": True,
-    }
+    return {"expansion_ratio": 4, "attn_config": attention, "no_bias": True}
 
 
 MPT = Family(
@@ -387,7 +365,7 @@ MPT = Family(
         "max_seq_len": "trained_length",
         "tie_word_embeddings": "tied_head",
     },
-    lambda values: layer_norm(values, "layer_norm_epsilon", has_bias=False) | _mpt(values),
+    _mpt,
     _mpt_values,
     _mpt_tensors,
     {"layer_norm_epsilon": 1e-5, "max_seq_len": 2048, "tie_word_embeddings": True},
@@ -396,6 +374,9 @@ MPT = Family(
     "transformer.",
     (),
     {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+    norm=Norm("layer"),
+    eps="layer_norm_epsilon",
+    activation="",
 )
 
 # --- Falcon -----------------------------------------------------------------------------------------------------------
@@ -427,7 +408,6 @@ def _falcon(values: Values) -> dict[str, Any]:
     )
     return {
         "num_kv_heads": (values.get("num_kv_heads") or values["num_attention_heads"]) if new else 1,
-        "activation": chosen("activation", values["activation"], PLAIN),
         "residual": Residual(parallel=True, shared_norm=norms == 1),
         "biases": ALL_BIASES if bias_everywhere else (),
         "scheme": Scheme(features=Rotary(rope_rule(values))),
@@ -438,8 +418,6 @@ def _falcon_values(config: DecoderConfig) -> dict[str, Any]:
     two = not config.residual.shared_norm
     new = two or config.num_kv_heads > 1
     return {
-        "layer_norm_epsilon": config.norm.eps,
-        "activation": key_of(PLAIN, config.activation),
         "bias": "mlp" in config.biases,
         "new_decoder_architecture": new,
         "multi_query": config.num_kv_heads == 1,
@@ -447,7 +425,6 @@ def _falcon_values(config: DecoderConfig) -> dict[str, Any]:
         "num_ln_in_parallel_attn": (2 if two else 1) if new else None,
         "parallel_attn": True,
         "alibi": False,
-        "ffn_hidden_size": config.mlp_dim,
     } | rope_values(config)
 
 
@@ -459,14 +436,11 @@ FALCON = Family(
         "hidden_size": "model_dim",
         "num_hidden_layers": "num_layers",
         "num_attention_heads": "num_heads",
+        "ffn_hidden_size": "mlp_dim",
         "max_position_embeddings": "trained_length",
         "tie_word_embeddings": "tied_head",
     },
-    lambda values: (
-        layer_norm(values, "layer_norm_epsilon")
-        | hidden_width(values, "ffn_hidden_size", "hidden_size")
-        | _falcon(values)
-    ),
+    _falcon,
     _falcon_values,
     _falcon_tensors,
     {
@@ -482,6 +456,10 @@ FALCON = Family(
     "transformer.",
     ("rotary_emb.inv_freq",),
     {"n_embed": "hidden_size"},
+    norm=LAYER_NORM,
+    eps="layer_norm_epsilon",
+    activation="activation",
+    activations=PLAIN,
 )
 
 GPT_LIKE = (GPT2, GPTJ, GPT_NEOX, BLOOM, MPT, FALCON)

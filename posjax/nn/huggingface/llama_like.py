@@ -8,13 +8,10 @@ from posjax._checks import check, check_choice, check_positive, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
-    GATED,
     SLIDING,
     Family,
     Values,
     biases,
-    chosen,
-    key_of,
     layer_types,
     length_value,
     of_layers,
@@ -92,20 +89,6 @@ def llama_tensors(config: DecoderConfig) -> dict[str, View]:
     return EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections() | HEAD_NORMS
 
 
-def basics(values: Values) -> dict[str, Any]:
-    """The fields that all of these families read in the same way."""
-    return {
-        "norm": Norm(eps=values["rms_norm_eps"]),
-        "activation": chosen("hidden_act", values["hidden_act"], GATED),
-        "embedding_scale": 1.0,
-    }
-
-
-def basic_values(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of ``basics``."""
-    return {"rms_norm_eps": config.norm.eps, "hidden_act": key_of(GATED, config.activation)}
-
-
 def default_sizes(length: int, width: int, kv_heads: int | None = None) -> dict[str, int | None]:
     """The defaults of transformers for sizes; ``kv_heads`` None means as many as query heads."""
     return {"max_position_embeddings": length, "intermediate_size": width, "num_key_value_heads": kv_heads}
@@ -138,17 +121,11 @@ def _windowed(values: Values, *, partial: bool = False) -> Scheme:
     return rope_scheme(values, rope_rule(values, partial=partial), kind)
 
 
-def _family(name: str, architecture: str, read: Callable, write: Callable, **others) -> Family:
-    """A family with Llama's keys, norms and activation."""
-    given = {"tensors": llama_tensors, "keys": KEYS, "defaults": {}, **others}
-    given["defaults"] = LLAMA_DEFAULTS | dict(given["defaults"])
-    return Family(
-        name,
-        architecture,
-        read=lambda values: basics(values) | read(values),
-        write=lambda config: basic_values(config) | write(config),
-        **given,
-    )
+def _family(
+    name: str, architecture: str, read: Callable, write: Callable, defaults: dict, tensors: Callable = llama_tensors
+) -> Family:
+    """A family with Llama's keys and, unless others are given, its tensors."""
+    return Family(name, architecture, KEYS, read, write, tensors, LLAMA_DEFAULTS | defaults)
 
 
 LLAMA = _family(
@@ -280,9 +257,7 @@ _SANDWICH = norms(
 def _gemma(values: Values) -> dict[str, Any]:
     check_positive("config.json: query_pre_attn_scalar", values["query_pre_attn_scalar"])
     return {
-        "norm": Norm(eps=values["rms_norm_eps"], unit_offset=True),
         "residual": Residual("both"),
-        "activation": chosen("hidden_activation", values["hidden_activation"], GATED),
         "embedding_scale": values["hidden_size"] ** 0.5,
         "query_scale": values["query_pre_attn_scalar"] ** -0.5,
         "attention_softcap": values["attn_logit_softcapping"],
@@ -293,8 +268,6 @@ def _gemma(values: Values) -> dict[str, Any]:
 
 def _gemma_values(config: DecoderConfig) -> dict[str, Any]:
     return {
-        "rms_norm_eps": config.norm.eps,
-        "hidden_activation": key_of(GATED, config.activation),
         "query_pre_attn_scalar": _inverse_square(config),
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
@@ -322,6 +295,8 @@ def _gemma_family(
         lambda config: EMBEDDING | FINAL_NORM | _SANDWICH | projections() | more,
         {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh"} | defaults,
         {"use_bidirectional_attention": (None, False)} | fixed,
+        norm=Norm(unit_offset=True),
+        activation="hidden_activation",
     )
 
 
@@ -472,18 +447,13 @@ COHERE2 = Family(
     "Cohere2ForCausalLM",
     KEYS,
     lambda values: {
-        "norm": Norm("layer", values["layer_norm_eps"]),
         "residual": Residual(parallel=True, shared_norm=True),
-        "activation": chosen("hidden_act", values["hidden_act"], GATED),
-        "embedding_scale": 1.0,
         "logit_scale": float(values["logit_scale"]),
         "biases": llama_biases(values)["biases"],
         "scheme": _cohere_schemes(values),
     },
     lambda config: (
         {
-            "layer_norm_eps": config.norm.eps,
-            "hidden_act": key_of(GATED, config.activation),
             "logit_scale": config.logit_scale,
             "attention_bias": "qkv" in config.biases,
             "sliding_window": window_of(config),
@@ -501,6 +471,8 @@ COHERE2 = Family(
         "tie_word_embeddings": True,
     },
     {"use_qk_norm": False},
+    norm=Norm("layer"),
+    eps="layer_norm_eps",
 )
 
 _EXPERTS = f"{LAYER}mlp.experts."
@@ -533,16 +505,13 @@ GPT_OSS = Family(
     "GptOssForCausalLM",
     KEYS,
     lambda values: {
-        "norm": Norm(eps=values["rms_norm_eps"]),
         "activation": "swiglu-clamped",
         "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"]),
         "biases": (*llama_biases(values)["biases"], "mlp"),
-        "embedding_scale": 1.0,
         "scheme": rope_schemes(_gpt_oss_rope(values), layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
     },
     lambda config: (
         {
-            "rms_norm_eps": config.norm.eps,
             "num_local_experts": config.experts and config.experts.count,
             "num_experts_per_tok": config.experts and config.experts.per_token,
             "attention_bias": "qkv" in config.biases,
@@ -565,6 +534,7 @@ GPT_OSS = Family(
     },
     {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
     aliases={"num_experts": "num_local_experts"},
+    activation="",
 )
 
 LLAMA_LIKE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, OLMO2, PHI3, COHERE2, GPT_OSS)

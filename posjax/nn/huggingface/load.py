@@ -19,7 +19,7 @@ from posjax.nn.huggingface.family import Family, sizes_of
 from posjax.nn.huggingface.files import Entry, TensorFolder, open_place, reaching, read_json
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
-from posjax.nn.huggingface.views import View, check_shape
+from posjax.nn.huggingface.views import AxisSizes, View, check_shape
 
 CONFIG = "config.json"
 NO_MESH = Mesh(np.empty((), object), ())
@@ -110,13 +110,10 @@ def from_pretrained(
     check_dtype(dtype)
     values = read_values(path)
     config = dataclasses.replace(read_config(values), **changes)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    abstract = nnx.to_pure_dict(state)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
     source = open_source(path)
-    wanted = _wanted(source, family_of(values), config, abstract, dtype)
-    if sharding is not None:
-        axes = logical_axes(nnx.merge(graph, state))
-        wanted = jax.tree.map(partial(_placed, sharding), wanted, axes, is_leaf=_is_struct)
+    wanted = _wanted(source, family_of(values), model, dtype, sharding)
     nnx.replace_by_pure_dict(state, read_parameters(source, values, config, wanted))
     return nnx.merge(graph, state)
 
@@ -135,18 +132,17 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
             embedding although config.json ties them.
     """
     family, sizes = family_of(values), sizes_of(config)
-    named = named_parameters(wanted)
-    check_tensors(source, family, config, named)
-    views = family.tensors(config)
+    parameters = stored(family, config, wanted)
+    check_tensors(source, family, config, parameters)
     _check_tied(source, family, config)
 
-    def read(name: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        location = location_of(name, config)
-        own = partial(_read, source, family, views[location.name], sizes)
-        return own(struct, None) if location.layers is None else _stacked(own, struct, location.layers)
+    def read(parameter: Stored) -> jax.Array:
+        own = partial(_read, source, parameter.view, sizes)
+        names = [_find(source, family, name) for name in parameter.tensors]
+        return own(parameter.leaf, names[0]) if parameter.layers is None else _stacked(own, parameter.leaf, names)
 
     with jax.set_mesh(NO_MESH):
-        return jax.tree.unflatten(jax.tree.structure(wanted), [read(*pair) for pair in named])
+        return jax.tree.unflatten(jax.tree.structure(wanted), list(map(read, parameters)))
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -155,45 +151,56 @@ def check_dtype(dtype: str | None) -> None:
         check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
 
 
-class Location(NamedTuple):
-    """The name of a decoder's parameter in a family's tensors, and its layers if it is in a stack."""
+class Stored(NamedTuple):
+    """A parameter of a decoder, and the tensors that hold it: one, or one for each of its layers if it is in a stack.
 
-    name: str
+    ``leaf`` is its array, or shape and dtype.
+    """
+
+    leaf: Any
+    view: View
+    tensors: list[str]
     layers: Sequence[int] | None
 
 
 def named_parameters(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree of parameters with their paths, as in ``"stacks/0/0/attention/q"``."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    """The leaves of a tree of parameters, or of their logical axes, with paths as in ``"stacks/0/0/attention/q"``."""
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
-def location_of(name: str, config: DecoderConfig) -> Location:
-    """The location of the parameter with a path."""
-    if not name.startswith("stacks/"):
-        return Location(name, None)
-    _, pattern, number, rest = name.split("/", 3)
+def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Stored]:
+    """Every parameter of a tree with its tensors. Raises ValueError for one that the family's layout does not have."""
+    views, found = family.tensors(config), []
+    for path, leaf in named_parameters(parameters):
+        name, layers = _name_and_layers(path, config)
+        why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
+        check(name in views, why)
+        tensor = views[name].name
+        tensors = [tensor] if layers is None else [tensor.format(layer=layer) for layer in layers]
+        found.append(Stored(leaf, views[name], tensors, layers))
+    return found
+
+
+def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[int] | None]:
+    """The name of the parameter with a path in a family's tensors, and its layers if it is in a stack."""
+    if not path.startswith("stacks/"):
+        return path, None
+    _, pattern, number, rest = path.split("/", 3)
     sizes = [(len(schemes), repeats) for schemes, repeats in config.layers.patterns]
     before = sum(period * repeats for period, repeats in sizes[: int(pattern)])
     period, repeats = sizes[int(pattern)]
     first = before + int(number)
-    return Location(f"block/{rest}", range(first, first + period * repeats, period))
+    return f"block/{rest}", range(first, first + period * repeats, period)
 
 
-def tensors_of(location: Location, view: View) -> list[str]:
-    """The names of the tensors of a parameter."""
-    return [view.name] if location.layers is None else [view.name.format(layer=layer) for layer in location.layers]
-
-
-def check_tensors(source: Source, family: Family, config: DecoderConfig, named: Sequence[tuple[str, Any]]) -> None:
+def check_tensors(source: Source, family: Family, config: DecoderConfig, parameters: Sequence[Stored]) -> None:
     """Raises ValueError for tensors that are missing, unexpected or of another shape than in the config."""
     views, sizes, used = family.tensors(config), sizes_of(config), set()
-    for name, _ in named:
-        location = location_of(name, config)
-        check(location.name in views, f"the layout of {family.model_type} has no tensor for the parameter {name}")
-        for tensor in tensors_of(location, views[location.name]):
-            used.add(found := _find(source, family, tensor))
-            check_shape(views[location.name], sizes, found, source.entries[found].shape)
+    for parameter in parameters:
+        for name in parameter.tensors:
+            used.add(found := _find(source, family, name))
+            check_shape(parameter.view, sizes, found, source.entries[found].shape)
     head = views["head"].name if config.tied_head and "head" in views else None
     extra = [name for name in source.entries if name not in used and not _is_ignored(name, family, head)]
     check(
@@ -233,49 +240,34 @@ def _find(source: Source, family: Family, name: str) -> str:
     raise ValueError(f"tensor {name!r} is missing{nearest(name, tuple(source.entries), 'the files')}")
 
 
-def _wanted(source: Source, family: Family, config: DecoderConfig, abstract: Any, dtype: str | None) -> Any:
-    """The abstract parameters with the given dtype, or those of the files."""
-    named = named_parameters(abstract)
-    if dtype is not None:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract)
-    check_tensors(source, family, config, named)
-    views = family.tensors(config)
+def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, sharding: Callable | None) -> Any:
+    """The abstract parameters of a model with the given dtype, or those of the files, and their shardings."""
+    abstract = nnx.to_pure_dict(nnx.state(model))
+    firsts = [_find(source, family, each.tensors[0]) for each in stored(family, model.config, abstract)]
+    dtypes = jax.tree.unflatten(jax.tree.structure(abstract), [source.entries[first].dtype for first in firsts])
 
-    def kept(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        location = location_of(name, config)
-        first = _find(source, family, tensors_of(location, views[location.name])[0])
-        return jax.ShapeDtypeStruct(leaf.shape, source.entries[first].dtype)
+    def struct(leaf: jax.ShapeDtypeStruct, kept: np.dtype, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        where = None if sharding is None else sharding(axes, leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or kept, sharding=where)
 
-    return jax.tree.unflatten(jax.tree.structure(abstract), [kept(*pair) for pair in named])
+    return jax.tree.map(struct, abstract, dtypes, logical_axes(model))
 
 
-def _placed(sharding: Callable, struct: jax.ShapeDtypeStruct, axes: tuple) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding(axes, struct.shape))
-
-
-def _is_struct(node: Any) -> bool:
-    return isinstance(node, jax.ShapeDtypeStruct)
-
-
-def _read(
-    source: Source, family: Family, view: View, sizes, struct: jax.ShapeDtypeStruct, layer: int | None
-) -> jax.Array:
+def _read(source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, name: str) -> jax.Array:
     """A parameter, or one layer of it, from its tensor."""
-    name = _find(source, family, view.name if layer is None else view.name.format(layer=layer))
-    tensor = source.tensor(name)
-    dtype = np.dtype(struct.dtype)
+    tensor, dtype = source.tensor(name), np.dtype(struct.dtype)
     return jax.make_array_from_callback(
         struct.shape, _sharding(struct), lambda index: view.read(tensor, sizes, index, dtype)
     )
 
 
-def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, layers: Sequence[int]) -> jax.Array:
+def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str]) -> jax.Array:
     """The layers, written one after the other into one array on the devices."""
     whole = _sharding(struct)
     one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))
     stack, put = jnp.zeros(struct.shape, struct.dtype, device=whole), _put(whole)
-    for row, layer in enumerate(layers):
-        stack = put(stack, read(one, layer), row, 0)
+    for row, name in enumerate(names):
+        stack = put(stack, read(one, name), row, 0)
         # One layer at a time on the host: dispatched work keeps its arguments alive.
         jax.block_until_ready(stack)
     return stack

@@ -47,7 +47,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
     _check_kinds(family, given)
     fields = {field: given[key] for key, field in family.keys.items() if given.get(key) is not None}
-    config = _config(fields | family.read(given))
+    config = _config(fields | family.read_basics(given) | family.read(given))
     size = values.get("head_dim") or config.head_dim
     check(
         size == config.head_dim,
@@ -83,7 +83,7 @@ _KEYS = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), float),
-    **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"), int),
+    **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "num_ln_in_parallel_attn"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
 _MAY_BE_NONE = (
@@ -112,7 +112,8 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
         ValueError: for a config that the layout cannot store, with the field.
     """
     values = {key: getattr(config, field) for key, field in family.keys.items() if getattr(config, field) is not None}
-    values |= {"model_type": family.model_type, "architectures": [family.architecture]} | family.write(config)
+    values |= {"model_type": family.model_type, "architectures": [family.architecture]}
+    values |= family.write_basics(config) | family.write(config)
     check_same(family, config, read_config(values))
     return values
 

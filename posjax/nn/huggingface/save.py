@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
 from posjax._checks import check, check_positive
 from posjax.nn.config import DecoderConfig
@@ -31,12 +32,11 @@ from posjax.nn.huggingface.files import (
 from posjax.nn.huggingface.load import (
     CONFIG,
     NO_MESH,
+    Stored,
     check_dtype,
     is_gguf,
-    location_of,
-    named_parameters,
     read_values,
-    tensors_of,
+    stored,
 )
 from posjax.nn.huggingface.registry import family_of, fitting_family, read_config, write_config
 
@@ -94,8 +94,8 @@ def save_pretrained(
     given = {} if like is None else read_values(like)
     chosen = _family(decoder.config, family, given)
     values = _values(decoder.config, chosen, given)
-    parameters = named_parameters(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
-    tensors = _tensors(decoder.config, chosen, parameters, dtype)
+    parameters = stored(chosen, decoder.config, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+    tensors = _tensors(decoder.config, parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_place(path)
     with reaching(path):
@@ -107,12 +107,12 @@ def save_pretrained(
     with _partial(files, root) as partial:
         if first:
             _prepare(partial, layouts, others)
-        _wait("created")
-        _write(decoder.config, chosen, parameters, layouts, partial)
-        _wait("written")
+        sync_global_devices("save_pretrained: created")
+        _write(decoder.config, parameters, layouts, partial)
+        sync_global_devices("save_pretrained: written")
         if first:
             _publish(partial, files, root)
-        _wait("published")
+        sync_global_devices("save_pretrained: published")
 
 
 def _check_empty(path: str | Path, names: Sequence[str]) -> None:
@@ -147,10 +147,6 @@ def _partial(files: Any, root: str) -> Iterator[Path]:
 
 def _of_first(folder: str) -> str:
     """The folder name of the first process."""
-    if jax.process_count() == 1:
-        return folder
-    from jax.experimental.multihost_utils import broadcast_one_to_all
-
     named = broadcast_one_to_all(np.frombuffer(folder.encode().ljust(_LONGEST_PATH), np.uint8))
     return bytes(np.asarray(named, np.uint8)).decode().rstrip()
 
@@ -169,52 +165,38 @@ def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) ->
     return family_of({"model_type": name} if name is not None else like)
 
 
-def _tensors(config: DecoderConfig, family: Family, parameters: list, dtype: str | None) -> dict[str, tuple]:
+def _tensors(config: DecoderConfig, parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
     """Dtype and shape of every tensor, in the order of layers."""
-    views, sizes, found = family.tensors(config), sizes_of(config), {}
-    for name, leaf in parameters:
-        location = location_of(name, config)
-        check(
-            location.name in views,
-            f"the layout of {family.model_type} has no tensor for the parameter {name} of shape {leaf.shape}",
-        )
-        view = views[location.name]
-        for row, tensor in enumerate(tensors_of(location, view)):
-            layer = -1 if location.layers is None else location.layers[row]
-            found[tensor] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
+    sizes, found = sizes_of(config), {}
+    for leaf, view, tensors, layers in parameters:
+        for layer, name in zip([-1] if layers is None else layers, tensors, strict=True):
+            found[name] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
     ordered = sorted(found.items(), key=lambda item: (item[1][0], item[0]))
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
 
-def _write(config: DecoderConfig, family: Family, parameters: list, layouts: list[FileLayout], folder: Path) -> None:
+def _write(config: DecoderConfig, parameters: Sequence[Stored], layouts: list[FileLayout], folder: Path) -> None:
     """Writes every shard of this process, and waits for the disk."""
+    sizes, entries = sizes_of(config), {name: entry for layout in layouts for name, entry in layout.entries.items()}
     with jax.set_mesh(NO_MESH):
-        _write_shards(config, family, parameters, layouts, folder)
+        for parameter in parameters:
+            for name, index, values in _parts(parameter):
+                target = writable(folder, entries[name])
+                parameter.view.write(target, sizes, index, values.astype(target.dtype))
     for layout in layouts:
         sync(folder / layout.file)
 
 
-def _write_shards(config, family: Family, parameters: list, layouts: list[FileLayout], folder: Path) -> None:
-    views, sizes = family.tensors(config), sizes_of(config)
-    entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
-    for name, leaf in parameters:
-        location = location_of(name, config)
-        view = views[location.name]
-        for tensor, index, values in _parts(leaf, tensors_of(location, view), location.layers is not None):
-            target = writable(folder, entries[tensor])
-            view.write(target, sizes, index, values.astype(target.dtype))
-
-
-def _parts(leaf: jax.Array, tensors: list[str], stacked: bool) -> Iterator[tuple[str, tuple, np.ndarray]]:
+def _parts(parameter: Stored) -> Iterator[tuple[str, tuple, np.ndarray]]:
     """For every shard of this process, one layer at a time: the tensor, the index in the parameter, the numbers."""
-    for shard in leaf.addressable_shards:
+    for shard in parameter.leaf.addressable_shards:
         if shard.replica_id != 0:
             continue
-        if not stacked:
-            yield tensors[0], shard.index, np.asarray(shard.data)
+        if parameter.layers is None:
+            yield parameter.tensors[0], shard.index, np.asarray(shard.data)
             continue
-        for row, tensor in enumerate(tensors):
-            yield tensor, shard.index[1:], np.asarray(shard.data[row])
+        for row, name in enumerate(parameter.tensors):
+            yield name, shard.index[1:], np.asarray(shard.data[row])
 
 
 def files_beside(like: str | Path) -> dict[str, bytes]:
@@ -237,11 +219,3 @@ def _publish(partial: Path, files: Any, root: str) -> None:
     Path(root).mkdir(parents=True, exist_ok=True)
     for name in names:
         (partial / name).replace(Path(root) / name)
-
-
-def _wait(stage: str) -> None:
-    """Waits for all processes."""
-    if jax.process_count() > 1:
-        from jax.experimental.multihost_utils import sync_global_devices
-
-        sync_global_devices(f"save_pretrained: {stage}")

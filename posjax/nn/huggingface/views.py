@@ -1,10 +1,9 @@
 """A parameter as a view of a named tensor, to read and write a device's part at a time."""
 
 import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -22,7 +21,8 @@ class View:
     The pattern names the axes of the tensor and, after ``->``, those of the parameter. Brackets split an axis, the
     slower part first: ``"(heads size) embed -> embed heads size"`` is a projection whose rows are the heads' channels.
     If several parameters share a tensor one axis is a number, ``"3"``, or a sum, ``"heads+kv_heads+kv_heads"``, and
-    ``part`` is the index of this parameter. An axis of one number disappears. Brackets on the right join axes.
+    ``part`` is the index of this parameter. An axis of one number disappears. Brackets on the right join axes,
+    at most once in a pattern.
 
     Args:
         name: of the tensor; ``{layer}`` is the number of the layer.
@@ -38,30 +38,21 @@ class View:
         """The shape of the whole tensor."""
         return tuple(math.prod(_size(atom, sizes) for atom in axis) for axis in self._sides[0])
 
-    def parameter_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
-        """The shape of the parameter."""
-        return tuple(math.prod(_size(atom, sizes) for atom in axis) for axis in self._sides[1])
-
     def read(self, tensor: np.ndarray, sizes: AxisSizes, index: Index, dtype: np.dtype) -> np.ndarray:
         """A part of the parameter, copied out of the tensor."""
-        shape = self.parameter_shape(sizes)
-        out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
-        for source, target in self._pieces(tensor, sizes, index):
-            out[target] = source
-        return out
+        return np.array(self._split(tensor, sizes)[self._place(sizes, index)], dtype, order="C")
 
     def write(self, tensor: np.ndarray, sizes: AxisSizes, index: Index, values: np.ndarray) -> None:
         """Writes a part of the parameter into the tensor."""
-        for source, target in self._pieces(tensor, sizes, index):
-            source[...] = values[target]
+        self._split(tensor, sizes)[self._place(sizes, index)] = values
 
-    def _pieces(self, tensor: np.ndarray, sizes: AxisSizes, index: Index) -> Iterator[tuple[np.ndarray, tuple]]:
-        """Views of the tensor, and the index of each in the part: several if axes are joined."""
-        view, right = self._split(tensor, sizes), self._sides[1]
-        shape = self.parameter_shape(sizes)
-        axes = [_axis_pieces(axis, range(*s.indices(n)), sizes) for axis, s, n in zip(right, index, shape, strict=True)]
-        for pieces in itertools.product(*axes):
-            yield view[tuple(at for source, _ in pieces for at in source)], tuple(target for _, target in pieces)
+    def _place(self, sizes: AxisSizes, index: Index) -> tuple:
+        """The index of a part of the parameter in the split tensor: arrays for joined axes, slices for the others."""
+        found = []
+        for axis, part in zip(self._sides[1], index, strict=True):
+            counts = [sizes[atom] for atom in axis]
+            found += [part] if len(axis) == 1 else np.unravel_index(np.arange(math.prod(counts))[part], counts)
+        return tuple(found)
 
     def _split(self, tensor: np.ndarray, sizes: AxisSizes) -> np.ndarray:
         """The tensor with an axis for every name on the right, in their order: no copy."""
@@ -105,16 +96,3 @@ def _axes(side: str) -> list[list[str]]:
 
 def _size(atom: str, sizes: AxisSizes) -> int:
     return sum(int(part) if part.isdigit() else sizes[part] for part in atom.split("+"))
-
-
-def _axis_pieces(axis: list[str], wanted: range, sizes: AxisSizes) -> list[tuple[tuple, slice]]:
-    """For an axis of the parameter, the pieces of its wanted part: index in the split view, and index in the part."""
-    if len(axis) == 1:
-        return [((slice(wanted.start, wanted.stop),), slice(None))]
-    inner = sizes[axis[1]]
-    found = []
-    for group in range(wanted.start // inner, -(-wanted.stop // inner)):
-        low, high = max(wanted.start, group * inner), min(wanted.stop, (group + 1) * inner)
-        source = (group, slice(low - group * inner, high - group * inner))
-        found.append((source, slice(low - wanted.start, high - wanted.start)))
-    return found

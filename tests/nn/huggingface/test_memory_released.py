@@ -18,7 +18,7 @@ from nn.huggingface import released
 from posjax.nn import Decoder
 from posjax.nn.huggingface import FAMILIES, files, read_config
 from posjax.nn.huggingface.family import sizes_of
-from posjax.nn.huggingface.load import location_of, named_parameters, tensors_of
+from posjax.nn.huggingface.load import stored
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("memory_worker.py")
@@ -39,14 +39,9 @@ pytestmark = [
 def shapes_of(values):
     """The tensors of a model by name."""
     config = read_config(values)
-    views = FAMILIES[values["model_type"]].tensors(config)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    locations = [location_of(name, config) for name, _ in named_parameters(nnx.to_pure_dict(state))]
-    return {
-        name: views[place.name].tensor_shape(sizes_of(config))
-        for place in locations
-        for name in tensors_of(place, views[place.name])
-    }
+    parameters = stored(FAMILIES[values["model_type"]], config, nnx.to_pure_dict(state))
+    return {name: each.view.tensor_shape(sizes_of(config)) for each in parameters for name in each.tensors}
 
 
 def build(folder, values):

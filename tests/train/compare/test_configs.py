@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
+from posjax.nn.huggingface.load import named_parameters
 from train.compare.compare import trainings
 from train.config import load
 from train.loop.optimizer import TRAINED, labels
 from train.model.build import build_model, check_model, evaluated_scheme
 from train.model.convert import check_continues
-from train.model.state import named_leaves
 
 FOLDER = Path(__file__).parents[3] / "configs"
 TEXTS = {path: path.read_text() for path in FOLDER.glob("*.yaml")}
@@ -95,7 +95,7 @@ def moving(config):
     """The last parts of the names of the parameters that a stage trains."""
     parameters = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(build_model(config))))
     chosen = labels(config.train, parameters)
-    return {name.rpartition("/")[2] for name, label in named_leaves(chosen) if label == TRAINED}
+    return {name.rpartition("/")[2] for name, label in named_parameters(chosen) if label == TRAINED}
 
 
 def test_a_long_row_can_be_trained_on():

@@ -38,7 +38,7 @@ def test_shape_scheme_and_tokenizer_come_from_the_model(released, values):
     tokenizer = load_tokenizer(config.data)
     assert tokenizer.vocabulary_size == VOCABULARY
     assert (tokenizer.bos, tokenizer.eos, tokenizer.padding) == (0, 1, 1)
-    assert tokenizer.decode(tokenizer.encode(TEXT.encode())) == TEXT.encode()
+    assert tokenizer.decode(tokenizer.encode_all([TEXT.encode()])[0]) == TEXT.encode()
 
 
 def test_a_saved_config_does_not_need_the_model_any_more(released, values):

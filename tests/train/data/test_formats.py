@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from train.config import DataConfig
-from train.data.sources import documents
+from train.data.sources import all_documents
 
 TEXTS = ["één", "two\nlines", "3" * 5000, "𝄞"]
 
@@ -19,7 +19,7 @@ def from_files(*paths, **options):
 
 
 def found(config, told=lambda _: None):
-    return {name: text.decode() for name, text in documents(config, "train", told)}
+    return {name: text.decode() for name, text in all_documents(config, told)}
 
 
 def jsonl(texts=TEXTS, key="text"):
@@ -113,13 +113,13 @@ def test_folders_of_hugging_face_datasets(tmp_path):
     names = [f"train/data-0000{part}-of-00002.arrow:{row}" for part, row in ((0, 1), (0, 2), (0, 3), (1, 1))]
     assert found(from_files(tmp_path / "sets" / "train")) == dict(zip(names, TEXTS, strict=True))
     with pytest.raises(FileNotFoundError, match=r"it holds several datasets, so name one, as .*/sets/train"):
-        documents(from_files(tmp_path / "sets"), "train")
+        all_documents(from_files(tmp_path / "sets"))
     write_dataset(tmp_path / "some", [TEXTS], _indices_data_files=[{"filename": "indices.arrow"}])
     with pytest.raises(ValueError, match=r"has selected rows; call flatten_indices\(\) and save it again"):
-        documents(from_files(tmp_path / "some"), "train")
+        all_documents(from_files(tmp_path / "some"))
     (tmp_path / "some" / "state.json").write_text("[]")
     with pytest.raises(ValueError, match=r"some/state.json was not written by Hugging Face datasets"):
-        documents(from_files(tmp_path / "some"), "train")
+        all_documents(from_files(tmp_path / "some"))
 
 
 def overwritten(parquet):
@@ -155,7 +155,7 @@ def test_damaged_files_are_named_counted_and_left_out(tmp_path, name):
     assert line.startswith(f"data: 1 of 2 files are damaged and left out: {tmp_path / name} (")
     assert "\n" not in line
     with pytest.raises(ValueError, match=rf"none of the files can be read, 1 in all: .*{name} \(.*{reason}"):
-        documents(from_files(tmp_path / name), "train")
+        all_documents(from_files(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.arrow"])
@@ -168,7 +168,7 @@ def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, name):
     (tmp_path / name).write_bytes(bytes(100))
     monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", lambda *_, **__: Failing(bytes(100)))
     with pytest.raises(OSError, match="Input/output error"):
-        documents(from_files(tmp_path / name), "train")
+        all_documents(from_files(tmp_path / name))
 
 
 def test_only_the_first_damaged_files_are_named(tmp_path):
@@ -186,12 +186,12 @@ def test_only_the_first_damaged_files_are_named(tmp_path):
 def test_columns_and_records_without_text_are_named(tmp_path):
     write_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"row 1: no text under 'texts', found keys \['id', 'text'\]; did you mean"):
-        documents(from_files(tmp_path / "a.parquet", text_key="texts"), "train")
+        all_documents(from_files(tmp_path / "a.parquet", text_key="texts"))
     with pytest.raises(ValueError, match=r"row 1: no text under 'id', found keys"):
-        documents(from_files(tmp_path / "a.parquet", text_key="id"), "train")
+        all_documents(from_files(tmp_path / "a.parquet", text_key="id"))
     write_records(tmp_path / "a.array_record", [b"good", b"\xff\x00"])
     with pytest.raises(ValueError, match=r"a.array_record \('utf-8' codec can't decode byte 0xff"):
-        documents(from_files(tmp_path / "a.array_record"), "train")
+        all_documents(from_files(tmp_path / "a.array_record"))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatc
     WRITERS[name](tmp_path / name)
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(ValueError, match=rf"needs {package}, not installed here: pip install 'posjax\[data\]'$"):
-        documents(from_files(tmp_path / name), "train")
+        all_documents(from_files(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatc
 def test_urls_that_lead_nowhere(path, message, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        documents(from_files(path), "train")
+        all_documents(from_files(path))
 
 
 def test_links_are_followed_and_may_lead_nowhere(tmp_path):

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import chex
 import numpy as np
 import pytest
+from documents import collect, encode, pack
 
 from train.data import index
-from train.data.corpus import collect
-from train.data.packing import pack, pack_corpora
+from train.data.packing import pack_corpora
 from train.data.pipeline import batches, mix
-from train.data.tokenizer import PADDING, encode
+from train.data.tokenizer import PADDING
 
 
 def documents_of(sizes, seed=0):

@@ -5,11 +5,11 @@ import json
 import chex
 import numpy as np
 import pytest
+from documents import BOS, BYTES, EOS, encode, pack
 
 from train.config import parse
-from train.data.packing import pack
 from train.data.pipeline import batches, held_out_documents, training_rows
-from train.data.tokenizer import BOS, EOS, PADDING, VOCABULARY_SIZE, decode, encode
+from train.data.tokenizer import PADDING
 
 TEXTS = [b"abc", b"defghij", b"k", b"lmnopqrstu"]
 
@@ -22,8 +22,8 @@ def test_every_byte_is_a_token():
     text = bytes(range(256))
     tokens = encode(text)
     np.testing.assert_array_equal(tokens, [BOS, *range(256), EOS])
-    assert decode(tokens) == text
-    assert max(BOS, EOS, PADDING) < VOCABULARY_SIZE
+    assert BYTES.decode(tokens) == text
+    assert max(BOS, EOS, PADDING) < BYTES.vocabulary_size
     np.testing.assert_array_equal(encode(b""), [BOS, EOS])
 
 
@@ -113,11 +113,11 @@ def test_training_rows_leave_held_out_text_alone(tmp_path):
     )
     rows = training_rows(config)
     assert rows.tokens == 3 * 42
-    seen = set(decode(rows.batch(np.arange(len(rows))).tokens))
+    seen = set(BYTES.decode(rows.batch(np.arange(len(rows))).tokens))
     (held_out,) = held_out_documents(config)
     assert len(seen) == 3
-    assert seen | set(decode(held_out)) == set(b"ABCD")
-    assert seen.isdisjoint(decode(held_out))
+    assert seen | set(BYTES.decode(held_out)) == set(b"ABCD")
+    assert seen.isdisjoint(BYTES.decode(held_out))
 
 
 def test_a_batch_may_be_one_row():

@@ -3,10 +3,11 @@
 import hashlib
 
 import pytest
+from documents import split
 
 from train.config import differences, dump, parse, parse_text
 from train.data.pipeline import training_rows
-from train.data.sources import documents
+from train.data.sources import all_documents
 
 
 @pytest.mark.parametrize(
@@ -61,14 +62,15 @@ def test_a_mixture_survives_the_config_file(folder):
 @pytest.mark.parametrize("share", [1e-9, 0.3, 0.999999])
 def test_every_part_is_trained_on_and_some_are_held_out(folder, share):
     config = parse(mixture(folder, "lone", "a", "b", held_out=share)).data
-    train, held_out = ([text.split()[0] for _, text in documents(config, split)] for split in ("train", "held_out"))
+    texts = split(config)
+    train, held_out = ([text.split()[0] for text in side] for side in texts)
     assert set(train) == {b"lone", b"a", b"b"}
     assert len(train) + len(held_out) == 12
     assert held_out.count(b"lone") == 0
     if share < 1e-3:
-        (document,) = documents(config, "held_out")
         names = [f"{number}.txt" for number in range(8)]  # those of b are the first three of a
-        assert document.name == min(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+        lowest = min(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+        assert f"{texts[1][0].split()[1].decode()}.txt" == lowest
     if share > 0.99:
         assert len(train) == 3
 
@@ -76,8 +78,7 @@ def test_every_part_is_trained_on_and_some_are_held_out(folder, share):
 def test_a_split_does_not_depend_on_the_other_parts(folder):
     alone = parse(mixture(folder, "a", held_out=0.4)).data
     mixed = parse(mixture(folder, "a", "b", held_out=0.4)).data
-    names = [document for document in documents(mixed, "held_out") if document.text.startswith(b"a")]
-    assert names == documents(alone, "held_out")
+    assert [text for text in split(mixed)[1] if text.startswith(b"a")] == split(alone)[1]
 
 
 def test_parts_with_nothing_to_hold_out_or_in_common(folder):
@@ -96,4 +97,4 @@ def test_text_keys_of_parts_differ(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"y": "two"}')
     parts = [{"paths": f"{tmp_path}/{name}.jsonl", "text_key": key} for name, key in (("a", "x"), ("b", "y"))]
     config = parse({"data": {"source": "files", "mixture": parts, "held_out": 0.0}}).data
-    assert [text for _, text in documents(config, "train")] == [b"one", b"two"]
+    assert [text for _, text in all_documents(config)] == [b"one", b"two"]

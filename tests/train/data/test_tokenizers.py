@@ -55,8 +55,8 @@ def test_bytes_are_the_default():
     assert (tokenizer.vocabulary_size, tokenizer.bos, tokenizer.eos, tokenizer.mask, tokenizer.padding) == (
         260, 256, 257, 258, 259,
     )  # fmt: skip
-    np.testing.assert_array_equal(tokenizer.encode(b"a"), [256, 97, 257])
-    assert tokenizer.decode(tokenizer.encode("日本".encode())) == "日本".encode()
+    np.testing.assert_array_equal(tokenizer.encode_all([b"a"])[0], [256, 97, 257])
+    assert tokenizer.decode(tokenizer.encode_all(["日本".encode()])[0]) == "日本".encode()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -67,8 +67,8 @@ def test_hugging_face_ids_are_those_of_the_library(tmp_path, text):
     assert (tokenizer.bos, tokenizer.eos, tokenizer.padding, tokenizer.mask) == (0, 1, 2, 3)
     assert tokenizer.vocabulary_size == library.get_vocab_size()
     ids = library.encode(text).ids
-    np.testing.assert_array_equal(tokenizer.encode(text.encode()), [0, *ids, 1])
-    assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()
+    np.testing.assert_array_equal(tokenizer.encode_all([text.encode()])[0], [0, *ids, 1])
+    assert tokenizer.decode(tokenizer.encode_all([text.encode()])[0]) == text.encode()
 
 
 @pytest.mark.parity
@@ -78,7 +78,7 @@ def test_hugging_face_ids_are_those_of_transformers(tmp_path, text):
     hugging_face(SPECIAL).save(str(tmp_path / "tokenizer.json"))
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     ids = reference(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    np.testing.assert_array_equal(load(tmp_path / "tokenizer.json").encode(text.encode())[1:-1], ids)
+    np.testing.assert_array_equal(load(tmp_path / "tokenizer.json").encode_all([text.encode()])[0][1:-1], ids)
 
 
 def test_a_text_cannot_spell_a_special_token(tmp_path, sentencepiece):
@@ -86,7 +86,7 @@ def test_a_text_cannot_spell_a_special_token(tmp_path, sentencepiece):
     (tmp_path / "a.model").write_bytes(sentencepiece(pad_id=3))
     for name in ("tokenizer.json", "a.model"):
         tokenizer = load(tmp_path / name)
-        tokens = tokenizer.encode(b"a <s> b</s> <pad>")
+        tokens = tokenizer.encode_all([b"a <s> b</s> <pad>"])[0]
         assert {tokenizer.bos, tokenizer.eos, tokenizer.padding}.isdisjoint(tokens[1:-1].tolist())
         assert tokenizer.decode(tokens) == b"a <s> b</s> <pad>"
 
@@ -108,7 +108,7 @@ def test_a_prompt_begins_as_a_document_does(tmp_path, sentencepiece):
     (tmp_path / "a.model").write_bytes(sentencepiece(pad_id=3))
     for name in (tmp_path / "tokenizer.json", tmp_path / "a.model", "bytes"):
         tokenizer = load(name)
-        np.testing.assert_array_equal(tokenizer.prompt(b"the cat"), tokenizer.encode(b"the cat")[:-1])
+        np.testing.assert_array_equal(tokenizer.prompt(b"the cat"), tokenizer.encode_all([b"the cat"])[0][:-1])
 
 
 def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
@@ -139,9 +139,10 @@ def test_special_tokens_that_a_file_lacks_are_behind_its_vocabulary(tmp_path, se
         first = size or tokenizer.bos
         found = (tokenizer.bos, tokenizer.eos, tokenizer.mask, tokenizer.padding, tokenizer.vocabulary_size)
         assert found == tuple(range(first, first + 5))
-        assert tokenizer.encode(b"cat").max() == tokenizer.eos
+        (tokens,) = tokenizer.encode_all([b"cat"])
+        assert tokens.max() == tokenizer.eos
         assert tokenizer.decode(np.array([tokenizer.vocabulary_size + 3])) == b""  # of a model that rounds it up
-        assert tokenizer.decode(np.array([*tokenizer.encode(b"cat"), tokenizer.mask, tokenizer.padding])) == b"cat"
+        assert tokenizer.decode(np.array([*tokens, tokenizer.mask, tokenizer.padding])) == b"cat"
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -153,14 +154,14 @@ def test_sentencepiece_ids_are_those_of_the_library(tmp_path, sentencepiece, tex
     assert (tokenizer.bos, tokenizer.eos, tokenizer.padding) == (library.bos_id(), library.eos_id(), 3)
     assert tokenizer.mask == library.piece_to_id("<mask>") != library.unk_id()
     assert tokenizer.vocabulary_size == library.vocab_size()
-    np.testing.assert_array_equal(tokenizer.encode(text.encode())[1:-1], library.encode(text))
-    assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()
+    np.testing.assert_array_equal(tokenizer.encode_all([text.encode()])[0][1:-1], library.encode(text))
+    assert tokenizer.decode(tokenizer.encode_all([text.encode()])[0]) == text.encode()
 
 
 def test_bytes_that_are_no_text_are_replaced(tmp_path):
     hugging_face(SPECIAL).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load(tmp_path / "tokenizer.json")
-    assert tokenizer.decode(tokenizer.encode(b"a\xffb")) == "a�b".encode()
+    assert tokenizer.decode(tokenizer.encode_all([b"a\xffb"])[0]) == "a�b".encode()
 
 
 def test_ids_take_two_bytes_while_they_fit(tmp_path):
@@ -172,7 +173,7 @@ def test_ids_take_two_bytes_while_they_fit(tmp_path):
     large = tokenizers.Tokenizer(model)
     large.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     large.save(str(tmp_path / "tokenizer.json"))
-    tokens = load(tmp_path / "tokenizer.json").encode(b"w69999 w5")
+    tokens = load(tmp_path / "tokenizer.json").encode_all([b"w69999 w5"])[0]
     assert tokens.dtype == np.uint32
     np.testing.assert_array_equal(tokens, [70000, 69999, 5, 70001])
 
@@ -246,7 +247,7 @@ def test_a_released_tokenizer_begins_texts_as_in_transformers(tmp_path, first):
     ids = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)("the cat")["input_ids"]
     own = load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json"), special_tokens="own"))
     # What another token begins by is not BOS, which is all that a model's texts may be begun by here.
-    np.testing.assert_array_equal(own.encode(b"the cat"), [*(ids[1:] if first == "</s>" else ids), 1])
+    np.testing.assert_array_equal(own.encode_all([b"the cat"])[0], [*(ids[1:] if first == "</s>" else ids), 1])
     added = load(tmp_path / "tokenizer.json")
-    np.testing.assert_array_equal(added.encode(b"the cat"), [0, *own.tokens(b"the cat"), 1])
+    np.testing.assert_array_equal(added.encode_all([b"the cat"])[0], [0, *own.tokens(b"the cat"), 1])
     assert (own.identity == added.identity) == (first == "<s>")

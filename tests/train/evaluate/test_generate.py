@@ -6,13 +6,14 @@ import json
 import jax
 import numpy as np
 import pytest
+from documents import EOS, encode
 from flax import nnx
 
 from posjax import rotary
 from train import cli
 from train.checkpoint.restore import restore_model
 from train.config import load
-from train.data.tokenizer import EOS, HuggingFaceTokenizer, encode
+from train.data.tokenizer import HuggingFaceTokenizer
 from train.evaluate.generate import Draws, _written, choose, tokens_after
 from train.evaluate.saved import held_out_tokens
 from train.evaluate.search import _fitness, check_searchable

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+from posjax.nn.huggingface.load import named_parameters
 from train.checkpoint.directory import check_run
 from train.checkpoint.restore import config_of, restore_model
 from train.config import load
@@ -17,7 +18,6 @@ from train.evaluate.mesh import mesh_for
 from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, read_rows, shortest_stage
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
-from train.model.state import named_leaves
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 
@@ -149,7 +149,7 @@ def test_parameters_are_split_as_they_are_restored(run):
     where = mesh_for(run, rows=2)
     assert where.shape["fsdp"] * where.shape["context"] == 8
     model, whole = restore_model(run.directory, mesh=where)[1], restore_model(run.directory)[1]
-    for name, leaf in named_leaves(nnx.to_pure_dict(nnx.state(model))):
+    for name, leaf in named_parameters(nnx.to_pure_dict(nnx.state(model))):
         share = 1 if "learned" in name else 8
         assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // share}, name
     chex.assert_trees_all_equal(*(jax.device_get(nnx.to_pure_dict(nnx.state(m))) for m in (model, whole)))

@@ -15,7 +15,7 @@ from programs import shared_programs
 
 from train.checkpoint.restore import restore_model
 from train.config import MeshConfig, dump, parse, to_dict
-from train.data.sources import documents
+from train.data.sources import all_documents
 from train.loop import fit as loop
 from train.loop.fit import fit, read_result
 
@@ -266,7 +266,7 @@ def test_changed_text_is_refused(config, text, tmp_path, monkeypatch):
             fit(config, directory)
     extra = text / "later.txt"
     extra.write_text("a text that was not there before")
-    assert "later.txt" in [name for name, _ in documents(config.data, "train")]
+    assert "later.txt" in [name for name, _ in all_documents(config.data)]
     try:
         with pytest.raises(ValueError, match=r"was trained on other text: the corpus has changed since"):
             fit(config, directory)

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
+from documents import encode, pack
 
 from train.config import parse
-from train.data.packing import pack
-from train.data.tokenizer import encode
 from train.loop import step
 from train.loop.step import build_program
 from train.model.build import placement

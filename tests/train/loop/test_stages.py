@@ -13,6 +13,7 @@ from killed import killed
 from programs import shared_programs
 
 from posjax.coca import Coca
+from posjax.nn.huggingface.load import named_parameters
 from posjax.rotary import YaRN
 from train.checkpoint.restore import restore_model
 from train.config import MeshConfig, parse, to_dict
@@ -21,7 +22,6 @@ from train.loop.fit import _Evaluation, fit
 from train.model.build import build_model
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
-from train.model.state import named_leaves
 
 CURRICULUM = [
     {"name": "short"},
@@ -136,7 +136,7 @@ def test_the_last_stage_is_what_is_restored(straight):
 
 
 def weights(directory, stage):
-    return dict(named_leaves(nnx.to_pure_dict(nnx.state(restore_model(directory, stage)[1]))))
+    return dict(named_parameters(nnx.to_pure_dict(nnx.state(restore_model(directory, stage)[1]))))
 
 
 def test_the_middle_step_of_a_conversion_moves_attentions_projections(straight):
@@ -166,7 +166,8 @@ def test_rope_becomes_coca_by_the_mean_of_each_plane(variant):
     old = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(leaf.dtype), shapes)
     new = convert(before, after, old)
     chex.assert_trees_all_equal_shapes_and_dtypes(new, wanted)
-    changed = [name for (name, a), (_, b) in zip(named_leaves(old), named_leaves(new), strict=True) if a is not b]
+    pairs = zip(named_parameters(old), named_parameters(new), strict=True)
+    changed = [name for (name, a), (_, b) in pairs if a is not b]
     narrowed = ["k", "q"] if variant == "tied" else ["k"]
     assert changed == [f"stacks/0/0/attention/{name}" for name in narrowed]
     k, t = (np.asarray(tree["stacks"][0][0]["attention"]["k"]) for tree in (old, new))

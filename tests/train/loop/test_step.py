@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from documents import EOS, MASK, encode, pack
 from jax.sharding import PartitionSpec
 
 from posjax.layout import Layout
 from train.config import DataConfig, TrainConfig, parse
-from train.data.packing import Batch, pack
-from train.data.tokenizer import EOS, MASK, PADDING, encode, load_tokenizer
+from train.data.packing import Batch
+from train.data.tokenizer import PADDING, load_tokenizer
 from train.loop.optimizer import learning_rate, make_optimizer
 from train.loop.step import build_program, draw_positions, mask_tokens
 from train.model.mesh import make_mesh

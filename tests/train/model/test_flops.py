@@ -1,6 +1,7 @@
 """FLOPs of an update: against masks written out pair by pair, the parameter tree, and closed forms."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import numpy as np
@@ -26,7 +27,16 @@ from posjax.remap import LMInfinite
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme
 from train.config import Config, ModelConfig, SchemeConfig, TrainConfig
-from train.model.flops import maxtext_flops, pairs, prefix_pairs, product_parameters, update_flops
+from train.model.build import decoder_config
+from train.model.flops import (
+    _documents,
+    _pairs,
+    decoder_flops,
+    maxtext_flops,
+    prefix_pairs,
+    product_parameters,
+    update_flops,
+)
 
 DISTANCES = {
     "window": Window(5),
@@ -97,21 +107,21 @@ def packed(mask, ids):
 @pytest.mark.parametrize("name", ["window", "lambda", "longformer", "prefix"])
 def test_packed_documents(name):
     ids = segments(3, 48, seed=7)
-    found = pairs(Scheme(mask=DISTANCES[name]), 48, ids)
-    assert found == [packed(Causal() & DISTANCES[name], ids)]
+    found = _pairs(Scheme(mask=DISTANCES[name]), True, 48, _documents(ids))
+    assert found == packed(Causal() & DISTANCES[name], ids)
 
 
 def test_layers_and_heads_of_their_own():
     remap = LMInfinite(6, 2)
     layers = Layers((((Scheme(mask=Window(5)), Scheme()), 2), ((Scheme(features=Rotary(), remap=remap),), 1)))
     window, full = dense(Causal() & Window(5), 20).sum(), 20 * 21 // 2
-    assert pairs(layers, 20) == [window, full, window, full, dense(Causal() & remap.mask(), 20).sum()]
-    two = pairs(Scheme(mask=Dilated(3, (1, 4))), 20)
-    assert two == [sum(dense(Causal() & Dilated(3, d), 20).sum() for d in (1, 4)) / 2]
+    found = decoder_flops(DecoderConfig(260, 5, 24, 4, scheme=layers), np.zeros((1, 20), np.int32))
+    assert found.attention == 6 * 4 * 12 * (2 * window + 2 * full + dense(Causal() & remap.mask(), 20).sum())
+    two = _pairs(Scheme(mask=Dilated(3, (1, 4))), True, 20, Counter([20]))
+    assert two == sum(dense(Causal() & Dilated(3, d), 20).sum() for d in (1, 4)) / 2
 
 
 def test_linear_attention_has_a_state_in_place_of_pairs():
-    assert pairs(preset("linear-elu"), 20, num_layers=2) == [0, 0]
     linear = dataclasses.replace(LLAMA, scheme=SchemeConfig("linear-elu"))
     assert update_flops(linear).attention == 2 * 12 * 4 * 16 * 16 * 128
 
@@ -164,7 +174,7 @@ def test_an_update_by_hand():
 
 def test_padding_and_other_documents_cost_nothing():
     ids = segments(4, 32, seed=3)
-    found, whole = update_flops(LLAMA, ids), update_flops(LLAMA)
+    found, whole = decoder_flops(decoder_config(LLAMA), ids), update_flops(LLAMA)
     assert found.parameters == whole.parameters * (ids >= 0).sum() / ids.size
     assert found.attention == whole.attention * packed(Causal(), ids) / (4 * 32 * 33 / 2)
 

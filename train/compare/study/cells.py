@@ -15,7 +15,6 @@ from posjax.nn.huggingface.load import is_gguf
 from train.checkpoint.directory import RESULTS
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig, migrated
 from train.config.settings.checks import check, unknown
-from train.data.sources import Document, documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
@@ -154,11 +153,6 @@ def _why_not_searched(config: Config) -> str:
     except ValueError as error:
         return str(error)
     return "no factors of LongRoPE were found for this model"
-
-
-def all_documents(config: Config) -> list[Document]:
-    """Every document; a study trains nothing, so none is held out."""
-    return documents(dataclasses.replace(config.data, held_out=0.0), "train")
 
 
 def scored(config: Config) -> int:

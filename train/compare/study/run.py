@@ -19,7 +19,6 @@ from train.compare.study import report
 from train.compare.study.cells import (
     Cell,
     StudyText,
-    all_documents,
     append_row,
     cells_of,
     check_entries,
@@ -34,6 +33,7 @@ from train.compare.study.measure import measure
 from train.compare.study.search import Search, search_of, with_factors
 from train.config import Config, SchemeConfig, dump
 from train.config.settings.checks import check
+from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
@@ -202,7 +202,7 @@ def read_texts(config: Config) -> list[StudyText]:
     least = min(config.evaluate.lengths)
     check(least >= scored(config), f"evaluate.lengths: {least} is below compare.scored, {scored(config)} tokens")
     # A token has at least one byte, so shorter documents need not be tokenised.
-    long = [document for document in all_documents(config) if len(document.text) > span]
+    long = [document for document in all_documents(config.data) if len(document.text) > span]
     long.sort(key=lambda document: -len(document.text))
     texts = []
     for document in long:

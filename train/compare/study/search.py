@@ -11,9 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from posjax.rotary import LongRoPE
-from train.compare.study.cells import all_documents, scored
+from train.compare.study.cells import scored
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
+from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import on
 from train.evaluate.search import Effort, check_searchable, options_of, search_factors
@@ -126,7 +127,7 @@ def search_text(config: Config) -> np.ndarray:
     length = config.compare.search.length or 2 * own
     check(length > own, f"compare.search.length must exceed the model's own, {own}, found {length}")
     span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
-    longest = max(all_documents(config), key=lambda document: len(document.text))
+    longest = max(all_documents(config.data), key=lambda document: len(document.text))
     tokens = [*tokenizer.opening, *tokenizer.tokens(longest.text)]
     check(
         len(tokens) > span + length + 1,

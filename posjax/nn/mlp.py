@@ -1,4 +1,4 @@
-"""A mixture of experts: several MLPs, of which a router chooses a few for every token. No token is dropped."""
+"""The hidden layer of a block: one MLP, or a mixture of experts."""
 
 import math
 from functools import partial
@@ -10,12 +10,49 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from posjax.nn.config import DecoderConfig
-from posjax.nn.parts import bias_parameter, on_any_mesh, parameter
+from posjax.nn.parts import bias_parameter, on_any_mesh, parameter, plus
 from posjax.nn.specs import ACTIVATIONS
 
 
-class ExpertsMLP(nnx.Module):
-    """``sum over the chosen e of w_e mlp_e(x)``, with ``w`` the softmax of the chosen logits (gpt-oss, Mixtral).
+class MLP(nnx.Module):
+    """The hidden layer of a block: ``config.activation`` is one of ``specs.ACTIVATIONS``.
+
+    Args:
+        config: the decoder's shape.
+        rngs: random streams.
+        experts: how many MLPs there are, as the leading axis of every parameter; without one it is a single MLP.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, experts: tuple[int, ...] = ()):
+        self.config = config
+        width, hidden, lead = config.model_dim, config.mlp_dim, ("experts",) * len(experts)
+        gated, biased = config.gated, "mlp" in config.biases
+        into = partial(parameter, shape=(*experts, width, hidden), axes=(*lead, "embed", "mlp"), stddev=width**-0.5)
+        self.up = into(rngs.params())
+        self.gate = into(rngs.params()) if gated else None
+        stddev = (hidden * 2 * config.num_layers) ** -0.5
+        self.down = parameter(rngs.params(), (*experts, hidden, width), (*lead, "mlp", "embed"), stddev)
+        self.up_bias = bias_parameter((*experts, hidden), (*lead, "mlp")) if biased else None
+        self.gate_bias = bias_parameter((*experts, hidden), (*lead, "mlp")) if biased and gated else None
+        self.down_bias = bias_parameter((*experts, width), (*lead, "embed")) if biased else None
+
+    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        return on_any_mesh(type(self)._mixed, self, x)
+
+    def _mixed(self, x):
+        up = _product(x, self.up, self.up_bias)
+        gate = () if self.gate is None else (_product(x, self.gate, self.gate_bias),)
+        return _product(ACTIVATIONS[self.config.activation].hidden(*gate, up), self.down, self.down_bias)
+
+
+def _product(x, matrix: nnx.Param, bias: nnx.Param | None):
+    return plus(x @ matrix[...].astype(x.dtype), bias)
+
+
+class ExpertsMLP(MLP):
+    """A mixture of experts: several MLPs, of which a router chooses a few for every token. No token is dropped.
+
+    It is ``sum over the chosen e of w_e mlp_e(x)``, with ``w`` the softmax of the chosen logits (gpt-oss, Mixtral).
 
     The router's logits are ``router x + bias``, float32; the ``per_token`` largest are chosen. Tokens are sorted by
     their experts, so that every expert multiplies only its own tokens (``jax.lax.ragged_dot``): the cost is always that
@@ -27,22 +64,10 @@ class ExpertsMLP(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        width, hidden, count = config.model_dim, config.mlp_dim, config.experts.count
-        gated, biased = config.gated, "mlp" in config.biases
-        into = partial(parameter, shape=(count, width, hidden), axes=("experts", "embed", "mlp"), stddev=width**-0.5)
+        width, count = config.model_dim, config.experts.count
         self.router = parameter(rngs.params(), (width, count), ("embed", "experts"), width**-0.5)
-        self.up = into(rngs.params())
-        self.gate = into(rngs.params()) if gated else None
-        stddev = (hidden * 2 * config.num_layers) ** -0.5
-        self.down = parameter(rngs.params(), (count, hidden, width), ("experts", "mlp", "embed"), stddev)
-        self.router_bias = bias_parameter((count,), ("experts",)) if biased else None
-        self.up_bias = bias_parameter((count, hidden), ("experts", "mlp")) if biased else None
-        self.gate_bias = bias_parameter((count, hidden), ("experts", "mlp")) if biased and gated else None
-        self.down_bias = bias_parameter((count, width), ("experts", "embed")) if biased else None
-
-    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        return on_any_mesh(ExpertsMLP._mixed, self, x)
+        self.router_bias = bias_parameter((count,), ("experts",)) if "mlp" in config.biases else None
+        super().__init__(config, rngs=rngs, experts=(count,))
 
     def _mixed(self, x):
         """Every device computes its own tokens; if the hidden units are split, the parts are summed."""
@@ -65,11 +90,8 @@ class ExpertsMLP(nnx.Module):
 
     def _fits(self, x, mesh) -> bool:
         """Whether batch, tokens and hidden units can be split evenly over the devices."""
-        placement = self.config.placement
-        rows = math.prod(mesh.shape[axis] for axis in placement.batch)
-        tokens = 1 if placement.context is None else mesh.shape[placement.context]
-        names = (placement.heads,) if isinstance(placement.heads, str) else placement.heads or ()
-        hidden = math.prod(mesh.shape[axis] for axis in names)
+        split = self.config.placement.split_axes
+        rows, tokens, hidden = (math.prod(mesh.shape[axis] for axis in axes) for axes in split)
         return x.shape[0] % rows == 0 and x.shape[1] % tokens == 0 and self.config.mlp_dim % hidden == 0
 
     def _of_tokens(self, x, split):
