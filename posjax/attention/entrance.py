@@ -40,22 +40,7 @@ def attention(
 
 @overload
 def attention(
-    q: Float[Array, "batch queries heads size"],
-    k: Float[Array, "batch keys kv_heads size"],
-    v: Float[Array, "batch keys kv_heads value_size"],
-    *,
-    bias=None,
-    mask: Mask | Bool[Array, "..."] | None = None,
-    scale: float | Float[Array, "..."] | None = None,
-    sinks: Float[Array, "heads"] | None = None,
-    softcap: float | Float[Array, ""] | None = None,
-    remap: Branch | Sequence[Branch] = (),
-    decay: Float[Array, "size"] | None = None,
-    q_positions: Positions | None = None,
-    kv_positions: Positions | None = None,
-    implementation: str | None = None,
-    partition: Partition | None = None,
-    return_residuals: Literal[True],
+    q: Array, k: Array, v: Array, *, return_residuals: Literal[True], **options
 ) -> tuple[Float[Array, "batch queries heads value_size"], Float[Array, "batch queries heads"]]: ...
 
 
