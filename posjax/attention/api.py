@@ -1,6 +1,5 @@
 """Local attention, for the batch rows and heads of one device: checks, bound biases, the choice of a backend, sinks."""
 
-import functools
 import logging
 import warnings
 
@@ -218,7 +217,8 @@ def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
     """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``."""
     why = {"tpu": _tpu_refusal(x), "cuda": _cudnn_refusal(x, with_lse)}
     for platform, reason in why.items():
-        _say(f"attention on {platform}: " + ("its own kernel" if reason is None else f"'blockwise', because {reason}"))
+        choice = "its own kernel" if reason is None else f"'blockwise', because {reason}"
+        _log.debug("attention on %s: %s", platform, choice)
     _warn_of_mesh(x, why["tpu"])
     kernels = () if why["tpu"] else (("tpu", TPU()),)
 
@@ -277,16 +277,6 @@ def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
         return why
     # The GPU is checked first, so that cuDNN is not traced on a host without one.
     return cudnn.unsupported(x) if cudnn.has_gpu() else "this host has no GPU that it runs on"
-
-
-def _say(choice: str) -> None:
-    if _log.isEnabledFor(logging.DEBUG):
-        _say_once(choice)
-
-
-@functools.cache
-def _say_once(choice: str) -> None:
-    _log.debug(choice)
 
 
 def _with_sinks(out, lse, sinks):
