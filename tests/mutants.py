@@ -104,11 +104,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "of -1: NumPy fills in any negative size",
     (
         "posjax/attention/tpu/terms.py",
-        "hidden = self.mask is not None and masked",
-        "(self.mask is not None or masked)",
-    ): "to mask a tile that is whole changes no number, and without a mask no tile is masked",
-    (
-        "posjax/attention/tpu/terms.py",
         "vector = jnp.zeros_like(sums, shape=(sums.shape[0], size))",
         "(jnp.ones_like(sums, shape=(sums.shape[0], size)))",
     ): "a linear function has one transpose, wherever it is taken",

@@ -1,34 +1,31 @@
 """Local attention, for the batch rows and heads of one device: checks, bound biases, the choice of a backend, sinks."""
 
-import functools
 import logging
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from posjax._checks import check, check_array, check_choice, check_heads, shown
 from posjax._lowered import PLATFORMS, mesh_of_types, split_by_compiler
 from posjax._numbers import is_number
 from posjax._shapes import grouped, ungrouped
-from posjax._slots import OverPairs
 from posjax.attention import cudnn
 from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
 from posjax.attention.blockwise import TILE_ELEMENTS
-from posjax.attention.checks import check_ahead, check_masks, check_sinks, checked_positions, rates
+from posjax.attention.checks import check_masks, rates
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.operands import Operands, RemappedPair, checked_softcap, statistics_dtype, vary_alike
 from posjax.attention.operation import Backends, attend, attend_here
 from posjax.attention.own import checked, heads_of
-from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
+from posjax.attention.padding import without_padded_gates, without_padding
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
-from posjax.masks import Mask, as_mask
+from posjax.masks import Mask
 from posjax.positions import Positions
-from posjax.remap import Branch, branches
+from posjax.remap import Branch
 
 BACKENDS = {"dense": DENSE, "blockwise": BLOCKWISE}
 """Backends that support every call and run on every platform."""
@@ -43,48 +40,18 @@ _LONGEST_DENSE = 512 * 512
 _log = logging.getLogger("posjax")
 
 
-def local_attention(
-    q,
-    k,
-    v,
-    *,
-    sinks: Float[Array, "heads"] | None = None,
-    implementation: str | None = None,
-    return_residuals: bool = False,
-    **options,
-) -> Array | tuple[Array, Array]:
-    """``posjax.attention`` on one device, or split by the compiler, with all its arguments except ``partition``."""
-    x, scale = prepared(q, k, v, **options)
-    check_sinks(sinks, q.shape[2])
-    check_ahead(x.bias, x.mask, x.q_positions, x.kv_positions)
-    out, lse = run(implementation, x, scale, with_lse=return_residuals or sinks is not None)
-    return finished(out, lse, sinks, return_residuals)
+def operands(
+    q, k, v, *, bias: Bias | None, mask: Mask | None, remap: tuple[Branch, ...], decay, softcap, positions: tuple
+) -> Operands:
+    """The checked operands of ``attention``, whose queries are not scaled yet.
 
-
-def prepared(
-    q,
-    k,
-    v,
-    *,
-    bias,
-    mask,
-    scale,
-    softcap,
-    remap,
-    decay,
-    q_positions: Positions | None,
-    kv_positions: Positions | None,
-) -> tuple:
-    """The checked arguments of ``attention``: operands, whose queries are not scaled yet, and the scale."""
-    check_shapes(q, k, v)
-    heads, kv_heads = q.shape[2], k.shape[2]
-    mask = None if mask is None else as_mask(mask)
-    bias = bound(bias, heads)
+    Shapes and ``positions``, those of queries and keys, have been checked already, and the bias is bound.
+    """
     if bias is not None:
         bias.check(q.shape[0], q.shape[1], k.shape[1])
-    remap = branches(remap)
     _check_remap(remap, decay, q, k)
     check_masks(q, k, mask, *(branch.where for branch in remap))
+    kv_heads = k.shape[2]
     q, k, v = without_padding(mask, q, k, v)
     remap = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in remap)
     x = Operands(
@@ -93,13 +60,13 @@ def prepared(
         v=jnp.moveaxis(v, 1, 2),
         bias=without_padded_gates(mask, bias),
         mask=mask,
-        q_positions=checked_positions("q_positions", q_positions, q),
-        kv_positions=checked_positions("kv_positions", kv_positions, k),
+        q_positions=positions[0],
+        kv_positions=positions[1],
         remap=tuple(RemappedPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in remap),
         decay=rates(decay, statistics_dtype(q)),
         softcap=checked_softcap(softcap, q),
     )
-    return checked(x), _grouped_scale(without_padded_scale(mask, scale, q), q, kv_heads)
+    return checked(x)
 
 
 def finished(out, lse, sinks, return_residuals: bool):
@@ -151,11 +118,9 @@ def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) ->
     )
 
 
-def reads_positions(bias, mask: Mask | None, remap, decay) -> bool:
-    """Whether a call depends on positions; a bias that is not bound yet is assumed to depend on them."""
-    arrays = jax.Array | np.ndarray
-    slots = [slot for slot in (bias, mask) if slot is not None and not isinstance(slot, arrays)]
-    read = any(not isinstance(slot, OverPairs) or slot.reads_positions for slot in slots)
+def reads_positions(bias: Bias | None, mask: Mask | None, remap, decay) -> bool:
+    """Whether a call depends on positions."""
+    read = any(slot.reads_positions for slot in (bias, mask) if slot is not None)
     return read or bool(remap) or decay is not None
 
 
@@ -164,7 +129,7 @@ def needs_ranges(x: Operands) -> bool:
     return x.decay is not None or entry.needs_ranges(x)
 
 
-def _grouped_scale(scale, q, kv_heads: int):
+def grouped_scale(scale, q, kv_heads: int):
     """A number, or factors that broadcast against grouped queries."""
     if scale is None or is_number(scale):
         return q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -252,7 +217,8 @@ def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
     """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``."""
     why = {"tpu": _tpu_refusal(x), "cuda": _cudnn_refusal(x, with_lse)}
     for platform, reason in why.items():
-        _say(f"attention on {platform}: " + ("its own kernel" if reason is None else f"'blockwise', because {reason}"))
+        choice = "its own kernel" if reason is None else f"'blockwise', because {reason}"
+        _log.debug("attention on %s: %s", platform, choice)
     _warn_of_mesh(x, why["tpu"])
     kernels = () if why["tpu"] else (("tpu", TPU()),)
 
@@ -311,16 +277,6 @@ def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
         return why
     # The GPU is checked first, so that cuDNN is not traced on a host without one.
     return cudnn.unsupported(x) if cudnn.has_gpu() else "this host has no GPU that it runs on"
-
-
-def _say(choice: str) -> None:
-    if _log.isEnabledFor(logging.DEBUG):
-        _say_once(choice)
-
-
-@functools.cache
-def _say_once(choice: str) -> None:
-    _log.debug(choice)
 
 
 def _with_sinks(out, lse, sinks):

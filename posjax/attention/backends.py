@@ -126,13 +126,8 @@ def scaled(x: Operands, scale) -> Operands:
 
 
 def _scaled_in_base_2(x: Operands, scale) -> Operands:
-    """The queries times ``scale log2 e``, rounded once: rounding the factor first would change the temperature."""
-
-    def times(q):
-        dtype = statistics_dtype(q)
-        return (q.astype(dtype) * (jnp.asarray(scale, dtype) * entry.LOG2E)).astype(q.dtype)
-
-    return _with_queries(x, times)
+    """The queries times ``scale log2 e``; the factor must not be rounded to less than float32."""
+    return scaled(x, scale * entry.LOG2E)
 
 
 def _with_queries(x: Operands, function: Callable) -> Operands:

@@ -91,45 +91,18 @@ class Cache:
         )
 
 
-def empty(
-    batch: int,
-    capacity: int,
-    *,
-    kv_heads: int,
-    size: int,
-    value_size: int,
-    gates: int = 0,
-    kept_keys: tuple[int, int] | None = None,
-    chunk: int = 1,
-    dtype=jnp.float32,
-) -> Cache:
-    """A cache without tokens.
+def ring(kept_keys: tuple[int, int] | None, capacity: int, chunk: int) -> tuple[int | None, int]:
+    """``Cache.first`` and the number of slots, for rows of up to ``capacity`` tokens.
 
     Args:
-        batch: batch rows.
-        capacity: the most tokens of a row.
-        kv_heads: heads of keys and values.
-        size: width of a stored key.
-        value_size: width of a value.
-        gates: query heads that have gates, 0 for none.
         kept_keys: ``(first, recent)``: the only tokens that a query can see; None if it can see all. Then a ring of
             ``recent + chunk - 1`` slots follows the ``first``, enough for the first query of a chunk.
+        capacity: the most tokens of a row.
         chunk: the most tokens that are written at once.
-        dtype: of keys and values.
     """
-    first, slots = None, capacity
-    if kept_keys is not None:
-        # A mask that shows only the first tokens still needs a ring for the tokens that are being written.
-        needed = kept_keys[0] + max(kept_keys[1], 1) + chunk - 1
-        if needed < capacity:
-            first, slots = kept_keys[0], needed
-    return Cache(
-        jnp.zeros((batch, slots, kv_heads, size), dtype),
-        jnp.zeros((batch, slots, kv_heads, value_size), dtype),
-        jnp.zeros((batch, slots), jnp.int32),
-        jnp.full((batch, slots), -1, jnp.int32),
-        jnp.zeros((batch, gates, slots), jnp.float32) if gates else None,
-        jnp.zeros((batch, gates), jnp.float32) if gates else None,
-        first,
-        chunk,
-    )
+    if kept_keys is None:
+        return None, capacity
+    first, recent = kept_keys
+    # A mask that shows only the first tokens still needs a ring for the tokens that are being written.
+    slots = first + max(recent, 1) + chunk - 1
+    return (first, slots) if slots < capacity else (None, capacity)

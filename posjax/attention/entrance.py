@@ -6,10 +6,11 @@ from typing import Literal, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from posjax.attention.api import bound, check_aligned, check_shapes, local_attention, reads_positions
+from posjax.attention.api import bound, check_shapes
 from posjax.attention.checks import check_masks, check_scale, check_sinks
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
+from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.split import Partition, Split, split_of
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
@@ -39,22 +40,7 @@ def attention(
 
 @overload
 def attention(
-    q: Float[Array, "batch queries heads size"],
-    k: Float[Array, "batch keys kv_heads size"],
-    v: Float[Array, "batch keys kv_heads value_size"],
-    *,
-    bias=None,
-    mask: Mask | Bool[Array, "..."] | None = None,
-    scale: float | Float[Array, "..."] | None = None,
-    sinks: Float[Array, "heads"] | None = None,
-    softcap: float | Float[Array, ""] | None = None,
-    remap: Branch | Sequence[Branch] = (),
-    decay: Float[Array, "size"] | None = None,
-    q_positions: Positions | None = None,
-    kv_positions: Positions | None = None,
-    implementation: str | None = None,
-    partition: Partition | None = None,
-    return_residuals: Literal[True],
+    q: Array, k: Array, v: Array, *, return_residuals: Literal[True], **options
 ) -> tuple[Float[Array, "batch queries heads value_size"], Float[Array, "batch queries heads"]]: ...
 
 
@@ -136,21 +122,22 @@ def attention(
     """
     check_shapes(q, k, v)
     check_scale(scale)
-    bias, mask = bound(bias, q.shape[2]), None if mask is None else as_mask(mask)
     options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "remap": remap}
     options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
     options |= {"implementation": implementation, "return_residuals": return_residuals}
-    check_aligned(q, k, q_positions, reads_positions(bias, mask, remap, decay))
     split = split_of(q, k, v, partition)
-    return local_attention(q, k, v, **options) if split is None else _over_mesh(split, q, k, v, **options)
+    if split is None:
+        return context_attention(q, k, v, across=Placement(), **options)
+    return _over_mesh(split, q, k, v, **options)
 
 
-def _over_mesh(split: Split, q, k, v, *, scale, remap, **options):
+def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, remap, **options):
     """Attention on every device, for its own batch rows and heads."""
-    remap = branches(remap)
-    check_masks(q, k, options["mask"], *(branch.where for branch in remap))
+    mask, remap = None if mask is None else as_mask(mask), branches(remap)
+    check_masks(q, k, mask, *(branch.where for branch in remap))
     check_sinks(options["sinks"], q.shape[2])
-    options |= {"scale": _with_three_axes(scale), "where": tuple(branch.where for branch in remap)}
+    options |= {"bias": bound(bias, q.shape[2]), "mask": mask, "scale": _with_three_axes(scale)}
+    options |= {"where": tuple(branch.where for branch in remap)}
 
     def inside(q, k, v, *pairs, where, **given):
         branches = zip(pairs[::2], pairs[1::2], where, strict=True)

@@ -13,7 +13,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from posjax._lowered import Form, Lowered, run, zero_tangent
+from posjax._lowered import Derivative, Form, Lowered, run, zero_tangent
 from posjax._numbers import is_number
 from posjax.attention.backends import TPU, Backend
 from posjax.attention.operands import Operands, PerQuery, like_zeros, mix, named, scores, taken_apart
@@ -126,43 +126,31 @@ class _Forward(Lowered):
         if not any(which):
             return rows, tuple(map(zero_tangent, rows))
         moved = [tangent for tangent in tangents if tangent is not None]
-        return rows, run(_Tangents(self.backends, self.form, which), *primals, *rows, *moved)
+        return rows, run(_Tangents(self, which), *primals, *rows, *moved)
 
 
-@dataclass(frozen=True)
-class _Tangents(Lowered):
-    """Tangents of output and log-sum-exp, from their values and from the tangents of the arrays that ``which`` names.
+class _Tangents(Derivative):
+    """Tangents of output and log-sum-exp; these two are arguments as well, after those of ``_Forward``.
 
-    The values are for the transpose, which computes the weights ``P = exp(z - lse)`` from them.
+    They are for the transpose, which computes the weights ``P = exp(z - lse)`` from them.
     """
-
-    backends: Backends
-    form: Form
-    which: tuple[bool, ...]
-
-    @property
-    def linear(self):
-        return sum(self.which)
 
     def types(self, *arrays):
         return arrays[len(self.which) : len(self.which) + 2]
 
     def on(self, platform, *arrays):
-        primals, moved = arrays[: len(self.which)], iter(arrays[len(self.which) + 2 :])
-        tangents = [next(moved) if own else zero_tangent(x) for own, x in zip(self.which, primals, strict=True)]
-        with self.form.as_set():
-            return jax.jvp(lambda *x: self.backends.usual.forward(*self.form.filled(x)), primals, tuple(tangents))[1]
+        primals, moved = arrays[: len(self.which)], arrays[len(self.which) + 2 :]
+        return super().on(platform, *primals, *moved)
 
     def transposed(self, constants, cotangents):
-        return run(_Backward(self.backends, self.form, self.which), *constants, *cotangents)
+        return run(_Backward(self.function, self.which), *constants, *cotangents)
 
 
 @dataclass(frozen=True)
 class _Backward(Lowered):
     """Cotangents of the arrays that ``which`` names, from output, log-sum-exp, and the cotangents of both."""
 
-    backends: Backends
-    form: Form
+    forward: _Forward
     which: tuple[bool, ...]
 
     def types(self, *arrays):
@@ -170,12 +158,13 @@ class _Backward(Lowered):
 
     def on(self, platform, *arrays):
         primals, rows, cotangents = arrays[:-4], arrays[-4:-2], arrays[-2:]
-        backend, (x, scale) = self.backends.of(platform), self.form.filled(primals)
-        wanted, _ = self.form.filled(self.which)
-        with self.form.as_set():
+        form = self.forward.form
+        backend, (x, scale) = self.forward.backends.of(platform), form.filled(primals)
+        wanted, _ = form.filled(self.which)
+        with form.as_set():
             per_query = backend.per_query_of(rows, cotangents)
             found = backend.backward(x, scale, per_query, of_bias=_of_bias(wanted))
-        return [x for own, x in zip(self.which, self.form.taken(found), strict=True) if own]
+        return [x for own, x in zip(self.which, form.taken(found), strict=True) if own]
 
 
 def _of_bias(wanted: Operands) -> bool:

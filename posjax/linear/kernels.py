@@ -56,10 +56,12 @@ class LinearKernel:
     ) -> tuple[Float[Array, "batch length kv_heads m"], Float[Array, "batch length kv_heads"] | None]:
         """``(psi, c)``: the features are ``exp(c) psi``, one ``c`` per token and head; None means 0.
 
+        By default ``psi`` is ``phi``, which must then leave out no factor.
+
         Factors of keys do not cancel, and one maximum over the whole sequence would let later keys change earlier
         outputs. So ``c`` is separate, and the forms of attention take the maximum over the keys that each query sees.
         """
-        raise TypeError(f"{type(self).__name__} does not map keys")
+        return self.query(params, k), None
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,6 @@ class Elu(LinearKernel):
         """``elu(q) + 1``, without the rounding of ``1 + expm1``: positive for inputs down to -87."""
         x = widened(q)
         return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
-
-    def key(self, params, k):
-        """``elu(k) + 1``."""
-        return self.query(params, k), None
 
 
 @dataclass(frozen=True)
@@ -176,10 +174,6 @@ class Expansion(ScaledKernel):
         check_count("order", self.order)
         check(self.order % 2 == 0, f"order must be even, because an odd one has negative weights; found {self.order}")
 
-    def key(self, params, k):
-        """The same map as for queries."""
-        return self.query(params, k), None
-
 
 @dataclass(frozen=True)
 class Taylor(Expansion):
@@ -231,10 +225,6 @@ class Cosine(LinearKernel):
         squared = jnp.square(x).sum(-1, keepdims=True)
         unit = x * jax.lax.rsqrt(jnp.where(squared > 0, squared, 1))
         return jnp.concatenate([jnp.ones_like(squared), unit], axis=-1)
-
-    def key(self, params, k):
-        """``[1, k / |k|]``."""
-        return self.query(params, k), None
 
 
 def features(

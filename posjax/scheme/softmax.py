@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from posjax import masks
 from posjax._checks import check
 from posjax.attention import attention
-from posjax.attention.cache import Cache, empty
+from posjax.attention.cache import Cache, ring
 from posjax.attention.padding import without_padding
 from posjax.attention.sharded import context_attention
 from posjax.positions import Positions, as_array
@@ -115,17 +115,18 @@ class SoftmaxAttention:
     def empty(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int, dtype
     ) -> Cache:
-        """A cache without tokens."""
-        return empty(
-            batch,
-            capacity,
-            kv_heads=num_kv_heads,
-            size=self.scheme.maps.key_size(head_dim),
-            value_size=head_dim,
-            gates=num_heads if self.scheme.reads_tokens else 0,
-            kept_keys=self.scheme.kept_keys,
-            chunk=min(chunk, capacity),
-            dtype=dtype or jnp.float32,
+        """A cache without tokens; ``chunk`` is the most tokens that are written at once."""
+        chunk, dtype, gated = min(chunk, capacity), dtype or jnp.float32, self.scheme.reads_tokens
+        first, slots = ring(self.scheme.kept_keys, capacity, chunk)
+        return Cache(
+            k=jnp.zeros((batch, slots, num_kv_heads, self.scheme.maps.key_size(head_dim)), dtype),
+            v=jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype),
+            positions=jnp.zeros((batch, slots), jnp.int32),
+            ids=jnp.full((batch, slots), -1, jnp.int32),
+            gates=jnp.zeros((batch, num_heads, slots), jnp.float32) if gated else None,
+            total=jnp.zeros((batch, num_heads), jnp.float32) if gated else None,
+            first=first,
+            chunk=chunk,
         )
 
     def step(self, projected, kept: Cache, params: Params, where: Where, new: NewTokens, options, partition) -> tuple:

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import posjax as pj
-from posjax.attention import api
 from posjax.attention.api import BACKENDS
 from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
 from posjax.layout import Layout
@@ -268,7 +267,6 @@ def test_one_device_takes_a_row_in_any_order(qkv):
 
 
 def test_the_kernel_for_tpus_gives_way_and_says_why(caplog):
-    api._say_once.cache_clear()
     x = jnp.zeros((1, 520, 1, SIZE))
     pairs = jnp.zeros((520, 520))
     reasons = {

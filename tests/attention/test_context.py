@@ -50,8 +50,16 @@ def test_what_fits_passes(strategy, kind):
         (over("ulysses"), {"heads": 2, "kv_heads": 2}, "use 'ring' or 'all-gather'"),
         (over("ring-ulysses", ulysses=3), {}, "ulysses must divide the 4 shards, and be neither 1 nor all of them"),
         (over("ring-ulysses"), {}, "found 1; use 'ring' or 'ulysses' for those"),
-        (over("neighbour"), {"window": 18}, "a window of 18 reaches beyond the chunk of 16 tokens"),
-        (over("neighbour", "striped"), {"window": 4}, "striped shards hold no neighbouring tokens"),
+        (
+            over("neighbour"),
+            {"scheme": pj.Scheme(mask=masks.Window(18))},
+            "a window of 18 reaches beyond the chunk of 16 tokens",
+        ),
+        (
+            over("neighbour", "striped"),
+            {"scheme": pj.Scheme(mask=masks.Window(4))},
+            "striped shards hold no neighbouring tokens",
+        ),
         (over("neighbour"), {"scheme": pj.Scheme()}, "needs a mask that shows only recent keys"),
         (over("neighbour"), {"scheme": pj.Scheme(mask=masks.Window(4) | masks.FirstTokens(2))}, "with sinks"),
         (over("neighbour"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "CoPE counts along whole sequences"),

@@ -282,9 +282,13 @@ def test_inside_a_shard_map_over_some_axes():
         (
             "auto",
             P(None, None, ("data", "tensor")),
-            "cannot split 4 query heads evenly; axes with 4 devices would work",
+            "splits heads over 8 devices, which do not divide 4 query heads; an axis whose size divides 4 would work",
         ),
-        ("auto", P(("data", "tensor")), "partition: 8 devices along ('data', 'tensor') cannot split 4 rows evenly"),
+        (
+            "auto",
+            P(("data", "tensor")),
+            "a batch of 4 rows cannot be split evenly over 8 devices along ('data', 'tensor')",
+        ),
         ("auto", P(None, None, None, None, "data"), "partition must have at most the axes"),
         ("auto", "data", "partition must be a NamedSharding or PartitionSpec"),
     ],

@@ -1,4 +1,7 @@
-"""Attention inside ``shard_map`` for the queries of one device over the keys of all devices that share the sequence."""
+"""Attention for the queries of one device over the keys of all devices that share the sequence, inside ``shard_map``.
+
+A device that holds whole sequences needs no ``shard_map``: ``posjax.attention`` comes here too.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,9 +14,10 @@ from jaxtyping import Array, Bool, Float
 from posjax._checks import check
 from posjax._numbers import is_number
 from posjax.attention import api
-from posjax.attention.checks import check_ahead, check_sinks
+from posjax.attention.checks import check_ahead, check_sinks, checked_positions
 from posjax.attention.operands import RUN, Operands, statistics_dtype, vary_alike
 from posjax.attention.own import heads_of, on_device
+from posjax.attention.padding import without_padded_scale
 from posjax.attention.sharded.choice import Sizes
 from posjax.attention.sharded.exchange import gathered, ulysses
 from posjax.attention.sharded.neighbour import neighbour
@@ -23,7 +27,7 @@ from posjax.attention.sharded.ring import ring
 from posjax.axes import names_of
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask, as_mask
-from posjax.positions import Positions, Range, as_array
+from posjax.positions import Positions, Range
 from posjax.remap import Branch, branches
 
 
@@ -67,31 +71,19 @@ def context_attention(
     Raises:
         ValueError: as ``attention``, and for a strategy that cannot split the call, with the reason.
     """
-    heads, remap = _Heads(across, q.shape[2]), branches(remap)
-    mask = None if mask is None else as_mask(mask)
+    api.check_shapes(q, k, v)
+    heads = _Heads(across, q.shape[2])
+    bias, mask, remap = heads.of_bias(bias), None if mask is None else as_mask(mask), branches(remap)
     api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, remap, decay))
-    bias = heads.of_bias(bias)
     _check_no_pairs(across, bias=bias, mask=(mask, remap))
-    row = tuple(_whole(across, p, x.shape[1]) for p, x in ((q_positions, q), (kv_positions, k)))
-    local = [None if isinstance(p, Range) else p for p in row]
-    x, scale = api.prepared(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=None if mask is None else heads.of_mask(mask),
-        scale=heads.last(scale),
-        softcap=softcap,
-        remap=tuple(map(heads.of_branch, remap)),
-        decay=decay,
-        q_positions=local[0],
-        kv_positions=local[1],
-    )
+    mask, remap = heads.of_mask(mask), tuple(map(heads.of_branch, remap))
+    positions = _positions(across, "q_positions", q_positions, q), _positions(across, "kv_positions", kv_positions, k)
+    x = api.operands(q, k, v, bias=bias, mask=mask, remap=remap, decay=decay, softcap=softcap, positions=positions)
+    scale = api.grouped_scale(without_padded_scale(mask, heads.last(scale), q), q, k.shape[2])
     sinks = heads.last(sinks)
     check_sinks(sinks, q.shape[2])
-    check_ahead(x.bias, x.mask, *row)
+    check_ahead(x.bias, x.mask, *positions)
     call = Call(x, scale if is_number(scale) else jnp.asarray(scale, statistics_dtype(q)))
-    call = call.at(*(p if isinstance(p, Range) else as_array(p) for p in row))
     with_lse = return_residuals or sinks is not None
     out, lse = _spread(across, vary_alike(call), implementation, with_lse)
     return api.finished(out, lse, sinks, return_residuals)
@@ -105,7 +97,7 @@ class _Heads:
 
     def last(self, array):
         """This device's heads of an array whose last axis may be all heads."""
-        if array is None or jnp.ndim(array) == 0 or array.shape[-1] != self.all or self.all == self.size:
+        if self.all == self.size or array is None or jnp.ndim(array) == 0 or array.shape[-1] != self.all:
             return array
         return jax.lax.dynamic_slice_in_dim(array, self.start, self.size, axis=-1)
 
@@ -118,39 +110,40 @@ class _Heads:
         return Branch(branch.q, branch.k, self.of_mask(branch.where))
 
     def of_bias(self, bias) -> Bias | None:
-        if bias is None or isinstance(bias, ContextualBias):
-            return bias
-        if isinstance(bias, Bias) and heads_of(bias) == self.size:
-            return bias
-        bias = api.bound(bias, self.all)
-        return bias if self.all == self.size else bias.heads(self.start, self.size)
+        """The bias, bound for this device's heads."""
+        ready = bias is None or isinstance(bias, ContextualBias) or self.all == self.size
+        if ready or (isinstance(bias, Bias) and heads_of(bias) == self.size):
+            return api.bound(bias, self.size)
+        return api.bound(bias, self.all).heads(self.start, self.size)
 
 
 def _check_no_pairs(across: Placement, **slots) -> None:
     """Raises ValueError for arrays over pairs of tokens if devices share a sequence: they cannot be split."""
+    if across.shards == 1:
+        return
     found = [name for name, slot in slots.items() if any({"queries", "keys"} <= set(names) for names in names_of(slot))]
     check(
-        across.shards == 1 or not found,
+        not found,
         f"{' and '.join(found)}: an array over pairs of tokens is not supported if the {across.shards} devices of axis "
         f"{across.context!r} share a row; use masks and biases of positions or of tokens (masks.Segments for padding)",
     )
 
 
-def _whole(across: Placement, positions: Positions | None, tokens: int) -> Positions:
-    """A ``Range`` over the whole sequence, or an array over this device's tokens."""
+def _positions(across: Placement, name: str, positions: Positions | None, x) -> Positions:
+    """The checked positions of queries or keys ``x``: a ``Range`` over the whole sequence, or this device's array."""
+    if across.shards == 1:
+        return checked_positions(name, positions, x)
+    tokens, whole = x.shape[1], across.whole(x.shape[1])
     if positions is None:
-        return Range(0, across.whole(tokens))
-    if across.shards == 1 and isinstance(positions, Range):
-        return positions
-    if isinstance(positions, Range):
-        whole = across.whole(tokens)
-        check(
-            positions.length == whole and positions.is_static,
-            f"positions must be a Range over the whole sequence of {whole} tokens whose start is known, or an array "
-            f"over the {tokens} tokens of this device; found {positions}",
-        )
-        return positions
-    return across.local(positions, tokens)
+        return Range(0, whole)
+    if not isinstance(positions, Range):
+        return checked_positions(name, across.local(positions, tokens), x)
+    check(
+        positions.length == whole and positions.is_static,
+        f"positions must be a Range over the whole sequence of {whole} tokens whose start is known, or an array "
+        f"over the {tokens} tokens of this device; found {positions}",
+    )
+    return positions
 
 
 def _spread(across: Placement, call: Call, implementation: str | None, with_lse: bool) -> tuple:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from posjax._checks import check
 from posjax._slots import OverPairs
@@ -71,7 +71,7 @@ def enter(
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
     # By default all axes except those of a ``vmap`` over the batch; with Manual axes they must be named.
-    axes = {"axis_names": set(mesh.axis_names) - _manual(mesh)} if _manual(mesh) else {}
+    axes = {"axis_names": set(mesh.axis_names) - set(mesh.manual_axes)} if mesh.manual_axes else {}
 
     def inside(replicated, projected, per_row):
         if repeats > 1:
@@ -134,8 +134,3 @@ def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]
         return each(node, lies)
 
     return jax.tree.map(part, value, is_leaf=lambda node: isinstance(node, OverPairs | Range))
-
-
-def _manual(mesh: Mesh | AbstractMesh) -> set[str]:
-    """The axes of a ``shard_map`` that has been entered already."""
-    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}

@@ -91,7 +91,6 @@ class Placement:
         length: int,
         heads: int,
         kv_heads: int,
-        window: int | None = None,
         scheme: Any = None,
     ) -> None:
         """Raises ValueError, before anything compiles, for a model that cannot be split in this way.
@@ -102,7 +101,6 @@ class Placement:
             length: tokens of a sequence.
             heads: query heads of the whole model.
             kv_heads: key heads of the whole model.
-            window: the most keys a query sees, if all of them are recent; by default that of the scheme's mask.
             scheme: the layer's ``Scheme``, if it is known.
 
         Raises:
@@ -123,12 +121,12 @@ class Placement:
         layout = self.layout_over(shards)
         layout.check(length)
         held = kv_heads * self.for_key_heads(mesh, kv_heads).repeats // split
-        sizes = Sizes(batch // devices, length, heads // split, held, shards, window=window)
+        sizes = Sizes(batch // devices, length, heads // split, held, shards)
         sizes = sizes._replace(layout=layout, ulysses=self.ulysses)
         if scheme is not None:
             self.check_scheme(scheme, shards)
             sizes = _with_scheme(sizes, scheme)
-        if scheme is not None or window is not None or "neighbour" not in self.strategies:
+        if scheme is not None or "neighbour" not in self.strategies:
             self.chosen(sizes)
 
     def check_scheme(self, scheme: Any, shards: int | None = None) -> None:
@@ -247,4 +245,4 @@ def _with_scheme(sizes: Sizes, scheme) -> Sizes:
     bounds = scheme.kept_keys
     recent = bounds is not None and bounds[0] == 0
     counts = scheme.bias is not None and scheme.bias.contextual
-    return sizes._replace(window=bounds[1] if sizes.window is None and recent else sizes.window, counts=counts)
+    return sizes._replace(window=bounds[1] if recent else None, counts=counts)

@@ -1,9 +1,8 @@
 """How batch and heads of an attention call are split over a mesh, by the types of its arrays or by ``partition``."""
 
-import math
 from typing import NamedTuple
 
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from posjax._checks import check
 from posjax.attention.sharded.automatic import axes_of, explicit_spec, mesh_of
@@ -43,8 +42,6 @@ def split_of(q, k, v, partition: Partition | None) -> Split | None:
     asked = _asked(partition, mesh)
     _check_whole("partition", asked)
     rows, _, heads, _ = (a + b for a, b in zip(_explicit_axes(q), asked, strict=True))
-    _check_even("rows", q.shape[0], rows, mesh)
-    _check_even("query heads", q.shape[2], heads, mesh)
     return Split(mesh, Placement(batch=rows, heads=heads or None))
 
 
@@ -61,21 +58,9 @@ def _mesh(q, k, v, partition: Partition | None) -> Mesh | AbstractMesh | None:
     return found
 
 
-def _check_even(what: str, size: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> None:
-    """Raises ValueError for a partition that gives devices unequal parts."""
-    devices = math.prod(mesh.shape[axis] for axis in axes)
-    fits = f"axes with {math.gcd(size, devices)} devices would work"
-    check(size % devices == 0, f"partition: {devices} devices along {axes} cannot split {size} {what} evenly; {fits}")
-
-
 def _has_layout(mesh: Mesh | AbstractMesh, partition: Partition | None) -> bool:
     """Whether types or the caller give a split over axes outside any ``shard_map``."""
-    auto = partition is not None and _of_type(mesh, AxisType.Auto)
-    return bool(auto or _of_type(mesh, AxisType.Explicit))
-
-
-def _of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
-    return {name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind}
+    return bool(mesh.explicit_axes or (partition is not None and mesh.auto_axes))
 
 
 def _explicit_axes(x) -> tuple[tuple[str, ...], ...]:
@@ -89,7 +74,7 @@ def _asked(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tupl
     check(isinstance(spec, PartitionSpec), f"partition must be a NamedSharding or PartitionSpec, found {spec!r}")
     check(len(spec) <= 4, f"partition must have at most the axes {_LAYOUT}, found {spec}")
     named = [axes_of(part) for part in spec] + [()] * (4 - len(spec))
-    known, auto = set(mesh.axis_names), _of_type(mesh, AxisType.Auto)
+    known, auto = mesh.axis_names, mesh.auto_axes
     unknown = [name for names in named for name in names if name not in known]
     check(not unknown, f"partition: the mesh has no axis {unknown}; it has {list(mesh.axis_names)}")
     return tuple(tuple(name for name in names if name in auto) for names in named)

@@ -58,7 +58,7 @@ def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
     Raises:
         ValueError: for calls that the kernels do not support, with the reason.
     """
-    config, inputs = _prepared(x, options, so_far is not None)
+    inputs, config = _prepared(x, options, so_far is not None)
     rows = None if so_far is None else _rows(config, inputs, *so_far)
     # DMA copies index every axis of their source, so ``vmap`` runs the kernel for one element at a time.
     out, lse = sequential_vmap(partial(forward, config))(inputs, rows)
@@ -94,9 +94,9 @@ def gradients(x: Operands, per_query: PerQuery, options: Options, *, of_bias: bo
     Raises:
         ValueError: for calls that the kernels do not support, with the reason.
     """
-    config, inputs, transpose = _transposable(x, options, running=False)
+    inputs, transpose, config = _transposable(x, options, running=False)
     found, bias = _gradients(config, inputs, per_query, None, of_bias)
-    return transpose(bias._replace(q=found.q, k=found.k, v=found.v))
+    return transpose(bias._replace(q=found.q, k=found.k, v=found.v))[0]
 
 
 def add_gradients(
@@ -114,12 +114,12 @@ def add_gradients(
     Returns:
         The sums, and all other gradients, with 0 for ``q``, ``k`` and ``v``.
     """
-    config, inputs, transpose = _transposable(x, options, running=True)
+    inputs, transpose, config = _transposable(x, options, running=True)
     q, k, v = (merge_heads(lengthen(a, b.shape[-2] - a.shape[-2], -2)) for a, b in zip(so_far, inputs[:3], strict=True))
     found, bias = _gradients(config, inputs, per_query, (q[:, :, None], k[:, :, None], v), of_bias)
     sums = found.q[:, :, 0], found.k[:, :, 0], found.v
     sums = (split_heads(a, b.shape[1:-2])[..., : b.shape[-2], :] for a, b in zip(sums, so_far, strict=True))
-    return tuple(sums), transpose(bias)
+    return tuple(sums), transpose(bias)[0]
 
 
 def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None, of_bias: bool) -> tuple:
@@ -134,17 +134,9 @@ def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tup
     return found, zeros._replace(bias=zeros.bias | bias)
 
 
-def _transposable(x: Operands, options: Options, running: bool) -> tuple[KernelConfig, Inputs, Callable]:
-    """``_prepared`` and its transpose: from cotangents of the inputs to those of the operands."""
-    configs = []
-
-    def prepare(x):
-        config, inputs = _prepared(x, options, running)
-        configs.append(config)
-        return inputs
-
-    inputs, transpose = jax.vjp(prepare, x)
-    return configs[0], inputs, lambda cotangents: transpose(cotangents)[0]
+def _transposable(x: Operands, options: Options, running: bool) -> tuple[Inputs, Callable, KernelConfig]:
+    """``_prepared`` and its transpose, from cotangents of the inputs to a tuple of those of the operands."""
+    return jax.vjp(partial(_prepared, options=options, running=running), x, has_aux=True)
 
 
 def refusal(x: Operands) -> str | None:
@@ -184,8 +176,8 @@ def _padded(
     return x, (of_forward, of_backward)
 
 
-def _prepared(x: Operands, options: Options, running: bool) -> tuple[KernelConfig, Inputs]:
-    """The static part of a call, and its arrays; ``running`` if it adds to earlier results."""
+def _prepared(x: Operands, options: Options, running: bool) -> tuple[Inputs, KernelConfig]:
+    """The arrays of a call, and its static part; ``running`` if it adds to earlier results."""
     check((why := refusal(x)) is None, f"implementation='tpu': {why}")
     on = target() if options.on is None else options.on
     x, blocks = _padded(x, options.blocks, on, running)
@@ -220,7 +212,7 @@ def _prepared(x: Operands, options: Options, running: bool) -> tuple[KernelConfi
         interpret=options.interpret,
     )
     inputs = _inputs(x, starts, (lists(of_queries), lists(of_keys.transposed)), numbers, of_bias)
-    return config, inputs if most is None else inputs._replace(bound=_bound(x, inputs.k, most))
+    return inputs if most is None else inputs._replace(bound=_bound(x, inputs.k, most)), config
 
 
 def _inputs(x: Operands, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:

@@ -164,21 +164,10 @@ class Pattern(NamedTuple):
         """Whether each pair of a tile is allowed (None: all are), and the mask of each branch."""
         i, j = q.positions(shape), k.positions(shape)
         q_numbers, k_numbers = q.of_masks(shape), k.of_masks(shape)
-        hidden = self.mask is not None and masked
-        seen = allowed(self.mask, i, j, q_numbers, k_numbers) if hidden else None
-        if not remap:
-            return seen, ()
-        if not hidden:
-            _skip(self.mask, q_numbers, k_numbers)
-        return seen, tuple(allowed(where, i, j, q_numbers, k_numbers) for where in self.branches)
-
-
-def _skip(formula: Formula, q_numbers, k_numbers) -> None:
-    if isinstance(formula, Joined):
-        _skip(formula.left, q_numbers, k_numbers)
-        _skip(formula.right, q_numbers, k_numbers)
-    elif isinstance(formula, OfArrays):
-        next(q_numbers), next(k_numbers)
+        # The mask reads its numbers even if it is not wanted, as those of the branches follow. Mosaic drops the rest.
+        seen = None if self.mask is None else allowed(self.mask, i, j, q_numbers, k_numbers)
+        branches = [allowed(where, i, j, q_numbers, k_numbers) for where in self.branches] if remap else []
+        return seen if masked else None, tuple(branches)
 
 
 def column(row):
