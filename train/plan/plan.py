@@ -35,7 +35,6 @@ class Plan:
     memory: Memory
     flops: Flops
     tally: Tally
-    reading: Reading | None = None  # the time by parts and passes
     flags: str = ""  # with which it was compiled
     share: float = 1.0  # of the FLOPs of an update: a third for a forward pass alone
 
@@ -43,12 +42,6 @@ class Plan:
     def seconds(self) -> float:
         """The predicted time of a step."""
         return self.tally.seconds
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits into a device's memory. A compiled program does, except for memory that the compiler
-        cannot see."""
-        return self.memory.total <= self.pod.hbm_bytes
 
     @property
     def mfu(self) -> float:
@@ -108,10 +101,8 @@ def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | N
 
 def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
     """The plan of a config with a compiled step."""
-    reading = read_step("this step", config, on, compiled)
-    return Plan(
-        config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading, compiled.flags or ""
-    )
+    tally = read_step("this step", config, on, compiled).tally
+    return Plan(config, on, compiled.axes, compiled.memory, update_flops(config), tally, compiled.flags or "")
 
 
 def read_step(
