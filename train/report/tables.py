@@ -59,17 +59,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     ]
 
 
-def details(rows: Sequence[Row]) -> list[Table]:
-    """Tables that say little about a method: the speed of its evaluation."""
-    perplexities = held_out(rows)
-    columns = {
-        f"at {n}": {label: _measured(perplexities, label, "tokens_per_second", n) for label in labels(perplexities)}
-        for n in sorted({lengths(perplexities)[0], lengths(perplexities)[-1]})
-    }
-    title = "Speed of evaluation in tokens/s, which depends on other load on the machine"
-    return [_by_scheme(title, columns, thousands)] if any(map(any, map(dict.values, columns.values()))) else []
-
-
 def _differences(rows: Sequence[Row]) -> list[Table]:
     """The difference of every scheme from the first one, by the same seeds."""
     first, seeds = baseline(rows), len({row["seed"] for row in rows})
@@ -154,12 +143,6 @@ def _mark(value: Estimate | None, best: Estimate | None) -> str:
     if value is None or value is best or value.spread is None or best.spread is None:
         return ""
     return "≈ " if abs(value.mean - best.mean) <= math.hypot(value.spread, best.spread) else ""
-
-
-def _by_scheme(title: str, columns: dict[str, dict[str, Estimate | None]], written: Callable[[float], str]) -> Table:
-    names = next(iter(columns.values()))
-    body = tuple((name, *(shown(column[name], written) for column in columns.values())) for name in names)
-    return Table(title, ("scheme", *columns), body)
 
 
 def _times(rows: Sequence[Row]) -> list[Table]:
