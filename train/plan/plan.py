@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,8 +150,3 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
     where = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
     width = where.ulysses if "ring-ulysses" in where.strategies else 1
     return width * config.train.length / where.layout.shards if where.layout.reorders else float("inf")
-
-
-def stages(config: Config) -> Iterator[tuple[str, Config]]:
-    """Every stage of a config by name; the config itself if it has no stages."""
-    return zip(config.stage_names, config.every_stage, strict=True)

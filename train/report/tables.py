@@ -173,18 +173,13 @@ def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> Non
 def show_table(table: Table, console: Any) -> None:
     """Prints a table on a `rich.console.Console`."""
     import rich.box
+    import rich.markup
     import rich.table
 
     drawn = rich.table.Table(box=rich.box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
     for index, name in enumerate(table.header):
         drawn.add_column(name, justify="right" if index else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*map(_escaped, row))
+        drawn.add_row(*map(rich.markup.escape, row))
     console.print(table.title, style="bold", markup=False, highlight=False)
     console.print(drawn)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
