@@ -6,8 +6,8 @@
                     "places": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
     schedules/     the compiler's dump of its kernels, if that is kept; used for kernels that are not ours
 
-`step.json` may also have ``"tokens"``, of a step over all devices, and ``"flags"``, with which it was compiled; no other
-keys.
+`step.json` may also have ``"tokens"``, of a step over all devices, and ``"flags"``, with which it was compiled, but no
+other keys.
 """
 
 from __future__ import annotations
